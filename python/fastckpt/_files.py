@@ -18,7 +18,7 @@ _LONGEST_NAME = 255
 #: them, and nothing here reads it.
 TORCH_METADATA = ".metadata"
 #: What fastckpt writes itself, or what readers of the directory would take for it.
-_OURS = {"fastckpt.json", "model.safetensors.index.json"}
+_OURS = {"fastckpt.json", "model.safetensors.index.json", "training"}
 
 
 def check_files(operation: str, files: Any) -> list[tuple[str, bytes]]:

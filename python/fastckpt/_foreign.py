@@ -83,7 +83,7 @@ def of_distributed(path: str | os.PathLike[str]) -> str | None:
 
 
 def _shards(path: str, names: Collection[str], shards: Sequence[str]) -> str:
-    ours = any(name.startswith("training") for name in shards)
+    ours = "training" in names
     what = f"it holds {shards[0] if shards else _INDEX}, and no {_MANIFEST}"
     if "config.json" in names and not ours:
         what = "it looks like a model of Hugging Face"

@@ -74,7 +74,7 @@ def test_disk_full_at_the_last_pages(left):
     nbytes = 1 << 20
     with mounts.mount("tmpfs", size=64 << 20) as point:
         fastckpt.save(numbered(1, nbytes), point / "probe")
-        needed = sum(-(-file.stat().st_size // 4096) for file in (point / "probe").iterdir())
+        needed = sum(-(-file.stat().st_size // 4096) for file in (point / "probe").rglob("*") if file.is_file())
         fastckpt.save(numbered(2, nbytes), point / "old")
         shutil.rmtree(point / "probe")
         free = os.statvfs(point).f_bfree

@@ -31,7 +31,7 @@ def way(request):
 def written(path):
     """All that the state makes of the files."""
     manifest = json.loads((path / "fastckpt.json").read_text(encoding="utf-8"))
-    files = {each.name: each.read_bytes() for each in path.iterdir() if each.suffix != ".json"}
+    files = {str(each.relative_to(path)): each.read_bytes() for each in path.rglob("*.safetensors")}
     body = manifest.get("body", manifest)
     return files, body["structure"], body["tensors"]
 

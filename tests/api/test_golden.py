@@ -109,7 +109,11 @@ def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
     """The layout is the format's: no release changes it."""
     fastckpt.save(golden().training(), tmp_path / "c", shard_size=100)
     written, kept = (
-        {file.name: file.read_bytes() for file in path.iterdir() if file.name != "fastckpt.json"}
+        {
+            file.relative_to(path): file.read_bytes()
+            for file in path.rglob("*")
+            if file.is_file() and file.name != "fastckpt.json"
+        }
         for path in (tmp_path / "c", DATA / "v1-groups")
     )
     assert len(written) > 4
@@ -120,6 +124,14 @@ def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
 def test_golden_checkpoint_verifies(name):
     assert fastckpt.verify(DATA / name).ok
     assert fastckpt.open(DATA / name).metadata == golden().METADATA
+
+
+@pytest.mark.parametrize("way", [fastckpt.load, fastckpt.open, fastckpt.verify])
+def test_a_checkpoint_from_before_the_format_was_released_is_told_apart_from_damage(way):
+    with pytest.raises(fastckpt.FormatVersionError, match="before format version 1 was released, when the training"):
+        way(DATA / "before-v1")
+    (listed,) = [one for one in fastckpt.list(DATA) if one.name == "before-v1"]
+    assert "before format version 1 was released" in listed.damage
 
 
 def test_golden_checkpoints_hold_one_shard_and_several():

@@ -16,27 +16,26 @@ from harness import needs
 from harness.same import same
 
 INDEX = "model.safetensors.index.json"
+TRAINING = "training/training.safetensors"
 
 
 def names(path):
-    return sorted(each.name for each in path.iterdir())
+    return sorted(each.relative_to(path).as_posix() for each in path.rglob("*") if each.is_file())
 
 
-def headers(path, pattern="*.safetensors"):
+def headers(path):
     """Each file's own names."""
     found = {}
-    for file in path.glob(pattern):
+    for file in path.rglob("*.safetensors"):
         with safetensors.safe_open(file, "pt") as shard:
-            found[file.name] = sorted(shard.keys())
+            found[file.relative_to(path).as_posix()] = sorted(shard.keys())
     return found
 
 
 def as_vllm_does(path):
-    """The tensors of the files that vLLM keeps: all of them, without those that an index leaves out."""
+    """The tensors of the files that a loader finds by their names, and that the index lists, all of them."""
     chosen = sorted(path.glob("*.safetensors"))
-    if (path / INDEX).exists():
-        listed = set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
-        chosen = [file for file in chosen if file.name in listed]
+    assert {file.name for file in chosen} >= set(json.loads((path / INDEX).read_bytes())["weight_map"].values())
     return {name: tensor for file in chosen for name, tensor in safetensors.torch.load_file(file).items()}
 
 
@@ -100,16 +99,16 @@ def test_a_training_state_opens_as_a_model(family, tied, shard_size, tmp_path, m
 def test_one_shard_of_the_model_is_found_with_and_without_the_index(tmp_path):
     state = {"optimizer": {"m": torch.ones(3)}, "model": {"a": torch.ones(2), "b": {"c": torch.zeros(4)}}, "step": 5}
     fastckpt.save(state, tmp_path / "c")
-    assert names(tmp_path / "c") == ["fastckpt.json", "model.safetensors", INDEX, "training.safetensors"]
-    assert headers(tmp_path / "c") == {"model.safetensors": ["a", "b.c"], "training.safetensors": ["optimizer.m"]}
+    assert names(tmp_path / "c") == ["fastckpt.json", "model.safetensors", INDEX, TRAINING]
+    assert headers(tmp_path / "c") == {"model.safetensors": ["a", "b.c"], TRAINING: ["optimizer.m"]}
     assert json.loads((tmp_path / "c" / INDEX).read_bytes()) == {
         "metadata": {"total_size": 24},
         "weight_map": {"a": "model.safetensors", "b.c": "model.safetensors"},
     }
     assert as_vllm_does(tmp_path / "c").keys() == {"a", "b.c"}
-    # A model alone needs none.
+    # So has a model alone: tools that know a checkpoint by its index find it.
     fastckpt.save({"model": state["model"]}, tmp_path / "c")
-    assert names(tmp_path / "c") == ["fastckpt.json", "model.safetensors"]
+    assert names(tmp_path / "c") == ["fastckpt.json", "model.safetensors", INDEX]
     assert headers(tmp_path / "c") == {"model.safetensors": ["a", "b.c"]}
 
 
@@ -121,8 +120,8 @@ def test_several_shards_of_each_group(tmp_path):
     assert headers(tmp_path / "c") == {
         "model-00001-of-00002.safetensors": ["w0", "w1"],
         "model-00002-of-00002.safetensors": ["w2", "w3"],
-        "training-00001-of-00002.safetensors": ["optimizer.w0", "optimizer.w1"],
-        "training-00002-of-00002.safetensors": ["optimizer.w2", "optimizer.w3"],
+        "training/training-00001-of-00002.safetensors": ["optimizer.w0", "optimizer.w1"],
+        "training/training-00002-of-00002.safetensors": ["optimizer.w2", "optimizer.w3"],
     }
     index = json.loads((tmp_path / "c" / INDEX).read_bytes())
     assert index["metadata"]["total_size"] == 1600
@@ -134,7 +133,7 @@ def test_several_shards_of_each_group(tmp_path):
 @pytest.mark.parametrize("key", ["model", "module", "state_dict", "model_state_dict"])
 def test_the_key_is_found_by_convention(key, tmp_path):
     fastckpt.save({"epoch": 1, "optimizer": {"m": torch.ones(3)}, key: {"w": torch.ones(2)}}, tmp_path / "c")
-    assert headers(tmp_path / "c") == {"model.safetensors": ["w"], "training.safetensors": ["optimizer.m"]}
+    assert headers(tmp_path / "c") == {"model.safetensors": ["w"], TRAINING: ["optimizer.m"]}
     assert fastckpt.open(tmp_path / "c").keys() == ["optimizer.m", f"{key}.w"]
 
 
@@ -173,9 +172,8 @@ CASES = {
 def test_what_is_the_model(case, tmp_path, save):
     state, key, model, others = CASES[case]
     save(state, tmp_path / "c", model_key=key)
-    expected = {"model.safetensors": model} | ({} if others is None else {"training.safetensors": others})
+    expected = {"model.safetensors": model} | ({} if others is None else {TRAINING: others})
     assert headers(tmp_path / "c") == expected
-    assert (tmp_path / "c" / INDEX).exists() == (others is not None)
     oracle.read(tmp_path / "c")
     assert same(fastckpt.load(tmp_path / "c"), state)
     assert fastckpt.verify(tmp_path / "c").ok
@@ -247,7 +245,7 @@ def test_tensors_shared_with_the_model_are_the_models(tmp_path, save):
     state = {"ema": {"w": w, "b": b.clone()}, "also": w, "model": {"first": w, "second": w, "b": b}}
     save(state, tmp_path / "c")
     found = headers(tmp_path / "c")
-    assert found == {"model.safetensors": ["b", "first"], "training.safetensors": ["ema.b"]}
+    assert found == {"model.safetensors": ["b", "first"], TRAINING: ["ema.b"]}
     loaded = fastckpt.load(tmp_path / "c")
     assert same(loaded, state)
     pointers = {loaded["ema"]["w"].data_ptr(), loaded["also"].data_ptr(), loaded["model"]["second"].data_ptr()}
@@ -304,10 +302,11 @@ def test_a_group_that_is_gone_leaves_no_file(tmp_path):
     (path / "config.json").write_text("{}")
     assert len(names(path)) == 6
     fastckpt.save(model, path)
-    assert names(path) == ["config.json", "fastckpt.json", "model.safetensors"]
+    assert names(path) == ["config.json", "fastckpt.json", "model.safetensors", INDEX]
+    assert not (path / "training").exists()
 
 
-@pytest.mark.parametrize("name", ["training.safetensors", "training-00001-of-00002.safetensors", INDEX])
+@pytest.mark.parametrize("name", ["model.safetensors", "model-00001-of-00002.safetensors", INDEX])
 def test_a_file_of_somebody_else_is_not_replaced(name, tmp_path, save):
     (tmp_path / "c").mkdir()
     (tmp_path / "c" / name).write_bytes(b"mine")

@@ -55,17 +55,15 @@ def check(path, state):
     assert same({name: found.pop(name) for name in state["model"]}, state["model"])
     assert not found
     manifest.read(path)
-    index = path / "model.safetensors.index.json"
-    if index.exists():
-        files = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        assert set(files) == set(state["model"])
-        for name, file in files.items():
-            assert name in safetensors.torch.load_file(path / file)
+    files = json.loads((path / "model.safetensors.index.json").read_text(encoding="utf-8"))["weight_map"]
+    assert set(files) == set(state["model"])
+    for name, file in files.items():
+        assert name in safetensors.torch.load_file(path / file)
 
 
 def own_bytes(path):
     """Bytes of files that no other directory has."""
-    return sum(entry.stat().st_size for entry in path.iterdir() if entry.stat().st_nlink == 1)
+    return sum(entry.stat().st_size for entry in path.rglob("*") if entry.is_file() and entry.stat().st_nlink == 1)
 
 
 def test_a_fine_tune_writes_what_is_trained(tmp_path):
@@ -164,7 +162,7 @@ def test_files_are_the_same_whoever_writes_them(tmp_path, engine):
     one, other = (manifest.body_of(tmp_path / name) for name in "01")
     assert (one["shards"], one["tensors"]) == (other["shards"], other["tensors"])
     assert [shard["file"] for shard in one["shards"]] == [
-        f"{group}-{number:05}-of-00002.safetensors" for group in ("model", "training") for number in (1, 2)
+        f"{group}-{number:05}-of-00002.safetensors" for group in ("model", "training/training") for number in (1, 2)
     ]
     for shard in one["shards"]:
         assert (tmp_path / "0" / shard["file"]).read_bytes() == (tmp_path / "1" / shard["file"]).read_bytes()
@@ -213,11 +211,11 @@ def test_a_base_whose_files_nobody_vouches_for_is_read(tmp_path):
     manifest.forge(tmp_path / "base", body)
     for base in ("copy", "base"):
         assert fastckpt.save(state, tmp_path / "c", base=tmp_path / base).linked_files == 2
-        file = tmp_path / base / "training.safetensors"
+        file = tmp_path / base / "training" / "training.safetensors"
         file.write_bytes(file.read_bytes()[:-1] + b"x")
         report = fastckpt.save(state, tmp_path / "c", base=tmp_path / base)
         assert report.linked_files == 1
-        assert "training.safetensors" in report.warnings[0]
+        assert "training/training.safetensors" in report.warnings[0]
         check(tmp_path / "c", state)
 
 
@@ -230,7 +228,7 @@ def test_a_checkpoint_may_be_its_own_base(tmp_path):
         check(tmp_path / "c", state)
         train(state)
     assert (tmp_path / "c" / "config.json").exists()
-    assert all(entry.stat().st_nlink == 1 for entry in (tmp_path / "c").iterdir())
+    assert all(entry.stat().st_nlink == 1 for entry in (tmp_path / "c").rglob("*") if entry.is_file())
     assert [entry.name for entry in tmp_path.iterdir()] == ["c"]
 
 
@@ -279,6 +277,10 @@ def test_a_damaged_base_is_written_anew(tmp_path, caplog):
 def test_what_cannot_be_a_base_costs_time_alone(tmp_path):
     state = fine_tune()
     golden = shutil.copytree(DATA / "v1", tmp_path / "golden")
+    body = manifest.body_of(golden)
+    for tensor in body["tensors"]:
+        del tensor["crc64xz"]
+    manifest.forge(golden, body)
     for base, why in (("missing", "No such file"), (golden, "no second checksums")):
         report = fastckpt.save(state, tmp_path / "c", base=tmp_path / base)
         assert report.linked_files == 0
@@ -314,17 +316,17 @@ def test_blocks_are_shared_where_no_link_can_be_made(kind):
     needs.tool("chattr", "e2fsprogs")
     with mounts.mount(kind) as point:
         fastckpt.save(state, point / "base")
-        files = sorted((point / "base").glob("*.safetensors"))
+        files = sorted((point / "base").rglob("*.safetensors"))
         subprocess.run(["chattr", "+i", *files], check=True)
         try:
             report = fastckpt.save(state, point / "c", base=point / "base")
         finally:
             subprocess.run(["chattr", "-i", *files], check=True)
         assert (report.linked_files, report.warnings) == (2, ())
-        assert all(entry.stat().st_nlink == 1 for entry in (point / "c").iterdir())
+        assert all(entry.stat().st_nlink == 1 for entry in (point / "c").rglob("*") if entry.is_file())
         check(point / "c", state)
         # Its time is that of the base's, so it need not be read to be linked.
-        assert [(point / "c" / file.name).stat().st_mtime_ns for file in files] == [
+        assert [(point / "c" / file.relative_to(point / "base")).stat().st_mtime_ns for file in files] == [
             file.stat().st_mtime_ns for file in files
         ]
         files[0].write_bytes(b"gone")
@@ -361,7 +363,7 @@ def test_a_kill_before_the_commit_leaves_the_base_as_it_was(tmp_path):
     linked.rename(left / ".fastckpt-linked-0")
     fastckpt.save({}, tmp_path / "d")
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["base", "d"]
-    assert all(entry.stat().st_nlink == 1 for entry in (tmp_path / "base").iterdir())
+    assert all(entry.stat().st_nlink == 1 for entry in (tmp_path / "base").rglob("*") if entry.is_file())
     check(tmp_path / "base", state)
 
 

@@ -48,7 +48,11 @@ def turned(value, order):
 
 def files(path):
     """SHA-256 of every file but the manifest, and what the manifest says beside its times and engine."""
-    sums = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.iterdir()}
+    sums = {
+        each.relative_to(path).as_posix(): hashlib.sha256(each.read_bytes()).hexdigest()
+        for each in path.rglob("*")
+        if each.is_file()
+    }
     manifest = json.loads((path / "fastckpt.json").read_bytes())
     del sums["fastckpt.json"]
     return sums, {name: manifest[name] for name in manifest.keys() - {"created", "saved", "crc64nvme"}}
@@ -81,7 +85,7 @@ def expected(tmp_path_factory):
     report = fastckpt.save(state(), path, shard_size=SHARD)
     found = files(path)
     assert report.shards > 5
-    assert {name.split("-")[0] for name in found[0]} == {"model", "training", "model.safetensors.index.json"}
+    assert {name.split("-")[0] for name in found[0]} == {"model", "training/training", "model.safetensors.index.json"}
     return found
 
 

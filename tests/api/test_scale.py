@@ -7,16 +7,13 @@ import json
 import os
 import subprocess
 import sys
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fastckpt
 from harness import needs
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 MIB = 1 << 20
 SHARED = "buffered: shared by the ranks of this node"
@@ -46,7 +43,7 @@ print(read_bytes() - before, sum(int(array.sum()) for array in loaded.values()),
 
 def read_by_ranks(path: Path, count: int, io: str) -> tuple[list[int], set[int]]:
     """What each of ``count`` ranks that load ``path`` when it is cold read from the device, and what they got."""
-    for file in path.iterdir():
+    for file in filter(Path.is_file, path.rglob("*")):
         with file.open("rb") as opened:
             os.fsync(opened.fileno())
             os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

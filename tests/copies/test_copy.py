@@ -21,7 +21,8 @@ from fastckpt._tools import cli
 
 
 def names(path: str | Path) -> list[str]:
-    return sorted(file.name for file in Path(path).iterdir())
+    inside = [file.relative_to(path).as_posix() for file in Path(path, "training").glob("*")]
+    return sorted([*(file.name for file in Path(path).iterdir() if not inside or file.name != "training"), *inside])
 
 
 def damage(path: str, file: str, at: int = 5000) -> None:
@@ -32,7 +33,7 @@ def damage(path: str, file: str, at: int = 5000) -> None:
         shard.write(bytes([byte ^ 1]))
 
 
-SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+SHARDS = [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "training/training.safetensors"]
 FILES = sorted(["config.json", "fastckpt.json", "model.safetensors.index.json", *SHARDS])
 
 

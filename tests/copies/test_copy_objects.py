@@ -25,7 +25,7 @@ from fastckpt._stores.objects import Objects
 
 pytest.importorskip("obstore")
 
-SHARDS = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+SHARDS = [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "training/training.safetensors"]
 FILES = sorted(["config.json", "fastckpt.json", "model.safetensors.index.json", *SHARDS])
 _stores = itertools.count()
 
@@ -269,7 +269,8 @@ def test_shards_of_the_one_before_go(saved, tmp_path, url):
     fastckpt.save({"x": np.ones(3)}, tmp_path / "small")
     fastckpt.copy(tmp_path / "small", f"{url}/b", overwrite=True)
     folder = folder_of(tmp_path / "small")
-    assert sorted(Objects.at("test", f"{url}/b").sizes()) == sorted(["fastckpt.json", f"{folder}/model.safetensors"])
+    files = (f"{folder}/{name}" for name in ("model.safetensors", "model.safetensors.index.json"))
+    assert sorted(Objects.at("test", f"{url}/b").sizes()) == sorted(["fastckpt.json", *files])
     assert fastckpt.verify(f"{url}/b").ok
 
 

@@ -88,7 +88,7 @@ def check_order(calls, path, *, exchanged, files=()):
     def synced(target):
         return [call for call in calls if call.name in SYNCS and call.ok and call.fd_paths() == [target]]
 
-    shards = {f"{temporary}/{file}" for file in os.listdir(path) if file.endswith(".safetensors")}
+    shards = {f"{temporary}/{file.relative_to(path)}" for file in path.rglob("*.safetensors")}
     assert len(shards) >= 2
     shard_syncs = []
     for shard in shards:
@@ -116,6 +116,12 @@ def check_order(calls, path, *, exchanged, files=()):
     for file in ("model.safetensors.index.json", *files):
         assert synced(f"{temporary}/{file}")[-1].end < commit.start
     directory_sync = next(call for call in synced(temporary) if call.start > manifest_sync.end)
+    if any("training" in shard for shard in shards):
+        # The names in the directory inside become durable before the name of that directory.
+        assert any(
+            max(call.end for call in shard_syncs) < call.end < directory_sync.start
+            for call in synced(f"{temporary}/training")
+        )
     made = [call for call in calls if call.name.startswith("open") and call.opened().startswith(f"{temporary}/")]
     assert all(
         call.end < directory_sync.start for call in made if call.start < commit.start and "O_CREAT" in call.arguments
@@ -371,7 +377,7 @@ def test_kill_with_a_base_at_every_system_call(children, parent, tmp_path):
     constant = {"constant": np.zeros(SMALL, dtype=np.uint8)}
     fastckpt.save(numbered(0, SMALL) | constant, path)
     fastckpt.save(numbered(0, SMALL) | constant, other, base=path)
-    linked = other / "training.safetensors"
+    linked = other / "training" / "training.safetensors"
 
     def found_at(place):
         state = fastckpt.load(place, io="threads")
@@ -880,9 +886,9 @@ def test_modes_follow_the_umask(children, parent, umask):
     for index in (1, 2):  # the second time over the first
         found = children.run("modes", path=str(parent / "step"), umask=umask, index=index)
         assert not isinstance(found, zygote.Raised), found
-        assert {manifest.NAME, "model.safetensors.index.json", "."} < set(found)
+        assert {manifest.NAME, "model.safetensors.index.json", ".", "training"} < set(found)
         for name, (mode, _) in found.items():
-            assert mode == (0o777 if name == "." else 0o666) & ~umask, name
+            assert mode == (0o777 if name in {".", "training"} else 0o666) & ~umask, name
 
 
 @pytest.mark.root

@@ -207,4 +207,5 @@ if __name__ == "__main__":
     )
     for name, make, shard_size in kinds:
         if not (HERE / f"{version}{name}").exists():
-            fastckpt.save(make(), HERE / f"{version}{name}", metadata=METADATA, shard_size=shard_size)
+            options = {"shard_size": shard_size, "model_key": None if name == "-sharded" else "auto"}
+            fastckpt.save(make(), HERE / f"{version}{name}", metadata=METADATA, **options)

@@ -442,9 +442,11 @@ def load_many(channel: Channel, *, paths: list[str], among: list[str]) -> list[l
 def modes(channel: Channel, *, path: str, umask: int, index: int = 1) -> dict[str, list[int]]:
     """Save under a umask; mode and group of the directory and of every file."""
     os.umask(umask)
-    fastckpt.save(numbered(index), path, shard_size=1 << 19)
+    fastckpt.save({"model": numbered(index), "optimizer": numbered(index)}, path, shard_size=1 << 19)
     found = {".": os.lstat(path)}
-    found.update({name: os.lstat(os.path.join(path, name)) for name in os.listdir(path)})
+    for place, folders, names in os.walk(path):
+        inside = (os.path.join(place, name) for name in (*folders, *names))
+        found.update({os.path.relpath(each, path): os.lstat(each) for each in inside})
     return {name: [status.st_mode & 0o7777, status.st_gid] for name, status in found.items()}
 
 

@@ -221,6 +221,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
     _need(raw[:PREFIX] == want, f"the prefix is {raw[:PREFIX]!r}, not {want!r}")
     _need(raw.endswith(b"}\n"), "the manifest does not end in a brace and a newline")
     body_members = json.loads(b"{" + body)
+    _need(next(iter(body_members)) == "min_reader" and body_members["min_reader"] == 0, "min_reader")
     members = {
         "writer": dict,
         "created": (int, float),
@@ -249,9 +250,10 @@ def read(checkpoint: Path) -> dict[str, Stored]:
     files: list[tuple[str, bytes, int]] = []
     for shard in body["shards"]:
         name = shard["file"]
-        _need(name.endswith(".safetensors") and "/" not in name, f"shard name {name!r}")
+        plain = name.removeprefix("training/")
+        _need(plain.endswith(".safetensors") and "/" not in plain, f"shard name {name!r}")
         path = checkpoint / name
-        _need(path.is_file() and not path.is_symlink(), f"{name} is no regular file")
+        _need(path.is_file() and path.resolve() == checkpoint.resolve() / name, f"{name} is no regular file")
         data = path.read_bytes()
         begin = _count(shard["data_offset"], "data_offset")
         _need(len(data) == shard["bytes"], f"{name} has {len(data)} bytes, not {shard['bytes']}")
@@ -304,15 +306,12 @@ def read(checkpoint: Path) -> dict[str, Stored]:
 
 
 def _read_index(checkpoint: Path, stored: dict[str, Stored], prefixes: dict[str, str]) -> None:
-    """Hugging Face's index exists when there is more than one shard, and says where each tensor of the model is."""
-    path = checkpoint / "model.safetensors.index.json"
-    _need(path.exists() == (len(prefixes) > 1), f"index: {path.exists()}, shards: {len(prefixes)}")
-    if path.exists():
-        index = json.loads(path.read_bytes())
-        model = {name: entry for name, entry in stored.items() if entry.shard.startswith("model")}
-        names = {name[len(prefixes[entry.shard]) :]: entry.shard for name, entry in model.items()}
-        _need(index["weight_map"] == names, "weight_map")
-        _need(index["metadata"]["total_size"] == sum(len(entry.data) for entry in model.values()), "total_size")
+    """Hugging Face's index says where each tensor of the model is."""
+    index = json.loads((checkpoint / "model.safetensors.index.json").read_bytes())
+    model = {name: entry for name, entry in stored.items() if not entry.shard.startswith("training/")}
+    names = {name[len(prefixes[entry.shard]) :]: entry.shard for name, entry in model.items()}
+    _need(index["weight_map"] == names, "weight_map")
+    _need(index["metadata"]["total_size"] == sum(len(entry.data) for entry in model.values()), "total_size")
 
 
 def listing(directory: Path) -> list[str]:

@@ -119,7 +119,10 @@ def put(directory, url):
     from fastckpt._stores.objects import Objects
 
     objects = Objects.at("put", url)
-    for path in sorted(directory.iterdir(), key=lambda path: path.name == "fastckpt.json"):
+    files = (path for path in directory.rglob("*") if path.is_file())
+    for path in sorted(files, key=lambda path: path.name == "fastckpt.json"):
         content = path.read_bytes()
-        objects.write(path.name, [content], len(content), _crc64.to_hex(_crc64.of(content)))
+        objects.write(
+            path.relative_to(directory).as_posix(), [content], len(content), _crc64.to_hex(_crc64.of(content))
+        )
     return objects

@@ -65,7 +65,7 @@ def is_of(found, step):
 
 
 def shards(path):
-    return sorted(file for file in Path(path).iterdir() if file.suffix == ".safetensors")
+    return sorted(Path(path).rglob("*.safetensors"))
 
 
 def damage(file):

@@ -21,7 +21,8 @@ IDS = [f"{topology}{size}" for topology, size in SPREAD]
 
 def shards(path):
     """The SHA-256 of each file of tensors, and the rest of the manifest that the state makes."""
-    found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.glob("*.safetensors")}
+    files = path.rglob("*.safetensors")
+    found = {str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest() for each in files}
     manifest = json.loads((path / "fastckpt.json").read_text(encoding="utf-8"))
     return found, manifest["body"]["structure"] if "body" in manifest else manifest["structure"]
 

@@ -19,7 +19,7 @@ def test_what_a_rank_saves_for_itself_is_not_in_the_files_of_the_model(state, mo
     path = tmp_path / "c"
     fastckpt.distributed.save(state, path, per_rank={"random": torch.arange(3)})
     assert names(path / "model.safetensors") == [model]
-    assert names(path / "training.safetensors") == ["per_rank.0.random"]
+    assert names(path / "training" / "training.safetensors") == ["per_rank.0.random"]
     assert fastckpt.load(path).keys() == state.keys()
     assert torch.equal(fastckpt.distributed.load_per_rank(path)["random"], torch.arange(3))
     assert fastckpt.verify(path).ok
@@ -31,6 +31,6 @@ def test_a_key_of_the_state_may_be_called_per_rank(tmp_path):
     fastckpt.distributed.save(state, path)
     assert names(path / "model.safetensors") == ["per_rank.0.random"]
     fastckpt.distributed.save(state, path, per_rank={"random": torch.zeros(2)})
-    assert names(path / "training.safetensors") == ["per_rank.0.random", "per_rank.0.random~1"]
+    assert names(path / "training" / "training.safetensors") == ["per_rank.0.random", "per_rank.0.random~1"]
     assert torch.equal(fastckpt.load(path)["per_rank"][0]["random"], torch.ones(2))
     assert torch.equal(fastckpt.distributed.load_per_rank(path)["random"], torch.zeros(2))

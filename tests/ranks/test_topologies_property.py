@@ -225,8 +225,8 @@ def trials(draw: st.DrawFn) -> dict[str, Any]:
 
 def _digests(path: Any) -> dict[str, str]:
     return {
-        each.name: hashlib.sha256(each.read_bytes()).hexdigest()
-        for each in sorted(path.iterdir())
+        str(each.relative_to(path)): hashlib.sha256(each.read_bytes()).hexdigest()
+        for each in sorted(path.rglob("*"))
         if each.name.endswith((".safetensors", ".index.json"))
     }
 

@@ -462,7 +462,7 @@ def test_objects_with_a_state_are_stored_as_that(tmp_path):
     found = [fastckpt.open(tmp_path / name)._reader.structure() for name in "ab"]
     assert found[0] == found[1]
     # The model is found by its key, and has files of its own.
-    assert list(fastckpt.open(tmp_path / "a").shards) == ["model.safetensors", "training.safetensors"]
+    assert list(fastckpt.open(tmp_path / "a").shards) == ["model.safetensors", "training/training.safetensors"]
     with pytest.raises(UnsupportedTypeError, match=r"type builtins\.type is not supported"):
         fastckpt.save({"class": torch.nn.Linear}, tmp_path / "c")
 
@@ -504,7 +504,7 @@ def test_what_a_dataclass_holds_is_named_by_its_fields(tmp_path):
     state = Frozen(a={"w": torch.ones(2)}, b=torch.ones(1))
     fastckpt.save(state, tmp_path / "c", model_key="a")
     assert fastckpt.open(tmp_path / "c").keys() == ["a.w", "b"]
-    assert list(fastckpt.open(tmp_path / "c").shards) == ["model.safetensors", "training.safetensors"]
+    assert list(fastckpt.open(tmp_path / "c").shards) == ["model.safetensors", "training/training.safetensors"]
     into = Frozen(a={"w": torch.zeros(2)}, b=torch.zeros(1))
     loaded = fastckpt.load(tmp_path / "c", into=into, registry=Registry(Frozen))
     assert loaded.a["w"] is into.a["w"]

@@ -79,7 +79,7 @@ def save(  # noqa: PLR0913 - all by name
         shard_size: bytes per file, about: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is
             never split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors``
-            under the names that they have inside it, everything else to ``training*.safetensors``, so that Hugging
+            under the names that they have inside it, everything else to files in ``training/``, so that Hugging
             Face's readers open the directory as it lies. ``auto`` takes the first of ``model``, ``module``,
             ``state_dict`` and ``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key
             makes names that start like its own (``model.ema`` beside ``model``); without one, or with None, the whole

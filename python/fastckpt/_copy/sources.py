@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
 from pathlib import Path
 from threading import Lock
@@ -15,7 +14,9 @@ import numpy as np
 from fastckpt import _crc64
 from fastckpt._files import TORCH_METADATA
 from fastckpt._paths import is_url
-from fastckpt._portable.limits import MANIFEST
+from fastckpt._portable.files import open_inside
+from fastckpt._portable.limits import MANIFEST, TRAINING
+from fastckpt._portable.listing import is_shard
 from fastckpt._portable.manifest import corrupt
 from fastckpt._stores.layout import Layout
 from fastckpt._stores.objects import Objects
@@ -23,15 +24,13 @@ from fastckpt._stores.reader import open_reader
 from fastckpt._text import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
 Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
-#: A shard that the manifest does not name is what a save into this directory left (docs/format.md, 1).
-_shard = re.compile(r"(model|training)(-\d{5,}-of-\d{5,})?\.safetensors").fullmatch
 #: Smaller files are read through the page cache, where they mostly are.
 _SMALL = 1 << 20
 
@@ -98,11 +97,12 @@ def _manifest(operation: str, place: str) -> tuple[bytes, list[Item]]:
 def _is_beside(name: str, shards: Sequence[Item]) -> bool:
     """Whether a file belongs to a checkpoint whose manifest does not name it.
 
-    Any other name that begins with a dot is that of a file system, of a tool, or of something unfinished.
+    Any other name that begins with a dot is that of a file system, of a tool, or of something unfinished. A shard that
+    the manifest does not name is what a save into this directory left (docs/format.md, 1).
     """
-    if name.startswith(".") and name != TORCH_METADATA:
+    if name.removeprefix(f"{TRAINING}/").startswith(".") and name != TORCH_METADATA:
         return False
-    return name != MANIFEST and not _shard(name) and all(name != one.name for one in shards)
+    return name != MANIFEST and not is_shard(name) and all(name != one.name for one in shards)
 
 
 class _Directory:
@@ -117,16 +117,16 @@ class _Directory:
         del manifest
         found = []
         try:
-            with os.scandir(self.place) as entries:
-                for entry in entries:
-                    if not _is_beside(entry.name, shards):
-                        continue
-                    if not entry.is_file(follow_symlinks=False):
-                        raise ValueError(
-                            f"{self._operation}: {visible(repr(entry.path))} is not a regular file, and is not copied: "
-                            "move it elsewhere first"
-                        )
-                    found.append(Item(entry.name, entry.stat(follow_symlinks=False).st_size, None, is_shard=False))
+            for name, entry in self._entries():
+                if not _is_beside(name, shards):
+                    continue
+                if "/" in name or not entry.is_file(follow_symlinks=False):
+                    what = "is not a shard" if "/" in name else "is not a regular file"
+                    raise ValueError(
+                        f"{self._operation}: {visible(repr(entry.path))} {what}, and is not copied: move it elsewhere "
+                        "first"
+                    )
+                found.append(Item(name, entry.stat(follow_symlinks=False).st_size, None, is_shard=False))
         except FileNotFoundError:
             return []
         return sorted(found)
@@ -134,27 +134,36 @@ class _Directory:
     def path_of(self, name: str) -> str:
         return str(Path(self.place, name))
 
+    def _entries(self) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        with os.scandir(self.place) as entries:
+            for entry in entries:
+                if entry.name != TRAINING or not entry.is_dir(follow_symlinks=False):
+                    yield entry.name, entry
+                    continue
+                with os.scandir(entry.path) as inside:
+                    yield from ((f"{TRAINING}/{one.name}", one) for one in inside)
+
     def open(self, item: Item) -> Opened:
-        return _LocalFile(self.path_of(item.name), item.nbytes)
+        return _LocalFile(self.place, item)
 
 
 class _LocalFile:
     """A file, read past the page cache where that can be."""
 
-    def __init__(self, path: str, nbytes: int) -> None:
-        self._path = path
+    def __init__(self, place: str, item: Item) -> None:
+        self._path = str(Path(place, item.name))
         self._direct: int | None = None
         self._seek = Lock()
         try:
-            self._file = os.open(path, _FLAGS)
+            self._file = open_inside(place, item.name, _FLAGS)
         except OSError as error:
             raise self._failed(error) from error
         try:
             about = os.fstat(self._file)
-            _check(path, about, nbytes)
+            _check(self._path, about, item.nbytes)
             self.identity: tuple[int, int] | None = (about.st_dev, about.st_ino)
-            if _DIRECT and nbytes >= _SMALL:
-                self._direct = _open_direct(path, about)
+            if _DIRECT and item.nbytes >= _SMALL:
+                self._direct = _open_direct(place, item.name, about)
         except BaseException:
             self.close()
             raise
@@ -211,10 +220,10 @@ def _check(path: str, about: os.stat_result, nbytes: int) -> None:
         raise corrupt(path, f"it has {about.st_size} bytes, written were {nbytes}")
 
 
-def _open_direct(path: str, about: os.stat_result) -> int | None:
+def _open_direct(place: str, name: str, about: os.stat_result) -> int | None:
     """The same file for direct I/O; None where there is none."""
     try:
-        file = os.open(path, _FLAGS | _DIRECT)
+        file = open_inside(place, name, _FLAGS | _DIRECT)
     except OSError:
         return None
     if os.path.samestat(os.fstat(file), about):

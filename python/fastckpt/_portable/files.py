@@ -26,17 +26,22 @@ def failed(operation: str, path: str, error: OSError) -> OSError:
     return OSError(error.errno, f"cannot {operation} `{path}`: {error.strerror}", path)
 
 
-def open_regular(path: str) -> tuple[io.FileIO, int]:
+def open_regular(directory: str, name: str) -> tuple[io.FileIO, int]:
     """Open a file of a checkpoint for reading; its length, too.
 
+    Args:
+        directory: the checkpoint.
+        name: the file's name, or the name of a directory, a slash, and the file's name in it.
+
     Raises:
-        CorruptCheckpointError: it is missing, a symbolic link, or not a regular file.
+        CorruptCheckpointError: it is missing, a symbolic link, reached by one, or not a regular file.
         OSError: it cannot be opened.
     """
+    path = str(Path(directory, name))
     try:
         # A pipe would be waited for, and Windows has no flag against links.
         _check_kind(path, os.lstat(path))
-        file = io.FileIO(os.open(path, _FLAGS))
+        file = io.FileIO(open_inside(directory, name, _FLAGS))
     except FileNotFoundError as error:
         raise corrupt(path, "the file is missing") from error
     except OSError as error:
@@ -50,6 +55,27 @@ def open_regular(path: str) -> tuple[io.FileIO, int]:
         file.close()
         raise
     return file, about.st_size
+
+
+def open_inside(directory: str, name: str, flags: int) -> int:
+    """Open a file as :func:`open_regular` names it, whatever it is; a descriptor.
+
+    Raises:
+        OSError: with ELOOP, a directory on the way is a symbolic link.
+    """
+    folder = os.path.dirname(name)  # noqa: PTH120 - the name as it is
+    if not folder:
+        return os.open(os.path.join(directory, name), flags)  # noqa: PTH118
+    way = os.path.join(directory, folder)  # noqa: PTH118
+    if stat.S_ISLNK(os.lstat(way).st_mode):
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), way)
+    if not hasattr(os, "O_NOFOLLOW"):  # Windows
+        return os.open(os.path.join(directory, name), flags)  # noqa: PTH118
+    inside = os.open(way, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        return os.open(os.path.basename(name), flags, dir_fd=inside)  # noqa: PTH119
+    finally:
+        os.close(inside)
 
 
 def _check_kind(path: str, about: os.stat_result) -> None:
@@ -184,20 +210,19 @@ class Directory:
 
     def open(self, name: str) -> tuple[File, int]:
         """See :class:`Files`."""
-        path = self.path_of(name)
-        file, size = open_regular(path)
-        return LocalFile(path, file), size
+        file, size = open_regular(self.path, name)
+        return LocalFile(self.path_of(name), file), size
 
     def map(self, name: str, length: int) -> np.ndarray[Any, Any]:
         """See :class:`Files`."""
-        with open_regular(self.path_of(name))[0] as file:
+        with open_regular(self.path, name)[0] as file:
             return np.frombuffer(mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY), np.uint8)
 
 
 def read_manifest(directory: str, most: int | None = None) -> bytes:
     """The bytes of the manifest in ``directory``, or the first ``most`` of them."""
     path = str(Path(directory, MANIFEST))
-    file, size = open_regular(path)
+    file, size = open_regular(directory, MANIFEST)
     with io.BufferedReader(file) as whole:
         if size > MAX_MANIFEST:
             raise corrupt(path, f"{size} bytes are more than the {MAX_MANIFEST} allowed")

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 MANIFEST = "fastckpt.json"
-VERSION = 1
+#: The format's version, and the newest minor one that is known here.
+VERSION, MINOR = 1, 0
+#: The directory of all shards but the model's.
+TRAINING = "training"
 MAX_MANIFEST = 512 << 20
 MAX_HEADER = 100_000_000
 MAX_SHARDS = 100_000

@@ -11,7 +11,7 @@ from fastckpt._files import TORCH_METADATA
 from fastckpt.exceptions import CheckpointError
 
 from .files import failed, read_manifest
-from .limits import MANIFEST
+from .limits import MANIFEST, TRAINING
 from .manifest import decode_head
 from .records import ListedCheckpoint
 
@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 #: What saves and removals give to directories while they work (docs/format.md, 6.1).
 _TEMPORARY = re.compile(r"\..+\.(?:(?:tmp|del)-.+-[0-9a-fA-F]{8}|old-.+-[0-9a-fA-F]{10})").fullmatch
-_OURS = re.compile(r"(?:model|training)(?:-\d{5,}-of-\d{5,})?\.safetensors|model\.safetensors\.index\.json").fullmatch
+_SHARD = re.compile(rf"(?:model|{TRAINING}/{TRAINING})(?:-\d{{5,}}-of-\d{{5,}})?\.safetensors").fullmatch
+#: Hugging Face's index of the model's shards.
+INDEX = "model.safetensors.index.json"
 
 
 def list_checkpoints(directory: str) -> list[ListedCheckpoint]:
@@ -37,11 +39,7 @@ def list_checkpoints(directory: str) -> list[ListedCheckpoint]:
 def _look(path: Path) -> ListedCheckpoint | None:
     """What lies at ``path``, if it is a checkpoint."""
     try:
-        sizes = {
-            entry.name: entry.stat(follow_symlinks=False).st_size
-            for entry in os.scandir(path)
-            if entry.is_file(follow_symlinks=False) or entry.name == MANIFEST
-        }
+        sizes = _sizes(path)
     except OSError:
         return None
     if MANIFEST not in sizes:
@@ -49,9 +47,26 @@ def _look(path: Path) -> ListedCheckpoint | None:
     return looked_at(path.name, str(path), sizes, lambda: read_manifest(str(path)))
 
 
+def _sizes(path: Path) -> dict[str, int]:
+    """The files in the directory of a checkpoint, by their names from there, with their sizes in bytes."""
+    sizes = {}
+    with os.scandir(path) as entries:
+        for entry in entries:
+            if entry.is_file(follow_symlinks=False) or entry.name == MANIFEST:
+                sizes[entry.name] = entry.stat(follow_symlinks=False).st_size
+            elif entry.name == TRAINING and entry.is_dir(follow_symlinks=False):
+                sizes.update((f"{TRAINING}/{name}", nbytes) for name, nbytes in _sizes(Path(entry.path)).items())
+    return sizes
+
+
+def is_shard(name: str) -> bool:
+    """Whether a file in a checkpoint has a name that a save gives to shards."""
+    return _SHARD(name) is not None
+
+
 def is_ours(name: str) -> bool:
     """Whether a file in a checkpoint has a name that fastckpt's own files have."""
-    return name in (MANIFEST, TORCH_METADATA) or _OURS(name) is not None
+    return name in (MANIFEST, INDEX, TORCH_METADATA) or is_shard(name)
 
 
 def looked_at(name: str, path: str, sizes: dict[str, int], read: Callable[[], bytes]) -> ListedCheckpoint:

@@ -19,8 +19,10 @@ from .limits import (
     MAX_HEADER,
     MAX_SHARDS,
     MAX_TENSORS,
+    MINOR,
     PAGE,
     RESERVED_NAME,
+    TRAINING,
     VERSION,
 )
 from .members import check, check_tokens, count, members, parse
@@ -30,12 +32,17 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 _FIRST_LINE = re.compile(rb'\{"fastckpt":([0-9]+)(?:(,"crc64nvme":")([0-9a-f]{16})",\n)?')
+#: How the body begins; the number may be malformed.
+_MIN_READER = re.compile(rb'\{"min_reader":([0-9]*)')
 #: Longest name of a file, and the smallest header of a shard with its length field.
 _LONGEST_NAME, _SMALLEST_HEADER = 255, 10
 _64_BITS = 1 << 64
+#: Digits of a minor version of 64 bits.
+_MINOR_DIGITS = 20
+_UPGRADE = "upgrade the package fastckpt-io"
 _T = TypeVar("_T")
 _MOST = {"shards": MAX_SHARDS, "tensors": MAX_TENSORS}
-_KNOWN = {"writer", "created", "saved", "block_size", *_MOST}
+_KNOWN = {"min_reader", "writer", "created", "saved", "block_size", *_MOST}
 _SPACE = " \t\r\n"
 _WINDOWS = sys.platform == "win32"
 
@@ -79,11 +86,7 @@ def _decode(content: bytes, path: str, make: Callable[[dict[str, bytes]], _T]) -
         raise corrupt(path, "it does not begin as a manifest of fastckpt does")
     version = line[1][:20].decode()
     if version != str(VERSION):
-        raise FormatVersionError(
-            visible(
-                f"`{path}` has format version {version}, this release reads version {VERSION}: use a newer fastckpt"
-            )
-        )
+        raise _unread(path, f"has format version {version}, and this fastckpt reads version {VERSION}: {_UPGRADE}")
     if line[2] is None:
         raise corrupt(path, "its first line is damaged")
     # The first line opened the object.
@@ -91,10 +94,25 @@ def _decode(content: bytes, path: str, make: Callable[[dict[str, bytes]], _T]) -
     found, written = _crc64.to_hex(_crc64.of(memoryview(text)[1:])), line[3].decode()
     if found != written:
         raise corrupt(path, f"its checksum is {found}, written was {written}")
+    needs = _MIN_READER.match(text)
+    if needs is None:
+        raise _unread(
+            path,
+            "was written before format version 1 was released, when the training state lay beside the model: load it "
+            "with the fastckpt that wrote it",
+        )
+    if int(needs[1][:_MINOR_DIGITS] or b"0") > MINOR:
+        found = f"{VERSION}.{needs[1][:_MINOR_DIGITS].decode()}"
+        what = f"needs a reader of format version {found}, and this fastckpt reads up to {VERSION}.{MINOR}: {_UPGRADE}"
+        raise _unread(path, what)
     try:
         return make(members(text))
     except (ValueError, RecursionError) as error:
         raise corrupt(path, error) from error
+
+
+def _unread(path: str, why: str) -> FormatVersionError:
+    return FormatVersionError(visible(f"`{path}` {why}"))
 
 
 def _head(found: dict[str, bytes]) -> tuple[float, list[StoredShard]]:
@@ -104,6 +122,7 @@ def _head(found: dict[str, bytes]) -> tuple[float, list[StoredShard]]:
 
 def _whole(found: dict[str, bytes]) -> Manifest:
     values = _parsed(found)
+    _size(_get(values, "min_reader"))
     block_size = _size(_get(values, "block_size"))
     if block_size % PAGE or not PAGE <= block_size <= MAX_BLOCK:
         raise ValueError(f"block_size {block_size} is no multiple of {PAGE} up to {MAX_BLOCK}")
@@ -176,7 +195,7 @@ def _shard(entry: Any) -> StoredShard:
         crc=_text(_get(entry, "crc")),
     )
     if not is_plain(file, windows=_WINDOWS):
-        raise ValueError(f"shard name {file!r} is not a plain file name")
+        raise ValueError(f"shard name {file!r} is not a plain file name, nor one in `{TRAINING}`")
     most = min(shard.nbytes, MAX_HEADER + 8)
     if shard.nbytes > MAX_BYTES or not _SMALLEST_HEADER <= shard.data_offset <= most:
         raise ValueError(f"shard `{file}` has impossible sizes")
@@ -186,8 +205,12 @@ def _shard(entry: Any) -> StoredShard:
 
 
 def is_plain(file: str, *, windows: bool) -> bool:
-    """Whether ``file`` names a file of a checkpoint, in its directory: to Windows a colon leads elsewhere."""
+    """Whether ``file`` names a shard: in the checkpoint's directory, or in the one for all but the model.
+
+    To Windows a colon leads elsewhere.
+    """
     suffix = ".safetensors"
+    file = file.removeprefix(f"{TRAINING}/")
     return (
         file.endswith(suffix)
         and file != suffix

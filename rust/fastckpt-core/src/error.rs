@@ -41,15 +41,13 @@ pub enum Error {
         /// The checkpoint.
         path: PathBuf,
     },
-    /// The manifest names a format version that this release does not read.
-    #[error("`{}` has format version {found}, this release reads version {known}: use a newer fastckpt", Visible(&path.display()))]
+    /// The manifest is of a format version that this release does not read.
+    #[error("`{}` {why}", Visible(&path.display()))]
     Version {
         /// The manifest.
         path: PathBuf,
-        /// The version that it names.
-        found: String,
-        /// The version that this release reads.
-        known: u64,
+        /// Why not, and what to do.
+        why: String,
     },
     /// The target path exists and must not be replaced.
     #[error("cannot save to `{}`: {why}", Visible(&path.display()))]

@@ -10,11 +10,12 @@ use std::path::Path;
 use rustix::fs::{self, AtFlags, FileType, Mode, OFlags, Timespec, Timestamps};
 use rustix::io::{Errno, retry_on_intr};
 
-use super::content::{ON_ITS_WAY, is_ours, is_remnant};
-use super::directory::{entries, id};
+use super::content::{ON_ITS_WAY, files, in_training, is_ours, is_remnant};
+use super::directory::id;
 use super::workspace::Workspace;
 use crate::error::{Error, LINK, Result};
 use crate::format::groups::is_shard_name;
+use crate::sys::file::Located;
 
 impl Workspace {
     /// Carries over the files in the old checkpoint that fastckpt did not write: a `config.json` beside the shards must
@@ -22,8 +23,8 @@ impl Workspace {
     pub(super) fn carry_over(&self, old: BorrowedFd<'_>) -> Result<bool> {
         let path = &self.target;
         let mut brought = false;
-        for (file, kind) in entries(old).map_err(Error::io("list", path))? {
-            let ours = is_ours(file.to_bytes()) || is_remnant(file.to_bytes());
+        for (file, kind) in files(old).map_err(Error::io("list", path))?.all {
+            let ours = is_ours(file.to_bytes()) || is_remnant(&file) || in_training(&file).is_some();
             if ours || self.was_given(file.to_bytes()) || kind != FileType::RegularFile {
                 continue;
             }
@@ -71,12 +72,14 @@ impl Workspace {
         name: &str,
     ) -> Result<()> {
         let path = path.join(file);
-        let linked = match fs::linkat(from, file, self.directory(), name, AtFlags::empty()) {
-            Ok(()) => self.is_same(name, open).inspect_err(|_| self.unlink(name)),
-            Err(Errno::EXIST) => Err(Errno::EXIST.into()),
-            // It has too many links, belongs to somebody else, or lies where there are none.
-            Err(error) => self.clone_blocks(open, name).map_err(|_| error.into()),
-        };
+        let linked = Located::find(from, file).and_then(|file| {
+            match fs::linkat(file.directory(), file.name, self.directory(), name, AtFlags::empty()) {
+                Ok(()) => self.is_same(name, open).inspect_err(|_| self.unlink(name)),
+                Err(Errno::EXIST) => Err(Errno::EXIST.into()),
+                // It has too many links, belongs to somebody else, or lies where there are none.
+                Err(error) => self.clone_blocks(open, name).map_err(|_| error.into()),
+            }
+        });
         linked.map_err(Error::io(LINK, &path))
     }
 
@@ -107,10 +110,11 @@ impl Workspace {
     /// Takes over `file`, which is durable, from the directory `from`, where a copy is gathered. Where there are no hard
     /// links it leaves that directory.
     pub(super) fn take_gathered(&self, from: BorrowedFd<'_>, file: &str) -> io::Result<()> {
-        match fs::linkat(from, file, self.directory(), file, AtFlags::empty()) {
+        let (from, to) = (Located::find(from, file)?, Located::make(self.directory(), file)?);
+        match fs::linkat(from.directory(), from.name, to.directory(), to.name, AtFlags::empty()) {
             Ok(()) => Ok(()),
             Err(error @ (Errno::NOENT | Errno::STALE | Errno::EXIST)) => Err(error.into()),
-            Err(_) => Ok(fs::renameat(from, file, self.directory(), file)?),
+            Err(_) => Ok(fs::renameat(from.directory(), from.name, to.directory(), to.name)?),
         }
     }
 
@@ -119,7 +123,8 @@ impl Workspace {
         if !is_shard_name(shard) {
             return Err(self.refused("link a shard into", &format!("`{shard}` is not the name of a shard")));
         }
-        let renamed = fs::renameat(self.directory(), name, self.directory(), shard);
+        let renamed = Located::make(self.directory(), shard)
+            .and_then(|to| Ok(fs::renameat(self.directory(), name, to.directory(), to.name)?));
         renamed.map_err(Error::io("name the linked file", &self.path_of(shard)))
     }
 

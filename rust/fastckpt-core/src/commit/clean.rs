@@ -7,7 +7,8 @@ use std::path::Path;
 
 use rustix::fs::{self, AtFlags};
 
-use super::directory::{entries, open_child, sync};
+use super::content::files;
+use super::directory::{open_child, sync};
 use super::leftovers::{Finding, State, examine, remove, temporaries};
 use super::names::{Temporary, parse_gathering};
 use super::unfinished::{Judged, judge, throw_away, unfinished};
@@ -58,7 +59,7 @@ pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
 fn measure(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(u64, i64)> {
     let inside = open_child(parent, name).ok()?;
     let changed = fs::fstat(&inside).ok()?.st_ctime;
-    let files = entries(inside.as_fd()).unwrap_or_default();
+    let files = files(inside.as_fd()).map_or_else(|_| Vec::new(), |files| files.all);
     let sizes = files.iter().filter_map(|(file, _)| {
         let stat = fs::statat(&inside, file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
         u64::try_from(stat.st_blocks).ok().map(|blocks| blocks * 512)

@@ -1,18 +1,74 @@
 //! What a directory holds: a fastckpt manifest, our files, other files.
 
-use std::ffi::CStr;
+use std::ffi::{CStr, CString, OsStr};
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 
-use rustix::fs::{self, AtFlags};
-use rustix::io::retry_on_intr;
+use rustix::fs::{self, AtFlags, FileType};
+use rustix::io::{Errno, retry_on_intr};
 
-use crate::format::{groups, index, manifest};
+use super::directory::{entries, open_child, sync};
+use crate::format::groups::{self, TRAINING};
+use crate::format::{index, manifest};
 use crate::sys::file::open_regular;
 
 /// What torch.distributed.checkpoint and tools around it look for. `fastckpt.dcp` puts one beside the manifest for them,
 /// and nothing here reads it.
 pub(super) const TORCH_METADATA: &str = ".metadata";
+
+/// What the directory of a checkpoint holds.
+pub(super) struct Files {
+    /// All names and kinds. Those in the directory `training` are listed as `training/NAME`, and that directory is not.
+    pub(super) all: Vec<(CString, FileType)>,
+    /// The directory `training`, if there is one.
+    pub(super) training: Option<OwnedFd>,
+}
+
+impl Files {
+    /// Whether it holds nothing.
+    pub(super) fn is_empty(&self) -> bool {
+        self.all.is_empty() && self.training.is_none()
+    }
+
+    /// Whether it holds nothing but regular files.
+    pub(super) fn are_plain(&self) -> bool {
+        self.all.iter().all(|(_, kind)| *kind == FileType::RegularFile)
+    }
+}
+
+/// Lists the directory of a checkpoint.
+pub(super) fn files(directory: BorrowedFd<'_>) -> rustix::io::Result<Files> {
+    let mut all = entries(directory)?;
+    let is_training = |(name, kind): &(CString, FileType)| {
+        *kind == FileType::Directory && name.to_bytes() == TRAINING.as_bytes()
+    };
+    let Some(at) = all.iter().position(is_training) else { return Ok(Files { all, training: None }) };
+    all.swap_remove(at);
+    let training = match open_child(directory, OsStr::new(TRAINING)) {
+        Err(Errno::NOENT) => return Ok(Files { all, training: None }),
+        other => other?,
+    };
+    for (name, kind) in entries(training.as_fd())? {
+        let name = [TRAINING.as_bytes(), b"/", name.to_bytes()].concat();
+        all.extend(CString::new(name).ok().map(|name| (name, kind)));
+    }
+    Ok(Files { all, training: Some(training) })
+}
+
+/// The name of a file in the directory `training`; nothing for the name of any other.
+pub(super) fn in_training(name: &CStr) -> Option<&CStr> {
+    let rest = name.to_bytes_with_nul().strip_prefix(TRAINING.as_bytes())?.strip_prefix(b"/")?;
+    CStr::from_bytes_with_nul(rest).ok()
+}
+
+/// Makes the names of all files of a checkpoint durable. Returns whether the file system supports this.
+pub(super) fn sync_names(directory: BorrowedFd<'_>) -> rustix::io::Result<bool> {
+    match open_child(directory, OsStr::new(TRAINING)) {
+        Err(Errno::NOENT | Errno::NOTDIR) => {}
+        training => drop(sync(training?.as_fd())?),
+    }
+    sync(directory)
+}
 
 /// Whether fastckpt writes files called `name` in a checkpoint.
 pub(super) fn is_ours(name: &[u8]) -> bool {
@@ -25,7 +81,8 @@ pub(super) const ON_ITS_WAY: &CStr = c".fastckpt-carried";
 
 /// Whether `name` is what an interrupted carry-over left, or what a file system (NFS, FUSE) makes of a file that is
 /// removed while a process has it open.
-pub(super) fn is_remnant(name: &[u8]) -> bool {
+pub(super) fn is_remnant(name: &CStr) -> bool {
+    let name = in_training(name).unwrap_or(name).to_bytes();
     name == ON_ITS_WAY.to_bytes() || name.starts_with(b".nfs0") || name.starts_with(b".fuse_hidden")
 }
 

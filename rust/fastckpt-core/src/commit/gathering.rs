@@ -13,7 +13,7 @@ use rustix::fs::{self, AtFlags, FileType, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::rand::{GetRandomFlags, getrandom};
 
-use super::content::TORCH_METADATA;
+use super::content::{TORCH_METADATA, files};
 use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh};
 use super::leftovers::sweep;
 use super::locks::{Reach, reach};
@@ -23,8 +23,9 @@ use super::target::{look, split_target};
 use super::unfinished::{LOCK, throw_away};
 use super::workspace::Workspace;
 use crate::error::{Error, Result};
+use crate::format::groups::plain_name;
 use crate::format::{checksum, manifest};
-use crate::sys::file::{DataFile, PAGE, open_regular};
+use crate::sys::file::{DataFile, Located, PAGE, open_regular};
 use crate::sys::fork::Note;
 use crate::sys::lock;
 
@@ -114,9 +115,9 @@ impl Gathering {
     pub fn held(&self) -> Result<Vec<(String, u64)>> {
         refresh(&self.directory);
         let mut held = Vec::new();
-        for (name, kind) in entries(self.directory.as_fd()).map_err(Error::io("list", &self.path()))? {
+        for (name, kind) in files(self.directory.as_fd()).map_err(Error::io("list", &self.path()))?.all {
             let Ok(name) = name.into_string() else { continue };
-            if kind != FileType::RegularFile || is_hidden(&name) {
+            if kind != FileType::RegularFile || !is_part(&name) {
                 continue;
             }
             if let Ok(stat) = fs::statat(&self.directory, name.as_str(), AtFlags::SYMLINK_NOFOLLOW) {
@@ -162,7 +163,9 @@ impl Gathering {
         let Incoming { name: part, file, .. } = incoming;
         let kept =
             check_name(name).and_then(|()| file.sync().map_err(Error::io("sync", &path))).and_then(|()| {
-                let renamed = fs::renameat(&self.directory, part.as_str(), &self.directory, name);
+                let renamed = Located::make(self.directory.as_fd(), name).and_then(|to| {
+                    Ok(fs::renameat(&self.directory, part.as_str(), to.directory(), to.name)?)
+                });
                 renamed.map_err(Error::io("name the file that was copied", &path))
             });
         kept.inspect_err(|_| self.unlink(&part))
@@ -184,14 +187,16 @@ impl Gathering {
         let source = from.join(name);
         let link = || -> io::Result<()> {
             let from = open_child(fs::CWD, from.as_os_str())?;
-            fs::linkat(&from, name, &self.directory, part.as_str(), AtFlags::empty())?;
+            let source = Located::find(from.as_fd(), name)?;
+            fs::linkat(source.directory(), source.name, &self.directory, part.as_str(), AtFlags::empty())?;
             let (file, _) = open_regular(self.directory.as_fd(), &part)?;
             if id(&fs::fstat(&file)?) != expected {
                 return Err(Errno::STALE.into());
             }
             // Whoever made it may not have synced it: it may be a copy that a user made.
             retry_on_intr(|| fs::fsync(&file))?;
-            Ok(fs::renameat(&self.directory, part.as_str(), &self.directory, name)?)
+            let to = Located::make(self.directory.as_fd(), name)?;
+            Ok(fs::renameat(&self.directory, part.as_str(), to.directory(), to.name)?)
         };
         let linked = link();
         // After a failure. And where the file had its name already: a rename to another link of one file does nothing.
@@ -259,13 +264,13 @@ fn part_name() -> String {
     format!(".{number:016x}{PART}")
 }
 
-/// Whether `name` is that of a file that is not part of the copy.
-fn is_hidden(name: &str) -> bool {
-    name.starts_with('.') && name != TORCH_METADATA
+/// Whether `name` is that of a file of the copy, and not of one that is only here while it is gathered.
+fn is_part(name: &str) -> bool {
+    plain_name(name).is_some() || name == TORCH_METADATA
 }
 
 fn check_name(name: &str) -> Result<()> {
-    if !name.is_empty() && !is_hidden(name) && !name.contains(['/', '\0']) && name != manifest::FILE {
+    if is_part(name) && name != manifest::FILE {
         Ok(())
     } else {
         Err(Error::Invalid(format!("copy: {name:?} is not the name of a file to copy")))
@@ -431,7 +436,7 @@ mod tests {
     fn names_that_would_lead_elsewhere_and_bytes_that_do_not_fit_are_refused() {
         let parent = tempfile::tempdir().unwrap();
         let gathering = open(&parent.path().join("c"));
-        for name in ["", ".lock", "../x", "a/b", "fastckpt.json"] {
+        for name in ["", ".lock", "../x", "a/b", "training/../x", "training/.x", "fastckpt.json"] {
             let file = gathering.begin(0).unwrap();
             assert!(gathering.keep(file, name).is_err(), "{name}");
         }

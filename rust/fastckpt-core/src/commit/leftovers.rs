@@ -8,10 +8,11 @@ use std::os::unix::ffi::OsStrExt as _;
 use rustix::fs::{self, AtFlags, FileType, Mode};
 use rustix::io::Errno;
 
-use super::content::{has_magic, is_ours, written};
+use super::content::{files, has_magic, in_training, is_ours, written};
 use super::directory::{Id, OWNER, entries, id, id_of, id_of_renamed, open_child, refresh, sync};
 use super::names::{Kind, Temporary, displaced_name};
 use super::owner::{Life, Verdict, judge};
+use crate::format::groups::TRAINING;
 use crate::format::manifest;
 
 /// The temporary directories in `parent`.
@@ -72,7 +73,7 @@ pub(super) fn unclaim(parent: BorrowedFd<'_>, found: &OsStr, claimed: &OsStr) ->
     })
 }
 
-/// Removes a directory of plain files, the manifest first: a half-removed directory is not a checkpoint. A file that is
+/// Removes the directory of a checkpoint, which holds plain files alone, the manifest first: a half-removed directory is not a checkpoint. A file that is
 /// already gone is not a failure.
 pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io::Result<()> {
     let gone = |outcome: rustix::io::Result<()>| match outcome {
@@ -86,15 +87,22 @@ pub(super) fn destroy(parent: BorrowedFd<'_>, name: &OsStr, expected: Id) -> io:
     if id(&fs::fstat(&directory)?) != expected {
         return Err(Errno::STALE.into()); // an NFS client still believes that another directory is here
     }
-    let all = entries(directory.as_fd())?;
-    if !all.iter().all(|(_, kind)| *kind == FileType::RegularFile) {
+    let files = files(directory.as_fd())?;
+    if !files.are_plain() {
         return Err(Errno::NOTEMPTY.into()); // someone else's directory: nothing here is removed
     }
     // The checkpoint's mode may deny access even to its owner.
-    let _ = fs::fchmod(&directory, Mode::from_raw_mode(OWNER));
+    let training = files.training.as_ref();
+    for inside in [Some(&directory), training].into_iter().flatten() {
+        let _ = fs::fchmod(inside, Mode::from_raw_mode(OWNER));
+    }
     gone(fs::unlinkat(&directory, manifest::FILE, AtFlags::empty()))?;
-    for (file, _) in all {
-        gone(fs::unlinkat(&directory, &file, AtFlags::empty()))?;
+    for (file, _) in &files.all {
+        let (inside, file) = training.zip(in_training(file)).unwrap_or((&directory, file));
+        gone(fs::unlinkat(inside, file, AtFlags::empty()))?;
+    }
+    if training.is_some() {
+        gone(fs::unlinkat(&directory, TRAINING, AtFlags::REMOVEDIR))?;
     }
     Ok(gone(fs::unlinkat(parent, name, AtFlags::REMOVEDIR))?)
 }
@@ -141,14 +149,13 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     let temporary = Temporary::parse(found.as_bytes())?;
     let directory = open_child(parent, found).ok()?;
     let id = id(&fs::fstat(&directory).ok()?);
-    let files = entries(directory.as_fd()).ok()?;
-    let plain = files.iter().all(|(_, kind)| *kind == FileType::RegularFile);
-    let manifest = files.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
+    let files = files(directory.as_fd()).ok()?;
+    let manifest = files.all.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
     // A workspace gets its manifest before anything else. Without one, this directory is someone else's: a save displaced
     // it and was killed. Where it holds nothing but files with our names, somebody may have removed the manifest.
     let without = temporary.kind != Kind::Del && !manifest && !files.is_empty();
-    let spoilt = temporary.kind == Kind::Tmp && files.iter().all(|(file, _)| is_ours(file.to_bytes()));
-    let foreign = !plain || (without && !spoilt);
+    let spoilt = temporary.kind == Kind::Tmp && files.all.iter().all(|(file, _)| is_ours(file.to_bytes()));
+    let foreign = !files.are_plain() || (without && !spoilt);
     let (state, verdict) = match temporary.kind {
         _ if foreign => (State::Foreign, None),
         Kind::Del => (State::Dead, None),

@@ -7,14 +7,14 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{self, AtFlags, FileType};
 
-use super::content::is_ours;
+use super::content::{files, is_ours};
 use super::directory::{TURNS, entries, id, id_of, open_child, refresh};
 use super::names::{Kind, Temporary};
 use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
 use crate::format::decode::{self, Head};
 use crate::format::manifest;
-use crate::sys::file::{open_directory, open_regular, read_at};
+use crate::sys::file::{open_directory, open_regular, read_at, stat};
 
 /// A checkpoint in a directory.
 #[derive(Debug, Clone)]
@@ -87,7 +87,7 @@ fn look(parent: BorrowedFd<'_>, found: &OsStr, name: &OsStr, directory: &Path) -
 
 /// The size of our files in a directory, and its manifest; nothing if there is no manifest.
 fn look_inside(directory: BorrowedFd<'_>, path: &Path) -> Option<(u64, Result<Head>)> {
-    let files = entries(directory).ok()?;
+    let files = files(directory).ok()?.all;
     let ours = files.iter().filter(|(file, kind)| *kind == FileType::RegularFile && is_ours(file.to_bytes()));
     let bytes = ours.filter_map(|(file, _)| {
         u64::try_from(fs::statat(directory, file, AtFlags::SYMLINK_NOFOLLOW).ok()?.st_size).ok()
@@ -118,7 +118,7 @@ fn head(directory: BorrowedFd<'_>, path: &Path) -> Result<Head> {
 fn missing(directory: BorrowedFd<'_>, head: &Head) -> Option<String> {
     head.shards.iter().find_map(|shard| {
         let file = &shard.file;
-        match fs::statat(directory, file, AtFlags::SYMLINK_NOFOLLOW) {
+        match stat(directory, file) {
             Ok(stat) if u64::try_from(stat.st_size) == Ok(shard.bytes) => None,
             Ok(stat) => {
                 Some(format!("shard `{file}` has {} bytes, written were {}", stat.st_size, shard.bytes))

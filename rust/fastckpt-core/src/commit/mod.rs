@@ -47,10 +47,12 @@ mod tests {
     use std::os::unix::fs::PermissionsExt as _;
     use std::path::{Path, PathBuf};
 
+    use super::leftovers::tests::{dead, half, name_by};
     use super::names::{aside_name, workspace_name};
     use super::*;
     use crate::error::{Error, Result};
     use crate::format::manifest;
+    use crate::sys::file::DataFile;
 
     /// A workspace for `path`, sealed with a manifest that ends in `text`.
     pub(super) fn sealed(path: &Path, text: &str) -> Workspace {
@@ -133,6 +135,91 @@ mod tests {
         checkpoint(parent.path(), "c", "two");
         assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
         assert_eq!(names(parent.path()), ["c"]);
+    }
+
+    const TRAINING: &str = "training/training.safetensors";
+
+    fn with_training(path: &Path, text: &str) -> Result<()> {
+        let mut workspace = Workspace::create(path, true)?;
+        DataFile::create(workspace.directory(), TRAINING, 5, &mut || true).unwrap();
+        seal(&mut workspace, &[(TRAINING, 5)], text)?;
+        workspace.publish().map(drop)
+    }
+
+    #[test]
+    fn shards_beside_the_model_come_and_go_with_their_checkpoint() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        for text in ["one", "two"] {
+            with_training(&path, text).unwrap();
+            assert!(content(&path).ends_with(text));
+            assert_eq!(names(&path.join("training")), ["training.safetensors"]);
+        }
+        // Also where the directories may not be written to.
+        for directory in [path.join("training"), path.clone()] {
+            std::fs::set_permissions(directory, std::fs::Permissions::from_mode(0o500)).unwrap();
+        }
+        checkpoint(parent.path(), "c", "three");
+        assert_eq!(
+            (names(&path), names(parent.path())),
+            (vec![manifest::FILE.to_owned()], vec!["c".to_owned()])
+        );
+        std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
+        with_training(&path, "four").unwrap();
+        drop(sealed(&path, "half"));
+        remove(&path, false).unwrap();
+        assert_eq!(names(parent.path()), [""; 0]);
+        // One that is missing when the checkpoint is published.
+        let mut workspace = Workspace::create(&path, true).unwrap();
+        assert!(seal(&mut workspace, &[(TRAINING, 5)], "").unwrap_err().to_string().contains(TRAINING));
+    }
+
+    #[test]
+    fn what_others_put_beside_the_training_shards_stays() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("c");
+        let refused = |why: &str| {
+            let error = Workspace::create(&path, true).unwrap_err();
+            assert!(matches!(&error, Error::Exists { .. }) && error.to_string().contains(why), "{error}");
+        };
+        with_training(&path, "one").unwrap();
+        let notes = path.join("training/notes.txt");
+        std::fs::write(&notes, "mine").unwrap();
+        refused("`training/notes.txt`, which is not part");
+        assert!(matches!(remove(&path, false), Err(Error::Stays { .. })));
+        assert_eq!(list(parent.path()).unwrap().len(), 1);
+        std::fs::remove_file(&notes).unwrap();
+        std::fs::create_dir(&notes).unwrap();
+        refused("`training/notes.txt`, which is not a plain file");
+        assert!(matches!(remove(&path, true), Err(Error::Stays { .. })));
+        std::fs::remove_dir(&notes).unwrap();
+        std::fs::rename(path.join("training"), parent.path().join("elsewhere")).unwrap();
+        std::os::unix::fs::symlink("../elsewhere", path.join("training")).unwrap();
+        refused("`training`, which is not a plain file");
+        std::fs::remove_file(path.join("training")).unwrap();
+        std::fs::write(path.join("training"), "mine").unwrap();
+        refused("a file `training`");
+        std::fs::remove_file(path.join("training")).unwrap();
+        std::fs::remove_file(path.join(manifest::FILE)).unwrap();
+        std::fs::create_dir(path.join("training")).unwrap();
+        refused("a directory `training` and is not a checkpoint");
+        assert_eq!(names(&parent.path().join("elsewhere")), ["training.safetensors"]);
+    }
+
+    #[test]
+    fn a_workspace_that_was_left_with_training_shards_is_swept() {
+        let parent = tempfile::tempdir().unwrap();
+        for shards in [&[][..], &["training.safetensors"]] {
+            let left = half(parent.path().join(name_by("c", dead())));
+            std::fs::create_dir(left.join("training")).unwrap();
+            for shard in shards {
+                std::fs::write(left.join("training").join(shard), "half").unwrap();
+            }
+            let sizes: Vec<_> = leftovers(parent.path()).unwrap().iter().map(|left| left.state).collect();
+            assert_eq!(sizes, [State::Dead]);
+            drop(Workspace::create(&parent.path().join("c"), true).unwrap());
+            assert_eq!(names(parent.path()), [""; 0]);
+        }
     }
 
     #[test]

@@ -8,8 +8,8 @@ use std::path::Path;
 use rustix::fs::{self, FileType};
 use rustix::io::Errno;
 
-use super::content::{has_magic, is_ours, is_remnant};
-use super::directory::{TURNS, entries, id, id_of, open_child, refresh, split, sync};
+use super::content::{files, has_magic, is_ours, is_remnant};
+use super::directory::{TURNS, id, id_of, open_child, refresh, split, sync};
 use super::leftovers::{claim, destroy, sweep, unclaim};
 use super::names::{Kind, Temporary, workspace_name};
 use super::recovery::{Free, is_free, taken_aside};
@@ -98,7 +98,7 @@ fn examine(directory: BorrowedFd<'_>, path: &Path, everything: bool) -> Result<(
     if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
         return Err(stays(path, "it is not a checkpoint of fastckpt"));
     }
-    for (file, kind) in entries(directory).map_err(Error::io("list", path))? {
+    for (file, kind) in files(directory).map_err(Error::io("list", path))?.all {
         let what = file.to_string_lossy();
         if kind != FileType::RegularFile {
             return Err(stays(
@@ -106,7 +106,7 @@ fn examine(directory: BorrowedFd<'_>, path: &Path, everything: bool) -> Result<(
                 &format!("it holds `{what}`, which is not a plain file: move that elsewhere first"),
             ));
         }
-        if !everything && !is_ours(file.to_bytes()) && !is_remnant(file.to_bytes()) {
+        if !everything && !is_ours(file.to_bytes()) && !is_remnant(&file) {
             let why = format!(
                 "it holds `{what}`, which is not part of the checkpoint: move that elsewhere, or give everything=True"
             );

@@ -7,7 +7,7 @@ use std::os::fd::AsFd as _;
 use rustix::fs::{self, AtFlags, Mode, RenameFlags};
 use rustix::io::Errno;
 
-use super::content::has_magic;
+use super::content::{has_magic, sync_names};
 use super::directory::{Id, OWNER, TURNS, id, id_of, id_of_renamed, open_child, refresh, sync};
 use super::leftovers::{is_superseded, remove, sweep};
 use super::names::{aside_name, displaced_name};
@@ -106,7 +106,7 @@ impl Workspace {
             }
         }
         let path = self.path_of("");
-        done.unsynced |= !sync(self.directory()).map_err(Error::io("sync the directory", &path))?;
+        done.unsynced |= !sync_names(self.directory()).map_err(Error::io("sync the directory", &path))?;
         if old.is_some_and(|old| id_of(self.parent.as_fd(), &old.name) != Some(old.id)) && attempt < TURNS {
             refresh(&self.parent);
             return Ok(Step::Again); // its files may have been listed after it was emptied

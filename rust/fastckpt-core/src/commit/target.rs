@@ -7,11 +7,12 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::Errno;
 
-use super::content::{TORCH_METADATA, has_magic, is_ours};
-use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh, split};
+use super::content::{TORCH_METADATA, files, has_magic, in_training, is_ours, is_remnant};
+use super::directory::{Id, TURNS, id, id_of, open_child, refresh, split};
 use super::parents::{check_length, open_or_judge};
 use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
+use crate::format::groups::TRAINING;
 
 /// A directory that a save may replace.
 #[derive(Debug)]
@@ -128,11 +129,16 @@ fn open_old(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool
 pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool) -> Result<()> {
     let exists = |why: &str| Err(Error::Exists { path: target.to_path_buf(), why: why.to_owned() });
     let checkpoint = has_magic(directory).map_err(Error::io("open the manifest of", target))?;
-    let files = entries(directory).map_err(Error::io("list", target))?;
+    let files = files(directory).map_err(Error::io("list", target))?;
     if !overwrite && !files.is_empty() {
         return exists("it exists, and overwrite=False");
     }
-    for (file, kind) in files {
+    if !checkpoint && files.training.is_some() {
+        return exists(
+            "it holds a directory `training` and is not a checkpoint of fastckpt: choose another name",
+        );
+    }
+    for (file, kind) in files.all {
         let what = file.to_string_lossy();
         if kind != FileType::RegularFile {
             return exists(&format!(
@@ -144,6 +150,17 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
         if name.ends_with(b".distcp") || (!checkpoint && name == TORCH_METADATA.as_bytes()) {
             return exists(&format!(
                 "it holds `{what}`, which torch.distributed.checkpoint wrote: choose another name"
+            ));
+        }
+        if name == TRAINING.as_bytes() {
+            return exists(&format!(
+                "it holds a file `{what}`, which is the name of a directory of its own: rename that"
+            ));
+        }
+        // Nothing is carried over from the directory of our own.
+        if in_training(&file).is_some() && !is_ours(name) && !is_remnant(&file) {
+            return exists(&format!(
+                "it holds `{what}`, which is not part of the checkpoint: move that elsewhere first"
             ));
         }
         // Other files are carried over. A file with one of our names would be replaced.

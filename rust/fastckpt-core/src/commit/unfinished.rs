@@ -8,6 +8,7 @@ use std::os::unix::ffi::OsStrExt as _;
 
 use rustix::fs::{self, FileType, Mode, OFlags};
 
+use super::content::files;
 use super::directory::{Id, entries, id, id_of_renamed, open_child};
 use super::leftovers::{State, destroy};
 use super::locks::{Reach, reach};
@@ -39,8 +40,8 @@ pub(super) struct Judged {
 pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     let directory = open_child(parent, found).ok()?;
     let id = id(&fs::fstat(&directory).ok()?);
-    let files = entries(directory.as_fd()).ok()?;
-    let (state, lock) = if files.iter().any(|(_, kind)| *kind != FileType::RegularFile) {
+    let files = files(directory.as_fd()).ok()?;
+    let (state, lock) = if !files.are_plain() {
         (State::Foreign, None)
     } else {
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;

@@ -20,7 +20,7 @@ use super::target::{Old, look, split_target};
 use super::unfinished::sweep_finished;
 use crate::error::{Error, Result, Visible};
 use crate::format::manifest;
-use crate::sys::file::{open_directory, start_write_back};
+use crate::sys::file::{open_directory, start_write_back, stat};
 use crate::sys::fork::Note;
 use crate::sys::lock;
 
@@ -227,8 +227,7 @@ impl Workspace {
     pub(super) fn check_files(&self, files: &[(String, u64)]) -> Result<()> {
         for (file, bytes) in files {
             let path = self.path_of(file);
-            let stat = fs::statat(&self.directory, file, AtFlags::SYMLINK_NOFOLLOW)
-                .map_err(Error::io("find the finished file", &path))?;
+            let stat = stat(self.directory(), file).map_err(Error::io("find the finished file", &path))?;
             if FileType::from_raw_mode(stat.st_mode) != FileType::RegularFile
                 || u64::try_from(stat.st_size) != Ok(*bytes)
             {

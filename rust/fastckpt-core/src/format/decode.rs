@@ -11,10 +11,10 @@ use crate::error::{Error, Result};
 
 use crate::format::checksum::{self, HEX};
 use crate::format::geometry::{self, PAGE};
-use crate::format::groups::RESERVED_NAME;
+use crate::format::groups::{RESERVED_NAME, TRAINING, plain_name};
 use crate::format::layout;
 use crate::format::limits::{MAX_BLOCK, MAX_HEADER};
-use crate::format::manifest::{self, Body, MAGIC, ShardEntry, TensorEntry, VERSION};
+use crate::format::manifest::{self, Body, MAGIC, MIN_READER, MINOR, ShardEntry, TensorEntry, VERSION};
 use crate::format::tokens;
 
 /// Reads and checks the bytes of a manifest. `path` is for messages.
@@ -49,8 +49,11 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
         .ok_or_else(|| corrupt("it does not begin as a manifest of fastckpt does".to_owned()))?;
     let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
     let version = String::from_utf8_lossy(&rest[..digits.min(20)]).into_owned();
+    let unread = |why: String| Error::Version { path: path.to_path_buf(), why };
     if digits > 0 && version != VERSION.to_string() {
-        return Err(Error::Version { path: path.to_path_buf(), found: version, known: VERSION });
+        return Err(unread(format!(
+            "has format version {version}, and this fastckpt reads version {VERSION}: {UPGRADE}"
+        )));
     }
     let body = rest[digits..]
         .strip_prefix(b",\"crc64nvme\":\"")
@@ -67,11 +70,35 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
             checksum::to_hex(crc)
         )));
     }
+    match min_reader(body) {
+        None => return Err(unread(EARLIER.to_owned())),
+        Some(Some(minor)) if minor > MINOR => {
+            return Err(unread(format!(
+                "needs a reader of format version {VERSION}.{minor}, and this fastckpt reads up to {VERSION}.{MINOR}: \
+                 {UPGRADE}"
+            )));
+        }
+        Some(_) => {}
+    }
     // The parser sees the object that the prefix opened: a brace replaces the newline before the body.
     let begin = bytes.len() - body.len() - 1;
     bytes[begin] = b'{';
     let text = std::str::from_utf8(&bytes[begin..]).map_err(|error| corrupt(error.to_string()))?;
     serde_json::from_str(text).map_err(|error| corrupt(error.to_string()))
+}
+
+/// What to do about a newer checkpoint.
+const UPGRADE: &str = "upgrade the package fastckpt-io";
+/// What is wrong with a manifest without `min_reader`.
+const EARLIER: &str = "was written before format version 1 was released, when the training state lay beside the \
+    model: load it with the fastckpt that wrote it";
+
+/// The first member of the body, which tells which reader it needs: `None` without that member, `Some(None)` for one
+/// that is no number.
+fn min_reader(body: &[u8]) -> Option<Option<u64>> {
+    let rest = body.strip_prefix(MIN_READER)?;
+    let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
+    Some(std::str::from_utf8(&rest[..digits]).ok().and_then(|digits| digits.parse().ok()))
 }
 
 /// Refuses a manifest that no save writes, and says why.
@@ -124,9 +151,11 @@ pub fn check(body: &Body) -> std::result::Result<(), String> {
 /// Whether a shard's own fields are possible.
 fn check_shard(shard: &ShardEntry) -> std::result::Result<(), String> {
     let file = &shard.file;
-    let stem = file.strip_suffix(".safetensors").unwrap_or_default();
-    if stem.is_empty() || file.len() > 255 || file.contains(['/', '\\', '\0']) || file.starts_with('.') {
-        return Err(format!("shard name `{}` is not a plain file name", file.escape_debug()));
+    if !plain_name(file).is_some_and(|plain| plain.ends_with(".safetensors")) {
+        return Err(format!(
+            "shard name `{}` is not a plain file name, nor one in `{TRAINING}`",
+            file.escape_debug()
+        ));
     }
     if shard.bytes > i64::MAX as u64 || !(10..=shard.bytes.min(MAX_HEADER + 8)).contains(&shard.data_offset) {
         return Err(format!("shard `{file}` has impossible sizes"));
@@ -187,6 +216,10 @@ mod tests {
             ("plain file name", |b| b.shards[0].file = "/model.safetensors".to_owned()),
             ("plain file name", |b| b.shards[0].file = ".safetensors".to_owned()),
             ("plain file name", |b| b.shards[0].file = "model.bin".to_owned()),
+            ("plain file name", |b| b.shards[0].file = "training/../model.safetensors".to_owned()),
+            ("plain file name", |b| b.shards[0].file = "training/a/b.safetensors".to_owned()),
+            ("plain file name", |b| b.shards[0].file = "training/.safetensors".to_owned()),
+            ("plain file name", |b| b.shards[0].file = "model/model.safetensors".to_owned()),
             ("twice", |b| b.shards.push(b.shards[0].clone())),
             ("impossible sizes", |b| b.shards[0].bytes = u64::MAX),
             ("impossible sizes", |b| b.shards[0].data_offset = 9),

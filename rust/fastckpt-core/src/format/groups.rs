@@ -10,8 +10,8 @@ pub const TRAINING: &str = "training";
 /// A family of files: the tensors whose names start with its prefix. The headers of the files omit the prefix.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Group {
-    /// The start of the names of its files.
-    pub stem: String,
+    /// Its name, with which the names of its files start.
+    pub name: String,
     /// The start of the names of its tensors.
     pub prefix: String,
     /// The start of names that are not its own all the same; none if empty.
@@ -27,8 +27,8 @@ pub fn of(prefix: &str) -> Vec<Group> {
 /// The same, but names that start with `training` are not the model's, unless `training` is empty.
 #[must_use]
 pub fn beside(prefix: &str, training: &str) -> Vec<Group> {
-    let group = |stem: &str, prefix: &str, without: &str| Group {
-        stem: stem.to_owned(),
+    let group = |name: &str, prefix: &str, without: &str| Group {
+        name: name.to_owned(),
         prefix: prefix.to_owned(),
         without: without.to_owned(),
     };
@@ -44,29 +44,74 @@ impl Group {
     }
 }
 
-/// The name that Hugging Face gives shard `index` of `count`.
-pub(super) fn shard_name(stem: &str, index: usize, count: usize) -> String {
-    if count == 1 {
-        format!("{stem}.safetensors")
+/// The name of shard `index` of `count` of a group. Those of the model lie at the top of the checkpoint, under Hugging
+/// Face's names. Those of another group lie in a directory that is called as the group is, so that readers that take
+/// all of `*.safetensors` meet the model alone.
+pub(super) fn shard_name(group: &str, index: usize, count: usize) -> String {
+    let file = if count == 1 {
+        format!("{group}.safetensors")
     } else {
-        format!("{stem}-{:05}-of-{count:05}.safetensors", index + 1)
-    }
+        format!("{group}-{:05}-of-{count:05}.safetensors", index + 1)
+    };
+    if group == MODEL { file } else { format!("{group}/{file}") }
 }
 
 /// Whether `name` is one that `shard_name` gives.
 #[must_use]
 pub fn is_shard_name(name: &str) -> bool {
-    let Some(name) = name.strip_suffix(".safetensors") else { return false };
+    let (group, file) = name.split_once('/').unwrap_or((MODEL, name));
     let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-    [MODEL, TRAINING].iter().filter_map(|stem| name.strip_prefix(stem)).any(|rest| {
-        let numbers = rest.strip_prefix('-').and_then(|rest| rest.split_once("-of-"));
-        rest.is_empty() || numbers.is_some_and(|(index, count)| digits(index) && digits(count))
-    })
+    let rest = file.strip_prefix(group).and_then(|rest| rest.strip_suffix(".safetensors"));
+    (group == TRAINING || !name.contains('/'))
+        && rest.is_some_and(|rest| {
+            let numbers = rest.strip_prefix('-').and_then(|rest| rest.split_once("-of-"));
+            rest.is_empty() || numbers.is_some_and(|(index, count)| digits(index) && digits(count))
+        })
+}
+
+/// The file name in `name`, the name of a shard in a manifest: a plain name, or one in the directory [`TRAINING`].
+/// `None` for any other name: no shard lies elsewhere.
+#[must_use]
+pub fn plain_name(name: &str) -> Option<&str> {
+    let file = name.strip_prefix(TRAINING).and_then(|rest| rest.strip_prefix('/')).unwrap_or(name);
+    let plain = !file.is_empty() && file.len() <= 255 && !file.starts_with('.');
+    (plain && !file.contains(['/', '\\', '\0'])).then_some(file)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_names_that_a_plan_gives_are_those_of_shards() {
+        let sound = ["model.safetensors", "training/training.safetensors"];
+        assert!(sound.iter().all(|name| is_shard_name(name)));
+        for (group, index, count) in [(MODEL, 0, 2), (TRAINING, 7, 8), (TRAINING, 99_999, 100_000)] {
+            let name = shard_name(group, index, count);
+            assert!(is_shard_name(&name) && plain_name(&name).is_some(), "{name}");
+        }
+        for name in [
+            "training.safetensors",
+            "model/model.safetensors",
+            "training/model.safetensors",
+            "training/training/training.safetensors",
+            "/training.safetensors",
+            "training//training.safetensors",
+            "../model.safetensors",
+            "model-1-of-2.safetensors",
+            "training/",
+            "",
+        ] {
+            assert!(!is_shard_name(name), "{name}");
+        }
+        let elsewhere =
+            ["training/../x", "training/a/b", "model/x", "/x", "training/.x", ".x", "", "training/", "a\\b"];
+        assert!(elsewhere.iter().all(|name| plain_name(name).is_none()));
+        assert_eq!(
+            (plain_name("x"), plain_name("training/x"), plain_name("training")),
+            (Some("x"), Some("x"), Some("training"))
+        );
+    }
 
     #[test]
     fn a_name_belongs_to_the_first_group_that_holds_it() {

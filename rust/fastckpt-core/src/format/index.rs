@@ -3,7 +3,6 @@
 use std::collections::BTreeMap;
 
 use crate::error::{Error, Result};
-use crate::format::groups::MODEL;
 use crate::format::manifest::{Body, ShardEntry};
 
 /// The file's name.
@@ -11,7 +10,7 @@ pub const FILE: &str = "model.safetensors.index.json";
 
 /// Encodes Hugging Face's index: which shard holds which tensor of the model.
 pub fn encode(body: &Body) -> Result<Vec<u8>> {
-    let is_model = |shard: &ShardEntry| shard.file.starts_with(MODEL);
+    let is_model = |shard: &ShardEntry| !shard.file.contains('/');
     let shards = body.shards.iter().filter(|shard| is_model(shard));
     let total: u64 = shards.map(|shard| shard.bytes - shard.data_offset).sum();
     let entries = body.tensors.iter().map(|tensor| (tensor, &body.shards[tensor.shard]));

@@ -133,7 +133,7 @@ pub fn plan_apart(
     let mut shards = Vec::with_capacity(count);
     for (group, family) in groups.iter().zip(&families) {
         for (index, member) in family.iter().enumerate() {
-            let file = shard_name(&group.stem, index, family.len());
+            let file = shard_name(&group.name, index, family.len());
             let shard = match member {
                 Member::Tensors(members) => lay_out(tensors, &sizes, members, group, file)?,
                 &Member::Taken(number) => Shard {
@@ -290,8 +290,8 @@ mod tests {
         let reversed: Vec<_> = tensors.iter().rev().cloned().collect();
         assert_eq!(found, files(&reversed));
         let files: Vec<_> = found.iter().map(|(file, _)| file.as_str()).collect();
-        let training = ["training-00001-of-00002.safetensors", "training-00002-of-00002.safetensors"];
-        assert_eq!(files, ["model.safetensors", training[0], training[1]]);
+        let training = [1, 2].map(|index| format!("training/training-0000{index}-of-00002.safetensors"));
+        assert_eq!(files, ["model.safetensors", &training[0], &training[1]]);
         let header = String::from_utf8_lossy(&found[0].1[8..]).into_owned();
         assert!(header.contains(r#""w":{"#) && !header.contains("m.w"), "{header}");
         assert!(found.iter().all(|(_, header)| header.len() as u64 % PAGE == RESIDUE));

@@ -19,8 +19,14 @@ use crate::format::limits::{MAX_DIMENSIONS, MAX_SHARDS, MAX_TENSORS};
 pub const FILE: &str = "fastckpt.json";
 /// The format version that this release writes and reads.
 pub const VERSION: u64 = 1;
+/// The newest minor version of the format that this release reads. One is added where a checkpoint may hold something
+/// that a reader of the one before would misread.
+pub const MINOR: u64 = 0;
 /// The start of every manifest, up to the version.
 pub const MAGIC: &[u8] = b"{\"fastckpt\":";
+
+/// The start of its body: the first member, up to its value.
+pub const MIN_READER: &[u8] = b"\"min_reader\":";
 
 /// The checksum of a manifest as its first line has it, 16 digits: equal for equal manifests. `begin` is the manifest, or
 /// its first 64 bytes.
@@ -36,6 +42,8 @@ pub fn seal_of(begin: &[u8]) -> Option<&str> {
 /// The manifest as it is in the file, after the prefix.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Body {
+    /// The least minor version that a reader must know, and the first member of the body.
+    pub min_reader: u64,
     /// The program that wrote it.
     pub writer: Writer,
     /// When the save began, in seconds since 1970 UTC.
@@ -313,6 +321,7 @@ pub(super) mod tests {
     pub(in crate::format) fn body() -> Body {
         let raw = |text: &str| RawValue::from_string(text.to_owned()).unwrap();
         Body {
+            min_reader: 0,
             writer: Writer { name: "fastckpt".to_owned(), version: "0.1.0".to_owned() },
             created: 1.5,
             saved: Saved {
@@ -402,18 +411,35 @@ pub(super) mod tests {
     fn another_version_is_told_apart_from_damage() {
         let bytes = String::from_utf8(encode(&body()).unwrap()).unwrap().replacen(":1,", ":12,", 1);
         let error = decode(bytes.into_bytes(), Path::new(FILE)).unwrap_err();
-        assert!(matches!(error, Error::Version { found, .. } if found == "12"));
+        assert!(matches!(error, Error::Version { why, .. } if why.contains("version 12,")));
         assert!(matches!(decode(b"{\"fastckpt\":".to_vec(), Path::new(FILE)), Err(Error::Corrupt { .. })));
+    }
+
+    #[test]
+    fn a_manifest_says_which_reader_it_needs() {
+        let needs = |min_reader| decode(encode(&Body { min_reader, ..body() }).unwrap(), Path::new(FILE));
+        assert!(needs(MINOR).is_ok());
+        let error = needs(MINOR + 1).unwrap_err();
+        assert!(matches!(&error, Error::Version { .. }), "{error}");
+        assert!(error.to_string().contains("needs a reader of format version 1.1"), "{error}");
+        let error = decode(forged("\"min_reader\":0,", ""), Path::new(FILE)).unwrap_err();
+        assert!(error.to_string().contains("before format version 1 was released"), "{error}");
+        let error = decode(forged("\"min_reader\":0,", "\"min_reader\":-1,"), Path::new(FILE)).unwrap_err();
+        assert!(matches!(&error, Error::Corrupt { .. }), "{error}");
+    }
+
+    /// The manifest with something in its place, under a checksum that fits.
+    fn forged(from: &str, to: &str) -> Vec<u8> {
+        let text = String::from_utf8(encode(&body()).unwrap()).unwrap().replacen(from, to, 1);
+        let rest = text.split_once('\n').unwrap().1;
+        let crc = checksum::to_hex(checksum::of(rest.as_bytes()));
+        format!("{{\"fastckpt\":1,\"crc64nvme\":\"{crc}\",\n{rest}").into_bytes()
     }
 
     #[test]
     fn depth_bombs_in_unknown_members_are_harmless() {
         let deep = format!("\"bomb\":{}{},\"writer\"", "[".repeat(500_000), "]".repeat(500_000));
-        let text = String::from_utf8(encode(&body()).unwrap()).unwrap().replacen("\"writer\"", &deep, 1);
-        let rest = text.split_once('\n').unwrap().1;
-        let crc = checksum::to_hex(checksum::of(rest.as_bytes()));
-        let forged = format!("{{\"fastckpt\":1,\"crc64nvme\":\"{crc}\",\n{rest}");
-        let outcome = decode(forged.into_bytes(), Path::new(FILE));
+        let outcome = decode(forged("\"writer\"", &deep), Path::new(FILE));
         assert!(matches!(outcome, Ok(_) | Err(Error::Corrupt { .. })));
     }
 }

@@ -19,7 +19,7 @@ use crate::format::groups::Group;
 use crate::format::layout::{Plan, TensorSpec};
 use crate::format::manifest::{Body, ShardEntry, TensorEntry, Vouched};
 use crate::read::Checkpoint;
-use crate::sys::file::open_regular;
+use crate::sys::file::{open_regular, stat};
 use crate::sys::fork::Held;
 
 /// The bytes of a linked file are read about once in this many saves. In between, its inode and its time of modification
@@ -196,7 +196,7 @@ impl Beside {
     /// at: then all are read before they are linked.
     pub(crate) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
         let written = |file: &str| {
-            let stat = fs::statat(workspace.directory(), file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
+            let stat = stat(workspace.directory(), file).ok()?;
             Some(Vouched { modified: modified(&stat), links: 0, inode: stat.st_ino })
         };
         let all = plan.shards.iter().map(|shard| {

@@ -215,9 +215,8 @@ pub fn seal(
         operation.phase(Phase::Commit);
     }
     let shards = body.shards.iter().map(|shard| (shard.file.clone(), shard.bytes)).collect();
-    let index_file = (body.shards.len() > 1).then(|| index::encode(body)).transpose()?;
-    let index_file = index_file.iter().map(|content| (index::FILE, content.as_slice()));
-    let files: Vec<_> = files.iter().copied().chain(index_file).collect();
+    let index_file = index::encode(body)?;
+    let files: Vec<_> = files.iter().copied().chain([(index::FILE, index_file.as_slice())]).collect();
     let mut rest = 0.0;
     // A file system that has both the shard and its manifest to write makes them durable together.
     workspace.seal(shards, &files, &manifest::encode(body)?, || {
@@ -240,6 +239,7 @@ pub(crate) fn empty_body(
     [structure, metadata, per_rank]: [&str; 3],
 ) -> Result<Body> {
     Ok(Body {
+        min_reader: 0,
         writer: Writer { name: "fastckpt".to_owned(), version: env!("CARGO_PKG_VERSION").to_owned() },
         created,
         saved: Saved::default(),

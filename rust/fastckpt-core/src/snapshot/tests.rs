@@ -85,7 +85,7 @@ fn the_images_are_the_files_of_the_checkpoint() {
         }
         let names: Vec<_> = images.iter().map(|(file, _)| file.as_str()).collect();
         let model = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"];
-        assert_eq!(names, [model[0], model[1], "training.safetensors"]);
+        assert_eq!(names, [model[0], model[1], "training/training.safetensors"]);
         let mut seen = 0;
         for (file, image) in &images {
             // Each image starts at a page, as a mapped file does.

@@ -25,19 +25,77 @@ pub fn open_directory(path: &std::path::Path) -> io::Result<OwnedFd> {
     Ok(retry_on_intr(|| fs::open(path, flags, Mode::empty()))?)
 }
 
+/// A file inside a directory: the directory that holds it, and its name there. The file's name is one path component,
+/// or two, the first of which is a directory. No symbolic link is followed to get there.
+#[derive(Debug)]
+pub struct Located<'a> {
+    outer: BorrowedFd<'a>,
+    inner: Option<OwnedFd>,
+    /// Its name in [`Located::directory`].
+    pub name: &'a str,
+}
+
+impl<'a> Located<'a> {
+    /// Finds where `name` lies.
+    pub fn find(outer: BorrowedFd<'a>, name: &'a str) -> io::Result<Self> {
+        let Some((folder, name)) = name.split_once('/') else { return Ok(Self { outer, inner: None, name }) };
+        let strange = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
+        if matches!(folder, "" | "." | "..") || name.contains('/') {
+            return Err(strange("not the name of a file here".to_owned()));
+        }
+        let flags = OFlags::DIRECTORY | OFlags::RDONLY | OFlags::NOFOLLOW | OFlags::CLOEXEC;
+        match retry_on_intr(|| fs::openat(outer, folder, flags, Mode::empty())) {
+            Err(Errno::NOTDIR | Errno::LOOP) => {
+                Err(strange(format!("`{folder}` is a file or a symbolic link, which is not followed")))
+            }
+            other => Ok(Self { outer, inner: Some(other?), name }),
+        }
+    }
+
+    /// The same. Makes the directory if it is missing.
+    pub fn make(outer: BorrowedFd<'a>, name: &'a str) -> io::Result<Self> {
+        match (Self::find(outer, name), name.split_once('/')) {
+            (Err(error), Some((folder, _))) if error.kind() == io::ErrorKind::NotFound => {
+                match fs::mkdirat(outer, folder, Mode::from_raw_mode(0o777)) {
+                    Ok(()) | Err(Errno::EXIST) => Self::find(outer, name),
+                    Err(error) => Err(error.into()),
+                }
+            }
+            (found, _) => found,
+        }
+    }
+
+    /// The directory that holds it.
+    #[must_use]
+    pub fn directory(&self) -> BorrowedFd<'_> {
+        self.inner.as_ref().map_or(self.outer, AsFd::as_fd)
+    }
+
+    /// What has its name there.
+    pub fn stat(&self) -> io::Result<fs::Stat> {
+        Ok(fs::statat(self.directory(), self.name, AtFlags::SYMLINK_NOFOLLOW)?)
+    }
+}
+
+/// What the file `name` inside `directory` is: see [`Located`].
+pub fn stat(directory: BorrowedFd<'_>, name: &str) -> io::Result<fs::Stat> {
+    Located::find(directory, name)?.stat()
+}
+
 /// How long to wait for the holder of a lease to give it back, and how often to check. The kernel revokes a lease after
 /// fs.lease-break-time, 45 s by default.
 const LEASE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(2));
 
-/// Opens `name`, a single path component directly inside `directory`, for reading. Follows no symbolic link.
+/// Opens the file `name` inside `directory` for reading: see [`Located`]. Follows no symbolic link.
 ///
 /// `O_NONBLOCK` keeps the open of a FIFO from waiting for a writer. It also keeps the open from waiting for the holder
 /// of a lease (Samba or the kernel's NFS server, on their own disks). Instead, the kernel asks the holder to give the
 /// lease back, and this function waits for that.
 fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let begin = Instant::now();
+    let file = Located::find(directory, name)?;
     loop {
-        match open_now(directory, name, extra) {
+        match open_now(file.directory(), file.name, extra) {
             Err(error) if error.kind() == io::ErrorKind::WouldBlock && begin.elapsed() < LEASE.0 => {
                 std::thread::sleep(LEASE.1);
             }
@@ -46,7 +104,7 @@ fn open_beneath(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Res
     }
 }
 
-/// Like `open_beneath`, but never waits.
+/// Opens `name`, a single path component, in `directory`, and never waits.
 fn open_now(directory: BorrowedFd<'_>, name: &str, extra: OFlags) -> io::Result<OwnedFd> {
     let flags = OFlags::RDONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW | OFlags::NONBLOCK | extra;
     let resolve = ResolveFlags::BENEATH | ResolveFlags::NO_SYMLINKS | ResolveFlags::NO_MAGICLINKS;
@@ -154,7 +212,7 @@ enum Residency {
 const MOSTLY_CACHED: u64 = 70;
 
 impl DataFile {
-    /// Creates `name`, which must not exist, inside `directory` with `len` bytes allocated. So no write extends the
+    /// Creates the file `name` (see [`Located`]), which must not exist, inside `directory` with `len` bytes allocated. So no write extends the
     /// file, and a full file system is noticed before the first byte. The mode is 0666 less the umask.
     ///
     /// `go_on` is called now and then. Once it returns false, the error is of kind `Interrupted`, and the caller must
@@ -166,7 +224,9 @@ impl DataFile {
         go_on: &mut dyn FnMut() -> bool,
     ) -> io::Result<()> {
         let flags = OFlags::WRONLY | OFlags::CREATE | OFlags::EXCL | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let fd = retry_on_intr(|| fs::openat(directory, name, flags, Mode::from_raw_mode(0o666)))?;
+        let file = Located::make(directory, name)?;
+        let mode = Mode::from_raw_mode(0o666);
+        let fd = retry_on_intr(|| fs::openat(file.directory(), file.name, flags, mode))?;
         allocate(fd.as_fd(), len, STEP, go_on)
     }
 
@@ -198,7 +258,10 @@ impl DataFile {
     /// Opens a file made by [`DataFile::create`] for writing.
     pub fn open_write(directory: BorrowedFd<'_>, name: &str, direct: bool) -> io::Result<Self> {
         let flags = OFlags::WRONLY | OFlags::CLOEXEC | OFlags::NOFOLLOW;
-        let open = |extra| Ok(retry_on_intr(|| fs::openat(directory, name, flags | extra, Mode::empty()))?);
+        let file = Located::find(directory, name)?;
+        let open = |extra| {
+            Ok(retry_on_intr(|| fs::openat(file.directory(), file.name, flags | extra, Mode::empty()))?)
+        };
         Self::pair(open(OFlags::empty())?, direct, open)
     }
 
@@ -328,6 +391,29 @@ fn write(fd: BorrowedFd<'_>, bufs: &[IoSlice<'_>], offset: u64) -> io::Result<us
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_name_leads_one_directory_down_and_through_no_link() {
+        let parent = tempfile::tempdir().unwrap();
+        let directory = open_directory(parent.path()).unwrap();
+        let create = |name: &str| DataFile::create(directory.as_fd(), name, 3, &mut || true);
+        assert_eq!(open_regular(directory.as_fd(), "a/b").unwrap_err().kind(), io::ErrorKind::NotFound);
+        create("a/b").unwrap();
+        create("a/c").unwrap();
+        assert_eq!(create("a/b").unwrap_err().kind(), io::ErrorKind::AlreadyExists);
+        assert_eq!(open_regular(directory.as_fd(), "a/b").unwrap().1, 3);
+        assert!(DataFile::open_write(directory.as_fd(), "a/b", false).is_ok());
+        std::os::unix::fs::symlink("a", parent.path().join("link")).unwrap();
+        std::fs::write(parent.path().join("file"), "").unwrap();
+        for name in ["link/b", "file/b", "../a/b", "./b", "/b", "a/../b", "a/b/c", "a//b"] {
+            let refused =
+                |error: io::Error| assert_eq!(error.kind(), io::ErrorKind::InvalidInput, "{name}: {error}");
+            refused(open_regular(directory.as_fd(), name).unwrap_err());
+            refused(create(name).unwrap_err());
+            refused(stat(directory.as_fd(), name).unwrap_err());
+            refused(DataFile::open_write(directory.as_fd(), name, false).unwrap_err());
+        }
+    }
 
     #[test]
     fn allocation_goes_step_by_step_and_stops_when_told() {
