@@ -160,6 +160,7 @@ def minimal(
         structure += [name, ["array", index]]
         at += len(payload)
     body = {
+        "min_reader": 0,
         "writer": {"name": "fastckpt", "version": "0.1.0"},
         "created": 1_800_000_000.5,
         "saved": {"engine": "threads", "fallback": None, "threads": 1, "seconds": 0.5, "gigabytes_per_second": 1.25},

@@ -96,6 +96,8 @@ def _decode(content: bytes, path: str, make: Callable[[dict[str, bytes]], _T]) -
         raise corrupt(path, f"its checksum is {found}, written was {written}")
     needs = _MIN_READER.match(text)
     if needs is None:
+        if not text.startswith(b'{"writer":'):
+            raise corrupt(path, "it does not begin with the reader that it needs")
         raise _unread(
             path,
             "was written before format version 1 was released, when the training state lay beside the model: load it "

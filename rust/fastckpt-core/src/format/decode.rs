@@ -71,7 +71,8 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
         )));
     }
     match min_reader(body) {
-        None => return Err(unread(EARLIER.to_owned())),
+        None if body.starts_with(b"\"writer\":") => return Err(unread(EARLIER.to_owned())),
+        None => return Err(corrupt("it does not begin with the reader that it needs".to_owned())),
         Some(Some(minor)) if minor > MINOR => {
             return Err(unread(format!(
                 "needs a reader of format version {VERSION}.{minor}, and this fastckpt reads up to {VERSION}.{MINOR}: \
@@ -89,7 +90,7 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
 
 /// What to do about a newer checkpoint.
 const UPGRADE: &str = "upgrade the package fastckpt-io";
-/// What is wrong with a manifest without `min_reader`.
+/// What is wrong with a manifest that begins with its writer.
 const EARLIER: &str = "was written before format version 1 was released, when the training state lay beside the \
     model: load it with the fastckpt that wrote it";
 
