@@ -179,7 +179,12 @@ def test_only_what_belongs_to_a_model_goes_along(tmp_path, capsys):
     os.mkfifo(source / "merges.txt")
     status, document = convert(capsys, source, tmp_path / "hf")
     assert (status, document["files"]) == (0, ["config.json"]), document
-    assert manifest.listing(tmp_path / "hf") == ["config.json", "fastckpt.json", "model.safetensors", "model.safetensors.index.json"]
+    assert manifest.listing(tmp_path / "hf") == [
+        "config.json",
+        "fastckpt.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+    ]
     # What the user names is followed: files of a hub's cache are links.
     named = ("--file", source / "LICENSE.txt", "--file", source / "notes.txt")
     status, document = convert(capsys, source, tmp_path / "named", *named)
