@@ -41,9 +41,7 @@ pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     let directory = open_child(parent, found).ok()?;
     let id = id(&fs::fstat(&directory).ok()?);
     let files = files(directory.as_fd()).ok()?;
-    let (state, lock) = if !files.are_plain() {
-        (State::Foreign, None)
-    } else {
+    let (state, lock) = if files.are_plain() {
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         match fs::openat(&directory, LOCK, flags, Mode::empty()) {
             // Its maker is about to make the lock, or was killed before it did.
@@ -55,6 +53,8 @@ pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
                 _ => (State::Unknown, None),
             },
         }
+    } else {
+        (State::Foreign, None)
     };
     Some(Judged { state, id, _lock: lock })
 }

@@ -73,7 +73,7 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
     match min_reader(body) {
         None if body.starts_with(b"\"writer\":") => return Err(unread(EARLIER.to_owned())),
         None => return Err(corrupt("it does not begin with the reader that it needs".to_owned())),
-        Some(Some(minor)) if minor > MINOR => {
+        Some(minor) if minor > MINOR => {
             return Err(unread(format!(
                 "needs a reader of format version {VERSION}.{minor}, and this fastckpt reads up to {VERSION}.{MINOR}: \
                  {UPGRADE}"
@@ -94,12 +94,12 @@ const UPGRADE: &str = "upgrade the package fastckpt-io";
 const EARLIER: &str = "was written before format version 1 was released, when the training state lay beside the \
     model: load it with the fastckpt that wrote it";
 
-/// The first member of the body, which tells which reader it needs: `None` without that member, `Some(None)` for one
-/// that is no number.
-fn min_reader(body: &[u8]) -> Option<Option<u64>> {
+/// The first member of the body, which tells which reader it needs; nothing without that member.
+fn min_reader(body: &[u8]) -> Option<u64> {
     let rest = body.strip_prefix(MIN_READER)?;
     let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
-    Some(std::str::from_utf8(&rest[..digits]).ok().and_then(|digits| digits.parse().ok()))
+    // Anything but a number is refused when it is parsed.
+    Some(std::str::from_utf8(&rest[..digits]).ok().and_then(|digits| digits.parse().ok()).unwrap_or(0))
 }
 
 /// Refuses a manifest that no save writes, and says why.
