@@ -63,6 +63,7 @@ fn manifests(c: &mut Criterion) {
     let shard = &plan.shards[0];
     let hex = checksum::to_hex(1);
     let body = manifest::Body {
+        min_reader: 0,
         writer: manifest::Writer { name: "bench".to_owned(), version: "0".to_owned() },
         created: 0.0,
         saved: manifest::Saved {
