@@ -7,15 +7,18 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._api.event import Event
 from fastckpt._api.reports import SaveReport
 from fastckpt._background.pending import PendingSave
+from fastckpt.exceptions import CheckpointError
 from fastckpt.keep import Saved
 
 from . import lineage
 from .catalogue import Entry
+from .stale import Sums, alarm, changed, sums_of
 
 if TYPE_CHECKING:
     from .cadence import Cadence
@@ -42,16 +45,31 @@ class Aftermath:
         retention: what removes older ones.
         cadence: what measures.
         leads: whether this rank writes and removes; the others measure.
+        stale: what follows where a trained group has not changed: ``warn``, ``raise`` or ``ignore``.
     """
 
     def __init__(
-        self, directory: Directory, catalogue: Catalogue, retention: Retention, cadence: Cadence, *, leads: bool
+        self,
+        directory: Directory,
+        catalogue: Catalogue,
+        retention: Retention,
+        cadence: Cadence,
+        *,
+        leads: bool,
+        stale: str,
     ) -> None:
         self._directory = directory
         self._catalogue = catalogue
         self._retention = retention
         self._cadence = cadence
         self._leads = leads
+        self._stale = stale
+        #: The last step that was saved or restored, and where it lies, or its checksums.
+        self._before: tuple[int, str | Sums] | None = None
+        #: What has changed with the last save; what was not as it should be, for the report; and not yet raised.
+        self.changed: dict[str, float] = {}
+        self.said: str | None = None
+        self._alarm: str | None = None
         #: What copies checkpoints to the remote tier.
         self.drain: Drain | None = None
         #: What is under way.
@@ -73,6 +91,7 @@ class Aftermath:
                     self.note(about, began, report, report.stall)
                     self._copy()
                     if self._leads:
+                        self._watch(about)
                         self._retention.clear(about["step"])
                 else:
                     failed()
@@ -91,6 +110,7 @@ class Aftermath:
 
         def clear() -> None:
             try:
+                self._watch(about)
                 self._retention.clear(about["step"])
             finally:
                 done.set()
@@ -119,6 +139,42 @@ class Aftermath:
                 self._directory.write_latest(step)
             except OSError as error:
                 logger.warning("%s: the file latest is not written: %s", self._directory.path, error)
+
+    def resume(self, step: int, path: str) -> None:
+        """Training goes on from the checkpoint of a step, which lies at ``path``."""
+        self._before = step, path
+
+    def tell(self) -> None:
+        """Raise once what is to be raised.
+
+        Raises:
+            CheckpointError: a trained group has not changed.
+        """
+        text, self._alarm = self._alarm, None
+        if text is not None and self._stale == "raise":
+            raise CheckpointError(text)
+
+    def _watch(self, about: dict[str, Any]) -> None:
+        """Compare a checkpoint with the one before it."""
+        step, path = about["step"], self._directory.path_of(about["step"])
+        try:
+            now, before = sums_of(path), self._before
+            # Of two saves that end at nearly the same time the earlier one may be here last.
+            if before is None or step > before[0]:
+                self._before = step, now
+            if before is None or step <= before[0]:
+                return
+            since, sums = before
+            self.changed = changed(sums_of(sums) if isinstance(sums, str) else sums, now)
+        except (CheckpointError, OSError) as error:
+            logger.debug("%s: not compared with the one before: %s", path, error)
+            return
+        for entry in self._catalogue.entries([step]).values():
+            self._catalogue.add(entry._replace(saved=replace(entry.saved, changed=self.changed)))
+        self.said = None if self._stale == "ignore" else alarm(path, since, now, self.changed)
+        if self.said is not None:
+            self._alarm = self.said
+            logger.warning("%s", self.said)
 
     def is_over(self, end: float) -> bool:
         """Whether all of it is done by then."""

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastckpt.exceptions import RanksError
@@ -50,6 +51,7 @@ class Boundary(Run):
         calls: what saves.
         when: which steps are saved.
         read_only: whether nothing may be written.
+        stale: as for :class:`.aftermath.Aftermath`.
     """
 
     def __init__(
@@ -61,12 +63,16 @@ class Boundary(Run):
         when: When,
         *,
         read_only: bool,
+        stale: str,
     ) -> None:
         super().__init__(directory, policies, agree, read_only=read_only)
         self._calls = calls
         self._when = when
         self._cadence = Cadence()
-        self._aftermath = Aftermath(directory, self._catalogue, self._retention, self._cadence, leads=agree.leads)
+        self._stale = stale
+        self._aftermath = Aftermath(
+            directory, self._catalogue, self._retention, self._cadence, leads=agree.leads, stale=stale
+        )
         self._signals = Signals(self._signal_came, shared=agree.size > 1)
         #: The step that all ranks have agreed to save next.
         self._wanted: int | None = None
@@ -101,6 +107,7 @@ class Boundary(Run):
         Raises:
             TimeoutError: it is not done in time. It goes on.
             CancelledError: it was given up for a signal.
+            CheckpointError: with ``stale="raise"``, a trained group has not changed with the last save.
             Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
         """
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -128,7 +135,16 @@ class Boundary(Run):
                     self._pending = None
         self._aftermath.wait(end)
         self._wait_for_copies(end)
+        self._tell_stale()
+        said = self._aftermath.said
+        if said is not None and self._report is not None and said not in self._report.warnings:
+            self._report = replace(self._report, warnings=(*self._report.warnings, said))
         return self._report
+
+    def _tell_stale(self) -> None:
+        """Raise on all ranks what is to be raised of the last save."""
+        if self._stale == "raise":
+            self._agree.first(self._aftermath.tell)
 
     # What happens.
 
@@ -143,7 +159,8 @@ class Boundary(Run):
 
     def _plan(self, step: int) -> dict[str, Any]:
         """What a save of a step is to note of its place in the run."""
-        return {**self._history.plan(step), "files": sorted(self._calls.options.get("files") or ())}
+        noted = {"files": sorted(self._calls.options.get("files") or ()), "changed": self._aftermath.changed}
+        return {**self._history.plan(step), **noted}
 
     def _plan_first(self, step: int) -> dict[str, Any]:
         """Likewise, where there is time to look at what is there."""

@@ -40,12 +40,10 @@ class Entry(NamedTuple):
     Attributes:
         saved: what policies are told.
         lineage: its place in the run.
-        changed: the share of the bytes of each trained group that changed with it, where that is known.
     """
 
     saved: Saved
     lineage: Lineage
-    changed: Mapping[str, float] = {}
 
 
 class Catalogue:
@@ -126,8 +124,8 @@ class Catalogue:
             if not self._changed and not gone:
                 return
             known = {
-                name: [*identity, saved.created, dict(saved.metrics), place, dict(changed)]
-                for name, (identity, (saved, place, changed)) in list(self._known.items())
+                name: [*identity, saved.created, dict(saved.metrics), place, dict(saved.changed)]
+                for name, (identity, (saved, place)) in list(self._known.items())
             }
             document = {"version": _VERSION, "keep": self.keep, "last": self.last, "checkpoints": known}
             self.directory.replace(FILE, json.dumps(document).encode(), durable=False)
@@ -156,8 +154,8 @@ class Catalogue:
                 step = self.directory.names.step_of(name)
                 if step is not None:
                     created, metrics, place, share = about
-                    entry = Entry(Saved(step, float(created), _numbers(metrics)), lineage.parse(place), _numbers(share))
-                    self._known[name] = (changed, inode, written), entry
+                    saved = Saved(step, float(created), _numbers(metrics), _numbers(share))
+                    self._known[name] = (changed, inode, written), Entry(saved, lineage.parse(place))
             self.last = lineage.parse(document["last"])
             keep = document["keep"]
             return [str(one) for one in keep] if isinstance(keep, list) else None

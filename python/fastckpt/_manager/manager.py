@@ -6,7 +6,7 @@ import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
@@ -83,6 +83,9 @@ class Manager(Preemption):
         remote_keep: as ``keep``, for the remote.
         remote_bandwidth_limit: bytes per second for each process that copies, or a string such as ``"500MB/s"``; None
             for no limit.
+        stale: what follows where the step has advanced, and no weight of the model has changed, or no moment of the
+            optimizer: ``warn`` in the log and in the report's ``warnings``, ``raise`` from the next ``save`` or
+            ``wait``, or ``ignore`` it. The checkpoint stays.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
@@ -111,6 +114,7 @@ class Manager(Preemption):
         remote: AnyPath | None = None,
         remote_keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
         remote_bandwidth_limit: float | str | None = None,
+        stale: Literal["warn", "raise", "ignore"] = "warn",
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
         path = path_of("Manager", directory)
@@ -120,7 +124,10 @@ class Manager(Preemption):
         when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
         calls = Calls(save_options, ranks, agree)
-        super().__init__(Directory(path, Names(name)), policies, agree, calls, When(when), read_only=bool(read_only))
+        if stale not in {"warn", "raise", "ignore"}:
+            raise ValueError(f'Manager: stale must be "warn", "raise" or "ignore", not {stale!r}')
+        where = Directory(path, Names(name))
+        super().__init__(where, policies, agree, calls, When(when), read_only=bool(read_only), stale=stale)
         self._tier = _tier(self._directory, remote, remote_keep)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
         fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
@@ -133,6 +140,7 @@ class Manager(Preemption):
                 "async_save": str(self._async),
                 "name": name,
                 "read_only": str(self._read_only),
+                "stale": stale,
                 "remote": "None" if self._tier is None else self._tier.place.path,
                 "remote_keep": told(() if self._tier is None else self._tier.policies),
             }
@@ -278,6 +286,7 @@ class Manager(Preemption):
         if discard_newer:
             self._agree.first(lambda: self._discard_beyond(found.step))
         self._history.resume(found.step, found.lineage)
+        self._aftermath.resume(found.step, found.path)
         self._history.see(self._source.order)
         self._retention.damaged.update(number for number, _ in found.skipped)
         self._saved = found.step
@@ -337,6 +346,10 @@ class Manager(Preemption):
         if self._signals.called:
             self._wanted = None
             return self._answer(step, state, about, per_rank)
+        if self._stale == "raise":
+            # All ranks raise, or none does: nobody waits for the save.
+            self._wanted = None
+            self._tell_stale()
         how = self._how(about, self._base, self._planned)
         path = self.path(step)
         began = self._cadence.begin()

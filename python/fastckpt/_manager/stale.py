@@ -1,0 +1,66 @@
+"""Whether training has moved between two checkpoints, by the checksums that their manifests hold.
+
+A loop whose optimizer steps nothing, or that saves a copy nobody updates, writes whole and verified checkpoints of one
+state for days. No data is read for this: manifests have a checksum for each tensor, wherever it lies.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import TypeAlias
+
+from fastckpt._stores.reader import open_reader
+
+#: The trained groups of a checkpoint: each tensor's bytes and checksum by its name.
+Sums: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
+#: What is trained are floating-point tensors of one dimension at least: an optimizer counts steps in scalars.
+_FLOATS = ("F", "BF", "C")
+_is_moment = re.compile(r"(?:^|\.)opt(?:im[^.]*|s)?\.", re.IGNORECASE).search
+#: Names that a message lists.
+_SHOWN = 3
+
+
+def sums_of(path: str) -> Sums:
+    """The checksums of the weights and of the optimizer's moments in a checkpoint.
+
+    Raises:
+        CheckpointError: it is damaged, or none.
+        OSError: it cannot be read.
+    """
+    reader = open_reader("save", path)
+    shards = [shard.file for shard in reader.shards()]
+    found: dict[str, dict[str, tuple[int, int]]] = {"model": {}, "optimizer": {}}
+    for index, tensor in enumerate(reader.tensors()):
+        if not tensor.shape or not tensor.nbytes or not tensor.dtype.startswith(_FLOATS):
+            continue
+        is_moment = _is_moment(tensor.name) is not None
+        crc = reader.checksum(index)
+        if crc is not None and (is_moment or not shards[tensor.shard].startswith("training")):
+            found["optimizer" if is_moment else "model"][tensor.name] = tensor.nbytes, crc
+    return found
+
+
+def changed(before: Sums, now: Sums) -> dict[str, float]:
+    """The share of the bytes of each group that are of tensors which changed, among those that both have."""
+    shares = {}
+    for group, tensors in now.items():
+        old = before[group]
+        both = [(size, old[name] != (size, crc)) for name, (size, crc) in tensors.items() if name in old]
+        if both:
+            shares[group] = sum(size for size, differs in both if differs) / sum(size for size, _ in both)
+    return shares
+
+
+def alarm(path: str, since: int, now: Sums, shares: Mapping[str, float]) -> str | None:
+    """What is to be said where a whole group has not changed since a step."""
+    still = [group for group, share in shares.items() if share == 0]
+    if not still:
+        return None
+    names = [name for group in still for name in now[group]]
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return (
+        f"{path}: no tensor of the {' and of the '.join(still)} has changed since step {since}: "
+        f"{', '.join(names[:_SHOWN])}{more}: does the optimizer step, and is this the state that it trains? "
+        '(stale="ignore" where it is meant)'
+    )

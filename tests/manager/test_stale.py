@@ -1,0 +1,88 @@
+"""The stale alarm: a step on which no weight or no moment of the optimizer has changed is not a success in silence."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt._manager import stale
+
+
+def state(step, *, weights=True, moments=True):
+    """A model, an optimizer that counts its steps, and what changes in every run."""
+    return {
+        "model": {"w": np.full(100, step if weights else 0, np.float32), "frozen": np.zeros(300, np.float32)},
+        "optimizer": {"exp_avg": np.full(50, step if moments else 0, np.float32), "step": np.float32(step)},
+        "rng": np.full(16, step, np.uint8),
+        "step": step,
+    }
+
+
+def run(directory, *states, **options):
+    """Save them; the report of the last one."""
+    with fastckpt.Manager(directory, **options) as manager:
+        found = manager.restore()
+        for step, one in enumerate(states, found.step + 1 if found else 1):
+            manager.save(step, one)
+            report = manager.wait()
+    return report
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": False}, {"save_options": {"base": None}}, {"keep": 1}])
+@pytest.mark.parametrize(("what", "name"), [("weights", "model"), ("moments", "optimizer")])
+def test_a_group_that_does_not_change_is_told_with_its_names(tmp_path, caplog, options, what, name):
+    with caplog.at_level(logging.WARNING, "fastckpt"):
+        assert run(tmp_path, state(1), state(2), **options).warnings == ()
+        # Also across a restart.
+        report = run(tmp_path, state(3, **{what: False}), state(4, **{what: False}), **options)
+    told = [record.message for record in caplog.records if "has changed" in record.message]
+    assert len(told) == 1
+    assert f"no tensor of the {name} has changed since step 3: " in told[0]
+    assert ("model.w" if name == "model" else "optimizer.exp_avg") in told[0]
+    assert report.warnings == (told[0],)
+
+
+def test_it_is_raised_once_by_what_comes_next_or_ignored(tmp_path, caplog):
+    with fastckpt.Manager(tmp_path / "wait", stale="raise") as manager:
+        manager.save(1, state(1))
+        manager.wait()
+        manager.save(2, state(1))
+        with pytest.raises(fastckpt.CheckpointError, match="no tensor of the model and of the optimizer"):
+            manager.wait()
+        manager.save(3, state(3))
+        manager.wait()
+        manager.save(4, state(3))
+        manager._pending.finished.wait(60)
+        manager._aftermath.wait(float("inf"))
+        with pytest.raises(fastckpt.CheckpointError, match="since step 3"):
+            manager.save(5, state(5))
+        manager.save(5, state(5))
+    assert manager.steps() == [1, 2, 3, 4, 5]
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "fastckpt"):
+        run(tmp_path / "ignore", state(1), state(1), stale="ignore")
+    assert not [record for record in caplog.records if "has changed" in record.message]
+    with pytest.raises(ValueError, match="stale must be"):
+        fastckpt.Manager(tmp_path, stale="no")
+
+
+def test_the_share_that_changed_is_recorded(tmp_path):
+    run(tmp_path, state(1), state(2), state(3, moments=False), state(4))
+    for manager in (fastckpt.Manager(tmp_path), fastckpt.Manager(tmp_path, read_only=True)):
+        shares = [one.changed for one in manager.saved()]
+        assert shares[0] == {}
+        assert shares[1:3] == [{"model": 0.25, "optimizer": 1.0}] * 2
+    with fastckpt.open(manager.path(4)) as checkpoint:
+        # Of the save before: its own is known when its manifest is written.
+        assert checkpoint.metadata["lineage"]["changed"] == {"model": 0.25, "optimizer": 1.0}
+
+
+def test_no_data_is_read(tmp_path):
+    run(tmp_path, state(1), state(2))
+    for path in tmp_path.glob("step-*/*.safetensors"):
+        path.write_bytes(b"")
+    first, second = (stale.sums_of(str(tmp_path / f"step-0000000{step}")) for step in (1, 2))
+    assert stale.changed(first, second) == {"model": 0.25, "optimizer": 1.0}
