@@ -75,15 +75,15 @@ def test_a_metric_that_is_no_number_has_a_form_in_json(run, capsys):
 
 
 def test_a_dry_run_removes_nothing(run, capsys):
-    status, document = command(capsys, "prune", run, "--keep", "last=1", "--dry-run")
+    status, document = command(capsys, "prune", run, "--keep", "last=1")
     assert (status, document["removed"], document["dry_run"]) == (0, [1, 2, 3, 5], True)
     assert fastckpt.Manager(run).steps() == [1, 2, 3, 4, 5, 6]
-    assert cli.main(["prune", str(run), "--keep", "last=1", "--dry-run"]) == 0
+    assert cli.main(["prune", str(run), "--keep", "last=1"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "4 checkpoints would be removed, 2 stay"
 
 
 def test_prune_removes_what_no_policy_keeps(run, capsys):
-    status, document = command(capsys, "prune", run, "--keep", "every=3")
+    status, document = command(capsys, "prune", run, "--remove", "--keep", "every=3")
     assert (status, document["removed"]) == (0, [1, 2, 5])
     assert document["kept"] == {"3": ["every=3"], "4": ["pinned"], "6": ["every=3"]}
     assert fastckpt.Manager(run).steps() == [3, 4, 6]
@@ -92,17 +92,17 @@ def test_prune_removes_what_no_policy_keeps(run, capsys):
 def test_prune_takes_the_policies_of_the_runs_manager(run, capsys):
     with fastckpt.Manager(run, keep=[keep.Last(5), keep.Best(1, "loss")]) as manager:
         manager.save(7, {"a": 7}, {"loss": 9.0})
-    _, document = command(capsys, "prune", run)
+    _, document = command(capsys, "prune", run, "--remove")
     assert (document["keep"], document["removed"]) == (["last=5", "best=1:loss:min"], [])
     assert manager.steps() == [2, 3, 4, 5, 6, 7]
 
 
 def test_prune_without_policies_is_an_error(run, capsys):
     (run / ".fastckpt-run.json").unlink()
-    status, document = command(capsys, "prune", run)
+    status, document = command(capsys, "prune", run, "--remove")
     assert status == 2
     assert "nothing says what to keep" in document["error"]
-    status, document = command(capsys, "prune", run, "--keep", "most")
+    status, document = command(capsys, "prune", run, "--remove", "--keep", "most")
     assert status == 2
     assert "'most' is not a policy" in document["error"]
 
@@ -110,7 +110,7 @@ def test_prune_without_policies_is_an_error(run, capsys):
 def test_prune_removes_nothing_where_the_newest_is_damaged(run, capsys):
     file = run / "step-00000006" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0" if file.read_bytes()[-1] else file.read_bytes()[:-1] + b"\1")
-    status, document = command(capsys, "prune", run, "--keep", "last=1")
+    status, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
     assert status == 1
     assert "step-00000006, is damaged" in document["error"]
     assert fastckpt.Manager(run).steps() == [1, 2, 3, 4, 5, 6]
@@ -118,7 +118,7 @@ def test_prune_removes_nothing_where_the_newest_is_damaged(run, capsys):
 
 def test_one_failed_removal_does_not_stop_the_rest(run, capsys):
     (run / "step-00000001" / "notes").mkdir()
-    status, document = command(capsys, "prune", run, "--keep", "last=1")
+    status, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
     assert (status, document["removed"], len(document["failures"])) == (1, [2, 3, 5], 1)
 
 
@@ -131,3 +131,14 @@ def test_other_names_and_nothing(tmp_path, capsys):
     _, document = command(capsys, "runs", tmp_path, "--name", "gpt.{step}")
     assert [one["step"] for one in document["checkpoints"]] == [5]
     assert Path(document["path"]) == tmp_path
+
+
+def test_prune_leaves_what_others_put_there_and_takes_what_files_gave(tmp_path, capsys):
+    with fastckpt.Manager(tmp_path, save_options={"files": {"config.json": "{}"}}) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, {"a": step})
+    (tmp_path / "step-00000001" / "NOTES.txt").write_text("mine")
+    status, document = command(capsys, "prune", tmp_path, "--remove", "--keep", "last=1")
+    assert (status, document["removed"]) == (1, [2])
+    assert "NOTES.txt" in document["failures"][0]
+    assert (tmp_path / "step-00000001" / "NOTES.txt").read_text() == "mine"

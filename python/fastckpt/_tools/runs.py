@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import errno
 import math
 import os
 import re
@@ -49,7 +50,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         parser.add_argument(
             "--name", metavar="FORMAT", default="step-{step:08d}", help="the names of checkpoints (%(default)s)"
         )
-    prune.add_argument("--dry-run", action="store_true", help="show what would go, and remove nothing")
+    prune.add_argument("--remove", action="store_true", help="remove it; without this nothing is changed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +205,23 @@ def _when(created: float | None) -> str:
     return "" if created is None else dt.datetime.fromtimestamp(created).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
+def _remove(path: str) -> None:
+    """Remove a checkpoint, with what ``files=`` of its manager has put beside it, and nothing else.
+
+    Raises:
+        OSError: it holds something else, or cannot be removed.
+    """
+    with fastckpt.open(path) as checkpoint:
+        noted = checkpoint.metadata.get("lineage") if isinstance(checkpoint.metadata, dict) else None
+        given = {*noted["files"]} if isinstance(noted, dict) and isinstance(noted.get("files"), list) else set()
+        own = {"fastckpt.json", "model.safetensors.index.json", *(name.partition("/")[0] for name in checkpoint.shards)}
+    names = {each.name for each in Path(path).iterdir()}
+    strange = sorted(names - own - given)
+    if strange:
+        raise OSError(errno.ENOTEMPTY, f"it holds `{strange[0]}`, which is not part of it: move that elsewhere", path)
+    fastckpt.remove(path, everything=bool(given & names))
+
+
 def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Remove what is not kept; return exit status, JSON document and lines."""
     found = _find(options, "prune")
@@ -214,7 +232,7 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         )
     newest = max(found.saved, default=None)
     go = [step for step, why in found.why.items() if not why]
-    if go and newest is not None and not options.dry_run:
+    if go and newest is not None and options.remove:
         report = fastckpt.verify(found.manager.path(newest))
         if not report.ok:
             raise CorruptCheckpointError(
@@ -223,20 +241,20 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     removed, failures = [], []
     for step in go:
         try:
-            if not options.dry_run:
-                fastckpt.remove(found.manager.path(step), everything=True)
+            if options.remove:
+                _remove(found.manager.path(step))
             removed.append(step)
         except OSError as error:  # noqa: PERF203 - one does not stop the rest
             failures.append(str(error))
     document = {
         "path": found.manager.directory,
         "keep": [str(policy) for policy in found.policies],
-        "dry_run": options.dry_run,
+        "dry_run": not options.remove,
         "kept": {str(step): why for step, why in found.why.items() if why},
         "removed": removed,
         "failures": failures,
     }
-    word = "would be removed" if options.dry_run else "removed"
+    word = "removed" if options.remove else "would be removed"
     lines = [*(f"{Path(found.manager.path(step)).name}: {word}" for step in removed), *failures]
     lines.append(f"{count(len(removed), 'checkpoint')} {word}, {len(found.steps) - len(removed)} stay")
     return 1 if failures else 0, document, lines
