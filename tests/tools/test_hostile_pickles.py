@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import collections
 import datetime as dt
 import io
@@ -128,6 +129,7 @@ def main(seed, count):
     for code in seeds:
         read(code)
     read(tables[0], table=True)
+    codecs.lookup("raw-unicode-escape")  # which an opcode needs, whatever it says
     resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, resource.getrlimit(resource.RLIMIT_DATA)[1]))
     before, modules = marks(), set(sys.modules)
     ends = collections.Counter()
@@ -142,7 +144,7 @@ def main(seed, count):
             ends[type(error).__name__] += 1
         if number % 50 == 0:
             assert marks() == before, code
-            assert set(sys.modules) == modules, code
+            assert set(sys.modules) == modules, (set(sys.modules) - modules, code)
     assert marks() == before
     print(json.dumps(ends))
 
@@ -184,6 +186,31 @@ def test_hostile_pickles_are_refused(what):
     with pytest.raises((pickle.UnpicklingError, *DAMAGED)):
         read(b"\x80\x02" + HOSTILE[what])
     assert marks() == before
+
+
+@pytest.mark.parametrize("table", [False, True])
+def test_a_name_makes_torch_import_nothing(table):
+    """Attributes of the module that are not there yet are modules that it imports."""
+    program = (
+        "import sys, test_hostile_pickles as own\n"
+        "before = set(sys.modules)\n"
+        "for name in ('_dynamo', '_inductor', 'onnx', 'float31'):\n"
+        "    try:\n"
+        f"        own.read(b'\\x80\\x02' + own.named('torch', name) + b'.', table={table})\n"
+        "    except own.pickle.UnpicklingError:\n"
+        "        continue\n"
+        "    raise SystemExit(name)\n"
+        "raise SystemExit(str(set(sys.modules) - before) if set(sys.modules) - before else 0)\n"
+    )
+    paths = os.pathsep.join(map(str, (Path(__file__).parent, Path(__file__).parents[1])))
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": paths},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 def test_what_torch_writes_is_read():

@@ -197,8 +197,9 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _dtype(torch: Any, name: str) -> Any:
-    found = getattr(torch, name, None) if name.isidentifier() else None
-    return found if isinstance(found, torch.dtype) else None
+    # Not getattr, for which torch imports modules of its own.
+    found = vars(torch).get(name)
+    return found if type(found) is torch.dtype else None
 
 
 class MetadataUnpickler(pickle.Unpickler):
