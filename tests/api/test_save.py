@@ -276,7 +276,8 @@ def test_files_come_with_the_checkpoint(tmp_path, save):
     save({"w": np.zeros(3)}, path, files={"config.json": "new"})
     if save is fastckpt.save_async:
         fastckpt.drain()
-    assert names_in(path) == sorted([*files, "fastckpt.json", "model.safetensors"])
+    written = ["fastckpt.json", "model.safetensors", "model.safetensors.index.json"]
+    assert names_in(path) == sorted([*files, *written])
     assert (path / "config.json").read_text() == "new"
     assert (path / "raw.bin").read_bytes() == b"\x80bin"
     assert fastckpt.load(path)["w"].tolist() == [0, 0, 0]

@@ -17,6 +17,7 @@ import shutil
 import signal
 import socket
 import stat
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -1200,3 +1201,20 @@ def test_kills_on_other_file_systems(children, kind):
             acknowledged = index + 1
             fastckpt.save(numbered(acknowledged, SMALL), path)
             assert manifest.listing(point) == ["step"]
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("save", [fastckpt.save, fastckpt.save_async])
+def test_a_mount_point_is_refused_before_a_byte_is_written(parent, save):
+    """A rename cannot replace it, and until then the shards would fill the file system around it."""
+    path = parent / "step"
+    path.mkdir()
+    with mounts.mount("tmpfs") as elsewhere:
+        subprocess.run(["mount", "--bind", elsewhere, path], check=True)
+        try:
+            with pytest.raises(FileExistsError, match=r"it is a mount point.*save to a path below it"):
+                save({"w": np.zeros(8)}, path)
+            assert os.listdir(parent) == ["step"]
+            fastckpt.save({"w": np.zeros(8)}, path / "step")
+        finally:
+            subprocess.run(["umount", path], check=True)

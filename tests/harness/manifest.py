@@ -178,6 +178,11 @@ def minimal(
         "structure": structure,
         "metadata": [None],
     }
+    index = {
+        "metadata": {"total_size": sum(len(payload) for *_, payload in tensors)},
+        "weight_map": {name: "model.safetensors" for name, *_ in tensors},
+    }
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
     forge(directory, body)
     return body
 

@@ -469,7 +469,8 @@ def test_a_new_node_finds_the_old_step_or_the_new_one_wherever_a_drain_was_kille
         folder = own_checksum(Path(run.local.path_of(step), "fastckpt.json").read_bytes())
         name = NAMES.name_of(step)
         assert set(following.tier.place._objects.sizes()) == {
-            *(".fastckpt-run.json", "latest", f"{name}/fastckpt.json", f"{name}/{folder}/model.safetensors")
+            *(".fastckpt-run.json", "latest", f"{name}/fastckpt.json", f"{name}/{folder}/model.safetensors"),
+            f"{name}/{folder}/model.safetensors.index.json",
         }
         cut += 1
     assert found == {1, 7}

@@ -127,16 +127,19 @@ def test_numpy_gets_a_broadcast_view(trip):
     assert (loaded == 1).all()
 
 
-def test_parts_of_sparse_tensors_may_be_expanded(tmp_path):
-    def sparse(fill):
-        values = torch.full((1, 1), fill).expand(2, 3)
+def test_parts_of_sparse_tensors_that_are_expanded_are_stored_in_full(tmp_path):
+    def sparse(values):
         return torch.sparse_coo_tensor(torch.tensor([[0, 2]]), values, (4, 3), check_invariants=True)
 
-    state = {"first": torch.ones(1).expand(2), "sparse": sparse(3.0), "last": torch.ones(1).expand(4)}
+    state = {
+        "first": torch.ones(1).expand(2),
+        "sparse": sparse(torch.full((1, 1), 3.0).expand(2, 3)),
+        "last": torch.ones(1).expand(4),
+    }
     fastckpt.save(state, tmp_path / "c")
-    assert fastckpt.open(tmp_path / "c").info("sparse.values").shape == (1, 1)
+    assert fastckpt.open(tmp_path / "c").info("sparse.values").shape == (2, 3)
     assert same(fastckpt.load(tmp_path / "c"), state)
-    into = {"first": torch.zeros(1).expand(2), "sparse": sparse(0.0), "last": torch.zeros(1).expand(4)}
+    into = {"first": torch.zeros(1).expand(2), "sparse": sparse(torch.zeros(2, 3)), "last": torch.zeros(1).expand(4)}
     loaded = fastckpt.load(tmp_path / "c", into=into)
     assert all(loaded[name] is into[name] for name in into)
     assert same(into, state)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol, TypeAlias
 
 from fastckpt._tensors.described import THROUGH, text
-from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, FormatVersionError
 
 from . import hashes as _hashes
 from . import values as _values
@@ -348,7 +348,16 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
         return 1, partial(_values.decode_datetime, token, builder.zone)
     if tag == "time":
         return 1, partial(_values.decode_time, token, builder.zone)
-    return _ARITIES[tag], partial(builder.composed, token)
+    return _arity(tag), partial(builder.composed, token)
+
+
+def _arity(tag: Any) -> int:
+    """How many values follow a token that makes one of them."""
+    if type(tag) is str and tag not in _ARITIES:
+        raise FormatVersionError(
+            f"the checkpoint has values of the kind {tag[:40]!r}, which this release does not know: upgrade fastckpt-io"
+        )
+    return _ARITIES[tag]
 
 
 def _typed(builder: Builder, name: str, parts: list[Any]) -> Any:

@@ -37,7 +37,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--expand",
         action="store_true",
-        help="write expanded, tied and overlapping tensors in full, whatever that takes",
+        help="write expanded and overlapping tensors in full",
     )
     parser.add_argument("--to", choices=["hf"], help="write a directory for Hugging Face's readers")
     parser.add_argument("--strip", metavar="P", action="append", help="with --to hf: take it off names")
@@ -46,7 +46,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="F",
         type=Path,
         action="append",
-        help="with --to hf: copy it, too (LICENSE.txt); a model's own files come along",
+        help="with --to hf: copy it, too (as LICENSE.txt)",
     )
     parser.add_argument("--shard-size", metavar="N", help="with --to hf: bytes per file (5GB)")
 

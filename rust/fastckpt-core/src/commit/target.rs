@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, AtFlags, FileType};
+use rustix::fs::{self, AtFlags, FileType, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 
 use super::content::{TORCH_METADATA, files, has_magic, in_training, is_ours, is_remnant};
@@ -107,12 +107,25 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
         other => other.map_err(Error::io("look at", target))?,
     };
     match FileType::from_raw_mode(stat.st_mode) {
+        FileType::Directory if is_mount_point(parent, name) => {
+            return Err(exists(
+                "it is a mount point, and a checkpoint takes its name by a rename: save to a path below it",
+            ));
+        }
         FileType::Directory => {}
         _ if !overwrite => return Err(exists("it exists, and overwrite=False")),
         FileType::Symlink => return Err(exists("it is a symbolic link: save to the path it points to")),
         _ => return Err(exists("it is a file, not a checkpoint: choose another name")),
     }
     open_old(parent, name, target, overwrite)
+}
+
+/// Whether a file system is mounted at `name`. A rename cannot replace it, and its content lies elsewhere than its
+/// siblings.
+fn is_mount_point(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
+    fs::statx(parent, name, flags, StatxFlags::empty())
+        .is_ok_and(|about| about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
 }
 
 fn open_old(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<Option<Old>> {
