@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt._api import destinations, host_memory
-from fastckpt._ranks.describe import COMPARED, describe
+from fastckpt._ranks.describe import describe
 from fastckpt._ranks.table import NO_CHECK
 from fastckpt._tensors.movers import Sinks, Sources
 from fastckpt.dcp import Reader, Writer
@@ -224,7 +224,7 @@ class TestRanks(OnDevice):
     def test_tensors_are_compared_by_their_logical_bytes(self):
         """The checks are those of the same tensors in host memory, and the device is asked for all at once."""
         state = {f"w{number}": torch.randn(number % 50 + 1) for number in range(300)}
-        state["large"] = torch.randn(COMPARED, 3)
+        state["large"] = torch.randn(64 << 10, 3)
         moved = on_device(state)
         state["columns"], moved["columns"] = state["large"].t().contiguous(), moved["large"].t()
         state["cut"], moved["cut"] = state["large"][:, 1].contiguous(), moved["large"][:, 1]
