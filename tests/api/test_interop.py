@@ -39,7 +39,7 @@ def test_safetensors_reads_the_same_tensors(shard_size, tmp_path, engine):
     flat = {**{k: v for k, v in state.items() if isinstance(v, torch.Tensor)}, "n": torch.arange(5)}
     flat |= {"nested.list.0": torch.ones(3), "nested.é漢": torch.ones(2)}
     found = {}
-    for file in (tmp_path / "c").glob("*.safetensors"):
+    for file in (tmp_path / "c").rglob("*.safetensors"):
         with safetensors.safe_open(file, "pt") as shard:
             assert shard.metadata() == {"format": "pt"}
             found |= {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118 - it is no mapping

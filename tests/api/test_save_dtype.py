@@ -285,7 +285,7 @@ def test_what_a_base_has_in_another_dtype_is_written(tmp_path):
         fastckpt.save(state, tmp_path / name, dtype=None if name == "a" else "float16", **options)
         assert fastckpt.load(tmp_path / name)["w"].dtype is (torch.float32 if name == "a" else torch.float16)
         assert fastckpt.verify(tmp_path / name).ok
-    files = {name: {each.stat().st_ino for each in (tmp_path / name).glob("*.safetensors")} for name in "abc"}
+    files = {name: {each.stat().st_ino for each in (tmp_path / name).rglob("*.safetensors")} for name in "abc"}
     assert not files["a"] & files["b"]
     assert files["b"] == files["c"]
     fastckpt.save(state, tmp_path / "d", dtype="float16", base=tmp_path / "a", frozen="w")

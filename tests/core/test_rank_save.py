@@ -343,7 +343,7 @@ def test_figures_say_what_the_ranks_do(tmp_path):
         assert (figure["bytes_sent"], figure["bytes_received"]) == (report["sent"], report["received"])
         assert figure["messages_sent"] == len(job.saves[rank].mail.outgoing())
         assert figure["messages_received"] == len(job.saves[rank].mail.incoming())
-    files = sum(file.stat().st_size for file in (tmp_path / "many").glob("*.safetensors"))
+    files = sum(file.stat().st_size for file in (tmp_path / "many").rglob("*.safetensors"))
     assert sum(figure["bytes"] for figure in figures) == files
 
 

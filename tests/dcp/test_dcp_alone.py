@@ -50,7 +50,7 @@ def fresh():
 
 
 def shards(path):
-    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.glob("*.safetensors*")}
+    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.rglob("*.safetensors*")}
 
 
 def some_state():

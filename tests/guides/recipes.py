@@ -62,6 +62,6 @@ def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> lis
 
 def shards(checkpoint: Path) -> dict[str, bytes]:
     """The tensors of a checkpoint, file by file."""
-    found = {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+    found = {path.name: path.read_bytes() for path in checkpoint.rglob("*.safetensors")}
     assert found
     return found

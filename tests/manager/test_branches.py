@@ -12,6 +12,7 @@ import pytest
 import fastckpt
 from fastckpt import keep
 from fastckpt._manager import catalogue, traces
+from harness import manifest
 
 FORM = "step-{step:08d}"
 
@@ -232,3 +233,18 @@ def test_a_report_is_not_asked_for(tmp_path):
     save(tmp_path, [1])
     with pytest.raises(TypeError, match="report: leave it out"):
         fastckpt.Manager(tmp_path).restore(report=True)
+
+
+def test_a_kind_of_value_that_is_not_known_is_of_a_later_release_and_no_damage(tmp_path):
+    """After a library is rolled back, a run must not pass over its newest checkpoints as damaged."""
+    manager = fastckpt.Manager(tmp_path)
+    for step in (1, 2):
+        manager.save(step, {"step": step})
+    manager.wait()
+    newest = Path(manager.path(2))
+    body = manifest.body_of(newest)
+    body["structure"] = [["from-tomorrow", 1] if token == 2 else token for token in body["structure"]]
+    manifest.forge(newest, body)
+    for way in (fastckpt.load, lambda _path: fastckpt.Manager(tmp_path).restore()):
+        with pytest.raises(fastckpt.FormatVersionError, match=r"'from-tomorrow'.*upgrade fastckpt-io"):
+            way(newest)

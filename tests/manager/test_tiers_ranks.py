@@ -73,7 +73,7 @@ def test_a_run_over_ranks_has_two_tiers(four, tmp_path):
     assert [(here, steps, there) for here, _, steps, there, _ in second] == [((3, 3, 6), [4], [3, 4])] * 4
     # One file is damaged here, and another one there.
     for place, index in (("local", 0), ("remote", 1)):
-        file = sorted((tmp_path / place / "step-00000004").glob("*.safetensors"))[index]
+        file = sorted((tmp_path / place / "step-00000004").rglob("*.safetensors"))[index]
         content = bytearray(file.read_bytes())
         content[-1] ^= 1
         file.unlink()

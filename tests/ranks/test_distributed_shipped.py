@@ -13,7 +13,7 @@ OPTIONS = {"dtype": {"model": "bfloat16"}, "exclude": ["optimizer", "lr.1"]}
 
 
 def shards(path):
-    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.glob("*.safetensors")}
+    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.rglob("*.safetensors")}
 
 
 def save_alone(path):

@@ -125,7 +125,7 @@ def test_a_run_whose_rank_was_killed_resumes_bit_for_bit(tmp_path, forked, whole
     assert re.search(r"resumed from .*step-00000008 with 4 ranks", printed)
     assert losses(out)[len(before) :] == expected[8:]
     ends = [
-        {each.name: each.read_bytes() for each in (run / "step-00000012").glob("*.safetensors")}
+        {each.name: each.read_bytes() for each in (run / "step-00000012").rglob("*.safetensors")}
         for run in (undisturbed, out)
     ]
     assert ends[0] == ends[1]

@@ -87,7 +87,7 @@ def _load(path):
 
 
 def digests(path):
-    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in Path(path).glob("*.safetensors")}
+    return {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in Path(path).rglob("*.safetensors")}
 
 
 @pytest.fixture

@@ -67,7 +67,7 @@ def content(path):
     """Each file of tensors and the number of its names; what the manifest says of files, tensors, and what vouches."""
     files = {
         each.name: (hashlib.sha256(each.read_bytes()).hexdigest(), each.stat().st_nlink)
-        for each in path.glob("*.safetensors")
+        for each in path.rglob("*.safetensors")
     }
     made = manifest(path)
     return files, made["shards"], made["tensors"], [each.get("links", 0) for each in made["saved"]["files"]]
@@ -146,7 +146,7 @@ def test_one_element_on_one_rank_is_found_and_nothing_else_is_written_or_travels
     assert [same for same, _ in found] == [(0, 5, 0)] * 4
     assert [other[:2] for _, other in found] == [(size, 4)] * 4
     assert sum(other[2] for _, other in found) < size
-    assert sorted(each.stat().st_nlink for each in (tmp_path / "other").glob("*.safetensors")) == [1, 3, 3, 3, 3]
+    assert sorted(each.stat().st_nlink for each in (tmp_path / "other").rglob("*.safetensors")) == [1, 3, 3, 3, 3]
     assert fastckpt.verify(tmp_path / "other").ok
     same, other = (fastckpt.load(tmp_path / name) for name in ("same", "other"))
     assert [name for name in same if not torch.equal(same[name], other[name])] == [changed]
@@ -255,7 +255,7 @@ def test_what_is_named_frozen_is_linked_from_the_second_save_on(forge, tmp_path)
     with forge.group(1, backend="") as group:
         group.run(save_frozen_alone, tmp_path / "alone")
     files = [
-        {each.name: each.read_bytes() for each in (tmp_path / name).glob("*.safetensors")} for name in ("0", "alone")
+        {each.name: each.read_bytes() for each in (tmp_path / name).rglob("*.safetensors")} for name in ("0", "alone")
     ]
     assert files[0] == files[1]
 

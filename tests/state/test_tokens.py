@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, UnsupportedTypeError
+from fastckpt import CorruptCheckpointError, FormatVersionError, UnsupportedTypeError
 from fastckpt._api.destinations import Targets
 from fastckpt._core import LogicalType, StoredTensor
 from fastckpt._state.builders import StateBuilder, Validator
@@ -71,8 +71,6 @@ NOTHING_FOLLOWS = [
     [[{}, 1]],
     [{}],
     [{"a": 1}],
-    [["unknown", 1]],
-    [["__class__"]],
     [["dict", 1], ["list", 0], 1],
     [["dict", 1], ["dict", 0], 1],
     [["dict", 2], "k", 1, "k", 2],
@@ -225,6 +223,13 @@ def test_malformed(tokens):
     assert time.process_time() - began < 2
 
 
+@pytest.mark.parametrize("kind", ["unknown", "__class__", "\x1b[2J"])
+def test_a_kind_that_is_not_known_is_of_a_later_release(kind):
+    with pytest.raises(FormatVersionError, match="which this release does not know: upgrade fastckpt-io") as caught:
+        decode([[kind, 1]])
+    assert str(caught.value).isprintable()
+
+
 @pytest.mark.parametrize(
     "source",
     [
@@ -310,6 +315,6 @@ def test_mutated_tokens(tmp_path):
         try:
             decode(tokens, stored, reader)
             decoded += 1
-        except (CorruptCheckpointError, UnsupportedTypeError):
+        except (CorruptCheckpointError, FormatVersionError, UnsupportedTypeError):
             pass
     assert 0 < decoded < 600

@@ -131,7 +131,7 @@ def test_what_torch_keeps_a_parameter() -> None:
 
 def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fastckpt.save({"w": np.zeros(100_000, np.float32), "m": np.ones(3)}, tmp_path / "c", shard_size=100_000)
-    files = sum(file.stat().st_size for file in (tmp_path / "c").glob("*.safetensors"))
+    files = sum(file.stat().st_size for file in (tmp_path / "c").rglob("*.safetensors"))
     plan = fastckpt.plan(checkpoint=tmp_path / "c", gpus=8)
     assert plan.bytes == files > 400_000
     assert plan.parameters is None
