@@ -1096,8 +1096,9 @@ def test_other_files_are_carried_over(parent):
         assert (path / "README.md").read_text() == "# mine"
         assert stat.S_IMODE((path / "README.md").stat().st_mode) == 0o640
         assert (path / ".hidden").read_bytes() == b"\x00" * 5000
-        # Shards and index of the old one are ours, and go.
-        assert sorted(os.listdir(path)) == [".hidden", "README.md", "config.json", manifest.NAME, "model.safetensors"]
+        # The shards of the old one are ours, and go.
+        ours = [manifest.NAME, "model.safetensors", "model.safetensors.index.json"]
+        assert sorted(os.listdir(path)) == [".hidden", "README.md", "config.json", *ours]
 
 
 # --- forks and signals ---------------------------------------------------------------------------------------------
