@@ -112,7 +112,8 @@ def check(directory, remote, acknowledged, drained):
 
 def wrong_with(directory, least, far):
     """Restore from a run that must have a step of at least ``least``."""
-    found = fastckpt.Manager(directory, read_only=True, **far).restore()
+    # Where nothing was acknowledged, a killed upload may have left traces, which are no new beginning for sure.
+    found = fastckpt.Manager(directory, read_only=True, **far).restore(fresh=least == 0)
     if found is None:
         return "" if least == 0 else f"step {least} was acknowledged, and nothing is there"
     if found.step < least:

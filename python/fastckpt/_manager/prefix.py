@@ -49,6 +49,8 @@ class Prefix:
         self.names = names
         #: The steps of which the last look found objects and no manifest.
         self.unfinished: set[int] = set()
+        #: The steps of which it found objects.
+        self._begun: set[int] = set()
         #: What the last look found, by name, until somebody has asked for it: one journey less for each.
         self._looked: dict[str, Identity] = {}
 
@@ -73,7 +75,7 @@ class Prefix:
             if not missing or missing == before:
                 break
             before = missing
-        self.unfinished = {*missing}
+        self.unfinished, self._begun = {*missing}, {*begun}
         pins = (step_of(name.removesuffix(PIN)) for name in objects if name.endswith(PIN))
         return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
 
@@ -167,11 +169,14 @@ class Prefix:
                 self.unfinished.discard(step)
 
     def forget(self, step: int) -> None:
-        """Remove what killed copies left of a step with which nobody goes on.
+        """Remove what killed copies left of a step with which nobody goes on, if the last look has found any of it.
 
         Raises:
             OSError: the store does not answer, or refuses.
         """
+        if step not in self._begun:
+            # Of most steps that a fast trainer skips. Asking for each would take longer than it takes to save them.
+            return
         below = self._objects.below(self.names.name_of(step))
         count = remove_leftovers(below)
         if count:
