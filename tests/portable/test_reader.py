@@ -212,17 +212,75 @@ def test_damage_beside_a_box_is_what_the_core_finds(saved, tmp_path):
     assert texts[:2] == texts[2:]
 
 
+def _beside(member, value):
+    """A member of the manifest, and one of the same name or another one before it."""
+    return lambda text: text.replace(b'"metadata":', b'"%b":%b,"metadata":' % (member, value))
+
+
+def _in_tensor(members):
+    return lambda text: text.replace(b'"dtype":"I64"', b'"dtype":"I64",' + members)
+
+
+def _in_saved(members):
+    return lambda text: text.replace(b'"engine":', members + b',"engine":')
+
+
+def _nested(levels, inside=b""):
+    return b"[" * levels + inside + b"]" * levels
+
+
+#: What becomes of a manifest, by what is forged in it, and whether it can still be read.
 FORGED = {
-    "a bracket in the place of the last brace": lambda text: text.replace(b"]}\n", b"]]\n"),
-    "space around a structure": lambda text: text.replace(b'"structure":', b'"structure" : \t').replace(
-        b"]}\n", b"] } "
+    "a bracket in the place of the last brace": (lambda text: text.replace(b"]}\n", b"]]\n"), False),
+    "space around a structure": (
+        lambda text: text.replace(b'"structure":', b'"structure" : \t').replace(b"]}\n", b"] } "),
+        True,
     ),
-    "a number that no float can be": lambda text: text.replace(b'"metadata":[', b'"metadata":[1e400,'),
-    "such a number in an unknown member": lambda text: text.replace(b'"metadata"', b'"x":[1e400],"metadata"'),
-    "a member twice in an unknown one": lambda text: text.replace(b'"metadata"', b'"x":{"a":1,"a":2},"metadata"'),
-    "minus zero for a size": lambda text: text.replace(b'"shard":0', b'"shard":-0'),
-    "minus zero for a time": lambda text: text.replace(b'"created":', b'"created":-0,"x":'),
-    "another name for infinity": lambda text: text.replace(b'"metadata":[', b'"metadata":[Infinity,'),
+    "a number that no float can be": (lambda text: text.replace(b'"metadata":[', b'"metadata":[1e400,'), True),
+    "such a number in an unknown member": (_beside(b"x", b"[1e400]"), True),
+    "such a number in an unknown member of a tensor": (_in_tensor(b'"x":1e400'), True),
+    "such a number for a time": (lambda text: text.replace(b'"created":', b'"created":1e400,"x":'), False),
+    "such an integer for a time": (
+        lambda text: text.replace(b'"created":', b'"created":1%b,"x":' % (b"0" * 400)),
+        False,
+    ),
+    "minus zero for a size": (lambda text: text.replace(b'"shard":0', b'"shard":-0'), False),
+    "minus zero for a time": (lambda text: text.replace(b'"created":', b'"created":-0,"x":'), True),
+    "another name for infinity": (lambda text: text.replace(b'"metadata":[', b'"metadata":[Infinity,'), False),
+    "such a name in an unknown member": (_beside(b"x", b"[NaN]"), False),
+    "a member twice in an unknown one": (_beside(b"x", b'{"a":1,"a":2}'), True),
+    "an unknown member twice": (_beside(b"x", b'1,"x":[2]'), True),
+    "an unknown member twice, once damaged": (_beside(b"x", b'[1,,2],"x":2'), False),
+    "an unknown member of a tensor twice": (_in_tensor(b'"x":1,"x":2'), True),
+    "a shard's member in a tensor, twice": (_in_tensor(b'"file":1,"file":2'), True),
+    "a known member twice": (_beside(b"block_size", b"4194304"), False),
+    "tokens twice": (_beside(b"metadata", b"[null]"), False),
+    "a known member of a tensor twice": (_in_tensor(b'"dtype":"I64"'), False),
+    "a second checksum of a tensor twice": (_in_tensor(b'"crc64xz":"","crc64xz":""'), False),
+    "a second checksum that is a number": (
+        lambda text: text.replace(b'"crc64xz":"', b'"crc64xz":1,"x":"'),
+        False,
+    ),
+    "files of another type": (_in_saved(b'"files":{}'), False),
+    "a file of a wrong time": (_in_saved(b'"files":[{"modified":9223372036854775808,"links":0}]'), False),
+    "a file without its number": (
+        lambda text: text.replace(b'"files":', b'"files":[{"modified":-9223372036854775808,"links":0}],"x":'),
+        True,
+    ),
+    "files twice": (_in_saved(b'"files":[]'), False),
+    "a known member of the writer twice": (lambda text: text.replace(b'"writer":{', b'"writer":{"name":"",'), False),
+    "an unknown member as deep as a parser may go": (_beside(b"x", _nested(126)), True),
+    "an unknown member that is deep": (_beside(b"x", _nested(128)), True),
+    "an unknown member that is very deep": (_beside(b"x", _nested(100_000)), True),
+    "deep values side by side": (_beside(b"x", _nested(126, b"[]," * 9 + _nested(300, b'"]"') + b',{"y":[]}')), True),
+    "deep objects": (_beside(b"x", b'{"y":' * 5000 + b"0" + b"}" * 5000), True),
+    "a deep value that is damaged": (_beside(b"x", _nested(5000, b"1 1")), False),
+    "a deep value that is damaged above": (_beside(b"x", b"[" * 200 + b"[0][0]" + b"]" * 200), False),
+    "a deep value with the wrong bracket": (_beside(b"x", b"[" * 200 + b"}" + b"]" * 199), False),
+    "a deep value that is not closed": (_beside(b"x", b"[" * 200 + b"]" * 199), False),
+    "a deep member of a tensor": (_in_tensor(b'"x":' + _nested(5000)), True),
+    "a deep shape": (lambda text: text.replace(b'"shape":[10]', b'"shape":' + _nested(5000)), False),
+    "deep tokens": (lambda text: text.replace(b'"metadata":[', b'"metadata":[' + _nested(5000) + b","), False),
 }
 
 
@@ -230,7 +288,8 @@ FORGED = {
 def test_forged_manifests_have_the_verdict_of_the_core(tmp_path, forged):
     fastckpt.save({"a": np.arange(10)}, tmp_path / "c")
     text = (tmp_path / "c" / "fastckpt.json").read_bytes().split(b"\n", 1)[1]
-    changed = FORGED[forged](text)
+    change, readable = FORGED[forged]
+    changed = change(text)
     assert changed != text
     manifest.forge(tmp_path / "c", changed)
 
@@ -242,6 +301,7 @@ def test_forged_manifests_have_the_verdict_of_the_core(tmp_path, forged):
         return opened.structure(), opened.metadata(), len(opened.tensors())
 
     assert verdict(_core.Reader) == verdict(reader.Reader)
+    assert (verdict(reader.Reader) is CorruptCheckpointError) is not readable
 
 
 def test_replaced_while_it_is_read(tmp_path):
@@ -316,28 +376,35 @@ def test_keys_that_crowd():
 
 
 def test_members_are_told_apart_wherever_the_text_is_cut(monkeypatch):
-    text = rb'{"a\"]\\":[1,{"b":"]}\\\\\""}] , "c":"\\\\\\\"{[,:","d":{"e":[]},"f":[[],["x",[1,2]]]}' + b" \n"
-    found = members(text)
-    assert list(found) == ['a"]\\', "c", "d", "f"]
+    def told_apart(text):
+        return [(name, bytes(value)) for name, value in members(memoryview(text))]
+
+    deep = b"[" * 200 + rb'"\\\\]",{"":"[\\\"]"}' + b"]" * 200
+    text = rb'"a\"]\\":[1,{"b":"]}\\\\\""}] , "c":"\\\\\\\"{[,:","d":{"e":[]},"d":[[],["x",[1,2]]]}' + b" \n"
+    found = told_apart(text)
+    assert [name for name, _ in found] == ['a"]\\', "c", "d", "d"]
+    cut = told_apart(b'"x":' + deep + b"," + text)
+    assert cut[1:] == found
+    assert cut[0][1].count(b"[") == cut[0][1].count(b"]") < 128
     for size in range(1, 40):
         monkeypatch.setattr("fastckpt._portable.members._CHUNK", size)
-        assert members(text) == found
-        check_tokens("it", found["f"])
+        assert told_apart(text) == found
+        assert told_apart(b'"x":' + deep + b"," + text) == cut
+        check_tokens("it", memoryview(found[-1][1]))
         for bad in (b'[["x",[1],[2]]]', b'[["x",[[]]]]', b'[{"a":1}]', b"1"):
             with pytest.raises(ValueError, match="it "):
-                check_tokens("it", bad)
+                check_tokens("it", memoryview(bad))
     for bad in (
         b"",
-        b"{}",
-        b"[]",
-        b'{"a":1}}',
-        b'{"a":1]',
-        b'{"a":1}{',
-        b'{"a":1,"a":2}',
-        b'{"a":1',
-        b"{1:2}",
-        b'{"a" 1}',
-        b'{"a":1},',
+        b"}",
+        b"]",
+        b'"a":1}}',
+        b'"a":1]',
+        b'"a":1}{',
+        b'"a":1',
+        b"1:2}",
+        b'"a" 1}',
+        b'"a":1},',
     ):
         with pytest.raises(ValueError, match=r"it |follows"):
-            members(bad)
+            members(memoryview(bad))

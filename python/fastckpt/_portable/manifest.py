@@ -25,7 +25,7 @@ from .limits import (
     TRAINING,
     VERSION,
 )
-from .members import check, check_tokens, count, members, parse
+from .members import TWICE, check, check_tokens, count, members, parse
 from .records import LogicalType, StoredShard, StoredTensor
 
 if TYPE_CHECKING:
@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 
 _FIRST_LINE = re.compile(rb'\{"fastckpt":([0-9]+)(?:(,"crc64nvme":")([0-9a-f]{16})",\n)?')
 #: How the body begins; the number may be malformed.
-_MIN_READER = re.compile(rb'\{"min_reader":([0-9]*)')
+_MIN_READER = re.compile(rb'"min_reader":([0-9]*)')
+#: How it began before that.
+_EARLIER = b'"writer":'
 #: Longest name of a file, and the smallest header of a shard with its length field.
 _LONGEST_NAME, _SMALLEST_HEADER = 255, 10
 _64_BITS = 1 << 64
@@ -42,7 +44,8 @@ _MINOR_DIGITS = 20
 _UPGRADE = "upgrade the package fastckpt-io"
 _T = TypeVar("_T")
 _MOST = {"shards": MAX_SHARDS, "tensors": MAX_TENSORS}
-_KNOWN = {"min_reader", "writer", "created", "saved", "block_size", *_MOST}
+_TOKENS = {"structure", "metadata", "per_rank"}
+_KNOWN = {"min_reader", "writer", "created", "saved", "block_size", *_MOST, *_TOKENS}
 _SPACE = " \t\r\n"
 _WINDOWS = sys.platform == "win32"
 
@@ -80,7 +83,7 @@ def decode_head(content: bytes, path: str) -> tuple[float, list[StoredShard]]:
     return _decode(content, path, _head)
 
 
-def _decode(content: bytes, path: str, make: Callable[[dict[str, bytes]], _T]) -> _T:
+def _decode(content: bytes, path: str, make: Callable[[list[tuple[str, memoryview]]], _T]) -> _T:
     line = _FIRST_LINE.match(content)
     if line is None:
         raise corrupt(path, "it does not begin as a manifest of fastckpt does")
@@ -89,14 +92,14 @@ def _decode(content: bytes, path: str, make: Callable[[dict[str, bytes]], _T]) -
         raise _unread(path, f"has format version {version}, and this fastckpt reads version {VERSION}: {_UPGRADE}")
     if line[2] is None:
         raise corrupt(path, "its first line is damaged")
-    # The first line opened the object.
-    text = b"{" + content[line.end() :]
-    found, written = _crc64.to_hex(_crc64.of(memoryview(text)[1:])), line[3].decode()
+    # The first line opened the object. A manifest may have 512 MiB, so nothing of it is copied before it is checked.
+    text = memoryview(content)[line.end() :]
+    found, written = _crc64.to_hex(_crc64.of(text)), line[3].decode()
     if found != written:
         raise corrupt(path, f"its checksum is {found}, written was {written}")
     needs = _MIN_READER.match(text)
     if needs is None:
-        if not text.startswith(b'{"writer":'):
+        if text[: len(_EARLIER)] != _EARLIER:
             raise corrupt(path, "it does not begin with the reader that it needs")
         raise _unread(
             path,
@@ -117,12 +120,12 @@ def _unread(path: str, why: str) -> FormatVersionError:
     return FormatVersionError(visible(f"`{path}` {why}"))
 
 
-def _head(found: dict[str, bytes]) -> tuple[float, list[StoredShard]]:
-    values = _parsed({name: member for name, member in found.items() if name in ("created", "shards")})
+def _head(found: list[tuple[str, memoryview]]) -> tuple[float, list[StoredShard]]:
+    values = _parsed([(name, text) for name, text in found if name in ("created", "shards")])
     return _number(_get(values, "created")), _shards(values)
 
 
-def _whole(found: dict[str, bytes]) -> Manifest:
+def _whole(found: list[tuple[str, memoryview]]) -> Manifest:
     values = _parsed(found)
     _size(_get(values, "min_reader"))
     block_size = _size(_get(values, "block_size"))
@@ -144,26 +147,37 @@ def _whole(found: dict[str, bytes]) -> Manifest:
     )
 
 
-def _parsed(found: dict[str, bytes]) -> dict[str, Any]:
-    """The values of all members, unknown ones, too, which have to be JSON; of tokens the text."""
+def _parsed(found: list[tuple[str, memoryview]]) -> dict[str, Any]:
+    """The values of all known members, of tokens the text; of unknown ones the text has to be JSON."""
     values: dict[str, Any] = {}
-    for name, text in found.items():
-        if name in ("structure", "metadata", "per_rank"):
+    for name, text in found:
+        if name in values:
+            raise ValueError(f"it names the member {name!r} twice")
+        if name in _TOKENS:
             check_tokens(name, text)
-            check(text)
-            values[name] = text.decode().strip(_SPACE)
-        elif name not in _KNOWN:
-            check(text)
-        elif name in _MOST and count(text) > _MOST[name]:
+        if name in _MOST and count(text) > _MOST[name]:
             raise ValueError(f"it has more than {_MOST[name]} {name}")
-        else:
-            values[name] = parse(text)
+        decoded = str(text, "utf-8")
+        if name in _KNOWN - _TOKENS:
+            values[name] = parse(decoded)
+            continue
+        check(decoded)
+        if name in _TOKENS:
+            values[name] = decoded.strip(_SPACE)
     return values
 
 
 def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
     writer, saved = _get(values, "writer"), _get(values, "saved")
     fallback = _get(saved, "fallback", None)
+    # No reader uses what the next save does, but a manifest is refused for it by all or by none.
+    files = _list(_get(saved, "files", []))
+    if len(files) > MAX_SHARDS:
+        raise ValueError(f"it has more than {MAX_SHARDS} files")
+    for file in files:
+        _integer(_get(file, "modified"), -_64_BITS // 2, _64_BITS // 2)
+        _size(_get(file, "links"))
+        _size(_get(file, "inode", 0))
     return {
         "version": VERSION,
         "writer": {name: _text(_get(writer, name)) for name in ("name", "version")},
@@ -234,6 +248,7 @@ def _tensor_called(name: str, entry: Any, shards: list[StoredShard], block_size:
     dtype, shape = _text(_get(entry, "dtype")), _shape(_get(entry, "shape"))
     number, offset = _size(_get(entry, "shard")), _size(_get(entry, "offset"))
     crc = _text(_get(entry, "crc"))
+    _text(_get(entry, "crc64xz", ""))
     if dtype not in BITS:
         raise ValueError(f"there is no dtype {dtype}")
     if number >= len(shards):
@@ -309,6 +324,8 @@ def _get(holder: Any, name: str, default: Any = _REQUIRED) -> Any:
     value = holder.get(name, default)
     if value is _REQUIRED:
         raise ValueError(f"it has no {name!r}")
+    if value is TWICE:
+        raise ValueError(f"it names the member {name!r} twice")
     return value
 
 
@@ -320,14 +337,20 @@ def _text(value: Any) -> str:
 
 
 def _size(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < _64_BITS:
-        raise ValueError("an integer of 64 bits without a sign is missing")
+    return _integer(value, 0, _64_BITS)
+
+
+def _integer(value: Any, least: int, beyond: int) -> int:
+    if type(value) is not int or not least <= value < beyond:
+        raise ValueError(f"an integer from {least} to {beyond - 1} is missing")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
         raise ValueError(f"a number is missing where {type(value).__name__} stands")
+    if not math.isfinite(value):
+        raise ValueError("a number is out of range")
     return float(value)
 
 

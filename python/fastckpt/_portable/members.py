@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import json
-import math
 import re
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeAlias
 
 import numpy as np
 
@@ -14,15 +14,18 @@ from .limits import MAX_TOKENS, MAX_VALUES
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-#: Nesting that any JSON of a manifest may have, and that of a structure: its array, a token, a list in it.
+#: Nesting that JSON's parser is given, and that a structure may have: its array, a token, a list in it.
 _DEEPEST, _TOKENS_DEEPEST = 127, 3
 #: The longest integer of 64 bits.
 _INTEGER_DIGITS = 20
 _SPACE = b" \t\r\n"
+#: The value of a member that its object names twice: two parsers may take different ones.
+TWICE: Final = object()
 
 #: Bytes that are looked at together, and what must not be cut from them: an escape.
-_CHUNK = 256 << 10
+_CHUNK = 64 << 10
 _ESCAPE = re.compile(rb"\\*.?", re.DOTALL)
+_ARRAY = re.compile(rb"[ \t\r\n]*\[")
 
 _QUOTE, _COMMA, _COLON, _LIST, _OBJECT = b'",:[{'
 _IS_MARK = np.zeros(256, bool)
@@ -33,19 +36,19 @@ _STEP[list(b"[{")], _STEP[list(b"]}")] = 1, -1
 _Array: TypeAlias = "np.ndarray[Any, Any]"
 
 
-def _marks(text: bytes) -> Iterator[tuple[_Array, _Array, _Array]]:
-    """The brackets, commas and colons of JSON that are in no string.
+def _marks(text: memoryview, depth: int = 0) -> Iterator[tuple[_Array, _Array, _Array]]:
+    """The brackets, commas and colons of JSON that are in no string; ``depth`` brackets are open before it.
 
     Yields:
         For a stretch of the text: where they are, what they are, and how many brackets are open behind each.
     """
-    begin = depth = quotes = 0
+    begin = quotes = 0
     while begin < len(text):
         end = begin + _CHUNK
-        if text[end - 1 : end] == b"\\":
+        if bytes(text[end - 1 : end]) == b"\\":
             end = _ESCAPE.match(text, end).end()  # type: ignore[union-attr] # it matches nothing, too
         # With escapes overwritten, by as many bytes, every quote begins or ends a string.
-        plain = np.frombuffer(text[begin:end].replace(b"\\\\", b"__").replace(b'\\"', b"__"), np.uint8)
+        plain = np.frombuffer(bytes(text[begin:end]).replace(b"\\\\", b"__").replace(b'\\"', b"__"), np.uint8)
         at = np.flatnonzero(_IS_MARK[plain])
         found = np.flatnonzero(plain == _QUOTE)
         at = at[(np.searchsorted(found, at) + quotes) % 2 == 0]
@@ -53,19 +56,19 @@ def _marks(text: bytes) -> Iterator[tuple[_Array, _Array, _Array]]:
         marks = plain[at]
         depths = np.cumsum(_STEP[marks], dtype=np.int64) + depth
         if len(at):
-            depth = depths[-1]
+            depth = int(depths[-1])
             yield at + begin, marks, depths
         begin = end
 
 
-def count(text: bytes) -> int:
+def count(text: memoryview) -> int:
     """How many elements the array ``text`` has, at most."""
     return 1 + sum(int(np.count_nonzero((marks == _COMMA) & (depth == 1))) for _, marks, depth in _marks(text))
 
 
-def check_tokens(what: str, text: bytes) -> None:
+def check_tokens(what: str, text: memoryview) -> None:
     """Raise ValueError unless ``text`` is an array of tokens within the limits of the format."""
-    if not text.lstrip(_SPACE).startswith(b"["):
+    if _ARRAY.match(text) is None:
         raise ValueError(f"{what} is not an array")
     tokens = values = 1
     last = 0
@@ -85,58 +88,82 @@ def check_tokens(what: str, text: bytes) -> None:
             last = int(lists[-1])
 
 
-def members(text: bytes) -> dict[str, bytes]:
-    """The members of the object ``text``: their names, and their values as text, still to be parsed.
+def members(text: memoryview) -> list[tuple[str, memoryview]]:
+    """The members of an object, ``text`` being what follows its first brace: names, and values still to be parsed.
+
+    A value may be nested to any depth: what is deeper than a parser should go is checked, and replaced by 0.
 
     Raises:
-        ValueError: it is no object, is nested too deep, or names a member twice.
+        ValueError: it is no object.
     """
     colons: list[int] = []
-    commas = [0]
-    end = -1
-    for at, marks, depth in _marks(text):
+    commas = [-1]
+    end, deep = -1, False
+    for at, marks, depth in _marks(text, 1):
         if end >= 0 or (depth[:-1] < 1).any():
             raise ValueError("something follows its last brace")
-        if depth.max() > _DEEPEST:
-            raise ValueError("it is nested too deep")
+        deep = deep or bool(depth.max() > _DEEPEST)
         colons += at[(depth == 1) & (marks == _COLON)].tolist()
         commas += at[(depth == 1) & (marks == _COMMA)].tolist()
         end = int(at[-1]) if depth[-1] < 1 else -1
-    if end < 0 or not text.startswith(b"{") or text[end:].rstrip(_SPACE) != b"}":
+    if end < 0 or bytes(text[end:]).rstrip(_SPACE) != b"}":
         raise ValueError("it is not one JSON object")
     if len(colons) != len(commas):
         raise ValueError("it has a member without a name or a value")
-    found: dict[str, bytes] = {}
+    if deep:
+        return members(memoryview(_shallow(text)))
+    found = []
     for begin, colon, stop in zip(commas, colons, [*commas[1:], end], strict=True):
-        name = json.loads(text[begin + 1 : colon].decode()) if begin < colon < stop else None
-        if type(name) is not str or name in found:
-            raise ValueError(f"it names the member {name!r} twice, or not by a text")
-        found[name] = text[colon + 1 : stop]
+        name = json.loads(str(text[begin + 1 : colon], "utf-8")) if begin < colon < stop else None
+        if type(name) is not str:
+            raise ValueError("it names a member not by a text")
+        found.append((name, text[colon + 1 : stop]))
     return found
 
 
-def parse(text: bytes) -> Any:
-    """What JSON text means; ValueError for what is none, for numbers out of range and for members named twice."""
-    return json.loads(
-        text.decode(), parse_int=_int, parse_float=_float, parse_constant=_constant, object_pairs_hook=_object
-    )
+def _shallow(text: memoryview) -> bytes:
+    """``text`` with 0 in the place of each value that is nested too deep, which was checked to be JSON.
+
+    Text is checked once, however deep it is, and never parsed deeper than the limit: a value is cut out as soon as it
+    is complete, and those inside it were cut out before.
+    """
+    # What was read of each value that is still open, the object itself first.
+    pieces: list[list[bytes]] = [[]]
+    done = 0
+    for at, marks, depth in _marks(text, 1):
+        opens = (_STEP[marks] > 0) & (depth % (_DEEPEST + 1) == 0)
+        closes = (_STEP[marks] < 0) & (depth % (_DEEPEST + 1) == _DEEPEST)
+        for mark in np.flatnonzero(opens | closes).tolist():
+            here = int(at[mark])
+            if opens[mark]:
+                pieces[-1].append(bytes(text[done:here]))
+                pieces.append([])
+                done = here
+            else:
+                pieces[-1].append(bytes(text[done : here + 1]))
+                check(str(b"".join(pieces.pop()), "utf-8"))
+                pieces[-1].append(b"0")
+                done = here + 1
+    return b"".join([*pieces[0], bytes(text[done:])])
 
 
-def check(text: bytes) -> None:
-    """Raise ValueError unless this is JSON text, whatever it means."""
-    json.loads(text.decode(), parse_int=len, parse_float=len, parse_constant=_constant)
+def parse(text: str) -> Any:
+    """What JSON means: :data:`TWICE` for a member that is named twice, a float for an integer beyond 64 bits.
+
+    Raises:
+        ValueError: it is no JSON.
+    """
+    return json.loads(text, parse_int=_int, parse_constant=_constant, object_pairs_hook=_object)
+
+
+def check(text: str) -> None:
+    """Raise ValueError unless this is JSON, whatever it means."""
+    json.loads(text, parse_int=len, parse_float=len, parse_constant=_constant)
 
 
 def _int(digits: str) -> int | float:
     # -0 has a sign, and so is not such an integer.
-    return int(digits) if len(digits) <= _INTEGER_DIGITS and digits != "-0" else _float(digits)
-
-
-def _float(digits: str) -> float:
-    value = float(digits)
-    if not math.isfinite(value):
-        raise ValueError("a number is out of range")
-    return value
+    return int(digits) if len(digits) <= _INTEGER_DIGITS and digits != "-0" else float(digits)
 
 
 def _constant(name: str) -> NoReturn:
@@ -146,5 +173,6 @@ def _constant(name: str) -> NoReturn:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) != len(pairs):
-        raise ValueError("an object names a member twice")
+        times = collections.Counter(name for name, _ in pairs)
+        made.update((name, TWICE) for name in made if times[name] > 1)
     return made
