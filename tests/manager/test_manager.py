@@ -587,22 +587,41 @@ def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path, monkeypatch):
         raise SystemExit
 
     # Killed before it could give the file its name.
+    directory = fastckpt.Manager(tmp_path)._directory
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", die)
         patched.setattr(Path, "unlink", die)
         for name in (catalogue.FILE, "latest"):
             with pytest.raises(SystemExit):
-                fastckpt.Manager(tmp_path)._directory.replace(name, b"", durable=True)
+                directory.replace(name, b"", durable=True)
     left = list(tmp_path.glob(".*.new"))
     assert len(left) == 2
-    fastckpt.Manager(tmp_path)  # another program may be writing them at this moment
-    assert all(file.exists() for file in left)
-    for file in left:
-        os.utime(file, (1, 1))
     fastckpt.Manager(tmp_path, read_only=True)
     assert all(file.exists() for file in left)
     fastckpt.Manager(tmp_path)
     assert not any(file.exists() for file in left)
+
+
+def test_a_file_that_is_swept_while_it_is_written_is_written_again(tmp_path, monkeypatch):
+    manager = fill(tmp_path, [1])
+    sync, swept = os.fsync, []
+
+    def another_manager_starts(descriptor):
+        sync(descriptor)
+        if len(swept) < 3:
+            swept.extend(tmp_path.glob(".*.new"))
+            fastckpt.Manager(tmp_path)
+
+    monkeypatch.setattr(os, "fsync", another_manager_starts)
+    manager._directory.replace("latest", b"step-00000007\n", durable=True)
+    assert len(swept) == 3
+    assert (tmp_path / "latest").read_text() == "step-00000007\n"
+    assert not list(tmp_path.glob(".*.new"))
+    # Nothing goes round for ever where the file can have no name.
+    (tmp_path / "latest").unlink()
+    monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in tmp_path.glob(".*.new")])
+    with pytest.raises(FileNotFoundError):
+        manager._directory.replace("latest", b"", durable=True)
 
 
 def test_a_hint_that_cannot_be_written_does_not_fail_the_save(tmp_path, caplog):

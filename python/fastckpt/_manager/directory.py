@@ -14,7 +14,6 @@ import os
 import re
 import secrets
 import string
-import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -27,8 +26,8 @@ from fastckpt.exceptions import CorruptCheckpointError
 LATEST = "latest"
 #: A file of the run that is about to get its name.
 _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
-#: Seconds after which such a file is one that a killed process left.
-_STALE = 60.0
+#: How often a writer whose file was swept writes it again.
+_TURNS = 100
 PIN = ".pin"
 MANIFEST, INDEX = "fastckpt.json", "model.safetensors.index.json"
 #: Behind the name of a checkpoint that was removed: what others had put into it.
@@ -206,18 +205,23 @@ class Directory:
 
         Without ``durable`` a power cut may leave it empty.
         """
-        new = Path(self.path, f".{name.removeprefix('.')}.{secrets.token_hex(8)}.new")
-        try:
-            with new.open("xb") as file:
-                file.write(content)
-                if durable:
-                    file.flush()
-                    os.fsync(file.fileno())
-            new.replace(Path(self.path, name))
-        except BaseException:
-            with contextlib.suppress(OSError):
-                new.unlink()
-            raise
+        for turn in range(_TURNS):
+            new = Path(self.path, f".{name.removeprefix('.')}.{secrets.token_hex(8)}.new")
+            try:
+                with new.open("xb") as file:
+                    file.write(content)
+                    if durable:
+                        file.flush()
+                        os.fsync(file.fileno())
+                new.replace(Path(self.path, name))
+            except BaseException as error:
+                with contextlib.suppress(OSError):
+                    new.unlink()
+                # Another manager may have swept it.
+                if isinstance(error, FileNotFoundError) and turn < _TURNS - 1:
+                    continue
+                raise
+            return
 
     def identity(self, name: str) -> Identity | None:
         """What another checkpoint under the same name would not have; None where there is none.
@@ -234,13 +238,15 @@ class Directory:
         return changed, manifest.st_ino, manifest.st_mtime_ns
 
     def sweep(self) -> None:
-        """Remove files that a process left which was killed within :meth:`replace`."""
+        """Remove files that a process left which was killed within :meth:`replace`.
+
+        That needs no proof: where the writer lives, it writes the file again.
+        """
         with contextlib.suppress(OSError), os.scandir(self.path) as entries:
             for entry in entries:
                 if _NEW.fullmatch(entry.name):
                     with contextlib.suppress(OSError):
-                        if time.time() - entry.stat(follow_symlinks=False).st_mtime > _STALE:
-                            Path(entry.path).unlink()
+                        Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
         """Sweep, and remove what killed copies left of steps for which ``is_over`` says that nobody goes on with them.

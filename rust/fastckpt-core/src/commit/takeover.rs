@@ -160,8 +160,8 @@ impl Workspace {
         let Some(there) = id_of_renamed(self.parent.as_fd(), &self.temporary) else {
             return Ok(Step::Done(None));
         };
+        let there = self.adopt(&self.temporary, there).map_err(|error| self.give_back(error))?;
         done.rival |= there != old.id;
-        self.adopt(&self.temporary, there).map_err(|error| self.give_back(error))?;
         Ok(Step::Done(Some((self.temporary.clone(), there))))
     }
 
@@ -201,8 +201,8 @@ impl Workspace {
             error
         };
         let there = id_of_renamed(parent.as_fd(), &aside).unwrap_or(old.id);
+        let there = self.adopt(&aside, there).map_err(put_back)?;
         done.rival |= there != old.id;
-        self.adopt(&aside, there).map_err(put_back)?;
         let mut outcome = self.rename();
         if matches!(outcome, Err(Errno::EXIST | Errno::NOTEMPTY)) && is_free(parent.as_fd(), name) {
             outcome = self.rename(); // the name is free again
@@ -228,29 +228,44 @@ impl Workspace {
         }
     }
 
-    /// Checks what was displaced. It can be another directory than the one that was examined, or hold more by now. It
-    /// must be replaceable, and the files in it that fastckpt did not write are carried over.
-    fn adopt(&self, displaced: &OsStr, expected: Id) -> Result<()> {
-        let directory = match open_child(self.parent.as_fd(), displaced) {
-            Err(Errno::NOENT | Errno::STALE) => return Ok(()),
-            Err(Errno::NOTDIR | Errno::LOOP) => {
-                return Err(Error::Exists {
-                    path: self.target.clone(),
-                    why: "somebody put something there while it was saved: choose another name".to_owned(),
-                });
+    /// Checks what was displaced, and returns its id. It can be another directory than the one that was examined, or hold
+    /// more by now. It must be replaceable, and the files in it that fastckpt did not write are carried over.
+    ///
+    /// `seen` is the id that was found under the name after the rename. Where a rival renamed at the same moment, FUSE
+    /// and NFS may have given that of the other directory, so the id is read again until the name opens with it.
+    fn adopt(&self, displaced: &OsStr, mut seen: Id) -> Result<Id> {
+        let mut turn = 0;
+        let directory = loop {
+            let directory = match open_child(self.parent.as_fd(), displaced) {
+                Err(Errno::NOENT | Errno::STALE) => return Ok(seen),
+                Err(Errno::NOTDIR | Errno::LOOP) => {
+                    return Err(Error::Exists {
+                        path: self.target.clone(),
+                        why: "somebody put something there while it was saved: choose another name"
+                            .to_owned(),
+                    });
+                }
+                other => other.map_err(Error::io("open", &self.target))?,
+            };
+            if fs::fstat(&directory).map(|stat| id(&stat)) == Ok(seen) {
+                break directory;
             }
-            other => other.map_err(Error::io("open", &self.target))?,
+            if turn == TURNS {
+                let why = "another machine put something there while it was saved, which cannot be looked at yet: \
+                           save again";
+                return Err(Error::Exists { path: self.target.clone(), why: why.to_owned() });
+            }
+            turn += 1;
+            match id_of_renamed(self.parent.as_fd(), displaced) {
+                Some(there) => seen = there,
+                None => return Ok(seen),
+            }
         };
-        if fs::fstat(&directory).map(|stat| id(&stat)) != Ok(expected) {
-            let why = "another machine put something there while it was saved, which cannot be looked at yet: \
-                       save again";
-            return Err(Error::Exists { path: self.target.clone(), why: why.to_owned() });
-        }
         examine(directory.as_fd(), &self.target, self.overwrite)?;
         if self.carry_over(directory.as_fd())? {
             sync(self.directory()).map_err(Error::io("sync the directory", &self.target))?;
         }
-        Ok(())
+        Ok(seen)
     }
 }
 
@@ -301,6 +316,20 @@ mod tests {
             assert!(done.rival && content(&path).ends_with("mine"));
             assert_eq!(names(&path), ["config.json", "fastckpt.json"]);
         }
+    }
+
+    #[test]
+    fn what_was_displaced_is_found_although_its_id_was_read_too_early() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let workspace = sealed(&path, "mine");
+        let (old, name) = (id_of(workspace.parent.as_fd(), OsStr::new("c")).unwrap(), OsStr::new("c"));
+        checkpoint(parent.path(), "c", "rival");
+        std::fs::write(path.join("config.json"), "{}").unwrap();
+        let there = id_of(workspace.parent.as_fd(), name).unwrap();
+        assert_ne!(old, there);
+        assert_eq!(workspace.adopt(name, old).unwrap(), there);
+        assert!(parent.path().join(&workspace.temporary).join("config.json").exists());
     }
 
     #[test]
