@@ -9,7 +9,7 @@ A child forked for each round restores, saves and removes as fast as it can with
 it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase. After
 each kill another child must be able to restore, without a warning, the newest step that was acknowledged or a later
 one, bit for bit. The oracle, the acknowledged step, is the parent's alone. It prints one JSON document; its exit status
-is 1 if anything was lost.
+is 1 if anything was lost. What it is about to do goes to stderr.
 
 With a remote tier, a directory or with ``--store`` the bucket of a server of S3 on loopback, which is not killed and
 keeps one checkpoint, the drain is a phase, too. After each kill the remote by itself must have the newest
@@ -282,6 +282,7 @@ def campaign(directory, remote, kills, seed, size):
         if remote is not None and draw.randrange(LOST) == 0 and known["drained"]:
             shutil.rmtree(directory, ignore_errors=True)
             known["acknowledged"], phase = known["drained"], "fetch"
+        print(f"kill {number} of {kills}, within {phase}, {known}", file=sys.stderr, flush=True)
         one_round(directory, remote, known, phase, draw, ranks)
         counts[phase] += 1
         (pid,), pipe = in_children(

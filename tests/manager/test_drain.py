@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import subprocess
 import sys
@@ -351,6 +352,26 @@ def test_what_no_policy_of_the_remote_wants_is_skipped(tmp_path, copier):
     run.save(4)
     run.wait()
     assert run.there() == [2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("far", ["path", "memory"])
+def test_a_run_that_saves_faster_than_the_remote_answers_is_copied(tmp_path, copier, monkeypatch, far):
+    run = Run(tmp_path, tmp_path / "remote" if far == "path" else f"memory://{tmp_path.name}/run", [keep.Last(1)])
+    look, steps = run.tier.place.look, iter(range(2, 9))
+
+    def slowly():
+        found = look()
+        for step in itertools.islice(steps, 1):
+            run.save(step)
+        return found
+
+    monkeypatch.setattr(run.tier.place, "look", slowly)
+    run.save(1)
+    run.wait()
+    # Not the last one alone, after all others.
+    assert copier.asked[0] == 1
+    assert copier.asked[-1] == 8
+    assert run.there() == [8]
 
 
 def test_what_killed_copies_left_goes_when_nobody_wants_it(tmp_path, copier):

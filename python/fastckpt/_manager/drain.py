@@ -323,7 +323,11 @@ class Drain:
         try:
             if self._changed:
                 self._skip()
-            elif before is None and self._is_gone(step):
+                if self._waiting.get(step) != number:
+                    return
+            # What came meanwhile is asked about at the next turn: whoever saves faster than the remote answers would
+            # otherwise have nothing copied.
+            if before is None and self._is_gone(step):
                 self._drop(step, number)
                 logger.info("%s: step %d was removed before it was copied", self._directory.path, step)
             else:
