@@ -37,6 +37,7 @@ __all__ = [
     "StoredTensor",
     "__version__",
     "check_target",
+    "counters_refused",
     "crc64",
     "crc64_joined",
     "crowded",
@@ -294,6 +295,9 @@ def set_group(group: int, rank: int, size: int) -> None:
 
 def wait_for(rank: int | None) -> None:
     """Tell the monitor that this process waits for a rank of its group; None: no more."""
+
+def counters_refused() -> str | None:
+    """Why the monitor does not see this process, if that is for the file system of its directory."""
 
 @final
 class ProbedRing:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -103,6 +104,31 @@ def twins() -> Iterator[tuple[Path, Path]]:
                 (base / part).mkdir()
                 points.append(mounted.enter_context(_mounted(base / part, *arguments)))
             yield points[0], points[1]
+
+
+@contextlib.contextmanager
+def unanswering(point: Path) -> Iterator[None]:
+    """Stop the process behind a mount of the kind ``fuse`` for a while: whoever asks it waits."""
+    behind = [
+        int(process.name)
+        for process in Path("/proc").iterdir()
+        if process.name.isdecimal() and str(point).encode() in _command(process).split(b"\0")
+    ]
+    assert behind
+    for process in behind:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in behind:
+            os.kill(process, signal.SIGCONT)
+
+
+def _command(process: Path) -> bytes:
+    try:
+        return (process / "cmdline").read_bytes()
+    except OSError:  # it has ended
+        return b""
 
 
 @contextlib.contextmanager

@@ -81,6 +81,8 @@ GOOD = {
     "counters": {
         "off": False,
         "directory": "/dev/shm/fastckpt-1000",
+        "type": "tmpfs",
+        "remote": False,
         "writable": True,
         "free_bytes": 10**9,
         "needed_bytes": 20000,
@@ -333,6 +335,7 @@ def test_the_one_right_cause(name, code, says, changes):
         ("one-core", "note", {"cpu": {"local_world_size": 64, "cores": 1}}),
         ("no-counters", "note", {"counters": {"writable": False}}),
         ("no-counters", "note", {"counters": {"free_bytes": 0}}),
+        ("no-counters", "note", {"counters": {"type": "nfs4", "remote": True, "writable": False, "free_bytes": None}}),
         (None, None, {"counters": {"writable": False, "off": True}}),
         ("torch-without-cuda", "note", {"versions": {"torch_cuda": None}}),
         (None, None, {"versions": {"torch_cuda": None, "torch": None}}),

@@ -281,6 +281,24 @@ def test_a_full_file_system_costs_the_counters_and_nothing_else(tmp_path):
         assert list((small / "own").iterdir()) == []
 
 
+@pytest.mark.root
+def test_a_directory_on_a_mount_that_does_not_answer_is_not_even_looked_at(tmp_path):
+    """Mutant: one stat of the directory, and the save hangs until the mount answers."""
+    with mounts.mount("fuse") as point, mounts.unanswering(point):
+        (tmp_path / "link").symlink_to(point)
+        for place in (point, point / "own", tmp_path / "link" / "own"):
+            environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place)}
+            code = (
+                "import fastckpt, logging, sys; logging.basicConfig(format='%(message)s');"
+                "[fastckpt.save({}, sys.argv[1]) for _ in range(3)]"
+            )
+            command = [sys.executable, "-c", code, str(tmp_path / "c")]
+            done = subprocess.run(command, env=environment, check=True, stderr=subprocess.PIPE, text=True, timeout=60)
+            (line,) = done.stderr.splitlines()
+            assert f"`{point}` is on a file system that may wait for others (fuse" in line
+            assert "FASTCKPT_TOP_DIR" in line
+
+
 @pytest.mark.parametrize("kind", ["missing parent", "open to others", "link", "file", "read-only"])
 def test_a_directory_that_cannot_be_used_costs_the_counters_and_nothing_else(kind, tmp_path):
     place = tmp_path / "place"

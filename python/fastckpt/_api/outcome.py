@@ -7,6 +7,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from fastckpt import _core
 from fastckpt.exceptions import ReplacedCheckpointError
 
 from .export import badly, put, well
@@ -103,6 +104,10 @@ def tell(report: Report) -> None:
         logger.warning("%s: engine %s: %s", report.path, report.engine, report.fallback)
     for warning in report.warnings:
         logger.warning("%s: %s", report.path, warning)
+    unseen = _core.counters_refused()
+    if unseen is not None and unseen not in _told:
+        _told.add(unseen)
+        logger.warning("fastckpt-top does not see this process: %s; name a tmpfs in FASTCKPT_TOP_DIR", unseen)
     logger.info("%s", report)
 
 

@@ -1,5 +1,5 @@
-//! `_core.Operation`, `_core.set_target`, `_core.set_group` and `_core.wait_for`: what the live counters show of
-//! operations that the core does not run yet, and beside operations.
+//! `_core.Operation`, `_core.set_target`, `_core.set_group`, `_core.wait_for` and `_core.counters_refused`: what the live
+//! counters show of operations that the core does not run yet, and beside operations, and why nobody sees it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -76,9 +76,16 @@ fn wait_for(py: Python<'_>, rank: Option<u32>) {
     py.detach(|| telemetry::wait_for(rank));
 }
 
+/// See `_core.pyi`.
+#[pyfunction]
+fn counters_refused() -> Option<String> {
+    telemetry::refused()
+}
+
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Operation>()?;
     module.add_function(wrap_pyfunction!(set_target, module)?)?;
     module.add_function(wrap_pyfunction!(set_group, module)?)?;
-    module.add_function(wrap_pyfunction!(wait_for, module)?)
+    module.add_function(wrap_pyfunction!(wait_for, module)?)?;
+    module.add_function(wrap_pyfunction!(counters_refused, module)?)
 }

@@ -59,7 +59,7 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
                 "populate": _name(probe.populate),
                 "staging_bytes": probe.staging,
             },
-            "counters": _counters(probe.counters),
+            "counters": _counters(probe.counters, root),
             "versions": _versions(),
         }
         found["measured"] = None
@@ -233,19 +233,26 @@ def _pick(record: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def _counters(needed: int) -> dict[str, Any]:
+def _counters(needed: int, root: Path) -> dict[str, Any]:
     """Where the live counters go, and whether there is room (docs/telemetry.md)."""
     chosen = os.environ.get("FASTCKPT_TOP_DIR")
     directory = Path(chosen or f"/dev/shm/fastckpt-{os.geteuid()}")  # noqa: S108 - made 0700 and checked by the core
-    there = directory if directory.exists() else directory.parent
-    free = None
-    with contextlib.suppress(OSError):
-        room = os.statvfs(there)
-        free = room.f_bavail * room.f_frsize
+    kind = _mount(os.path.abspath(directory), _text(root / "proc/self/mountinfo") or "")["type"]  # noqa: PTH100
+    writable, free = False, None
+    remote = kind is not None and (kind in _NETWORK or kind.startswith("fuse"))
+    # A save does not look there either: it might wait for ever.
+    if not remote:
+        there = directory if directory.exists() else directory.parent
+        writable = os.access(there, os.W_OK | os.X_OK)
+        with contextlib.suppress(OSError):
+            room = os.statvfs(there)
+            free = room.f_bavail * room.f_frsize
     return {
         "off": os.environ.get("FASTCKPT_TOP") == "0",
         "directory": str(directory),
-        "writable": os.access(there, os.W_OK | os.X_OK),
+        "type": kind,
+        "remote": remote,
+        "writable": writable,
         "free_bytes": free,
         "needed_bytes": needed,
     }

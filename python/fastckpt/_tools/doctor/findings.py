@@ -334,16 +334,16 @@ def _counters(facts: Mapping[str, Any]) -> Iterator[Finding]:
     full = where["free_bytes"] is not None and where["free_bytes"] < where["needed_bytes"]
     if where["off"] or (where["writable"] and not full):
         return
+    why = f"on {where['type']}, which may wait for others" if where["remote"] else "full" if full else "not writable"
     yield Finding(
         code="no-counters",
         level="note",
-        text=f"no room for the live counters: fastckpt-top will not see this process ({where['directory']} is "
-        f"{'full' if full else 'not writable'})",
+        text=f"no room for the live counters: fastckpt-top will not see this process ({where['directory']} is {why})",
         remedies={
             "docker": "docker run --shm-size=1g ...",
             "podman": "podman run --shm-size=1g ...",
             "kubernetes": "mount an emptyDir with medium: Memory at /dev/shm",
-            "any": "set FASTCKPT_TOP_DIR to a directory that can be written",
+            "any": "set FASTCKPT_TOP_DIR to a local directory that can be written, best on a tmpfs",
         },
     )
 

@@ -4,6 +4,8 @@ use std::os::fd::BorrowedFd;
 
 use rustix::fs::{self, major, minor};
 
+use crate::sys::mounts::{Mount, mounts};
+
 /// Which processes see a lock on a file of a file system.
 #[derive(Debug, Default, Clone, Copy, PartialEq, Eq)]
 pub enum Reach {
@@ -71,8 +73,7 @@ pub(crate) fn reach(directory: BorrowedFd<'_>) -> Reach {
     let Some(magic) = magic(directory) else { return Reach::Unknown };
     let options = || {
         let device = fs::fstat(directory).ok()?.st_dev;
-        let mounts = std::fs::read_to_string("/proc/self/mountinfo").ok()?;
-        super_options(&mounts, major(device), minor(device)).map(str::to_owned)
+        options_of(&mounts(), major(device), minor(device)).map(str::to_owned)
     };
     of(magic, options)
 }
@@ -88,16 +89,16 @@ fn of(magic: u64, options: impl Fn() -> Option<String>) -> Reach {
     }
 }
 
-/// The file system's own options in `/proc/self/mountinfo` (`proc(5)`): the last field of the line for that device.
-fn super_options(mounts: &str, major: u32, minor: u32) -> Option<&str> {
+/// The file system's own options where that device is mounted.
+fn options_of(mounts: &[Mount], major: u32, minor: u32) -> Option<&str> {
     let device = format!("{major}:{minor}");
-    let line = mounts.lines().find(|line| line.split(' ').nth(2) == Some(device.as_str()))?;
-    line.rsplit(' ').next()
+    Some(&mounts.iter().find(|mount| mount.device == device)?.options)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sys::mounts::parse;
 
     const MOUNTS: &str = "\
 36 35 98:0 / /mnt/a\\040b rw,noatime shared:1 - nfs4 host:/ rw,vers=4.2,local_lock=none,addr=10.0.0.1
@@ -108,7 +109,8 @@ mod tests {
 
     #[test]
     fn the_mount_tells_who_sees_a_lock() {
-        let of = |magic, minor| of(magic, || super_options(MOUNTS, 98, minor).map(str::to_owned));
+        let mounts = parse(MOUNTS.as_bytes());
+        let of = |magic, minor| of(magic, || options_of(&mounts, 98, minor).map(str::to_owned));
         assert_eq!(of(NFS, 0), Reach::Everywhere);
         assert_eq!(of(NFS, 1), Reach::Unknown);
         assert_eq!(of(NFS, 9), Reach::Unknown, "no such mount");

@@ -12,6 +12,7 @@ pub mod lock;
 pub mod map;
 pub mod mapping;
 pub mod memory;
+pub mod mounts;
 pub mod page;
 pub mod pagemap;
 pub mod priority;

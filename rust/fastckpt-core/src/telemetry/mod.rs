@@ -1,5 +1,5 @@
-//! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail, block or slow an operation. Without room
-//! for its counters in the segment, an operation or a worker counts in private memory.
+//! Live counters for the monitor (`docs/telemetry.md`). Nothing here can fail an operation, or have it wait for more than
+//! a local file system. Without room for its counters in the segment, an operation or a worker counts in private memory.
 
 mod begun;
 pub mod clock;
@@ -17,7 +17,7 @@ pub use begun::Begun;
 pub use codes::{Kind, Phase, State};
 pub use lane::Lane;
 pub use operation::{Call, Operation, Planned, Ran};
-pub use process::{set_group, set_target, wait_for};
+pub use process::{refused, set_group, set_target, wait_for};
 pub use target::parse_targets;
 
 use crate::error::{Error, Result};

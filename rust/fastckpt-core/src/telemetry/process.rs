@@ -19,6 +19,7 @@ use super::layout::{
 };
 use super::target;
 use crate::environment::Environment;
+use crate::sys::mounts::{local, mounts};
 use crate::sys::shm::{self, Shared};
 
 /// The number of names to try: processes of several PID namespaces may share a directory.
@@ -75,6 +76,14 @@ struct Process {
 }
 
 static PROCESS: Mutex<Option<Process>> = Mutex::new(None);
+/// Why a directory was not tried; nothing where one holds the segment.
+static REFUSED: Mutex<Option<String>> = Mutex::new(None);
+
+/// Why the counters of this process are not where they were to be, if that is for the file system there.
+#[must_use]
+pub fn refused() -> Option<String> {
+    REFUSED.try_lock().ok()?.clone()
+}
 
 /// The process's record; none if the lock is not available, as in a child that was forked while another thread held it.
 fn lock() -> Option<MutexGuard<'static, Option<Process>>> {
@@ -282,7 +291,16 @@ fn publish(
     );
     let pid = std::process::id();
     let ticks = start_ticks_of("self");
+    let mounts = mounts();
+    let mut refused = None;
     for directory in directories {
+        let directory = match local(&directory, &mounts) {
+            Ok(directory) => directory,
+            Err(why) => {
+                refused = Some(why);
+                continue;
+            }
+        };
         for attempt in 1..=NAMES {
             let name = match attempt {
                 1 => format!("{pid}-{ticks}.seg"),
@@ -295,11 +313,14 @@ fn publish(
                 segment.header.generation.store(generation, Release);
             });
             match outcome {
-                Ok(shared) => return Some((std::path::absolute(directory.join(&name)).ok()?, shared)),
+                Ok(shared) => return Some((directory.join(&name), shared)),
                 Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {}
                 Err(_) => break,
             }
         }
+    }
+    if let Ok(mut last) = REFUSED.try_lock() {
+        *last = refused;
     }
     None
 }
