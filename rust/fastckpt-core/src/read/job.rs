@@ -53,6 +53,8 @@ pub(super) struct ReadJob<'a> {
     direct: bool,
     io: Io,
     zero_copy: Option<bool>,
+    /// What the page cache holds does not count: the bytes of the device are wanted.
+    pub(super) from_device: bool,
     pages: OnceLock<Option<PageMap>>,
     pub(super) outcome: Outcome,
     files: OpenFiles,
@@ -81,6 +83,7 @@ impl<'a> ReadJob<'a> {
             direct,
             io: options.io,
             zero_copy: options.zero_copy,
+            from_device: false,
             pages: OnceLock::new(),
             outcome,
             files: OpenFiles::new(counts),
@@ -373,12 +376,16 @@ impl Job for ReadJob<'_> {
             let (buf, path) = (Buf::new(None, vec![part]), (IoPath::Buffered, Reason::Mapped));
             return Ok(Start::Now(Transfer::new(block, false, (file, read.start), buf, path)));
         }
-        // Given a choice, what the page cache holds comes from there. But a verification must see the disk.
-        let hot = matches!(self.outcome, Outcome::Raise)
+        // Given a choice, what the page cache holds comes from there.
+        let hot = !self.from_device
             && self.io == Io::Auto
             && file.is_direct()
             && file.is_cached(read.start, read.end, shard.bytes);
         let direct = file.is_direct() && !hot;
+        if self.from_device && !direct {
+            // The kernel keeps pages that are not wholly inside.
+            file.forget(geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE));
+        }
         let (start, end) = if direct {
             (geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE))
         } else {

@@ -67,7 +67,8 @@ impl Checkpoint {
             requests.map(|(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere });
         let plan = plan::plan(&self.body, requests.collect(), true)?;
         let outcome = Outcome::Collect(Mutex::default());
-        let job = ReadJob::new(self, plan, (choice.direct(), options), outcome);
+        let mut job = ReadJob::new(self, plan, (choice.direct(), options), outcome);
+        job.from_device = true;
         let report = self.run(&job, &choice, options, begin, operation, tick)?;
         if let Outcome::Collect(found) = job.outcome {
             damage.append(&mut found.into_inner().unwrap_or_else(PoisonError::into_inner));
@@ -94,7 +95,8 @@ impl Checkpoint {
             let request = |(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere };
             let plan = plan::plan(&self.body, tensors.map(request).collect(), true)?;
             let choice = Choice::new(options, self.body.shards[index].bytes);
-            let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
+            let mut job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
+            job.from_device = true;
             self.run(&job, &choice, options, begin, &operation, &mut *tick).map(drop)
         };
         let outcome = check().map_err(|error| self.settle(error));

@@ -330,6 +330,14 @@ impl DataFile {
         }
     }
 
+    /// Has the page cache drop `[start, end)`, which may be dirty, so that the next read comes from the device. What others
+    /// have mapped stays.
+    pub fn forget(&self, start: u64, end: u64) {
+        let _ = retry_on_intr(|| fs::fdatasync(&self.cached));
+        let len = std::num::NonZeroU64::new(end.saturating_sub(start));
+        let _ = fs::fadvise(&self.cached, start, len, fs::Advice::DontNeed);
+    }
+
     /// The descriptor for an operation of the given kind.
     #[must_use]
     pub fn fd(&self, direct: bool) -> BorrowedFd<'_> {
@@ -368,9 +376,19 @@ impl DataFile {
     /// Makes data and size durable. A failure is final: the kernel may have dropped the dirty pages and would report
     /// success the next time. (An interrupted call is not a failure.)
     pub fn sync(&self) -> io::Result<()> {
-        Ok(retry_on_intr(|| fs::fdatasync(&self.cached))?)
+        retry_on_intr(|| fs::fdatasync(&self.cached))?;
+        // A file system in user space may keep what was written by descriptor; elsewhere one sync is that of the file.
+        if let Some(direct) = &self.direct
+            && fs::fstatfs(direct).is_ok_and(|found| found.f_type == FUSE)
+        {
+            retry_on_intr(|| fs::fdatasync(direct))?;
+        }
+        Ok(())
     }
 }
+
+/// The type of file systems in user space, as `statfs` says it.
+const FUSE: fs::FsWord = 0x6573_5546;
 
 /// Asks the kernel to start writing a range back, so that the later sync has little to do. This is for pacing only,
 /// never for durability.
