@@ -1,10 +1,18 @@
-"""The commit protocol between two clients of a file system whose locks are local to each of them (docs/format.md, 6):
-one directory behind two FUSE mounts, and two machines that differ in boot id and PID namespace."""
+"""File systems in user space.
+
+The commit protocol between two clients of a file system whose locks are local to each of them (docs/format.md, 6): one
+directory behind two FUSE mounts, and two machines that differ in boot id and PID namespace. And a daemon that keeps
+what is written per handle: each handle is synced, and the error of a close is one of the save.
+"""
 
 from __future__ import annotations
 
+import errno
+
+import numpy as np
 import pytest
 
+import fastckpt
 from harness import machines, mounts, two_machines
 
 SCENARIOS = (
@@ -45,3 +53,29 @@ def test_two_clients(pair, scenario):
     places[0][1].mkdir()
     machines.wait_until(places[1][1].is_dir)
     getattr(two_machines, scenario)(*places, logs)
+
+
+# The last bytes of a file that is not whole pages go through another handle than those before.
+STATE = {"a": np.arange(3_000_001), "b": np.ones(5, np.uint8)}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("io", ["auto", "direct", "buffered", "threads"])
+def test_each_handle_is_synced(io):
+    with mounts.handle_buffers() as point:
+        for _ in range(2):
+            report = fastckpt.save(STATE, point / "c", io=io)
+            assert fastckpt.verify(point / "c").ok
+        assert all(path.startswith("buffered") == (io == "buffered") for path in report.paths)
+        loaded = fastckpt.load(point / "c")
+        assert all(np.array_equal(loaded[name], STATE[name]) for name in STATE)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("failing", [".safetensors", "fastckpt.json", "config.json"])
+def test_the_error_of_a_close_is_one_of_the_save(failing):
+    with mounts.handle_buffers(failing) as point:
+        with pytest.raises(OSError, match=rf"sync.*{failing}") as raised:
+            fastckpt.save(STATE, point / "c", files={"config.json": b"{}"})
+        assert raised.value.errno == errno.EIO
+        assert list(point.iterdir()) == []

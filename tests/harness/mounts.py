@@ -8,6 +8,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -129,6 +130,25 @@ def _command(process: Path) -> bytes:
         return (process / "cmdline").read_bytes()
     except OSError:  # it has ended
         return b""
+
+
+@contextlib.contextmanager
+def handle_buffers(failing: str = "") -> Iterator[Path]:
+    """A FUSE mount of a daemon that keeps what is written per handle: see the module of that name."""
+    needs.root()
+    if not Path("/dev/fuse").exists():
+        needs.missing("needs /dev/fuse (modprobe fuse)")
+    program = Path(__file__).with_name("handle_buffers.py")
+    with tempfile.TemporaryDirectory(prefix="fastckpt-handles-", ignore_cleanup_errors=True) as point:
+        command = [sys.executable, str(program), point, failing]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
+            assert daemon.stdout is not None
+            try:
+                assert daemon.stdout.readline() == "mounted\n"
+                yield Path(point)
+            finally:
+                subprocess.run(["umount", "-l", point], capture_output=True, check=False)
+                daemon.wait(60)
 
 
 @contextlib.contextmanager

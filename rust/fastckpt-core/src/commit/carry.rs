@@ -3,7 +3,7 @@
 use std::ffi::CStr;
 use std::fs::File;
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::fs::MetadataExt as _;
 use std::path::Path;
 
@@ -15,7 +15,7 @@ use super::directory::id;
 use super::workspace::Workspace;
 use crate::error::{Error, LINK, Result};
 use crate::format::groups::is_shard_name;
-use crate::sys::file::Located;
+use crate::sys::file::{Located, sync};
 
 impl Workspace {
     /// Carries over the files in the old checkpoint that fastckpt did not write: a `config.json` beside the shards must
@@ -154,7 +154,7 @@ fn copy(from: BorrowedFd<'_>, file: &CStr, to: BorrowedFd<'_>, name: &CStr) -> i
     let mut transfer = || {
         io::copy(&mut source, &mut copy)?;
         copy.set_modified(about.modified()?)?;
-        copy.sync_all()
+        sync(copy.as_fd())
     };
     transfer().inspect_err(|_| {
         let _ = fs::unlinkat(to, name, AtFlags::empty());
@@ -163,8 +163,6 @@ fn copy(from: BorrowedFd<'_>, file: &CStr, to: BorrowedFd<'_>, name: &CStr) -> i
 
 #[cfg(test)]
 mod tests {
-    use std::os::fd::AsFd as _;
-
     use super::*;
     use crate::sys::file::open_directory;
 

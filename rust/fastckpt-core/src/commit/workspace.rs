@@ -20,7 +20,7 @@ use super::target::{Old, look, split_target};
 use super::unfinished::sweep_finished;
 use crate::error::{Error, Result, Visible};
 use crate::format::manifest;
-use crate::sys::file::{open_directory, start_write_back, stat};
+use crate::sys::file::{open_directory, start_write_back, stat, sync};
 use crate::sys::fork::Note;
 use crate::sys::lock;
 
@@ -214,7 +214,7 @@ impl Workspace {
         fill(file, &path, manifest)?;
         meanwhile()?;
         for (file, path) in written.iter().map(|(file, path)| (file, path)).chain([(file, &path)]) {
-            retry_on_intr(|| fs::fsync(file)).map_err(Error::io("sync", path))?;
+            sync(file.as_fd()).map_err(Error::io("sync", path))?;
         }
         if let Some(own) = &mut self.own {
             let files = files.iter().map(|(name, content)| ((*name).to_owned(), content.len() as u64));

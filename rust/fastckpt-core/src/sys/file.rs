@@ -1,7 +1,7 @@
 //! Files of a checkpoint, opened relative to a directory, with and without the page cache.
 
 use std::io::{self, IoSlice, IoSliceMut};
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd as _, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -330,8 +330,8 @@ impl DataFile {
         }
     }
 
-    /// Has the page cache drop `[start, end)`, which may be dirty, so that the next read comes from the device. What others
-    /// have mapped stays.
+    /// Has the page cache drop `[start, end)`, which may be dirty, so that the next read comes from the device. What
+    /// others have mapped stays.
     pub fn forget(&self, start: u64, end: u64) {
         let _ = retry_on_intr(|| fs::fdatasync(&self.cached));
         let len = std::num::NonZeroU64::new(end.saturating_sub(start));
@@ -377,18 +377,40 @@ impl DataFile {
     /// success the next time. (An interrupted call is not a failure.)
     pub fn sync(&self) -> io::Result<()> {
         retry_on_intr(|| fs::fdatasync(&self.cached))?;
-        // A file system in user space may keep what was written by descriptor; elsewhere one sync is that of the file.
-        if let Some(direct) = &self.direct
-            && fs::fstatfs(direct).is_ok_and(|found| found.f_type == FUSE)
-        {
-            retry_on_intr(|| fs::fdatasync(direct))?;
+        if !is_in_user_space(self.cached.as_fd()) {
+            return Ok(()); // one sync is that of the file
         }
-        Ok(())
+        if let Some(direct) = &self.direct {
+            retry_on_intr(|| fs::fdatasync(direct))?;
+            flush(direct.as_fd())?;
+        }
+        flush(self.cached.as_fd())
     }
 }
 
-/// The type of file systems in user space, as `statfs` says it.
-const FUSE: fs::FsWord = 0x6573_5546;
+/// Makes a file durable that was written through `fd` alone. A failure is final, as in [`DataFile::sync`].
+pub fn sync(fd: BorrowedFd<'_>) -> io::Result<()> {
+    retry_on_intr(|| fs::fsync(fd))?;
+    if is_in_user_space(fd) { flush(fd) } else { Ok(()) }
+}
+
+/// Whether a daemon in user space (FUSE) has the file. It may keep what was written by descriptor.
+fn is_in_user_space(fd: BorrowedFd<'_>) -> bool {
+    const FUSE: fs::FsWord = 0x6573_5546;
+    fs::fstatfs(fd).is_ok_and(|found| found.f_type == FUSE)
+}
+
+/// Closes a duplicate of `fd`. A daemon may send what was written only then, and the close is what says that it failed.
+fn flush(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let twin = fd.try_clone_to_owned()?;
+    // SAFETY: the descriptor was owned here, and is given up.
+    let closed = unsafe { libc::close(twin.into_raw_fd()) };
+    match io::Error::last_os_error() {
+        // Linux closes it also when it is interrupted.
+        error if closed != 0 && error.kind() != io::ErrorKind::Interrupted => Err(error),
+        _ => Ok(()),
+    }
+}
 
 /// Asks the kernel to start writing a range back, so that the later sync has little to do. This is for pacing only,
 /// never for durability.

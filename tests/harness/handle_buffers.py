@@ -1,0 +1,216 @@
+"""A file system in user space that keeps what is written per handle, as clients of object stores do.
+
+``python handle_buffers.py POINT FAILING`` mounts it at ``POINT``, needs root, and ends when it is unmounted. Files lie
+in memory. What a handle wrote reaches its file when that handle is synced, and is lost otherwise: when the handle is
+closed, as if power had failed then. Of files whose name ends with ``FAILING``, if that is not empty, a sync does
+nothing and says that all is well, and closing a handle that wrote fails with EIO.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import itertools
+import os
+import stat
+import struct
+import sys
+from dataclasses import dataclass, field
+
+HEADER = struct.Struct("<IIQQIIIHH")
+SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")
+MOVE = struct.Struct("<QQII")
+
+(LOOKUP, FORGET, GETATTR, SET, MKDIR, UNLINK, RMDIR, RENAME, LINK) = (1, 2, 3, 4, 9, 10, 11, 12, 13)
+(OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, INIT) = (14, 15, 16, 17, 18, 20, 25, 26)
+(OPENDIR, READDIR, RELEASEDIR, FSYNCDIR, CREATE, INTERRUPT, BATCH_FORGET) = (27, 28, 29, 30, 35, 36, 42)
+UNANSWERED = (FORGET, INTERRUPT, BATCH_FORGET)
+
+
+@dataclass
+class Node:
+    """A file, or a directory."""
+
+    number: int
+    mode: int
+    name: str
+    data: bytearray = field(default_factory=bytearray)
+    children: dict[bytes, Node] = field(default_factory=dict)
+    links: int = 1
+    modified: int = 0
+
+    def attributes(self) -> bytes:
+        seconds, rest = divmod(self.modified, 10**9)
+        times = (seconds, seconds, seconds, rest, rest, rest)
+        size = len(self.data)
+        owner = (os.getuid(), os.getgid())
+        return struct.pack(
+            "<6Q10I", self.number, size, -(-size // 512), *times, self.mode, self.links, *owner, 0, 4096, 0
+        )
+
+
+@dataclass
+class Handle:
+    """What is open, and what was written through it since it was synced."""
+
+    node: Node
+    written: list[tuple[int, bytes]] = field(default_factory=list)
+
+
+class Tree:
+    """The files, and what is asked of them."""
+
+    def __init__(self, failing: str) -> None:
+        self.failing = failing
+        self.numbers = itertools.count(1)
+        self.nodes: dict[int, Node] = {}
+        self.handles: dict[int, Handle] = {}
+        self.make(stat.S_IFDIR | 0o777, b"/")
+
+    def make(self, mode: int, name: bytes) -> Node:
+        node = Node(next(self.numbers), mode, name.decode())
+        self.nodes[node.number] = node
+        return node
+
+    def child(self, parent: int, name: bytes) -> Node:
+        found = self.nodes[parent].children.get(name)
+        if found is None:
+            raise OSError(errno.ENOENT, "no such file")
+        return found
+
+    @staticmethod
+    def entry(node: Node) -> bytes:
+        return struct.pack("<4Q2I", node.number, 0, 0, 0, 0, 0) + node.attributes()
+
+    def open(self, node: Node) -> bytes:
+        number = next(self.numbers)
+        self.handles[number] = Handle(node)
+        return struct.pack("<QII", number, 0, 0)
+
+    def fails(self, handle: Handle) -> bool:
+        return bool(self.failing and handle.written and handle.node.name.endswith(self.failing))
+
+    def answer(self, code: int, number: int, body: bytes) -> bytes:
+        """What the kernel is told, after the header."""
+        if code in (LOOKUP, UNLINK, RMDIR, MKDIR, CREATE, LINK, RENAME):
+            return self.on_names(code, number, body)
+        if code == INIT:
+            return struct.pack("<4I2H2I2H8I", 7, 31, 1 << 17, 0, 16, 12, 1 << 17, 1, 0, 0, *[0] * 8)
+        if code == STATFS:
+            return struct.pack("<5Q10I", 1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20, 4096, 255, 4096, *[0] * 7)
+        node = self.nodes[number]
+        if code == SET:
+            valid, _, _, size, _, _, seconds, _, _, rest, _, mode, *_ = SETATTR.unpack(body[: SETATTR.size])
+            if valid & 1:
+                node.mode = stat.S_IFMT(node.mode) | stat.S_IMODE(mode)
+            if valid & 8:
+                del node.data[size:]
+                node.data.extend(bytes(size - len(node.data)))
+            if valid & 32:
+                node.modified = seconds * 10**9 + rest
+        if code in (SET, GETATTR):
+            return struct.pack("<QII", 0, 0, 0) + node.attributes()
+        if code in (OPEN, OPENDIR):
+            return self.open(node)
+        return self.on_handles(code, node, body)
+
+    def on_names(self, code: int, number: int, body: bytes) -> bytes:
+        children = self.nodes[number].children
+        skipped = {MKDIR: 8, CREATE: 16, LINK: 8, RENAME: 8}.get(code, 0)
+        name, *more = body[skipped:].rstrip(b"\0").split(b"\0")
+        if code == LOOKUP:
+            return self.entry(self.child(number, name))
+        if code in (UNLINK, RMDIR):
+            gone = self.child(number, name)
+            if gone.children:
+                raise OSError(errno.ENOTEMPTY, "it is not empty")
+            gone.links -= 1
+            del children[name]
+            return b""
+        if code == RENAME:
+            there = self.nodes[struct.unpack_from("<Q", body)[0]].children
+            if more[0] in there and there[more[0]].children:
+                raise OSError(errno.ENOTEMPTY, "it is not empty")
+            moved = there[more[0]] = self.child(number, name)
+            del children[name]
+            moved.name = more[0].decode()
+            return b""
+        if name in children:
+            raise OSError(errno.EEXIST, "it exists")
+        if code == LINK:
+            linked = children[name] = self.nodes[struct.unpack_from("<Q", body)[0]]
+            linked.links += 1
+            return self.entry(linked)
+        _, mode = struct.unpack_from("<II", body)
+        if code == MKDIR:
+            _, mode = 0, struct.unpack_from("<I", body)[0] | stat.S_IFDIR
+        made = children[name] = self.make(mode, name)
+        return self.entry(made) + (self.open(made) if code == CREATE else b"")
+
+    def on_handles(self, code: int, node: Node, body: bytes) -> bytes:
+        if code in (FSYNCDIR, RELEASEDIR):
+            return b""
+        if code not in (READ, READDIR, WRITE, FSYNC, FLUSH, RELEASE):
+            raise OSError(errno.ENOSYS, "not known here")
+        handle = self.handles[struct.unpack_from("<Q", body)[0]]
+        if code in (READ, READDIR):
+            _, at, size, _ = MOVE.unpack_from(body)
+            if code == READ:
+                return bytes(node.data[at : at + size])
+            return self.listing(node, at, size)
+        if code == WRITE:
+            _, at, size, _ = MOVE.unpack_from(body)
+            handle.written.append((at, body[40 : 40 + size]))
+            return struct.pack("<II", size, 0)
+        if code == FSYNC and not self.fails(handle):
+            for at, data in handle.written:
+                node.data.extend(bytes(max(0, at - len(node.data))))
+                node.data[at : at + len(data)] = data
+            handle.written.clear()
+        if code == FLUSH and self.fails(handle):
+            raise OSError(errno.EIO, "the store did not take it")
+        if code in (FLUSH, RELEASE):
+            handle.written.clear()
+        return b""
+
+    @staticmethod
+    def listing(node: Node, at: int, size: int) -> bytes:
+        found = b""
+        for place, (name, child) in enumerate(list(node.children.items())[at:], at + 1):
+            one = struct.pack("<QQII", child.number, place, len(name), stat.S_IFMT(child.mode) >> 12) + name
+            one += bytes(-len(one) % 8)
+            if len(found) + len(one) > size:
+                break
+            found += one
+        return found
+
+
+def main(point: str, failing: str) -> None:
+    device = os.open("/dev/fuse", os.O_RDWR)
+    libc = ctypes.CDLL(None, use_errno=True)
+    options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"
+    if libc.mount(b"buffers", point.encode(), b"fuse", 0, options.encode()) != 0:
+        raise OSError(ctypes.get_errno(), "cannot mount", point)
+    print("mounted", flush=True)
+    tree = Tree(failing)
+    while True:
+        try:
+            request = os.read(device, 1 << 18)
+        except OSError as error:
+            if error.errno == errno.ENODEV:  # unmounted
+                return
+            if error.errno in (errno.EINTR, errno.ENOENT):
+                continue
+            raise
+        _, code, unique, number, *_ = HEADER.unpack_from(request)
+        if code in UNANSWERED:
+            continue
+        try:
+            status, answer = 0, tree.answer(code, number, request[HEADER.size :])
+        except OSError as error:
+            status, answer = -(error.errno or errno.EIO), b""
+        os.write(device, struct.pack("<IiQ", 16 + len(answer), status, unique) + answer)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
