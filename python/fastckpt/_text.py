@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -28,6 +29,12 @@ _KNOWN = 5000
 
 #: A cell that is longer stands out of its column, and does not widen it: one long name would pad every other row.
 _WIDEST = 100
+
+
+def natural(name: str) -> tuple[object, ...]:
+    """A key that sorts names as people do: ``step-900`` before ``step-1000``."""
+    parts = re.split("([0-9]+)", name)
+    return (*(int(part) if index % 2 else part for index, part in enumerate(parts)), name)
 
 
 def visible(text: str) -> str:

@@ -142,7 +142,10 @@ class Every:
 
 
 class Younger:
-    """Keeps the checkpoints whose save began less than ``age`` ago: seconds, or a string with a unit (``"2h"``)."""
+    """Keeps those whose save began less than ``age`` before that of the newest: seconds, or ``"2h"``.
+
+    What removes may have another clock than what saved, and a run that stands still does not age.
+    """
 
     __slots__ = ("age",)
 
@@ -151,7 +154,8 @@ class Younger:
 
     def kept(self, saved: Sequence[Saved], now: float) -> set[int]:
         """The steps that must stay."""
-        return {one.step for one in saved if now - one.created < self.age}
+        end = min(now, saved[-1].created) if saved else now
+        return {one.step for one in saved if end - one.created < self.age}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Younger) and self.age == other.age

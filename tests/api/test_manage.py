@@ -24,7 +24,7 @@ def run(tmp_path):
 
 def test_checkpoints_are_listed_with_what_their_manifests_say(run):
     found = fastckpt.list(run)
-    assert [one.name for one in found] == ["step-1", "step-10", "step-2"]
+    assert [one.name for one in found] == ["step-1", "step-2", "step-10"]
     for one in found:
         assert isinstance(one, fastckpt.ListedCheckpoint)
         assert one.path == str(run / one.name)

@@ -71,8 +71,8 @@ def test_silent_without_configured_logging(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threads": 0}, "save: threads must be None or an int from 1 to 1024, not 0"),
-        ({"threads": 1025}, "threads must be"),
+        ({"threads": 0}, "save: threads must be None or an int from 1 to 24, not 0"),
+        ({"threads": 25}, "threads must be"),
         ({"shard_size": 2**63}, "shard_size must be"),
         ({"threads": True}, "threads must be"),
         ({"threads": 1.5}, "threads must be"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import logging
 import math
@@ -41,7 +42,7 @@ def run(steps, losses=None):
         (keep.Every(steps=300), {0, 300, 600, 900}),
         (keep.Every(time="3min"), {0, 300, 600, 900}),
         (keep.Every(time=200), {0, 400, 800}),
-        (keep.Younger("2min"), {900}),
+        (keep.Younger("2min"), {800, 900}),
         (keep.Steps(100, 150, 900), {100, 900}),
     ],
 )
@@ -50,6 +51,18 @@ def test_each_policy_keeps_what_it_says(policy, kept):
     if policy == keep.Best(2, "loss"):
         losses[500] = 2.0
     assert policy.kept(run(range(0, 1000, 100), losses), now=9 * MINUTE + 60) == kept
+
+
+@pytest.mark.parametrize("now", [0.0, 9 * MINUTE, 24 * 60 * MINUTE, 1e12])
+def test_ages_go_by_the_newest_and_not_by_the_clock_of_who_removes(now):
+    saved = run(range(0, 1000, 100))
+    assert keep.Younger("150s").kept(saved, now) >= {700, 800, 900}
+    assert keep.Younger("150s").kept([], now) == set()
+    # Of a host whose clock is ahead, and saved before.
+    ahead = dataclasses.replace(saved[5], created=24 * 60 * MINUTE)
+    assert keep.Younger("150s").kept([*saved[:5], ahead, *saved[6:]], now) >= {500, 700, 800, 900}
+    if now >= 9 * MINUTE:
+        assert keep.Younger("150s").kept(saved, now) == {700, 800, 900}
 
 
 def test_policies_keep_any_of_what_they_want_and_say_why():

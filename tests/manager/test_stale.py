@@ -77,7 +77,8 @@ def test_the_share_that_changed_is_recorded(tmp_path):
         assert shares[1:3] == [{"model": 0.25, "optimizer": 1.0}] * 2
     with fastckpt.open(manager.path(4)) as checkpoint:
         # Of the save before: its own is known when its manifest is written.
-        assert checkpoint.metadata["lineage"]["changed"] == {"model": 0.25, "optimizer": 1.0}
+        noted = checkpoint.metadata["lineage"]
+        assert (noted["changed_of"], noted["changed"]) == (3, {"model": 0.25, "optimizer": 1.0})
 
 
 def test_no_data_is_read(tmp_path):

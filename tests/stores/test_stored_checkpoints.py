@@ -243,7 +243,7 @@ def test_listing(run, saved):
     bad, *good = fastckpt.list(run)
     assert bad.name == "bad"
     assert "does not begin as a manifest" in bad.damage
-    assert [one.name for one in good] == ["step-100", "step-20", "step-3"]
+    assert [one.name for one in good] == ["step-3", "step-20", "step-100"]
     (local,) = fastckpt.list(saved[0].parent)
     for one in good:
         assert (one.path, one.bytes, one.damage) == (f"{run}/{one.name}", local.bytes, None)

@@ -272,7 +272,7 @@ def test_every_rank_shows_in_the_monitor_while_it_runs(where):
         (["--target", "best"], "give light, medium, high, GB/s per GPU"),
         (["--target", "0"], "is not a target"),
         (["--io", "fast"], "--io: invalid choice: 'fast'"),
-        (["--threads", "1025"], "--threads must be from 1 to 1024"),
+        (["--threads", "25"], "--threads must be from 1 to 24"),
         (["--workload", "llama4"], "--workload must be one of llama3-8b"),
         (["--workload", "llama3-8b", "--ranks", "9"], "has 8 processes"),
         (["--workload", "llama3-8b", "--size", "1GB"], "give --size or --workload, not both"),

@@ -211,3 +211,47 @@ def test_the_exit_code_tells_of_differences_if_it_is_asked_to(tmp_path, other, s
     command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
     assert cli.main(command) == 0
     assert cli.main([*command, "--exit-code"]) == status
+
+
+def training(step, *, weights=True, moments=True):
+    return {
+        "model": {"w": np.full(100, step if weights else 0, np.float32), "frozen": np.zeros(300, np.float32)},
+        "optimizer": {"exp_avg": np.full(50, step if moments else 0, np.float32), "step": np.float32(step)},
+        "rng": np.full(16, step, np.uint8),
+        "step": step,
+    }
+
+
+@pytest.mark.parametrize(
+    ("after", "shares", "still"),
+    [
+        (training(2), {"model": 0.25, "optimizer": 1.0}, []),
+        (training(2, weights=False), {"model": 0.0, "optimizer": 1.0}, ["model"]),
+        (training(2, moments=False), {"model": 0.25, "optimizer": 0.0}, ["optimizer"]),
+        (training(2, weights=False, moments=False), {"model": 0.0, "optimizer": 0.0}, ["model", "optimizer"]),
+    ],
+)
+def test_a_pipeline_expects_a_change_of_what_is_trained(tmp_path, capsys, after, shares, still):
+    """What counts steps, and generators of random numbers, change also where nothing is trained."""
+    fastckpt.save(training(0), tmp_path / "a")
+    fastckpt.save(after, tmp_path / "b")
+    command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
+    assert cli.main(command) == 0
+    capsys.readouterr()
+    assert cli.main([*command, "--expect-change", "--json"]) == int(bool(still))
+    assert json.loads(capsys.readouterr().out)["shares"] == shares
+    assert cli.main([*command, "--expect-change"]) == int(bool(still))
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.endswith("has changed")] == [
+        f"no tensor of the {one} has changed" for one in still
+    ]
+    assert cli.main([*command, "--expect-change", "--exit-code"]) == 2
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+def test_where_nothing_is_trained_any_tensor_is_a_change(tmp_path, capsys):
+    for name, state in {"a": [np.zeros(2, int), 1], "b": [np.zeros(2, int), 2], "c": [np.ones(2, int), 2]}.items():
+        fastckpt.save({"x": state}, tmp_path / name)
+    assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--expect-change"]) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == "no tensor of the state has changed"
+    assert cli.main(["diff", str(tmp_path / "b"), str(tmp_path / "c"), "--expect-change"]) == 0

@@ -11,7 +11,7 @@ import pytest
 
 import fastckpt
 from fastckpt import keep
-from fastckpt._tools import cli
+from fastckpt._tools import cli, runs
 
 
 @pytest.fixture
@@ -42,8 +42,8 @@ def test_runs_says_what_is_there_and_why_it_stays(run, capsys):
     assert document["bytes"] == sum(one["bytes"] for one in document["checkpoints"])
     assert cli.main(["runs", str(run), "--keep", "last=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "created", "size", "shared", "GB/s", "metrics", "kept", "for"]
-    assert lines[1].endswith("loss 1.5  nothing")
+    assert lines[0].split() == ["step", "created", "size", "shared", "GB/s", "metrics", "changed", "kept", "for"]
+    assert lines[1].split()[-3:] == ["loss", "1.5", "nothing"]
     assert lines[4].endswith("pinned")
     assert lines[-1].startswith("6 checkpoints, ")
 
@@ -120,6 +120,65 @@ def test_one_failed_removal_does_not_stop_the_rest(run, capsys):
     (run / "step-00000001" / "notes").mkdir()
     status, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
     assert (status, document["removed"], len(document["failures"])) == (1, [2, 3, 5], 1)
+
+
+def test_the_share_that_changed_is_a_column(tmp_path, capsys):
+    with fastckpt.Manager(tmp_path, stale="ignore") as manager:
+        for step, weight in enumerate((1, 2, 2), 1):
+            state = {"w": np.full(10, weight, np.float32), "frozen": np.zeros(30, np.float32)}
+            manager.save(step, {"model": state, "optim": {"m": np.full(10, step, np.float32)}})
+            manager.wait()
+    _, document = command(capsys, "runs", tmp_path)
+    shares = [{}, {"model": 0.25, "optimizer": 1.0}, {"model": 0.0, "optimizer": 1.0}]
+    assert [one["changed"] for one in document["checkpoints"]] == shares
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "model 25 %, optimizer 100 %" in lines[2]
+    assert "model 0 %, optimizer 100 %" in lines[3]
+
+
+def test_the_shares_of_a_run_in_a_store_are_those_that_later_steps_know(tmp_path, capsys):
+    url = f"memory://{tmp_path.name}/run"
+    with fastckpt.Manager(tmp_path, remote=url, stale="ignore") as manager:
+        for step, weight in enumerate((1, 2, 2, 3), 1):
+            manager.save(step, {"model": np.full(10, weight, np.float32)}, {"loss": 0.5})
+            manager.wait()
+    _, document = command(capsys, "runs", url)
+    assert [one["changed"] for one in document["checkpoints"]] == [{}, {"model": 1.0}, {"model": 0.0}, {}]
+    assert document["checkpoints"][0]["metrics"] == {"loss": 0.5}
+
+
+def test_names_without_zeros_are_found_in_the_order_of_their_steps(tmp_path, capsys):
+    for name in ("step-1000", "step-900", "step-10000", "final", "epoch-2"):
+        fastckpt.save({"a": 1}, tmp_path / name)
+    _, document = command(capsys, "runs", tmp_path)
+    assert [one["step"] for one in document["checkpoints"]] == [900, 1000, 10000]
+    assert document["others"] == ["epoch-2", "final"]
+    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "under other names: epoch-2, final"
+    assert cli.main(["runs", str(tmp_path), "--name", "step-{step:08d}"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"there is no checkpoint in {tmp_path} with the name of a step"
+    assert "step-1000" in lines[1]
+    _, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--remove")
+    assert document["removed"] == [900]
+    assert [one.name for one in fastckpt.list(tmp_path)] == ["epoch-2", "final", "step-1000", "step-10000"]
+
+
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        ([], "step-{step:08d}"),
+        (["final"], "step-{step:08d}"),
+        (["step-00000900", "step-123456789"], "step-{step:08d}"),
+        (["step-0", "step-10"], "step-{step}"),
+        (["007"], "{step:03d}"),
+        (["{a}7.ckpt", "{a}9.ckpt", "b1"], "{{a}}{step}.ckpt"),
+        (["gpt-2-100", "gpt-2-900"], "gpt-2-{step}"),
+    ],
+)
+def test_the_names_of_a_run_are_those_that_most_have(names, form):
+    assert runs._form_of(names) == form
 
 
 def test_other_names_and_nothing(tmp_path, capsys):

@@ -3,19 +3,34 @@
 from __future__ import annotations
 
 import builtins
+import contextlib
+import errno
+import os
+import re
+from collections.abc import Collection
+from pathlib import Path
 from typing import cast
 
 from fastckpt import _core
 from fastckpt._core import Leftover, ListedCheckpoint
 from fastckpt._paths import AnyPath, is_url, path_of
+from fastckpt._portable.listing import is_ours
 from fastckpt._stores.urls import place_of
+from fastckpt._text import natural
+from fastckpt.exceptions import CorruptCheckpointError
 
 from . import in_flight
+from .checkpoint import Checkpoint
 
 __all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remove_leftover"]
 
 
-def remove(path: AnyPath, *, everything: bool = False) -> None:
+#: What a file system makes of a file that is removed while a process has it open, and what a killed save leaves.
+_REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
+_OWN = {"fastckpt.json", "model.safetensors.index.json"}
+
+
+def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = ()) -> None:
     """Remove the checkpoint at ``path``.
 
     It loses its name in one durable step, and its files after that: half of it is never visible. If the process is
@@ -29,6 +44,7 @@ def remove(path: AnyPath, *, everything: bool = False) -> None:
             asynchronous save to it in flight is waited for.
         everything: also remove other plain files in it, such as a ``config.json`` laid beside the shards. By default
             they make this an error, which names the first. Directories and links in it always do.
+        files: names of further files that belong to it, those that ``files=`` of its save has put there.
 
     Raises:
         FileNotFoundError: there is nothing at ``path``.
@@ -41,14 +57,41 @@ def remove(path: AnyPath, *, everything: bool = False) -> None:
     if is_url(target):
         from fastckpt._stores import checkpoints  # noqa: PLC0415 - for a URL alone
 
-        checkpoints.remove(target, everything=bool(everything))
+        checkpoints.remove(target, everything=bool(everything), files=files)
         return
     in_flight.wait_for_path(target)
+    if files:
+        if not everything and (found := strange_in(target, files)):
+            why = f"remove: it holds `{found[0]}`, which is not part of it: move that elsewhere"
+            raise OSError(errno.ENOTEMPTY, why, target)
+        for name in files:
+            with contextlib.suppress(FileNotFoundError):
+                Path(target, name).unlink()
     _core.remove(target, bool(everything))
 
 
+def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
+    """What others have put into the checkpoint at a path, by name.
+
+    Args:
+        path: its directory.
+        files: the names of what ``files=`` has put there.
+
+    Raises:
+        NotACheckpointError: it is none.
+        OSError: it cannot be read.
+    """
+    own: set[str] | None = None
+    # What a damaged one has that is its own goes by the names.
+    with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
+        own = _OWN.union(name.partition("/")[0] for name in checkpoint.shards)
+    with os.scandir(path) as entries:
+        names = {entry.name for entry in entries if not _REMNANT(entry.name)}
+    return sorted(names.difference(own if own is not None else {name for name in names if is_ours(name)}, files))
+
+
 def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
-    """List the checkpoints in ``directory``, sorted by name.
+    """List the checkpoints in ``directory``, sorted by name, ``step-900`` before ``step-1000``.
 
     A checkpoint that is being written is not listed, nor is one below a symbolic link. Of each the manifest is read,
     and the lengths of its files are looked at; ``verify`` compares contents.
@@ -66,8 +109,10 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
     if is_url(place):
         from fastckpt._stores import checkpoints  # noqa: PLC0415 - for a URL alone
 
-        return cast("builtins.list[ListedCheckpoint]", checkpoints.list_checkpoints(place))
-    return _core.list_checkpoints(place)
+        found = cast("builtins.list[ListedCheckpoint]", checkpoints.list_checkpoints(place))
+    else:
+        found = _core.list_checkpoints(place)
+    return sorted(found, key=lambda one: natural(one.name))
 
 
 def leftovers(directory: AnyPath) -> builtins.list[Leftover]:

@@ -17,7 +17,8 @@ _ENGINES = get_args(Engine)
 _DEVICE_ENGINES = get_args(DeviceEngine)
 _FRAMEWORKS = get_args(Framework)
 _UNKNOWN = get_args(Unknown)
-_MOST_THREADS = 1024
+#: What the memory for staging is enough for: the core runs no more.
+_MOST_THREADS = 24
 _MOST_NICE = 19
 
 

@@ -66,8 +66,9 @@ class Aftermath:
         self._stale = stale
         #: The last step that was saved or restored, and where it lies, or its checksums.
         self._before: tuple[int, str | Sums] | None = None
-        #: What has changed with the last save; what was not as it should be, for the report; and not yet raised.
-        self.changed: dict[str, float] = {}
+        #: The last step that was compared with the one before, and the share of each group that has changed.
+        self.changed: tuple[int | None, dict[str, float]] = None, {}
+        #: What was not as it should be, for the report; and not yet raised.
         self.said: str | None = None
         self._alarm: str | None = None
         #: What copies checkpoints to the remote tier.
@@ -165,13 +166,14 @@ class Aftermath:
             if before is None or step <= before[0]:
                 return
             since, sums = before
-            self.changed = changed(sums_of(sums) if isinstance(sums, str) else sums, now)
+            shares = changed(sums_of(sums) if isinstance(sums, str) else sums, now)
         except (CheckpointError, OSError) as error:
             logger.debug("%s: not compared with the one before: %s", path, error)
             return
+        self.changed = step, shares
         for entry in self._catalogue.entries([step]).values():
-            self._catalogue.add(entry._replace(saved=replace(entry.saved, changed=self.changed)))
-        self.said = None if self._stale == "ignore" else alarm(path, since, now, self.changed)
+            self._catalogue.add(entry._replace(saved=replace(entry.saved, changed=shares)))
+        self.said = None if self._stale == "ignore" else alarm(path, since, now, shares)
         if self.said is not None:
             self._alarm = self.said
             logger.warning("%s", self.said)

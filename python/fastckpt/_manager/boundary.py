@@ -159,8 +159,9 @@ class Boundary(Run):
 
     def _plan(self, step: int) -> dict[str, Any]:
         """What a save of a step is to note of its place in the run."""
-        noted = {"files": sorted(self._calls.options.get("files") or ()), "changed": self._aftermath.changed}
-        return {**self._history.plan(step), **noted}
+        files = sorted(self._calls.options.get("files") or ())
+        of, shares = self._aftermath.changed
+        return {**self._history.plan(step), "files": files, "changed_of": of, "changed": dict(shares)}
 
     def _plan_first(self, step: int) -> dict[str, Any]:
         """Likewise, where there is time to look at what is there."""

@@ -18,10 +18,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from fastckpt._api.checkpoint import Checkpoint
-from fastckpt._api.manage import leftovers, remove, remove_leftover
-from fastckpt._portable.listing import is_ours
-from fastckpt.exceptions import CorruptCheckpointError
+from fastckpt._api.manage import leftovers, remove, remove_leftover, strange_in
 
 LATEST = "latest"
 #: A file of the run that is about to get its name.
@@ -29,11 +26,9 @@ _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
 #: How often a writer whose file was swept writes it again.
 _TURNS = 100
 PIN = ".pin"
-MANIFEST, INDEX = "fastckpt.json", "model.safetensors.index.json"
+MANIFEST = "fastckpt.json"
 #: Behind the name of a checkpoint that was removed: what others had put into it.
 FOREIGN = ".foreign"
-#: What a file system makes of a file that is removed while a process has it open, and what a killed save leaves.
-_REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 
 #: What tells a checkpoint from another one under the same name.
 Identity: TypeAlias = tuple[int, int, int]
@@ -165,12 +160,7 @@ class Directory:
             OSError: it cannot be removed, or something was put into it at this moment; FileNotFoundError: it is gone.
         """
         path = self.path_of(step)
-        own: set[str] | None = None
-        with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
-            own = {MANIFEST, INDEX, *(name.partition("/")[0] for name in checkpoint.shards)}
-        with os.scandir(path) as entries:
-            names = {entry.name for entry in entries if not _REMNANT(entry.name)}
-        strange = sorted(names.difference(own if own is not None else {name for name in names if is_ours(name)}, files))
+        strange = strange_in(path, files)
         aside = path + FOREIGN
         if strange:
             # That of an earlier checkpoint of this step may still be there.
@@ -181,11 +171,8 @@ class Directory:
                 Path(path, name).rename(Path(aside, name))
             _sync(aside)
             self._sync()
-        for name in files:
-            with contextlib.suppress(FileNotFoundError):
-                Path(path, name).unlink()
-        # All but its own keeps it.
-        remove(path)
+        # What comes at this moment keeps it.
+        remove(path, files=files)
         return f"{', '.join(strange)} lie in {aside}" if strange else ""
 
     def write_latest(self, step: int) -> None:

@@ -21,14 +21,14 @@ _is_moment = re.compile(r"(?:^|\.)opt(?:im[^.]*|s)?\.", re.IGNORECASE).search
 _SHOWN = 3
 
 
-def sums_of(path: str) -> Sums:
-    """The checksums of the weights and of the optimizer's moments in a checkpoint.
+def sums_of(path: str, operation: str = "save") -> Sums:
+    """The checksums of the weights and of the optimizer's moments in a checkpoint, read for an operation.
 
     Raises:
         CheckpointError: it is damaged, or none.
         OSError: it cannot be read.
     """
-    reader = open_reader("save", path)
+    reader = open_reader(operation, path)
     shards = [shard.file for shard in reader.shards()]
     found: dict[str, dict[str, tuple[int, int]]] = {"model": {}, "optimizer": {}}
     for index, tensor in enumerate(reader.tensors()):

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fastckpt
+from fastckpt._manager.stale import changed, sums_of
 from fastckpt._text import count, table
 
 from .places import place
@@ -56,12 +57,16 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "diff",
         "show which tensors of two checkpoints differ, and by how much",
         "Tensors are compared by name and value: +0 and -0 are equal, and nan equals nan. Every byte that is read is "
-        "verified.",
+        "verified. Exits with 0 whether they differ or not, unless one of these is given:",
     )
     parser.add_argument("path", metavar="A", type=place, help="a checkpoint: its directory or URL")
     parser.add_argument("other", metavar="B", type=place, help="another one")
-    parser.add_argument(
-        "--exit-code", action="store_true", help="exit with 1 if they differ, as diff does; else with 0"
+    status = parser.add_mutually_exclusive_group()
+    status.add_argument("--exit-code", action="store_true", help="exit with 1 if they differ, as diff does")
+    status.add_argument(
+        "--expect-change",
+        action="store_true",
+        help="exit with 1 if no weight has changed, or no moment of the optimizer: training stands still",
     )
 
 
@@ -84,8 +89,15 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
                 for name, before, after in _values(first.structure, second.structure)
             ],
         }
+    lines = _lines(document)
+    if options.expect_change:
+        document["shares"] = shares = changed(*(sums_of(document[key], "diff") for key in ("path", "other")))
+        still = [group for group, share in shares.items() if not share]
+        if not shares and not document["changed"]:
+            still = ["state"]
+        return int(bool(still)), document, [*lines, *(f"no tensor of the {group} has changed" for group in still)]
     differ = any(document[key] for key in ("changed", "removed", "added", "values"))
-    return int(options.exit_code and differ), document, _lines(document)
+    return int(options.exit_code and differ), document, lines
 
 
 def compare(first: fastckpt.Checkpoint, second: fastckpt.Checkpoint, name: str) -> Difference | None:

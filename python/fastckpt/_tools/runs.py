@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import errno
 import math
 import os
 import re
@@ -12,14 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
-from fastckpt._text import count, size, table
+from fastckpt._text import count, natural, size, table, visible
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 from .places import place
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fastckpt.keep import Policy, Saved
 
@@ -48,7 +47,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
             help=f"what to keep, may be repeated: {_POLICIES}; by default what the run's manager keeps",
         )
         parser.add_argument(
-            "--name", metavar="FORMAT", default="step-{step:08d}", help="the names of checkpoints (%(default)s)"
+            "--name", metavar="FORMAT", help="the names of checkpoints, such as step-{step:08d}; by default as they are"
         )
     prune.add_argument("--remove", action="store_true", help="remove it; without this nothing is changed")
 
@@ -58,6 +57,7 @@ class _Found:
     """A run, and why each of its checkpoints stays."""
 
     manager: fastckpt.Manager
+    others: list[str]
     steps: list[int]
     saved: dict[int, Saved]
     why: dict[int, list[str]]
@@ -72,9 +72,12 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
         raise FileNotFoundError(2, os.strerror(2), path)
     try:
         keep = None if options.keep is None else [fastckpt.keep.parse(text) for text in options.keep]
-        manager = fastckpt.Manager(path, keep=keep, name=options.name, read_only=True)
+        names = [one.name for one in options.path.iterdir() if (one / "fastckpt.json").exists()]
+        form = options.name or _form_of(names)
+        manager = fastckpt.Manager(path, keep=keep, name=form, read_only=True)
         saved = {one.step: one for one in manager.saved()}
-        return _Found(manager, manager.steps(), saved, manager.kept(), manager.policies)
+        others = [name for name in names if not name.startswith(".") and _step_of(name, form) is None]
+        return _Found(manager, others, manager.steps(), saved, manager.kept(), manager.policies)
     except ValueError as error:
         raise ValueError(f"{operation} {path}: {error}") from None
 
@@ -99,33 +102,33 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     listed: list[dict[str, Any]] = []
     for step in found.steps:
         path = found.manager.path(step)
+        one, speed, damage = found.saved.get(step), None, None
         try:
             with fastckpt.open(path) as checkpoint:
-                speed: float | None = checkpoint.origin.gigabytes_per_second
-                damage = None
+                speed = checkpoint.origin.gigabytes_per_second
             files = _files(path)
         except (CheckpointError, OSError) as error:
-            speed, damage, files = None, str(error), {}
-        shared = sum(length for file, length in files.items() if file in everything)
-        everything |= files
-        one = found.saved.get(step)
+            damage, files = str(error), {}
         listed.append(
             {
                 "step": step,
                 "path": path,
                 "created": None if one is None else one.created,
                 "bytes": sum(files.values()),
-                "shared_bytes": shared,
+                "shared_bytes": sum(length for file, length in files.items() if file in everything),
                 "gigabytes_per_second": speed,
                 "metrics": {} if one is None else dict(one.metrics),
+                "changed": {} if one is None else dict(one.changed),
                 "kept": found.why.get(step, []),
                 "damage": damage,
             }
         )
+        everything |= files
     document = {
         "path": found.manager.directory,
         "keep": [str(policy) for policy in found.policies],
         "checkpoints": listed,
+        "others": sorted(found.others, key=natural),
         "bytes": sum(everything.values()),
     }
     return 0, document, _shown(document)
@@ -146,18 +149,23 @@ def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], lis
     if options.keep is not None:
         raise ValueError(f"runs {options.path}: --keep is for a directory")
     listed: list[dict[str, Any]] = []
-    for one in fastckpt.list(options.path):
-        step = _step_of(one.name, options.name)
+    found = fastckpt.list(options.path)
+    form = options.name or _form_of([one.name for one in found])
+    others, changed = [], {}
+    for one in found:
+        step = _step_of(one.name, form)
         if step is None:
+            others.append(one.name)
             continue
         metrics, speed = {}, None
         if one.damage is None:
             with fastckpt.open(one.path) as checkpoint:
-                speed = checkpoint.origin.gigabytes_per_second
-                metadata = checkpoint.metadata
-            given = metadata.get("metrics") if isinstance(metadata, dict) else None
-            if isinstance(given, dict):
-                metrics = {str(name): float(value) for name, value in given.items() if isinstance(value, (int, float))}
+                speed, metadata = checkpoint.origin.gigabytes_per_second, checkpoint.metadata
+            metrics = _numbers(metadata, "metrics")
+            # Each knows how much changed with the one before it.
+            noted = metadata.get("lineage") if isinstance(metadata, dict) else None
+            if isinstance(noted, dict):
+                changed[noted.get("changed_of")] = _numbers(noted, "changed")
         listed.append(
             {
                 "step": step,
@@ -167,14 +175,24 @@ def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], lis
                 "shared_bytes": 0,
                 "gigabytes_per_second": speed,
                 "metrics": metrics,
+                "changed": {},
                 "kept": [],
                 "damage": one.damage,
             }
         )
     listed.sort(key=lambda one: int(one["step"]))
+    for entry in listed:
+        entry["changed"] = changed.get(entry["step"], {})
     total = sum(one["bytes"] for one in listed)
-    document = {"path": options.path, "keep": None, "checkpoints": listed, "bytes": total}
+    document = {"path": options.path, "keep": None, "checkpoints": listed, "others": others, "bytes": total}
     return 0, document, _shown(document)
+
+
+def _numbers(metadata: Any, name: str) -> dict[str, float]:
+    given = metadata.get(name) if isinstance(metadata, dict) else None
+    if not isinstance(given, dict):
+        return {}
+    return {str(name): float(value) for name, value in given.items() if isinstance(value, (int, float))}
 
 
 def _step_of(name: str, form: str) -> int | None:
@@ -186,40 +204,57 @@ def _step_of(name: str, form: str) -> int | None:
         raise ValueError(f"runs: --name must be a format such as step-{{step:08d}}, not {form!r}") from None
 
 
+def _form_of(names: Sequence[str]) -> str:
+    """The format that most of these names of checkpoints have, by the last number in each."""
+    forms: dict[tuple[str, str], list[str]] = {}
+    for name in names:
+        found = re.fullmatch("(|[^.].*?)([0-9]+)([^0-9]*)", name)
+        if found is not None:
+            before, digits, after = found.groups()
+            forms.setdefault((before, after), []).append(digits)
+    if not forms:
+        return "step-{step:08d}"
+    (before, after), numbers = max(forms.items(), key=lambda one: len(one[1]))
+    padded = [len(digits) for digits in numbers if digits.startswith("0") and digits != "0"]
+    field = f"{{step:0{min(padded)}d}}" if padded else "{step}"
+    before, after = (text.replace("{", "{{").replace("}", "}}") for text in (before, after))
+    return f"{before}{field}{after}"
+
+
 def _lines(document: dict[str, Any]) -> list[str]:
+    others = document["others"]
+    more = [f"under other names: {', '.join(map(visible, others))}"] if others else []
     if not document["checkpoints"]:
-        return [f"there is no checkpoint in {document['path']}"]
-    rows: list[tuple[str, ...]] = [("step", "created", "size", "shared", "GB/s", "metrics", "kept for")]
+        return [f"there is no checkpoint in {document['path']}{' with the name of a step' if others else ''}", *more]
+    rows: list[tuple[str, ...]] = [("step", "created", "size", "shared", "GB/s", "metrics", "changed", "kept for")]
     for one in document["checkpoints"]:
         metrics = ", ".join(f"{name} {value:.4g}" for name, value in one["metrics"].items())
         nothing = "nothing" if document["keep"] is not None else ""
         why = f"damaged: {one['damage']}" if one["damage"] else ", ".join(one["kept"]) or nothing
         speed = "" if one["gigabytes_per_second"] is None else f"{one['gigabytes_per_second']:.2f}"
         shared = size(one["shared_bytes"]) if one["shared_bytes"] else ""
-        rows.append((str(one["step"]), _when(one["created"]), size(one["bytes"]), shared, speed, metrics, why))
+        changed = ", ".join(f"{group} {_percent(share)}" for group, share in one["changed"].items())
+        about = _when(one["created"]), size(one["bytes"]), shared, speed, metrics, changed
+        rows.append((str(one["step"]), *about, why))
     lines = table(rows, right=(0, 2, 3, 4))
-    return [*lines, f"{count(len(document['checkpoints']), 'checkpoint')}, {size(document['bytes'])}"]
+    return [*lines, f"{count(len(document['checkpoints']), 'checkpoint')}, {size(document['bytes'])}", *more]
+
+
+def _percent(share: float) -> str:
+    """Nothing but 0 is ``0 %``: that is what is looked for."""
+    return "< 0.1 %" if 0 < share < 0.001 else f"{100 * share:.3g} %"  # noqa: PLR2004 - of what is shown
 
 
 def _when(created: float | None) -> str:
     return "" if created is None else dt.datetime.fromtimestamp(created).astimezone().strftime("%Y-%m-%d %H:%M")
 
 
-def _remove(path: str) -> None:
-    """Remove a checkpoint, with what ``files=`` of its manager has put beside it, and nothing else.
-
-    Raises:
-        OSError: it holds something else, or cannot be removed.
-    """
+def _files_of(path: str) -> list[str]:
+    """The names of what ``files=`` of a manager has put beside a checkpoint."""
     with fastckpt.open(path) as checkpoint:
         noted = checkpoint.metadata.get("lineage") if isinstance(checkpoint.metadata, dict) else None
-        given = {*noted["files"]} if isinstance(noted, dict) and isinstance(noted.get("files"), list) else set()
-        own = {"fastckpt.json", "model.safetensors.index.json", *(name.partition("/")[0] for name in checkpoint.shards)}
-    names = {each.name for each in Path(path).iterdir()}
-    strange = sorted(names - own - given)
-    if strange:
-        raise OSError(errno.ENOTEMPTY, f"it holds `{strange[0]}`, which is not part of it: move that elsewhere", path)
-    fastckpt.remove(path, everything=bool(given & names))
+    files = noted.get("files") if isinstance(noted, dict) else None
+    return [*map(str, files)] if isinstance(files, list) else []
 
 
 def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
@@ -242,7 +277,8 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     for step in go:
         try:
             if options.remove:
-                _remove(found.manager.path(step))
+                path = found.manager.path(step)
+                fastckpt.remove(path, files=_files_of(path))
             removed.append(step)
         except OSError as error:  # noqa: PERF203 - one does not stop the rest
             failures.append(str(error))

@@ -36,7 +36,7 @@ example:
 docs/bench.md explains every line of the output."""
 
 _OPTIONS = ("size", "ranks", "tensors", "workload", "scale", "rounds", "io", "threads")
-_MOST_RANKS, _MOST_TENSORS, _MOST_THREADS = 1024, 1_000_000, 1024
+_MOST_RANKS, _MOST_TENSORS, _MOST_THREADS = 1024, 1_000_000, 24
 
 
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
