@@ -2,10 +2,11 @@
 
 state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}   # DTensors and all
 fastckpt.distributed.save(state, "step-1000")            # called by every rank; the same files as one process writes
-state = fastckpt.distributed.load("step-1000", into=state)   # on as many ranks as there are now
+fastckpt.distributed.load("step-1000", into=state)       # on as many ranks as there are now
+model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
 
-``into=`` has its tensors filled and its objects restored where they are. Other values, as the step, are in what
-``load`` returns, and not in ``into``.
+``into=`` is updated in place and returned: tensors are filled, and values, as the step, are replaced. A module or an
+optimizer may stand in it in the place of its state, and is given that.
 
 The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of
 fastckpt's own; torch's collectives are not used, so training may go on beside it. Without a process group, one process
@@ -355,7 +356,8 @@ def load(  # noqa: PLR0913 - all by name
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
             which each rank reads what it wants.
-        into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them. Objects may stand in
+        into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them, and gets the values
+            of all ranks. Objects may stand in
             it, too: modules, and optimizers, whose state comes spread as their parameters are; to any other object
             its state is given with whole tensors. Ranks may want different tensors, as the stages of a pipeline do.
             With None every rank gets the whole state, in plain tensors.

@@ -374,15 +374,13 @@ def test_objects_with_keys_and_without_strictness(tmp_path):
     fastckpt.save(state, tmp_path / "c")
     training = everything("adam", seed=3)
     before = copy.deepcopy(states(training))
-    loaded = fastckpt.load(tmp_path / "c", into=training, exclude=["optimizer.*", "scheduler.*"])
-    assert list(loaded) == ["model", "epoch"]
+    assert fastckpt.load(tmp_path / "c", into=training, exclude=["optimizer.*", "scheduler.*"]) is training
     assert same(states(training), {**before, "model": state["model"]})
-    loaded = fastckpt.load(tmp_path / "c", into=training, keys="optimizer.*")
-    assert list(loaded) == ["optimizer"]
+    assert fastckpt.load(tmp_path / "c", into=training, keys="optimizer.*") is training
     assert same(states(training), {**state, "scheduler": before["scheduler"]})
     more = {**everything("adam", seed=4), "ema": Stateful(), "other": {"w": torch.zeros(2)}}
     more["model"].add_module("more", torch.nn.Linear(1, 1))
-    loaded, report = fastckpt.load(tmp_path / "c", into=more, strict=False, report=True)
+    _, report = fastckpt.load(tmp_path / "c", into=more, strict=False, report=True)
     assert report.missing == ("ema", "model.more.weight", "model.more.bias", "other.w")
     assert report.unexpected == ()
     assert same(more["optimizer"].state_dict(), state["optimizer"])

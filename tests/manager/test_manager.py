@@ -68,7 +68,8 @@ def test_a_restored_state_fills_what_it_is_given(tmp_path):
     found = fastckpt.Manager(tmp_path).restore(into=into, exclude="step")
     assert found.state["model"]["w"] is tensor
     assert (tensor == 2).all()
-    assert "step" not in found.state
+    assert found.state is into
+    assert into["step"] == 0
     assert fastckpt.Manager(tmp_path).restore(step=1).state["step"] == 1
     with pytest.raises(FileNotFoundError):
         fastckpt.Manager(tmp_path).restore(step=7)

@@ -232,6 +232,27 @@ def test_ranks_want_different_tensors(forge, tmp_path, io):
         assert told == ["RanksError", "StructureMismatchError"]
 
 
+def load_values(path):
+    rank = dist.get_rank()
+    into = {"w": torch.zeros(4), "step": 0, "groups": [{"lr": 0.0}], f"own{rank}": torch.zeros(1)}
+    groups, group = into["groups"], into["groups"][0]
+    assert distributed.load(path, into=into) is into
+    assert into["groups"] is groups
+    assert groups[0] is group
+    other = {**into, "more": 1, "w": torch.zeros(4)}
+    with pytest.raises(fastckpt.StructureMismatchError, match=r"\['more'\]: not in the checkpoint"):
+        distributed.load(path, into=other)
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in into.items()}
+
+
+def test_values_of_into_are_updated_in_place_on_every_rank(forge, tmp_path):
+    own = {f"own{rank}": torch.full((1,), float(rank)) for rank in range(2)}
+    fastckpt.save({"w": torch.ones(4), "step": 7, "groups": [{"lr": 0.5}], **own}, tmp_path / "c")
+    with forge.group(2) as group:
+        for rank, found in enumerate(group.run(load_values, tmp_path / "c")):
+            assert found == {"w": [1.0] * 4, "step": 7, "groups": [{"lr": 0.5}], f"own{rank}": [float(rank)]}
+
+
 def load_rows(path):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     full = {"m": torch.arange(235_611).to(torch.bfloat16), "z": torch.empty(0, 4), "a": torch.empty(3, 0)}

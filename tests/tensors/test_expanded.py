@@ -187,6 +187,11 @@ def test_a_dense_tensor_does_not_fit_one_that_is_expanded(tmp_path):
     fastckpt.save({"v": torch.ones(1)}, tmp_path / "c")
     with pytest.raises(StructureMismatchError, match="expanded in into, not in the checkpoint"):
         fastckpt.load(tmp_path / "c", into={"v": torch.zeros(1).expand(5)})
+    indices = torch.tensor([[0, 1]])
+    fastckpt.save({"v": torch.sparse_coo_tensor(indices, torch.ones(2), (3,))}, tmp_path / "c")
+    into = {"v": torch.sparse_coo_tensor(indices, torch.zeros(1).expand(2), (3,))}
+    with pytest.raises(StructureMismatchError, match=r"\['v'\]\.values: expanded in into.*: give a contiguous copy"):
+        fastckpt.load(tmp_path / "c", into=into)
 
 
 @pytest.mark.parametrize("framework", ["torch", "numpy"])

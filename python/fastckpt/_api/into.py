@@ -1,4 +1,4 @@
-"""Filling tensors that exist: ``load(path, into=state)`` compared with the checkpoint before anything is written."""
+"""Updating a state that exists: ``load(path, into=state)``, compared with the checkpoint before anything changes."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fastckpt._state.builders import StateBuilder, torch_for
+from fastckpt._state.builders import torch_for
 from fastckpt._state.flatten import Occurrence, canonical, flatten
-from fastckpt._state.select import Found, ends_of, find, leaves, locate, prune, without
-from fastckpt._state.unflatten import is_tensor, unflatten
+from fastckpt._state.in_place import update
+from fastckpt._state.select import Found, ends_of, entries, find, leaves, locate, prune, without
+from fastckpt._state.unflatten import is_tensor, parse, unflatten
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.dtypes import NUMPY_PREFIX, plain_name
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
 
 from .destinations import Whole
-from .objects import Owner, WithObjects
+from .objects import HOLE_TOKEN, Owner, WithObjects
 from .placement import can_cast
 
 if TYPE_CHECKING:
@@ -79,7 +80,7 @@ class Into:
         shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` says.
 
     Attributes:
-        missing: with ``strict`` unset, the names of what the checkpoint lacks.
+        missing: with ``strict`` unset, the names of what the checkpoint lacks, values too.
         unexpected: likewise, and with ``shared``, the names of what ``into`` lacks.
         unwanted: the numbers of those.
     """
@@ -184,7 +185,7 @@ class Into:
             The tokens that are left.
 
         Raises:
-            StructureMismatchError: they do not fit. It lists all differences.
+            StructureMismatchError: they do not fit, or ``into`` has other values. It lists all differences.
         """
         at = _inverse(origin)
         every = find(tokens, self.flat.places)
@@ -194,11 +195,17 @@ class Into:
         self._states(left, begins, selection)
         if selection.all or not renamed:
             self._extra({item.place for item in every}, selection)
+            self._extra_values(tokens, selection)
+        self._again(tokens, at)
         self._clashes()
         self._raise()
-        if self._dropped:
+        if chosen is not None or self._dropped:
             wanted = leaves(tokens) if chosen is None else chosen
-            left, origin = prune(tokens, without(tokens, wanted, self._dropped))
+            if self._dropped:
+                wanted = without(tokens, wanted, self._dropped)
+            # What is left of lists keeps its position, for that is where it goes in those of into.
+            ends = ends_of(tokens) if starts else []
+            left, origin = prune(tokens, wanted, HOLE_TOKEN, [(start, ends[start]) for start in starts.values()])
             before, at = at, _inverse(origin)
             gone = [tokens[position] for position in before if position not in at]
             numbers = dict.fromkeys(token[1] for token in gone if is_tensor(token))
@@ -261,7 +268,10 @@ class Into:
             mine = list(whole.value.shape)
             return None if mine == sizes else f"shape {sizes} in the checkpoint, {mine} in into, both expanded"
         if whole is not None and item.position not in self._bases:
-            return "expanded in into, not in the checkpoint"
+            return (
+                "expanded in into, not in the checkpoint: its elements share memory and cannot be filled: give a "
+                "contiguous copy of it"
+            )
         return self._tensor(item, given) if is_tensor(item.token) else self._whole(item, given)
 
     def _is_new(self, entry: _Entry) -> bool:
@@ -337,6 +347,40 @@ class Into:
                 self._lacking.add(1)
                 self._mismatches.append((last, f"{place}: not in the checkpoint"))
         self.missing = tuple(missing)
+
+    def _extra_values(self, tokens: list[Token], selection: Selection) -> None:
+        """What the checkpoint lacks beside tensors."""
+        places, mine = self.flat.places, parse(self.flat.structure())
+        own = {place for place in entries(mine, places) if place not in self.given}
+        lacking = own.difference(locate(tokens, places, own))
+        if not lacking:
+            return
+        for place, name in entries(mine, places, lacking).items():
+            if place in lacking and self._owner(self._owners, place)[0] is None and selection.takes(name):
+                self.missing = (*self.missing, name)
+                if self.strict:
+                    self._mismatches.append((len(tokens), f"{place}: not in the checkpoint"))
+
+    def _again(self, tokens: list[Token], at: Mapping[int, int] | range) -> None:
+        """Note containers that stand at several places of ``into``, where the checkpoint has different values there."""
+        again = [pair for pair in self.flat.again if all(self._owner(self._owners, place)[0] is None for place in pair)]
+        starts = locate(tokens, self.flat.places, {place for pair in again for place in pair}) if again else {}
+        ends = ends_of(tokens) if starts else []
+        for first, place in again:
+            if first not in starts or place not in starts:
+                continue
+            one, other = (
+                # Which tensors they are is compared one by one.
+                [token[0] if is_tensor(token) else token for token in tokens[starts[each] : ends[starts[each]]]]
+                for each in (first, place)
+            )
+            if one != other and starts[place] in at and starts[first] in at:
+                self._mismatches.append(
+                    (
+                        starts[place],
+                        f"{place}: another value than at {first} in the checkpoint, the same object in into",
+                    )
+                )
 
     def _mismatch(self, item: Found, reason: str) -> None:
         self._mismatches.append((item.position, f"{item.place}: {reason}"))
@@ -453,7 +497,7 @@ class Into:
                 "an optimizer that has not stepped has no tensors yet: pass the optimizer itself, not its state_dict()"
             )
         return (
-            'give a state with the same tensors, or choose those that it has, as in keys="model.*", '
+            'give a state with the same tensors and values, or choose those that it has, as in keys="model.*", '
             "or leave out what only one side has with strict=False"
             + (", or make keys the same with strip_prefix= or rename=" if self._lacking == {0, 1} else "")
             + (", or cast floating-point tensors with dtype=" if self._castable else "")
@@ -524,7 +568,7 @@ class Into:
             self.targets.ask_strided(index, value, self._layout(value)[1], whole)
 
     def build(self, tokens: list[Token]) -> Any:
-        """Once all has been read: the state of ``tokens``, which :meth:`match` left, with the objects in their places.
+        """Once all has been read: ``into``, with the state of ``tokens``, which :meth:`match` left.
 
         Raises:
             CheckpointError: an object refused its state.
@@ -533,13 +577,11 @@ class Into:
             # Autograd must know.
             torch_for("a torch tensor").changed(self.filled)
         framework, values, composed = self.targets.framework, self.targets.values(), self._composed.values()
-        if not self._regions:
-            return unflatten(tokens, StateBuilder(framework, values, composed, types=self.types))
         builder = WithObjects(framework, values, composed, self.types, tokens, self._regions)
         state = unflatten(builder.tokens, builder)
         for owner, own in builder.states:
             owner.give(own)
-        return state
+        return update(self.into, state, exact=self.strict)
 
 
 def _holds_fresh_optimizer(into: Any) -> bool:

@@ -95,26 +95,32 @@ def load(  # noqa: PLR0913 - all by name
     Args:
         path: the checkpoint's directory, or its URL in an object store: ``s3://``, ``gs://``, ``az://``, ``memory://``
             (docs/stores.md), read in parallel ranges.
-        into: a state of the same structure. Its tensors and arrays, on whatever device, are filled in place and stand
-            in the result; everything else comes from the checkpoint. Objects may stand in it, too: of a module, its
+        into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
+            device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
+            the checkpoint; what cannot be changed (a number, a tuple, a frozen dataclass) is replaced in what holds it,
+            and so is a container where the checkpoint has another type. A list gets the length that it had. Values that
+            only the checkpoint has are added. Objects may stand in it, too: of a module, its
             Parameters and buffers are filled in place, and ``load_state_dict`` gets the state if it does more than to
             copy them (hooks, overrides, an extra state); an optimizer, also one
-            that has not stepped, and whatever else has ``load_state_dict`` is given the state that was read. The result
-            has the objects themselves. Everything is compared before anything is changed. Where only one side has a
+            that has not stepped, and whatever else has ``load_state_dict`` is given the state that was read.
+            Everything is compared before anything is changed. Where only one side has a
             tie, that is not a mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal.
-            Tensors that overlap in memory without being tied are a mismatch.
+            Tensors that overlap in memory without being tied are a mismatch, and so are different values in the places
+            of one container.
         keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
             (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). A pattern without ``*``, ``?``
             and ``[`` also chooses all that is below that name (``"model"``). Only tensors that match are read, and the
             result holds only what matches, tensors and values, and the containers that lead there: positions in lists
-            close up. An empty container is a value. What is made of several parts (a sparse
-            tensor, a registered object) comes whole when it or one of its parts matches; types of other parts need not
-            be registered. A tied tensor has a name at each of its places, and comes back at those that match.
+            close up. With ``into``, the rest of that stays as it is, and what is chosen of a list keeps its position.
+            An empty container is a value. What is made of several parts (a sparse tensor, a registered object) comes
+            whole when it or one of its parts matches; types of other parts need not be registered. A tied tensor has a
+            name at each of its places, and comes back at those that match.
         exclude: likewise, what is left out, even if it matches ``keys``. What is made of several parts stays out whole
             when it or one of its parts matches.
         strict: False allows differences, as ``load_state_dict`` does: tensors that only the checkpoint has are not read
-            and are not in the result; those that only ``into`` has stay as they are; a pattern that matches nothing is
-            no error. The report lists them (``missing``, ``unexpected``). Shapes and dtypes must fit all the same.
+            and are not in the result; tensors, values and ends of lists that only ``into`` has stay as they are; a
+            pattern that matches nothing is no error. The report lists them (``missing``, ``unexpected``). Shapes and
+            dtypes must fit all the same.
         dtype: cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name
             (``"bfloat16"``); a dict of patterns over names, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which
             the first that matches decides; a function of the :class:`TensorInfo`. None, also in a dict or from a
@@ -163,7 +169,8 @@ def load(  # noqa: PLR0913 - all by name
         report: return a report, too.
 
     Returns:
-        The state, or with ``report=True`` a :class:`Loaded` of the state and a :class:`LoadReport`.
+        The state, which is ``into`` where that is given and can be changed; with ``report=True`` a :class:`Loaded` of
+        the state and a :class:`LoadReport`.
 
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; the message says where.

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.builders import StateBuilder, torch_for
 from fastckpt._state.flatten import flatten, torch_kind
+from fastckpt._state.in_place import HOLE
 from fastckpt._state.unflatten import unflatten
 from fastckpt.exceptions import CheckpointError
 
@@ -18,8 +19,10 @@ if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
     from fastckpt._tensors.spreads import Spreads
 
-#: The token that stands for an object: a tensor of which no checkpoint has the number.
-_NUMBER = -1
+#: Tokens of tensors of which no checkpoint has the number: what stands for an item of a list that was not chosen, and
+#: for the first object.
+HOLE_TOKEN: list[Any] = ["tensor", -1]
+_NUMBER = -2
 
 
 class Owner:
@@ -191,8 +194,10 @@ class WithObjects(StateBuilder):
         self.tokens += tokens[at:]
 
     def tensor(self, token: list[Any]) -> Any:
-        if token[1] > _NUMBER:
+        if token[1] >= 0:
             return super().tensor(token)
+        if token is HOLE_TOKEN:
+            return HOLE
         tokens, owner = self._inside[_NUMBER - token[1]]
         # It takes its tensors from the same supply, in the order of the whole.
         builder = StateBuilder(self.framework, self._tensors, self._composed, types=self.types)

@@ -118,7 +118,7 @@ class Prepared:
         self.unwanted: set[int] = set()
 
     def build(self) -> Any:
-        """Once all has been read: the state, with the tensors of ``into`` in it.
+        """Once all has been read: the state, which is ``into`` where that was given.
 
         Raises:
             CheckpointError: an object in ``into`` refused its state.

@@ -242,7 +242,7 @@ class Manager(Preemption):
         then; from the remote itself where the directory cannot take it.
 
         Args:
-            into: as for :func:`fastckpt.load`.
+            into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of what is returned.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
             fresh: begin anew also where a run was and has no checkpoint left; without it that is an error.

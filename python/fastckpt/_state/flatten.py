@@ -28,7 +28,7 @@ from .built_in import ATTRIBUTED
 from .collector import paused
 from .key_paths import RESERVED, KeyText, Place, Places, name_of, place_of, prefix_of, show, unique
 from .registry import Types
-from .structural import Codec, codec_of
+from .structural import Codec, codec_of, is_updated
 from .structural import name_of as name_of_class
 
 if TYPE_CHECKING:
@@ -77,6 +77,8 @@ class Flat:
         objects: with ``observe``, what has ``state_dict`` and ``load_state_dict``, with its place and name; of modules
             and optimizers the state is flattened, too.
         problems: with ``observe``, what could not be flattened, by place.
+        again: with ``observe``, containers that a load updates in place and that stand at several places: the first
+            place and each further one.
         places: with ``observe``, all of these places.
         outer: the keys of the outer mapping, and whether each leads to a mapping; None where there is none.
         inner: numbers of the tensors that are part of another, as those of a sparse tensor are.
@@ -85,7 +87,7 @@ class Flat:
     """
 
     __slots__ = (
-        *("inner", "keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
+        *("again", "inner", "keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
         *("spreads", "tensors", "ties", "tokens", "unnamed"),
     )
 
@@ -99,6 +101,7 @@ class Flat:
         self.occurrences: list[Occurrence] = []
         self.objects: list[tuple[Place, Any, str]] = []
         self.problems: list[tuple[Place, str]] = []
+        self.again: list[tuple[Place, Place]] = []
         self.places = Places()
         self.outer: dict[Any, bool] | None = None
         self.unnamed: list[str] = []
@@ -384,6 +387,8 @@ class _Flattener:
         self.describe = dict(_DESCRIBE)
         self.stack: list[_Frame] = []
         self.active: set[int] = set()
+        #: With ``observe``, each container that a load updates in place, by identity, with its first place.
+        self.updated: dict[int, tuple[Place, Any]] = {}
         self.ties: dict[Any, int] = {}
         self.names = dict(RESERVED)
         self.keys_in_keys = 0
@@ -586,8 +591,8 @@ class _Flattener:
             flat.tokens.append(token)
         if keyed and len(self.stack) <= _OUTER and not self.keys_in_keys:
             self.note_outer(value)
-        if self.observe and token.startswith(('["coo"', '["compressed"', '["quantized"', '["expanded"')):
-            flat.occurrences.append(self.occurrence(value, None, token))
+        if self.observe:
+            self.note_place(value, token)
         self.active.add(id(value))
         kind = type(value)
         if kind is set or kind is frozenset:
@@ -600,6 +605,16 @@ class _Flattener:
         if self.tensor is None and hasattr(kind, "untyped_storage"):
             self.tensor = opened
         return opened
+
+    def note_place(self, value: Any, token: str) -> None:
+        """Note a tensor that is made of several, or a container that stands at another place, too."""
+        if token.startswith(('["coo"', '["compressed"', '["quantized"', '["expanded"')):
+            self.flat.occurrences.append(self.occurrence(value, None, token))
+        elif token and is_updated(type(value)):
+            place = self.flat.places.at(self.stack)
+            first, _ = self.updated.setdefault(id(value), (place, value))
+            if first is not place:
+                self.flat.again.append((first, place))
 
     def is_hashed(self) -> bool:
         """Whether the value at hand is in a key or in a member of a set."""

@@ -61,6 +61,9 @@ class Place:
         return show(shown)
 
 
+_UNKNOWN = Place(None, "")
+
+
 class Places:
     """The places of one state, or of several that are compared: an equal place is the same object."""
 
@@ -78,25 +81,34 @@ class Places:
             known = self._known[above, step] = Place(above, step)
         return known
 
-    def at(self, stack: Sequence[Frame]) -> Place:
-        """Where the keys at hand in ``stack`` lead, the root first. Each frame keeps its place: its key stays."""
+    def at(self, stack: Sequence[Frame], depth: int | None = None) -> Place:
+        """Where the keys at hand in ``stack`` lead, the root first. Each frame keeps its place: its key stays.
+
+        With ``depth`` it is that of so many frames.
+        """
+        last = len(stack) if depth is None else depth
+        first = last - 1
+        while first and stack[first].place is None:
+            first -= 1
+        place = stack[first].place or self.root
+        for number in range(first, last):
+            frame = stack[number]
+            frame.place = place
+            place = self.below(place, frame.key)
+        return place
+
+    def known(self, stack: Sequence[Frame]) -> Place | None:
+        """The same, or None where nobody has asked for that place. A stack is for this or for :meth:`at`."""
         first = len(stack) - 1
         while first and stack[first].place is None:
             first -= 1
         place = stack[first].place or self.root
         for frame in stack[first:]:
             frame.place = place
-            place = self.below(place, frame.key)
-        return place
-
-    def known(self, stack: Sequence[Frame]) -> Place | None:
-        """The same, or None where nobody has asked for that place."""
-        place: Place | None = self.root
-        for frame in stack:
             step = step_of(frame.key)
-            if step and place is not None:
-                place = self._known.get((place, step))
-        return place
+            if step and place is not _UNKNOWN:
+                place = self._known.get((place, step), _UNKNOWN)
+        return None if place is _UNKNOWN else place
 
 
 class Frame(Protocol):

@@ -32,6 +32,9 @@ _COMPOSED = {
 _MADE = frozenset((*_COMPOSED, "expanded"))
 MAPPINGS = frozenset({"dict", "odict", "ddict"})
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
+#: Those whose items have positions.
+_ORDERED = frozenset({"list", "tuple"})
+_HOLE = -1
 _SLICE = ("start", "stop", "step")
 #: The name of a key that only the program that saved it could name; compared by identity.
 _NAMELESS = str(object())
@@ -347,14 +350,56 @@ def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
     return iter((THROUGH,) * count)
 
 
-def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], list[int]]:
+def entries(tokens: list[Token], places: Places, named: Container[Place] = ()) -> dict[Place, str]:
+    """The places of the values that stand under a key of a mapping, but for tensors and mappings.
+
+    A list or tuple of them is one value, and so is what is made of several (a registered object). Attributes of a
+    mapping are none. Those in ``named`` come with their names, others without.
+    """
+    ends = ends_of(tokens)
+    out: dict[Place, str] = {}
+    inside = 0
+    attributes: dict[int, int] = {}
+    for position, stack, in_key in _walk(tokens):
+        token = tokens[position]
+        inside = max(inside, attributes.get(position, 0))
+        if in_key or position < inside:
+            continue
+        if _tag(token) == "type" and token[1] == ATTRIBUTED:
+            attributes[ends[position + 2]] = ends[position]
+        elif type(token) is list and not is_tensor(token) and not _is_container(token):
+            inside = ends[position]
+        if _filled(token) or (type(token) is list and (token[0] in _MADE or token[0] in {"tensor", "array"})):
+            continue
+        depth = len(stack)
+        while depth and stack[depth - 1].keys is not None:
+            depth -= 1
+        if depth:
+            place = places.at(stack, depth)
+            if place not in out:
+                out[place] = (_name(stack[:depth], _NAMES) or str(place)) if place in named else ""
+    return out
+
+
+def prune(
+    tokens: list[Token],
+    wanted: Container[int],
+    hole: Token = None,
+    closed: Sequence[tuple[int, int]] = (),
+) -> tuple[list[Token], list[int]]:
     """Keep what leads to the positions ``wanted``, which :func:`named` yields.
 
     Containers lose every item that does not lead there; what is made of several values (a sparse tensor, a registered
     object) stays whole.
 
+    Args:
+        tokens: the structure.
+        wanted: the positions.
+        hole: stands for what a list or tuple loses, so that the rest keeps its position; None where that closes up.
+        closed: from where to where in ``tokens`` it closes up all the same.
+
     Returns:
-        The tokens left, and for each its position in ``tokens``.
+        The tokens left, and for each its position in ``tokens``: -1 for a hole.
     """
     ends = ends_of(tokens)
     before = [0, *accumulate(position in wanted for position in range(len(tokens)))]
@@ -368,6 +413,10 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
     todo = [(0, False)]
     while todo:
         position, whole = todo.pop()
+        if position == _HOLE:
+            out.append(hole)
+            origin.append(_HOLE)
+            continue
         token = tokens[position]
         tag = _tag(token)
         if not whole and tag == "type" and token[1] == ATTRIBUTED:
@@ -392,7 +441,8 @@ def prune(tokens: list[Token], wanted: Container[int]) -> tuple[list[Token], lis
             kept = [item for key, value in pairs for item in ((key, True), (value, False))]
             out.append([tag, len(pairs)])
         else:
-            kept = [(child, False) for child in children if leads(child)]
+            holes = hole is not None and tag in _ORDERED and not any(low <= position < high for low, high in closed)
+            kept = [(child if leads(child) else _HOLE, False) for child in children if holes or leads(child)]
             out.append([tag, len(kept)])
         origin.append(position)
         if tag == "ddict":

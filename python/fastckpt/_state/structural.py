@@ -14,6 +14,7 @@ import itertools
 import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 
 from fastckpt._tensors.described import Unsupported, exact, text
@@ -160,7 +161,7 @@ def _classes(cls: type) -> list[type]:
 _HEAP = 1 << 9
 
 
-def _own_dict(value: Any) -> dict[Any, Any] | None:
+def own_dict(value: Any) -> dict[Any, Any] | None:
     """The dictionary of an object's attributes, also where the class has a property of that name."""
     found = _dict_slot(type(value))
     return None if found is None else found.__get__(value)
@@ -178,14 +179,10 @@ def _attributes(value: Any) -> dict[str, Any] | None:
     """The attributes of an object beside its built-in value; None if it has none."""
     found: dict[str, Any] = {}
     cls = type(value)
-    for base in _classes(cls):
-        for name, slot in base.__dict__.items():
-            if type(slot) is types.MemberDescriptorType:
-                try:
-                    found[name] = slot.__get__(value)
-                except AttributeError:  # not set
-                    continue
-    own = _own_dict(value)
+    for slot in slots_of(cls):
+        with suppress(AttributeError):  # not set
+            found[slot.__name__] = slot.__get__(value)
+    own = own_dict(value)
     if own is value:
         # A dict that is its own attributes, so that its keys can be reached like these.
         found[_ITSELF] = None
@@ -221,6 +218,13 @@ def _stands_in(cls: type, name: str) -> bool:
     return False
 
 
+def slots_of(cls: type) -> list[Any]:
+    """The descriptors of the slots of a class that is made at run time."""
+    return [
+        slot for base in _classes(cls) for slot in base.__dict__.values() if type(slot) is types.MemberDescriptorType
+    ]
+
+
 def set_attributes(made: Any, attributes: Any) -> Any:
     """Give ``made`` the attributes that a file names; returns it."""
     if attributes is None:
@@ -241,7 +245,7 @@ def set_attributes(made: Any, attributes: Any) -> Any:
             continue
         if _stands_in(cls, name):
             raise Undecodable(f"its attribute {name!r} would hide a method or a property of the class"[:200])
-        own = _own_dict(made) if own is None else own
+        own = own_dict(made) if own is None else own
         if own is None:
             raise Undecodable(f"the class has no attribute {name!r}"[:200])
         own[name] = value
@@ -356,9 +360,13 @@ def _set_field(made: Any, name: str, value: Any) -> None:
 # Namespaces: nothing but attributes.
 
 
-def _namespace(cls: Any) -> _Pair:
+def _is_namespace(cls: type) -> bool:
     argparse: Any = sys.modules.get("argparse")
-    if not issubclass(cls, types.SimpleNamespace) and not (argparse and issubclass(cls, argparse.Namespace)):
+    return issubclass(cls, types.SimpleNamespace) or bool(argparse and issubclass(cls, argparse.Namespace))
+
+
+def _namespace(cls: Any) -> _Pair:
+    if not _is_namespace(cls):
         return None
 
     def encode(value: Any) -> Encoded:
@@ -372,6 +380,18 @@ def _namespace(cls: Any) -> _Pair:
         return set_attributes(base.__new__(cls), value)
 
     return encode, decode
+
+
+def is_record(cls: Any) -> bool:
+    """Whether instances of a class are attributes that may be set, and nothing else: dataclasses and namespaces."""
+    if _is_namespace(cls):
+        return True
+    return _dataclass(cls) is not None and not cls.__dataclass_params__.frozen
+
+
+def is_updated(cls: type) -> bool:
+    """Whether a load moves what it has read into instances of a class that exist."""
+    return issubclass(cls, (dict, list)) or is_record(cls)
 
 
 # Subclasses of built-in types.
