@@ -43,6 +43,7 @@ __all__ = [
     "RankSave",
     "ReadRequest",
     "Reader",
+    "Replicas",
     "SaveOptions",
     "Share",
     "Snapshot",
@@ -84,6 +85,7 @@ ProbedRing = for_linux("ProbedRing")
 RankBase = for_linux("RankBase")
 RankLoad = for_linux("RankLoad")
 RankSave = for_linux("RankSave")
+Replicas = for_linux("Replicas")
 SaveOptions = for_linux("SaveOptions")
 Share = for_linux("Share")
 Snapshot = for_linux("Snapshot")

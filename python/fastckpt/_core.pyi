@@ -704,6 +704,12 @@ class Share:
         The tensors of the share are all of the checkpoint, by their numbers there. IndexError for a number that none
         has.
         """
+    def first(self, tensors: Sequence[int] | None) -> Share:
+        """The same share of a save, with all bytes of these tensors, or of all, from the lowest rank that has them."""
+    def replicated(self) -> int:
+        """The number of tensors of which several ranks hold the same bytes."""
+    def about(self, tensor: int) -> tuple[str, int, list[list[int]]]:
+        """Name, bytes of an element (at least one), and the ranks of each spread of a tensor."""
     def digest(self) -> int:
         """A number that is the same on all ranks that made the same share."""
     def merge(self, pieces: Sequence[bytes]) -> bytes:
@@ -793,6 +799,15 @@ class RankBase:
         """Remove the workspace, unless a :class:`RankSave` has it. May be called again."""
 
 @final
+class Replicas:
+    """What a rank found of the cells of tensors that other ranks hold, too: made by :meth:`RankSave.replicas`."""
+
+    def digests(self) -> list[tuple[int, int, int]]:
+        """For each team of ranks that holds the same cells: a number for it, its size, the sum of the cells here."""
+    def of_teams(self, teams: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Tensor, first byte, number and sum of each cell of these teams."""
+
+@final
 class RankSave:
     """The save of one rank: ``create`` or ``join``, ``write``, ``commit`` by the coordinator, ``close``.
 
@@ -826,6 +841,25 @@ class RankSave:
         """
     @property
     def mail(self) -> Mail: ...
+    def replicas(
+        self,
+        depth: str,
+        seed: int,
+        known: Sequence[tuple[int, int, int]],
+        tick: Callable[[int, int], None] | None,
+    ) -> Replicas:
+        """Sum what this rank holds and others hold, too.
+
+        Args:
+            depth: ``sample``, ``full``, or ``first`` for what is compared in any case.
+            seed: what samples are drawn by.
+            known: tensor, part and sum of parts that are summed already.
+            tick: called meanwhile.
+
+        ValueError for another depth.
+        """
+    def compared(self, replicas: Replicas, cell: tuple[int, int, int], most: int) -> bytes:
+        """Up to ``most`` bytes of a cell, by tensor, first byte and number: the same ones at all ranks that hold it."""
     def check(self, structure: str, metadata: str, per_rank: str | None) -> None:
         """Raise UnsupportedTypeError if the manifest would be too large, ValueError for a text that is none."""
     def create(self, path: str) -> str:

@@ -68,6 +68,8 @@ def save(  # noqa: PLR0913 - all by name
     io: DeviceEngine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
+    replicas: Literal["sample", "full", "first"] = "sample",
+    on_difference: Literal["raise", "warn"] = "raise",
     progress: bool = False,
 ) -> RankSaveReport:
     """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
@@ -77,9 +79,9 @@ def save(  # noqa: PLR0913 - all by name
     process, to the last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
 
     Args:
-        state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Plain
-            tensors and values that several ranks have must be equal on them; tensors of up to 64 KiB are compared,
-            of larger ones three pieces of 4 KiB, and the ranks that have one share the work. Mappings may have keys
+        state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Tensors
+            and values that several ranks have must be equal on them (see ``replicas``), and these ranks share the work.
+            Mappings may have keys
             that only some ranks have, as the stages of a pipeline do. The state must not change meanwhile.
         path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
         process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
@@ -106,6 +108,13 @@ def save(  # noqa: PLR0913 - all by name
         io: the engine of this rank. ``gds`` is ``auto`` here, and the report says so.
         threads: worker threads of this rank.
         bandwidth_limit: bytes per second that this rank may write.
+        replicas: how what several ranks hold is compared before anything is written, DTensors and plain tensors alike:
+            ``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and parts of up to
+            64 KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank that has it, and
+            compares none. Tensors of one name over groups of ranks that are apart are compared whole in any case. The
+            same on all ranks. docs/distributed.md says what each costs, and what it promises.
+        on_difference: what a difference does: ``raise``, or ``warn``, which saves the tensors that differ as the lowest
+            rank has them, whole, and names them in ``warnings`` of the report. The same on all ranks.
         progress: show a progress bar of what this rank writes.
 
     Returns:
@@ -116,8 +125,8 @@ def save(  # noqa: PLR0913 - all by name
             their hosts and what happened there. Nothing was committed, unless the message says that the outcome is not
             known.
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
-        ValueError: the ranks differ in what must be equal; or an argument is out of range, ``path`` is a URL, or this
-            process is not in ``process_group``.
+        ValueError: the ranks differ in what must be equal, tensors among it; or an argument is out of range, ``path``
+            is a URL, or this process is not in ``process_group``.
         FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
         TypeError: ``process_group`` is not a process group.
@@ -149,6 +158,8 @@ def save(  # noqa: PLR0913 - all by name
             io=io,
             threads=threads,
             bandwidth_limit=bandwidth_limit,
+            replicas=replicas,
+            on_difference=on_difference,
         )
         try:
             in_flight.wait_for_path(call.path)
@@ -189,6 +200,8 @@ def save_async(  # noqa: PLR0913 - all by name
     io: DeviceEngine = "auto",
     threads: int | None = None,
     bandwidth_limit: float | str | None = None,
+    replicas: Literal["sample", "full", "first"] = "sample",
+    on_difference: Literal["raise", "warn"] = "raise",
     progress: bool = False,
 ) -> PendingSave:
     """Write the state of all ranks in the background; the state of this rank may change when this returns.
@@ -222,6 +235,8 @@ def save_async(  # noqa: PLR0913 - all by name
         io: as for :func:`save`.
         threads: as for :func:`save`.
         bandwidth_limit: as for :func:`save`.
+        replicas: as for :func:`save`. What was copied is compared, in the background.
+        on_difference: as for :func:`save`.
         progress: show a progress bar of what this rank writes.
 
     Returns:
@@ -266,6 +281,8 @@ def save_async(  # noqa: PLR0913 - all by name
                     io=io,
                     threads=threads,
                     bandwidth_limit=bandwidth_limit,
+                    replicas=replicas,
+                    on_difference=on_difference,
                 )
                 group = call.session if call.session.group.size > 1 else None
                 pending = PendingSave(call.path, began, on_error, group)

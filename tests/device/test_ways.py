@@ -13,9 +13,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
+from fastckpt import _core
 from fastckpt._api import destinations, host_memory
-from fastckpt._ranks.describe import COMPARED, describe
-from fastckpt._ranks.table import NO_CHECK
+from fastckpt._ranks.describe import describe
 from fastckpt._tensors.movers import Sinks, Sources
 from fastckpt.dcp import Reader, Writer
 from fastckpt.dcp._unite import United
@@ -217,27 +217,38 @@ class TestMapped(OnDevice):
 
 
 class TestRanks(OnDevice):
-    """What one rank describes of its state."""
+    """What one rank compares with others of its state."""
 
     late = 0.0
 
     def test_tensors_are_compared_by_their_logical_bytes(self):
-        """The checks are those of the same tensors in host memory, and the device is asked for all at once."""
+        """What a rank tells is that of the same tensors in host memory, however they lie on the device."""
         state = {f"w{number}": torch.randn(number % 50 + 1) for number in range(300)}
-        state["large"] = torch.randn(COMPARED, 3)
+        state["large"] = torch.randn(64 << 10, 3)
         moved = on_device(state)
         state["columns"], moved["columns"] = state["large"].t().contiguous(), moved["large"].t()
         state["cut"], moved["cut"] = state["large"][:, 1].contiguous(), moved["large"][:, 1]
-        state["double"], moved["double"] = torch.ones(3).double(), torch.ones(3).double()[None].expand(1, 3)[0]
-        with mock.patch.object(Sources, "fill", autospec=True, side_effect=Sources.fill) as fill:
-            ours = describe(moved, 0, [0])
-        assert fill.call_count == 1
-        theirs = describe(state, 0, [0])
-        assert ours.table.checks.tolist() == theirs.table.checks.tolist()
-        assert NO_CHECK not in ours.table.checks
-        assert ours.sources.devices == (DEVICE,)
-        ours.clear()
-        assert (ours.sources, ours.flat.movers) == (None, {})
+        for replicas in ("sample", "full"):
+            assert told(moved, replicas) == told(state, replicas)
+            assert told({**moved, "w7": moved["w7"] + 1}, replicas) != told(state, replicas)
+
+
+def told(state, replicas):
+    """What the first of two ranks tells of a state that both hold."""
+    local = describe(state, 0, [0, 1])
+    assert local.sources.devices in ((DEVICE,), ())
+    tensors = local.flat.tensors
+    options = _core.SaveOptions(shard_size=1 << 30)
+    about = [(each.name, each.dtype, each.shape, each.logical, [0]) for each in tensors]
+    share = _core.Share.to_save(about, [_core.Spread.ranks([0, 1])], 2, options)
+    held = [(number, 0, each.address, each.capacity) for number, each in enumerate(tensors)]
+    engine = _core.RankSave(share, 0, held, local.sources.fill, options)
+    try:
+        return engine.replicas(replicas, 7, [], None).digests()
+    finally:
+        engine.close()
+        local.clear()
+        assert (local.sources, local.flat.movers) == (None, {})
 
 
 class TestDcp(OnDevice):

@@ -10,11 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastckpt._ranks import describe as describe_module
-from fastckpt._ranks.describe import COMPARED, describe
+from fastckpt._ranks.describe import describe
 from fastckpt._ranks.offers import Told, combine_offers, offer_of
 from fastckpt._ranks.table import (
-    NO_CHECK,
     decode,
     decode_spreads,
     digest,
@@ -36,27 +34,17 @@ def test_a_table_comes_back_as_it_was():
         "model": {"w": shared, "t": shared, "c": torch.zeros(2, dtype=torch.complex128), "n\u00e4me": torch.ones(2, 0)},
         7: np.arange(5),
         "long": b"x" * 5000,
-        "big": torch.zeros(COMPARED // 4 + 1),
+        "big": torch.zeros(20_000),
     }
     local = table(state, metadata={"step": 3})
     again = decode(encode(local.table))
     assert again.names == local.table.names
     assert again.kinds == local.table.kinds
     assert again.kind.tolist() == local.table.kind.tolist()
-    assert again.checks.tolist() == local.table.checks.tolist()
     assert again.ties == local.table.ties == [(0, "model.t")]
     assert again.outer == [("str", "model", True), ("int", "7", False), ("str", "long", False), ("str", "big", False)]
     assert (again.structure, again.metadata) == (local.flat.structure(), local.about.structure())
     assert encode(again) == encode(local.table)
-    compared = dict(zip(again.names, (again.checks != NO_CHECK).tolist(), strict=True))
-    assert compared == {
-        "model.w": True,
-        "model.c": True,
-        "model.n\u00e4me": False,
-        "7": True,
-        "long": True,
-        "big": True,
-    }
 
 
 @pytest.mark.parametrize(
@@ -66,13 +54,12 @@ def test_a_table_comes_back_as_it_was():
         {"a": torch.ones(3), "b": 1},
         {"a": torch.ones(2, 1), "b": 1},
         {"a": torch.ones(2).int(), "b": 1},
-        {"a": torch.zeros(2), "b": 1},
         {"b": 1, "a": torch.ones(2)},
         {"a": torch.ones(2), "b": 1, "c": None},
         {"a": torch.ones(2).requires_grad_(), "b": 1},
         {"a": np.ones(2, np.float32), "b": 1},
     ],
-    ids=["value", "size", "shape", "dtype", "bytes", "order", "key", "flag", "kind"],
+    ids=["value", "size", "shape", "dtype", "order", "key", "flag", "kind"],
 )
 def test_what_differs_has_another_digest(other):
     state = {"a": torch.ones(2), "b": 1}
@@ -160,26 +147,3 @@ def test_large_tables_are_made_in_linear_time():
     base = torch.ones(8)
     seconds(1000)
     assert seconds(32_000) < 24 * seconds(4000)
-
-
-@pytest.mark.parametrize("portion", [COMPARED, 3 * COMPARED + 1, describe_module._FETCHED])
-def test_tensors_without_an_address_are_compared_by_their_logical_bytes(monkeypatch, portion):
-    """Whatever their strides and signs, and however many are fetched at a time."""
-    monkeypatch.setattr(describe_module, "_FETCHED", portion)
-    plain = {
-        "columns": torch.arange(6.0).reshape(2, 3).t(),
-        "conj": torch.tensor([1 + 2j, 3 - 4j]).conj(),
-        "neg": torch.tensor([1 + 2j]).conj().imag,
-        "bools": torch.tensor([[True, False], [True, True]])[:, 0],
-        "half": torch.ones(40, dtype=torch.bfloat16).requires_grad_()[::2],
-        **{
-            f"large {dtype}": torch.randint(0, 100, ((COMPARED + 8192) // dtype.itemsize + 1, 3)).to(dtype)[:, 1]
-            for dtype in (torch.uint8, torch.bfloat16, torch.float64, torch.complex128, torch.float8_e4m3fn)
-        },
-    }
-    moved = table(plain)
-    assert set(moved.flat.movers) == set(range(len(plain)))
-    whole = table({name: value.detach().resolve_conj().resolve_neg().contiguous() for name, value in plain.items()})
-    assert not whole.flat.movers
-    assert moved.table.checks.tolist() == whole.table.checks.tolist()
-    assert NO_CHECK not in moved.table.checks

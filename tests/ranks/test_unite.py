@@ -23,7 +23,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fastckpt import UnsupportedTypeError
 from fastckpt._ranks.agreement import Agreement
-from fastckpt._ranks.describe import COMPARED, describe
+from fastckpt._ranks.describe import describe
 from fastckpt._ranks.offers import combine_arrivals, combine_offers
 from fastckpt._state.builders import StateBuilder
 from fastckpt._state.flatten import flatten
@@ -231,11 +231,6 @@ def test_what_is_cut_apart_is_united(state, seed, size, fan):
         ({"a": torch.ones(2)}, {"a": torch.ones(2).half()}, r"a tensor of F32 \[2\] on .* a tensor of F16 \[2\] on"),
         ({"a": torch.ones(2)}, {"a": 5}, r"a tensor of F32 \[2\] on ranks 0, 1, 5 on rank 2"),
         ({"a": torch.ones(2)}, {"a": np.ones(2, np.float32)}, r"a tensor .* on rank"),
-        (
-            {"a": torch.ones(2)},
-            {"a": torch.zeros(2)},
-            r"\['a'\]: a tensor on ranks 0, 1, one of other values on rank 2",
-        ),
         ({"a": math.nan}, {"a": 0.5}, r"\['a'\]: nan on ranks 0, 1, 0\.5 on rank 2"),
         ({"a": 0.0}, {"a": -0.0}, r"\['a'\]: 0\.0 on ranks 0, 1, -0\.0 on rank 2"),
         ({"a": 2**53}, {"a": 2**53 + 1}, r"\['a'\]: 9007199254740992 on .*, 9007199254740993 on"),
@@ -264,21 +259,6 @@ def test_metadata_is_compared_too():
     verdict = agreements[0].decide(combine_arrivals([each.arrival() for each in agreements]))
     with pytest.raises(ValueError, match=r"\[metadata\]\['epoch'\]: 0 on rank 0, 1 on rank 1"):
         agreements[0].unite(combine_offers([each.offer(verdict) for each in agreements]))
-
-
-@pytest.mark.parametrize("at", [0, COMPARED // 2, COMPARED + 7])
-def test_large_tensors_are_compared_by_pieces(at):
-    """As the moments of two stages of a pipeline are told apart that have one name and one shape."""
-
-    def state(value, gaps):
-        tensor = torch.zeros(COMPARED + 8, 2, dtype=torch.uint8)
-        tensor[at, 0] = value
-        return {"a": tensor[:, 0] if gaps else tensor[:, 0].contiguous()}
-
-    assert agree([state(1, gaps=False), state(1, gaps=True)])[1] == "equal"
-    for gaps in (False, True):
-        with pytest.raises(ValueError, match=r"BatchNorm(.*\n)*.*one of other values"):
-            agree([state(1, gaps=gaps), state(2, gaps=gaps)])
 
 
 def test_nan_equals_nan():

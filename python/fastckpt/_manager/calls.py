@@ -43,17 +43,24 @@ class Calls:
         ranks: arguments by which ``fastckpt.distributed`` finds the ranks; None for a process that is alone whatever
             there is.
         agree: those ranks.
+        policy: what saves of several ranks are given beside, unless ``options`` say otherwise.
 
     Attributes:
         options: further arguments for each save.
     """
 
-    def __init__(self, options: Mapping[str, Any] | None, ranks: Mapping[str, Any] | None, agree: Alone) -> None:
+    def __init__(
+        self,
+        options: Mapping[str, Any] | None,
+        ranks: Mapping[str, Any] | None,
+        agree: Alone,
+        policy: Mapping[str, str] | None = None,
+    ) -> None:
         known = _options(distributed.save_async if agree.grouped else save_async)
         unknown = sorted(set(options or {}) - known)
         if unknown:
             raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-        self.options = dict(options or {})
+        self.options = {**(policy or {}), **(options or {})} if agree.grouped else dict(options or {})
         self._ranks = ranks
         self._agree = agree
 

@@ -14,6 +14,7 @@ from fastckpt._api.options import check_bandwidth
 from fastckpt._background.pending import PendingSave
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
+from fastckpt._ranks.replicas import check_policy
 
 from .agreement import agreement
 from .arguments import keep_of, metadata_of, step_of, told, when_of
@@ -86,6 +87,8 @@ class Manager(Preemption):
         stale: what follows where the step has advanced, and no weight of the model has changed, or no moment of the
             optimizer: ``warn`` in the log and in the report's ``warnings``, ``raise`` from the next ``save`` or
             ``wait``, or ``ignore`` it. The checkpoint stays.
+        replicas: how saves compare what several ranks hold, as for :func:`fastckpt.distributed.save`.
+        on_difference: what a difference does, likewise.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
@@ -115,6 +118,8 @@ class Manager(Preemption):
         remote_keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
         remote_bandwidth_limit: float | str | None = None,
         stale: Literal["warn", "raise", "ignore"] = "warn",
+        replicas: Literal["sample", "full", "first"] = "sample",
+        on_difference: Literal["raise", "warn"] = "raise",
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
         path = path_of("Manager", directory)
@@ -123,7 +128,8 @@ class Manager(Preemption):
         policies = None if keep is None else keep_of(keep)
         when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
-        calls = Calls(save_options, ranks, agree)
+        policy = check_policy("Manager", replicas, on_difference)
+        calls = Calls(save_options, ranks, agree, policy._asdict())
         if stale not in {"warn", "raise", "ignore"}:
             raise ValueError(f'Manager: stale must be "warn", "raise" or "ignore", not {stale!r}')
         where = Directory(path, Names(name))

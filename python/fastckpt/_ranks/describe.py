@@ -5,33 +5,22 @@
 
 from __future__ import annotations
 
-import zlib
-from ctypes import string_at
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.registry import Types
-from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.spreads import Spreads
 
 from .offers import Told
-from .table import NO_CHECK, Table, encode, encode_spreads, kinds_of
+from .table import Table, encode, encode_spreads, kinds_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from fastckpt._api.tailor import Tailor
-    from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
 
-#: Tensors that every rank has whole are compared: up to this size by all bytes, larger ones by three pieces of them.
-COMPARED = 64 << 10
-_PIECE = 4 << 10
-#: Bytes that are fetched at a time of tensors without an address.
-_FETCHED = 16 << 20
 NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 #: Types of keys that can name the model.
 _KEYS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
@@ -73,7 +62,7 @@ class Local:
         self.sources: Sources | None = sources
         self.spreads = spreads
         self.model_key = model_key
-        self.table = table_of(flat, about.structure(), sources)
+        self.table = table_of(flat, about.structure())
         self.told = Told.of(rank, encode(self.table), encode_spreads(spreads))
 
     def clear(self) -> None:
@@ -139,8 +128,8 @@ def describe(
         raise
 
 
-def table_of(flat: Flat, metadata: str, sources: Sources) -> Table:
-    """The main part of the table of a state; ``sources`` brings the bytes of what has no address."""
+def table_of(flat: Flat, metadata: str) -> Table:
+    """The main part of the table of a state."""
     spread_of = flat.spreads.get
     kinds, kind = kinds_of(
         (tensor.dtype, tensor.shape, tensor.logical, spread_of(index, 0)) for index, tensor in enumerate(flat.tensors)
@@ -154,7 +143,6 @@ def table_of(flat: Flat, metadata: str, sources: Sources) -> Table:
         [tensor.name for tensor in flat.tensors],
         kinds,
         kind,
-        checks(flat, sources),
         flat.ties,
         outer,
         flat.structure(),
@@ -165,50 +153,3 @@ def table_of(flat: Flat, metadata: str, sources: Sources) -> Table:
 def outer_of(keys: list[tuple[str, str, bool]] | None) -> dict[Any, bool] | None:
     """The keys of the outer mapping, as a flattened state has them."""
     return None if keys is None else {_KEYS[kind](text): leads for kind, text, leads in keys}
-
-
-def checks(flat: Flat, sources: Sources) -> np.ndarray[Any, np.dtype[np.uint64]]:
-    """A checksum of each tensor that all ranks have whole, or of pieces of it."""
-    out = [NO_CHECK] * len(flat.tensors)
-    spread = flat.spreads
-    elsewhere = []
-    for index, (_, _, _, address, nbytes, _) in enumerate(flat.tensors):
-        if not nbytes or index in spread:
-            continue
-        if not address:
-            elsewhere.append(index)
-        elif nbytes <= COMPARED:
-            out[index] = zlib.crc32(string_at(address, nbytes))
-        else:
-            out[index] = zlib.crc32(b"".join(string_at(address + start, _PIECE) for start in pieces(nbytes)))
-    for index, data in _fetched(flat, sources, elsewhere):
-        out[index] = zlib.crc32(data)
-    return np.array(out, np.uint64)
-
-
-def pieces(nbytes: int) -> tuple[int, ...]:
-    """Where the pieces of a larger tensor begin by which it is compared. Elements are whole in them."""
-    return 0, nbytes // 2 // _PIECE * _PIECE, nbytes - _PIECE
-
-
-def _fetched(flat: Flat, sources: Sources, indices: Sequence[int]) -> Iterator[tuple[int, memoryview]]:
-    """What is compared of tensors without an address, with their numbers: many tensors are asked for at once."""
-    rest = list(reversed(indices))
-    while rest:
-        memory = np.empty(min(_FETCHED, len(rest) * COMPARED), np.uint8)
-        address, used = _memory.address_of(memory), 0
-        ranges: list[Range] = []
-        ends: list[tuple[int, int]] = []
-        while rest and used + COMPARED <= len(memory):
-            index = rest.pop()
-            nbytes = flat.tensors[index].capacity
-            parts = [(0, nbytes)] if nbytes <= COMPARED else [(start, _PIECE) for start in pieces(nbytes)]
-            for start, size in parts:
-                ranges.append((index, start, address + used, size))
-                used += size
-            ends.append((index, used))
-        sources.fill(ranges)
-        begin = 0
-        for index, end in ends:
-            yield index, memory.data[begin:end]
-            begin = end

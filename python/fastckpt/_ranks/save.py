@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import secrets
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from .called import marks_of
 from .describe import Local, describe
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
 from .offers import combine_arrivals, combine_offers
+from .replicas import Comparison, Policy, check_policy, combine_teams, not_compared, teams_that_differ
 from .reuse import take_over
 
 if TYPE_CHECKING:
@@ -68,6 +70,7 @@ class Portion(NamedTuple):
             addresses; called by threads.
         options: how it is saved.
         base: what ``share`` was laid out beside, if anything was taken over from an earlier checkpoint.
+        plain: the share that was laid out without a base; None if that is ``share``.
     """
 
     share: _core.Share
@@ -75,6 +78,18 @@ class Portion(NamedTuple):
     fill: Callable[[Sequence[Range]], None] | None
     options: _core.SaveOptions
     base: _core.RankBase | None = None
+    plain: _core.Share | None = None
+
+    def first(self, tensors: Sequence[int]) -> Portion:
+        """The same without a base, with these tensors taken from their lowest ranks."""
+        return self._replace(share=(self.plain or self.share).first(tensors), base=None, plain=None)
+
+
+class Compared(NamedTuple):
+    """How ranks compare what several of them hold: by what policy, and what samples are drawn by."""
+
+    policy: Policy
+    seed: int
 
 
 class Written(NamedTuple):
@@ -100,6 +115,7 @@ class Order:
         base: an earlier checkpoint to take files over from, absolute.
         frozen: the tensors that are said to stay as they are.
         marks: what tells this save from others to the same path.
+        policy: how what several ranks hold is compared.
     """
 
     local: Local
@@ -108,6 +124,7 @@ class Order:
     base: str | None
     frozen: Patterns | None
     marks: dict[str, str]
+    policy: Policy
 
     def terms(self, path: str) -> str:
         """What has to be equal on all ranks beside the state, in a save to ``path``. The coordinator's files count."""
@@ -117,7 +134,7 @@ class Order:
         if base is not None and Path(base).parent == Path(path).parent:
             base = Path(base).name  # the directory may have another name on each rank
         more = {"base": base, "frozen": frozen, "model_key": self.local.model_key}
-        return json.dumps({**chosen, **more}, sort_keys=True)
+        return json.dumps({**chosen, **more, **self.policy._asdict()}, sort_keys=True)
 
 
 def order(  # noqa: PLR0913 - what a save takes, by name
@@ -139,6 +156,8 @@ def order(  # noqa: PLR0913 - what a save takes, by name
     io: str,
     threads: int | None,
     bandwidth_limit: float | str | None,
+    replicas: str,
+    on_difference: str,
 ) -> Order:
     """Check what a save takes, and describe the state of this rank. Call it from what the user calls.
 
@@ -157,6 +176,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         "bandwidth_limit": check_bandwidth(operation, bandwidth_limit),
         "step": step_of(metadata),
     }
+    policy = check_policy(operation, replicas, on_difference)
     earlier, patterns = check_base(operation, base), check_frozen(operation, frozen)
     local = describe(
         state,
@@ -175,7 +195,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
     )
     # What is left out may differ between ranks.
     marks = marks_of(metadata, None if tailor.excluded else state)
-    return Order(local, settings, tailor, earlier, patterns, marks)
+    return Order(local, settings, tailor, earlier, patterns, marks, policy)
 
 
 def save_order(
@@ -194,7 +214,7 @@ def save_order(
     """
     agreement = Agreement(order.local)
     operation.mark(order.marks)
-    verdict = operation.round(
+    verdict, seed = operation.round(
         "arrive",
         [agreement.arrival(), [[session.group.rank, order.terms(path)]], order.tailor.unused],
         combine=_combine_calls,
@@ -219,12 +239,15 @@ def save_order(
         share = _core.Share.to_save(
             agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options
         )
+        if order.policy.replicas == "first":
+            share = share.first(None)
         portion = Portion(share, agreed.held, agreed.fill if pulled else None, options)
         # Only the coordinator has them.
         said = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
         compared = None
         if order.base is not None:
             portion, compared = take_over(session, operation, path, order.base, portion, timeout)
+            portion = portion._replace(plain=share)
         try:
             written = write_checkpoint(
                 session,
@@ -234,6 +257,7 @@ def save_order(
                 lambda _: said,
                 early=said,
                 timeout=timeout,
+                compared=Compared(order.policy, seed),
                 bandwidth=order.settings["bandwidth_limit"],
                 tick=tick,
             )
@@ -279,7 +303,7 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
         )
     if unused:
         raise KeyError(f"save: {path}: {unused[0]} matches nothing on any rank")
-    return agreement.decide(arrival)
+    return [agreement.decide(arrival), secrets.randbits(63)]
 
 
 def write_checkpoint(
@@ -290,6 +314,7 @@ def write_checkpoint(
     texts: Callable[[list[Any]], Texts],
     *,
     timeout: float,
+    compared: Compared | None,
     value: Any = None,
     early: Texts | None = None,
     bandwidth: float | None = None,
@@ -308,6 +333,7 @@ def write_checkpoint(
         texts: called on the coordinator, once all bytes are on the storage, with the values of all ranks, in their
             order: the texts of the checkpoint. What it raises fails the save on all ranks.
         timeout: that of the operation, in seconds.
+        compared: how what several ranks hold is compared; None where it has been.
         value: what this rank gives ``texts``; anything that a round of the protocol takes.
         early: the texts, where the coordinator has them now: a checkpoint that would be too large is refused before a
             byte is written.
@@ -318,25 +344,53 @@ def write_checkpoint(
         RanksError: another rank failed, or does not answer.
         Exception: this rank failed.
     """
-    engine = _core.RankSave(portion.share, session.group.rank, *portion[1:])
+    engine = _core.RankSave(
+        portion.share, session.group.rank, portion.held, portion.fill, portion.options, portion.base
+    )
     exchange: Exchange | None = None
     whole = False
     made: list[tuple[int, int]] = []
+    attention = Attention(operation, timeout, bandwidth)
+    noted: list[str] = []
     try:
         mail = engine.mail
-        name, meeting = operation.round(
+        comparison = None
+        if compared is not None:
+            comparison = Comparison(
+                engine, portion.share, compared.policy, compared.seed, lambda *_: attention.meanwhile()
+            )
+            noted += not_compared(portion.share) if compared.policy.replicas == "first" else []
+        name, meeting, teams = operation.round(
             "created",
             [
                 session.link.offer(needed=bool(mail.outgoing() or mail.incoming())),
                 [[session.group.rank, portion.share.digest()]],
+                [] if comparison is None else comparison.offer(),
             ],
             combine=_combine_created,
             decide=lambda offered: _create(engine, path, offered, early, made),
         )
+        if comparison is not None and teams:
+            tensors, text = comparison.differing(session, operation, path, teams)
+            engine.close()
+            written = write_checkpoint(
+                session,
+                operation,
+                path,
+                portion.first(tensors),
+                texts,
+                timeout=timeout,
+                compared=None,
+                value=value,
+                early=early,
+                bandwidth=bandwidth,
+                tick=tick,
+            )
+            whole = True
+            return written._replace(own={**written.own, "warnings": (*written.own["warnings"], *noted, text)})
         if session.group.rank:
             _join(session, engine, path, name)
         operation.round("joined", None, combine=_nothing)
-        attention = Attention(operation, timeout, bandwidth)
         group = session.link.meet(meeting, timeout, attention.meanwhile)
         if group is not None:
             exchange = Exchange(group, mail, session.name, attention.limit)
@@ -358,7 +412,8 @@ def write_checkpoint(
             is_done=lambda: _identity(path) in made,
         )
         whole = True
-        return Written(_fields(session, own, answer, time.perf_counter() - done), answer)
+        fields = _fields(session, own, answer, time.perf_counter() - done)
+        return Written({**fields, "warnings": (*fields["warnings"], *noted)}, answer)
     finally:
         if exchange is not None and not whole:
             exchange.end("the save has failed", operation.alive)
@@ -402,17 +457,21 @@ def _write(
 def _combine_created(offers: list[list[Any]]) -> list[Any]:
     """What several ranks say before there is a workspace: their gloo groups, and the first of each kind of shares."""
     shares: dict[int, int] = {}
-    for _, pairs in offers:
+    for _, pairs, _ in offers:
         for rank, digest in pairs:
             shares.setdefault(digest, rank)
-    return [Link.combine([offer for offer, _ in offers]), sorted([rank, digest] for digest, rank in shares.items())[:2]]
+    found = sorted([rank, digest] for digest, rank in shares.items())[:2]
+    return [Link.combine([offer for offer, _, _ in offers]), found, combine_teams([teams for _, _, teams in offers])]
 
 
 def _create(
     engine: _core.RankSave, path: str, offered: list[Any], early: Texts | None, made: list[tuple[int, int]]
 ) -> list[Any]:
-    """At the coordinator: the name of the workspace, whose identity goes to ``made``, and the gloo group to use."""
-    offer, shares = offered
+    """At the coordinator: the name of the workspace, the gloo group to use, and the teams of ranks that differ.
+
+    The identity of the workspace goes to ``made``. Where ranks differ, nothing is made.
+    """
+    offer, shares, teams = offered
     if len(shares) > 1:
         raise ValueError(
             f"save: {path}: ranks {shares[0][0]} and {shares[1][0]} would lay out its files differently: give the same "
@@ -420,9 +479,12 @@ def _create(
         )
     if early is not None:
         engine.check(*early)
+    differing = teams_that_differ(teams)
+    if differing:
+        return ["", "", differing]
     name = engine.create(path)
     made += filter(None, [_identity(Path(path).with_name(name))])
-    return [name, Link.agree(offer)]
+    return [name, Link.agree(offer), []]
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:

@@ -20,8 +20,6 @@ from fastckpt._tensors.spread import Spread
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
-#: Stands for a tensor that is not compared.
-NO_CHECK = (1 << 64) - 1
 _COUNT = struct.Struct("<Q")
 
 
@@ -41,7 +39,6 @@ class Table(NamedTuple):
         names: of the tensors, by number.
         kinds: the different kinds.
         kind: for each tensor the number of its kind.
-        checks: for each tensor a checksum of its bytes or of pieces of them, or :data:`NO_CHECK`.
         ties: number and name of each further place of a tensor.
         outer: kind and text of each key of the outer mapping, and whether it leads to a mapping; None without one.
         structure: the tokens of the state, JSON text.
@@ -51,7 +48,6 @@ class Table(NamedTuple):
     names: list[str]
     kinds: list[Kind]
     kind: np.ndarray[Any, np.dtype[np.uint32]]
-    checks: np.ndarray[Any, np.dtype[np.uint64]]
     ties: list[tuple[int, str]]
     outer: list[tuple[str, str, bool]] | None
     structure: str
@@ -77,7 +73,6 @@ def encode(table: Table) -> bytes:
     return packed(
         head,
         table.kind.astype("<u4", copy=False).tobytes(),
-        table.checks.astype("<u8", copy=False).tobytes(),
         table.structure.encode(),
         table.metadata.encode(),
     )
@@ -85,13 +80,12 @@ def encode(table: Table) -> bytes:
 
 def decode(data: bytes) -> Table:
     """What :func:`encode` made."""
-    head, kind, checks, structure, metadata = unpacked(data)
+    head, kind, structure, metadata = unpacked(data)
     names, kinds, ties, outer = json.loads(head)
     return Table(
         names,
         list(starmap(_kind, kinds)),
         np.frombuffer(kind, "<u4"),
-        np.frombuffer(checks, "<u8"),
         [(index, name) for index, name in ties],
         None if outer is None else [(tag, text, leads) for tag, text, leads in outer],
         structure.decode(),

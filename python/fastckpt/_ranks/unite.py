@@ -21,10 +21,11 @@ from fastckpt._tensors.spread import Spread
 
 from .describe import outer_of
 from .differences import Differences, Path, short
-from .table import NO_CHECK, Kind, Table
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
+
+    from .table import Kind, Table
 
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
 _EQUAL = "make values equal on all ranks that have them"
@@ -178,7 +179,6 @@ class _Union:
             [kinds.setdefault(table.kinds[kind][:3], len(kinds)) for kind in table.kind.tolist()]
             for table in self.tables
         ]
-        self._checks = [table.checks.tolist() for table in self.tables]
 
     # The walk.
 
@@ -325,7 +325,6 @@ class _Union:
         found = [(which, position, self.tokens[which][position][1]) for which, position in places]
         first, _, own = found[0]
         kind = self._kinds[first][own]
-        check, checked = NO_CHECK, 0
         for which, _, index in found:
             if self._kinds[which][index] != kind:
                 sides = [
@@ -334,13 +333,6 @@ class _Union:
                 spread = self.kind(first, own).spread or self.kind(which, index).spread
                 self.differences.texts(path, sides, _DTENSORS if spread else _TENSORS, _PER_RANK)
                 break
-            mine = self._checks[which][index]
-            if mine != NO_CHECK:
-                if check not in {NO_CHECK, mine}:
-                    sides = [(self.ranks[checked], "a tensor"), (self.ranks[which], "one of other values")]
-                    self.differences.texts(path, sides, _TENSORS, _PER_RANK)
-                    break
-                check, checked = mine, which
         self.out.append([token[0], self.number(path, found), *token[2:]])
 
     def number(self, path: Path, found: list[tuple[int, int, int]]) -> int:

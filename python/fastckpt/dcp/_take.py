@@ -27,6 +27,7 @@ class Taken(NamedTuple):
         places: where each key stands among all keys of the state.
         order: a digest of all keys of the state: ranks that have the same have the same state.
         ties: keys of tensors that are the same as one before them, with the first of them.
+        copies: tensors of this rank that the plan leaves to another one, by names.
         ids: for each plain optimizer state, by what leads to it, a digest of what its parameters' numbers stand for.
     """
 
@@ -35,6 +36,7 @@ class Taken(NamedTuple):
     order: str
     ties: dict[str, str]
     ids: dict[str, str]
+    copies: dict[str, Held]
 
     def table(self) -> str:
         """All of it but the memory, for other ranks: JSON."""
@@ -46,12 +48,16 @@ class Taken(NamedTuple):
                 [key, self.places[key], leaf.path, leaf.tokens, [_described(held) for held in leaf.tensors]]
                 for key, leaf in self.leaves.items()
             ],
+            "copies": [_described(held) for held in self.copies.values()],
         }
         return json.dumps(about, separators=(",", ":"))
 
     def memories(self) -> dict[str, list[Memory]]:
         """The memory of each tensor, by its name."""
-        return {held.name: held.memories for leaf in self.leaves.values() for held in leaf.tensors}
+        found = {held.name: list(held.memories) for leaf in self.leaves.values() for held in leaf.tensors}
+        for name, held in self.copies.items():
+            found.setdefault(name, []).extend(held.memories)
+        return found
 
 
 def _described(held: Held) -> list[Any]:
@@ -59,8 +65,10 @@ def _described(held: Held) -> list[Any]:
     return [held.name, held.dtype, held.shape, held.logical, held.sizes, boxes]
 
 
-def take(plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Taken:
-    """Resolve what a plan has.
+def take(
+    plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types, local: _torch.SavePlan | None = None
+) -> Taken:
+    """Resolve what a plan has, and what else this rank has of it by the plan that it made itself.
 
     Raises:
         UnsupportedTypeError: something cannot be stored; the message names it.
@@ -81,14 +89,31 @@ def take(plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Ta
             else:
                 leaf = shard_of(key, path, item, resolved)
         leaves[key] = leaf if known is None else _joined(key, known, leaf, item)
+    own = local if local is not None and local.items else _torch.kept_plan(planner)
+    copies = {} if own is None else _copies(plan, own, planner, types)
     places = {key: at for at, key in enumerate(paths)}
     for key in leaves:
         places.setdefault(key, len(places))
     order = hashlib.sha256(json.dumps(list(paths)).encode()).hexdigest() if paths else ""
     state = getattr(planner, "state_dict", None)
     if not isinstance(state, dict) or not _torch.keeps_state(planner):
-        return Taken(leaves, places, order, {}, {})
-    return Taken(leaves, places, order, _ties(state), _ids(state, paths))
+        return Taken(leaves, places, order, {}, {}, copies)
+    return Taken(leaves, places, order, _ties(state), _ids(state, paths), copies)
+
+
+def _copies(plan: _torch.SavePlan, local: _torch.SavePlan, planner: Any, types: Types) -> dict[str, Held]:
+    """The tensors of a rank that its plan has no more: torch left them to another rank that has them, too."""
+    have = {item.index for item in plan.items}
+    copies: dict[str, Leaf] = {}
+    for item in local.items:
+        key = item.index.fqn
+        if item.type is _torch.WriteItemType.BYTE_IO or item.index in have:
+            continue
+        resolved = planner.resolve_data(item)
+        is_whole = item.type is _torch.WriteItemType.TENSOR
+        leaf = leaf_of(key, (key,), resolved, types) if is_whole else shard_of(key, (key,), item, resolved)
+        copies[key] = _joined(key, copies[key], leaf, item) if key in copies else leaf
+    return {held.name: held for leaf in copies.values() for held in leaf.tensors}
 
 
 def _paths(plan: _torch.SavePlan, planner: Any) -> Mapping[str, Path]:

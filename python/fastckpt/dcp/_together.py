@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import secrets
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.lent import lent
 from fastckpt._api.progress import ticker
-from fastckpt._ranks.save import Portion, Texts, write_checkpoint
+from fastckpt._ranks.save import Compared, Portion, Texts, write_checkpoint
 from fastckpt._ranks.session import session
 from fastckpt._tensors.movers import Sources
 
@@ -20,6 +21,7 @@ from ._unite import United, memories_of, unite
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from fastckpt._ranks.replicas import Policy
     from fastckpt._state.registry import Types
 
     from . import _torch
@@ -38,6 +40,8 @@ class Wishes(NamedTuple):
         model_key: see :func:`fastckpt.save`.
         options: how a state is saved whose model has the names that begin with a prefix, with staging memory; and what
             torch's ``.metadata`` holds, which the coordinator alone writes.
+        policy: how what several ranks hold is compared.
+        local: the plan that this rank made; None where its planner has kept it.
         metadata: makes the structure of what is read without tensors; what it raises reaches the other ranks.
     """
 
@@ -48,6 +52,8 @@ class Wishes(NamedTuple):
     bandwidth: float | None
     model_key: str | None
     options: Callable[[str, _core.Memory | None, bytes], _core.SaveOptions]
+    policy: Policy
+    local: _torch.SavePlan | None
     metadata: Callable[[], str]
 
 
@@ -60,17 +66,17 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
     here = session("dcp.save", wishes.group)
     with here.peers.operation("save", wishes.path, wishes.timeout, wishes.label) as operation:
         metadata = wishes.metadata()
-        taken = take(plan, planner, types)
+        taken = take(plan, planner, types, wishes.local)
         in_flight.wait_for_path(wishes.path)
         torchs = b""
 
-        def decide(tables: list[Any]) -> str:
+        def decide(tables: list[Any]) -> list[Any]:
             nonlocal torchs
             united = unite([table for _, table in tables], wishes.model_key)
             torchs = torch_metadata(united.entries)
-            return _packed(united)
+            return [_packed(united), secrets.randbits(63)]
 
-        answer = operation.round("tables", [[here.group.rank, taken.table()]], combine=gathered, decide=decide)
+        answer, seed = operation.round("tables", [[here.group.rank, taken.table()]], combine=gathered, decide=decide)
         united = _unpacked(answer)
         held, movers = _held(taken, united, here.group.rank)
         sources = Sources("dcp.save", movers)
@@ -78,6 +84,8 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
         with lent(sources.devices, sum(held[index][3] for index in movers)) as staging:
             options = wishes.options(united.prefix, staging.core, torchs)
             share = _share(united, here.group.size, options)
+            if wishes.policy.replicas == "first":
+                share = share.first(None)
             with ticker("dcp.save", wishes.path, shown=False) as tick:
                 written = write_checkpoint(
                     here,
@@ -86,6 +94,7 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
                     Portion(share, held, sources.fill if movers else None, options),
                     lambda _: texts,
                     timeout=wishes.timeout,
+                    compared=Compared(wishes.policy, seed),
                     bandwidth=wishes.bandwidth,
                     tick=tick,
                 )

@@ -146,3 +146,10 @@ __all__ = [
     "keeps_state",
     "torch",
 ]
+
+
+def kept_plan(planner: Any) -> SavePlan | None:
+    """The plan that a rank made for an earlier save, and that its planner has kept as it is the same again."""
+    kept = getattr(planner, "_cached_save_plan", None)
+    plan = kept.get(getattr(planner, "_cached_plans_key", None)) if isinstance(kept, dict) else None
+    return plan if getattr(planner, "_enable_plan_caching", False) else None

@@ -90,6 +90,11 @@ def unite(texts: Sequence[str], model_key: str | None) -> United:
                 )
             else:
                 entries[key] = (min(where, known[0]), *known[1:])
+    for rank, table in enumerate(tables):
+        for own, *about, boxes in table["copies"]:
+            name = ties.get(own, own)
+            if name in stored:
+                _hold(stored, rank, name, about, boxes)
     return _finish(entries, stored, ties, model_key)
 
 
@@ -273,6 +278,7 @@ def memories_of(taken: Taken, united: United) -> dict[int, list[Memory]]:
     """A rank's memory of each tensor that it has boxes of, by number: each box once."""
     found: dict[int, dict[Any, Memory]] = {}
     for name, memories in taken.memories().items():
-        for memory in memories:
+        # What a planner has left out of all plans is not saved.
+        for memory in memories if name in united.numbers else ():
             found.setdefault(united.numbers[name], {}).setdefault(memory.box, memory)
     return {number: list(boxes.values()) for number, boxes in found.items()}

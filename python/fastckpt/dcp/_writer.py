@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any
+from typing import Any, Literal
 
 from fastckpt import _core
 from fastckpt._api import in_flight
@@ -17,6 +17,7 @@ from fastckpt._api.reports import SaveReport
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
 from fastckpt._files import TORCH_METADATA, Files, check_files
 from fastckpt._paths import AnyPath, path_of
+from fastckpt._ranks.replicas import check_policy
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.registry import Registry, Types
 from fastckpt._tensors.movers import Sources
@@ -42,6 +43,7 @@ class _Now(threading.local):
     coordinates = True
     alone = False
     written = False
+    local: _torch.SavePlan | None = None
 
 
 class Writer(_torch.StorageWriter):
@@ -75,6 +77,8 @@ class Writer(_torch.StorageWriter):
         io: see :func:`fastckpt.save`; ``gds`` is ``auto`` here, and the report says so.
         threads: worker threads of this rank; by default as :func:`fastckpt.save` has them.
         bandwidth_limit: bytes per second that this rank may write, or a string with a unit; None for no limit.
+        replicas: as for :func:`fastckpt.distributed.save`, of the tensors that several ranks gave to ``dcp.save``.
+        on_difference: as for :func:`fastckpt.distributed.save`.
 
     Attributes:
         report: what the last save of this rank did, or None.
@@ -84,7 +88,7 @@ class Writer(_torch.StorageWriter):
         ValueError: an argument is out of range, or ``path`` is a URL.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - all by name
         self,
         path: AnyPath | None = None,
         *,
@@ -99,6 +103,8 @@ class Writer(_torch.StorageWriter):
         io: DeviceEngine = "auto",
         threads: int | None = None,
         bandwidth_limit: float | str | None = None,
+        replicas: Literal["sample", "full", "first"] = "sample",
+        on_difference: Literal["raise", "warn"] = "raise",
     ) -> None:
         super().__init__()
         check_engine("dcp.save", io, threads, devices=True)
@@ -115,6 +121,7 @@ class Writer(_torch.StorageWriter):
         self._io = io
         self._threads = threads
         self._limit = check_bandwidth("dcp.save", bandwidth_limit)
+        self._policy = check_policy("dcp.save", replicas, on_difference)
         self._now = _Now()
         self._stager: Stager | None = None
 
@@ -158,6 +165,8 @@ class Writer(_torch.StorageWriter):
 
     def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
         """The plan as it is: planners keep plans for later saves, so nothing of one save may be in it."""
+        # Torch leaves what several ranks have to one of them. Here all of them take part, and are compared.
+        self._now.local = plan
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.SavePlan]) -> list[_torch.SavePlan]:
@@ -204,7 +213,16 @@ class Writer(_torch.StorageWriter):
                     return self._about(types).structure()
 
                 wishes = Wishes(
-                    path, label, self._group, self._timeout, self._limit, self._model_key, self._options, metadata
+                    path,
+                    label,
+                    self._group,
+                    self._timeout,
+                    self._limit,
+                    self._model_key,
+                    self._options,
+                    self._policy,
+                    self._now.local,
+                    metadata,
                 )
                 report = save_together(wishes, plan, planner, types)
                 self.report = conclude(RankSaveReport, path, began, report, step=step_of(self._metadata))

@@ -7,7 +7,9 @@ use std::sync::Arc;
 
 use fastckpt_core::Error;
 use fastckpt_core::engine::path::IoPath;
-use fastckpt_core::ranks::{self, Commit, Committed, Figures, Held, Table, pieces};
+use fastckpt_core::ranks::{self, Cell, Commit, Committed, Figures, Held, Known, Table, pieces};
+use fastckpt_core::share::Depth;
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyDict, PyTuple};
 
@@ -103,6 +105,43 @@ impl RankSave {
         Ok(Self { core, overwrite: settings.overwrite, options: options.clone().unbind(), mail, raised })
     }
 
+    #[pyo3(signature = (depth, seed, known, tick))]
+    fn replicas(
+        &self,
+        py: Python<'_>,
+        depth: &str,
+        seed: u64,
+        known: Vec<(usize, u32, u64)>,
+        tick: Option<Py<PyAny>>,
+    ) -> PyResult<Replicas> {
+        let depth = match depth {
+            "first" => Depth::Overlaps,
+            "sample" => Depth::Samples(seed),
+            "full" => Depth::All,
+            _ => {
+                return Err(PyValueError::new_err(format!(
+                    "replicas of ranks are not compared by `{depth}`"
+                )));
+            }
+        };
+        let known: Known = known.into_iter().map(|(tensor, part, sum)| ((tensor, part), sum)).collect();
+        let raised = &self.raised;
+        Ok(Replicas(
+            self.detached(py, |core| core.replicas(depth, &known, &mut self::tick(tick.as_ref(), raised)))?,
+        ))
+    }
+
+    fn compared<'py>(
+        &self,
+        py: Python<'py>,
+        replicas: &Replicas,
+        cell: (usize, u64, u32),
+        most: u64,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let bytes = self.detached(py, |core| core.compared(&replicas.0, cell, most))?;
+        Ok(PyBytes::new(py, &bytes))
+    }
+
     #[pyo3(signature = (structure, metadata, per_rank))]
     fn check(&self, py: Python<'_>, structure: &str, metadata: &str, per_rank: Option<&str>) -> PyResult<()> {
         self.detached(py, |core| core.check(structure, metadata, per_rank.unwrap_or_default()))
@@ -166,6 +205,21 @@ impl RankSave {
     }
 }
 
+/// See `_core.pyi`.
+#[pyclass(frozen, module = "fastckpt._core")]
+struct Replicas(ranks::Replicas);
+
+#[pymethods]
+impl Replicas {
+    fn digests(&self) -> Vec<(u64, usize, u64)> {
+        self.0.digests().into_iter().map(|digest| (digest.team, digest.size, digest.sum)).collect()
+    }
+
+    fn of_teams(&self, teams: Vec<u64>) -> Vec<Cell> {
+        self.0.of_teams(&teams)
+    }
+}
+
 /// The report of a commit, which moves no blocks itself.
 fn committed_dict<'py>(
     py: Python<'py>,
@@ -196,5 +250,6 @@ fn committed_dict<'py>(
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
+    module.add_class::<Replicas>()?;
     module.add_class::<RankSave>()
 }

@@ -1,5 +1,6 @@
 //! `_core.Spread` and `_core.Share`.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use fastckpt_core::Error;
@@ -163,6 +164,24 @@ impl Share {
             pieces::decode(pieces, &mut all)?;
             ranks::compare(self.core(), &reader.checkpoint, all)
         }))
+    }
+
+    fn first(&self, py: Python<'_>, tensors: Option<Vec<usize>>) -> PyResult<Self> {
+        let chosen = tensors.map(|tensors| tensors.into_iter().collect::<HashSet<_>>());
+        let is_first = |tensor| chosen.as_ref().is_none_or(|chosen| chosen.contains(&tensor));
+        let table = self.table()?;
+        Ok(Self(Kind::Save(Arc::new(mapped(py.detach(|| table.first(is_first)))?))))
+    }
+
+    fn replicated(&self, py: Python<'_>) -> PyResult<usize> {
+        mapped(py.detach(|| self.core().replicated()))
+    }
+
+    fn about(&self, tensor: usize) -> PyResult<(String, u64, Vec<Vec<u32>>)> {
+        let missing = || PyIndexError::new_err(format!("there is no tensor {tensor}"));
+        let one = self.core().tensors().get(tensor).ok_or_else(missing)?;
+        let elements = one.shape.iter().product::<u64>().max(1);
+        Ok((one.name.clone(), (one.stored / elements).max(1), self.core().groups(tensor)))
     }
 
     fn digest(&self, py: Python<'_>) -> u64 {

@@ -13,6 +13,7 @@ use super::contents;
 use super::held::Held;
 use super::mail::{Fill, Mail};
 use super::pieces;
+use super::replicas::{Known, Replicas};
 use super::table::Table;
 use super::work::Ranges;
 use crate::commit::Workspace;
@@ -31,7 +32,7 @@ use crate::save::shards::allocate;
 use crate::save::work::Work as _;
 use crate::save::{check_size, empty_body, seal, shard_entry, united};
 use crate::share::Piece;
-use crate::share::{Duties, Grain, Message};
+use crate::share::{Depth, Duties, Grain, Message};
 use crate::telemetry::{self, Kind, Operation, Phase};
 
 /// What the coordinator knows when all ranks have written.
@@ -105,6 +106,7 @@ enum Stage {
 #[derive(Debug)]
 pub struct RankSave {
     table: Arc<Table>,
+    rank: u32,
     duties: Arc<Duties>,
     held: Arc<Held>,
     mail: Arc<Mail>,
@@ -151,7 +153,7 @@ impl RankSave {
         let (mail, stage) = (Arc::new(mail), Mutex::new(Stage::New));
         let options = Options { queue_depth: depth(&options), ..options };
         let (closing, taken) = (AtomicBool::new(false), Mutex::default());
-        let save = Self { table, duties, held, mail, options, closing, stage, taken };
+        let save = Self { table, rank, duties, held, mail, options, closing, stage, taken };
         save.work().map(drop)?;
         Ok(save)
     }
@@ -200,6 +202,18 @@ impl RankSave {
             operation.end(telemetry::outcome(&workspace));
         }
         Ok(Open { workspace: workspace?, operation, created })
+    }
+
+    /// Sums what this rank holds and others hold, too; `known` has sums of whole parts.
+    pub fn replicas(&self, depth: Depth, known: &Known, tick: Tick<'_>) -> Result<Replicas> {
+        let tick = &mut self.ticking(tick);
+        Replicas::new(&self.table, self.rank, &self.held, (depth, known), &self.options, tick)
+    }
+
+    /// Up to about `most` bytes of a cell of `replicas`, given by tensor, first byte and number: the same at all ranks
+    /// that hold it.
+    pub fn compared(&self, replicas: &Replicas, cell: (usize, u64, u32), most: u64) -> Result<Vec<u8>> {
+        replicas.bytes(&self.held, cell, most)
     }
 
     /// Refuses a state whose manifest would be too large, or texts that are none. For the coordinator, before anybody

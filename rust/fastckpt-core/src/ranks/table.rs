@@ -46,6 +46,14 @@ impl Table {
         Ok(Self { tensors, plan, share })
     }
 
+    /// The same, but every byte of these tensors comes from the lowest rank that has it.
+    pub fn first(&self, tensors: impl Fn(usize) -> bool) -> Result<Self> {
+        let share = self.share.elsewhere(files(&self.plan), &self.plan.places)?.first(tensors);
+        let taken = self.plan.shards.iter().enumerate().filter(|(_, shard)| shard.taken.is_some());
+        let share = share.without(taken.map(|(index, _)| index));
+        Ok(Self { tensors: self.tensors.clone(), plan: self.plan.clone(), share })
+    }
+
     /// The same tensors, some of them in shards of their own, or in such as are taken over and not written.
     pub fn apart(&self, groups: &[Group], shard_size: u64, apart: &Apart<'_>) -> Result<Self> {
         let sizes = (shard_size, self.plan.block_size);

@@ -6,7 +6,7 @@
 
 use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::OnceLock;
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use super::bytes::{Shape, len};
 use super::spread::{Bounds, Groups};
@@ -15,6 +15,9 @@ use super::tiles::Tiles;
 /// Boxes whose runs have this many bytes on average are written by those who have them. It is worth more operations
 /// not to exchange them.
 const LONG: u128 = 64 << 10;
+
+/// By section and copy: the ranks that give something of it, ascending.
+type Givers = HashMap<(u32, u32), Arc<[u32]>>;
 
 /// Who has which bytes of a tensor. It is the same for all tensors with the same shape, bytes and spreads.
 #[derive(Debug)]
@@ -34,6 +37,12 @@ pub(super) struct Cover {
     tiled: Vec<u32>,
     /// The ranks that have something of a section, ascending, for sections of several boxes.
     teams: HashMap<u32, OnceLock<Box<[u32]>>>,
+    /// The most ranks that hold the same bytes.
+    copies: u32,
+    /// Whether boxes of several groups of ranks overlap.
+    overlaps: bool,
+    /// By section and copy: the ranks that give something of a section of several cells, ascending.
+    givers: Mutex<Givers>,
     /// A range of the tensor with bytes that nobody has.
     pub(super) gap: Option<Range<u64>>,
 }
@@ -51,10 +60,19 @@ impl Cover {
             tiles_of: vec![0],
             tiled: Vec::new(),
             teams: HashMap::new(),
+            copies: 0,
+            overlaps: false,
+            givers: Mutex::default(),
             gap: None,
         };
         let sections = cover.sweep();
         cover.split(&sections);
+        for ends in cover.tiles_of.windows(2) {
+            let tiles = &cover.tiled[ends[0] as usize..ends[1] as usize];
+            let ranks = tiles.iter().map(|&tile| cover.ranks(tile, spreads).len() as u32);
+            cover.copies = cover.copies.max(ranks.sum());
+            cover.overlaps |= tiles.len() > 1;
+        }
         Ok(cover)
     }
 
@@ -176,6 +194,54 @@ impl Cover {
         self.tiles_of[from..=to].windows(2).map(|ends| &self.tiled[ends[0] as usize..ends[1] as usize])
     }
 
+    /// The most ranks that hold the same bytes.
+    pub(super) const fn copies(&self) -> u32 {
+        self.copies
+    }
+
+    /// Whether boxes of several groups of ranks overlap: of spreads that have nothing to do with each other.
+    pub(super) const fn overlaps(&self) -> bool {
+        self.overlaps
+    }
+
+    /// The ranks that have a tile.
+    pub(super) fn ranks<'a>(&self, tile: u32, spreads: &[&'a Groups]) -> &'a [u32] {
+        let whose = self.tiles.whose(tile);
+        spreads[whose.slot as usize].ranks(whose.group)
+    }
+
+    /// The ranks that have a cell, ascending, each with the first of its tiles there.
+    pub(super) fn holders(&self, cell: &[u32], spreads: &[&Groups]) -> Vec<(u32, u32)> {
+        let of = |&tile: &u32| self.ranks(tile, spreads).iter().map(move |&rank| (rank, tile));
+        let mut all: Vec<_> = cell.iter().flat_map(of).collect();
+        all.sort_unstable();
+        all.dedup_by_key(|&mut (rank, _)| rank);
+        all
+    }
+
+    /// The rank that has a copy of a cell, and its tile.
+    pub(super) fn source(&self, cell: &[u32], copy: u32, spreads: &[&Groups]) -> Option<(u32, u32)> {
+        if let [tile] = *cell {
+            let ranks = self.ranks(tile, spreads);
+            return Some((*ranks.get(copy as usize % ranks.len().max(1))?, tile));
+        }
+        let all = self.holders(cell, spreads);
+        all.get(copy as usize % all.len().max(1)).copied()
+    }
+
+    /// The ranks that give something of a copy of a section, ascending.
+    pub(super) fn givers(&self, section: u32, copy: u32, spreads: &[&Groups]) -> Arc<[u32]> {
+        let mut known = self.givers.lock().unwrap_or_else(PoisonError::into_inner);
+        let found = known.entry((section, copy)).or_insert_with(|| {
+            let sources = self.cells(section).filter_map(|cell| self.source(cell, copy, spreads));
+            let mut all: Vec<u32> = sources.map(|(rank, _)| rank).collect();
+            all.sort_unstable();
+            all.dedup();
+            all.into()
+        });
+        Arc::clone(found)
+    }
+
     /// Whether a section is one tile, and no part of its lines is missing.
     pub(super) fn is_one(&self, section: u32) -> bool {
         let mut cells = self.cells(section);
@@ -186,10 +252,7 @@ impl Cover {
 
     /// The ranks that have something of a section, ascending.
     pub(super) fn team<'a>(&'a self, section: u32, spreads: &[&'a Groups]) -> &'a [u32] {
-        let ranks = |&tile: &u32| {
-            let whose = self.tiles.whose(tile);
-            spreads[whose.slot as usize].ranks(whose.group)
-        };
+        let ranks = |&tile: &u32| self.ranks(tile, spreads);
         let mut tiles = self.cells(section).flatten();
         let Some(team) = self.teams.get(&section) else { return tiles.next().map_or(&[], ranks) };
         team.get_or_init(|| {

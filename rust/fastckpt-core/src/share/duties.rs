@@ -9,6 +9,7 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::cover::Cover;
+use super::deal::Deal;
 use super::messages::{Item, Mailbox, Message};
 use super::owners::Held;
 use super::place::Places;
@@ -63,7 +64,8 @@ impl Share {
         if grain == Grain::Page {
             self.check_held()?;
         }
-        let mut work = Work::new(self, rank);
+        let deals = if grain == Grain::Page { self.deals()? } else { &[] };
+        let mut work = Work::new(self, rank, deals);
         for (shard, tensors) in self.order.iter().enumerate() {
             match grain {
                 Grain::Page => work.pages(shard, tensors)?,
@@ -101,11 +103,11 @@ impl Share {
 }
 
 /// What one rank has of the tensors of one class.
-struct Own {
+pub(super) struct Own {
     /// Its intervals, in order.
-    intervals: Vec<usize>,
+    pub(super) intervals: Vec<usize>,
     /// By section: the number of the cell, the tile and the part of each of its tiles, in order.
-    tiles: HashMap<u32, Vec<(usize, u32, u32)>>,
+    pub(super) tiles: HashMap<u32, Vec<(usize, u32, u32)>>,
 }
 
 impl Own {
@@ -144,9 +146,11 @@ fn part(cover: &Cover, spreads: &[&Groups], tile: u32, rank: u32) -> Option<u32>
 }
 
 /// The duties of one rank, while they are found.
-struct Work<'a> {
+pub(super) struct Work<'a> {
     share: &'a Share,
     rank: u32,
+    /// Of a save, by tensor.
+    deals: &'a [Deal],
     /// By class.
     own: HashMap<usize, Rc<Own>>,
     places: Places,
@@ -158,10 +162,11 @@ struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    fn new(share: &'a Share, rank: u32) -> Self {
+    pub(super) fn new(share: &'a Share, rank: u32, deals: &'a [Deal]) -> Self {
         Self {
             share,
             rank,
+            deals,
             own: HashMap::new(),
             places: Places::default(),
             ranges: Vec::new(),
@@ -172,7 +177,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    fn own(&mut self, held: &Held<'_>) -> Rc<Own> {
+    pub(super) fn own(&mut self, held: &Held<'_>) -> Rc<Own> {
         let class = self.share.class[held.tensor];
         let own =
             self.own.entry(class).or_insert_with(|| Rc::new(Own::new(held.cover, &held.spreads, self.rank)));
@@ -188,7 +193,13 @@ impl<'a> Work<'a> {
     }
 
     /// The item of `tile`, of part `part` of a rank, in `stretch` of the file. `None` if it has no bytes there.
-    fn item(&mut self, held: &Held<'_>, stretch: &Range<u64>, tile: u32, part: u32) -> Option<Item> {
+    pub(super) fn item(
+        &mut self,
+        held: &Held<'_>,
+        stretch: &Range<u64>,
+        tile: u32,
+        part: u32,
+    ) -> Option<Item> {
         let place = self.places.of(self.share.class[held.tensor], held, tile);
         let bytes = stretch.start - held.range.start..stretch.end - held.range.start;
         let len = place.rows.bytes_in(&bytes);
@@ -221,7 +232,8 @@ impl<'a> Work<'a> {
     /// What this rank writes of a file, and what it sends for the rest of it.
     fn pages(&mut self, shard: usize, tensors: &[usize]) -> Result<()> {
         let (data, bytes) = self.share.files[shard];
-        let held = tensors.iter().map(|&tensor| Held::new(self.share, tensor)).collect::<Result<Vec<_>>>()?;
+        let held = tensors.iter().map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor)));
+        let held = held.collect::<Result<Vec<_>>>()?;
         let first = self.ranges.len();
         if self.rank == 0 && bytes > 0 {
             self.range(shard, 0, data.next_multiple_of(PAGE).min(bytes));
@@ -229,9 +241,9 @@ impl<'a> Work<'a> {
         for (index, tensor) in held.iter().enumerate() {
             let own = self.own(tensor);
             for &interval in &own.intervals {
-                for turn in tensor.turns(interval, self.rank) {
-                    let (start, end) = (turn.start.next_multiple_of(PAGE), turn.end.next_multiple_of(PAGE));
-                    if start < turn.end {
+                for part in tensor.writes(interval, self.rank) {
+                    let (start, end) = (part.start.next_multiple_of(PAGE), part.end.next_multiple_of(PAGE));
+                    if start < part.end {
                         self.range(shard, start, end.min(bytes));
                     }
                 }
@@ -251,13 +263,13 @@ impl<'a> Work<'a> {
         let section = tensor.cover.section(interval);
         let (range, tiles) = (tensor.interval(interval), &own.tiles[&section]);
         let begin = range.start.next_multiple_of(PAGE).min(range.end);
-        // Where everybody has the only cell, the owner is one of them.
+        // The writer of the only cell is who gives it.
         let end = if tensor.cover.cells(section).len() == 1 { begin } else { range.end };
         for stretch in tensor.cut(interval, range.start..end, true) {
             let owner = if stretch.start < begin {
                 owner(held, index, stretch.start / PAGE * PAGE)
             } else {
-                tensor.turn(interval, stretch.start)
+                tensor.writer(interval, stretch.start)
             };
             let Some(owner) = owner.filter(|&owner| owner != self.rank) else { continue };
             let mut own = tiles.as_slice();
@@ -265,7 +277,7 @@ impl<'a> Work<'a> {
                 let (here, rest) = own.split_at(own.partition_point(|own| own.0 <= number));
                 own = rest;
                 let Some(&(_, _, part)) = here.first() else { continue };
-                let Some((giver, tile)) = tensor.giver(cell, owner) else { continue };
+                let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, owner) else { continue };
                 if giver == self.rank {
                     let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
                     if let Some(item) = self.item(tensor, &stretch, tile, part) {
@@ -285,7 +297,7 @@ impl<'a> Work<'a> {
                 let lines = tensor.interval(interval);
                 for stretch in tensor.cut(interval, start.max(lines.start)..end.min(lines.end), true) {
                     for cell in tensor.cover.cells(tensor.cover.section(interval)) {
-                        if let Some((giver, tile)) = tensor.giver(cell, self.rank) {
+                        if let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, self.rank) {
                             self.serve(tensor, &stretch, tile, giver);
                         }
                     }
@@ -297,7 +309,7 @@ impl<'a> Work<'a> {
     /// What this rank reads of a file, and what it receives of the rest of it.
     fn extents(&mut self, tensors: &[usize]) -> Result<()> {
         for &tensor in tensors {
-            let held = Held::new(self.share, tensor)?;
+            let held = Held::new(self.share, tensor, None)?;
             let own = self.own(&held);
             let (mut done, mut reader, mut apart) = (0, (u64::MAX, None), false);
             for &interval in &own.intervals {
@@ -357,5 +369,5 @@ fn owner(held: &[Held<'_>], last: usize, offset: u64) -> Option<u32> {
     if offset < tensor.range.start {
         return Some(0);
     }
-    tensor.turn(tensor.at(offset), offset)
+    tensor.writer(tensor.at(offset), offset)
 }

@@ -4,15 +4,17 @@
 //! A [`Spread`] says which ranks have which boxes of a tensor. The [`Share`] of a job has all tensors, their places in
 //! the files and their spreads. Of these, [`Share::duties`] derives what one rank does: the ranges of files that it
 //! reads or writes, and its messages, each of many items. [`Share::merge`] and [`Share::cover_all`] put checksums of
-//! ranges together.
+//! ranges together. [`Share::copied`] says which bytes a rank holds that others hold, too.
 
 mod bytes;
 mod cover;
+mod deal;
 mod duties;
 mod messages;
 mod owners;
 mod pieces;
 mod place;
+mod replicas;
 mod spread;
 mod table;
 #[cfg(test)]
@@ -22,5 +24,6 @@ mod tiles;
 pub use self::duties::{Duties, FileRange, Grain};
 pub use self::messages::{Item, Message};
 pub use self::pieces::Piece;
+pub use self::replicas::{Copied, Depth};
 pub use self::spread::{Bounds, Placement, Spread};
 pub use self::table::{PLAN, Share, Tensor};

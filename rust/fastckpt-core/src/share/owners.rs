@@ -3,6 +3,7 @@
 use std::ops::Range;
 
 use super::cover::Cover;
+use super::deal::Deal;
 use super::spread::Groups;
 use super::table::Share;
 use crate::error::Result;
@@ -19,11 +20,13 @@ pub(super) struct Held<'a> {
     pub(super) spreads: Vec<&'a Groups>,
     /// Its logical shape.
     pub(super) sizes: &'a [u64],
+    /// What a save takes from which copy; a load has none.
+    deal: Option<&'a Deal>,
     block_size: u64,
 }
 
 impl<'a> Held<'a> {
-    pub(super) fn new(share: &'a Share, tensor: usize) -> Result<Self> {
+    pub(super) fn new(share: &'a Share, tensor: usize, deal: Option<&'a Deal>) -> Result<Self> {
         let entry = &share.tensors[tensor];
         Ok(Self {
             tensor,
@@ -32,6 +35,7 @@ impl<'a> Held<'a> {
             cover: share.cover(tensor)?,
             spreads: share.spreads_of(entry),
             sizes: &entry.shape,
+            deal,
             block_size: share.block_size,
         })
     }
@@ -52,26 +56,36 @@ impl<'a> Held<'a> {
         self.cover.team(self.cover.section(interval), &self.spreads)
     }
 
-    /// The owner of the bytes of an interval in the block of `offset`: the ranks that have some of them take turns,
+    /// The copy that gives the byte at `offset` to a save.
+    fn copy(&self, offset: u64) -> u32 {
+        self.deal.map_or(0, |deal| deal.copy(offset))
+    }
+
+    /// The rank that writes the bytes of an interval in the block of `offset`: those that give some of them take turns,
     /// block by block. `None` if nobody has any.
-    pub(super) fn turn(&self, interval: usize, offset: u64) -> Option<u32> {
+    pub(super) fn writer(&self, interval: usize, offset: u64) -> Option<u32> {
+        let (section, copy) = (self.cover.section(interval), self.copy(offset));
+        let mut cells = self.cover.cells(section);
+        if let (Some(only), None) = (cells.next(), cells.next()) {
+            return self.cover.source(only, copy, &self.spreads).map(|(rank, _)| rank);
+        }
+        let givers = self.cover.givers(section, copy, &self.spreads);
+        let turn = (offset / self.block_size + self.shard as u64).checked_rem(givers.len() as u64)?;
+        Some(givers[turn as usize])
+    }
+
+    /// The parts of an interval, as ranges of the file, that `rank` writes: one for each block.
+    pub(super) fn writes(&self, interval: usize, rank: u32) -> impl Iterator<Item = Range<u64>> {
+        self.cut(interval, self.interval(interval), false)
+            .filter(move |part| self.writer(interval, part.start) == Some(rank))
+    }
+
+    /// The owner of the bytes of an interval in the block of `offset`: the ranks that want some of them take turns,
+    /// block by block. `None` if nobody wants any.
+    fn turn(&self, interval: usize, offset: u64) -> Option<u32> {
         let team = self.team(interval);
         let turn = (offset / self.block_size + self.shard as u64).checked_rem(team.len() as u64)?;
         Some(team[turn as usize])
-    }
-
-    /// The blocks of an interval in which it is the turn of `rank`, as ranges of the file.
-    pub(super) fn turns(&self, interval: usize, rank: u32) -> impl Iterator<Item = Range<u64>> + use<> {
-        let (range, size, team) = (self.interval(interval), self.block_size, self.team(interval));
-        let first = range.start / size;
-        let skip = team.binary_search(&rank).ok().map(|place| {
-            let (len, place) = (team.len() as u64, place as u64);
-            (len + place - (first + self.shard as u64) % len) % len
-        });
-        let step = team.len();
-        let blocks =
-            skip.into_iter().flat_map(move |skip| (first + skip..range.end.div_ceil(size)).step_by(step));
-        blocks.map(move |block| range.start.max(block * size)..range.end.min((block + 1) * size))
     }
 
     /// The part of the tensor in the block of `offset`, counted in the file.
@@ -106,17 +120,30 @@ impl<'a> Held<'a> {
         first != last && (first..=last).all(has_one_reader)
     }
 
-    /// The rank that gives a cell to `owner`, and the tile that it has of it. It is the owner itself if that has the
-    /// cell, or else the rank that is nearest to it.
-    pub(super) fn giver(&self, cell: &[u32], owner: u32) -> Option<(u32, u32)> {
-        let near = cell.iter().filter_map(|&tile| Some((nearest(self.ranks(tile), owner)?, tile)));
-        near.min_by_key(|&(rank, _)| rank ^ owner)
+    /// The rank that gives a cell of a stretch of an interval to its `writer`, and the tile that it has of it.
+    ///
+    /// It is the one that has the copy. Where the bytes are compared whatever else is, it may be the writer itself if that
+    /// has the cell, or else the rank that is nearest to it: a page in which a part begins, and boxes of several groups
+    /// that overlap.
+    pub(super) fn giver(
+        &self,
+        cell: &[u32],
+        interval: usize,
+        stretch: &Range<u64>,
+        writer: u32,
+    ) -> Option<(u32, u32)> {
+        let begins = stretch.start < self.interval(interval).start.next_multiple_of(PAGE);
+        let strict = self.deal.is_some_and(|deal| deal.strict);
+        if strict || !(begins || self.cover.overlaps()) {
+            return self.cover.source(cell, self.copy(stretch.start), &self.spreads);
+        }
+        let near = cell.iter().filter_map(|&tile| Some((nearest(self.ranks(tile), writer)?, tile)));
+        near.min_by_key(|&(rank, _)| rank ^ writer)
     }
 
     /// The ranks that have a tile.
     pub(super) fn ranks(&self, tile: u32) -> &'a [u32] {
-        let whose = self.cover.tiles.whose(tile);
-        self.spreads[whose.slot as usize].ranks(whose.group)
+        self.cover.ranks(tile, &self.spreads)
     }
 
     /// Cuts `range` of the file, inside an interval, where owners may change: at blocks, and with `pages` at the first

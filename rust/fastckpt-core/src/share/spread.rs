@@ -121,6 +121,13 @@ impl Groups {
         self.all.len()
     }
 
+    /// The ranks of all groups, ascending.
+    pub(super) fn everybody(&self) -> Vec<u32> {
+        let mut all: Vec<u32> = self.parts.iter().map(|&(rank, _)| rank).collect();
+        all.dedup();
+        all
+    }
+
     /// The ranks of a group, ascending.
     pub(super) fn ranks(&self, group: u32) -> &[u32] {
         &self.all[group as usize].ranks

@@ -7,13 +7,14 @@ use std::sync::OnceLock;
 
 use super::bytes::{Shape, len};
 use super::cover::Cover;
+use super::deal::Deal;
 use super::spread::{Groups, Spread};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
 /// The version of the rules of this folder, and of what messages look like: another one for every change by which a rank
 /// would write, read, send or expect other bytes. Ranks compare it.
-pub const PLAN: u32 = 1;
+pub const PLAN: u32 = 2;
 
 /// A tensor of the job.
 #[derive(Debug, Clone, Hash)]
@@ -47,6 +48,9 @@ pub struct Share {
     pub(super) class: Vec<usize>,
     /// See [`Self::read_apart`].
     pub(super) apart: bool,
+    /// See [`Self::first`].
+    first: Vec<bool>,
+    deals: OnceLock<Vec<Deal>>,
     /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
@@ -99,7 +103,48 @@ impl Share {
             }
         }
         let spreads = spreads.into_iter().map(|spread| Groups::new(spread, ranks)).collect::<Result<_>>()?;
-        Ok(Self { files, block_size, tensors, spreads, ranks, order, class, apart: false, covers: classes })
+        Ok(Self {
+            files,
+            block_size,
+            tensors,
+            spreads,
+            ranks,
+            order,
+            class,
+            apart: false,
+            first: Vec::new(),
+            deals: OnceLock::new(),
+            covers: classes,
+        })
+    }
+
+    /// The same, but a save takes every byte of these tensors from the lowest rank that has it.
+    #[must_use]
+    pub fn first(mut self, tensors: impl Fn(usize) -> bool) -> Self {
+        self.first = (0..self.tensors.len()).map(tensors).collect();
+        self.deals = OnceLock::new();
+        self
+    }
+
+    /// The number of tensors of which several ranks hold the same bytes.
+    pub fn replicated(&self) -> Result<usize> {
+        let mut all = self.order.iter().flatten();
+        all.try_fold(0, |count, &tensor| Ok(count + usize::from(self.cover(tensor)?.copies() > 1)))
+    }
+
+    /// The ranks of each of a tensor's spreads, ascending.
+    #[must_use]
+    pub fn groups(&self, tensor: usize) -> Vec<Vec<u32>> {
+        self.spreads_of(&self.tensors[tensor]).into_iter().map(Groups::everybody).collect()
+    }
+
+    /// From which copies a save takes the tensors.
+    pub(super) fn deals(&self) -> Result<&[Deal]> {
+        if let Some(deals) = self.deals.get() {
+            return Ok(deals);
+        }
+        let made = self.deal(&self.first)?;
+        Ok(self.deals.get_or_init(|| made))
     }
 
     /// The same, but an extent that several ranks want in long parts, each rank another one, is read by them in these
@@ -117,6 +162,7 @@ impl Share {
             self.files[file] = (0, 0);
             self.order[file].clear();
         }
+        self.deals = OnceLock::new();
         self
     }
 
@@ -125,14 +171,15 @@ impl Share {
         let tensors = self.tensors.iter().zip(places);
         let tensors = tensors.map(|(tensor, &(shard, offset))| Tensor { shard, offset, ..tensor.clone() });
         let spreads = self.spreads.iter().map(|groups| groups.spread().clone()).collect();
-        Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)
+        let first = self.first.clone();
+        Ok(Self { first, ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)? })
     }
 
     /// A number that is the same for all ranks that made the same share, and follow the same rules.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (PLAN, &self.files, self.block_size, &self.tensors, self.ranks).hash(&mut hasher);
+        (PLAN, &self.files, self.block_size, &self.tensors, self.ranks, &self.first).hash(&mut hasher);
         self.spreads.iter().for_each(|groups| groups.spread().hash(&mut hasher));
         hasher.finish()
     }

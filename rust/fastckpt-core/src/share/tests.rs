@@ -84,7 +84,19 @@ struct Job {
 const NOBODY: u32 = u32::MAX;
 
 impl Job {
-    fn new(header: u64, block_size: u64, mut tensors: Vec<Tensor>, spreads: Vec<Spread>, ranks: u32) -> Self {
+    fn new(header: u64, block_size: u64, tensors: Vec<Tensor>, spreads: Vec<Spread>, ranks: u32) -> Self {
+        let parts = tensors.iter().map(|tensor| parts(tensor, &spreads, ranks)).collect();
+        Self { parts, ..Self::large(header, block_size, tensors, spreads, ranks) }
+    }
+
+    /// The same of tensors that have too many bytes to list them.
+    fn large(
+        header: u64,
+        block_size: u64,
+        mut tensors: Vec<Tensor>,
+        spreads: Vec<Spread>,
+        ranks: u32,
+    ) -> Self {
         let mut files =
             vec![(header, header); tensors.iter().map(|tensor| tensor.shard + 1).max().unwrap_or(1)];
         for (index, tensor) in tensors.iter_mut().enumerate() {
@@ -92,8 +104,7 @@ impl Job {
             tensor.offset = files[tensor.shard].1;
             files[tensor.shard].1 += tensor.stored;
         }
-        let parts = tensors.iter().map(|tensor| parts(tensor, &spreads, ranks)).collect();
-        Self { share: Share::new(files, block_size, tensors, spreads, ranks).unwrap(), parts }
+        Self { share: Share::new(files, block_size, tensors, spreads, ranks).unwrap(), parts: Vec::new() }
     }
 
     /// For each byte of a tensor, how many parts have it.
@@ -123,14 +134,19 @@ impl Job {
             item.len > 0 && found.is_sorted_by(|a, b| a.0 < b.0),
             "an item is in the order of the tensor"
         );
-        let offset = self.share.tensors()[item.tensor].offset;
-        let block = |byte: u64| (offset + byte) / self.share.block_size();
-        assert_eq!(block(item.bytes.start), block(item.bytes.end - 1), "an item lies in one block");
         let part = &self.parts[item.tensor][&(rank, item.part)];
         for &(byte, at) in &found {
             assert_eq!(part[at as usize], byte, "{item:?} of rank {rank}");
         }
         found
+    }
+
+    /// The same of an item of duties, which lies in one block.
+    fn in_block(&self, rank: u32, item: &Item) -> Vec<(u64, u64)> {
+        let offset = self.share.tensors()[item.tensor].offset;
+        let block = |byte: u64| (offset + byte) / self.share.block_size();
+        assert_eq!(block(item.bytes.start), block(item.bytes.end - 1), "an item lies in one block");
+        self.bytes(rank, item)
     }
 
     /// Compares what both sides know of each message. Calls `each` with the ranks on the I/O side and the box side.
@@ -209,7 +225,7 @@ impl Job {
         let mut given: Vec<Vec<u32>> = owners.iter().map(|owners| vec![NOBODY; owners.len()]).collect();
         let mut give = |io: u32, boxes: u32, item: &Item| {
             let tensor = &self.share.tensors()[item.tensor];
-            for (byte, _) in self.bytes(boxes, item) {
+            for (byte, _) in self.in_block(boxes, item) {
                 let at = (tensor.offset + byte) as usize;
                 assert_eq!(owners[tensor.shard][at], io);
                 assert_eq!(std::mem::replace(&mut given[tensor.shard][at], boxes), NOBODY, "given twice");
@@ -222,14 +238,112 @@ impl Job {
         for (given, &(data, _)) in given.iter().zip(self.share.files()) {
             assert!(!given[data as usize..].contains(&NOBODY), "nobody gives a byte to its writer");
         }
-        // Who has a byte that it writes does not get it from another.
-        for (index, tensor) in self.share.tensors().iter().enumerate() {
-            for ((rank, _), bytes) in &self.parts[index] {
-                for byte in bytes {
-                    let at = (tensor.offset + byte) as usize;
-                    if owners[tensor.shard][at] == *rank {
-                        assert_eq!(given[tensor.shard][at], *rank);
+        for index in 0..self.parts.len() {
+            self.check_copies(index, &given);
+        }
+        let share = self.first();
+        let first = (0..share.ranks()).map(|rank| share.duties(rank, Grain::Page));
+        let first = first.collect::<crate::Result<Vec<_>>>().unwrap();
+        let holders: Vec<_> = (0..self.parts.len()).map(|tensor| self.ranks(tensor)).collect();
+        let lowest = |_: u32, boxes: u32, item: &Item| {
+            for (byte, _) in self.in_block(boxes, item) {
+                let holders = &holders[item.tensor][byte as usize];
+                assert_eq!(holders.first(), Some(&boxes), "of the lowest rank");
+            }
+        };
+        for (rank, duties) in (0..).zip(&first) {
+            duties.local.iter().for_each(|item| lowest(rank, rank, item));
+        }
+        self.messages(&first, lowest);
+    }
+
+    /// The same job, with all tensors taken from their lowest ranks.
+    fn first(&self) -> Share {
+        let files = self.share.files().to_vec();
+        let spreads = self.share.spreads.iter().map(|groups| groups.spread().clone()).collect();
+        let tensors = self.share.tensors().to_vec();
+        Share::new(files, self.share.block_size(), tensors, spreads, self.share.ranks())
+            .unwrap()
+            .first(|_| true)
+    }
+
+    /// The ranks that have each byte of a tensor, ascending.
+    fn ranks(&self, tensor: usize) -> Vec<Vec<u32>> {
+        let mut ranks = vec![Vec::new(); self.share.tensors()[tensor].stored as usize];
+        for ((rank, _), bytes) in &self.parts[tensor] {
+            for &byte in bytes {
+                let ranks: &mut Vec<u32> = &mut ranks[byte as usize];
+                if ranks.last() != Some(rank) {
+                    ranks.push(*rank);
+                }
+            }
+        }
+        ranks
+    }
+
+    /// A tensor of few bytes comes from one copy, but for pages in which a part begins.
+    fn check_copies(&self, index: usize, given: &[Vec<u32>]) {
+        let tensor = &self.share.tensors()[index];
+        let ranks = self.ranks(index);
+        if tensor.spreads.len() > 1 || ranks.iter().any(|some| some.len() != ranks[0].len()) {
+            return;
+        }
+        let mut copies = Vec::new();
+        let mut begun = u64::MAX;
+        for (byte, some) in ranks.iter().enumerate() {
+            let at = tensor.offset + byte as u64;
+            if byte == 0 || *some != ranks[byte - 1] {
+                begun = at / PAGE;
+            }
+            if at / PAGE != begun {
+                let from = given[tensor.shard][at as usize];
+                copies.push(some.iter().position(|&rank| rank == from));
+            }
+        }
+        copies.dedup();
+        assert!(copies.len() < 2 && !copies.contains(&None), "{copies:?}");
+    }
+
+    /// All ranks that hold a cell choose the same bytes of it, and each byte that several hold is in one cell.
+    fn check_copied(&self) {
+        let all = (0..self.share.ranks()).map(|rank| self.share.copied(rank, Depth::All).unwrap());
+        let all: Vec<_> = all.collect();
+        for depth in [Depth::All, Depth::Samples(7), Depth::Overlaps] {
+            let mut cells = HashMap::new();
+            let mut compared = HashMap::new();
+            for rank in 0..self.share.ranks() {
+                let (found, teams) = self.share.copied(rank, depth).unwrap();
+                assert!(depth == Depth::Overlaps || found.len() == all[rank as usize].0.len());
+                for copied in found {
+                    let bytes: Vec<u64> =
+                        copied.items.iter().flat_map(|item| self.bytes(rank, item)).map(|at| at.0).collect();
+                    let team = teams[copied.team].clone();
+                    assert!(team.contains(&rank) && team.len() > 1 && team.is_sorted());
+                    let key = (copied.tensor, copied.start, copied.cell);
+                    let (first, count) = cells.entry(key).or_insert((bytes.clone(), 0));
+                    *count += 1;
+                    assert_eq!(*first, bytes, "all ranks compare the same");
+                    compared.insert(key, team);
+                }
+            }
+            for (key, team) in &compared {
+                assert_eq!(cells[key].1, team.len(), "all ranks of a team compare");
+            }
+            if depth == Depth::All {
+                let mut held: Vec<Vec<u32>> = self
+                    .parts
+                    .iter()
+                    .enumerate()
+                    .map(|(index, _)| vec![0; self.share.tensors()[index].stored as usize])
+                    .collect();
+                for (key, (bytes, _)) in &cells {
+                    for &byte in bytes {
+                        held[key.0][byte as usize] += 1;
                     }
+                }
+                for (index, held) in held.iter().enumerate() {
+                    let ranks = self.ranks(index);
+                    assert!(held.iter().zip(&ranks).all(|(&times, some)| times == u32::from(some.len() > 1)));
                 }
             }
         }
@@ -260,7 +374,7 @@ impl Job {
         }
         let mut fill = |io: u32, boxes: u32, item: &Item| {
             let tensor = &self.share.tensors()[item.tensor];
-            for (byte, at) in self.bytes(boxes, item) {
+            for (byte, at) in self.in_block(boxes, item) {
                 assert_eq!(owners[tensor.shard][(tensor.offset + byte) as usize], io);
                 filled[item.tensor].get_mut(&(boxes, item.part)).unwrap()[at as usize] += 1;
             }
@@ -282,6 +396,7 @@ impl Job {
             }
         }
         self.check_save();
+        self.check_copied();
         self.check_load();
     }
 }
@@ -407,6 +522,15 @@ fn a_digest_tells_jobs_apart() {
 
 /// One file of tensors of two bytes an element.
 fn job(shapes: &[&[u64]], spreads: Vec<Spread>, ranks: u32) -> Job {
+    Job::new(PAGE, 4 << 20, tensors(shapes, &spreads), spreads, ranks)
+}
+
+/// The same of large tensors.
+fn large_job(shapes: &[&[u64]], spreads: Vec<Spread>, ranks: u32) -> Job {
+    Job::large(PAGE, 4 << 20, tensors(shapes, &spreads), spreads, ranks)
+}
+
+fn tensors(shapes: &[&[u64]], spreads: &[Spread]) -> Vec<Tensor> {
     let tensor = |shape: &&[u64]| Tensor {
         name: String::new(),
         stored: 2 * shape.iter().product::<u64>(),
@@ -415,8 +539,7 @@ fn job(shapes: &[&[u64]], spreads: Vec<Spread>, ranks: u32) -> Job {
         offset: 0,
         spreads: (0..spreads.len() as u32).collect(),
     };
-    let tensors = shapes.iter().map(tensor).collect();
-    Job::new(PAGE, 4 << 20, tensors, spreads, ranks)
+    shapes.iter().map(tensor).collect()
 }
 
 fn mesh(sizes: &[u64], placements: &[Placement]) -> Spread {
@@ -431,11 +554,23 @@ fn size(ranges: &[FileRange]) -> u64 {
 #[test]
 fn replicas_share_the_work_without_messages() {
     for spread in [Spread::All, mesh(&[2, 2], &[Placement::Replicate, Placement::Shard(0)])] {
-        let job = job(&[&[1 << 12, 1 << 12]], vec![spread], 4);
-        for duties in job.duties(Grain::Page).unwrap() {
-            assert!(duties.io.is_empty() && duties.boxes.is_empty());
-            assert!(size(&duties.ranges).abs_diff(8 << 20) <= PAGE, "{:?}", duties.ranges);
+        // One tensor is cut into runs, and of many tensors each is whole.
+        let small = vec![&[1u64 << 10, 1 << 10][..]; 64];
+        for shapes in
+            [vec![&[1 << 14, 1 << 13][..]], small.clone(), [small, vec![&[1 << 13, 1 << 13][..]]].concat()]
+        {
+            let job = large_job(&shapes, vec![spread.clone()], 4);
+            let share = job.share.files()[0].1 / 4;
+            for duties in job.duties(Grain::Page).unwrap() {
+                assert!(duties.io.is_empty() && duties.boxes.is_empty());
+                assert!(
+                    size(&duties.ranges).abs_diff(share) <= share / 16 + (4 << 20),
+                    "{:?}",
+                    duties.ranges
+                );
+            }
         }
+        let job = large_job(&[&[1 << 12, 1 << 12]], vec![spread], 4);
         for duties in job.duties(Grain::Extent).unwrap() {
             assert!(size(&duties.ranges) <= 12 << 20, "{:?}", duties.ranges);
         }

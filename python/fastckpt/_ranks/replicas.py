@@ -1,0 +1,217 @@
+"""What several ranks hold of the same tensors is compared before a byte is written.
+
+Each rank sums what it holds (``_core.Replicas``), and one number for each team of ranks that holds the same parts
+comes up with the round in which the ranks meet at the workspace. Only where two numbers differ, two more rounds find
+out which tensors those are, and how much of them differs.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from .differences import named
+from .offers import runs_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from fastckpt import _core
+
+    from .peers import Operation
+    from .session import Session
+
+REPLICAS = ("sample", "full", "first")
+ON_DIFFERENCE = ("raise", "warn")
+#: More tensors than these are counted, not listed; and of so many ranks that differ the bytes are looked at.
+_LISTED, _SIDES = 10, 4
+#: Bytes of a tensor that ranks show each other, to tell how much of it differs.
+_SHOWN = 16 << 10
+_REMEDIES = (
+    "find out why copies that should be equal are not (a missing all-reduce, statistics as BatchNorm's, a fault of a "
+    "device), or give replicas='first' or on_difference='warn' to save those of the lowest rank"
+)
+_NAMES = (
+    "tensors of different experts or pipeline stages need names of their own (for optimizers, torch's "
+    "get_optimizer_state_dict gives them), or give what belongs to one rank alone as per_rank="
+)
+
+
+class Policy(NamedTuple):
+    """How much is compared, and what a difference does; the same on all ranks."""
+
+    replicas: str = "sample"
+    on_difference: str = "raise"
+
+
+def check_policy(operation: str, replicas: str, on_difference: str) -> Policy:
+    """The policy that a save is given.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    for name, value, known in (
+        ("replicas", replicas, REPLICAS),
+        ("on_difference", on_difference, ON_DIFFERENCE),
+    ):
+        if value not in known:
+            raise ValueError(f"{operation}: {name} is {value!r}: known are {', '.join(known)}")
+    return Policy(replicas, on_difference)
+
+
+class Comparison:
+    """What this rank holds and others hold, too.
+
+    Args:
+        engine: the save of this rank, which holds the memory.
+        share: what all ranks hold.
+        policy: how much is compared.
+        seed: what samples are drawn by, the same on all ranks, and another one for each save.
+        tick: called meanwhile.
+    """
+
+    def __init__(
+        self, engine: _core.RankSave, share: _core.Share, policy: Policy, seed: int, tick: Callable[[int, int], None]
+    ) -> None:
+        self.engine = engine
+        self.share = share
+        self.policy = policy
+        self.replicas = engine.replicas(policy.replicas, seed, [], tick)
+
+    def offer(self) -> list[Any]:
+        """What goes up: the number and the size of each team, and its sums with how many ranks found them."""
+        return [[team, size, [[total, 1]]] for team, size, total in self.replicas.digests()]
+
+    def differing(self, session: Session, operation: Operation, path: str, teams: list[int]) -> tuple[list[int], str]:
+        """The tensors that differ, and a sentence about them. All ranks call it, where teams differ.
+
+        Raises:
+            ValueError: this rank leads, and a difference is an error.
+            RanksError: the same, on the others.
+        """
+        cells = {
+            f"{tensor} {start} {cell}": {f"{total:x}": [[session.group.rank, session.group.rank + 1]]}
+            for tensor, start, cell, total in self.replicas.of_teams(teams)
+        }
+        found = operation.round("replicas", cells, combine=_united, decide=_that_differ)
+        shown = {
+            key: {str(session.group.rank): self.engine.compared(self.replicas, _cell(key), _SHOWN)}
+            for key, sides in _listed(found)
+            if session.group.rank in [side[0] for side in sides[:_SIDES]]
+        }
+        text = operation.round(
+            "differences", shown, combine=_joined, decide=lambda shown: self._decide(session, path, found, shown)
+        )
+        return sorted({_cell(key)[0] for key, _ in found}), text
+
+    def _decide(self, session: Session, path: str, found: list[list[Any]], shown: dict[str, dict[str, bytes]]) -> str:
+        tensors: dict[int, list[list[int]]] = {}
+        for key, sides in found:
+            known = tensors.setdefault(_cell(key)[0], [])
+            known.extend([] for _ in range(len(sides) - len(known)))
+            for side, ranks in zip(known, sides, strict=False):
+                side.extend(rank for rank in ranks if rank not in side)
+        lines, apart = [], False
+        for key, sides in _listed(found):
+            tensor = _cell(key)[0]
+            name, size, groups = self.share.about(tensor)
+            whom = tensors[tensor]
+            if len(groups) > 1 and not set(groups[0]) & set(groups[1]):
+                whom, apart = groups, True
+            views = [shown[key][str(side[0])] for side in sides[:_SIDES] if str(side[0]) in shown.get(key, {})]
+            lines.append(f"{name}: {', '.join(_held_by(session, ranks) for ranks in whom)}{_measured(views, size)}")
+        if len(tensors) > len(lines):
+            lines.append(f"and {len(tensors) - len(lines)} more")
+        told = "\n  ".join(lines)
+        if self.policy.on_difference == "warn":
+            return f"ranks hold different values of one tensor; the lowest rank's were saved, whole:\n  {told}"
+        raise ValueError(
+            f"save: {path}: ranks hold different values of one tensor, and no rank's state can be told to be right: "
+            f"{_NAMES if apart else f'{_REMEDIES}; {_NAMES}'}:\n  {told}"
+        )
+
+
+def combine_teams(offers: Sequence[list[Any]]) -> list[Any]:
+    """What several ranks offer, as one; a team that has been heard whole, and agrees, is left out."""
+    teams: dict[int, tuple[int, dict[int, int]]] = {}
+    for offer in offers:
+        for team, size, sums in offer:
+            known = teams.setdefault(team, (size, {}))[1]
+            for total, count in sums:
+                known[total] = known.get(total, 0) + count
+    return [
+        [team, size, [list(pair) for pair in sums.items()]]
+        for team, (size, sums) in teams.items()
+        if len(sums) > 1 or sum(sums.values()) < size
+    ]
+
+
+def teams_that_differ(offer: list[Any]) -> list[int]:
+    """Of what all ranks offer: the numbers of teams that do not agree."""
+    return [team for team, _, sums in offer if len(sums) > 1]
+
+
+def not_compared(share: _core.Share) -> list[str]:
+    """What the report of a save says that takes all from the lowest ranks."""
+    count = share.replicated()
+    if not count:
+        return []
+    named_so = f"{count} tensors that several ranks hold were" if count > 1 else "a tensor that several ranks hold was"
+    return [f"replicas='first': {named_so} not compared: what is saved is that of the lowest rank that has it"]
+
+
+def _cell(key: str) -> tuple[int, int, int]:
+    tensor, start, cell = map(int, key.split())
+    return tensor, start, cell
+
+
+def _united(found: list[dict[str, Any]]) -> dict[str, Any]:
+    """Who found which sum of which cell, of several ranks."""
+    out: dict[str, Any] = {}
+    for one in found:
+        for key, sums in one.items():
+            known = out.setdefault(key, {})
+            for total, runs in sums.items():
+                known[total] = runs_of(_ranks(known.get(total, [])) + _ranks(runs))
+    return out
+
+
+def _ranks(runs: list[list[int]]) -> list[int]:
+    return [rank for start, stop in runs for rank in range(start, stop)]
+
+
+def _that_differ(found: dict[str, Any]) -> list[list[Any]]:
+    """The cells that differ, in order, each with the ranks that agree, those with the lowest rank first."""
+    differing = [(key, sorted(map(_ranks, sums.values()))) for key, sums in found.items() if len(sums) > 1]
+    return [[key, sides] for key, sides in sorted(differing, key=lambda one: _cell(one[0]))]
+
+
+def _listed(found: list[list[Any]]) -> list[tuple[str, list[list[int]]]]:
+    """The first cell of each tensor that is listed."""
+    first: dict[int, tuple[str, list[list[int]]]] = {}
+    for key, sides in found:
+        first.setdefault(_cell(key)[0], (key, sides))
+    return list(first.values())[:_LISTED]
+
+
+def _joined(shown: list[dict[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for one in shown:
+        for key, views in one.items():
+            out.setdefault(key, {}).update(views)
+    return out
+
+
+def _held_by(session: Session, ranks: Sequence[int]) -> str:
+    hosts = sorted({session.peers.host_of(rank) for rank in ranks} - {""})
+    more = f" and {len(hosts) - 1} more hosts" if len(hosts) > 1 else ""
+    return f"one value on {named(sorted(ranks))}{f' ({hosts[0]}{more})' if hosts else ''}"
+
+
+def _measured(views: list[bytes], size: int) -> str:
+    """How many of the elements that were looked at differ between ranks."""
+    if not views:
+        return ""
+    count = len(views[0]) // size
+    elements = range(0, count * size, size)
+    differ = sum(len({view[start : start + size] for view in views}) > 1 for start in elements)
+    return f"; {differ} of {count} elements that were looked at differ"

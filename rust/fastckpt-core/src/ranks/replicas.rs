@@ -1,0 +1,151 @@
+//! Compares what several ranks hold of the same tensors: each sums what it holds, and nothing else travels.
+
+use std::collections::HashMap;
+use std::sync::{Mutex, PoisonError};
+
+use super::held::Held;
+use super::table::Table;
+use crate::engine::content::BATCH;
+use crate::engine::job::Tick;
+use crate::engine::options::{BLOCK_SIZE, Options};
+use crate::error::{Error, Result};
+use crate::format::checksum;
+use crate::save::compare::in_parallel;
+use crate::share::{Copied, Depth, Item};
+
+/// Sums that are known: of all bytes of parts, by tensor and part.
+pub type Known = HashMap<(usize, u32), u64>;
+
+/// What a rank found of the cells that others hold, too.
+#[derive(Debug)]
+pub struct Replicas {
+    cells: Vec<Copied>,
+    sums: Vec<u64>,
+    teams: Vec<Vec<u32>>,
+}
+
+/// What stands for all cells of a team at one of its ranks.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Digest {
+    /// A number for the team.
+    pub team: u64,
+    /// Its ranks.
+    pub size: usize,
+    /// The sum of the sums.
+    pub sum: u64,
+}
+
+/// A cell: its tensor, its first byte there, its number and its sum.
+pub type Cell = (usize, u64, u32, u64);
+
+impl Replicas {
+    /// Sums what `rank` holds and others hold, too.
+    pub(super) fn new(
+        table: &Table,
+        rank: u32,
+        held: &Held,
+        (depth, known): (Depth, &Known),
+        options: &Options,
+        tick: Tick<'_>,
+    ) -> Result<Self> {
+        let (cells, teams) = table.share.copied(rank, depth)?;
+        let is_known = |cell: &Copied| {
+            let known = known.get(&(cell.tensor, cell.part.0)).filter(|_| cell.whole && cell.part.1);
+            known.copied()
+        };
+        let (mut batches, mut bytes, mut total) = (vec![Vec::new()], 0, 0);
+        for (number, cell) in cells.iter().enumerate() {
+            if is_known(cell).is_some() {
+                continue;
+            }
+            for (at, item) in cell.items.iter().enumerate() {
+                let most = if held.pull(item).is_some() { BATCH as u64 } else { BLOCK_SIZE };
+                if bytes > 0 && bytes + item.len > most {
+                    batches.push(Vec::new());
+                    bytes = 0;
+                }
+                bytes += item.len;
+                total += item.len;
+                batches.last_mut().into_iter().for_each(|batch: &mut Vec<_>| batch.push((number, at, item)));
+            }
+        }
+        let found: Vec<_> = cells.iter().map(|cell| Mutex::new(vec![0; cell.items.len()])).collect();
+        let batch = |number: usize| {
+            let items: Vec<&Item> = batches[number].iter().map(|&(_, _, item)| item).collect();
+            let sums = held.sums(&items)?;
+            for (&(cell, at, _), sum) in batches[number].iter().zip(sums) {
+                found[cell].lock().unwrap_or_else(PoisonError::into_inner)[at] = sum;
+            }
+            Ok(())
+        };
+        in_parallel(batches.len(), total, options, tick, &batch)?;
+        let sum = |(cell, sums): (&Copied, Mutex<Vec<u64>>)| {
+            let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
+            let all = cell.items.iter().zip(sums);
+            let joined =
+                all.fold(checksum::of(&[]), |all, (item, sum)| checksum::combine(all, sum, item.len));
+            is_known(cell).unwrap_or(joined)
+        };
+        let sums = cells.iter().zip(found).map(sum).collect();
+        Ok(Self { cells, sums, teams })
+    }
+
+    /// What stands for the cells of each team.
+    #[must_use]
+    pub fn digests(&self) -> Vec<Digest> {
+        let mut told = vec![Vec::new(); self.teams.len()];
+        for (team, cell) in self.cells() {
+            let (tensor, start, number, sum) = cell;
+            for number in [tensor as u64, start, u64::from(number), sum] {
+                told[team].extend(number.to_le_bytes());
+            }
+        }
+        self.teams
+            .iter()
+            .zip(told)
+            .map(|(ranks, told)| Digest { team: number(ranks), size: ranks.len(), sum: checksum::of(&told) })
+            .collect()
+    }
+
+    /// The cells of teams with these numbers.
+    #[must_use]
+    pub fn of_teams(&self, teams: &[u64]) -> Vec<Cell> {
+        let wanted = |team: usize| teams.contains(&number(&self.teams[team]));
+        self.cells().filter(|&(team, _)| wanted(team)).map(|(_, cell)| cell).collect()
+    }
+
+    fn cells(&self) -> impl Iterator<Item = (usize, Cell)> {
+        let cells = self.cells.iter().zip(&self.sums);
+        cells.map(|(cell, &sum)| (cell.team, (cell.tensor, cell.start, cell.cell, sum)))
+    }
+
+    /// Up to about `most` of the bytes of a cell that were compared: the same at all ranks that hold it.
+    pub(super) fn bytes(
+        &self,
+        held: &Held,
+        (tensor, start, cell): (usize, u64, u32),
+        most: u64,
+    ) -> Result<Vec<u8>> {
+        let like = |one: &&Copied| (one.tensor, one.start, one.cell) == (tensor, start, cell);
+        let one = self.cells.iter().find(like);
+        let one =
+            one.ok_or_else(|| Error::Invalid(format!("nobody compares such a part of tensor {tensor}")))?;
+        let all: u64 = one.items.iter().map(|item| item.len).sum();
+        let mut bytes = Vec::new();
+        for item in one.items.iter().step_by(all.div_ceil(most).max(1) as usize) {
+            let first = bytes.len();
+            bytes.resize(first + item.len as usize, 0);
+            held.pack_all(std::slice::from_ref(item), &mut bytes[first..])?;
+            if bytes.len() as u64 >= most {
+                break;
+            }
+        }
+        bytes.truncate(most as usize);
+        Ok(bytes)
+    }
+}
+
+/// A number for a team that all of its ranks know.
+fn number(ranks: &[u32]) -> u64 {
+    checksum::of(&ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect::<Vec<_>>())
+}

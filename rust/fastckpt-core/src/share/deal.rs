@@ -1,0 +1,109 @@
+//! Which of the ranks that hold the same bytes of a tensor gives them to a save. Pure.
+//!
+//! Ranks that hold the same part of a tensor, ascending, have its **copies**: the first one copy 0, the next one copy 1.
+//! A tensor is dealt out whole: all of its bytes come from one copy, for copies that are said to be equal may not be.
+//! Tensors are dealt so that every copy gives about as many bytes.
+
+use std::cmp::Reverse;
+use std::collections::HashMap;
+
+use super::table::Share;
+use crate::error::Result;
+
+/// A tensor is not cut into runs of fewer bytes, but for its last one. What one rank writes of it beyond its share takes a moment.
+const RUN: u64 = 64 << 20;
+/// A copy may give this fraction more than its share, so that a tensor need not be cut.
+const SPARE: u64 = 16;
+
+/// From which copy the bytes of a tensor come.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Deal {
+    /// Runs of the file, one after another: where each ends, and its copy. The last copy goes on to the tensor's end.
+    runs: Vec<(u64, u32)>,
+    /// Every byte comes from that copy. Else the rank that writes a page may take what it holds of a part that begins
+    /// there, which is compared whatever else is.
+    pub(super) strict: bool,
+}
+
+impl Deal {
+    /// The copy that gives the byte at `offset` of the file.
+    pub(super) fn copy(&self, offset: u64) -> u32 {
+        let run = self.runs.get(self.runs.partition_point(|&(end, _)| end <= offset)).or(self.runs.last());
+        run.map_or(0, |&(_, copy)| copy)
+    }
+}
+
+/// Tensors that lie one after another and are dealt together.
+struct Batch {
+    bytes: u64,
+    tensors: Vec<usize>,
+}
+
+impl Share {
+    /// The deals of all tensors. Those in `first` come from copy 0, strictly.
+    pub(super) fn deal(&self, first: &[bool]) -> Result<Vec<Deal>> {
+        let mut deals = vec![Deal::default(); self.tensors.len()];
+        // By spreads and number of copies: what is alike is balanced by itself.
+        let mut groups: HashMap<(&[u32], u32), usize> = HashMap::new();
+        let mut batches: Vec<(u32, Vec<Batch>)> = Vec::new();
+        for tensors in &self.order {
+            let mut open = None;
+            for &tensor in tensors {
+                if first.get(tensor) == Some(&true) {
+                    deals[tensor].strict = true;
+                    continue;
+                }
+                let copies = self.cover(tensor)?.copies();
+                if copies < 2 {
+                    continue;
+                }
+                let entry = &self.tensors[tensor];
+                let group = *groups.entry((&entry.spreads, copies)).or_insert_with(|| {
+                    batches.push((copies, Vec::new()));
+                    batches.len() - 1
+                });
+                let of = &mut batches[group].1;
+                match of.last_mut() {
+                    Some(last)
+                        if open == Some(group) && last.bytes < self.block_size && entry.stored < RUN =>
+                    {
+                        last.bytes += entry.stored;
+                        last.tensors.push(tensor);
+                    }
+                    _ => of.push(Batch { bytes: entry.stored, tensors: vec![tensor] }),
+                }
+                open = Some(group);
+            }
+        }
+        for (copies, batches) in batches {
+            self.balance(copies, batches, &mut deals);
+        }
+        Ok(deals)
+    }
+
+    /// The largest first, each whole from the copy that has given least, and in runs where that would be too much.
+    fn balance(&self, copies: u32, mut batches: Vec<Batch>, deals: &mut [Deal]) {
+        let share = batches.iter().map(|batch| batch.bytes).sum::<u64>().div_ceil(u64::from(copies));
+        let mut given = vec![0u64; copies as usize];
+        batches.sort_by_key(|batch| Reverse(batch.bytes));
+        for Batch { bytes, tensors } in batches {
+            let mut rest = self.in_file(tensors[0], &(0..bytes));
+            loop {
+                let copy = (0..given.len()).min_by_key(|&copy| given[copy]).unwrap_or(0);
+                let len = rest.end - rest.start;
+                // No longer runs: where a copy is spread over several ranks, each of them is to give some of it.
+                let end = (rest.start + RUN).next_multiple_of(self.block_size);
+                let cut = given[copy] + len > share + share / SPARE && end + RUN / 2 <= rest.end;
+                let run = rest.start..if cut { end } else { rest.end };
+                given[copy] += run.end - run.start;
+                for &tensor in &tensors {
+                    deals[tensor].runs.push((run.end, copy as u32));
+                }
+                if !cut {
+                    break;
+                }
+                rest.start = end;
+            }
+        }
+    }
+}

@@ -1,0 +1,161 @@
+//! What a rank holds that other ranks hold, too, and which bytes of it are compared. Pure.
+//!
+//! Cells of intervals are compared, not parts: where boxes overlap in part, what is compared is the overlap. All ranks
+//! that hold a cell choose the same bytes of it.
+
+use std::collections::HashMap;
+use std::hash::{DefaultHasher, Hash as _, Hasher as _};
+use std::ops::Range;
+
+use super::duties::Work;
+use super::messages::Item;
+use super::owners::Held;
+use super::table::Share;
+use crate::error::Result;
+use crate::format::geometry::PAGE;
+use crate::sys::strided::Rows;
+
+/// How much of what several ranks hold is compared. Where boxes of several groups of ranks overlap, everything is: they
+/// may be other tensors of the same name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Depth {
+    /// Nothing else.
+    Overlaps,
+    /// Samples, drawn by this number; small parts whole.
+    Samples(u64),
+    /// Everything.
+    All,
+}
+
+/// A cell of an interval that a rank holds, and other ranks, too.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Copied {
+    /// The tensor.
+    pub tensor: usize,
+    /// The first byte of the interval, counted in the tensor.
+    pub start: u64,
+    /// The number of the cell.
+    pub cell: u32,
+    /// Which team holds it: a number of [`Share::copied`].
+    pub team: usize,
+    /// The part of the rank that has it, and whether the cell is all of that part.
+    pub part: (u32, bool),
+    /// What is compared, in order.
+    pub items: Vec<Item>,
+    /// Whether that is all of the cell.
+    pub whole: bool,
+}
+
+/// Parts up to this size are compared whole.
+const SMALL: u64 = 64 << 10;
+/// Bytes of a sample, about.
+const SAMPLE: u64 = 4 << 10;
+/// A sample is drawn from each stretch of this many bytes.
+const DRAWN: u64 = 4 << 20;
+
+impl Share {
+    /// The cells that `rank` holds and others hold, too, as far as `depth` has something compared, and the ranks of each
+    /// team that holds some, ascending. What a save takes from the lowest rank alone is not compared for its depth.
+    pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
+        let (mut found, mut teams) = (Vec::new(), Vec::<Vec<u32>>::new());
+        let mut known = HashMap::<Vec<u32>, usize>::new();
+        let mut work = Work::new(self, rank, &[]);
+        for &tensor in self.order.iter().flatten() {
+            let cover = self.cover(tensor)?;
+            if cover.copies() < 2 || (depth == Depth::Overlaps && !cover.overlaps()) {
+                continue;
+            }
+            let held = Held::new(self, tensor, None)?;
+            let own = work.own(&held);
+            for &interval in &own.intervals {
+                let section = cover.section(interval);
+                let (lines, mut last) = (cover.bytes(interval), None);
+                for &(number, tile, part) in &own.tiles[&section] {
+                    // Of several tiles of one cell the first one stands for this rank.
+                    let Some(cell) = cover.cells(section).nth(number).filter(|_| last != Some(number)) else {
+                        continue;
+                    };
+                    last = Some(number);
+                    let holders = cover.holders(cell, &held.spreads);
+                    if holders.len() < 2 {
+                        continue;
+                    }
+                    let stretch = held.interval(interval);
+                    let Some(all) = work.item(&held, &stretch, tile, part) else { continue };
+                    let team: Vec<u32> = holders.into_iter().map(|(rank, _)| rank).collect();
+                    let team = *known.entry(team).or_insert_with_key(|team| {
+                        teams.push(team.clone());
+                        teams.len() - 1
+                    });
+                    let (start, cell) = (lines.start, number as u32);
+                    let whole = cover.overlaps() || all.len <= SMALL;
+                    let (items, whole) = match depth {
+                        Depth::Samples(seed) if !whole => {
+                            let mut hasher = DefaultHasher::new();
+                            (seed, &self.tensors[tensor].name, start, cell).hash(&mut hasher);
+                            (samples(&all, hasher.finish()), false)
+                        }
+                        _ => (pieces(&all), true),
+                    };
+                    let of_part = self.part_bytes(rank, tensor, part)? == all.len;
+                    found.push(Copied { tensor, start, cell, team, part: (part, of_part), items, whole });
+                }
+            }
+        }
+        Ok((found, teams))
+    }
+}
+
+/// An item as items of at most [`DRAWN`] bytes of the tensor.
+fn pieces(all: &Item) -> Vec<Item> {
+    let starts = (all.bytes.start..all.bytes.end).step_by(DRAWN as usize);
+    starts.filter_map(|start| part(all, start..all.bytes.end.min(start + DRAWN))).collect()
+}
+
+/// Begin, middle and end of an item, and a drawn place in each stretch of it.
+fn samples(all: &Item, seed: u64) -> Vec<Item> {
+    let (rows, Range { start, end }) = (&*all.rows, all.bytes.clone());
+    let from = |start| grown(rows, start, end);
+    let mut chosen = vec![from(start), from(start + (end - start) / 2), last(rows, start, end)];
+    // Who writes the page in which it begins may take its own copy of it.
+    chosen[0] = start..chosen[0].end.max(end.min(start + PAGE));
+    for (number, at) in (0..).zip((start..end).step_by(DRAWN as usize)) {
+        let room = (end.min(at + DRAWN) - at).saturating_sub(SAMPLE);
+        chosen.push(from(at + ((u128::from(drawn(seed, number)) * u128::from(room)) >> 64) as u64));
+    }
+    chosen.into_iter().filter_map(|bytes| part(all, bytes)).collect()
+}
+
+/// A part of an item; `None` if that has no bytes there.
+fn part(all: &Item, bytes: Range<u64>) -> Option<Item> {
+    let len = all.rows.bytes_in(&bytes);
+    (len > 0).then(|| Item { bytes, len, ..all.clone() })
+}
+
+/// A range of the tensor with a sample's bytes of some rows, from the first row after `start` on.
+fn grown(rows: &Rows, start: u64, end: u64) -> Range<u64> {
+    let start = rows.lines(start..end).next().map_or(start, |line| line.at);
+    let mut len = SAMPLE;
+    while start + len < end && rows.bytes_in(&(start..start + len)) < SAMPLE {
+        len *= 2;
+    }
+    start..end.min(start + len)
+}
+
+/// The same, at the end.
+fn last(rows: &Rows, start: u64, end: u64) -> Range<u64> {
+    let end = end.min(rows.range().end);
+    let mut len = SAMPLE;
+    while start + len < end && rows.bytes_in(&(end - len..end)) < SAMPLE {
+        len *= 2;
+    }
+    start.max(end.saturating_sub(len))..end
+}
+
+/// The number that `seed` has drawn for `number` (`SplitMix64`).
+const fn drawn(seed: u64, number: u64) -> u64 {
+    let mut mixed = seed.wrapping_add(number.wrapping_add(1).wrapping_mul(0x9E37_79B9_7F4A_7C15));
+    mixed = (mixed ^ mixed >> 30).wrapping_mul(0xBF58_476D_1CE4_E5B9);
+    mixed = (mixed ^ mixed >> 27).wrapping_mul(0x94D0_49BB_1331_11EB);
+    mixed ^ mixed >> 31
+}

@@ -1,0 +1,275 @@
+"""What several ranks hold is compared before the verdict: what differs is refused by name, or one rank's, whole."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import shutil
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+import fastckpt
+import fastckpt.distributed
+from fastckpt.exceptions import RanksError
+
+#: Drawn saves; FASTCKPT_TEST_DIVERGENCES=2000 for all.
+TRIALS = int(os.environ.get("FASTCKPT_TEST_DIVERGENCES", "24"))
+LARGE = 3 << 20  # elements of four bytes: three blocks
+
+
+@functools.cache
+def _mesh(ranks: tuple[int, ...], shape: tuple[int, ...]) -> DeviceMesh:
+    return DeviceMesh("cpu", torch.tensor(ranks).reshape(shape))
+
+
+def _values(size: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(size, generator=torch.Generator().manual_seed(seed))
+
+
+def _save(state: Any, path: str, how: str, **options: Any) -> list[str]:
+    """Save with all ranks, and give the warnings of the report."""
+    if how == "dcp":
+        writer = fastckpt.dcp.Writer(path, **options)
+        torch_dcp.save(state, storage_writer=writer)
+        assert writer.report is not None
+        return list(writer.report.warnings)
+    if how == "async":
+        return list(fastckpt.distributed.save_async(state, path, **options).result().warnings)
+    return list(fastckpt.distributed.save(state, path, **options).warnings)
+
+
+def _replicated(path: str, how: str, rank: int, places: list[int], **options: Any) -> list[str]:
+    """A plain tensor and a DTensor on all ranks, in which ``rank`` has other values at these places."""
+    values = _values(LARGE)
+    if dist.get_rank() == rank:
+        values[places] += 1
+    mesh = _mesh(tuple(range(dist.get_world_size())), (dist.get_world_size(),))
+    state = {"w": values, "d": DTensor.from_local(values[: LARGE // 2].clone(), mesh, [Replicate()])}
+    return _save(state, path, how, **options)
+
+
+def _expert_groups(path: str, how: str, equal: bool, **options: Any) -> list[str]:
+    """Two groups of experts, each with a tensor of the same name over its own ranks."""
+    rank = dist.get_rank()
+    ranks = (0, 1) if rank < 2 else (2, 3)
+    for each in ((0, 1), (2, 3)):
+        _mesh(each, (2,))
+    # Equal where a few samples are: only a look at all of it tells.
+    values = _values(2 * LARGE)
+    if not equal and rank >= 2:
+        values[LARGE // 2 + 77] += 1
+    half = values[(rank % 2) * LARGE :][:LARGE].clone()
+    return _save({"experts": {"w1": DTensor.from_local(half, _mesh(ranks, (2,)), [Shard(0)])}}, path, how, **options)
+
+
+def _stages(path: str, how: str) -> list[str]:
+    """Stages of a pipeline that number their layers from 0."""
+    return _save({"layers.0.weight": _values(50_000, dist.get_rank() // 2)}, path, how)
+
+
+def _hsdp(path: str, how: str, **options: Any) -> list[str]:
+    """Two copies of two parts, one of them diverged; both tensors are sharded by rows."""
+    rank = dist.get_rank()
+    mesh = _mesh((0, 1, 2, 3), (2, 2))
+    state = {}
+    for name, size in (("a", LARGE), ("b", 9_000)):
+        half = _values(2 * size)[(rank % 2) * size :][:size].clone()
+        if rank >= 2:
+            half += 0.5
+        state[name] = DTensor.from_local(half, mesh, [Replicate(), Shard(0)])
+    return _save(state, path, how, **options)
+
+
+def _refused(group: Any, function: Any, path: Any, *args: Any, **options: Any) -> str:
+    """The error of rank 0, after a look at those of the others."""
+    group.start(function, str(path), *args, **options)
+    outcomes = group.outcomes()
+    assert [each.kind for each in outcomes] == ["raised"] * group.size, outcomes
+    first = outcomes[0].raised.text
+    assert all("ranks hold different values" in each.raised.text for each in outcomes), first
+    assert not path.exists()
+    return first
+
+
+@pytest.mark.parametrize("how", ["save", "async", "dcp"])
+def test_one_name_over_two_groups_of_ranks_is_two_tensors_unless_they_are_equal(forge, tmp_path, how):
+    with forge.group(4) as group:
+        text = _refused(group, _expert_groups, tmp_path / "c", how, False)
+        assert "experts.w1" in text
+        assert "per_rank=" in text
+        assert "names of their own" in text
+        if how != "dcp":
+            assert "ranks 0, 1" in text
+            assert "ranks 2, 3" in text
+            # Whatever else is compared.
+            assert "experts.w1" in _refused(group, _expert_groups, tmp_path / "c", how, False, replicas="first")
+        assert group.run(_expert_groups, str(tmp_path / "c"), how, True) == [[]] * 4
+    assert torch.equal(fastckpt.load(tmp_path / "c")["experts"]["w1"], _values(2 * LARGE))
+
+
+@pytest.mark.parametrize("how", ["save", "dcp"])
+def test_stages_that_number_their_layers_from_0_are_refused(forge, tmp_path, how):
+    with forge.group(4) as group:
+        text = _refused(group, _stages, tmp_path / "c", how)
+    assert "layers.0.weight" in text
+    assert "ranks 0, 1" in text
+    assert "ranks 2, 3" in text
+    assert "names of their own" in text
+
+
+@pytest.mark.parametrize("how", ["save", "async", "dcp"])
+def test_a_diverged_replica_is_refused_by_name_or_the_lowest_rank_is_kept_whole(forge, tmp_path, how):
+    with forge.group(4) as group:
+        text = _refused(group, _hsdp, tmp_path / "c", how)
+        assert "\n  a: " in text
+        assert "\n  b: " in text
+        assert "ranks 0, 1" in text
+        assert "ranks 2, 3" in text
+        assert "9000 of 9000 elements" in text or "of 9000 elements" in text or "4096 of 4096 elements" in text
+        said = group.run(_hsdp, str(tmp_path / "c"), how, on_difference="warn")
+        assert all("\n  a: " in text and "\n  b: " in text for (text,) in said)
+        expected = {"a": _values(2 * LARGE), "b": _values(18_000)}
+        found = fastckpt.load(tmp_path / "c")
+        assert all(torch.equal(found[name], values) for name, values in expected.items())
+        (said,) = group.run(_hsdp, str(tmp_path / "first"), how, replicas="first")[0]
+        assert "2 tensors" in said
+        assert "not compared" in said
+        found = fastckpt.load(tmp_path / "first")
+        assert all(torch.equal(found[name], values) for name, values in expected.items())
+
+
+@pytest.mark.parametrize("how", ["save", "async", "dcp"])
+def test_all_bytes_of_eight_replicas_are_compared(forge, tmp_path, how):
+    with forge.group(8) as group:
+        text = _refused(group, _replicated, tmp_path / "c", how, 5, [2 * LARGE // 3], replicas="full")
+        assert "w: " in text
+        assert "rank 5" in text
+        assert "rank" in text
+        assert group.run(_replicated, str(tmp_path / "c"), how, 5, [], replicas="full") == [[]] * 8
+        said = group.run(_replicated, str(tmp_path / "d"), how, 0, [LARGE - 1], replicas="full", on_difference="warn")
+        assert all("w: " in text for (text,) in said)
+    kept = _values(LARGE)
+    kept[LARGE - 1] += 1
+    assert torch.equal(fastckpt.load(tmp_path / "d")["w"], kept)
+
+
+@pytest.mark.parametrize("how", ["save", "dcp"])
+def test_a_mask_that_differs_in_the_middle_only_is_found(forge, tmp_path, how):
+    with forge.group(2) as group:
+        middle = list(range(LARGE // 2, LARGE // 2 + 8))
+        assert "w: " in _refused(group, _replicated, tmp_path / "c", how, 1, middle)
+
+
+def test_what_samples_miss_is_of_one_rank(forge, tmp_path):
+    """Ranks differ in few places that no sample of this save may hit: the tensor is that of one of them, whole."""
+    with forge.group(3) as group:
+        group.start(_replicated, str(tmp_path / "c"), "save", 1, [100_000, LARGE - 100_000])
+        kinds = {each.kind for each in group.outcomes()}
+    if kinds == {"returned"}:
+        found = fastckpt.load(tmp_path / "c")["w"]
+        other = _values(LARGE)
+        other[[100_000, LARGE - 100_000]] += 1
+        assert torch.equal(found, _values(LARGE)) or torch.equal(found, other)
+    else:
+        assert kinds == {"raised"}
+        assert not (tmp_path / "c").exists()
+
+
+def _wrong(path: str, option: str) -> str:
+    with pytest.raises(ValueError, match=option) as caught:
+        fastckpt.distributed.save({}, path, **{option: "some"})
+    return str(caught.value)
+
+
+def test_what_there_is_not_is_refused(tmp_path):
+    assert "known are sample, full, first" in _wrong(str(tmp_path / "c"), "replicas")
+    assert "known are raise, warn" in _wrong(str(tmp_path / "c"), "on_difference")
+
+
+#: How a tensor of two dimensions is spread over four ranks: mesh and placements, or None where each has it whole.
+SPREADS: dict[str, tuple[tuple[int, ...], list[Placement]] | None] = {
+    "plain": None,
+    "replicate": ((4,), [Replicate()]),
+    "rows": ((2, 2), [Replicate(), Shard(0)]),
+    "columns": ((2, 2), [Replicate(), Shard(1)]),
+    "rows of copies": ((2, 2), [Shard(0), Replicate()]),
+}
+
+
+def _part(spread: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    """What a rank has, in memory of its own."""
+    if spread in {"plain", "replicate"}:
+        return whole.clone()
+    number = rank // 2 if spread == "rows of copies" else rank % 2
+    return whole.chunk(2, 1 if spread == "columns" else 0)[number].clone()
+
+
+def _copies(spread: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """The tensor, as each copy of it has it, out of the parts of all ranks."""
+    if spread in {"plain", "replicate"}:
+        return parts
+    pairs = [(0, 2), (1, 3)] if spread == "rows of copies" else [(0, 1), (2, 3)]
+    return [torch.cat([parts[one], parts[other]], 1 if spread == "columns" else 0) for one, other in pairs]
+
+
+def _drawn(base: str, number: int) -> str:
+    """One drawn save, and what is wrong with what came of it: nothing, if all is well."""
+    rng = random.Random(number)
+    rank = dist.get_rank()
+    state, copies = {}, {}
+    for index in range(rng.randint(1, 3)):
+        spread, name = rng.choice(list(SPREADS)), f"{'abc'[index]}.weight"
+        shape = rng.choice([(2, 2), (6, 700), (130, 200), (1026, 1034)])
+        whole = torch.randn(shape, generator=torch.Generator().manual_seed(number + index))
+        parts = [_part(spread, whole, each) for each in range(4)]
+        for _ in range(rng.choice([0, 0, 1, 2])):
+            flat = parts[rng.randrange(4)].view(-1)
+            place = rng.randrange(flat.numel())
+            flat[place : place + rng.choice([1, 1, 5000])] += 1
+        copies[name] = _copies(spread, parts)
+        cut = SPREADS[spread]
+        own = parts[rank]
+        state[name] = own if cut is None else DTensor.from_local(own, _mesh((0, 1, 2, 3), cut[0]), cut[1])
+    diverged = {name for name, each in copies.items() if any(not torch.equal(one, each[0]) for one in each)}
+    replicas, on_difference = rng.choice(["sample", "full", "first"]), rng.choice(["raise", "warn"])
+    how, path = rng.choice(["save", "async", "dcp"]), f"{base}/{number}"
+    about = f"{number}: {how} {replicas} {on_difference} {diverged}"
+    try:
+        said = "".join(_save(state, path, how, replicas=replicas, on_difference=on_difference))
+    except (ValueError, RanksError, torch_dcp.api.CheckpointException) as error:
+        told = str(error)
+        named = {name for name in copies if f"\n  {name}: " in told}
+        right = named <= diverged and named and replicas != "first" and on_difference == "raise"
+        return "" if right else f"{about}: {told[:2000]}"
+    if rank:
+        return ""
+    named = {name for name in copies if f"\n  {name}: " in said}
+    found = fastckpt.load(path)
+    found = {name: found[name] if name in found else found[name[0]]["weight"] for name in copies}
+    shutil.rmtree(path)
+    if replicas == "full" and (named != diverged or (diverged and on_difference == "raise")):
+        return f"{about}: committed, named {named}"
+    for name, each in copies.items():
+        known = each[:1] if replicas == "first" or name in named else each
+        if not any(torch.equal(one, found[name]) for one in known):
+            return f"{about}: {name} is nobody's"
+    return ""
+
+
+def _trials(base: str, first: int, count: int) -> list[str]:
+    return [wrong for number in range(first, first + count) if (wrong := _drawn(base, number))]
+
+
+@pytest.mark.slow
+def test_whatever_diverges_is_committed_as_one_copy_has_it_or_refused_by_name(forge, tmp_path):
+    with forge.group(4) as group:
+        for first in range(0, TRIALS, 50):
+            count = min(50, TRIALS - first)
+            assert group.run(_trials, str(tmp_path), first, count, timeout=600) == [[]] * 4
