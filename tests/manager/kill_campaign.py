@@ -5,10 +5,17 @@
     python tests/manager/kill_campaign.py --kills 2000 --ranks 4 --remote REMOTE DIRECTORY
     python tests/manager/kill_campaign.py --kills 300 --store DIRECTORY
 
-A child forked for each round restores, saves and removes as fast as it can with ``keep=1``, and tells its parent when
-it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase. After
-each kill another child must be able to restore, without a warning, the newest step that was acknowledged or a later
-one, bit for bit. The oracle, the acknowledged step, is the parent's alone. It prints one JSON document; its exit status
+A child forked for each round restores, saves and removes as fast as it can, with ``keep=1`` or 4, and tells its parent
+when it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase,
+or has it preempted: then the step that it is at must be durable. After each kill another child must be able to restore,
+without a warning, the newest step that was acknowledged or a later one, bit for bit. The oracle, the acknowledged step,
+is the parent's alone.
+
+In some rounds the child goes back to an older step first, with or without removing the newer ones, and begins a branch
+from there, whose number is that of the round and lies in its states. Once a step of it is acknowledged, nothing of the
+branch that it has left may be restored, however high its steps are.
+
+ It prints one JSON document; its exit status
 is 1 if anything was lost. What it is about to do goes to stderr.
 
 With a remote tier, a directory or with ``--store`` the bucket of a server of S3 on loopback, which is not killed and
@@ -16,8 +23,8 @@ keeps one checkpoint, the drain is a phase, too. After each kill the remote by i
 step that was acknowledged as drained, or a later one. In one round out of eight the local tier is lost whole: what was
 drained is then all that was acknowledged, and the next child fetches it.
 
-With several ranks there is a child for each. They are killed in any order: all at once, as a job is, or one of them
-well before the others, as a node fails.
+With several ranks there is a child for each, and they do not go back. They are killed in any order: all at once, as a
+job is, or one of them well before the others, as a node fails.
 """
 
 from __future__ import annotations
@@ -34,6 +41,7 @@ import time
 import traceback
 import warnings
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -41,62 +49,125 @@ import fastckpt
 from fastckpt._manager import drain, fetch, manager, retention
 from fastckpt._paths import is_url
 
-PHASES = ("restore", "save", "retention")
+PHASES = ("restore", "rollback", "save", "retention")
 #: Those of a run with a remote tier: a drain begins, and a fetch.
 FAR = ("drain", "fetch")
-#: What the child tells: a phase begins, or a step is durable, or durable at the remote.
-MESSAGE = struct.Struct("=Bq")
-KINDS = (*PHASES, *FAR, "acknowledged", "drained")
-#: In one round out of so many the local tier is lost.
-LOST = 8
+#: What the child tells, with branch and step: a phase begins, all that is newer is about to be removed, or a step is
+#: durable, or durable at the remote.
+MESSAGE = struct.Struct("=Bqq")
+KINDS = (*PHASES, *FAR, "discard", "acknowledged", "drained")
+#: Before the first.
+NOTHING = (0, 0)
+#: In one round out of so many the local tier is lost; it is a preemption; it goes back.
+LOST, PREEMPTED, BACK = 8, 6, 3
 #: The longest time from the beginning of a phase to the kill, in seconds; of several ranks or with a store, and from
 #: the first kill to the next.
 LONGEST, LONGEST_OF_MANY, APART = 0.012, 0.1, 0.1
 
 
-def state(step):
-    """Several files, each of which says of which step it is."""
-    return {"model": {f"w{index}": np.full(20_000, step + index) for index in range(4)}, "step": step}
+def state(branch, step):
+    """Several files, each of which says of which branch and step it is."""
+    model = {f"w{index}": np.full(20_000, 1_000_000 * branch + step + index) for index in range(4)}
+    return {"model": model, "branch": branch, "step": step}
 
 
-def tell_of_copies(module, tell, before, after=None):
+def tell_of_copies(module, tell, before, after=None, *, branches=False):
     """Have the copies that a module asks for tell when they begin, and when they are durable."""
     copy = module.copy_checkpoint
 
     def told(sources, target, **options):
         step = int(target.rpartition("-")[2])
-        tell(before, step)
+        tell(before, NOTHING)
         copied = copy(sources, target, **options)
         if after is not None:
-            tell(after, step)
+            # The source may be another save of the step by now.
+            tell(after, (branch_of(target) if branches else 0, step))
         return copied
 
     module.copy_checkpoint = told
 
 
-def train(directory, remote, tell, asynchronous):
-    """Restore, save and remove for ever."""
+def branch_of(path):
+    """Of which branch a checkpoint is."""
+    with fastckpt.open(path) as checkpoint:
+        return checkpoint.structure["branch"]
+
+
+class Plan(NamedTuple):
+    """What a child does in a round.
+
+    Attributes:
+        number: which round.
+        keep: what its policy keeps.
+        asynchronous: whether it saves in the background.
+        fresh: whether nothing was ever acknowledged: a killed upload may have left traces that are no new beginning.
+        back: draws which older step it goes back to, and how; None where it goes on.
+        preempted: whether it answers SIGTERM.
+        alone: whether it is the only rank.
+    """
+
+    number: int
+    keep: int
+    asynchronous: bool
+    fresh: bool
+    back: random.Random | None
+    preempted: bool
+    alone: bool
+
+
+def train(directory, remote, tell, plan):
+    """Restore, perhaps go back, and save and remove for ever, or until it is preempted."""
     clear = retention.Retention.clear
 
     def told(self, durable):
-        tell("retention", durable)
+        tell("retention", NOTHING)
         clear(self, durable)
 
     retention.Retention.clear = told
-    tell_of_copies(drain, tell, "drain", "drained")
+    discarded = []
+
+    def tell_unless_discarded(kind, place):
+        # A copy may become durable while all that is newer is about to be removed.
+        if not discarded or place <= discarded[0]:
+            tell(kind, place)
+
+    tell_of_copies(drain, tell_unless_discarded, "drain", "drained", branches=plan.alone)
     tell_of_copies(fetch, tell, "fetch")
-    far = {} if remote is None else {"remote": remote, "remote_keep": 1 if is_url(remote) else 2}
-    run = manager.Manager(directory, keep=1, async_save=asynchronous, save_options={"shard_size": 160_000}, **far)
-    tell("restore", 0)
-    found = run.restore()
-    step = found.step if found else 0
-    while True:
-        step += 1
-        tell("save", step)
-        run.save(step, state(step))
-        if step % 2:
-            run._pending and run._pending.result()
-            tell("acknowledged", step)
+    how = {"keep": plan.keep, "async_save": plan.asynchronous, "save_options": {"shard_size": 160_000}}
+    if remote is not None:
+        how |= {"remote": remote, "remote_keep": 1 if is_url(remote) else 2}
+    run = manager.Manager(directory, **how)
+    if plan.preempted:
+        run.save_on_signal(signal.SIGTERM, grace="60s")
+    tell("restore", NOTHING)
+    found = run.restore(fresh=plan.fresh)
+    branch, step = place_of(found) if found else NOTHING
+    if plan.back is not None:
+        tell("rollback", NOTHING)
+        older = [one for one in run._catalogue.branch(run.steps()) if one < step]
+        if older:
+            found = run.restore(step=plan.back.choice(sorted(older)))
+            if plan.back.random() < 0.5:
+                discarded.append(place_of(found))
+                tell("discard", discarded[0])
+                found = run.restore(step=found.step, discard_newer=True)
+                discarded.clear()
+            branch, step = plan.number, found.step
+    try:
+        while True:
+            step += 1
+            tell("save", NOTHING)
+            run.save(step, state(branch, step))
+            if step % 2:
+                run._pending and run._pending.result()
+                tell("acknowledged", (branch, step))
+    except SystemExit:
+        tell("acknowledged", (branch, step))
+
+
+def place_of(found):
+    """Branch and step of what was restored."""
+    return found.state["branch"], found.step
 
 
 def check(directory, remote, acknowledged, drained):
@@ -111,18 +182,18 @@ def check(directory, remote, acknowledged, drained):
 
 
 def wrong_with(directory, least, far):
-    """Restore from a run that must have a step of at least ``least``."""
-    # Where nothing was acknowledged, a killed upload may have left traces, which are no new beginning for sure.
-    found = fastckpt.Manager(directory, read_only=True, **far).restore(fresh=least == 0)
+    """Restore from a run that must have ``least``, a step of a branch, or something later."""
+    found = fastckpt.Manager(directory, read_only=True, **far).restore(fresh=least == NOTHING)
     if found is None:
-        return "" if least == 0 else f"step {least} was acknowledged, and nothing is there"
-    if found.step < least:
-        return f"step {least} was acknowledged, and the newest is {found.step}"
-    expected = state(found.step)
+        return "" if least == NOTHING else f"step {least} was acknowledged, and nothing is there"
+    place = place_of(found)
+    if place < least:
+        return f"step {least} was acknowledged, and {place} is restored"
+    expected = state(*place)
     if found.state["step"] != found.step or any(
         not np.array_equal(found.state["model"][name], value) for name, value in expected["model"].items()
     ):
-        return f"step {found.step} is not what was saved"
+        return f"step {place} is not what was saved"
     # What a kill leaves of the small files is swept after a minute.
     for each in filter(os.path.isdir, [directory, *far.values()]):
         entries = [name for name in os.listdir(each) if not name.endswith(".new")]  # noqa: PTH208 - names are enough
@@ -191,13 +262,13 @@ class Ranks:
             store = self._torch.PrefixStore(f"round {self._rounds}", store)
             self._torch.init_process_group("gloo", store=store, rank=rank, world_size=self.size)
 
-    def kill(self, pids, seed):
-        """Kill them all."""
+    def kill(self, pids, seed, how):
+        """Kill them all, or tell one to end."""
         self._rounds += 1
         seed.shuffle(pids)
         apart = seed.choice([0.0, 0.0, APART]) if self.size > 1 else 0.0
         for pid in pids:
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, how)
             time.sleep(seed.uniform(0, apart))
         for pid in pids:
             os.waitpid(pid, 0)
@@ -229,19 +300,32 @@ def store():
     return f"s3://{BUCKET}/run"
 
 
-def one_round(directory, remote, known, phase, seed, ranks):
-    """Train and kill; the newest steps that were acknowledged, and as drained, are put into ``known``."""
-    asynchronous = seed.random() < 0.7
-    after = seed.randrange(1, 4) if phase not in {"restore", "fetch"} else 1
-    delay = seed.uniform(0, LONGEST if ranks.size == 1 and not is_url(remote or "") else LONGEST_OF_MANY)
+def one_round(number, directory, remote, known, phase, seed, ranks):
+    """Train and kill; the newest steps that were acknowledged, and as drained, are put into ``known``.
+
+    Returns:
+        Whether it was a preemption.
+    """
+    alone = ranks.size == 1
+    plan = Plan(
+        number=number,
+        keep=seed.choice([1, 4]),
+        asynchronous=seed.random() < 0.7,
+        fresh=known == dict.fromkeys(known, NOTHING),
+        back=random.Random(seed.random()) if alone and (seed.randrange(BACK) == 0 or phase == "rollback") else None,
+        preempted=alone and seed.randrange(PREEMPTED) == 0,
+        alone=alone,
+    )
+    after = seed.randrange(1, 4) if phase not in {"restore", "rollback", "fetch"} else 1
+    delay = seed.uniform(0, LONGEST if alone and not is_url(remote or "") else LONGEST_OF_MANY)
 
     def work(writing, rank):
         ranks.meet(rank)
         train(
             directory,
             remote,
-            lambda kind, step: os.write(writing, MESSAGE.pack(KINDS.index(kind), step)),
-            asynchronous,
+            lambda kind, place: os.write(writing, MESSAGE.pack(KINDS.index(kind), *place)),
+            plan,
         )
 
     pids, pipe = in_children(work, ranks.size)
@@ -250,9 +334,11 @@ def one_round(directory, remote, known, phase, seed, ranks):
         message = os.read(pipe, MESSAGE.size)
         if len(message) < MESSAGE.size:
             return None
-        kind, step = MESSAGE.unpack(message)
+        kind, *place = MESSAGE.unpack(message)
         if KINDS[kind] in known:
-            known[KINDS[kind]] = max(step, known[KINDS[kind]])
+            known[KINDS[kind]] = max(tuple(place), known[KINDS[kind]])
+        elif KINDS[kind] == "discard":
+            known.update({name: min(tuple(place), one) for name, one in known.items()})
         return KINDS[kind]
 
     try:
@@ -264,26 +350,27 @@ def one_round(directory, remote, known, phase, seed, ranks):
             after -= kind == phase or (phase, kind) == ("fetch", "save")
         time.sleep(delay)
     finally:
-        ranks.kill(pids, seed)
+        ranks.kill(pids, seed, signal.SIGTERM if plan.preempted else signal.SIGKILL)
     # What they told before they died is acknowledged, too.
     while heard() is not None:
         pass
     os.close(pipe)
+    return plan.preempted
 
 
 def campaign(directory, remote, kills, seed, size):
     """All rounds; what came of them."""
-    phases = PHASES if remote is None else (*PHASES, *FAR)
-    counts, violations = dict.fromkeys(phases, 0), []
-    known = {"acknowledged": 0, "drained": 0}
+    begun = PHASES if size == 1 else tuple(phase for phase in PHASES if phase != "rollback")
+    counts, violations, preempted = dict.fromkeys((*begun, *(() if remote is None else FAR)), 0), [], 0
+    known = {"acknowledged": NOTHING, "drained": NOTHING}
     draw, ranks = random.Random(seed), Ranks(size)
     for number in range(kills):
-        phase = draw.choice(PHASES if remote is None else (*PHASES, "drain"))
-        if remote is not None and draw.randrange(LOST) == 0 and known["drained"]:
+        phase = draw.choice(begun if remote is None else (*begun, "drain"))
+        if remote is not None and draw.randrange(LOST) == 0 and known["drained"] != NOTHING:
             shutil.rmtree(directory, ignore_errors=True)
             known["acknowledged"], phase = known["drained"], "fetch"
         print(f"kill {number} of {kills}, within {phase}, {known}", file=sys.stderr, flush=True)
-        one_round(directory, remote, known, phase, draw, ranks)
+        preempted += one_round(number + 1, directory, remote, known, phase, draw, ranks)
         counts[phase] += 1
         (pid,), pipe = in_children(
             lambda writing, _: os.write(writing, check(directory, remote, *known.values()).encode()),
@@ -299,6 +386,7 @@ def campaign(directory, remote, kills, seed, size):
     return {
         "ranks": size,
         "kills": counts,
+        "preempted": preempted,
         "seed": seed,
         "newest_acknowledged": known["acknowledged"],
         "newest_drained": known["drained"],

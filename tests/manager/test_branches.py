@@ -141,6 +141,19 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
         fastckpt.Manager(tmp_path / "run", read_only=True).restore(step=1000, discard_newer=True)
 
 
+@pytest.mark.parametrize("kind", ["path", "url"])
+def test_what_is_newer_is_discarded_at_a_remote_once_it_has_the_step(tmp_path, kind):
+    far = tmp_path / "far" if kind == "path" else f"memory://{tmp_path.name}/far"
+    with fastckpt.Manager(tmp_path / "run", remote=far, remote_keep=2) as manager:
+        for step in (1000, 2000, 3000, 4000):
+            manager.save(step, state(step))
+            manager.wait()
+        assert manager.remote_steps() == [3000, 4000]
+        manager.restore(step=1000, discard_newer=True)
+        assert (manager.steps(), manager.remote_steps()) == ([1000], [1000])
+    assert fastckpt.Manager(tmp_path / "none", remote=far, read_only=True).restore().step == 1000
+
+
 def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):
     """Checkpoints that no manager has saved, and a claim that is none."""
     for step, about in ((3, {"lineage": "x"}), (1, {"lineage": {"order": "y"}}), (2, None)):

@@ -15,11 +15,11 @@ CAMPAIGN = Path(__file__).parent / "kill_campaign.py"
 
 
 @pytest.mark.timeout(300 + KILLS)
-def test_kills_within_saves_removals_and_restores_lose_nothing(tmp_path):
-    """Mutants: a removal of what is newer than the durable one; a removal before the save; no rename first."""
+def test_kills_within_saves_removals_restores_and_rollbacks_lose_nothing(tmp_path):
+    """Mutants: no branch is noted; what is newer than the durable one goes; a removal before the save."""
     result = campaign(KILLS, str(tmp_path / "run"))
     assert min(result["kills"].values()) >= KILLS // 8
-    assert result["newest_acknowledged"] > 0
+    assert result["newest_acknowledged"] > [0, 0]
 
 
 @pytest.mark.timeout(300 + KILLS)
@@ -28,23 +28,23 @@ def test_kills_within_drains_and_fetches_lose_nothing(tmp_path):
     kills = KILLS // 2
     result = campaign(kills, "--remote", str(tmp_path / "remote"), str(tmp_path / "run"))
     assert min(result["kills"].values()) >= 1
-    assert result["newest_drained"] > 0
+    assert result["newest_drained"] > [0, 0]
 
 
-@pytest.mark.timeout(300 + 4 * KILLS)
+@pytest.mark.timeout(300 + KILLS)
 def test_kills_within_uploads_lose_nothing(tmp_path):
     """Mutant: the manifest of a step that is copied again goes before the new one is there."""
     result = campaign(KILLS // 2, "--store", str(tmp_path / "run"))
-    assert result["newest_drained"] > 0
+    assert result["newest_drained"] > [0, 0]
 
 
-@pytest.mark.timeout(300 + 4 * KILLS)
+@pytest.mark.timeout(300 + KILLS)
 def test_kills_of_several_ranks_lose_nothing(tmp_path):
     """Mutant: the first rank removes the checkpoint that has become durable, and not the older ones."""
     kills = KILLS // 8
     result = campaign(kills, "--ranks", "3", "--remote", str(tmp_path / "remote"), str(tmp_path / "run"))
     assert result["ranks"] == 3
-    assert result["newest_acknowledged"] > 0
+    assert result["newest_acknowledged"] > [0, 0]
 
 
 def campaign(kills, *arguments):

@@ -171,6 +171,8 @@ class Drain:
         with self._lock:
             self._stopped = False
             self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
+            # What is removed has nothing older removed.
+            self._durable, self._latest = None, -math.inf
             self._start()
 
     @contextlib.contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
@@ -384,12 +385,18 @@ class Manager(Preemption):
         """Remove all steps above one, the highest first; pinned ones stay.
 
         Raises:
+            Exception: the remote tier lacks the step, and it cannot be copied.
             OSError: the remote tier does not answer, or something cannot be removed.
         """
-        if self._drain is not None:
-            self._drain.forget_beyond(step)
-        for retention in [self._retention, *([] if self._tier is None else [self._tier.retention])]:
-            retention.remove_beyond(step)
+        if self._tier is not None:
+            if self._drain is not None:
+                self._drain.forget_beyond(step)
+                if step not in self.remote_steps():
+                    # A lost node would otherwise cost all.
+                    self._drain.again(step)
+                    self._drain.wait(math.inf, lambda: False)
+            self._tier.retention.remove_beyond(step)
+        self._retention.remove_beyond(step)
 
     def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
         """From here on this process copies to the remote tier, first what an earlier one has left."""
