@@ -12,6 +12,7 @@ import fractions
 import functools
 import io
 import json
+import os
 import random
 import subprocess
 import sys
@@ -34,6 +35,7 @@ from fastckpt._state.registry import Types
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors import torch as _torch
 from harness import needs
+from harness.same import same
 
 
 class Point(typing.NamedTuple):
@@ -601,6 +603,111 @@ assert fastckpt.load(sys.argv[1]) == [Pos(1), Pos(2), Named(3)]
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "c")], check=True, timeout=60)
 
 
+SAVES = {
+    "save": "fastckpt.save(state, path)",
+    "save_async": "fastckpt.save_async(state, path).result()",
+    "distributed.save": "fastckpt.distributed.save(state, path)",
+    "distributed.save_async": "fastckpt.distributed.save_async(state, path).result()",
+    "Manager": "fastckpt.Manager(path).save(1, state)",
+    "dcp.Writer": "dcp.save({'state': state}, storage_writer=fastckpt.dcp.Writer(path), no_dist=True)",
+}
+
+
+@pytest.mark.parametrize("how", SAVES)
+def test_a_class_that_the_program_does_not_declare_is_warned_of_once(tmp_path, how):
+    (tmp_path / "app.py").write_text("""
+import collections, dataclasses, enum
+@dataclasses.dataclass
+class Position:
+    epoch: int
+class Phase(enum.Enum):
+    WARM = 1
+Pair = collections.namedtuple("Pair", "a b")
+class Known(enum.Enum):
+    A = 1
+""")
+    program = f"""
+import sys, warnings
+import fastckpt.dcp, app, omegaconf
+import torch.distributed.checkpoint as dcp
+fastckpt.register_type(app.Known)
+state = [app.Position(1), app.Phase.WARM, app.Pair(1, 2), app.Known.A, omegaconf.OmegaConf.create({{"a": 1}}), {{1}}]
+warnings.simplefilter("always")
+with warnings.catch_warnings(record=True) as caught:
+    for number in range(2):
+        path = f"{{sys.argv[1]}}{{number}}"
+        {SAVES[how]}
+said = [str(one.message) for one in caught if "fastckpt: " in str(one.message)]
+names = ["Position", "Phase", "Pair", "DictConfig"]
+if {how!r} == "dcp.Writer":
+    names.pop()  # torch takes mappings apart
+assert len(said) == len(names), said
+for one, name in zip(said, names):
+    assert f".{{name}}" in one and f"fastckpt.register_type({{name}})" in one, one
+classes = app.Position, app.Phase, app.Pair, omegaconf.DictConfig
+for cls in classes:
+    fastckpt.register_type(cls)
+if {how!r} == "save":
+    assert fastckpt.load(path) == state
+"""
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", program, str(tmp_path / "c")]
+    subprocess.run(command, check=True, timeout=120, env=environment)
+
+
+@dataclasses.dataclass
+class Base:
+    n: int
+
+    @functools.cached_property
+    def doubled(self):
+        return 2 * self.n
+
+
+class Undecorated(Base):
+    def __init__(self, n, more):
+        super().__init__(n)
+        self.more = more
+        self.w = torch.ones(2)
+
+
+@dataclasses.dataclass
+class WithSlots:
+    __slots__ = ("extra", "n")
+    n: int
+
+
+def test_what_a_dataclass_has_beside_its_fields(tmp_path):
+    base, sub, slotted = Base(1), Undecorated(2, {"x": [1]}), WithSlots(3)
+    base.note, slotted.extra = "kept", (1, 2)
+    assert base.doubled == 2
+    known = fastckpt.Registry(Base, Undecorated, WithSlots)
+    fastckpt.save({"all": [base, sub, slotted]}, tmp_path / "c", registry=known)
+    loaded = fastckpt.load(tmp_path / "c", registry=known)["all"]
+    assert [type(one) for one in loaded] == [Base, Undecorated, WithSlots]
+    assert vars(loaded[0]) == {"n": 1, "note": "kept"}
+    assert same(vars(loaded[1]), vars(sub))
+    assert (loaded[2].n, loaded[2].extra) == (3, (1, 2))
+    with pytest.warns(RuntimeWarning, match="Undecorated"):
+        plain = fastckpt.load(tmp_path / "c", unknown="plain")["all"]
+    assert plain == [{"n": 1}, {"n": 2}, {"n": 3}]
+
+
+def test_an_attribute_beside_the_fields_that_cannot_be_stored_is_named(tmp_path):
+    known = fastckpt.Registry(Base)
+    base = Base(1)
+    base.call, base.note = print, 5
+    with pytest.warns(RuntimeWarning, match=r"attribute 'call' of .*Base is no field.*\(builtins\.builtin_.*left out"):
+        fastckpt.save(base, tmp_path / "c", registry=known)
+    assert vars(fastckpt.load(tmp_path / "c", registry=known)) == {"n": 1, "note": 5}
+    fastckpt.save(base, tmp_path / "c", registry=known, default=repr)
+    assert fastckpt.load(tmp_path / "c", registry=known).call == repr(print)
+    del base.call
+    base.note = [print]
+    with pytest.raises(UnsupportedTypeError, match=r"\['note'\]\[0\]: type builtins\.builtin"):
+        fastckpt.save(base, tmp_path / "c", registry=known)
+
+
 @pytest.mark.parametrize("kind", [set, frozenset])
 def test_sets_do_not_depend_on_the_process(kind, tmp_path):
     program = f"""
@@ -686,7 +793,7 @@ MALFORMED = [
     [["type", name(Point)], ["list", 0]],
     [["type", name(Point)], ["dict", 1], 1, 1],
     [["type", name(Frozen)], ["dict", 1], 1, 1],
-    [["type", name(Frozen), 2], ["dict", 1], "a", 1, ["dict", 0]],
+    [["type", name(Frozen), 2], ["dict", 1], "a", 1, ["dict", 1], 1, 1],
     [["type", name(Dict), 1], ["dict", 0]],
     [["type", name(Dict), 3], ["dict", 0], ["dict", 0], ["dict", 0]],
     [["type", name(Dict), True], ["dict", 0]],

@@ -124,8 +124,9 @@ def save(  # noqa: PLR0913 - all by name
             name, or one of fastckpt's own.
 
     Warns:
-        RuntimeWarning: a value is of a class of ``__main__`` without another name, once for each; or an earlier
-            asynchronous save failed, and nobody has asked for its result.
+        RuntimeWarning: a value is of a class that this program does not declare, so that a load would refuse it, or of
+            one of ``__main__`` without another name, or an attribute beside the fields of a dataclass cannot be stored,
+            once for each; or an earlier asynchronous save failed, and nobody has asked for its result.
     """
     began = time.perf_counter()
     target = path_of("save", path)
@@ -142,7 +143,7 @@ def save(  # noqa: PLR0913 - all by name
         try:
             tailor.fit(flat, types)
             sources = Sources("save", flat.movers)
-            warn_of_unnamed("save", flat, about)
+            warn_of_types("save", flat, about)
             prefix = split_model("save", flat, model_key)
             still = flags_of(patterns, [tensor.name for tensor in flat.tensors])
             with (
@@ -186,22 +187,16 @@ def save(  # noqa: PLR0913 - all by name
     return saved
 
 
-#: The names of types that have been warned of.
-_warned: set[str] = set()
+#: What has been said of types.
+_said: set[str] = set()
 
 
-def warn_of_unnamed(operation: str, *flats: Flat, stacklevel: int = 3) -> None:
-    """Warn once of each type whose name only this program has; called by what the user calls."""
-    for name in (name for flat in flats for name in flat.unnamed):
-        if name not in _warned:
-            _warned.add(name)
-            warnings.warn(
-                f"fastckpt: {operation}: the checkpoint holds values of {name}, a class of the program itself, which "
-                "other programs know by no such name: give it one, as in fastckpt.register_type"
-                f'({name.removeprefix("__main__.")}, name="...")',
-                RuntimeWarning,
-                stacklevel=stacklevel,
-            )
+def warn_of_types(operation: str, *flats: Flat, stacklevel: int = 3) -> None:
+    """Warn once of each type that may not come back; called by what the user calls."""
+    for remark in (remark for flat in flats for _, remark in flat.remarks):
+        if remark not in _said:
+            _said.add(remark)
+            warnings.warn(f"fastckpt: {operation}: {remark}", RuntimeWarning, stacklevel=stacklevel)
 
 
 def step_of(metadata: Any) -> int | None:

@@ -22,7 +22,7 @@ from fastckpt._api.options import (
 )
 from fastckpt._api.outcome import Attempt, logger
 from fastckpt._api.reuse import check_base, check_frozen, flags_of
-from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
+from fastckpt._api.save import NO_TENSORS, step_of, warn_of_types
 from fastckpt._api.tailor import Tailor
 from fastckpt._files import Files, check_files
 from fastckpt._paths import AnyPath, path_of
@@ -129,7 +129,8 @@ def save_async(  # noqa: PLR0913 - one more than save has
         ValueError: an argument is out of range, nothing of the state is left, or ``path`` or ``base`` is a URL.
 
     Warns:
-        RuntimeWarning: an earlier asynchronous save with ``on_error="warn"`` failed.
+        RuntimeWarning: an earlier asynchronous save with ``on_error="warn"`` failed; or a value may not come back, as
+            for :func:`fastckpt.save`.
     """
     began = time.perf_counter()
     target = path_of("save_async", path)
@@ -153,7 +154,7 @@ def save_async(  # noqa: PLR0913 - one more than save has
             tailor = Tailor("save_async", exclude, dtype)
             flat = flatten(state, operation="save_async", types=types, default=default, excluded=tailor.excluded)
             tailor.fit(flat, types)
-            warn_of_unnamed("save_async", flat, about)
+            warn_of_types("save_async", flat, about)
             settings = {
                 "model_prefix": split_model("save_async", flat, model_key),
                 "overwrite": bool(overwrite),

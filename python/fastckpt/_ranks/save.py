@@ -20,7 +20,7 @@ from fastckpt import _core
 from fastckpt._api.lent import lent
 from fastckpt._api.options import check_bandwidth, check_engine
 from fastckpt._api.reuse import check_base, check_frozen, flags_of
-from fastckpt._api.save import step_of, warn_of_unnamed
+from fastckpt._api.save import step_of, warn_of_types
 from fastckpt._files import Files, check_files
 from fastckpt._state.registry import Registry, Types
 from fastckpt._tensors.ranges import range_of
@@ -190,7 +190,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         types=Types(operation, registry),
         default=default,
     )
-    warn_of_unnamed(
+    warn_of_types(
         operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4
     )
     # What is left out may differ between ranks.

@@ -82,13 +82,13 @@ class Flat:
         places: with ``observe``, all of these places.
         outer: the keys of the outer mapping, and whether each leads to a mapping; None where there is none.
         inner: numbers of the tensors that are part of another, as those of a sparse tensor are.
-        unnamed: the names of the types whose module is the program itself, which no other program has.
+        remarks: what a user must know of types in it: the name of a type, and the text.
         spreads: by tensor number, the number of the spread of those that are spread over ranks.
     """
 
     __slots__ = (
         *("again", "inner", "keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
-        *("spreads", "tensors", "ties", "tokens", "unnamed"),
+        *("remarks", "spreads", "tensors", "ties", "tokens"),
     )
 
     def __init__(self) -> None:
@@ -104,7 +104,7 @@ class Flat:
         self.again: list[tuple[Place, Place]] = []
         self.places = Places()
         self.outer: dict[Any, bool] | None = None
-        self.unnamed: list[str] = []
+        self.remarks: list[tuple[str, str]] = []
         self.spreads: dict[int, int] = {}
 
     def structure(self) -> str:
@@ -265,8 +265,8 @@ def torch_kind(value: Any) -> str | None:
     return _torch.kind_of(value)
 
 
-def _typed(codec: Codec) -> Describe:
-    """How to describe a value of a type with a name: what it is stored as, and its attributes."""
+def _typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any] | None] | None = None) -> Describe:
+    """How to describe a value of a type with a name: what it is stored as, and its attributes, or those ``spared``."""
     name = quote(codec.name)
     alone, with_attributes = f'["type",{name}]', f'["type",{name},2]'
 
@@ -277,6 +277,8 @@ def _typed(codec: Codec) -> Describe:
             raise
         except Exception as error:
             raise Unsupported(f"to encode it as {codec.name} raised {error!r}") from error
+        if spared is not None and attributes is not None:
+            attributes = spared(codec, attributes)
         if attributes is None:
             return Parts(alone, ((THROUGH, encoded),))
         return Parts(with_attributes, ((THROUGH, encoded), (THROUGH, attributes)))
@@ -489,9 +491,27 @@ class _Flattener:
             codec = codec_of(kind)
             if codec is None:
                 return None
-        if kind.__module__ == "__main__" and codec.name == name_of_class(kind):
-            self.flat.unnamed.append(codec.name)
-        return _typed(codec)
+        remark = self.types.remark(codec)
+        if remark is not None:
+            self.flat.remarks.append((codec.name, remark))
+        return _typed(codec, self.spared if codec.spares else None)
+
+    def spared(self, codec: Codec, attributes: dict[str, Any]) -> dict[str, Any] | None:
+        """Those of the attributes beside a dataclass's fields whose types can be stored."""
+        stored = {}
+        for name, value in attributes.items():
+            kind = type(value)
+            if (
+                self.default is None
+                and kind not in _values.ENCODERS
+                and (self.describe.get(kind) or self.describe_type(kind)) is _other
+                and (isinstance(value, type) or not callable(getattr(value, "state_dict", None)))
+            ):
+                remark = f"the attribute {name!r} of {codec.name} is no field, and of a type that cannot be stored"
+                self.flat.remarks.append((codec.name, f"{remark} ({name_of_class(kind)}): it is left out"))
+            else:
+                stored[name] = value
+        return stored or None
 
     def replace(self, value: Any, refusal: Unsupported) -> Parts:
         """What ``default`` makes of a value that cannot be saved; Unsupported where there is none, or it cannot."""

@@ -41,7 +41,7 @@ def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, in
     numbers = _renumber(flat, kept)
     types = {token[1] for token in kept if type(token) is list and token[0] == "type"}
     flat.tokens[:] = map(canonical, kept)
-    flat.unnamed[:] = [name for name in flat.unnamed if name in types]
+    flat.remarks[:] = [remark for remark in flat.remarks if remark[0] in types]
     flat.keep[:] = [flat.keep[index] for index in numbers]
     flat.movers = {numbers[index]: mover for index, mover in flat.movers.items() if index in numbers}
     flat.spreads = {numbers[index]: spread for index, spread in flat.spreads.items() if index in numbers}

@@ -198,6 +198,28 @@ class Types:
             self._names[name] = self._look_up(name)
         return self._names[name]
 
+    def remark(self, codec: Codec) -> str | None:
+        """What a user must know who saves a value of this type, or None: that a load may refuse it."""
+        cls, name = codec.cls, codec.name
+        call = f"fastckpt.register_type({cls.__qualname__.rpartition('<locals>.')[2]}"
+        if cls.__module__ == "__main__" and name == name_of(cls):
+            return (
+                f"the checkpoint holds values of {name}, a class of the program itself, which other programs know by "
+                f'no such name: give it one, as in {call}, name="...")'
+            )
+        found = self.by_name(name)
+        if name in built_in.ON_DEMAND:
+            if found is not None and found.cls is object:
+                return (
+                    f"values of {name} come back as dicts and lists where the program that loads has not called {call})"
+                )
+        elif found is None:
+            return (
+                f"the checkpoint holds values of {name}, which this program does not declare: call {call}) in each "
+                'program that loads them, or load(unknown="plain") for what they are made of'
+            )
+        return None
+
     def _look_up(self, name: str) -> Codec | None:
         if name in built_in.ON_DEMAND and not self._on_demand:
             return built_in.by_name(name)

@@ -1,15 +1,17 @@
 """Values of classes that are not plain, as plain values, and back, by what they are made of.
 
-A named tuple or a dataclass is its fields, an enum its name, a subclass of a built-in type the value of that and its
-attributes, a tensor subclass the parts that its own protocol names. Back: no ``__init__`` runs, and no other code of
-the class, but the ``__tensor_unflatten__`` of tensors, the factories of a dataclass's defaults, the ``__set__`` of its
-fields that are descriptors, and an enum's own way to unknown flags (``_missing_``).
+A named tuple or a dataclass is its fields and what attributes it has beside them, an enum its name, a subclass of a
+built-in type the value of that and its attributes, a tensor subclass the parts that its own protocol names. Back: no
+``__init__`` runs, and no other code of the class, but the ``__tensor_unflatten__`` of tensors, the factories of a
+dataclass's defaults, the ``__set__`` of its fields that are descriptors, and an enum's own way to unknown flags
+(``_missing_``).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import itertools
 import sys
 import types
@@ -20,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeAlias
 from fastckpt._tensors.described import Unsupported, exact, text
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
 
 #: What a value is stored as, and its attributes, if it has any beside that.
 Encoded: TypeAlias = "tuple[Any, dict[str, Any] | None]"
@@ -34,13 +36,15 @@ class Codec(NamedTuple):
     """A class with its name in files and its two conversions.
 
     ``decode`` takes what ``encode`` gave: the value and the attributes. It raises Undecodable where the class does not
-    fit, and anything else where the file is malformed.
+    fit, and anything else where the file is malformed. With ``spares`` a save leaves out attributes that cannot be
+    stored, with a warning.
     """
 
     cls: type
     name: str
     encode: Callable[[Any], Encoded]
     decode: Callable[[Any, Any], Any]
+    spares: bool = False
 
 
 def name_of(cls: type) -> str:
@@ -53,7 +57,7 @@ def codec_of(cls: type, name: str | None = None) -> Codec | None:
     for kind in (_enum, _wrapper, _tensor, _named_tuple, _struct_sequence, _namespace, _derived, _dataclass):
         found = kind(cls)
         if found is not None:
-            return Codec(cls, name or name_of(cls), *found)
+            return Codec(cls, name or name_of(cls), *found, spares=kind is _dataclass)
     return None
 
 
@@ -175,19 +179,20 @@ def _dict_slot(cls: type) -> Any:
     return None
 
 
-def _attributes(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object beside its built-in value; None if it has none."""
+def _attributes(value: Any, but: Container[Any] = ()) -> dict[str, Any] | None:
+    """The attributes of an object beside its built-in value, and beside those in ``but``; None if it has none."""
     found: dict[str, Any] = {}
     cls = type(value)
     for slot in slots_of(cls):
-        with suppress(AttributeError):  # not set
-            found[slot.__name__] = slot.__get__(value)
+        if slot.__name__ not in but:
+            with suppress(AttributeError):  # not set
+                found[slot.__name__] = slot.__get__(value)
     own = own_dict(value)
     if own is value:
         # A dict that is its own attributes, so that its keys can be reached like these.
         found[_ITSELF] = None
     elif own:
-        found.update(_checked(cls, own))
+        found.update(_checked(cls, {name: part for name, part in own.items() if name not in but}))
     return found or None
 
 
@@ -323,20 +328,24 @@ def _dataclass(cls: Any) -> _Pair:
     if not hasattr(cls, "__dataclass_fields__") or _classes(cls)[-1].__base__ is not object:
         return None
     fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(cls)}
+    # What a property has kept is found anew.
+    caches = {
+        name for base in _classes(cls) for name, it in vars(base).items() if type(it) is functools.cached_property
+    }
 
     def encode(value: Any) -> Encoded:
         # One that is not an argument of __init__ need not be set.
-        return {name: getattr(value, name) for name in fields if hasattr(value, name)}, None
+        parts = {name: getattr(value, name) for name in fields if hasattr(value, name)}
+        return parts, _attributes(value, fields.keys() | caches)
 
     def decode(value: Any, attributes: Any) -> Any:
-        without(attributes)
         _check_fields(value, fields)
         made: Any = object.__new__(cls)
         parts = {name: _default_of(field) for name, field in fields.items() if name not in value} | value
         for name, part in parts.items():
             if part is not dataclasses.MISSING:
                 _set_field(made, name, part)
-        return made
+        return set_attributes(made, attributes)
 
     return encode, decode
 

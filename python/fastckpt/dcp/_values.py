@@ -10,7 +10,7 @@ import json
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt._api.save import warn_of_unnamed
+from fastckpt._api.save import warn_of_types
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors import torch as _tensors
@@ -86,7 +86,7 @@ def leaf_of(key: str, path: tuple[str | int, ...], value: Any, types: Types) -> 
         UnsupportedTypeError: something in it cannot be saved; the message names its place.
     """
     flat = flatten({key: value}, operation="dcp.save", types=types)
-    warn_of_unnamed("dcp.save", flat)
+    warn_of_types("dcp.save", flat)
     tokens = [json.loads(token) for token in flat.tokens[2:]]
     tensors = [_whole(flat, number) for number in range(len(flat.tensors))]
     return Leaf(path, tokens, tensors)

@@ -14,7 +14,7 @@ from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankSaveReport
 from fastckpt._api.reports import SaveReport
-from fastckpt._api.save import NO_TENSORS, step_of, warn_of_unnamed
+from fastckpt._api.save import NO_TENSORS, step_of, warn_of_types
 from fastckpt._files import TORCH_METADATA, Files, check_files
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.replicas import check_policy
@@ -231,7 +231,7 @@ class Writer(_torch.StorageWriter):
 
     def _about(self, types: Types) -> Flat:
         about = flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
-        warn_of_unnamed("dcp.save", about)
+        warn_of_types("dcp.save", about)
         return about
 
     def _save_alone(self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Any:
