@@ -221,7 +221,7 @@ class Leftover:
         host: the machine it was made on; empty for an unfinished copy.
         state: ``alive``, ``dead``, ``unknown``, ``kept`` or ``foreign``.
         bytes: bytes of its files.
-        changed: seconds since 1970 when something was last made, removed or renamed in it.
+        changed: seconds since 1970 when something was last made, removed or renamed in it, or written to a file of it.
     """
 
     @property

@@ -1,4 +1,7 @@
-"""What lies where a checkpoint was expected: found by cheap looks, for the message."""
+"""What lies where a checkpoint was expected: found by cheap looks, for the message.
+
+And which names say that another program's checkpoint lies there, so that no save goes there.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import itertools
 import os
 import shlex
 import stat
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Literal
 
 from fastckpt._files import TORCH_METADATA
@@ -15,6 +19,14 @@ from fastckpt.exceptions import NotACheckpointError
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
+#: Who writes files with these names. The core has the same table (rust ``commit/foreign.rs``), for directories.
+_FORMATS = {
+    "torch.distributed.checkpoint": ("*.distcp", TORCH_METADATA),
+    "DeepSpeed": ("*_model_states.pt", "*_optim_states.pt", "zero_to_fp32.py"),
+    "Orbax": ("_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"),
+    "transformers": ("pytorch_model*.bin", "pytorch_model.bin.index.json"),
+    "safetensors": ("*.safetensors", "*.safetensors.index.json"),
+}
 _MANIFEST = "fastckpt.json"
 _INDEX = "model.safetensors.index.json"
 #: The first entry of the zip archive that torch.save writes follows its local header.
@@ -49,6 +61,12 @@ def _file(path: str) -> str:
     return f"it looks like a file of {format_}; {_convert(path)}"
 
 
+def writer_of(name: str) -> str | None:
+    """Who writes files with this name; None for a name of no format."""
+    writers = (who for who, patterns in _FORMATS.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
+    return next(writers, None)
+
+
 def file_format(path: str | os.PathLike[str]) -> Literal["torch.save", "safetensors"] | None:
     """What wrote a regular file, by its first bytes."""
     with open(path, "rb") as file:  # noqa: PTH123
@@ -70,6 +88,8 @@ def _directory(path: str) -> str:
     shards = sorted(name for name in names if name.endswith(".safetensors"))
     if _INDEX in names or shards:
         return _shards(path, names, shards)
+    if found := next(((name, who) for name in sorted(names) if (who := writer_of(name))), None):
+        return f"it holds {found[0]}, which {found[1]} wrote"
     if newest := _newest(path, names):
         return f"it holds checkpoints, of which {newest} is the newest: give the path of one"
     return f"it holds no {_MANIFEST}"

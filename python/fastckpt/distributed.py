@@ -127,7 +127,8 @@ def save(  # noqa: PLR0913 - all by name
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
         ValueError: the ranks differ in what must be equal, tensors among it; or an argument is out of range, ``path``
             is a URL, or this process is not in ``process_group``.
-        FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
+        FileExistsError: ``path`` exists and is not a checkpoint, among it what another program wrote, or it is one and
+            ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
         TypeError: ``process_group`` is not a process group.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process

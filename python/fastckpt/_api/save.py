@@ -113,7 +113,8 @@ def save(  # noqa: PLR0913 - all by name
             allows, or a tensor cannot be cast; nothing was written.
         KeyError: a pattern of ``exclude``, ``dtype`` or ``frozen`` matches nothing; nothing was written.
         TypeError: a pattern is not a string.
-        FileExistsError: ``path`` exists and is not a checkpoint, or it is one and ``overwrite`` is false.
+        FileExistsError: ``path`` exists and is not a checkpoint, among it what another program wrote, or it is one and
+            ``overwrite`` is false.
         NotADirectoryError: a directory above ``path`` is a file.
         OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
             last step fails, the sync of the parent directory, the new one has its name by then.)

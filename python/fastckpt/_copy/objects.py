@@ -9,6 +9,8 @@ from contextlib import closing
 from typing import TYPE_CHECKING
 
 from fastckpt import _crc64
+from fastckpt._files import TORCH_METADATA
+from fastckpt._foreign import writer_of
 from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
 from fastckpt._portable.listing import is_ours
 from fastckpt._stores.layout import Layout, file_of, folder_of, leftovers, sums_of
@@ -121,6 +123,12 @@ class ToObjects:
     def _refuse(self, plan: Plan, before: Version | None) -> None:
         """Raise FileExistsError for what must not be replaced."""
         names = list(self._objects.sizes())
+        for name in names:
+            # A copy keeps its files in a folder of its own.
+            own = "/" in name or (is_ours(name) and name != TORCH_METADATA)
+            who = None if own else writer_of(name)
+            if who is not None and (before is None or name.endswith(".distcp")):
+                raise self._error(errno.EEXIST, f"it holds `{name}`, which {who} wrote: choose another name")
         for name in names:
             if "/" in file_of(name) and not is_ours(file_of(name)):
                 raise self._error(errno.EEXIST, f"it holds `{name.partition('/')[0]}/`: choose another name")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from .catalogue import Catalogue
     from .directory import Directory
     from .drain import Drain
+    from .leftovers import Leftovers
     from .retention import Retention
 
 
@@ -44,6 +45,7 @@ class Aftermath:
         catalogue: what its checkpoints say of themselves.
         retention: what removes older ones.
         cadence: what measures.
+        leftovers: what watches those of killed saves.
         leads: whether this rank writes and removes; the others measure.
         stale: what follows where a trained group has not changed: ``warn``, ``raise`` or ``ignore``.
     """
@@ -54,6 +56,7 @@ class Aftermath:
         catalogue: Catalogue,
         retention: Retention,
         cadence: Cadence,
+        leftovers: Leftovers,
         *,
         leads: bool,
         stale: str,
@@ -62,6 +65,7 @@ class Aftermath:
         self._catalogue = catalogue
         self._retention = retention
         self._cadence = cadence
+        self._leftovers = leftovers
         self._leads = leads
         self._stale = stale
         #: The last step that was saved or restored, and where it lies, or its checksums.
@@ -92,8 +96,7 @@ class Aftermath:
                     self.note(about, began, report, report.stall)
                     self._copy()
                     if self._leads:
-                        self._watch(about)
-                        self._retention.clear(about["step"])
+                        self._clear(about)
                 else:
                     failed()
             finally:
@@ -111,8 +114,7 @@ class Aftermath:
 
         def clear() -> None:
             try:
-                self._watch(about)
-                self._retention.clear(about["step"])
+                self._clear(about)
             finally:
                 done.set()
 
@@ -190,6 +192,11 @@ class Aftermath:
         """
         if not self.is_over(end):
             raise TimeoutError(f"wait: {self._directory.path}: old checkpoints are still being removed; it goes on")
+
+    def _clear(self, about: dict[str, Any]) -> None:
+        self._watch(about)
+        self._retention.clear(about["step"])
+        self._leftovers.clear()
 
     def _copy(self) -> None:
         if self.drain is not None:

@@ -17,6 +17,7 @@ from . import lineage
 from .aftermath import Aftermath, left_until
 from .agreement import Asked, SaveFailed, failed_of
 from .cadence import Cadence
+from .leftovers import Leftovers
 from .lineage import History
 from .run import Run
 from .signals import Signals
@@ -70,8 +71,15 @@ class Boundary(Run):
         self._when = when
         self._cadence = Cadence()
         self._stale = stale
+        self._leftovers = Leftovers(directory)
         self._aftermath = Aftermath(
-            directory, self._catalogue, self._retention, self._cadence, leads=agree.leads, stale=stale
+            directory,
+            self._catalogue,
+            self._retention,
+            self._cadence,
+            self._leftovers,
+            leads=agree.leads,
+            stale=stale,
         )
         self._signals = Signals(self._signal_came, shared=agree.size > 1)
         #: The step that all ranks have agreed to save next.
@@ -136,9 +144,11 @@ class Boundary(Run):
         self._aftermath.wait(end)
         self._wait_for_copies(end)
         self._tell_stale()
-        said = self._aftermath.said
-        if said is not None and self._report is not None and said not in self._report.warnings:
-            self._report = replace(self._report, warnings=(*self._report.warnings, said))
+        if self._report is not None:
+            said = [self._aftermath.said, self._leftovers.said]
+            new = [text for text in said if text is not None and text not in self._report.warnings]
+            self._leftovers.said = None
+            self._report = replace(self._report, warnings=(*self._report.warnings, *new)) if new else self._report
         return self._report
 
     def _tell_stale(self) -> None:

@@ -154,6 +154,7 @@ class Manager(Preemption):
         )
         if agree.leads and not self._read_only:
             self._directory.sweep()
+            self._leftovers.begin()
         if not self._read_only and self._tier is not None and agree.share is not None:
             self._begin_drain(self._tier, bandwidth, agree.share)
 

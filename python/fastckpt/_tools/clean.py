@@ -41,7 +41,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         metavar="HOURS",
         type=float,
         help="with --remove: also what nothing proves to be dead, and old checkpoints that are kept, if nothing was "
-        "made or removed in it for that long; give more than any save takes",
+        "made, removed or written in it for that long; give more than any save stands still",
     )
 
 

@@ -1,11 +1,11 @@
 //! Lists, for users, what is in a directory of checkpoints under temporary names, and removes it on request.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::os::unix::ffi::OsStrExt as _;
 use std::path::Path;
 
-use rustix::fs::{self, AtFlags};
+use rustix::fs::{self, AtFlags, FileType, Stat};
 
 use super::content::files;
 use super::directory::{open_child, sync};
@@ -28,7 +28,7 @@ pub struct Leftover {
     pub state: State,
     /// The space that its files take, in bytes.
     pub bytes: u64,
-    /// Seconds since 1970 when something was last created, removed or renamed in it.
+    /// Seconds since 1970 when it last changed: something was created, removed or renamed in it, or written to a file.
     pub changed: i64,
 }
 
@@ -55,16 +55,18 @@ pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     Ok(found)
 }
 
-/// The space that the files of the directory `name` take, and when it changed last; nothing if it is gone.
+/// The space that the files of the directory `name` take, and when it or one of them changed last; nothing if it is gone.
 fn measure(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(u64, i64)> {
     let inside = open_child(parent, name).ok()?;
-    let changed = fs::fstat(&inside).ok()?.st_ctime;
-    let files = files(inside.as_fd()).map_or_else(|_| Vec::new(), |files| files.all);
-    let sizes = files.iter().filter_map(|(file, _)| {
-        let stat = fs::statat(&inside, file, AtFlags::SYMLINK_NOFOLLOW).ok()?;
-        u64::try_from(stat.st_blocks).ok().map(|blocks| blocks * 512)
-    });
-    Some((sizes.sum(), changed))
+    let mut stats = vec![fs::fstat(&inside).ok()?];
+    if let Ok(files) = files(inside.as_fd()) {
+        stats.extend(files.training.and_then(|training| fs::fstat(training).ok()));
+        let stat = |file: &CString| fs::statat(&inside, file, AtFlags::SYMLINK_NOFOLLOW).ok();
+        stats.extend(files.all.iter().filter_map(|(file, _)| stat(file)));
+    }
+    let is_file = |stat: &&Stat| FileType::from_raw_mode(stat.st_mode) != FileType::Directory;
+    let blocks = stats.iter().filter(is_file).filter_map(|stat| u64::try_from(stat.st_blocks).ok());
+    Some((blocks.map(|blocks| blocks * 512).sum(), stats.iter().map(|stat| stat.st_ctime).max()?))
 }
 
 /// Removes one of [`leftovers`]. With `force`, also one whose writer is not provably dead, or an old checkpoint that is
@@ -97,6 +99,27 @@ mod tests {
     use crate::commit::leftovers::tests::{dead, half, living, lock, name_by};
 
     use super::*;
+
+    #[test]
+    fn what_is_written_to_a_file_counts_as_a_change() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = half(parent.path().join(".step-1.tmp-node7-0000000000000001-1-1-1-00000001"));
+        std::fs::create_dir(path.join("training")).unwrap();
+        let (model, training) = (path.join("model.safetensors"), path.join("training/training.safetensors"));
+        for file in [&model, &training] {
+            std::fs::write(file, "some").unwrap();
+        }
+        let changed = |path: &Path| fs::stat(path).unwrap().st_ctime;
+        let all = || leftovers(parent.path()).unwrap().remove(0).changed;
+        for file in [model, training] {
+            let before = all();
+            // Until the clock shows another second.
+            while changed(&file) <= before {
+                std::fs::write(&file, "more").unwrap();
+            }
+            assert!(changed(&path) <= before && all() == changed(&file));
+        }
+    }
 
     #[test]
     fn leftovers_are_listed_and_removed_on_request() {

@@ -14,6 +14,7 @@ mod carry;
 mod clean;
 mod content;
 mod directory;
+mod foreign;
 mod gathering;
 mod leftovers;
 mod list;

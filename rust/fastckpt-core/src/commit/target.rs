@@ -9,6 +9,7 @@ use rustix::io::Errno;
 
 use super::content::{TORCH_METADATA, files, has_magic, in_training, is_ours, is_remnant};
 use super::directory::{Id, TURNS, id, id_of, open_child, refresh, split};
+use super::foreign::writer_of;
 use super::parents::{check_length, open_or_judge};
 use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
@@ -151,6 +152,18 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
             "it holds a directory `training` and is not a checkpoint of fastckpt: choose another name",
         );
     }
+    // First, for these say best what lies there. A file of ours that is damaged has such a name, too.
+    for (file, _) in &files.all {
+        let name = file.to_bytes();
+        let own = is_ours(name) && name != TORCH_METADATA.as_bytes();
+        // Beside a checkpoint only what torch.distributed.checkpoint would still find: the rest is carried over.
+        let counts =
+            if checkpoint { name.ends_with(b".distcp") } else { in_training(file).is_none() && !own };
+        if let Some(writer) = writer_of(name).filter(|_| counts) {
+            let what = file.to_string_lossy();
+            return exists(&format!("it holds `{what}`, which {writer} wrote: choose another name"));
+        }
+    }
     for (file, kind) in files.all {
         let what = file.to_string_lossy();
         if kind != FileType::RegularFile {
@@ -158,13 +171,7 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
                 "it holds `{what}`, which is not a plain file: move that elsewhere first"
             ));
         }
-        // Beside files of torch.distributed.checkpoint, its reader and ours would find two states.
         let name = file.to_bytes();
-        if name.ends_with(b".distcp") || (!checkpoint && name == TORCH_METADATA.as_bytes()) {
-            return exists(&format!(
-                "it holds `{what}`, which torch.distributed.checkpoint wrote: choose another name"
-            ));
-        }
         if name == TRAINING.as_bytes() {
             return exists(&format!(
                 "it holds a file `{what}`, which is the name of a directory of its own: rename that"

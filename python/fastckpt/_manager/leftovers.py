@@ -1,0 +1,97 @@
+"""The leftovers of a run whose writers nothing proves to be dead: told, watched, and removed when they stand still.
+
+On file systems whose locks do not reach other machines nobody may remove what a save of another machine left, and each
+node that is lost during a save leaves a whole checkpoint. A manager goes by what it has seen itself: a workspace in
+which nothing changes between two looks, as far apart as no save stands still, has no writer. Neither the clock of
+another machine nor the age of a file counts. Should its writer live all the same, its save fails, and nothing else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastckpt._api.manage import leftovers, remove_leftover
+from fastckpt._text import count, size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fastckpt._api.manage import Leftover
+
+    from .directory import Directory
+
+logger = logging.getLogger("fastckpt")
+
+#: Seconds between two looks after which a workspace in which nothing has changed has no writer.
+UNCHANGED = 600.0
+
+
+class _Seen(NamedTuple):
+    """A leftover as it was seen, and when it was first seen so."""
+
+    changed: int
+    nbytes: int
+    since: float
+
+
+class Leftovers:
+    """Those in the directory of a run that have the names of its checkpoints.
+
+    Args:
+        directory: the run.
+        clock: seconds that only rise.
+    """
+
+    def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
+        self._directory = directory
+        self._clock = clock
+        self._seen: dict[str, _Seen] = {}
+        #: What the report of the next save is to say.
+        self.said: str | None = None
+
+    def begin(self) -> None:
+        """Begin to watch them, and tell how much they take."""
+        # There may be no directory yet, and without the compiled core nothing is saved here.
+        with contextlib.suppress(OSError, NotImplementedError):
+            unsure = self._look()[0]
+            if unsure:
+                hosts = ", ".join(sorted({one.host for one in unsure if one.host})) or "another machine"
+                self.said = (
+                    f"{self._directory.path}: {count(len(unsure), 'leftover')} of killed saves on {hosts} with "
+                    f"{size(sum(one.bytes for one in unsure))}; nothing proves that no process writes there: this "
+                    f"manager removes them after a save if nothing has changed in them for {UNCHANGED / 60:.0f} minutes"
+                )
+                logger.warning("%s", self.said)
+
+    def clear(self) -> None:
+        """Remove those that have stood still since they were first seen, if there were any at the beginning."""
+        if not self._seen:
+            return
+        try:
+            unsure, kept = self._look()
+            for one in unsure:
+                # What an old checkpoint is put back by goes with it or not at all.
+                if one.checkpoint in kept or self._clock() - self._seen[one.name].since < UNCHANGED:
+                    continue
+                if remove_leftover(self._directory.path, one.name, force=True):
+                    logger.warning("%s: removed %s, in which nothing changed", self._directory.path, one.name)
+        except OSError as error:
+            logger.warning("%s: leftovers are not removed: %s", self._directory.path, error)
+
+    def _look(self) -> tuple[list[Leftover], set[str]]:
+        """Those without a proof, and the names of checkpoints of which an old one lies aside."""
+        found = leftovers(self._directory.path)
+        unsure = [
+            one for one in found if one.state == "unknown" and self._directory.names.step_of(one.checkpoint) is not None
+        ]
+        self._seen = {one.name: self._as_seen(one) for one in unsure}
+        return unsure, {one.checkpoint for one in found if one.state == "kept"}
+
+    def _as_seen(self, one: Leftover) -> _Seen:
+        before = self._seen.get(one.name)
+        if before is not None and (before.changed, before.nbytes) == (one.changed, one.bytes):
+            return before
+        return _Seen(one.changed, one.bytes, self._clock())

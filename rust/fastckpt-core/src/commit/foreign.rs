@@ -1,0 +1,28 @@
+//! Formats of other programs, by the names of their files. A reader of one of them and ours would find two states in one
+//! directory. `python/fastckpt/_foreign.py` has the same table, for messages where there is no core and for object
+//! stores; `tests/api/test_foreign.py` compares them.
+
+/// Who writes files with these names, each of which has at most one `*`.
+const FORMATS: [(&str, &[&str]); 5] = [
+    ("torch.distributed.checkpoint", &["*.distcp", ".metadata"]),
+    ("DeepSpeed", &["*_model_states.pt", "*_optim_states.pt", "zero_to_fp32.py"]),
+    ("Orbax", &["_CHECKPOINT_METADATA", "_METADATA", "manifest.ocdbt"]),
+    ("transformers", &["pytorch_model*.bin", "pytorch_model.bin.index.json"]),
+    ("safetensors", &["*.safetensors", "*.safetensors.index.json"]),
+];
+
+/// Who writes files called `name`; nothing for a name of no format.
+pub(super) fn writer_of(name: &[u8]) -> Option<&'static str> {
+    let fits = |pattern: &str| match pattern.split_once('*') {
+        Some((begin, end)) => {
+            name.len() >= begin.len() + end.len()
+                && name.starts_with(begin.as_bytes())
+                && name.ends_with(end.as_bytes())
+        }
+        None => name == pattern.as_bytes(),
+    };
+    FORMATS
+        .iter()
+        .find(|(_, patterns)| patterns.iter().any(|pattern| fits(pattern)))
+        .map(|(writer, _)| *writer)
+}

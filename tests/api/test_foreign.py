@@ -1,0 +1,170 @@
+"""Directories of other programs: no save goes there, by any way in, and the error says what lies there."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fastckpt
+from fastckpt import _foreign
+from fastckpt._tools import cli
+
+STATE = {"w": np.arange(4.0)}
+
+#: Files and directories (with a slash at the end) of other programs' checkpoints, and who is named.
+DIRECTORIES = {
+    "torch.distributed.checkpoint": [".metadata", "__0_0.distcp"],
+    "DeepSpeed": ["global_step7/", "latest", "zero_to_fp32.py"],
+    "DeepSpeed, one step": ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
+    "Orbax": ["_CHECKPOINT_METADATA", "_METADATA", "d/", "manifest.ocdbt", "ocdbt.process_0/"],
+    "transformers": ["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
+    "safetensors": ["adapter_config.json", "adapter_model.safetensors", "README.md"],
+    "safetensors, of diffusers": ["config.json", "diffusion_pytorch_model.safetensors"],
+}
+
+
+def lay(path, kind):
+    path.mkdir(parents=True)
+    for name in DIRECTORIES[kind]:
+        if name.endswith("/"):
+            (path / name).mkdir()
+            (path / name / "inside").write_text("theirs")
+        else:
+            (path / name).write_text("theirs")
+    return path
+
+
+def contents(path):
+    return {file.relative_to(path): file.read_text() for file in path.rglob("*") if file.is_file()}
+
+
+def by_manager(path, *, async_save):
+    with fastckpt.Manager(path.parent, name="step-{step}", async_save=async_save, alone=True) as manager:
+        manager.save(int(path.name.removeprefix("step-")), STATE)
+
+
+def by_copy(path):
+    fastckpt.save(STATE, path.parent / "source")
+    fastckpt.copy(path.parent / "source", path, overwrite=True)
+
+
+def by_convert(path):
+    source = path.parent / "source.safetensors"
+    pytest.importorskip("safetensors.numpy").save_file(STATE, source)
+    command = [sys.executable, "-m", "fastckpt", "convert", "--overwrite", str(source), str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode != 0
+    raise FileExistsError(done.stderr)
+
+
+def by_dcp(path):
+    dcp = pytest.importorskip("torch.distributed.checkpoint")
+    from fastckpt.dcp import Writer
+
+    dcp.save(dict(STATE), storage_writer=Writer(path))
+
+
+def by_ranks(save):
+    def ways(path):
+        dist = pytest.importorskip("torch.distributed")
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            save(path)
+        finally:
+            dist.destroy_process_group()
+
+    return ways
+
+
+WAYS = {
+    "save": lambda path: fastckpt.save(STATE, path),
+    "save_async": lambda path: fastckpt.save_async(STATE, path).result(),
+    "distributed.save": by_ranks(lambda path: fastckpt.distributed.save(STATE, path)),
+    "distributed.save_async": by_ranks(lambda path: fastckpt.distributed.save_async(STATE, path).result()),
+    "Manager": lambda path: by_manager(path, async_save=False),
+    "Manager in the background": lambda path: by_manager(path, async_save=True),
+    "copy": by_copy,
+    "convert": by_convert,
+    "dcp": by_ranks(by_dcp),
+}
+
+
+def refusal(error):
+    """What an error says, and those that it came from: some ways wrap it."""
+    texts = []
+    while error is not None:
+        texts.append(str(error))
+        error = error.__cause__ or error.__context__
+    return "\n".join(texts)
+
+
+@pytest.mark.parametrize("kind", DIRECTORIES)
+@pytest.mark.parametrize("way", WAYS)
+def test_no_save_goes_into_a_directory_of_another_program(tmp_path, way, kind):
+    path = lay(tmp_path / "run" / "step-7", kind)
+    before = contents(path)
+    # The error of torch is no Exception.
+    with pytest.raises(BaseException, match=r"(?s).") as raised:
+        WAYS[way](path)
+    text = refusal(raised.value)
+    assert f"which {kind.partition(',')[0]} wrote: choose another name" in text, text
+    assert re.search("it holds `[^`]+`", text), text
+    assert contents(path) == before
+    assert not list(path.parent.glob(".step-7*"))
+
+
+def test_files_that_are_no_checkpoint_are_taken_along(tmp_path):
+    """A directory with the configuration of a model and its tokenizer is where its weights go."""
+    path = tmp_path / "model"
+    path.mkdir()
+    for name in ("config.json", "tokenizer.json", "trainer_state.json", "optimizer.pt"):
+        (path / name).write_text("theirs")
+    fastckpt.save(STATE, path)
+    assert (path / "config.json").read_text() == "theirs"
+    # Beside a checkpoint of ours they are files like others.
+    (path / "pytorch_model.bin").write_text("exported")
+    fastckpt.save(STATE, path)
+    assert (path / "pytorch_model.bin").read_text() == "exported"
+
+
+def test_what_is_expected_to_be_a_checkpoint_is_named(tmp_path):
+    for kind in ("DeepSpeed", "Orbax", "transformers"):
+        path = lay(tmp_path / kind, kind)
+        with pytest.raises(fastckpt.NotACheckpointError, match=f"which {kind} wrote"):
+            fastckpt.load(path)
+
+
+def test_the_core_has_the_same_table():
+    source = Path(__file__).parents[2] / "rust/fastckpt-core/src/commit/foreign.rs"
+    table = source.read_text(encoding="utf-8").partition("const FORMATS")[2].partition("];\n")[0]
+    rows = re.findall(r'\(\s*"([^"]+)",\s*&\[([^\]]*)\],?\s*\)', table)
+    assert {who: tuple(re.findall(r'"([^"]+)"', patterns)) for who, patterns in rows} == _foreign._FORMATS
+
+
+def test_a_copy_to_an_object_store_is_refused_alike(tmp_path):
+    pytest.importorskip("obstore")
+    from fastckpt._stores.objects import Objects
+
+    fastckpt.save(STATE, tmp_path / "source")
+    for number, (kind, names) in enumerate(DIRECTORIES.items()):
+        url = f"memory://foreign-{tmp_path.name}-{number}/step-7"
+        objects = Objects.at("test", url)
+        for name in names:
+            objects.write(name + "inside" * name.endswith("/"), iter([b"theirs"]), 6, None)
+        there = objects.sizes()
+        with pytest.raises(FileExistsError, match=f"which {kind.partition(',')[0]} wrote: choose another name"):
+            fastckpt.copy(tmp_path / "source", url, overwrite=True)
+        assert objects.sizes() == there
+        objects.remove(there)
+
+
+def test_the_command_says_it_too(tmp_path, capsys):
+    fastckpt.save(STATE, tmp_path / "source")
+    path = lay(tmp_path / "there", "Orbax")
+    assert cli.main(["copy", str(tmp_path / "source"), str(path), "--overwrite"]) != 0
+    assert "which Orbax wrote" in capsys.readouterr().err
