@@ -58,15 +58,20 @@ def _replicated(path: str, how: str, rank: int, places: list[int], **options: An
 def _expert_groups(path: str, how: str, equal: bool, **options: Any) -> list[str]:
     """Two groups of experts, each with a tensor of the same name over its own ranks."""
     rank = dist.get_rank()
-    ranks = (0, 1) if rank < 2 else (2, 3)
-    for each in ((0, 1), (2, 3)):
-        _mesh(each, (2,))
+    ranks = _half(rank)
     # Equal where a few samples are: only a look at all of it tells.
     values = _values(2 * LARGE)
     if not equal and rank >= 2:
         values[LARGE // 2 + 77] += 1
     half = values[(rank % 2) * LARGE :][:LARGE].clone()
     return _save({"experts": {"w1": DTensor.from_local(half, _mesh(ranks, (2,)), [Shard(0)])}}, path, how, **options)
+
+
+def _half(rank: int) -> tuple[int, int]:
+    """The two ranks of the group of a rank; all ranks make the meshes of both."""
+    for ranks in ((0, 1), (2, 3)):
+        _mesh(ranks, (2,))
+    return (0, 1) if rank < 2 else (2, 3)
 
 
 def _stages(path: str, how: str) -> list[str]:
@@ -193,13 +198,15 @@ def test_what_there_is_not_is_refused(tmp_path):
     assert "known are raise, warn" in _wrong(str(tmp_path / "c"), "on_difference")
 
 
-#: How a tensor of two dimensions is spread over four ranks: mesh and placements, or None where each has it whole.
+#: How a tensor of two dimensions is spread over four ranks: mesh and placements, or None where each has it whole. Two
+#: groups of ranks have a mesh each.
 SPREADS: dict[str, tuple[tuple[int, ...], list[Placement]] | None] = {
     "plain": None,
     "replicate": ((4,), [Replicate()]),
     "rows": ((2, 2), [Replicate(), Shard(0)]),
     "columns": ((2, 2), [Replicate(), Shard(1)]),
     "rows of copies": ((2, 2), [Shard(0), Replicate()]),
+    "two groups": ((2,), [Shard(0)]),
 }
 
 
@@ -223,7 +230,7 @@ def _drawn(base: str, number: int) -> str:
     """One drawn save, and what is wrong with what came of it: nothing, if all is well."""
     rng = random.Random(number)
     rank = dist.get_rank()
-    state, copies = {}, {}
+    state, copies, apart = {}, {}, set()
     for index in range(rng.randint(1, 3)):
         spread, name = rng.choice(list(SPREADS)), f"{'abc'[index]}.weight"
         shape = rng.choice([(2, 2), (6, 700), (130, 200), (1026, 1034)])
@@ -234,9 +241,11 @@ def _drawn(base: str, number: int) -> str:
             place = rng.randrange(flat.numel())
             flat[place : place + rng.choice([1, 1, 5000])] += 1
         copies[name] = _copies(spread, parts)
+        apart |= {name} if spread == "two groups" else set()
         cut = SPREADS[spread]
         own = parts[rank]
-        state[name] = own if cut is None else DTensor.from_local(own, _mesh((0, 1, 2, 3), cut[0]), cut[1])
+        ranks = _half(rank) if spread == "two groups" else (0, 1, 2, 3)
+        state[name] = own if cut is None else DTensor.from_local(own, _mesh(ranks, cut[0]), cut[1])
     diverged = {name for name, each in copies.items() if any(not torch.equal(one, each[0]) for one in each)}
     replicas, on_difference = rng.choice(["sample", "full", "first"]), rng.choice(["raise", "warn"])
     how, path = rng.choice(["save", "async", "dcp"]), f"{base}/{number}"
@@ -246,7 +255,9 @@ def _drawn(base: str, number: int) -> str:
     except (ValueError, RanksError, torch_dcp.api.CheckpointException) as error:
         told = str(error)
         named = {name for name in copies if f"\n  {name}: " in told}
-        right = named <= diverged and named and replicas != "first" and on_difference == "raise"
+        # One name over two groups is compared whatever else is.
+        compared = apart if replicas == "first" else diverged
+        right = named and named <= diverged & compared and on_difference == "raise"
         return "" if right else f"{about}: {told[:2000]}"
     if rank:
         return ""
@@ -254,7 +265,8 @@ def _drawn(base: str, number: int) -> str:
     found = fastckpt.load(path)
     found = {name: found[name] if name in found else found[name[0]]["weight"] for name in copies}
     shutil.rmtree(path)
-    if replicas == "full" and (named != diverged or (diverged and on_difference == "raise")):
+    compared = diverged if replicas == "full" else diverged & apart
+    if not compared <= named <= diverged or (compared and on_difference == "raise"):
         return f"{about}: committed, named {named}"
     for name, each in copies.items():
         known = each[:1] if replicas == "first" or name in named else each

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import math
 import shutil
 import zlib
@@ -96,15 +97,34 @@ def _placement(kind: str, dim: int, factor: int) -> Any:
     )()
 
 
+def _in_order(mesh: tuple[int, ...], placements: list[Any]) -> list[tuple[int, Any]]:
+    """Dimensions of the mesh that cut, in their order: strided placements may say that later ones cut first."""
+
+    def factor(axis: int, before: tuple[int, ...]) -> int:
+        return math.prod(mesh[other] for other in before if other > axis)
+
+    found: list[tuple[int, Any]] = []
+    for dim in sorted({each.dim for each in placements if not isinstance(each, Replicate)}):
+        axes = [axis for axis, each in enumerate(placements) if getattr(each, "dim", None) == dim]
+        said = {axis: getattr(placements[axis], "split_factor", 1) for axis in axes}
+        orders = (
+            order
+            for order in itertools.permutations(axes)
+            if all(said[axis] == factor(axis, order[:at]) for at, axis in enumerate(order))
+        )
+        order = next(orders, None)
+        found += [(axis, placements[axis] if order is None else Shard(dim)) for axis in order or axes]
+    return found
+
+
 def _part(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> torch.Tensor:
     # Not all dtypes can be cut and joined, but their bits can.
     bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(full.element_size(), full.dtype)
     part = full.view(bits)
-    for at, (placement, count) in enumerate(zip(placements, mesh.shape, strict=True)):
-        if not isinstance(placement, Replicate):
-            pieces, _ = placement._split_tensor(part, count, with_padding=False)
-            # Collectives deal parts out by the ranks of a line's group, which ascend, also where a mesh is turned.
-            part = pieces[mesh.get_local_rank(at)]
+    for at, placement in _in_order(tuple(mesh.shape), placements):
+        pieces, _ = placement._split_tensor(part, mesh.shape[at], with_padding=False)
+        # Collectives deal parts out by the ranks of a line's group, which ascend, also where a mesh is turned.
+        part = pieces[mesh.get_local_rank(at)]
     return part.clone().view(full.dtype)
 
 

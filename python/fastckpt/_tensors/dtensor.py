@@ -1,7 +1,9 @@
 """DTensors: which ranks hold them, and the local memory of this one. Imports torch; differences of its versions here.
 
 From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and is a class of its own since; specs have a ``shard_order``
-since 2.9, which can say what strided shards say.
+since 2.9, which can say what strided shards say. FSDP over tensor parallelism makes strided shards: the mesh's last
+dimension cuts first, and the strided one cuts what that has left. So do ``redistribute`` and ``full_tensor`` of torch;
+what torch says of offsets applies strided shards first, and is wrong where chunks are uneven.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 
 from . import torch as _torch
 from .described import Describe, OwnPart, Stored, Unsupported, steps
-from .spread import REPLICATE, Placement, Spread, local_shape, simplest
+from .spread import REPLICATE, Placement, Spread, in_order, local_shape, orders_of
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -88,8 +90,8 @@ class DTensors:
         self._numbers: dict[Spread, int] = {}
         self._meshes: dict[int, _Mesh] = {}
         # By identity: to compare placements, or to hash them, runs Python for each.
-        self._quick: dict[tuple[int, int, tuple[int, ...]], _Known] = {}
-        self._known: dict[tuple[int, tuple[Placement, ...], tuple[int, ...]], _Known] = {}
+        self._quick: dict[tuple[int, int, tuple[int, ...], bool], _Known] = {}
+        self._known: dict[tuple[int, tuple[Placement, ...], str, tuple[int, ...]], _Known] = {}
 
     def describe_of(self, kind: type) -> Describe | None:
         """How to describe a kind of DTensor; None for any other type."""
@@ -101,10 +103,12 @@ class DTensors:
         mesh, placements = spec.mesh, spec.placements
         order = getattr(spec, "shard_order", None)
         usual = not order or all(list(entry[1]) == sorted(entry[1]) for entry in order)
-        key = (id(mesh), id(placements), shape)
+        # Views make strided placements that are of no order.
+        decoded = getattr(spec, "use_strided_shard_as_shard_order", True)
+        key = (id(mesh), id(placements), shape, decoded)
         known = self._quick.get(key) if usual else None
         if known is None:
-            known = self._learn(mesh, placements, shape, None if usual else order)
+            known = self._learn(mesh, placements, shape, None if usual else order, decoded=decoded)
             if usual:
                 self._quick[key] = known
         local = value._local_tensor
@@ -115,7 +119,7 @@ class DTensors:
             # A rank outside of the mesh has an empty tensor of some shape.
             if local.numel():
                 raise Unsupported("it has data on a rank that is not in its mesh")
-        elif local.shape != expected:
+        elif local.shape != expected and (local.numel() or math.prod(expected)):
             raise Unsupported(
                 f"its local tensor is of shape {list(local.shape)} where its placements {_shown(placements)} of the "
                 f"shape {list(shape)} give {list(expected)} to rank {self.rank}: make it with distribute_tensor, or "
@@ -127,17 +131,21 @@ class DTensors:
         except RuntimeError as error:
             raise Unsupported(f"its memory cannot be reached: {error}") from error
 
-    def _learn(self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], order: Any) -> _Known:
+    def _learn(
+        self, mesh: Any, placements: tuple[Any, ...], shape: tuple[int, ...], order: Any, *, decoded: bool
+    ) -> _Known:
         learned = self._meshes.get(id(mesh))
         if learned is None:
             learned = self._meshes[id(mesh)] = _Mesh(mesh, self._ranks)
         placed = tuple(map(_placement, placements, [len(shape)] * len(placements)))
         if order is not None:
-            placed = _ordered(placed, order, learned.shape)
-        key = (id(mesh), placed, shape)
+            orders = {dim: list(axes) for dim, axes in order}
+        else:
+            orders = orders_of(learned.shape, placed) if decoded else {}
+        key = (id(mesh), placed, str(orders), shape)
         known = self._known.get(key)
         if known is None:
-            spread = simplest(learned.ranks, learned.shape, placed)
+            spread = in_order(learned.ranks, learned.shape, placed, orders)
             number = self._numbers.get(spread)
             if number is None:
                 self.found.append(spread)
@@ -157,17 +165,6 @@ def _placement(value: Any, dimensions: int) -> Placement:
     if isinstance(value, Partial):
         raise Unsupported("it is a sum over ranks that has not been made (Partial): redistribute() it first")
     raise Unsupported(f"its placement {value} is not known: redistribute() it to Shard or Replicate first")
-
-
-def _ordered(placed: tuple[Placement, ...], order: Any, mesh: tuple[int, ...]) -> tuple[Placement, ...]:
-    """Placements that are applied in another order than that of the mesh, as strided ones that are applied in that."""
-    out = list(placed)
-    for dim, mesh_dims in order:
-        for index, mesh_dim in enumerate(mesh_dims):
-            factor = math.prod(mesh[before] for before in mesh_dims[:index] if before > mesh_dim)
-            if factor > 1:
-                out[mesh_dim] = ("strided", dim, factor)
-    return tuple(out)
 
 
 def _shown(placements: Sequence[Any]) -> str:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
 #: ``("replicate", 0, 0)``, ``("shard", dimension, 0)`` or ``("strided", dimension, factor)``.
 Placement: TypeAlias = "tuple[str, int, int]"
@@ -36,6 +37,48 @@ def simplest(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Pla
     if all(placement == REPLICATE for _, placement in kept):
         return Spread(tuple(sorted(ranks)))
     return Spread(tuple(ranks), tuple(size for size, _ in kept), tuple(placement for _, placement in kept))
+
+
+def orders_of(mesh: Sequence[int], placements: Sequence[Placement]) -> dict[int, list[int]]:
+    """For each dimension of a tensor that is cut, the dimensions of the mesh in the order in which they cut it.
+
+    A placement is strided where its dimension of the mesh cuts what later ones have cut before, into as many chunks as
+    these have ranks. A dimension of a tensor whose strided placements are of no such order is left out.
+    """
+    orders: dict[int, list[int]] = {}
+    strange = set()
+    for axis in reversed(range(len(placements))):
+        kind, dim, factor = placements[axis]
+        if kind == "replicate":
+            continue
+        order, at, chunks = orders.setdefault(dim, []), 0, 1
+        while chunks != max(factor, 1) and at < len(order):
+            chunks *= mesh[order[at]]
+            at += 1
+        if chunks != max(factor, 1):
+            strange.add(dim)
+        order.insert(at, axis)
+    return {dim: order for dim, order in orders.items() if dim not in strange}
+
+
+def in_order(
+    ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement], orders: Mapping[int, Sequence[int]]
+) -> Spread:
+    """The spread of a mesh whose dimensions cut a tensor in these orders, by the dimension of the tensor.
+
+    Dimensions of the mesh trade places, so that each of them cuts what those before it have left.
+    """
+    axes = list(range(len(mesh)))
+    placed = list(placements)
+    for dim, order in orders.items():
+        for place, axis in zip(sorted(order), order, strict=True):
+            axes[place] = axis
+            placed[place] = ("shard", dim, 0)
+    if axes != sorted(axes):
+        strides = [math.prod(mesh[axis + 1 :]) for axis in range(len(mesh))]
+        steps = [range(0, mesh[axis] * strides[axis], strides[axis]) for axis in axes]
+        ranks = [ranks[sum(at)] for at in itertools.product(*steps)]
+    return simplest(ranks, [mesh[axis] for axis in axes], placed)
 
 
 def _chunk(length: int, chunks: int, index: int) -> tuple[int, int]:
