@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import hashlib
 import inspect
 import io
@@ -304,7 +305,7 @@ def test_a_path_is_needed_and_may_change(tmp_path):
 
 def test_nothing_else_is_replaced(tmp_path):
     dcp.save({"step": 1}, storage_writer=Writer(tmp_path / "c"))
-    with pytest.raises(dcp.api.CheckpointException, match="FileExistsError"):
+    with pytest.raises(dcp.api.CheckpointException, match=r"Checkpoint already exists.*overwrite=True"):
         dcp.save({"step": 2}, storage_writer=Writer(tmp_path / "c", overwrite=False))
     dcp.save({"step": 3}, checkpoint_id=tmp_path / "torchs")
     with pytest.raises(dcp.api.CheckpointException, match=r"which torch\.distributed\.checkpoint wrote"):
@@ -466,6 +467,33 @@ def test_torch_makes_its_own_file_of_it(tmp_path):
     loaded = torch.load(tmp_path / "c.pt", weights_only=True)
     assert torch.equal(loaded["w"], torch.ones(2))
     assert loaded["step"] == 3
+
+
+class Phase(enum.Enum):
+    WARM = 1
+    COLD = 2
+
+
+def test_an_enum_comes_back_declared_or_plain(tmp_path):
+    dcp.save({"phase": Phase.COLD, "w": torch.ones(2)}, storage_writer=Writer(tmp_path / "c"))
+
+    def load(**how):
+        state = {"phase": None, "w": torch.zeros(2)}
+        dcp.load(state, storage_reader=Reader(tmp_path / "c", **how))
+        assert torch.equal(state["w"], torch.ones(2))
+        return state["phase"]
+
+    with pytest.raises(dcp.api.CheckpointException, match=r'Phase.*registry=, or .*unknown="plain"'):
+        load()
+    assert load(registry=fastckpt.Registry(Phase)) is Phase.COLD
+    with pytest.warns(RuntimeWarning, match=r"stored as: .*Phase"):
+        assert load(unknown="plain") == "COLD"
+    state = {"phase": None}
+    with fastckpt.dcp.install(unknown="plain"), pytest.warns(RuntimeWarning, match="Phase"):
+        dcp.load(state, checkpoint_id=tmp_path / "c")
+    assert state == {"phase": "COLD"}
+    with pytest.raises(ValueError, match="unknown must be"):
+        fastckpt.dcp.install(unknown="other")
 
 
 def test_a_class_of_the_program_is_warned_of_as_in_save(tmp_path):

@@ -111,9 +111,17 @@ def install(**options: Any) -> Installation:
 
     The arguments of torch's writer that say how its files are written have no effect; ``overwrite`` has.
 
+    torch pickles what it does not know, and fastckpt never does. So a save refuses some values that torch's writer
+    takes, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class is no
+    named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
+    (docs/states.md); shards that are not plain dense tensors; what a planner makes bytes of that
+    ``torch.load(weights_only=True)`` refuses; and ``use_collectives=False``. A load refuses values of classes that its
+    program has not declared, unless it is given ``unknown="plain"``.
+
     Args:
         **options: arguments for the writers, except the path; those that :class:`fastckpt.dcp.Reader` has as well
-            (``process_group``, ``timeout``, ``registry``, ``io``, ``threads``) are the readers', too.
+            (``process_group``, ``timeout``, ``registry``, ``io``, ``threads``) are the readers', too, and ``unknown``
+            is theirs alone.
 
     Returns:
         A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
@@ -128,7 +136,9 @@ def install(**options: Any) -> Installation:
     """
     if "path" in options:
         raise TypeError("install: the path is what the program gives: leave it out")
-    Writer(None, **options)  # it says what is wrong with them
+    # They say what is wrong with them.
+    Writer(None, **_for_writers(options))
+    Reader(None, **_for_readers(options))
     with _lock:
         _prepare()
         made = Installation(options)
@@ -190,15 +200,23 @@ def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> An
     if given.get("_extensions") or getattr(given.get("serialization_format"), "value", "torch_save") != "torch_save":
         return None
     own = {"overwrite": given["overwrite"]} if "overwrite" in given else {}
-    return InstalledWriter(path, **{**own, **options})
+    return InstalledWriter(path, **{**own, **_for_writers(options)})
 
 
 def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None) -> Any:
     """A reader for the arguments of torch's, or None where it is to be torch's."""
     if _extension_registry is not None:
         return None
-    own = {name: options[name] for name in ("process_group", "timeout", "registry", "io", "threads") if name in options}
-    return InstalledReader(path, **own)
+    return InstalledReader(path, **_for_readers(options))
+
+
+def _for_writers(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name != "unknown"}
+
+
+def _for_readers(options: dict[str, Any]) -> dict[str, Any]:
+    names = ("process_group", "timeout", "registry", "unknown", "io", "threads")
+    return {name: options[name] for name in names if name in options}
 
 
 def _made(kind: Any, *args: Any) -> Any:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api.destinations import Targets
-from fastckpt._api.options import DeviceEngine, check_engine
-from fastckpt._api.outcome import Attempt, conclude, until_settled
+from fastckpt._api.options import DeviceEngine, Unknown, check_engine, check_unknown
+from fastckpt._api.outcome import Attempt, conclude, until_settled, warn_of_unknown
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport
 from fastckpt._api.reports import LoadReport
@@ -49,6 +49,7 @@ class Reader(_torch.StorageReader):
             each byte once from the storage and pass it on; where others load, each rank reads what it needs.
         timeout: seconds of silence of another rank after which a load fails.
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
+        unknown: see :func:`fastckpt.load`: what a value of a type becomes that this program does not know.
         verify: compare every byte with its checksum.
         io: see :func:`fastckpt.load`; ``gds`` is ``auto`` here, and the report says so.
         threads: worker threads; by default as :func:`fastckpt.load` has them.
@@ -68,17 +69,20 @@ class Reader(_torch.StorageReader):
         process_group: Any = None,
         timeout: float = 600.0,
         registry: Registry | None = None,
+        unknown: Unknown = "error",
         verify: bool = True,
         io: DeviceEngine = "auto",
         threads: int | None = None,
     ) -> None:
         super().__init__()
         check_engine("load", io, threads, devices=True)
+        check_unknown("load", unknown)
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)
         self._group = process_group
         self._timeout = check_timeout("load", timeout)
         self._registry = registry
+        self._plain = unknown == "plain"
         self._verify = bool(verify)
         self._io = io
         self._threads = threads
@@ -110,7 +114,7 @@ class Reader(_torch.StorageReader):
         if self._path is None:
             raise CheckpointError("load: give the Reader a path, or dcp.load a checkpoint_id")
         path = self._path
-        self._opened = opened = until_settled(lambda: _Opened(path, Types("load", self._registry)))
+        self._opened = opened = until_settled(lambda: _Opened(path, Types("load", self._registry, plain=self._plain)))
         found = {key: opened.described(entry) for key, entry in opened.entries.items()}
         return _torch.Metadata(
             state_dict_metadata=Known(found, opened.outer, _torch.BytesStorageMetadata()),
@@ -137,6 +141,10 @@ class Reader(_torch.StorageReader):
         Raises:
             CorruptCheckpointError: bytes are not what was written; the message says where.
             RanksError: another rank failed, or does not answer.
+            UnsupportedTypeError: a value is of a type that this program does not know.
+
+        Warns:
+            RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
             ReplacedCheckpointError: another save replaced the checkpoint meanwhile.
             StructureMismatchError: a tensor of the planner has other sizes than its box.
         """
@@ -162,6 +170,8 @@ class Reader(_torch.StorageReader):
                     fields = read_alone(asked()) | {"missing": (), "unexpected": ()}
                     kind = LoadReport
             work.finish()
+        if opened.unknown:
+            warn_of_unknown("load", opened.unknown, stacklevel=3)
         self.report = conclude(kind, path, began, fields)
         return _torch.done(None)
 
@@ -232,6 +242,8 @@ class _Opened:
         unflatten(self.tokens, Validator(self.stored, types=types, strangers=True))
         self.entries, self.outer = entries_of(self.tokens, path)
         self.targets = Targets(self.stored, "auto")
+        #: Names of types of values that came back as what they are stored as.
+        self.unknown: dict[str, None] = {}
 
     def find(self, key: str) -> Entry:
         found = self.entries.get(key) or self.outer.get(key)
@@ -262,7 +274,9 @@ class _Opened:
     def value(self, entry: Entry, made: list[Any]) -> Any:
         """The value of an entry, with the tensors in it."""
         tokens = self.tokens[entry.start : entry.end]
-        unflatten(tokens, Validator(self.stored, types=self.types))
+        check = Validator(self.stored, types=self.types)
+        unflatten(tokens, check)
+        self.unknown |= check.unknown
         return unflatten(tokens, StateBuilder("auto", made, types=self.types))
 
 

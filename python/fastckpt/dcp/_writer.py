@@ -161,7 +161,16 @@ class Writer(_torch.StorageWriter):
         self._now.alone = self._now.written = False
         self.report = None
         if is_coordinator:
-            _core.check_target(path, self._overwrite)
+            try:
+                _core.check_target(path, self._overwrite)
+            except FileExistsError as error:
+                if "overwrite=False" not in str(error):
+                    raise
+                # Programs look for torch's words.
+                raise FileExistsError(
+                    f"dcp.save: {path}: Checkpoint already exists and self.overwrite=False: choose another path, or "
+                    "make the Writer with overwrite=True"
+                ) from error
 
     def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
         """The plan as it is: planners keep plans for later saves, so nothing of one save may be in it."""
