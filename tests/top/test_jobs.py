@@ -66,7 +66,7 @@ def test_a_job_keeps_its_key_when_its_first_rank_has_gone_and_another_job_gets_a
     assert sorted(job.key for job in model.jobs) == ["llama70b:100", "llama70b:100.2"]
 
 
-def test_jobs_that_run_come_first_and_a_job_that_is_gone_is_last_seen_by_its_operation():
+def test_jobs_that_run_come_first_and_those_that_are_over_stay_newest_first():
     idle, busy = Rank(0).of(job="idle", launch=1, pid=7), Rank(1).of(job="busy", launch=2, pid=8)
     idle.op(10 * GB, Phase.DONE, end=1.0)
     model = look(Model(), 4.0, idle, moving(busy, 4.0, GB, start=2.0))
@@ -77,8 +77,37 @@ def test_jobs_that_run_come_first_and_a_job_that_is_gone_is_last_seen_by_its_ope
     busy.proc = replace(busy.proc, alive=False)
     idle.op(10 * GB, Phase.DONE, end=3.5)
     model = look(Model(), 5.0, busy, idle)
-    assert [(job.name, job.alive, job.active) for job in model.jobs] == [("idle", 0, False)]
-    assert [op.job_key for op in model.ops] == ["idle:7"]
+    assert [(job.name, job.alive, job.active) for job in model.jobs] == [("idle", 0, False), ("busy", 0, False)]
+    assert [op.job_key for op in model.ops] == ["idle:7", "busy:8"]
+    # Beside another one that lives, too, and not for ever.
+    other = Rank(2).of(job="other", launch=3, pid=9)
+    assert [job.name for job in look(model, 6.0, busy, idle, other).jobs] == ["idle", "busy", "other"]
+    assert [job.name for job in look(model, 603.2, busy, idle, other).jobs] == ["idle", "other"]
+
+
+def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
+    """As on a machine where a test suite kills processes by the hundred."""
+    dead = [Rank(0).of(job="-c", launch=1 + index % 3, rank=-1, pid=100 + index) for index in range(121)]
+    for index, one in enumerate(dead):
+        one.op(GB, start=index / 100, slot=index % 5).thread(0, last_progress_mono_ns=int(2e9))
+        one.proc = replace(one.proc, alive=False, touched=1e9)
+    mine = Rank(0).of(job="train.py", launch=9, pid=7).op(10 * GB, Phase.DONE, start=2.0, end=4.0)
+    mine.proc = replace(mine.proc, alive=False, touched=1e9)
+    model = Model()
+    for at in (5.0, 6.0):
+        look(model, at, *dead, mine)
+    assert [(job.key, job.alive) for job in model.jobs] == [("train.py:7", 0)]
+    assert [op.label for op in model.ops] == ["step-1"]
+    assert (model.node.ranks, model.rows, model.others) == (0, [], 121)
+    shown = lines.table(model)
+    assert "save step-1: 10.0 of 10.0 GB" in shown
+    assert shown.splitlines()[-1].startswith("- 121 processes of other launches died before that")
+    # The last that died are shown, as ever, and the save stays beside them.
+    late = Rank(0).of(job="late", launch=10, rank=-1, pid=8).op(GB, start=5.0, slot=1)
+    late.thread(0, last_progress_mono_ns=int(6e9)).proc = replace(late.proc, alive=False, touched=1e9)
+    model = look(model, 7.0, *dead, mine, late)
+    assert [job.key for job in model.jobs] == ["late:8", "train.py:7"]
+    assert (model.node.ranks, model.others) == (1, 121)
 
 
 def test_check_judges_each_job_and_one_that_fails_fails_all():

@@ -150,6 +150,11 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
                 lines.append(_row_line(row))
                 lines += [_thread_line(thread) for thread in row.threads if row.running]
     lines += [f"! {name}" for name in node.fallbacks]
+    if model.others:
+        what = "processes of other launches" if model.others > 1 else "process of another launch"
+        lines.append(
+            f"- {model.others} {what} died before that: --list names them, --clean removes them after 10 minutes"
+        )
     lines += [f"! {path}: {reason}" for path, reason in model.problems]
     return "".join(_narrow(line.rstrip(), glyphs) + "\n" for line in lines)
 

@@ -83,6 +83,7 @@ class Model:
         jobs: Jobs, those with a running operation first, the oldest of these first.
         job_of: Process key -> key of its job, for every process that the last look found.
         ops: Running operations of all jobs, the oldest first, then the last of each job that ended, the latest first.
+        others: Processes that died in jobs that are over, before the last of those that is: one line has them.
         past: History.
         problems: Files that could not be read, and why.
         places: Directories that were looked at.
@@ -100,6 +101,7 @@ class Model:
         self.jobs: list[Job] = []
         self.ops: list[NodeOp] = []
         self.past = Past()
+        self.others = 0
         self.problems: tuple[tuple[str, str], ...] = ()
         self.places: tuple[str, ...] = ()
         self.snapshot: Snapshot | None = None
@@ -111,6 +113,7 @@ class Model:
         self._ops: dict[tuple[str, int], OpTrack] = {}
         self._groups: list[Group] = []
         self._living: set[tuple[int, str, int, int]] = set()
+        self._dead_jobs: set[str] = set()
 
     def update(self, snapshot: Snapshot) -> None:
         """Take in what one look found."""
@@ -124,6 +127,7 @@ class Model:
         look = self._look(snapshot)
         self._events.tell(self._groups, look)
         self._prune()
+        self._set_aside(look)
         self._refresh_node(look)
         self._push_columns()
         self._refresh(look)
@@ -225,12 +229,30 @@ class Model:
             nearest.members[track.proc.key] = track
 
     def _prune(self) -> None:
-        """Forget ended operations beyond the last few, unless they are the last of a living process."""
+        """Forget ended operations beyond the last few, unless they are the last of a living process.
+
+        Those that died are as many more: however many they are, those that ended well keep their place.
+        """
         ended = sorted((group for group in self._groups if not group.running), key=lambda group: group.end)
         alive = {name for name, track in self._procs.items() if track.alive}
-        gone = {id(group) for group in ended[:-GROUPS] if not alive & group.members.keys()}
+        gone: set[int] = set()
+        for died in (False, True):
+            alike = [group for group in ended if any(track.died for track in group.members.values()) == died]
+            gone |= {id(group) for group in alike[:-GROUPS] if not alive & group.members.keys()}
         if gone:
             self._groups = [group for group in self._groups if id(group) not in gone]
+
+    def _set_aside(self, look: Look) -> None:
+        """Find the jobs that died, and of which neither a process lives nor the end is the last of all."""
+        for group in self._groups:
+            group.job = next((job for key in group.members if (job := look.job_of.get(key))), group.job)
+        alive = {look.job_of[proc.key] for proc in look.procs if proc.alive}
+        over = [group for group in self._groups if not group.running and group.job not in alive]
+        last = max(over, key=lambda group: group.end, default=None)
+        self._dead_jobs = set()
+        shown = [look.job_of[proc.key] for proc in look.procs if self._shown(proc)]
+        self._dead_jobs = {*shown} - alive - {"" if last is None else last.job}
+        self.others = sum(job in self._dead_jobs for job in shown)
 
     def _push_columns(self) -> None:
         count = self._series.add(self.mono, self.node.save_rate, self.node.load_rate)
@@ -244,14 +266,11 @@ class Model:
     # --- what is shown ---------------------------------------------------------------------------------------------
 
     def _refresh(self, look: Look) -> None:
-        for group in self._groups:
-            group.job = next((job for key in group.members if (job := look.job_of.get(key))), group.job)
         shown = {look.job_of[proc.key] for proc in look.procs if self._shown(proc)}
         running = sorted((group for group in self._groups if group.running), key=lambda group: group.start)
         ended = sorted((group for group in self._groups if not group.running), key=lambda group: -group.end)
-        if not shown:  # all is over and gone: the last that ended
-            ended = ended[:1]
-        last = {group.job: group for group in reversed(ended) if not shown or group.job in shown}
+        ended = [group for group in ended if group.job in shown or not self._is_past(group)] or ended[:1]
+        last = {group.job: group for group in reversed(ended)}
         groups = running + sorted(last.values(), key=lambda group: -group.end)
         # Straggler, GPUs and target of an operation are those that its rows show: they come first.
         made = [operations.node_op(group, look) for group in groups]
@@ -296,11 +315,19 @@ class Model:
         track = self._procs.get(proc.key)
         if proc.alive or track is None:
             return True
+        if self.job_of.get(proc.key) in self._dead_jobs:
+            return False
         if proc.rank >= 0 and self._restarted(proc):
             return False
         if any(op.running for op in proc.operations):
             return track.died is not None or self.real - proc.touched < POST_MORTEM_S
         return track.died is not None and self.mono - track.died < LINGER_S
+
+    def _is_past(self, group: Group) -> bool:
+        """Whether a job without a process that is shown has left the list."""
+        if group.job in self._dead_jobs or self.mono - group.end >= POST_MORTEM_S:
+            return True
+        return all(track.proc.rank >= 0 and self._restarted(track.proc) for track in group.members.values())
 
     def _restarted(self, dead: Proc) -> bool:
         """Whether a rank's job has been started again: by its launcher, or anew since all of it is gone."""
@@ -365,9 +392,10 @@ class Model:
         for proc in look.procs:
             if self._shown(proc):
                 procs[look.job_of[proc.key]][proc.key] = proc
-        if not procs and groups:  # all is over and gone
-            tracks = groups[0].members.values()
-            procs[groups[0].job] = {track.proc.key: replace(track.proc, alive=False) for track in tracks}
+        for group in groups:
+            if group.job not in procs:  # it is over, and its processes are gone
+                tracks = group.members.values()
+                procs[group.job] = {track.proc.key: replace(track.proc, alive=False) for track in tracks}
         made = {
             key: job(
                 key,
