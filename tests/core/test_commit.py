@@ -35,6 +35,8 @@ SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
 SMALL = 1 << 18
 # Several shards, so that one may be old and another new: the mixture that must never be.
 SHARDS = {"nbytes": 3 << 20, "shard_size": 1 << 20}
+# The same, and a tensor beside the model: so the directory inside is made, too.
+GROUPS = {**SHARDS, "constant": SMALL}
 RENAMES = ("rename", "renameat", "renameat2")
 SYNCS = ("fsync", "fdatasync")
 
@@ -117,12 +119,12 @@ def check_order(calls, path, *, exchanged, files=()):
     for file in ("model.safetensors.index.json", *files):
         assert synced(f"{temporary}/{file}")[-1].end < commit.start
     directory_sync = next(call for call in synced(temporary) if call.start > manifest_sync.end)
-    if any("training" in shard for shard in shards):
-        # The names in the directory inside become durable before the name of that directory.
-        assert any(
-            max(call.end for call in shard_syncs) < call.end < directory_sync.start
-            for call in synced(f"{temporary}/training")
-        )
+    # The names in the directory inside become durable before the name of that directory.
+    assert any("/training/" in shard for shard in shards)
+    assert any(
+        max(call.end for call in shard_syncs) < call.end < directory_sync.start
+        for call in synced(f"{temporary}/training")
+    )
     made = [call for call in calls if call.name.startswith("open") and call.opened().startswith(f"{temporary}/")]
     assert all(
         call.end < directory_sync.start for call in made if call.start < commit.start and "O_CREAT" in call.arguments
@@ -148,22 +150,25 @@ def check_order(calls, path, *, exchanged, files=()):
 def test_order_of_a_first_save_and_of_an_overwrite(children, parent, tmp_path, engine):
     """Mutants: no sync of a shard, the manifest or a directory; manifest first; remove before rename."""
     path = parent / "step"
-    end, calls = traced_save(children, path, tmp_path / "first.log", index=1, io=engine, **SHARDS)
+    end, calls = traced_save(children, path, tmp_path / "first.log", index=1, io=engine, **GROUPS)
     assert not isinstance(end, zygote.Raised), end
     assert end["engine"] == engine
     check_order(calls, path, exchanged=False)
     files = {"config.json": "{}"}
-    end, calls = traced_save(children, path, tmp_path / "second.log", index=2, io=engine, files=files, **SHARDS)
+    end, calls = traced_save(children, path, tmp_path / "second.log", index=2, io=engine, files=files, **GROUPS)
     assert not isinstance(end, zygote.Raised), end
     check_order(calls, path, exchanged=True, files=files)
-    assert whole(path, SHARDS["nbytes"]) == 2
+    state = fastckpt.load(path)
+    assert not state.pop("constant").any()
+    assert which(state, SHARDS["nbytes"]) == 2
+    assert fastckpt.verify(path).ok
     assert manifest.listing(parent) == ["step"]
 
 
 def test_parents_that_a_save_makes_are_durable_with_it(children, parent, tmp_path):
     """Mutants: no sync of what holds a new directory; only the lowest one synced."""
     path = parent / "a" / "b" / "step"
-    end, calls = traced_save(children, path, tmp_path / "log", index=1, **SHARDS)
+    end, calls = traced_save(children, path, tmp_path / "log", index=1, **GROUPS)
     assert not isinstance(end, zygote.Raised), end
     check_order(calls, path, exchanged=False)
     commit = next(call for call in calls if call.name in RENAMES and call.ok and call.paths()[1:] == [str(path)])
