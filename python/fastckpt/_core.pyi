@@ -675,6 +675,7 @@ class Share:
         spreads: Sequence[Spread],
         ranks: int,
         options: SaveOptions,
+        page: int = 4096,
     ) -> Share:
         """Lay out a save.
 
@@ -684,8 +685,9 @@ class Share:
             spreads: the spreads.
             ranks: how many ranks there are.
             options: its model prefix, shard size and block size count.
+            page: bytes of the largest memory page that a rank's kernel has: a rank writes whole pages of that size.
 
-        ValueError where a spread does not fit; UnsupportedTypeError where the checkpoint would be too large.
+        ValueError where a spread or a page does not fit; UnsupportedTypeError where the checkpoint would be too large.
         """
     @staticmethod
     def to_load(

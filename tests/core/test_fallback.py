@@ -129,6 +129,17 @@ def test_unknown_engine_is_refused_by_name(children, tmp_path, how):
     assert manifest.listing(tmp_path) == []
 
 
+def test_a_refused_statx_does_not_refuse_direct(children, tmp_path):
+    """Older profiles of containers refuse statx, which tells the alignment of direct I/O where it is there."""
+    plain, filtered = (tmp_path / name for name in ("plain", "filtered"))
+    plain.mkdir()
+    filtered.mkdir()
+    usual = outcome(children, directory=str(plain), io="threads")
+    result = outcome(children, directory=str(filtered), io="threads", blocked="ENOSYS:statx")
+    assert usual["reports"][0]["blocks"]["staged"] > 0
+    assert [report["blocks"] for report in result["reports"]] == [report["blocks"] for report in usual["reports"]]
+
+
 @pytest.mark.root
 @pytest.mark.parametrize("engine", ENGINES)
 def test_direct_refused_goes_buffered_and_counts_it(children, engine):

@@ -1,8 +1,8 @@
 """Make io_uring_setup answer an error, with a real seccomp filter, as Docker's default profile does.
 
 As a program: ``python -m harness.seccomp EPERM -- command ...``. In a process: ``install("ENOSYS")``. ``EPERM:all``
-refuses the two other calls of io_uring as well, as the profiles of containers do. Instead of an error, the path of a
-profile in JSON, as container runtimes read it.
+refuses the two other calls of io_uring as well, as the profiles of containers do; ``ENOSYS:statx`` refuses statx alone,
+as older ones do. Instead of an error, the path of a profile in JSON, as container runtimes read it.
 The filter is inherited by threads and children and can never be taken off again.
 """
 
@@ -32,6 +32,7 @@ BPF_JUMP_EQUAL = 0x15  # BPF_JMP | BPF_JEQ | BPF_K
 BPF_RETURN = 0x06  # BPF_RET | BPF_K
 # The same numbers on every architecture: they are younger than the common table.
 CALLS = IO_URING_SETUP, IO_URING_ENTER, IO_URING_REGISTER = 425, 426, 427
+STATX = {"x86_64": 332, "aarch64": 291}
 # Offsets in struct seccomp_data: the call's number, and the architecture.
 NUMBER, ARCH = 0, 4
 AUDIT_ARCH = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
@@ -65,7 +66,8 @@ def program(error: int, calls: Sequence[int] = (IO_URING_SETUP,)) -> bytes:
 def install(name: str) -> None:
     """From now on io_uring_setup answers the error ``name`` in this process and its children."""
     name, _, which = name.partition(":")
-    load(program(getattr(errno, name), CALLS if which == "all" else (IO_URING_SETUP,)))
+    calls = {"all": CALLS, "statx": (STATX[platform.machine()],)}.get(which, (IO_URING_SETUP,))
+    load(program(getattr(errno, name), calls))
 
 
 def load(code: bytes) -> None:

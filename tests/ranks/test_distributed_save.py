@@ -2,12 +2,18 @@
 
 import hashlib
 import json
+import mmap
 import os
+import types
 
 import pytest
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
-from fastckpt import distributed
+from fastckpt import _core, distributed
+from fastckpt.dcp import Writer
 from harness import needs, parallel
 from harness.groups import FailedError, Strike
 from harness.parallel import dist, torch
@@ -283,3 +289,39 @@ def test_transformers_opens_the_directory_as_it_lies(forge, tmp_path):
 def test_an_error_of_a_run_is_one_of_all_ranks(forge, tmp_path):
     with forge.group(2) as group, pytest.raises(FailedError, match="differs between ranks"):
         group.run(save_different, tmp_path / "c", "option")
+
+
+def save_in_pages(how, path, size):
+    """A save where rank 1 has pages of ``size`` bytes; the page of the share that was laid out."""
+    module = "fastckpt.dcp._take" if how == "dcp" else "fastckpt._ranks.save"
+    pages, share = [], _core.Share
+
+    class Noted:
+        @staticmethod
+        def to_save(*arguments):
+            pages.append(arguments[4])
+            return share.to_save(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr(f"{module}.mmap", types.SimpleNamespace(PAGESIZE=size))
+        patch.setattr(_core, "Share", Noted)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        full = torch.arange(301 * 777, dtype=torch.float32).view(301, 777)
+        state = {"a": distribute_tensor(full, mesh, [Shard(0)]), "b": full[:100].clone()}
+        if how == "dcp":
+            dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60))
+        else:
+            distributed.save(state, path, timeout=60)
+    return pages
+
+
+@pytest.mark.parametrize("how", ["save", "dcp"])
+def test_ranks_write_whole_pages_of_the_rank_with_the_largest(forge, tmp_path, how):
+    with forge.group(3) as group:
+        for size in (mmap.PAGESIZE, 64 << 10):
+            assert group.run(save_in_pages, how, tmp_path / str(size), size) == [[size]] * 3
+    plain, large = (tmp_path / str(size) for size in (mmap.PAGESIZE, 64 << 10))
+    for file in plain.rglob("*.safetensors"):
+        assert (large / file.relative_to(plain)).read_bytes() == file.read_bytes()
+    assert fastckpt.verify(large).ok

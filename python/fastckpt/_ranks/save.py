@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import json
+import mmap
 import secrets
 import time
 from dataclasses import dataclass
@@ -214,9 +215,9 @@ def save_order(
     """
     agreement = Agreement(order.local)
     operation.mark(order.marks)
-    verdict, seed = operation.round(
+    verdict, seed, page = operation.round(
         "arrive",
-        [agreement.arrival(), [[session.group.rank, order.terms(path)]], order.tailor.unused],
+        [agreement.arrival(), [[session.group.rank, order.terms(path)]], order.tailor.unused, mmap.PAGESIZE],
         combine=_combine_calls,
         decide=lambda arrived: _decide(agreement, path, arrived),
     )
@@ -237,7 +238,7 @@ def save_order(
             **order.settings,
         )
         share = _core.Share.to_save(
-            agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options
+            agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options, page
         )
         if order.policy.replicas == "first":
             share = share.first(None)
@@ -282,18 +283,22 @@ def core_spread(spread: Spread) -> _core.Spread:
 
 
 def _combine_calls(calls: list[Any]) -> list[Any]:
-    """What several ranks say when they arrive: their tables, the first of each kind of terms, and unused patterns."""
+    """What several ranks say when they arrive.
+
+    Their tables, the first of each kind of terms, unused patterns, and the largest of their memory pages.
+    """
     terms: dict[str, int] = {}
-    for _, pairs, _ in calls:
+    for _, pairs, _, _ in calls:
         for rank, text in pairs:
             terms.setdefault(text, rank)
     shown = sorted((rank, text) for text, rank in terms.items())[:2]
-    unused = [text for text in calls[0][2] if all(text in others for _, _, others in calls)]
-    return [combine_arrivals([arrival for arrival, _, _ in calls]), [list(one) for one in shown], unused]
+    unused = [text for text in calls[0][2] if all(text in others for _, _, others, _ in calls)]
+    arrival = combine_arrivals([arrival for arrival, *_ in calls])
+    return [arrival, [list(one) for one in shown], unused, max(page for *_, page in calls)]
 
 
 def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
-    arrival, terms, unused = arrived
+    arrival, terms, unused, page = arrived
     if len(terms) > 1:
         (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in terms]
         name = next(name for name in own if own[name] != other[name])
@@ -303,7 +308,7 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
         )
     if unused:
         raise KeyError(f"save: {path}: {unused[0]} matches nothing on any rank")
-    return [agreement.decide(arrival), secrets.randbits(63)]
+    return [agreement.decide(arrival), secrets.randbits(63), page]
 
 
 def write_checkpoint(

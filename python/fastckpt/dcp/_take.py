@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from . import _torch
@@ -42,6 +43,7 @@ class Taken(NamedTuple):
         """All of it but the memory, for other ranks: JSON."""
         about = {
             "order": self.order,
+            "page": mmap.PAGESIZE,
             "ties": self.ties,
             "ids": self.ids,
             "entries": [

@@ -107,12 +107,12 @@ def gathered(lists: list[list[Any]]) -> list[Any]:
 
 
 def _packed(united: United) -> str:
-    return json.dumps([united.tensors, united.boxes, united.numbers, united.structure, united.prefix])
+    return json.dumps([united.tensors, united.boxes, united.numbers, united.structure, united.prefix, united.page])
 
 
 def _unpacked(text: str) -> United:
     united = United()
-    tensors, boxes, united.numbers, united.structure, united.prefix = json.loads(text)
+    tensors, boxes, united.numbers, united.structure, united.prefix, united.page = json.loads(text)
     united.tensors = [
         (name, dtype, tuple(shape), None if logical is None else (logical[0], tuple(logical[1])))
         for name, dtype, shape, logical in tensors
@@ -130,6 +130,7 @@ def _share(united: United, ranks: int, options: _core.SaveOptions) -> _core.Shar
         [_core.Spread.boxes(boxes) for boxes in numbers],
         ranks,
         options,
+        united.page,
     )
 
 

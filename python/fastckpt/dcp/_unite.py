@@ -53,6 +53,7 @@ class United:
         numbers: the number of each tensor by the name that the ranks gave it.
         structure: the structure, JSON.
         prefix: what the names of the model's tensors begin with.
+        page: bytes of the largest memory page that a rank's kernel has.
     """
 
     def __init__(self) -> None:
@@ -62,6 +63,7 @@ class United:
         self.numbers: dict[str, int] = {}
         self.structure = ""
         self.prefix = ""
+        self.page = 0
 
 
 def unite(texts: Sequence[str], model_key: str | None) -> United:
@@ -95,7 +97,9 @@ def unite(texts: Sequence[str], model_key: str | None) -> United:
             name = ties.get(own, own)
             if name in stored:
                 _hold(stored, rank, name, about, boxes)
-    return _finish(entries, stored, ties, model_key)
+    united = _finish(entries, stored, ties, model_key)
+    united.page = max(table["page"] for table in tables)
+    return united
 
 
 def _hold(stored: dict[str, _Stored], rank: int, name: str, about: list[Any], boxes: Sequence[Any]) -> _Stored:

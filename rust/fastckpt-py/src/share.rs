@@ -6,6 +6,7 @@ use std::sync::Arc;
 use fastckpt_core::Error;
 use fastckpt_core::engine::options::BLOCK_SIZE;
 use fastckpt_core::format::families::Apart;
+use fastckpt_core::format::geometry::PAGE;
 use fastckpt_core::format::layout::{self, TensorSpec};
 use fastckpt_core::ranks::{self, Table, pieces};
 use fastckpt_core::share::{self, Bounds, Grain, Message, Placement};
@@ -97,13 +98,14 @@ fn spreads(spreads: &[Py<Spread>]) -> Vec<share::Spread> {
 #[pymethods]
 impl Share {
     #[staticmethod]
-    #[pyo3(signature = (tensors, spreads, ranks, options))]
+    #[pyo3(signature = (tensors, spreads, ranks, options, page=PAGE))]
     fn to_save(
         py: Python<'_>,
         tensors: Vec<Spec>,
         spreads: Vec<Py<Spread>>,
         ranks: u32,
         options: &SaveOptions,
+        page: u64,
     ) -> PyResult<Self> {
         let (mut specs, mut spread) = (Vec::with_capacity(tensors.len()), Vec::with_capacity(tensors.len()));
         for Spec(name, dtype, shape, logical, own) in tensors {
@@ -117,7 +119,8 @@ impl Share {
         let files = (&*options.groups, options.shard_size, block_size);
         let still = &*options.frozen;
         let table = py.detach(|| {
-            let table = Table::new(specs, spread, spreads, ranks, files)?;
+            let mut table = Table::new(specs, spread, spreads, ranks, files)?;
+            table.share = table.share.in_pages(page)?;
             if !still.contains(&true) {
                 return Ok(table);
             }

@@ -17,12 +17,12 @@ use super::spread::Groups;
 use super::table::Share;
 use super::tiles::Whose;
 use crate::error::{Error, Result};
-use crate::format::geometry::PAGE;
+use crate::format::geometry::down;
 
 /// What one rank reads or writes as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Grain {
-    /// Pages of the files, to save. Everything is written.
+    /// Pages of the files ([`Share::in_pages`]), to save. Everything is written.
     Page,
     /// The parts of tensors in blocks, to load. What nobody wants is not read.
     Extent,
@@ -231,18 +231,18 @@ impl<'a> Work<'a> {
 
     /// What this rank writes of a file, and what it sends for the rest of it.
     fn pages(&mut self, shard: usize, tensors: &[usize]) -> Result<()> {
-        let (data, bytes) = self.share.files[shard];
+        let ((data, bytes), page) = (self.share.files[shard], self.share.page);
         let held = tensors.iter().map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor)));
         let held = held.collect::<Result<Vec<_>>>()?;
         let first = self.ranges.len();
         if self.rank == 0 && bytes > 0 {
-            self.range(shard, 0, data.next_multiple_of(PAGE).min(bytes));
+            self.range(shard, 0, data.next_multiple_of(page).min(bytes));
         }
         for (index, tensor) in held.iter().enumerate() {
             let own = self.own(tensor);
             for &interval in &own.intervals {
                 for part in tensor.writes(interval, self.rank) {
-                    let (start, end) = (part.start.next_multiple_of(PAGE), part.end.next_multiple_of(PAGE));
+                    let (start, end) = (part.start.next_multiple_of(page), part.end.next_multiple_of(page));
                     if start < part.end {
                         self.range(shard, start, end.min(bytes));
                     }
@@ -259,15 +259,15 @@ impl<'a> Work<'a> {
 
     /// Adds what of an interval of this rank others write.
     fn send(&mut self, held: &[Held<'_>], index: usize, interval: usize, own: &Own) {
-        let tensor = &held[index];
+        let (tensor, page) = (&held[index], self.share.page);
         let section = tensor.cover.section(interval);
         let (range, tiles) = (tensor.interval(interval), &own.tiles[&section]);
-        let begin = range.start.next_multiple_of(PAGE).min(range.end);
+        let begin = range.start.next_multiple_of(page).min(range.end);
         // The writer of the only cell is who gives it.
         let end = if tensor.cover.cells(section).len() == 1 { begin } else { range.end };
         for stretch in tensor.cut(interval, range.start..end, true) {
             let owner = if stretch.start < begin {
-                owner(held, index, stretch.start / PAGE * PAGE)
+                owner(held, index, down(stretch.start, page))
             } else {
                 tensor.writer(interval, stretch.start)
             };

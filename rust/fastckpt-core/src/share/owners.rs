@@ -7,7 +7,7 @@ use super::deal::Deal;
 use super::spread::Groups;
 use super::table::Share;
 use crate::error::Result;
-use crate::format::geometry::{PAGE, STRAIGHT, down};
+use crate::format::geometry::{STRAIGHT, down};
 
 /// A tensor and who has it.
 #[derive(Debug, Clone)]
@@ -23,6 +23,7 @@ pub(super) struct Held<'a> {
     /// What a save takes from which copy; a load has none.
     deal: Option<&'a Deal>,
     block_size: u64,
+    page: u64,
 }
 
 impl<'a> Held<'a> {
@@ -37,6 +38,7 @@ impl<'a> Held<'a> {
             sizes: &entry.shape,
             deal,
             block_size: share.block_size,
+            page: share.page,
         })
     }
 
@@ -132,7 +134,7 @@ impl<'a> Held<'a> {
         stretch: &Range<u64>,
         writer: u32,
     ) -> Option<(u32, u32)> {
-        let begins = stretch.start < self.interval(interval).start.next_multiple_of(PAGE);
+        let begins = stretch.start < self.interval(interval).start.next_multiple_of(self.page);
         let strict = self.deal.is_some_and(|deal| deal.strict);
         if strict || !(begins || self.cover.overlaps()) {
             return self.cover.source(cell, self.copy(stretch.start), &self.spreads);
@@ -154,7 +156,7 @@ impl<'a> Held<'a> {
         range: Range<u64>,
         pages: bool,
     ) -> impl Iterator<Item = Range<u64>> + use<> {
-        let page = self.interval(interval).start.next_multiple_of(if pages { PAGE } else { 1 });
+        let page = self.interval(interval).start.next_multiple_of(if pages { self.page } else { 1 });
         let size = self.block_size;
         let mut at = range.start;
         std::iter::from_fn(move || {

@@ -39,6 +39,8 @@ pub struct Share {
     /// Where the data starts in each file, and the length of the file.
     pub(super) files: Vec<(u64, u64)>,
     pub(super) block_size: u64,
+    /// See [`Self::in_pages`].
+    pub(super) page: u64,
     pub(super) tensors: Vec<Tensor>,
     pub(super) spreads: Vec<Groups>,
     pub(super) ranks: u32,
@@ -106,6 +108,7 @@ impl Share {
         Ok(Self {
             files,
             block_size,
+            page: PAGE,
             tensors,
             spreads,
             ranks,
@@ -116,6 +119,19 @@ impl Share {
             deals: OnceLock::new(),
             covers: classes,
         })
+    }
+
+    /// The same, but who writes a byte writes all of its page of `page` bytes: that of the rank whose kernel has the
+    /// largest. A kernel that writes through its cache may write whole pages, with what it has read of their other
+    /// bytes, so pages that two ranks write can lose what one of them wrote.
+    ///
+    /// Fails unless blocks are whole pages of that size.
+    pub fn in_pages(self, page: u64) -> Result<Self> {
+        let fits = page.is_power_of_two() && page >= PAGE && self.block_size.is_multiple_of(page);
+        if !fits {
+            return Err(Error::Invalid(format!("blocks of {} bytes in pages of {page}", self.block_size)));
+        }
+        Ok(Self { page, ..self })
     }
 
     /// The same, but a save takes every byte of these tensors from the lowest rank that has it.
@@ -171,15 +187,16 @@ impl Share {
         let tensors = self.tensors.iter().zip(places);
         let tensors = tensors.map(|(tensor, &(shard, offset))| Tensor { shard, offset, ..tensor.clone() });
         let spreads = self.spreads.iter().map(|groups| groups.spread().clone()).collect();
-        let first = self.first.clone();
-        Ok(Self { first, ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)? })
+        let (first, page) = (self.first.clone(), self.page);
+        Ok(Self { page, first, ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)? })
     }
 
     /// A number that is the same for all ranks that made the same share, and follow the same rules.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (PLAN, &self.files, self.block_size, &self.tensors, self.ranks, &self.first).hash(&mut hasher);
+        (PLAN, &self.files, self.block_size, self.page, &self.tensors, self.ranks, &self.first)
+            .hash(&mut hasher);
         self.spreads.iter().for_each(|groups| groups.spread().hash(&mut hasher));
         hasher.finish()
     }

@@ -152,10 +152,11 @@ pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<us
 /// The alignment that direct I/O on `fd` requires of file offsets, lengths and memory: at least a page, more where the
 /// file system says so. `None` if the file cannot do direct I/O.
 fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
-    let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN).ok()?;
-    if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
-        return Some(PAGE); // not reported (before 6.1, btrfs, NFS): an attempt will tell
-    }
+    let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
+    let Some(stat) = stat.ok().filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0) else {
+        // Not reported (before 6.1, btrfs, NFS), or a filter refuses the call: an attempt will tell.
+        return Some(PAGE);
+    };
     let wanted = u64::from(stat.stx_dio_mem_align.max(stat.stx_dio_offset_align));
     (wanted > 0).then_some(wanted.max(PAGE)) // both zero: this file cannot do direct I/O
 }
