@@ -37,6 +37,7 @@ import shutil
 import signal
 import struct
 import sys
+import threading
 import time
 import traceback
 import warnings
@@ -124,12 +125,13 @@ def train(directory, remote, tell, plan):
         clear(self, durable)
 
     retention.Retention.clear = told
-    discarded = []
+    discarded, telling = [], threading.Lock()
 
     def tell_unless_discarded(kind, place):
         # A copy may become durable while all that is newer is about to be removed.
-        if not discarded or place <= discarded[0]:
-            tell(kind, place)
+        with telling:
+            if not discarded or place <= discarded[0]:
+                tell(kind, place)
 
     tell_of_copies(drain, tell_unless_discarded, "drain", "drained", branches=plan.alone)
     tell_of_copies(fetch, tell, "fetch")
@@ -148,8 +150,9 @@ def train(directory, remote, tell, plan):
         if older:
             found = run.restore(step=plan.back.choice(sorted(older)))
             if plan.back.random() < 0.5:
-                discarded.append(place_of(found))
-                tell("discard", discarded[0])
+                with telling:
+                    discarded.append(place_of(found))
+                    tell("discard", discarded[0])
                 found = run.restore(step=found.step, discard_newer=True)
                 discarded.clear()
             branch, step = plan.number, found.step

@@ -11,7 +11,7 @@ import pytest
 
 import fastckpt
 from fastckpt import keep
-from fastckpt._manager import catalogue, traces
+from fastckpt._manager import catalogue, drain, traces
 from harness import manifest
 
 FORM = "step-{step:08d}"
@@ -152,6 +152,17 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_the_step(tmp_path, k
         manager.restore(step=1000, discard_newer=True)
         assert (manager.steps(), manager.remote_steps()) == ([1000], [1000])
     assert fastckpt.Manager(tmp_path / "none", remote=far, read_only=True).restore().step == 1000
+
+
+def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_step(tmp_path, monkeypatch):
+    far = tmp_path / "far"
+    save(tmp_path / "run", [1000, 2000, 3000], remote=far)
+    save(tmp_path / "run", [2000], "b", at=1000)
+    monkeypatch.setattr(drain.Drain, "resume", lambda _: None)
+    with fastckpt.Manager(tmp_path / "run", remote=far) as manager:
+        assert manager.restore(step=2000, discard_newer=True).state["branch"] == "b"
+        assert manager.remote_steps() == [1000, 2000]
+        assert restored(tmp_path / "none", remote=far) == (2000, "b")
 
 
 def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):

@@ -392,8 +392,12 @@ class Manager(Preemption):
         if self._tier is not None:
             if self._drain is not None:
                 self._drain.forget_beyond(step)
-                if step not in self.remote_steps():
-                    # A lost node would otherwise cost all.
+                here, there = (
+                    [entry.lineage.order for entry in each.entries([step]).values()]
+                    for each in (self._catalogue, self._tier.retention.catalogue)
+                )
+                if there < here:
+                    # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
                     self._drain.again(step)
                     self._drain.wait(math.inf, lambda: False)
             self._tier.retention.remove_beyond(step)
