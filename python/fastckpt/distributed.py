@@ -92,7 +92,7 @@ def save(  # noqa: PLR0913 - all by name
             when the first one came.
         overwrite: as for :func:`fastckpt.save`; so are the following. What is not of this process (``io``, ``threads``,
             ``default``, ``registry``, ``bandwidth_limit``, ``progress``) has to be the same on all ranks.
-        metadata: the same on all ranks.
+        metadata: that of the first rank is written; other ranks may give another, but for its ``step``, or none.
         files: those of the first rank are written; other ranks may give others, or none.
         base: an earlier checkpoint, as for :func:`fastckpt.save`, the same on all ranks. It may have been written by
             any number of ranks, however they held the tensors, or by one process. Each rank compares what it holds, and

@@ -365,6 +365,23 @@ def test_ranks_that_differ_are_told(four, tmp_path, what, text):
         assert re.search(text, each.raised.text)
 
 
+def evaluate(out):
+    """Each rank evaluates for itself: its loss and how long it takes are its own."""
+    rank = dist.get_rank()
+    with fastckpt.Manager(out, timeout=TIMEOUT) as manager:
+        for step in (1, 2):
+            metrics = {"loss": 2.0 - step + rank, "eval_runtime": 0.1 * rank}
+            manager.save(step, {"w": torch.ones(10), "step": step}, metrics, metadata={"host": f"node{rank}"})
+        manager.wait()
+
+
+def test_metrics_and_metadata_are_those_of_the_first_rank(four, tmp_path):
+    four.run(evaluate, tmp_path / "run")
+    found = fastckpt.Manager(tmp_path / "run", read_only=True).restore()
+    assert (found.step, found.metrics) == (2, {"loss": 0.0, "eval_runtime": 0.0})
+    assert fastckpt.open(tmp_path / "run" / "step-00000002").metadata["host"] == "node0"
+
+
 def hosts(out, size):
     socket.gethostname = lambda: f"node{dist.get_rank() // size}"
     return fastckpt.Manager(out, timeout=TIMEOUT)._agree.share

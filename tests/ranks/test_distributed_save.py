@@ -162,6 +162,8 @@ def save_different(path, what):
         state["step"] = rank
     elif what == "option":
         options["shard_size"] = 1000 + rank
+    elif what == "step":
+        options["metadata"] = [{"step": 7}, None, {"step": 8}][rank]
     elif what == "environment":
         os.environ["FASTCKPT_BLOCK_SIZE"] = str(4096 << rank)
     elif what == "path":
@@ -174,6 +176,7 @@ def save_different(path, what):
     [
         ("value", "step"),
         ("option", "shard_size="),
+        ("step", "metadata['step'] differs between ranks: 7 on rank 0, 8 on rank 2"),
         (
             "environment",
             "ranks 0 and 1 would lay out its files differently: give the same shard_size=, the same FASTCKPT_",
@@ -183,7 +186,7 @@ def save_different(path, what):
 )
 def test_what_must_be_equal_and_is_not_is_named(forge, tmp_path, what, words):
     fastckpt.save({"old": 1}, tmp_path / "c")
-    with forge.group(2) as group:
+    with forge.group(3 if what == "step" else 2) as group:
         group.start(save_different, tmp_path / "c", what)
         outcomes = group.outcomes()
     assert all(each.kind == "raised" and words in each.raised.text for each in outcomes), outcomes
@@ -191,15 +194,21 @@ def test_what_must_be_equal_and_is_not_is_named(forge, tmp_path, what, words):
     assert fastckpt.load(tmp_path / "c") == {"old": 1}
 
 
-def save_with_files(path):
+def save_with_own(path, how):
     rank = dist.get_rank()
-    distributed.save({"w": torch.ones(10)}, path, files={"a.txt": f"of {rank}"} if rank < 2 else None)
+    files = {"a.txt": f"of {rank}"} if rank < 2 else None
+    metadata = {"step": 7, "seconds": 0.1 * rank, f"only {rank}": rank} if rank < 2 else None
+    # Stages of a pipeline have tables of their own, which are united.
+    state = {"w": torch.ones(10), **({f"stage {rank}": torch.ones(10)} if how == "stages" else {})}
+    distributed.save(state, path, files=files, metadata=metadata)
 
 
-def test_the_files_are_those_of_the_first_rank(forge, tmp_path):
+@pytest.mark.parametrize("how", ["equal", "stages"])
+def test_files_and_metadata_are_those_of_the_first_rank(forge, tmp_path, how):
     with forge.group(3) as group:
-        group.run(save_with_files, tmp_path / "c")
+        group.run(save_with_own, tmp_path / "c", how)
     assert (tmp_path / "c" / "a.txt").read_text() == "of 0"
+    assert fastckpt.open(tmp_path / "c").metadata == {"step": 7, "seconds": 0.0, "only 0": 0}
     assert names(tmp_path) == ["c"]
 
 

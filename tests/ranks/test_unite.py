@@ -253,14 +253,6 @@ def test_all_differences_are_counted():
         agree([one, other])
 
 
-def test_metadata_is_compared_too():
-    local = [describe({}, rank, [0, 1], metadata={"epoch": rank}) for rank in (0, 1)]
-    agreements = [Agreement(each) for each in local]
-    verdict = agreements[0].decide(combine_arrivals([each.arrival() for each in agreements]))
-    with pytest.raises(ValueError, match=r"\[metadata\]\['epoch'\]: 0 on rank 0, 1 on rank 1"):
-        agreements[0].unite(combine_offers([each.offer(verdict) for each in agreements]))
-
-
 def test_nan_equals_nan():
     agreed, verdict = agree([{"a": math.nan, "b": 1}, {"a": math.nan, "c": 1}])
     assert verdict == "tables"

@@ -203,9 +203,10 @@ class Manager(Preemption):
         Args:
             step: the number of the training step.
             state: as for :func:`fastckpt.save`.
-            metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata.
+            metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata; of several ranks
+                those of the first.
             force: save whatever the policies say, also a step that is saved already.
-            metadata: more for the checkpoint's metadata, without tensors.
+            metadata: more for the checkpoint's metadata, without tensors; likewise.
             per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`; ``restore`` gives it
                 back.
 

@@ -126,7 +126,6 @@ class Agreement:
         self.operation = operation
         #: Of the coordinator.
         self._structure: str | None = None
-        self._metadata: str | None = None
         self._extras: list[Any] = []
 
     def arrival(self) -> list[Any]:
@@ -193,7 +192,7 @@ class Agreement:
         """Of ranks whose main tables differ: the tensors of the union, and where each finds its own."""
         united = unite(list(variants.values()), self.local.size, operation=self.operation)
         prefix = split_model(self.operation, united.flat, self.local.model_key)
-        self._structure, self._metadata = united.structure, united.metadata
+        self._structure = united.structure
         tensors = united.flat.tensors
         kinds, kind = kinds_of(
             (tensor.dtype, tensor.shape, tensor.logical, which)
@@ -237,7 +236,7 @@ class Agreement:
             )
         if local.rank == 0:
             agreed.structure = self._structure or local.flat.structure()
-            agreed.metadata = self._metadata or local.about.structure()
+            agreed.metadata = local.about.structure()
         if extras:
             self._settle_extras(agreed, extras)
         return agreed

@@ -33,7 +33,7 @@ class Local:
         rank: this rank in the group.
         size: the number of ranks.
         flat: the state, flattened. Its ``keep`` has what addresses point into, to be cleared by who saves.
-        about: the metadata, flattened.
+        about: the metadata, flattened; that of the coordinator is saved.
         extra: what belongs to this rank alone, flattened; None for nothing.
         sources: brings the bytes of what has no address, as it is now: by the numbers in ``flat``, and behind these by
             those in ``extra``. None once ``clear`` was called.
@@ -62,7 +62,7 @@ class Local:
         self.sources: Sources | None = sources
         self.spreads = spreads
         self.model_key = model_key
-        self.table = table_of(flat, about.structure())
+        self.table = table_of(flat)
         self.told = Told.of(rank, encode(self.table), encode_spreads(spreads))
 
     def clear(self) -> None:
@@ -128,7 +128,7 @@ def describe(
         raise
 
 
-def table_of(flat: Flat, metadata: str) -> Table:
+def table_of(flat: Flat) -> Table:
     """The main part of the table of a state."""
     spread_of = flat.spreads.get
     kinds, kind = kinds_of(
@@ -146,7 +146,6 @@ def table_of(flat: Flat, metadata: str) -> Table:
         flat.ties,
         outer,
         flat.structure(),
-        metadata,
     )
 
 

@@ -14,6 +14,7 @@ import mmap
 import secrets
 import time
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -127,15 +128,21 @@ class Order:
     marks: dict[str, str]
     policy: Policy
 
-    def terms(self, path: str) -> str:
-        """What has to be equal on all ranks beside the state, in a save to ``path``. The coordinator's files count."""
+    def said(self, rank: int, path: str) -> list[list[list[Any]]]:
+        """What a rank says of what has to be equal beside the state, in a save to ``path``: its terms, and its step.
+
+        The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
+        """
         chosen = {name: self.settings[name] for name in ("overwrite", "shard_size")}
         frozen = None if self.frozen is None else self.frozen.texts
         base = self.base
         if base is not None and Path(base).parent == Path(path).parent:
             base = Path(base).name  # the directory may have another name on each rank
         more = {"base": base, "frozen": frozen, "model_key": self.local.model_key}
-        return json.dumps({**chosen, **more, **self.policy._asdict()}, sort_keys=True)
+        terms = {f"{name}=": value for name, value in {**chosen, **more, **self.policy._asdict()}.items()}
+        step = self.settings["step"]
+        steps = [] if step is None else [[rank, json.dumps({"metadata['step']": step})]]
+        return [[[rank, json.dumps(terms, sort_keys=True)]], steps]
 
 
 def order(  # noqa: PLR0913 - what a save takes, by name
@@ -195,7 +202,7 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4
     )
     # What is left out may differ between ranks.
-    marks = marks_of(metadata, None if tailor.excluded else state)
+    marks = marks_of({"step": settings["step"]}, None if tailor.excluded else state)
     return Order(local, settings, tailor, earlier, patterns, marks, policy)
 
 
@@ -217,7 +224,7 @@ def save_order(
     operation.mark(order.marks)
     verdict, seed, page = operation.round(
         "arrive",
-        [agreement.arrival(), [[session.group.rank, order.terms(path)]], order.tailor.unused, mmap.PAGESIZE],
+        [agreement.arrival(), *order.said(session.group.rank, path), order.tailor.unused, mmap.PAGESIZE],
         combine=_combine_calls,
         decide=lambda arrived: _decide(agreement, path, arrived),
     )
@@ -285,27 +292,31 @@ def core_spread(spread: Spread) -> _core.Spread:
 def _combine_calls(calls: list[Any]) -> list[Any]:
     """What several ranks say when they arrive.
 
-    Their tables, the first of each kind of terms, unused patterns, and the largest of their memory pages.
+    Their tables, terms and steps that differ, unused patterns, and the largest of their memory pages.
     """
-    terms: dict[str, int] = {}
-    for _, pairs, _, _ in calls:
-        for rank, text in pairs:
-            terms.setdefault(text, rank)
-    shown = sorted((rank, text) for text, rank in terms.items())[:2]
-    unused = [text for text in calls[0][2] if all(text in others for _, _, others, _ in calls)]
-    arrival = combine_arrivals([arrival for arrival, *_ in calls])
-    return [arrival, [list(one) for one in shown], unused, max(page for *_, page in calls)]
+    arrivals, terms, steps, unused, pages = zip(*calls, strict=True)
+    in_all = [text for text in unused[0] if all(text in others for others in unused)]
+    return [combine_arrivals(arrivals), _first_two(terms), _first_two(steps), in_all, max(pages)]
+
+
+def _first_two(said: Sequence[list[list[Any]]]) -> list[list[Any]]:
+    """Two ranks that say different things, and what they say; or one."""
+    kinds: dict[str, int] = {}
+    for rank, text in chain.from_iterable(said):
+        kinds.setdefault(text, rank)
+    return sorted([rank, text] for text, rank in kinds.items())[:2]
 
 
 def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
-    arrival, terms, unused, page = arrived
-    if len(terms) > 1:
-        (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in terms]
-        name = next(name for name in own if own[name] != other[name])
-        raise ValueError(
-            f"save: {path}: {name}= differs between ranks: {own[name]!r} on rank {first}, {other[name]!r} on rank "
-            f"{second}: give the same on all ranks"
-        )
+    arrival, *compared, unused, page = arrived
+    for said in compared:
+        if len(said) > 1:
+            (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in said]
+            name = next(name for name in own if own[name] != other[name])
+            raise ValueError(
+                f"save: {path}: {name} differs between ranks: {own[name]!r} on rank {first}, {other[name]!r} on rank "
+                f"{second}: give the same on all ranks"
+            )
     if unused:
         raise KeyError(f"save: {path}: {unused[0]} matches nothing on any rank")
     return [agreement.decide(arrival), secrets.randbits(63), page]

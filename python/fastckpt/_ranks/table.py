@@ -42,7 +42,6 @@ class Table(NamedTuple):
         ties: number and name of each further place of a tensor.
         outer: kind and text of each key of the outer mapping, and whether it leads to a mapping; None without one.
         structure: the tokens of the state, JSON text.
-        metadata: those of the metadata.
     """
 
     names: list[str]
@@ -51,7 +50,6 @@ class Table(NamedTuple):
     ties: list[tuple[int, str]]
     outer: list[tuple[str, str, bool]] | None
     structure: str
-    metadata: str
 
 
 def kinds_of(
@@ -74,13 +72,12 @@ def encode(table: Table) -> bytes:
         head,
         table.kind.astype("<u4", copy=False).tobytes(),
         table.structure.encode(),
-        table.metadata.encode(),
     )
 
 
 def decode(data: bytes) -> Table:
     """What :func:`encode` made."""
-    head, kind, structure, metadata = unpacked(data)
+    head, kind, structure = unpacked(data)
     names, kinds, ties, outer = json.loads(head)
     return Table(
         names,
@@ -89,7 +86,6 @@ def decode(data: bytes) -> Table:
         [(index, name) for index, name in ties],
         None if outer is None else [(tag, text, leads) for tag, text, leads in outer],
         structure.decode(),
-        metadata.decode(),
     )
 
 

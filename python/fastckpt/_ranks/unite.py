@@ -69,7 +69,6 @@ class United(NamedTuple):
     Attributes:
         flat: names, dtypes, global shapes and ties, without memory, for :func:`.groups.split_model`.
         structure: the tokens, JSON text.
-        metadata: likewise.
         lists: for each tensor the number of what ranks hold of it.
         spread_lists: by that number, the numbers of the spreads.
         spreads: the spreads.
@@ -78,7 +77,6 @@ class United(NamedTuple):
 
     flat: Flat
     structure: str
-    metadata: str
     lists: list[int]
     spread_lists: list[tuple[int, ...]]
     spreads: list[Spread]
@@ -155,9 +153,7 @@ def unite(variants: Sequence[Variant], size: int, *, operation: str = "save") ->
     """
     with paused():
         union = _Union(variants, size, operation)
-        structure = union.walk([json.loads(variant.table.structure) for variant in variants])
-        metadata = union.walk([json.loads(variant.table.metadata) for variant in variants], about=True)
-        return union.finish(structure, metadata)
+        return union.finish(union.walk([json.loads(variant.table.structure) for variant in variants]))
 
 
 class _Union:
@@ -182,14 +178,14 @@ class _Union:
 
     # The walk.
 
-    def walk(self, tokens: list[list[Any]], *, about: bool = False) -> list[Any]:
+    def walk(self, tokens: list[list[Any]]) -> list[Any]:
         """The tokens of the union of structures."""
         self.tokens = tokens
         self.ends = [ends_of(each) for each in tokens]
         #: Of tensors with several places: the name of each place, by its position.
         self.names = [_names_of_places(table, each) for table, each in zip(self.tables, tokens, strict=True)]
         self.out: list[Any] = []
-        root = Path(None, KeyText("metadata", "metadata") if about else THROUGH)
+        root = Path(None, THROUGH)
         everyone = [(variant, 0) for variant in range(len(tokens))]
         # What is to be emitted, the next one last: places, or tokens that are known.
         todo: list[tuple[Path, list[tuple[int, int]]] | list[Any]] = [(root, everyone)]
@@ -373,7 +369,7 @@ class _Union:
             sides.append((self.ranks[which], text))
         self.differences.texts(path, sides, _EQUAL, _PER_RANK)
 
-    def finish(self, structure: list[Any], metadata: list[Any]) -> United:
+    def finish(self, structure: list[Any]) -> United:
         """The union, once everything has been walked."""
         known: dict[tuple[Any, ...], int] = {}
         lists = []
@@ -402,7 +398,6 @@ class _Union:
         return United(
             self.flat,
             json.dumps(structure, separators=(",", ":")),
-            json.dumps(metadata, separators=(",", ":")),
             lists,
             self.lists.lists,
             self.lists.spreads,
