@@ -177,7 +177,7 @@ def running(spec: Spec) -> Iterator[Container]:
             parts["work"] = Path(made.enter_context(tempfile.TemporaryDirectory(dir=spec.upper.parent)))
         for part in ("home", "upper"):
             os.chown(parts[part], spec.user, spec.user)
-        groups = made.enter_context(_groups(spec))
+        groups = made.enter_context(control_groups(spec))
         told = {
             "root": str(spec.root),
             "at": str(parts["root"]),
@@ -240,7 +240,7 @@ class _Groups:
 
 
 @contextlib.contextmanager
-def _groups(spec: Spec) -> Iterator[_Groups]:
+def control_groups(spec: Spec) -> Iterator[_Groups]:
     name = f"fastckpt-test-{os.getpid()}-{os.urandom(4).hex()}"
     controllers = CGROUPS / "cgroup.controllers"
     if controllers.exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -55,6 +56,7 @@ class Targets:
         mappings: where shards are mapped, if they are: then new tensors of the host are pages of them, and
             :meth:`copy_mapped` fills the others.
         sinks: what :meth:`begin` made.
+        fresh: bytes of new tensors and arrays in host memory that is filled, and those of the large ones among them.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Targets:
         self.requests: list[_core.ReadRequest] = []
         self.movers: dict[int, _memory.Mover] = {}
         self.sinks: Sinks | None = None
+        self.fresh = 0, 0
         self._pushed = 0
         self._dtypes: dict[tuple[str, str | None], tuple[Any, int, Callable[..., Any]]] = {}
         self._converters: dict[tuple[Any, Any], tuple[Callable[..., None], tuple[int, int]]] = {}
@@ -290,10 +293,24 @@ class Targets:
             key = tuple(token[:3])
             value = made.get(key)
             if value is None:
+                # With flags of its own it is the same memory.
+                if self.mappings is None and (len(key) < 3 or key[:2] not in made):  # noqa: PLR2004 - kind and number
+                    self._count(token[1])
                 value = made[key] = self._new(key)
             if type(value) is _Pending:
                 self._later.append((len(values), key, value.finish))
             values.append(value)
+
+    def _count(self, index: int) -> None:
+        """New memory was made for a tensor."""
+        if index in self.devices:
+            return
+        stored = self.stored[index]
+        nbytes = stored.nbytes
+        if index in self.dtypes:
+            bits = re.search(r"\d+", self.dtypes[index])
+            nbytes = prod((stored.logical or stored).shape) * (int(bits[0]) if bits else 8) // 8
+        self.fresh = self.fresh[0] + nbytes, self.fresh[1] + (nbytes if nbytes >= _memory.LARGE else 0)
 
     def values(self) -> list[Any]:
         """What each token stands for, once all has been read."""

@@ -178,6 +178,7 @@ def load(  # noqa: PLR0913 - all by name
         StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
         CheckpointError: an object in ``into`` refused its state, or a class in this program is not the one that was
             saved.
+        MemoryError: new tensors would take more memory than the control group of this process has left.
         UnsupportedTypeError: a type that is to be loaded is not known, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
         TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` is of another type.

@@ -17,6 +17,7 @@ from .into import Into
 from .options import check_engine, check_framework, check_unknown
 from .outcome import warn_of_unknown
 from .placement import Stock, place
+from .room import check_room
 from .selection import Selection
 
 if TYPE_CHECKING:
@@ -149,6 +150,9 @@ def prepare(
         target: what takes the requests.
         spreads: describes tensors of ``into`` that are spread over ranks.
         shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
+
+    Raises:
+        MemoryError: it would take more than this process may have.
     """
     with paused():
         stored = reader.tensors()
@@ -199,6 +203,7 @@ def prepare(
     if wishes.mmap:
         prepared.numbers = _numbers(token for token in check.found if token[1] not in prepared.unwanted)
     prepared.missing = missing
+    check_room(source, *prepared.targets.fresh)
     return prepared
 
 

@@ -28,8 +28,9 @@ _PAGE = 4096
 #: The kernel's own page: what two tensors must not share, so that the memory of one can go.
 _GRANULE = max(mmap.PAGESIZE, _PAGE)
 _HUGE_PAGE = 2 << 20
-#: From this size on, a new buffer is in huge pages; from the second on, in a mapping of its own.
-_LARGE, _ALONE = 4 << 20, 32 << 20
+#: From this size on, a new buffer is in huge pages, and none that the process has had before; from the second on, it is
+#: in a mapping of its own.
+LARGE, _ALONE = 4 << 20, 32 << 20
 #: Address space that is mapped at a time for those between.
 _REGION = 256 << 20
 #: Where pages can be chosen and given back one by one, as only Linux does it.
@@ -114,7 +115,7 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
     if nbytes < CONGRUENT or offset % itemsize:
         return np.empty(nbytes, np.uint8)
     residue = offset % _PAGE
-    if _LINUX and nbytes >= _LARGE:
+    if _LINUX and nbytes >= LARGE:
         # Where no region can be mapped, malloc may have memory for the tensor.
         with contextlib.suppress(OSError):
             return _carve(nbytes, residue)

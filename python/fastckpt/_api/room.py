@@ -1,0 +1,48 @@
+"""Whether new tensors fit into the memory that the control groups of this process leave.
+
+A load fills all the memory that it makes. Beyond the limit the kernel kills the process, which says nothing then and
+may take the job with it; an error says what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from fastckpt._cgroups import memory_left, text_of
+from fastckpt._text import size
+
+from .outcome import logger
+
+#: Bytes of a load that fits anywhere, for which nothing is looked at.
+_LITTLE = 64 << 20
+#: The share of what is left from which on a load is told.
+_NEAR = 0.9
+
+
+def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")) -> None:
+    """Compare what a load fills with what is left.
+
+    Args:
+        source: the checkpoint, for messages.
+        nbytes: bytes of all new tensors in host memory.
+        certain: those of them for which no memory is reused that the process has already.
+        root: where ``/proc`` and ``/sys`` lie.
+
+    Raises:
+        MemoryError: they do not fit, and there is no swap space.
+    """
+    if nbytes < _LITTLE:
+        return
+    limit, left = memory_left(root)
+    if limit is None or left is None or nbytes < _NEAR * left:
+        return
+    what = (
+        f"load: {source}: its new tensors take {size(nbytes)} of host memory, and the control group of this "
+        f"process, limited to {size(limit)}, has {size(left)} left"
+    )
+    advice = "raise the limit, choose less (keys=), fill tensors that are there (into=), or map the files (mmap=True)"
+    swap = re.search(r"^SwapFree: +(\d+) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
+    if certain > left and not (swap and int(swap[1])):
+        raise MemoryError(f"{what}: {advice}")
+    logger.warning("%s; beyond it the kernel ends the process: %s", what, advice)
