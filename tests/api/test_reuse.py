@@ -18,7 +18,7 @@ import safetensors.torch
 import torch
 
 import fastckpt
-from harness import manifest, mounts, needs
+from harness import manifest, mounts, needs, strace
 from harness.same import same
 
 BLOCK = 4 << 20
@@ -391,3 +391,32 @@ def test_any_history_of_changes(tmp_path, seed):
         kept = [other for other in kept if other != path] + [path]
         assert same(fastckpt.load(path), state)
     assert all(fastckpt.verify(path).ok for path in kept)
+
+SAVE_AGAIN = """
+import sys, numpy, fastckpt
+state = {f"w{index}": numpy.full(40_000, float(index)) for index in range(6)}
+if len(sys.argv) == 2:
+    fastckpt.save(state, sys.argv[1], shard_size=400_000)
+else:
+    report = fastckpt.save(state, sys.argv[2], base=sys.argv[1], shard_size=400_000)
+    assert report.linked_files == 6, report
+"""
+
+
+@pytest.mark.parametrize("vouched", [True, False])
+def test_a_linked_file_is_synced_before_its_link_unless_the_base_vouches_for_it(tmp_path, vouched):
+    base, log = tmp_path / "a", tmp_path / "log"
+    program = [sys.executable, "-c", SAVE_AGAIN, base]
+    subprocess.run(program, check=True)
+    if not vouched:
+        for file in base.glob("*.safetensors"):
+            os.utime(file, (1, 1))
+    calls = ["-e", "trace=linkat,fsync,fdatasync", "-f", "-y", "-o", log]
+    subprocess.run([needs.tool("strace", "strace"), *calls, *program, tmp_path / "b"], check=True)
+    found = strace.parse(log.read_text(encoding="utf-8"))
+    links = {call.paths()[0]: call for call in found if call.name == "linkat"}
+    files = {str(file) for file in base.glob("*.safetensors")}
+    assert set(links) == files
+    syncs = [call for call in found if call.name != "linkat" and set(call.fd_paths()) & files]
+    assert {call.fd_paths()[0] for call in syncs} == (set() if vouched else files)
+    assert all(call.end < links[call.fd_paths()[0]].start for call in syncs)

@@ -63,8 +63,9 @@ impl Workspace {
 
     /// Takes over a shard of another checkpoint as `name`: the file called `file` in the directory `from`, which is open
     /// as `open`. `name` is for a while: see `settle`. It becomes a hard link, or a copy that shares its blocks; where
-    /// the file system has neither, that is an error. Its bytes are durable when this returns. Its name is durable when
-    /// the workspace is published, like those of all shards. `path`, of the other checkpoint, is for messages.
+    /// the file system has neither, that is an error. Its bytes are as durable as those of `open`, and a copy's are
+    /// durable. Its name is durable when the workspace is published, like those of all shards. `path`, of the other
+    /// checkpoint, is for messages.
     pub fn link(
         &self,
         (from, path): (BorrowedFd<'_>, &Path),
@@ -83,14 +84,10 @@ impl Workspace {
         linked.map_err(Error::io(LINK, &path))
     }
 
-    /// Whether `name`, which was just made, is a link of `open`, and not of what replaced it; it is durable then.
+    /// Whether `name`, which was just made, is a link of `open`, and not of what replaced it.
     fn is_same(&self, name: &str, open: BorrowedFd<'_>) -> io::Result<()> {
         let here = fs::statat(self.directory(), name, AtFlags::SYMLINK_NOFOLLOW)?;
-        if id(&here) != id(&fs::fstat(open)?) {
-            return Err(Errno::STALE.into());
-        }
-        // Whoever made it may not have synced it: it may be a copy that a user made.
-        Ok(retry_on_intr(|| fs::fsync(open))?)
+        if id(&here) == id(&fs::fstat(open)?) { Ok(()) } else { Err(Errno::STALE.into()) }
     }
 
     /// Makes `name`, a durable copy of `open` that shares its blocks.

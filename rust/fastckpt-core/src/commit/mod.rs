@@ -38,7 +38,7 @@ pub use self::locks::Reach;
 pub(crate) use self::locks::reach;
 pub use self::recovery::open_checkpoint;
 pub use self::remove::remove;
-pub use self::takeover::Published;
+pub use self::takeover::{Displaced, Published};
 pub use self::target::check;
 pub use self::workspace::Workspace;
 

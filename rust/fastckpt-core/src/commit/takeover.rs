@@ -40,6 +40,30 @@ impl Published {
     }
 }
 
+/// What has to go now that another checkpoint has its name. It goes when this is dropped. What is left then, the next
+/// save sweeps.
+#[derive(Debug)]
+#[must_use = "dropping it may take long"]
+pub struct Displaced {
+    /// Published: it is not removed.
+    workspace: Workspace,
+    found: Option<(OsString, Id)>,
+    /// A killed rival may have taken a checkpoint aside that this save did not find. It must not come back.
+    in_two_steps: bool,
+}
+
+impl Drop for Displaced {
+    fn drop(&mut self) {
+        let parent = self.workspace.parent.as_fd();
+        if let Some((name, id)) = &self.found {
+            let _ = remove(parent, name, *id, None);
+        }
+        if self.in_two_steps {
+            sweep(parent);
+        }
+    }
+}
+
 /// The outcome of a rename.
 pub(super) enum Step {
     /// This workspace has the name. What lies under the other name, if anything, is no longer needed.
@@ -49,8 +73,13 @@ pub(super) enum Step {
 }
 
 impl Workspace {
-    /// Gives the sealed checkpoint its final name, and makes that name durable.
-    pub fn publish(mut self) -> Result<Published> {
+    /// Gives the sealed checkpoint its final name, makes that name durable, and removes what had it.
+    pub fn publish(self) -> Result<Published> {
+        self.publish_beside_old().map(|(done, _)| done)
+    }
+
+    /// The same, but what had the name is removed when the second value is dropped.
+    pub fn publish_beside_old(mut self) -> Result<(Published, Displaced)> {
         let own = self.own.as_ref().ok_or_else(|| self.refused("publish", "another process made it"))?;
         let files = own.sealed.as_ref().ok_or_else(|| self.refused("publish", "it is not sealed"))?;
         self.check_files(files)?;
@@ -75,15 +104,8 @@ impl Workspace {
             Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
             Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),
         }
-        // No longer needed. If removing it fails, the next save sweeps it.
-        if let Some((displaced, id)) = displaced {
-            let _ = remove(self.parent.as_fd(), &displaced, id, None);
-        }
-        if done.in_two_steps {
-            // A killed rival may have taken a checkpoint aside that this save did not find. It must not come back.
-            sweep(self.parent.as_fd());
-        }
-        Ok(done)
+        let in_two_steps = done.in_two_steps;
+        Ok((done, Displaced { workspace: self, found: displaced, in_two_steps }))
     }
 
     /// Gives the directory the mode of the one that it replaced, if that mode denies access even to the owner. Until

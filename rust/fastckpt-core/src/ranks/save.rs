@@ -16,7 +16,7 @@ use super::pieces;
 use super::replicas::{Known, Replicas};
 use super::table::Table;
 use super::work::Ranges;
-use crate::commit::Workspace;
+use crate::commit::{Displaced, Workspace};
 use crate::engine::choice::Choice;
 use crate::engine::job::Tick;
 use crate::engine::options::Options;
@@ -115,6 +115,8 @@ pub struct RankSave {
     stage: Mutex<Stage>,
     /// What the coordinator has taken over, and its workspace if that is made.
     taken: Mutex<Taken>,
+    /// What the coordinator has replaced.
+    displaced: Mutex<Option<Displaced>>,
 }
 
 /// The least operations that a ring keeps in flight, unless the caller asks for less.
@@ -152,8 +154,8 @@ impl RankSave {
         let mail = Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), contents, Some(fill));
         let (mail, stage) = (Arc::new(mail), Mutex::new(Stage::New));
         let options = Options { queue_depth: depth(&options), ..options };
-        let (closing, taken) = (AtomicBool::new(false), Mutex::default());
-        let save = Self { table, rank, duties, held, mail, options, closing, stage, taken };
+        let (closing, taken, displaced) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
+        let save = Self { table, rank, duties, held, mail, options, closing, stage, taken, displaced };
         save.work().map(drop)?;
         Ok(save)
     }
@@ -313,7 +315,8 @@ impl RankSave {
     }
 
     /// For the coordinator, when all ranks have written: checks that they wrote every byte, completes the workspace and
-    /// gives it the checkpoint's name. Until then a failure leaves what was there before.
+    /// gives it the checkpoint's name. Until then a failure leaves what was there before. What had the name is removed by
+    /// [`Self::close`], which the coordinator calls when all ranks know that the checkpoint is there: that may take long.
     pub fn commit(&self, commit: Commit<'_>, tick: Tick<'_>) -> Result<Committed> {
         self.step(|stage, _| {
             let Stage::Written(open, Some(_)) = stage else { return Err(Error::Misused(ORDER)) };
@@ -366,7 +369,8 @@ impl RankSave {
         if !tick(total, total) {
             return Err(Error::Interrupted);
         }
-        let published = workspace.publish()?;
+        let (published, displaced) = workspace.publish_beside_old()?;
+        *self.displaced.lock().unwrap_or_else(PoisonError::into_inner) = Some(displaced);
         Ok(Committed {
             bytes,
             seconds: begin.elapsed().as_secs_f64(),
@@ -383,7 +387,8 @@ impl RankSave {
     }
 
     /// Ends the save: stops what still runs and the mail, and leaves the workspace; that of the coordinator goes, unless
-    /// it was committed. Nothing reads this rank's memory when this returns. `committed` says whether the coordinator did, for the live counters.
+    /// it was committed, and then what it replaced goes. Nothing reads this rank's memory when this returns. `committed`
+    /// says whether the coordinator did, for the live counters.
     pub fn close(&self, committed: bool) {
         self.closing.store(true, Ordering::Relaxed);
         self.mail.end("the save has ended");
@@ -394,6 +399,9 @@ impl RankSave {
         {
             open.operation.end(Ok(()));
         }
+        drop(stage);
+        let displaced = self.displaced.lock().unwrap_or_else(PoisonError::into_inner).take();
+        drop(displaced);
     }
 }
 

@@ -19,7 +19,7 @@ use crate::format::groups::Group;
 use crate::format::layout::{Plan, TensorSpec};
 use crate::format::manifest::{Body, ShardEntry, TensorEntry, Vouched};
 use crate::read::Checkpoint;
-use crate::sys::file::{open_regular, stat};
+use crate::sys::file::{open_regular, stat, sync};
 use crate::sys::fork::Held;
 
 /// The bytes of a linked file are read about once in this many saves. In between, its inode and its time of modification
@@ -350,6 +350,11 @@ fn take(
     if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
         // What is read is no progress of the save.
         base.check_shard(index, options, &mut |_, _| tick(0, 0))?;
+    }
+    if vouched.is_none() {
+        // Whoever made it may not have synced it: it may be a copy that a user made. After the link, the sync would wait
+        // for the file system to write that, too.
+        sync(open.as_fd()).map_err(Error::io("sync the base's file", &path))?;
     }
     let name = provisional(number);
     workspace.link((base.directory(), base.path()), (&shard.file, open.as_fd()), &name)?;

@@ -429,6 +429,21 @@ fn a_late_rank_does_not_touch_a_published_checkpoint() {
 }
 
 #[test]
+fn what_was_replaced_stays_until_the_save_is_closed() {
+    let job = Job::new(Layout::Copies);
+    for beside in [0, 1] {
+        let ranks = job.ranks();
+        job.open(&ranks);
+        assert!(write(&ranks).iter().all(Result::is_ok));
+        ranks[0].commit(commit(pieces(&ranks)), &mut |_, _| true).unwrap();
+        assert!(Checkpoint::open(&job.path()).is_ok());
+        assert_eq!(job.entries().len(), 1 + beside);
+        close(&ranks, true);
+        assert_eq!(job.entries(), ["c"]);
+    }
+}
+
+#[test]
 fn a_rank_that_lacks_a_part_is_refused() {
     let job = Job::new(Layout::Rows);
     let held = Held::new((1..job.tensors.len()).map(|tensor| ((tensor, 0), pull(job.local(1, tensor)))));
