@@ -847,7 +847,7 @@ class RankSave:
         self,
         depth: str,
         seed: int,
-        known: Sequence[tuple[int, int, int]],
+        sum_of: Callable[[int, int], int | None] | None,
         tick: Callable[[int, int], None] | None,
     ) -> Replicas:
         """Sum what this rank holds and others hold, too.
@@ -855,7 +855,8 @@ class RankSave:
         Args:
             depth: ``sample``, ``full``, or ``first`` for what is compared in any case.
             seed: what samples are drawn by.
-            known: tensor, part and sum of parts that are summed already.
+            sum_of: called with tensor and part of what has no address and is summed whole; the sum, or None where only
+                the host can make it, of bytes that ``fill`` brings.
             tick: called meanwhile.
 
         ValueError for another depth.

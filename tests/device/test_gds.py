@@ -196,15 +196,15 @@ class TestGds(WithGds):
             assert torch.equal(there(loaded["first"]), state["first"])
 
     def test_checksums_of_a_device_are_checked_first(self):
-        self.patch(mock.patch.object(gds, "_checked", {}))
+        self.patch(mock.patch.object(device_sums, "_checked", {}))
         state = host_state()
-        with mock.patch.object(gds, "_PROBE_SUM", 1):
+        with mock.patch.object(device_sums, "_PROBE_SUM", 1):
             report = fastckpt.save(on_device(state), self.path / "c", io="gds")
         assert (report.blocks["gds"], report.fallback) == (0, f"gds: checksums made on {DEVICE} are wrong")
         assert same(fastckpt.load(self.path / "c"), state)
 
     def test_a_device_that_was_full_once_is_asked_again(self):
-        self.patch(mock.patch.object(gds, "_checked", {}))
+        self.patch(mock.patch.object(device_sums, "_checked", {}))
         full = RuntimeError("out of memory\nmore of it")
         with mock.patch.object(gds._sums, "enqueue", side_effect=full):
             report = fastckpt.save(on_device(host_state()), self.path / "c", io="gds")

@@ -13,7 +13,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
-from fastckpt import _core
+from fastckpt import _core, _crc64
 from fastckpt._api import destinations, host_memory
 from fastckpt._ranks.describe import describe
 from fastckpt._tensors.movers import Sinks, Sources
@@ -228,8 +228,16 @@ class TestRanks(OnDevice):
         moved = on_device(state)
         state["columns"], moved["columns"] = state["large"].t().contiguous(), moved["large"].t()
         state["cut"], moved["cut"] = state["large"][:, 1].contiguous(), moved["large"][:, 1]
+        state["summed"], moved["summed"] = torch.arange(300_000.0), on_device({"w": torch.arange(300_000.0)})["w"]
         for replicas in ("sample", "full"):
-            assert told(moved, replicas) == told(state, replicas)
+            with mock.patch.object(Sources, "sum", autospec=True, side_effect=Sources.sum) as sums:
+                assert told(moved, replicas) == told(state, replicas)
+            # What is large and in order is summed where it lies, and does not travel.
+            assert sums.call_count == (replicas == "full")
+            with mock.patch.object(Sources, "sum", return_value=_crc64.of(state["summed"].numpy())):
+                assert told(moved, replicas) == told(state, replicas)
+            with mock.patch.object(Sources, "sum", return_value=7):
+                assert (told(moved, replicas) == told(state, replicas)) is (replicas == "sample")
             assert told({**moved, "w7": moved["w7"] + 1}, replicas) != told(state, replicas)
 
 
@@ -244,7 +252,7 @@ def told(state, replicas):
     held = [(number, 0, each.address, each.capacity) for number, each in enumerate(tensors)]
     engine = _core.RankSave(share, 0, held, local.sources.fill, options)
     try:
-        return engine.replicas(replicas, 7, [], None).digests()
+        return engine.replicas(replicas, 7, lambda tensor, _: local.sources.sum(tensor), None).digests()
     finally:
         engine.close()
         local.clear()

@@ -107,6 +107,11 @@ class Agreed:
         numbers = self._numbers
         self.sources.fill([(numbers[index], start, address, nbytes) for index, start, address, nbytes in ranges])
 
+    def sum(self, index: int) -> int | None:
+        """The sum of such a memory, by the index in ``held``, where a device makes it."""
+        assert self.sources is not None  # noqa: S101 - as above
+        return self.sources.sum(self._numbers[index])
+
     @property
     def pulled(self) -> int:
         """Bytes of such memories."""

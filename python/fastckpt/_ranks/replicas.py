@@ -66,16 +66,23 @@ class Comparison:
         share: what all ranks hold.
         policy: how much is compared.
         seed: what samples are drawn by, the same on all ranks, and another one for each save.
+        sum_of: see ``_core.RankSave.replicas``.
         tick: called meanwhile.
     """
 
     def __init__(
-        self, engine: _core.RankSave, share: _core.Share, policy: Policy, seed: int, tick: Callable[[int, int], None]
+        self,
+        engine: _core.RankSave,
+        share: _core.Share,
+        policy: Policy,
+        seed: int,
+        sum_of: Callable[[int, int], int | None] | None,
+        tick: Callable[[int, int], None],
     ) -> None:
         self.engine = engine
         self.share = share
         self.policy = policy
-        self.replicas = engine.replicas(policy.replicas, seed, [], tick)
+        self.replicas = engine.replicas(policy.replicas, seed, sum_of, tick)
 
     def offer(self) -> list[Any]:
         """What goes up: the number and the size of each team, and its sums with how many ranks found them."""

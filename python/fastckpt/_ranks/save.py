@@ -73,6 +73,8 @@ class Portion(NamedTuple):
         options: how it is saved.
         base: what ``share`` was laid out beside, if anything was taken over from an earlier checkpoint.
         plain: the share that was laid out without a base; None if that is ``share``.
+        sum: the CRC-64 of all bytes of a part without an address, by its index in held, where its device makes that;
+            else None.
     """
 
     share: _core.Share
@@ -81,6 +83,15 @@ class Portion(NamedTuple):
     options: _core.SaveOptions
     base: _core.RankBase | None = None
     plain: _core.Share | None = None
+    sum: Callable[[int], int | None] | None = None
+
+    def sum_of(self) -> Callable[[int, int], int | None] | None:
+        """What the core asks for the sums of parts, by tensor and part."""
+        summed = self.sum
+        if summed is None:
+            return None
+        places = {(tensor, part): index for index, (tensor, part, *_) in enumerate(self.held)}
+        return lambda tensor, part: summed(places[tensor, part])
 
     def first(self, tensors: Sequence[int]) -> Portion:
         """The same without a base, with these tensors taken from their lowest ranks."""
@@ -249,7 +260,7 @@ def save_order(
         )
         if order.policy.replicas == "first":
             share = share.first(None)
-        portion = Portion(share, agreed.held, agreed.fill if pulled else None, options)
+        portion = Portion(share, agreed.held, agreed.fill if pulled else None, options, sum=agreed.sum)
         # Only the coordinator has them.
         said = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
         compared = None
@@ -373,7 +384,12 @@ def write_checkpoint(
         comparison = None
         if compared is not None:
             comparison = Comparison(
-                engine, portion.share, compared.policy, compared.seed, lambda *_: attention.meanwhile()
+                engine,
+                portion.share,
+                compared.policy,
+                compared.seed,
+                portion.sum_of(),
+                lambda *_: attention.meanwhile(),
             )
             noted += not_compared(portion.share) if compared.policy.replicas == "first" else []
         name, meeting, teams = operation.round(

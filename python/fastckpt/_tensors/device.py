@@ -20,7 +20,7 @@ This file does not import torch: :mod:`.torch` hands it over.
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
     #: ``(data, start)``: changes the signs in bytes of a tensor that begin at its logical byte ``start``.
     Flip = Callable[[Bytes, int], None]
+
+T = TypeVar("T")
 
 #: Bytes of temporary memory on a device for one copy, at most. A multiple of every element's size.
 GATHERED = 16 << 20
@@ -123,6 +125,23 @@ class Link:
         """Take back a stream in which all has ended well."""
         if stream is not None:
             _free.setdefault(self.device, []).append(stream)
+
+    def aside(self, ready: Any, body: Callable[[], T]) -> T:
+        """What ``body`` returns, run in a stream of ours behind the event ``ready``; it must wait for what it asks."""
+        with self.selected():
+            if ready is not None:
+                ready.synchronize()
+            stream = self.take()
+            try:
+                with contextlib.nullcontext() if stream is None else self.module.stream(stream):
+                    found = body()
+            except BaseException:
+                # The device may still read memory that the caller will free. The stream is not used again.
+                with contextlib.suppress(Exception):
+                    self.synchronize() if stream is None else stream.synchronize()
+                raise
+            self.give(stream)
+            return found
 
     def mark(self, stream: Any) -> Any:
         """An event behind what a stream has been asked for; None where the device has been waited for."""

@@ -23,6 +23,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastckpt import _crc64
+
+from . import device as _device
+
 if TYPE_CHECKING:
     from types import ModuleType
 
@@ -35,6 +39,13 @@ _BITS = 64
 _WIDTH = 2048
 #: Bytes whose bits are taken apart at a time: these make temporary memory of 16 bytes each.
 STEP = 4 << 20
+#: Bytes that are asked for at a time, to have one sum.
+_STRETCH = 64 << 20
+#: What :func:`refusal` has found, by device.
+_checked: dict[str, str | None] = {}
+#: The checksum of ``index % 251`` for so many bytes.
+_PROBE = 20_000
+_PROBE_SUM = 0xAAD68E38D896CE68
 
 
 def _times_x(value: int) -> int:
@@ -181,3 +192,28 @@ def collect(bits: Any, length: int) -> list[int]:
     # A CRC begins with ones, which the following bytes multiply, and all its bits are inverted in the end.
     constant = _times(_ALL, _following(length)) ^ _ALL
     return [int(value) ^ constant for value in values[:, 0]]
+
+
+def of(torch: ModuleType, data: Any) -> int:
+    """The checksum of all of a contiguous vector of bytes on a device, at least one; in the current stream."""
+    parts = []
+    for part in data.split(_STRETCH):
+        (found,) = collect(enqueue(torch, part, len(part)), len(part))
+        parts.append((found, len(part)))
+    return _crc64.joined(parts[0][0], parts[1:])
+
+
+def refusal(torch: ModuleType, device: Any) -> str | None:
+    """Why checksums cannot be made on this device, or None: some are made, and compared with what they must be."""
+    if str(device) in _checked:
+        return _checked[str(device)]
+    link = _device.Link(torch, device)
+    with link.selected():
+        try:
+            data = (torch.arange(2 * _PROBE, device="cpu") % _PROBE % 251).to(torch.uint8).to(device)
+            found = collect(enqueue(torch, data, _PROBE), _PROBE)
+        except Exception as error:  # noqa: BLE001 - the usual path needs none of it
+            # A device that is full may have room next time.
+            return f"checksums cannot be made on {device}: {str(error).splitlines()[0]}"
+    why = _checked[str(device)] = None if found == [_PROBE_SUM] * 2 else f"checksums made on {device} are wrong"
+    return why

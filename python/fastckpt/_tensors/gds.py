@@ -11,10 +11,10 @@ This file does not import torch: :mod:`.torch` hands it over.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
 from collections import OrderedDict
+from functools import partial
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,11 +37,6 @@ _MOST_FILES = 8
 _LIBRARY = "libcufile.so.0"
 #: cuFile's own errors, but for those of the system.
 _SYSTEM = -1
-#: What :func:`_arithmetic` has found, by device.
-_checked: dict[str, str | None] = {}
-#: The checksum of ``index % 251`` for so many bytes.
-_PROBE = 20_000
-_PROBE_SUM = 0xAAD68E38D896CE68
 
 
 class File(Protocol):
@@ -188,25 +183,10 @@ class Direct:
             by_device.setdefault(self._movers[stretch[0]].device, []).append(number)
         for device, numbers in by_device.items():
             link, ready = self._links[device]
-            with link.selected():
-                if ready is not None:
-                    ready.synchronize()
-                moved = self._on(link, [stretches[number] for number in numbers], block)
+            these = [stretches[number] for number in numbers]
+            moved = link.aside(ready, partial(self._moved, link, these, block))
             found.update(zip(numbers, moved, strict=True))
         return [sum_ for number in range(len(stretches)) for sum_ in found[number]]
-
-    def _on(self, link: _device.Link, stretches: Sequence[Stretch], block: int) -> list[list[int]]:
-        stream = link.take()
-        try:
-            with contextlib.nullcontext() if stream is None else link.module.stream(stream):
-                found = self._moved(link, stretches, block)
-        except BaseException:
-            # The device may still sum memory that the caller will free. The stream is not used again.
-            with contextlib.suppress(Exception):
-                link.synchronize() if stream is None else stream.synchronize()
-            raise
-        link.give(stream)
-        return found
 
     def _moved(self, link: _device.Link, stretches: Sequence[Stretch], block: int) -> list[list[int]]:
         views = [self._movers[index].flat[start : start + nbytes] for index, start, _, _, nbytes in stretches]
@@ -251,20 +231,4 @@ def _refusal(mover: Any) -> str | None:
     if kind is None:
         return f"{device} is not a CUDA device"
     why: str | None = kind.missing(torch)
-    return why or _arithmetic(torch, device)
-
-
-def _arithmetic(torch: ModuleType, device: Any) -> str | None:
-    """Why checksums cannot be made on this device, or None: some are made, and compared with what they must be."""
-    if str(device) in _checked:
-        return _checked[str(device)]
-    link = _device.Link(torch, device)
-    with link.selected():
-        try:
-            data = (torch.arange(2 * _PROBE, device="cpu") % _PROBE % 251).to(torch.uint8).to(device)
-            found = _sums.collect(_sums.enqueue(torch, data, _PROBE), _PROBE)
-        except Exception as error:  # noqa: BLE001 - the usual path needs none of it
-            # A device that is full may have room next time.
-            return f"checksums cannot be made on {device}: {str(error).splitlines()[0]}"
-    why = _checked[str(device)] = None if found == [_PROBE_SUM] * 2 else f"checksums made on {device} are wrong"
-    return why
+    return why or _sums.refusal(torch, device)

@@ -12,6 +12,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import device as _device
+from . import device_sums as _device_sums
 from . import memory as _memory
 from .cast import Cast
 
@@ -202,6 +203,19 @@ class Sources(_Movers):
             Exception: what failed; all copies have ended.
         """
         self._move(ranges, _device.download)
+
+    def sum(self, index: int) -> int | None:
+        """The CRC-64 of all bytes of a tensor, made by the device that has it; None where it cannot make that.
+
+        Any thread may call it.
+        """
+        mover: Any = self.movers[index]
+        if not isinstance(mover, self._kind) or mover.flat is None or mover.flip is not None:
+            return None
+        if _device_sums.refusal(mover.torch, mover.device) is not None:
+            return None
+        link, ready = self._links[mover.device]
+        return link.aside(ready, partial(_device_sums.of, mover.torch, mover.flat))
 
     def enqueue(self, ranges: Iterable[Range]) -> Copies:
         """Ask devices for copies of ranges; they are under way when this returns.

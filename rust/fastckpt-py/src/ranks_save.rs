@@ -7,7 +7,7 @@ use std::sync::Arc;
 
 use fastckpt_core::Error;
 use fastckpt_core::engine::path::IoPath;
-use fastckpt_core::ranks::{self, Cell, Commit, Committed, Figures, Held, Known, Table, pieces};
+use fastckpt_core::ranks::{self, Cell, Commit, Committed, Figures, Held, Table, pieces};
 use fastckpt_core::share::Depth;
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -105,13 +105,13 @@ impl RankSave {
         Ok(Self { core, overwrite: settings.overwrite, options: options.clone().unbind(), mail, raised })
     }
 
-    #[pyo3(signature = (depth, seed, known, tick))]
+    #[pyo3(signature = (depth, seed, sum_of, tick))]
     fn replicas(
         &self,
         py: Python<'_>,
         depth: &str,
         seed: u64,
-        known: Vec<(usize, u32, u64)>,
+        sum_of: Option<Py<PyAny>>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Replicas> {
         let depth = match depth {
@@ -124,11 +124,22 @@ impl RankSave {
                 )));
             }
         };
-        let known: Known = known.into_iter().map(|(tensor, part, sum)| ((tensor, part), sum)).collect();
         let raised = &self.raised;
-        Ok(Replicas(
-            self.detached(py, |core| core.replicas(depth, &known, &mut self::tick(tick.as_ref(), raised)))?,
-        ))
+        let mut sum_of = |tensor: usize, part: u32| {
+            let ask = |callable: &Py<PyAny>| {
+                let found =
+                    Python::attach(|py| callable.call1(py, (tensor, part))?.extract::<Option<u64>>(py));
+                found.map_err(|error| {
+                    let text = error.to_string();
+                    raised.keep(error);
+                    Error::Callback(text)
+                })
+            };
+            sum_of.as_ref().map_or(Ok(None), ask)
+        };
+        Ok(Replicas(self.detached(py, |core| {
+            core.replicas(depth, &mut sum_of, &mut self::tick(tick.as_ref(), raised))
+        })?))
     }
 
     fn compared<'py>(

@@ -1,6 +1,5 @@
 //! Compares what several ranks hold of the same tensors: each sums what it holds, and nothing else travels.
 
-use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 use super::held::Held;
@@ -13,8 +12,11 @@ use crate::format::checksum;
 use crate::save::compare::in_parallel;
 use crate::share::{Copied, Depth, Item};
 
-/// Sums that are known: of all bytes of parts, by tensor and part.
-pub type Known = HashMap<(usize, u32), u64>;
+/// Asked for the sum of all bytes of a part, by tensor and part: `None` where only the host can sum them.
+pub type SumOf<'a> = &'a mut (dyn FnMut(usize, u32) -> Result<Option<u64>> + 'a);
+
+/// Parts of fewer bytes are always summed by the host: a device is asked for a sum in many steps.
+const LEAST: u64 = 1 << 20;
 
 /// What a rank found of the cells that others hold, too.
 #[derive(Debug)]
@@ -44,18 +46,26 @@ impl Replicas {
         table: &Table,
         rank: u32,
         held: &Held,
-        (depth, known): (Depth, &Known),
+        (depth, sum_of): (Depth, SumOf<'_>),
         options: &Options,
         tick: Tick<'_>,
     ) -> Result<Self> {
         let (cells, teams) = table.share.copied(rank, depth)?;
-        let is_known = |cell: &Copied| {
-            let known = known.get(&(cell.tensor, cell.part.0)).filter(|_| cell.whole && cell.part.1);
-            known.copied()
-        };
+        let mut known = vec![None; cells.len()];
+        for (cell, known) in cells.iter().zip(&mut known) {
+            let (part, of_part) = cell.part;
+            let len: u64 = cell.items.iter().map(|item| item.len).sum();
+            let elsewhere = cell.items.first().is_some_and(|item| held.pull(item).is_some());
+            if cell.whole && of_part && len >= LEAST && elsewhere {
+                *known = sum_of(cell.tensor, part)?;
+                if !tick(0, 0) {
+                    return Err(Error::Interrupted);
+                }
+            }
+        }
         let (mut batches, mut bytes, mut total) = (vec![Vec::new()], 0, 0);
         for (number, cell) in cells.iter().enumerate() {
-            if is_known(cell).is_some() {
+            if known[number].is_some() {
                 continue;
             }
             for (at, item) in cell.items.iter().enumerate() {
@@ -79,14 +89,14 @@ impl Replicas {
             Ok(())
         };
         in_parallel(batches.len(), total, options, tick, &batch)?;
-        let sum = |(cell, sums): (&Copied, Mutex<Vec<u64>>)| {
+        let sum = |((cell, sums), known): ((&Copied, Mutex<Vec<u64>>), Option<u64>)| {
             let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
             let all = cell.items.iter().zip(sums);
             let joined =
                 all.fold(checksum::of(&[]), |all, (item, sum)| checksum::combine(all, sum, item.len));
-            is_known(cell).unwrap_or(joined)
+            known.unwrap_or(joined)
         };
-        let sums = cells.iter().zip(found).map(sum).collect();
+        let sums = cells.iter().zip(found).zip(known).map(sum).collect();
         Ok(Self { cells, sums, teams })
     }
 

@@ -13,7 +13,7 @@ use super::contents;
 use super::held::Held;
 use super::mail::{Fill, Mail};
 use super::pieces;
-use super::replicas::{Known, Replicas};
+use super::replicas::{Replicas, SumOf};
 use super::table::Table;
 use super::work::Ranges;
 use crate::commit::{Displaced, Workspace};
@@ -206,10 +206,10 @@ impl RankSave {
         Ok(Open { workspace: workspace?, operation, created })
     }
 
-    /// Sums what this rank holds and others hold, too; `known` has sums of whole parts.
-    pub fn replicas(&self, depth: Depth, known: &Known, tick: Tick<'_>) -> Result<Replicas> {
+    /// Sums what this rank holds and others hold, too; `sum_of` is asked for whole parts that are not in host memory.
+    pub fn replicas(&self, depth: Depth, sum_of: SumOf<'_>, tick: Tick<'_>) -> Result<Replicas> {
         let tick = &mut self.ticking(tick);
-        Replicas::new(&self.table, self.rank, &self.held, (depth, known), &self.options, tick)
+        Replicas::new(&self.table, self.rank, &self.held, (depth, sum_of), &self.options, tick)
     }
 
     /// Up to about `most` bytes of a cell of `replicas`, given by tensor, first byte and number: the same at all ranks
