@@ -110,11 +110,10 @@ def test_one_name_over_two_groups_of_ranks_is_two_tensors_unless_they_are_equal(
         assert "experts.w1" in text
         assert "per_rank=" in text
         assert "names of their own" in text
-        if how != "dcp":
-            assert "ranks 0, 1" in text
-            assert "ranks 2, 3" in text
-            # Whatever else is compared.
-            assert "experts.w1" in _refused(group, _expert_groups, tmp_path / "c", how, False, replicas="first")
+        assert "ranks 0, 1" in text
+        assert "ranks 2, 3" in text
+        # Whatever else is compared.
+        assert "experts.w1" in _refused(group, _expert_groups, tmp_path / "c", how, False, replicas="first")
         assert group.run(_expert_groups, str(tmp_path / "c"), how, True) == [[]] * 4
     assert torch.equal(fastckpt.load(tmp_path / "c")["experts"]["w1"], _values(2 * LARGE))
 

@@ -30,6 +30,7 @@ class Taken(NamedTuple):
         ties: keys of tensors that are the same as one before them, with the first of them.
         copies: tensors of this rank that the plan leaves to another one, by names.
         ids: for each plain optimizer state, by what leads to it, a digest of what its parameters' numbers stand for.
+        meshes: by key, the global ranks of the mesh of each DTensor, ascending.
     """
 
     leaves: dict[str, Leaf]
@@ -38,19 +39,29 @@ class Taken(NamedTuple):
     ties: dict[str, str]
     ids: dict[str, str]
     copies: dict[str, Held]
+    meshes: dict[str, tuple[int, ...]]
 
     def table(self) -> str:
         """All of it but the memory, for other ranks: JSON."""
+        numbers: dict[tuple[int, ...], int] = {(): 0}
+        mesh = {key: numbers.setdefault(ranks, len(numbers)) for key, ranks in self.meshes.items()}
         about = {
+            "meshes": list(numbers),
             "order": self.order,
             "page": mmap.PAGESIZE,
             "ties": self.ties,
             "ids": self.ids,
             "entries": [
-                [key, self.places[key], leaf.path, leaf.tokens, [_described(held) for held in leaf.tensors]]
+                [
+                    key,
+                    self.places[key],
+                    leaf.path,
+                    leaf.tokens,
+                    [_described(held, mesh.get(key, 0)) for held in leaf.tensors],
+                ]
                 for key, leaf in self.leaves.items()
             ],
-            "copies": [_described(held) for held in self.copies.values()],
+            "copies": [_described(held, mesh.get(held.name, 0)) for held in self.copies.values()],
         }
         return json.dumps(about, separators=(",", ":"))
 
@@ -62,9 +73,9 @@ class Taken(NamedTuple):
         return found
 
 
-def _described(held: Held) -> list[Any]:
+def _described(held: Held, mesh: int) -> list[Any]:
     boxes = [memory.box for memory in held.memories]
-    return [held.name, held.dtype, held.shape, held.logical, held.sizes, boxes]
+    return [held.name, held.dtype, held.shape, held.logical, held.sizes, boxes, mesh]
 
 
 def take(
@@ -99,8 +110,21 @@ def take(
     order = hashlib.sha256(json.dumps(list(paths)).encode()).hexdigest() if paths else ""
     state = getattr(planner, "state_dict", None)
     if not isinstance(state, dict) or not _torch.keeps_state(planner):
-        return Taken(leaves, places, order, {}, {}, copies)
-    return Taken(leaves, places, order, _ties(state), _ids(state, paths), copies)
+        return Taken(leaves, places, order, {}, {}, copies, {})
+    return Taken(leaves, places, order, _ties(state), _ids(state, paths), copies, _meshes(state))
+
+
+def _meshes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    """The ranks of the meshes of DTensors, by key."""
+    ranks: dict[int, tuple[int, ...]] = {}
+    found = {}
+    for key, value in state.items():
+        if isinstance(value, _torch.DTensor):
+            mesh = value.device_mesh
+            if id(mesh) not in ranks:
+                ranks[id(mesh)] = tuple(sorted(mesh.mesh.flatten().tolist()))
+            found[key] = ranks[id(mesh)]
+    return found
 
 
 def _copies(plan: _torch.SavePlan, local: _torch.SavePlan, planner: Any, types: Types) -> dict[str, Held]:

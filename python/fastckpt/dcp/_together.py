@@ -16,7 +16,7 @@ from fastckpt._tensors.movers import Sources
 
 from ._metadata import torch_metadata
 from ._take import take
-from ._unite import United, memories_of, unite
+from ._unite import Holding, United, memories_of, unite
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -117,16 +117,24 @@ def _unpacked(text: str) -> United:
         (name, dtype, tuple(shape), None if logical is None else (logical[0], tuple(logical[1])))
         for name, dtype, shape, logical in tensors
     ]
-    united.boxes = [[(rank, tuple((start, stop) for start, stop in box)) for rank, box in holders] for holders in boxes]
+    united.boxes = [
+        [Holding(rank, tuple((start, stop) for start, stop in box), mesh) for rank, box, mesh in holders]
+        for holders in boxes
+    ]
     return united
 
 
 def _share(united: United, ranks: int, options: _core.SaveOptions) -> _core.Share:
-    """Who has what: tensors that are cut alike have one spread."""
+    """Who has what: tensors that are cut alike have one spread for each mesh that has them."""
     numbers: dict[Any, int] = {}
-    spreads = [numbers.setdefault(tuple(boxes), len(numbers)) for boxes in united.boxes]
+    spreads = []
+    for holdings in united.boxes:
+        by_mesh: dict[int, list[Any]] = {}
+        for rank, box, mesh in holdings:
+            by_mesh.setdefault(mesh, []).append((rank, box))
+        spreads.append([numbers.setdefault(tuple(boxes), len(numbers)) for boxes in by_mesh.values()])
     return _core.Share.to_save(
-        [(*tensor, [spread]) for tensor, spread in zip(united.tensors, spreads, strict=True)],
+        [(*tensor, spread) for tensor, spread in zip(united.tensors, spreads, strict=True)],
         [_core.Spread.boxes(boxes) for boxes in numbers],
         ranks,
         options,
@@ -139,7 +147,7 @@ def _held(taken: Taken, united: United, rank: int) -> tuple[list[tuple[int, int,
     held: list[tuple[int, int, int, int]] = []
     movers: dict[int, Any] = {}
     for number, memories in memories_of(taken, united).items():
-        parts = [box for holder, box in united.boxes[number] if holder == rank]
+        parts = [holding.box for holding in united.boxes[number] if holding.rank == rank]
         for memory in memories:
             if memory.mover is not None:
                 movers[len(held)] = memory.mover

@@ -22,16 +22,28 @@ if TYPE_CHECKING:
     from ._values import Memory
 
 
+class Holding(NamedTuple):
+    """A rank that has a box of a tensor, and the number of the mesh by which it has it: 0 without a mesh.
+
+    A box of two meshes is of two tensors that have one name, unless their bytes are equal.
+    """
+
+    rank: int
+    box: Box
+    mesh: int
+
+
 class _Stored:
     """A tensor, and who has which boxes of it."""
 
-    __slots__ = ("about", "boxes", "number")
+    __slots__ = ("about", "boxes", "have", "number")
 
     def __init__(self, number: int, about: list[Any]) -> None:
         self.number = number
         #: Stored dtype and shape, logical dtype and shape, the sizes that the user sees.
         self.about = about
-        self.boxes: list[tuple[int, Box]] = []
+        self.boxes: list[Holding] = []
+        self.have: set[tuple[int, Box]] = set()
 
 
 class About(NamedTuple):
@@ -49,7 +61,7 @@ class United:
     Attributes:
         entries: by dotted keys, what leads to each entry, and what it is if it is one tensor; where it was united.
         tensors: name, dtype, stored shape, and logical dtype and shape or None, of each.
-        boxes: for each tensor the rank and the box of all that have one, in order.
+        boxes: for each tensor, who has which boxes of it, in order.
         numbers: the number of each tensor by the name that the ranks gave it.
         structure: the structure, JSON.
         prefix: what the names of the model's tensors begin with.
@@ -59,7 +71,7 @@ class United:
     def __init__(self) -> None:
         self.entries: dict[str, tuple[Path, About | None]] = {}
         self.tensors: list[tuple[str, str, tuple[int, ...], tuple[str, tuple[int, ...]] | None]] = []
-        self.boxes: list[list[tuple[int, Box]]] = []
+        self.boxes: list[list[Holding]] = []
         self.numbers: dict[str, int] = {}
         self.structure = ""
         self.prefix = ""
@@ -78,10 +90,14 @@ def unite(texts: Sequence[str], model_key: str | None) -> United:
     entries: dict[str, tuple[tuple[int, int], Path, list[Any], list[_Stored], int]] = {}
     stored: dict[str, _Stored] = {}
     first = {table["order"]: rank for rank, table in reversed(list(enumerate(tables)))}
+    numbers: dict[tuple[int, ...], int] = {(): 0}
+    for table in tables:
+        table["meshes"] = [numbers.setdefault(tuple(ranks), len(numbers)) for ranks in table["meshes"]]
     for rank, table in enumerate(tables):
+        meshes = table["meshes"]
         for key, place, path, tokens, tensors in table["entries"]:
-            held = [_hold(stored, rank, ties.get(key, key) if name == key else name, about, boxes)
-                    for name, *about, boxes in tensors]  # fmt: skip
+            held = [_hold(stored, (rank, meshes[mesh]), ties.get(key, key) if name == key else name, about, boxes)
+                    for name, *about, boxes, mesh in tensors]  # fmt: skip
             where = (first[table["order"]], place)
             known = entries.get(key)
             if known is None:
@@ -93,17 +109,20 @@ def unite(texts: Sequence[str], model_key: str | None) -> United:
             else:
                 entries[key] = (min(where, known[0]), *known[1:])
     for rank, table in enumerate(tables):
-        for own, *about, boxes in table["copies"]:
+        for own, *about, boxes, mesh in table["copies"]:
             name = ties.get(own, own)
             if name in stored:
-                _hold(stored, rank, name, about, boxes)
+                _hold(stored, (rank, table["meshes"][mesh]), name, about, boxes)
     united = _finish(entries, stored, ties, model_key)
     united.page = max(table["page"] for table in tables)
     return united
 
 
-def _hold(stored: dict[str, _Stored], rank: int, name: str, about: list[Any], boxes: Sequence[Any]) -> _Stored:
-    """The tensor ``name``, of which ``rank`` has more boxes."""
+def _hold(
+    stored: dict[str, _Stored], of: tuple[int, int], name: str, about: list[Any], boxes: Sequence[Any]
+) -> _Stored:
+    """The tensor ``name``, of which a rank, by a mesh, has more boxes."""
+    rank, mesh = of
     known = stored.get(name)
     if known is None:
         known = stored[name] = _Stored(len(stored), about)
@@ -112,9 +131,11 @@ def _hold(stored: dict[str, _Stored], rank: int, name: str, about: list[Any], bo
             f"dcp.save: rank {rank} has {name!r} with another dtype or shape ({about[0]} {list(about[3])}) than rank "
             f"{known.boxes[0][0]} ({known.about[0]} {list(known.about[3])})"
         )
-    have = set(known.boxes)
-    fresh = [(rank, tuple((start, stop) for start, stop in box)) for box in boxes]
-    known.boxes.extend(one for one in fresh if one not in have)
+    for bounds in boxes:
+        box = tuple((start, stop) for start, stop in bounds)
+        if (rank, box) not in known.have:
+            known.have.add((rank, box))
+            known.boxes.append(Holding(rank, box, mesh))
     return known
 
 
