@@ -12,7 +12,6 @@ use super::messages::Item;
 use super::owners::Held;
 use super::table::Share;
 use crate::error::Result;
-use crate::format::geometry::PAGE;
 use crate::sys::strided::Rows;
 
 /// How much of what several ranks hold is compared. Where boxes of several groups of ranks overlap, everything is: they
@@ -93,7 +92,7 @@ impl Share {
                         Depth::Samples(seed) if !whole => {
                             let mut hasher = DefaultHasher::new();
                             (seed, &self.tensors[tensor].name, start, cell).hash(&mut hasher);
-                            (samples(&all, hasher.finish()), false)
+                            (samples(&all, self.page, hasher.finish()), false)
                         }
                         _ => (pieces(&all), true),
                     };
@@ -113,12 +112,12 @@ fn pieces(all: &Item) -> Vec<Item> {
 }
 
 /// Begin, middle and end of an item, and a drawn place in each stretch of it.
-fn samples(all: &Item, seed: u64) -> Vec<Item> {
+fn samples(all: &Item, page: u64, seed: u64) -> Vec<Item> {
     let (rows, Range { start, end }) = (&*all.rows, all.bytes.clone());
     let from = |start| grown(rows, start, end);
     let mut chosen = vec![from(start), from(start + (end - start) / 2), last(rows, start, end)];
     // Who writes the page in which it begins may take its own copy of it.
-    chosen[0] = start..chosen[0].end.max(end.min(start + PAGE));
+    chosen[0] = start..chosen[0].end.max(end.min(start + page));
     for (number, at) in (0..).zip((start..end).step_by(DRAWN as usize)) {
         let room = (end.min(at + DRAWN) - at).saturating_sub(SAMPLE);
         chosen.push(from(at + ((u128::from(drawn(seed, number)) * u128::from(room)) >> 64) as u64));
