@@ -206,9 +206,20 @@ class Group:
 
     def kill_store(self) -> None:
         """SIGKILL the process that has the store (a group with ``store="apart"``)."""
+        self._store.kill()
+
+    def stop_store(self) -> None:
+        """SIGSTOP that process."""
+        self._store.stop()
+
+    def resume_store(self) -> None:
+        self._store.signal(signal.SIGCONT)
+
+    @property
+    def _store(self) -> zygote.Child:
         if self._keeper is None:
             raise AssertionError("rank 0 has the store")
-        self._keeper.kill()
+        return self._keeper
 
     def close(self) -> None:
         """End all processes of the group, whatever they are at."""

@@ -285,7 +285,7 @@ class Job:
     call_of: Any = None
     #: (operation, rank): those that a rank does not come to, for an error outside of them.
     missed: set[tuple[int, int]] = field(default_factory=set)
-    #: What tells operations apart: ``path``, ``mark``, or nothing.
+    #: What tells operations apart: ``path``, ``mark``, or nothing; ``value`` is a mark that ranks compare only later.
     apart: str = ""
     #: Whether ranks go on after an operation, and answer others that are late to the first.
     answers: bool = True
@@ -322,7 +322,7 @@ class Job:
         if self.apart == "path":
             path += f"-{number}"
         turn = self.turn(member, kind, path, self.world.timeout)
-        if self.apart == "mark":
+        if self.apart in {"mark", "value"}:
             turn.marks["step"] = str(number)
         return turn
 
@@ -365,25 +365,27 @@ class Job:
     def body(self, turn: protocol.Turn, number: int) -> Any:
         rank = turn.member.rank
         self.raise_at(number, rank, 0)
-        arrived = yield from turn.round("arrive", [rank, number], None, None, self.compare)
-        everybody = [rank for rank, _ in arrived]
-        if any(other != number for _, other in arrived):
-            raise ViolationError(f"a mixture of operations: {arrived}")
+        arrived = yield from turn.round("arrive", [rank, number], None, None, self.comparing("mark"))
         self.raise_at(number, rank, 1)
-        total = yield from turn.round("joined", 1, None, sum, lambda count: count)
-        if sorted(everybody) != list(range(self.size)) or total != self.size:
-            raise ViolationError(f"operation {number}: {everybody} arrived, {total} joined")
+        joined = yield from turn.round("joined", [rank, number], None, None, self.comparing("value"))
+        everybody = [[each, number] for each in range(self.size)]
+        if sorted(arrived) != everybody or sorted(joined) != everybody:
+            raise ViolationError(f"operation {number}: a mixture: {arrived} arrived, {joined} joined")
         self.raise_at(number, rank, 2)
         yield from self.working(turn, number)
         self.raise_at(number, rank, 3)
         self.succeeded.add((number, rank))
         return (yield from turn.round("done", 1, None, sum, lambda count: self.commit(number, count)))
 
-    def compare(self, arrived: list[Any]) -> Any:
+    def comparing(self, apart: str) -> Any:
         """The values of states are compared, at the coordinator: where they tell operations apart, it sees that."""
-        if self.apart == "mark" and len({number for _, number in arrived}) > 1:
-            raise BoomError("the step differs between ranks")
-        return arrived
+
+        def compare(said: list[Any]) -> Any:
+            if self.apart == apart and len({number for _, number in said}) > 1:
+                raise BoomError("the step differs between ranks")
+            return said
+
+        return compare
 
     def working(self, turn: protocol.Turn, number: int) -> Any:
         left = self.work.get((number, turn.member.rank), 0.0)

@@ -101,6 +101,30 @@ def late(path: str, odd: int, plain: bool) -> list[str]:
     return told
 
 
+def ahead(path: str, odd: int) -> list[str]:
+    """A rank misses a call, and comes with its next one while the others still wait in that. All save to one path."""
+    told = []
+    for number in range(6):
+        given = {"w": state(number)["w"], "scheduler": {"last_epoch": number}}
+        if number == 1 and dist.get_rank() == odd:
+            told.append("missed")
+        else:
+            told.append(outcome(fastckpt.distributed.save, given, path, timeout=LONG, threads=1))
+    return told
+
+
+@pytest.mark.parametrize("odd", [0, 2])
+def test_a_rank_that_comes_with_the_next_call_while_others_wait_meets_them_later(forge, tmp_path, odd):
+    """What a scheduler counts tells the calls apart, deep in the state."""
+    path = tmp_path / "c"
+    with forge.group(3) as group:
+        for rank, told in enumerate(group.run(ahead, str(path), odd, timeout=LONG)):
+            assert told[1].startswith("missed" if rank == odd else ("ValueError", "RanksError"))
+            assert [told[number] for number in (0, 3, 4, 5)] == ["ok"] * 4, told
+    found = fastckpt.load(path)
+    assert (found["w"].unique().tolist(), found["scheduler"]) == ([5.0], {"last_epoch": 5})
+
+
 def until(path: str, what: str) -> None:
     while not Path(f"{path}.{what}").exists():
         time.sleep(0.01)

@@ -6,7 +6,7 @@ import pytest
 
 from fastckpt import RankFailure, RanksError
 from fastckpt._ranks import protocol, tree, words
-from fastckpt._ranks.called import Called
+from fastckpt._ranks.called import Called, marks_of
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.messages import Message, join
 from harness.simulated import Faults, Job, World
@@ -328,3 +328,35 @@ def test_silence_is_heard_in_more_looks_than_it_has_to_be(size, timeout):
     """What passes between two looks counts for a quarter of the timeout at most."""
     turn = protocol.Turn(Member(1, size, "here", "word"), "save", "/checkpoint", timeout)
     assert max(turn.slice, turn.long_slice, turn.work_slice) <= timeout / 20
+
+
+class Hostile(dict):
+    """A mapping of the user's, whose own methods must not run."""
+
+    def __len__(self):
+        raise AssertionError
+
+    items = __iter__ = __len__
+
+
+def test_plain_values_in_nested_mappings_tell_calls_apart():
+    loop = {"epoch": 3}
+    loop["itself"] = loop
+    state = {
+        "scheduler": Hostile(count=2, base_lrs=[0.1]),
+        "loop": loop,
+        "step": 5,
+        "table": {f"w{number}": number for number in range(65)},
+        7: 8,
+        "huge": 1 << 64,
+        "n" * 70: 1,
+        "text": "t" * 40,
+    }
+    assert marks_of({"step": 4}, state) == {
+        "0.step": "4",
+        "1.step": "5",
+        "1.text": repr("t" * 32),
+        "1.scheduler.count": "2",
+        "1.loop.epoch": "3",
+    }
+    assert len(marks_of({f"{number}": number for number in range(64)})) == 16

@@ -185,7 +185,7 @@ def one_run_with_missed_calls(seed, **options):
     """A rank's program fails outside of a call, which it misses; the others give up before the next, and that works."""
     job = drawn(seed, 6, sizes=(2, 100), **options)
     draw = job.world.draw
-    job.apart = draw.choice(("path", "mark"))
+    job.apart = draw.choice(("path", "mark", "value"))
     job.work.clear()
     for number in draw.sample(range(5), draw.randint(1, 3)):
         job.missed |= {(number, rank) for rank in draw.sample(range(job.size), min(job.size, draw.choice((1, 1, 2))))}
@@ -203,7 +203,7 @@ def one_run_with_calls_out_of_step(seed, **options):
     """A rank that has missed a call comes with its next one while the others are still in that."""
     job = drawn(seed, 8, sizes=(2, 12), **options)
     draw = job.world.draw
-    job.apart = draw.choice(("path", "mark"))
+    job.apart = draw.choice(("path", "mark", "value"))
     job.work.clear()
     job.lateness.clear()
     odd = draw.randrange(job.size)
@@ -229,11 +229,28 @@ def one_run_with_calls_that_nothing_tells_apart(seed, **options):
     job.check_success(5)
 
 
+def one_run_with_missed_loads(seed, **options):
+    """Nothing tells loads apart: a rank that has missed one is taken for a late one once, and not again."""
+    job = drawn(seed, 6, sizes=(2, 100), **options)
+    draw = job.world.draw
+    job.call_of = lambda *_: ("load", "/checkpoint")
+    job.work.clear()
+    missed = draw.randrange(3)
+    job.missed = {(missed, draw.randrange(job.size))}
+    job.begins = {number: number * 20 * job.world.timeout for number in range(6)}
+    job.start()
+    job.world.run(until=1000 * job.world.timeout)
+    job.check()
+    for number in range(6):
+        if number not in {missed, missed + 1}:
+            job.check_success(number)
+
+
 def one_run_with_a_pause_of_the_store(seed, **options):
     """The store stands still for a while, shorter or longer than the timeout, while ranks save, or wait for a save."""
     job = drawn(seed, 8, sizes=(2, 12), **options)
     draw = job.world.draw
-    job.apart = draw.choice(("path", "mark"))
+    job.apart = draw.choice(("path", "mark", "value"))
     job.lateness.clear()
     job.work = {key: seconds / 10 for key, seconds in job.work.items()}
     timeout = job.world.timeout
@@ -302,6 +319,7 @@ RUNS = {
     one_run_with_missed_calls: 500,
     one_run_with_calls_out_of_step: 500,
     one_run_with_calls_that_nothing_tells_apart: 1000,
+    one_run_with_missed_loads: 300,
     one_run_with_a_pause_of_the_store: 800,
     one_run_with_a_rank_late_to_the_first_call: 300,
     one_run_with_all_of_it: 1000,
@@ -427,6 +445,14 @@ class Stubborn(protocol.Turn):
         return False
 
 
+class Tardy(protocol.Turn):
+    """Takes each verdict of calls that it has missed, where nothing tells them from its own."""
+
+    def _attempt(self, own, *how):
+        self.member.was_told = lambda _: False
+        return (yield from super()._attempt(own, *how))
+
+
 class Careless(protocol.Turn):
     """Goes on from every turn that has failed without it, also if that was of its own call."""
 
@@ -460,6 +486,7 @@ MUTANTS = {
     Strange: one_run_with_a_restart,
     Closed: one_run_with_failures,
     Stubborn: one_run_with_missed_calls,
+    Tardy: one_run_with_missed_loads,
     Careless: one_run_with_calls_that_nothing_tells_apart,
     Forgetful: one_run_with_calls_out_of_step,
 }

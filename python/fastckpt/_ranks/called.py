@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-#: How many values tell a call from others, how long their text is, and how large a number.
-_MARKS, _LONGEST, _BITS = 16, 32, 64
+#: How many values tell a call from others, how long their names and texts are, and how large a number.
+_MARKS, _NAME, _LONGEST, _BITS = 16, 64, 32, 64
+#: How many mappings of a state are looked into, and how many keys these have: larger ones are tables of tensors.
+_MAPPINGS, _KEYS = 64, 64
 #: How many directories above it tell where a path leads.
 _LEVELS = 4
 
@@ -67,13 +70,23 @@ def location_of(path: str, host: str) -> list[Any]:
 
 
 def marks_of(*given: Any) -> dict[str, str]:
-    """The plain values at the top of states: what is equal on all ranks that have it, and often differs by call."""
+    """The first plain values in nested mappings: what is equal on all ranks that have it, and often differs by call.
+
+    Those at the top come first, so that what a scheduler counts is among them. In lists of several ranks, one place may
+    have different values.
+    """
     marks: dict[str, str] = {}
-    for number, state in enumerate(given):
-        for key, value in dict.items(state) if isinstance(state, dict) else ():
-            # Of these types alone: the methods of others are the user's.
-            kind = type(value)
-            plain = kind in {str, bool, float} or (kind is int and value.bit_length() <= _BITS)
-            if type(key) is str and plain and len(marks) < _MARKS:
-                marks[f"{number}.{key[:_LONGEST]}"] = repr(value[:_LONGEST] if kind is str else value)
+    known: set[int] = set()
+    todo = deque((str(number), state) for number, state in enumerate(given))
+    while todo and len(marks) < _MARKS:
+        name, value = todo.popleft()
+        kind = type(value)
+        if isinstance(value, dict):
+            if dict.__len__(value) <= _KEYS and len(known) < _MAPPINGS and id(value) not in known:
+                known.add(id(value))
+                # The methods of a subclass are the user's.
+                todo += ((f"{name}.{key}", each) for key, each in dict.items(value) if type(key) is str)
+        # Of these types alone, likewise.
+        elif (kind in {str, bool, float} or (kind is int and value.bit_length() <= _BITS)) and len(name) <= _NAME:
+            marks[name] = repr(value[:_LONGEST] if kind is str else value)
     return marks

@@ -85,6 +85,10 @@ class Member:
         self.saves.append(called)
         return [] if again else self.behind
 
+    def was_told(self, called: Called) -> bool:
+        """Whether the last call of this rank was like this one and failed, and it does no harm to meet a later one."""
+        return called.kind not in {"", "save"} and any(not called.is_other(each) for each in self.behind[-1:])
+
     def leave_behind(self, called: Called) -> None:
         """Note that a call of this rank has ended without success."""
         self.behind = [*self.behind, called][-_BEHIND:]

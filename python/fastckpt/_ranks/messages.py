@@ -118,16 +118,28 @@ def _met(messages: list[Message]) -> list[tuple[Called, list[Called]]] | None:
 
 
 def _agree(own: Message, other: Message) -> bool:
-    """Whether two ranks are in one round of one call, as far as their names tell."""
-    return own.name == other.name and own.called.kind == other.called.kind and own.called.leads_to(other.called)
+    """Whether two ranks are in one round of one call, as far as their names tell, and neither has left the other's.
+
+    Values that differ can be a mistake in one call, which is told best where they are compared. Ranks that are out of
+    step are to hear of it in the first round, from which they go on apart.
+    """
+    if own.name != other.name or own.called.kind != other.called.kind or not own.called.leads_to(other.called):
+        return False
+    return not any(waits for _, waits in ahead(_met([own, other])) or ())
 
 
 def _mismatch(rank: int, own: Message, other: Message) -> str:
     apart = own.called.kind != other.called.kind or not own.called.leads_to(other.called)
+    theirs = other.called.marks
+    mark = next((name for name, value in own.called.marks.items() if theirs.get(name, value) != value), None)
 
     def told(message: Message) -> str:
         kind, path = message.called.kind, message.called.path
-        does = f"{kind}s" if kind in {"save", "load"} else f"calls {kind} for"
-        return f"{does} {path}" if apart else f"{does} {path} and is at {message.name!r}"
+        does = f"{kind}s {path}" if kind in {"save", "load"} else f"calls {kind} for {path}"
+        if apart:
+            return does
+        if mark is None or own.name != other.name:
+            return f"{does} and is at {message.name!r}"
+        return f"{does} with {mark.partition('.')[2] or mark}: {message.called.marks[mark]}"
 
     return f"{told(other)}, rank {rank} {told(own)}: all ranks must make the same calls in the same order"

@@ -19,7 +19,8 @@ call to a turn that has failed without it, or in which others have come with ano
 it is (``called.py``). A rank whose call is not among them goes on to the next turn with it, until it is with the
 others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs. Of
 calls that met in one turn all fail, but for those of ranks that have left the others' call behind already: these wait
-in the next turn. So ranks meet again, and calls that nothing tells apart are never taken for one another.
+in the next turn. So ranks meet again, and saves that nothing tells apart are never taken for one another. Of other
+calls like that a rank takes one old verdict, as it may be late, and leaves further ones behind.
 
 **Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
 rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
@@ -166,6 +167,8 @@ class Turn:
         self._unknown = False
         #: The coordinator has done what the operation is for.
         self._committed = False
+        #: The others have failed without this rank, which has been told of such a call before.
+        self._outrun = False
         #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
         self._posted: list[str] = []
@@ -297,7 +300,7 @@ class Turn:
                 [(self.called, left)],
             )
             verdict = yield from self._attempt(own, combine, decide, is_done)
-            if self.rounds > 1 or self._label is not None or not self._is_of_others(verdict):
+            if self.rounds > 1 or self._label is not None or not (self._outrun or self._is_of_others(verdict)):
                 break
             yield from self._pass()
         answer = yield from self._take(verdict)
@@ -319,6 +322,11 @@ class Turn:
         yield from self._settle()
         self.rounds += 1
         self.inside = True
+        if self.rounds == 1 and self.member.was_told(self.called):
+            old = yield from value_of(self._register())
+            if old is not None and old[:1] == b"!":
+                self._outrun = True
+                return old
         messages = yield from self._collect(own)
         if messages is None:
             return (yield from value_of(self._register()))

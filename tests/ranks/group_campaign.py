@@ -1,0 +1,372 @@
+"""Groups of ranks that something happens to, and that go on: drawn events at drawn entry points.
+
+    python tests/ranks/group_campaign.py --trials 300 --seed 1 DIRECTORY
+
+A trial has a group of two to four processes, which make the same call five times. They meet before each, as training
+does, or come as they are. At one of the calls something happens: a rank misses it, its state cannot be saved, it stands
+still, the store of the group does, or its program leaves the manager. What that call says is free, and of ranks that do
+not meet the next one, too. All later calls must succeed on all ranks. What any rank was told is saved must be there and
+be of one call; where a rank was told that nothing was committed, nothing may be. It prints one JSON document; its exit
+status is 1 if anything went wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import random
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where the harness is
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as torch_dcp
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard
+
+import fastckpt
+import fastckpt.dcp
+import fastckpt.distributed
+from harness import groups, parallel
+
+CALLS = 5
+#: Seconds after which a rank is missed in the call that something happens to, and in the others.
+SHORT, LONG = 1.5, 60.0
+NOTHING = "nothing was committed"
+#: What may go wrong for the program.
+FAILURES = (fastckpt.CheckpointError, RuntimeError, ValueError, OSError, CheckpointException)
+
+
+class LeftError(Exception):
+    """The program of a rank fails outside of any call."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What is drawn.
+
+    Attributes:
+        size: how many ranks.
+        entry: what they call.
+        event: what happens.
+        odd: the rank that it happens to.
+        at: the call.
+        meets: whether ranks meet before each call.
+        store: which process has the store.
+        after: seconds from the beginning of the call until something stands still.
+        still: seconds for which it does.
+    """
+
+    size: int
+    entry: str
+    event: str
+    odd: int
+    at: int
+    meets: bool
+    store: str
+    after: float
+    still: float
+
+    @property
+    def free(self) -> list[int]:
+        """The calls that may fail."""
+        # Nothing tells restores apart: a rank that has missed one is taken for a late one first. And a manager's next
+        # save tells of the last one in the background, where that has failed after the wait for it.
+        told_next = (
+            self.entry == "manager_without_wait"
+            or (self.entry, self.event) == ("restore", "missed")
+            or (self.entry == "manager" and self.event.endswith("still"))
+        )
+        return [self.at] if self.meets and not told_next else [self.at, self.at + 1]
+
+    @property
+    def short(self) -> list[int]:
+        """The calls that need not wait for long."""
+        return self.free if self.entry == "restore" else [self.at]
+
+
+def state(number, *, bad=False):
+    """A state of which each element says of which call it is."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.full((64, 100), float(number))
+    made = {"w": parallel.distributed(whole, mesh, [Shard(0)]), "b": torch.full((7,), float(number)), "step": number}
+    return {**made, "bad": object()} if bad else made
+
+
+class Alone:
+    """The calls of a program without a manager. ``path`` is where, and ``call`` makes the one of a number."""
+
+    def __init__(self, path, entry):
+        self.path, self.entry = path, entry
+
+    def prepare(self):
+        """Make what there is to load."""
+        if self.entry in {"load", "dcp_load"}:
+            for number in range(CALLS):
+                fastckpt.distributed.save(state(number), f"{self.path}/there-{number}", timeout=LONG, threads=1)
+
+    def call(self, number, timeout, bad):
+        """Make one call."""
+        getattr(self, self.entry)(number, timeout, bad)
+
+    def save(self, number, timeout, bad):
+        """Each to a path of its own."""
+        fastckpt.distributed.save(state(number, bad=bad), f"{self.path}/step-{number}", timeout=timeout, threads=1)
+
+    def save_over(self, number, timeout, bad):
+        """Each over the one before."""
+        fastckpt.distributed.save(state(number, bad=bad), f"{self.path}/step", timeout=timeout, threads=1)
+
+    def save_async(self, number, timeout, bad):
+        """In the background."""
+        given = state(number, bad=bad)
+        fastckpt.distributed.save_async(given, f"{self.path}/step-{number}", timeout=timeout, threads=1).result(LONG)
+
+    def dcp_save(self, number, timeout, bad):
+        """By torch's own function."""
+        writer = fastckpt.dcp.Writer(f"{self.path}/step-{number}", timeout=timeout, threads=1)
+        torch_dcp.save(state(number, bad=bad), storage_writer=writer)
+
+    def dcp_load(self, number, timeout, bad):
+        """Likewise."""
+        into = {**state(0), **({"more": torch.ones(3)} if bad else {})}
+        torch_dcp.load(into, storage_reader=fastckpt.dcp.Reader(f"{self.path}/there-{number}", timeout=timeout))
+        self.compare(into, number)
+
+    def load(self, number, timeout, bad):
+        """Each of another path, so that they can be told apart."""
+        name = "none" if bad else f"there-{number}"
+        self.compare(fastckpt.distributed.load(f"{self.path}/{name}", timeout=timeout, threads=1), number)
+
+    def compare(self, found, number):
+        """Whether what is loaded is that of the number."""
+        if (found["step"], *found["b"].tolist()) != (number, *[float(number)] * 7):
+            raise AssertionError(f"{found['step']} in the place of {number}")
+
+
+class Managed:
+    """The calls of a program with a manager. ``path`` is the run."""
+
+    def __init__(self, path, entry, odd):
+        self.entry = entry
+        self.manager = fastckpt.Manager(f"{path}/run", timeout=LONG, async_save=entry != "manager" or odd % 2 == 0)
+
+    def prepare(self):
+        """Make what there is to restore."""
+        if self.entry == "restore":
+            self.manager.save(1, state(1), force=True)
+            self.manager.wait()
+
+    def call(self, number, timeout, bad):
+        """What a program does at one step."""
+        manager, step = self.manager, number + 1
+        manager._agree._timeout = timeout
+        manager._calls._ranks["timeout"] = timeout
+        if self.entry == "restore":
+            found = manager.restore()
+            if found.state["step"] != found.step:
+                raise AssertionError(f"{found.state['step']} in the place of {found.step}")
+            return
+        if not manager.should_save(step):
+            raise AssertionError(f"step {step} is not wanted")
+        if bad == "between":
+            raise LeftError
+        manager.save(step, state(step, bad=bad))
+        if self.entry == "manager" or number == CALLS - 1:
+            manager.wait()
+
+
+ALONE = ("save", "save_over", "save_async", "load", "dcp_save", "dcp_load")
+MANAGED = ("manager", "manager_without_wait", "restore")
+EVENTS = ("missed", "between", "bad", "leaves", "rank stands still", "store stands still")
+
+
+def rank(trial, path):
+    """What one rank does; what each call has told it."""
+    told = []
+    while len(told) < CALLS:
+        try:
+            with contextlib.ExitStack() as stack:
+                if trial.entry in ALONE:
+                    program = Alone(path, trial.entry)
+                else:
+                    program = Managed(path, trial.entry, trial.odd)
+                    stack.enter_context(program.manager)
+                if not told:
+                    program.prepare()
+                one_life(trial, program, told)
+        except LeftError:
+            told.append("left")
+        except FAILURES as error:
+            # Those whose manager another rank has left leave it, too.
+            if trial.event != "leaves":
+                raise
+            told.append(f"{type(error).__name__}: {error}")
+        if len(told) < CALLS:
+            dist.barrier()
+    return told
+
+
+def one_life(trial, program, told):
+    """Make the calls that are left."""
+    for number in range(len(told), CALLS):
+        if trial.meets:
+            dist.barrier()
+        struck = number == trial.at and dist.get_rank() == trial.odd
+        if number == trial.at:
+            groups.report("begins")
+        if struck and trial.event == "leaves":
+            raise LeftError
+        if struck and trial.event == "missed":
+            told.append("missed")
+            continue
+        try:
+            bad = trial.event if struck and trial.event in {"bad", "between"} else ""
+            program.call(number, SHORT if number in trial.short else LONG, bad)
+        except LeftError:
+            told.append("missed")
+        except FAILURES as error:
+            if trial.event == "leaves" and number == trial.at:
+                raise
+            told.append(f"{type(error).__name__}: {error}")
+        else:
+            told.append("ok")
+
+
+def wrong_with(trial, told, path):
+    """What is wrong with what the ranks were told and with what is there, or nothing."""
+    for number in range(CALLS):
+        said = [each[number] for each in told]
+        if number not in trial.free and any(each != "ok" for each in said):
+            return f"call {number}: {said}"
+        if number != trial.at or trial.entry == "manager_without_wait":
+            continue
+        if trial.event == "bad" and "ok" in said:
+            return f"a call with what cannot be saved or loaded: {said}"
+        others = [each for which, each in enumerate(said) if which != trial.odd]
+        if trial.event == "missed" and trial.meets and any(f"rank {trial.odd}" not in each for each in others):
+            return f"the missed call: {said}"
+    if trial.entry in {"load", "dcp_load", "restore"}:
+        return ""
+    for number in range(CALLS):
+        said = [each[number] for each in told]
+        managed = trial.entry in MANAGED
+        step = number + 1 if managed else number
+        where = Path(
+            path, f"run/step-{step:08d}" if managed else "step" if trial.entry == "save_over" else f"step-{step}"
+        )
+        if trial.entry == "save_over":
+            if number == CALLS - 1 and (why := not_of(where, step)):
+                return f"call {number}: {why}"
+            continue
+        if (
+            any(each == "ok" for each in said)
+            and trial.entry != "manager_without_wait"
+            and (why := not_of(where, step))
+        ):
+            return f"call {number}: a rank was told that it is saved: {why}"
+        if where.exists() and any(NOTHING in each for each in said) and not managed:
+            return f"call {number}: it is there: {said}"
+        if where.exists() and (why := not_of(where, step)):
+            return f"call {number}: {why}"
+    return ""
+
+
+def not_of(path, step):
+    """Why a checkpoint is not that of a step, or nothing."""
+    try:
+        found = fastckpt.load(path)
+    except (fastckpt.CheckpointError, OSError) as error:
+        return str(error)
+    held = {*found["w"].flatten().tolist(), *found["b"].tolist()}
+    return "" if (found["step"], held) == (step, {float(step)}) else f"step {found['step']}, elements {held}"
+
+
+def drawn(draw):
+    """A trial."""
+    entry = draw.choice((*ALONE, *MANAGED))
+    # torch's own collectives are where ranks of dcp meet: nobody can miss a call. A restore is like the one before.
+    together = entry.startswith("dcp") or entry == "restore"
+    events = [
+        each
+        for each in EVENTS
+        if not (each == "missed" and entry.startswith("dcp"))
+        and not (each in {"between", "leaves"} and entry not in {"manager", "manager_without_wait"})
+        and not (each == "bad" and entry == "restore")
+    ]
+    size, event = draw.choice((2, 3, 4)), draw.choice(events)
+    return Trial(
+        size,
+        entry,
+        event,
+        draw.randrange(size),
+        draw.choice((0, 1, 1, 2)),
+        meets=together or event == "leaves" or draw.random() < 0.5,
+        store=draw.choice(("apart", "apart", "rank0")),
+        after=draw.uniform(0, 0.2),
+        still=SHORT * draw.uniform(0.5, 2.5),
+    )
+
+
+def run(forge, trial, path):
+    """One trial; what is wrong, or nothing."""
+    Path(path).mkdir(parents=True)
+    with forge.group(trial.size, store=trial.store) as group:
+        group.start(rank, trial, str(path))
+        if trial.event.endswith("still"):
+            for each in range(trial.size):
+                group.heard(each)
+            time.sleep(trial.after)
+            of_store = trial.event.startswith("store")
+            if of_store and trial.store == "apart":
+                group.stop_store()
+                time.sleep(trial.still)
+                group.resume_store()
+            else:
+                which = 0 if of_store else trial.odd
+                group.stop(which)
+                time.sleep(trial.still)
+                group.resume(which)
+        outcomes = group.outcomes(3 * LONG)
+        if any(each.kind != "returned" for each in outcomes):
+            return str(groups.FailedError(outcomes))
+    return wrong_with(trial, [each.value for each in outcomes], path)
+
+
+def campaign(directory, trials, seed):
+    """All trials; what came of them."""
+    draw, wrong, counts = random.Random(seed), [], {}
+    began = time.monotonic()
+    with groups.forge() as forge:
+        for number in range(trials):
+            trial = drawn(draw)
+            why = run(forge, trial, Path(directory, str(number)))
+            print(f"{number}: {trial}", *([why] if why else []), file=sys.stderr, flush=True)
+            counts[trial.event] = counts.get(trial.event, 0) + 1
+            if why:
+                wrong.append(f"{number}: {trial}: {why}")
+    return {"seed": seed, "trials": counts, "seconds": round(time.monotonic() - began), "wrong": wrong}
+
+
+def main():
+    """Run the command."""
+    parser = argparse.ArgumentParser(description="Have things happen to groups of ranks, and see whether they go on.")
+    parser.add_argument("directory")
+    parser.add_argument("--trials", type=int, default=300)
+    parser.add_argument("--seed", type=int, default=1)
+    options = parser.parse_args()
+    done = campaign(options.directory, options.trials, options.seed)
+    print(json.dumps(done))
+    return 1 if done["wrong"] else 0
+
+
+if __name__ == "__main__":
+    import group_campaign  # ranks look for its functions by the name of the module
+
+    sys.exit(group_campaign.main())

@@ -1,0 +1,34 @@
+"""Groups of real processes go on after an event: a few trials of the campaign, one for each kind of event."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # ranks look for its functions by the name of the module
+
+import group_campaign
+from group_campaign import SHORT, Trial
+
+LONGER = 1.5 * SHORT
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "trial",
+    [
+        Trial(2, "load", "missed", 1, 1, meets=True, store="apart", after=0.0, still=0.0),
+        Trial(3, "restore", "missed", 1, 1, meets=True, store="apart", after=0.0, still=0.0),
+        Trial(3, "save_over", "missed", 0, 1, meets=False, store="apart", after=0.0, still=0.0),
+        Trial(3, "manager", "missed", 2, 1, meets=True, store="apart", after=0.0, still=0.0),
+        Trial(3, "manager", "between", 1, 1, meets=False, store="apart", after=0.0, still=0.0),
+        Trial(2, "manager", "leaves", 1, 2, meets=True, store="apart", after=0.0, still=0.0),
+        Trial(3, "manager", "store stands still", 0, 1, meets=True, store="apart", after=0.1, still=LONGER),
+        Trial(2, "dcp_save", "rank stands still", 1, 1, meets=True, store="rank0", after=0.05, still=LONGER),
+    ],
+    ids=lambda trial: f"{trial.entry}-{trial.event.replace(' ', '-')}",
+)
+def test_a_group_goes_on(forge, tmp_path, trial):
+    assert group_campaign.run(forge, trial, tmp_path / "trial") == ""
