@@ -392,6 +392,7 @@ def test_any_history_of_changes(tmp_path, seed):
         assert same(fastckpt.load(path), state)
     assert all(fastckpt.verify(path).ok for path in kept)
 
+
 SAVE_AGAIN = """
 import sys, numpy, fastckpt
 state = {f"w{index}": numpy.full(40_000, float(index)) for index in range(6)}

@@ -7,14 +7,14 @@ use std::sync::{Mutex, PoisonError};
 use super::held::{Held, scatter, span, whole_run};
 use super::sums::Sums;
 use super::table::Table;
-use crate::engine::content::{self, BATCH};
+use crate::engine::content;
 use crate::engine::job::Tick;
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent};
 use crate::format::manifest::{Body, TensorEntry};
-use crate::save::compare::{counterparts, in_parallel};
+use crate::save::compare::{FETCHED, counterparts, in_parallel};
 use crate::share::{Duties, Item};
 
 /// Bytes of rows that are put in their places at a time, with zeros between them, to be summed in cache.
@@ -60,7 +60,7 @@ pub(super) fn sums(
     for item in items {
         let Some(entry) = number[item.tensor].map(|index: usize| &base.tensors[index]) else { continue };
         let pulls = held.pull(item).is_some();
-        let most = if pulls { BATCH as u64 } else { BLOCK_SIZE };
+        let most = if pulls { FETCHED } else { BLOCK_SIZE };
         let extents = geometry::extents(entry.placement(item.tensor), item.bytes.clone(), base.block_size);
         for (extent, range) in extents {
             let (len, own) = (range.end - range.start, item.rows.bytes_in(&range));

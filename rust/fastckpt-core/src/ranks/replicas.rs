@@ -4,12 +4,11 @@ use std::sync::{Mutex, PoisonError};
 
 use super::held::Held;
 use super::table::Table;
-use crate::engine::content::BATCH;
 use crate::engine::job::Tick;
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::error::{Error, Result};
 use crate::format::checksum;
-use crate::save::compare::in_parallel;
+use crate::save::compare::{FETCHED, in_parallel};
 use crate::share::{Copied, Depth, Item};
 
 /// Asked for the sum of all bytes of a part, by tensor and part: `None` where only the host can sum them.
@@ -69,7 +68,7 @@ impl Replicas {
                 continue;
             }
             for (at, item) in cell.items.iter().enumerate() {
-                let most = if held.pull(item).is_some() { BATCH as u64 } else { BLOCK_SIZE };
+                let most = if held.pull(item).is_some() { FETCHED } else { BLOCK_SIZE };
                 if bytes > 0 && bytes + item.len > most {
                     batches.push(Vec::new());
                     bytes = 0;

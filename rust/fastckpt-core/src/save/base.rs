@@ -19,7 +19,7 @@ use crate::format::groups::Group;
 use crate::format::layout::{Plan, TensorSpec};
 use crate::format::manifest::{Body, ShardEntry, TensorEntry, Vouched};
 use crate::read::Checkpoint;
-use crate::sys::file::{open_regular, stat, sync};
+use crate::sys::file::{changed, open_regular, sync};
 use crate::sys::fork::Held;
 
 /// The bytes of a linked file are read about once in this many saves. In between, its inode and its time of modification
@@ -196,8 +196,8 @@ impl Beside {
     /// at: then all are read before they are linked.
     pub(crate) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
         let written = |file: &str| {
-            let stat = stat(workspace.directory(), file).ok()?;
-            Some(Vouched { modified: modified(&stat), links: 0, inode: stat.st_ino })
+            let (modified, inode) = changed(workspace.directory(), file).ok()?;
+            Some(Vouched { modified, links: 0, inode })
         };
         let all = plan.shards.iter().map(|shard| {
             shard.taken.map_or_else(|| written(&shard.file), |number| Some(self.vouched[number]))
@@ -342,10 +342,9 @@ fn take(
         return Err(Error::corrupt(&path, format!("it has {bytes} bytes, written were {}", shard.bytes)));
     }
     let open = Held::from(open);
-    let look = || fs::fstat(&open).map_err(Error::io("look at", &path));
+    let look = || changed(open.as_fd(), "").map_err(Error::io("look at", &path));
     let before = look()?;
-    let is_known =
-        |vouched: &&Vouched| (vouched.modified, vouched.inode) == (modified(&before), before.st_ino);
+    let is_known = |vouched: &&Vouched| (vouched.modified, vouched.inode) == before;
     let vouched = base.body().saved.files.get(index).filter(is_known);
     if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
         // What is read is no progress of the save.
@@ -358,7 +357,7 @@ fn take(
     }
     let name = provisional(number);
     workspace.link((base.directory(), base.path()), (&shard.file, open.as_fd()), &name)?;
-    if modified(&look()?) != modified(&before) {
+    if look()?.0 != before.0 {
         workspace.unlink(&name);
         return Err(Error::corrupt(&path, "it was changed while it was linked"));
     }
@@ -366,7 +365,7 @@ fn take(
     let inode =
         fs::statat(workspace.directory(), &name, AtFlags::SYMLINK_NOFOLLOW).map_or(0, |stat| stat.st_ino);
     let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);
-    Ok(Vouched { modified: modified(&before), links: links.saturating_add(1), inode })
+    Ok(Vouched { modified: before.0, links: links.saturating_add(1), inode })
 }
 
 /// Whether it is the turn of a shard to be read. Shards take turns by their checksums, so that not all of them are read
@@ -374,11 +373,6 @@ fn take(
 fn is_due(shard: &ShardEntry, links: u64) -> bool {
     let turn = checksum::from_hex(shard.crc.as_bytes()).unwrap_or(0);
     links % TRUSTED == turn % TRUSTED
-}
-
-/// When a file was changed last, in nanoseconds since 1970 UTC.
-fn modified(stat: &fs::Stat) -> i64 {
-    stat.st_mtime.wrapping_mul(1_000_000_000).wrapping_add(stat.st_mtime_nsec.cast_signed())
 }
 
 #[cfg(test)]

@@ -9,7 +9,7 @@ use std::thread;
 use std::time::Instant;
 
 use super::whole::whole_xz;
-use crate::engine::content::{self, BATCH, Content};
+use crate::engine::content::{self, Content};
 use crate::engine::job::{TICK, Tick};
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::error::{Error, Result, panic_text};
@@ -20,7 +20,11 @@ use crate::format::manifest::{Body, TensorEntry};
 use crate::sys::thread::builder;
 
 /// More threads than this were never faster: what they share is memory.
-const MOST_THREADS: usize = 8;
+pub(super) const MOST_THREADS: usize = 8;
+
+/// Bytes that one call brings from elsewhere, to be compared: in all threads together less than the staging buffers of a
+/// save, of which none is in use yet.
+pub(crate) const FETCHED: u64 = 8 << 20;
 
 /// A tensor that may be the one of the base.
 struct Candidate<'a> {
@@ -82,7 +86,7 @@ impl<'a> Comparison<'a> {
             let first = all.extents.len();
             for (extent, _) in geometry::extents(entry.placement(tensor), 0..entry.bytes(), base.block_size) {
                 let pulls = matches!(contents[tensor], Content::Pull(_));
-                let most = if pulls { BATCH as u64 } else { BLOCK_SIZE };
+                let most = if pulls { FETCHED } else { BLOCK_SIZE };
                 if bytes > 0 && (pulls != pulled || bytes + extent.len > most) {
                     all.batches.push(begin..all.extents.len());
                     (begin, bytes) = (all.extents.len(), 0);
@@ -191,7 +195,7 @@ pub(crate) fn in_parallel(
     tick: Tick<'_>,
     work: &(dyn Fn(usize) -> Result<()> + Sync),
 ) -> Result<()> {
-    let threads = options.threads.unwrap_or_else(|| options.cores().min(MOST_THREADS));
+    let threads = options.threads.unwrap_or_else(|| options.cores()).min(MOST_THREADS);
     let threads = if total < SINGLE { 0 } else { threads.min(count) };
     let (next, failure) = (AtomicUsize::new(0), Mutex::new(None));
     let fail = |error: Error| {

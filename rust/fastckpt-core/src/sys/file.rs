@@ -82,6 +82,29 @@ pub fn stat(directory: BorrowedFd<'_>, name: &str) -> io::Result<fs::Stat> {
     Located::find(directory, name)?.stat()
 }
 
+/// When the file `name` inside `directory` was changed last, in nanoseconds since 1970 UTC, and its inode; of `directory`
+/// itself if there is no name. A network file system asks its server: what it remembers may be older than what other
+/// clients have written.
+pub fn changed(directory: BorrowedFd<'_>, name: &str) -> io::Result<(i64, u64)> {
+    let file = if name.is_empty() {
+        Located { outer: directory, inner: None, name }
+    } else {
+        Located::find(directory, name)?
+    };
+    let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::EMPTY_PATH;
+    let wanted = StatxFlags::MTIME | StatxFlags::INO;
+    let nanoseconds = |seconds: i64, rest: i64| seconds.wrapping_mul(1_000_000_000).wrapping_add(rest);
+    match fs::statx(file.directory(), file.name, flags | AtFlags::STATX_FORCE_SYNC, wanted) {
+        Ok(stat) => Ok((nanoseconds(stat.stx_mtime.tv_sec, stat.stx_mtime.tv_nsec.into()), stat.stx_ino)),
+        // Before Linux 4.11, or a filter refuses the call.
+        Err(Errno::NOSYS | Errno::PERM) => {
+            let stat = fs::statat(file.directory(), file.name, flags)?;
+            Ok((nanoseconds(stat.st_mtime, stat.st_mtime_nsec.cast_signed()), stat.st_ino))
+        }
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// How long to wait for the holder of a lease to give it back, and how often to check. The kernel revokes a lease after
 /// fs.lease-break-time, 45 s by default.
 const LEASE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(2));
@@ -454,6 +477,20 @@ mod tests {
             refused(stat(directory.as_fd(), name).unwrap_err());
             refused(DataFile::open_write(directory.as_fd(), name, false).unwrap_err());
         }
+    }
+
+    #[test]
+    fn a_file_tells_when_it_was_changed_by_its_name_and_by_itself() {
+        use std::os::unix::fs::MetadataExt as _;
+        let parent = tempfile::tempdir().unwrap();
+        let directory = open_directory(parent.path()).unwrap();
+        DataFile::create(directory.as_fd(), "a/b", 3, &mut || true).unwrap();
+        let file = std::fs::File::open(parent.path().join("a/b")).unwrap();
+        file.set_modified(std::time::UNIX_EPOCH + Duration::from_nanos(5_000_000_007)).unwrap();
+        let expected = (5_000_000_007, file.metadata().unwrap().ino());
+        assert_eq!(changed(directory.as_fd(), "a/b").unwrap(), expected);
+        assert_eq!(changed(file.as_fd(), "").unwrap(), expected);
+        assert!(changed(directory.as_fd(), "a/c").is_err());
     }
 
     #[test]

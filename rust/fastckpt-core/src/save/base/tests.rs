@@ -247,3 +247,52 @@ fn a_few_constants_get_no_file_of_their_own() {
     saved(&one, Some(&two), &others, &[]);
     assert_eq!(body(&one).shards.len(), 2);
 }
+
+#[test]
+fn what_is_brought_to_be_compared_stays_within_the_memory_of_a_save() {
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU64, Ordering};
+
+    use crate::engine::content::{Pull, Pulled};
+    use crate::save::compare::MOST_THREADS;
+
+    const LEN: usize = 3 << 20;
+    let parent = tempfile::tempdir().unwrap();
+    let most = Arc::new(AtomicU64::new(0));
+    let noted = Arc::clone(&most);
+    let fill = Arc::new(move |all: &mut [Pulled<'_>]| {
+        noted.fetch_max(all.iter().map(|one| one.to.len() as u64).sum(), Ordering::Relaxed);
+        for one in all {
+            one.to.fill(1);
+        }
+        Ok(())
+    });
+    let spec = |index| TensorSpec {
+        name: format!("m.{index}"),
+        dtype: Dtype::U8,
+        shape: vec![LEN as u64],
+        logical: None,
+    };
+    let tensors: Vec<_> = (0..12).map(spec).collect();
+    let content = |index| Content::Pull(Pull { fill: Arc::<_>::clone(&fill) as _, index });
+    let contents: Vec<_> = (0..tensors.len()).map(content).collect();
+    let groups = groups::of("m.");
+    let path = parent.path().join("a");
+    let request = Request {
+        path: &path,
+        tensors: &tensors,
+        contents: Contents::Tensors(&contents, &groups, 1 << 30),
+        reuse: None,
+        structure: "[null]",
+        metadata: "[null]",
+        files: &[],
+        overwrite: true,
+    };
+    save(&request, &Options::default(), &mut |_, _| true).unwrap();
+    most.store(0, Ordering::Relaxed);
+    let same = unchanged(&tensors, &contents, &body(&path), &Options::default(), &mut |_, _| true).unwrap();
+    assert!(same.iter().all(Option::is_some));
+    // docs/design.md, Memory.
+    let bytes = most.load(Ordering::Relaxed) * MOST_THREADS as u64;
+    assert!(bytes > 0 && bytes <= 96 << 20, "{bytes}");
+}
