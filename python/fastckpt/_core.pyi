@@ -29,6 +29,7 @@ __all__ = [
     "RankSave",
     "ReadRequest",
     "Reader",
+    "Replicas",
     "SaveOptions",
     "Share",
     "Snapshot",
@@ -675,7 +676,7 @@ class Share:
         spreads: Sequence[Spread],
         ranks: int,
         options: SaveOptions,
-        page: int = 4096,
+        page: int = ...,
     ) -> Share:
         """Lay out a save.
 

@@ -502,7 +502,7 @@ def test_metadata_and_metrics_lie_in_the_checkpoint(tmp_path):
             manager.save(2, state(2), metadata={"step": 2, "metrics": 1})
     with fastckpt.open(manager.path(1)) as checkpoint:
         metadata = checkpoint.metadata
-    assert metadata.pop("lineage").keys() == {"order", "continues", "forks", "files", "changed"}
+    assert metadata.pop("lineage").keys() == {"order", "continues", "forks", "files", "changed", "changed_of"}
     assert metadata == {"git": "abc", "step": 1, "metrics": {"loss": 0.5}}
     found = manager.restore()
     assert (found.metadata, found.metrics) == ({"git": "abc"}, {"loss": 0.5})

@@ -7,31 +7,13 @@
 use std::cmp::Reverse;
 use std::collections::HashMap;
 
-use super::table::Share;
+use super::table::{Deal, Share};
 use crate::error::Result;
 
 /// A tensor is not cut into runs of fewer bytes, but for its last one. What one rank writes of it beyond its share takes a moment.
 const RUN: u64 = 64 << 20;
 /// A copy may give this fraction more than its share, so that a tensor need not be cut.
 const SPARE: u64 = 16;
-
-/// From which copy the bytes of a tensor come.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Deal {
-    /// Runs of the file, one after another: where each ends, and its copy. The last copy goes on to the tensor's end.
-    runs: Vec<(u64, u32)>,
-    /// Every byte comes from that copy. Else the rank that writes a page may take what it holds of a part that begins
-    /// there, which is compared whatever else is.
-    pub(super) strict: bool,
-}
-
-impl Deal {
-    /// The copy that gives the byte at `offset` of the file.
-    pub(super) fn copy(&self, offset: u64) -> u32 {
-        let run = self.runs.get(self.runs.partition_point(|&(end, _)| end <= offset)).or(self.runs.last());
-        run.map_or(0, |&(_, copy)| copy)
-    }
-}
 
 /// Tensors that lie one after another and are dealt together.
 struct Batch {

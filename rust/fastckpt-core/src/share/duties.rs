@@ -9,12 +9,11 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::cover::Cover;
-use super::deal::Deal;
 use super::messages::{Item, Mailbox, Message};
 use super::owners::Held;
 use super::place::Places;
 use super::spread::Groups;
-use super::table::Share;
+use super::table::{Deal, Share};
 use super::tiles::Whose;
 use crate::error::{Error, Result};
 use crate::format::geometry::down;

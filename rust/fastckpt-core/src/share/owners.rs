@@ -3,9 +3,8 @@
 use std::ops::Range;
 
 use super::cover::Cover;
-use super::deal::Deal;
 use super::spread::Groups;
-use super::table::Share;
+use super::table::{Deal, Share};
 use crate::error::Result;
 use crate::format::geometry::{STRAIGHT, down};
 

@@ -7,7 +7,6 @@ use std::sync::OnceLock;
 
 use super::bytes::{Shape, len};
 use super::cover::Cover;
-use super::deal::Deal;
 use super::spread::{Groups, Spread};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
@@ -31,6 +30,24 @@ pub struct Tensor {
     pub offset: u64,
     /// Indices of its spreads. A rank may have parts in several of them: those of the first come first.
     pub spreads: Vec<u32>,
+}
+
+/// From which copy the bytes of a tensor come.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Deal {
+    /// Runs of the file, one after another: where each ends, and its copy. The last copy goes on to the tensor's end.
+    pub(super) runs: Vec<(u64, u32)>,
+    /// Every byte comes from that copy. Else the rank that writes a page may take what it holds of a part that begins
+    /// there, which is compared whatever else is.
+    pub(super) strict: bool,
+}
+
+impl Deal {
+    /// The copy that gives the byte at `offset` of the file.
+    pub(super) fn copy(&self, offset: u64) -> u32 {
+        let run = self.runs.get(self.runs.partition_point(|&(end, _)| end <= offset)).or(self.runs.last());
+        run.map_or(0, |&(_, copy)| copy)
+    }
 }
 
 /// The tensors of a job, their places and their spreads.
