@@ -682,3 +682,16 @@ def test_no_warning_in_an_ordinary_run(tmp_path):
         fill(tmp_path, range(1, 6), keep=2)
         assert fastckpt.Manager(tmp_path).restore().step == 5
     assert aftermath.left_until(float("inf")) is None
+
+
+def test_a_checkpoint_of_an_adapter_alone_does_not_pass_for_the_model(tmp_path):
+    """Keys that are missing are an error, and no fresh weights."""
+    torch = pytest.importorskip("torch")
+    model = torch.nn.ModuleDict({"base": torch.nn.Linear(4, 4), "adapter": torch.nn.Linear(4, 2)})
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with fastckpt.Manager(tmp_path / "run") as manager:
+        manager.save(1, {"model": {name: tensor + 1 for name, tensor in before.items() if "adapter" in name}})
+        manager.wait()
+        with pytest.raises(fastckpt.StructureMismatchError, match=r"base\.weight.*not in the checkpoint"):
+            manager.restore(into={"model": model})
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())

@@ -1,0 +1,87 @@
+"""README's and the documents' commands are such as the repository has: distributions, extras, scripts, options."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+from fastckpt_top import options
+
+from fastckpt._tools import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = (ROOT / "README.md", ROOT / "tui" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+#: What pip installs that is not ours, in these pages.
+OF_OTHERS = {"anycrc", "."}
+
+
+def projects():
+    """By name: the extras of our distributions."""
+    found = {}
+    for page in (ROOT / "pyproject.toml", ROOT / "tui" / "pyproject.toml"):
+        text = page.read_text(encoding="utf-8")
+        extras = re.search(r"^\[project\.optional-dependencies\]\n((?:.+\n)*)", text, re.MULTILINE)
+        named = re.findall(r"^(\w+) = ", extras[1], re.MULTILINE) if extras else []
+        found[re.search(r'^name = "(.+)"$', text, re.MULTILINE)[1]] = set(named)
+    return found
+
+
+def wrong_installs(text):
+    """The first word of each install command that names neither a distribution of ours nor a known one."""
+    found = []
+    for words in re.findall(r"pip install ((?:[-\w.\[\]\",>=$ ]|\n +(?=fastckpt))+)", text):
+        given = iter(shlex.split(words.replace("\n", " "), comments=True))
+        for word in given:
+            if word in {"--find-links", "--no-binary", "--group"}:
+                next(given)
+                continue
+            name, _, extras = word.rstrip(".]").partition("[")
+            named = set(extras.split(",")) if extras else set()
+            if word.startswith("-") or word in OF_OTHERS:
+                continue
+            if name not in projects() or not named <= projects()[name]:
+                found.append(word)
+                break  # or words of the text that follow
+    return found
+
+
+def commands(page):
+    """The indented lines of a page."""
+    return re.findall(r"^    (\S.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_install_commands_name_what_there_is(page):
+    assert wrong_installs(page.read_text(encoding="utf-8")) == []
+
+
+def test_wrong_install_commands_are_seen():
+    assert wrong_installs('pip install fastckpt-top\npip install "fastckpt-io[remote]"') == []
+    assert wrong_installs("pip install fastckpt-io fastckpt-monitor") == ["fastckpt-monitor"]
+    assert wrong_installs('pip install "fastckpt-io[s3]"') == ["fastckpt-io[s3]"]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_scripts_are_there(page):
+    text = page.read_text(encoding="utf-8")
+    for name in {*re.findall(r"`(scripts/[\w-]+)", text), *re.findall(r"^    (scripts/[\w-]+)", text, re.MULTILINE)}:
+        assert os.access(ROOT / name, os.X_OK), name
+
+
+def test_options_of_the_monitor_are_there():
+    known = {flag for action in options.parser()._actions for flag in action.option_strings}
+    lines = [line for line in commands(ROOT / "README.md") if line.startswith("fastckpt-top")]
+    assert len(lines) == 3
+    assert {flag for line in lines for flag in re.findall(r"--[a-z-]+", line)} <= known
+
+
+def test_commands_of_the_shell_are_there():
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"^- (`fastckpt info`(?:, `\w+`)+): from the\s+shell", text, re.MULTILINE)
+    listed = listed.replace("`fastckpt ", "`")
+    (known,) = (action.choices for action in cli._parser()._actions if action.dest == "command")
+    assert set(re.findall(r"`(\w+)`", listed)) <= set(known)
+    assert set(re.findall(r"`fastckpt ([a-z]+)", text)) <= set(known)
