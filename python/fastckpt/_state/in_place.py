@@ -81,7 +81,7 @@ class _Update:
         self.done[id(target)] = target
         parts = {}
         for key, value in list(base.items(built)):
-            parts[key] = yield own.get(key, _NOTHING), value, whole
+            parts[key] = value if type(value) in _LEAVES else (yield own.get(key, _NOTHING), value, whole)
         for key, value in parts.items():
             base.__setitem__(target, key, value)
         if target is given:
@@ -124,6 +124,9 @@ class _Update:
         made = []
         holes = False
         for number, value in enumerate(built):
+            if type(value) in _LEAVES:
+                made.append(value)
+                continue
             exists = own[number] if number < len(own) else _NOTHING
             if value is not HOLE:
                 made.append((yield exists, value, whole))
@@ -136,6 +139,8 @@ class _Update:
         return made
 
 
+#: Most values, which are what was built.
+_LEAVES = frozenset((int, float, str, bool, type(None)))
 _PLAIN = frozenset((dict, OrderedDict, defaultdict))
 
 

@@ -360,10 +360,12 @@ def entries(tokens: list[Token], places: Places, named: Container[Place] = ()) -
     out: dict[Place, str] = {}
     inside = 0
     attributes: dict[int, int] = {}
+    noted = None
     for position, stack, in_key in _walk(tokens):
         token = tokens[position]
         inside = max(inside, attributes.get(position, 0))
-        if in_key or position < inside:
+        # A list of many values is noted with the first.
+        if in_key or position < inside or (stack[-1] is noted and type(token) is not list):
             continue
         if _tag(token) == "type" and token[1] == ATTRIBUTED:
             attributes[ends[position + 2]] = ends[position]
@@ -376,6 +378,7 @@ def entries(tokens: list[Token], places: Places, named: Container[Place] = ()) -
             depth -= 1
         if depth:
             place = places.at(stack, depth)
+            noted = stack[-1] if depth < len(stack) else None
             if place not in out:
                 out[place] = (_name(stack[:depth], _NAMES) or str(place)) if place in named else ""
     return out
