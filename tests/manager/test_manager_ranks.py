@@ -92,6 +92,48 @@ def test_ranks_follow_the_branch_that_saved_last(four, tmp_path):
         assert found is None
 
 
+def stand_still(out, stale, options):
+    """Save three steps, the last two with the same weights; what this rank hears after each, and the shares."""
+    heard = []
+    with fastckpt.Manager(out, timeout=TIMEOUT, stale=stale, **options) as manager:
+        for step in (1, 2, 3):
+            mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+            trained = {"w": min(step, 2), "frozen": 0, "exp_avg": step}
+            parts = {
+                name: parallel.distributed(torch.full((64, 1000), float(value)), mesh, [Shard(0)])
+                for name, value in trained.items()
+            }
+            manager.save(step, {"model": parts, "optimizer": {"exp_avg": parts.pop("exp_avg")}, "step": step})
+            try:
+                heard.append(manager.wait().warnings)
+            except fastckpt.CheckpointError as error:
+                heard.append(str(error))
+            dist.barrier()
+            if dist.get_rank() == 0:
+                # Nothing of what was saved is read again.
+                for shard in out.glob(f"step-*{step}/**/*.safetensors"):
+                    shard.write_bytes(b"")
+            dist.barrier()
+        return heard, [dict(one.changed) for one in manager.saved()] if dist.get_rank() == 0 else None
+
+
+@pytest.mark.parametrize("options", [{}, {"async_save": False}], ids=["async", "sync"])
+@pytest.mark.parametrize("stale", ["warn", "raise", "ignore"])
+def test_ranks_hear_that_training_stands_still(four, tmp_path, stale, options):
+    found = four.run(stand_still, tmp_path / "run", stale, {"save_options": {"base": None}, **options})
+    shares = [{}, {"model": 0.5, "optimizer": 1.0}, {"model": 0.0, "optimizer": 1.0}]
+    for rank, (heard, seen) in enumerate(found):
+        assert heard[:2] == [(), ()]
+        if stale == "raise":
+            assert "no tensor of the model has changed since step 2: model.w, model.frozen" in heard[2]
+        elif stale == "warn" and rank == 0:
+            assert len(heard[2]) == 1
+            assert "no tensor of the model has changed since step 2: model.w, model.frozen" in heard[2][0]
+        else:
+            assert heard[2] == ()
+        assert seen == (None if rank else shares)
+
+
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_run_is_saved_kept_and_restored(four, tmp_path, async_save):
     options = {"keep": 2, "save_when": 10, "async_save": async_save}
