@@ -62,6 +62,7 @@ __all__ = [
     "remove",
     "remove_leftover",
     "save",
+    "set_changed",
     "set_group",
     "set_target",
     "try_priority",
@@ -96,6 +97,7 @@ probe = for_linux("probe")
 remove = for_linux("remove")
 remove_leftover = for_linux("remove_leftover")
 save = for_linux("save")
+set_changed = for_linux("set_changed")
 set_group = for_linux("set_group")
 set_target = for_linux("set_target")
 try_priority = for_linux("try_priority")

@@ -48,6 +48,7 @@ __all__ = [
     "remove",
     "remove_leftover",
     "save",
+    "set_changed",
     "set_group",
     "set_target",
     "try_priority",
@@ -299,6 +300,9 @@ def wait_for(rank: int | None) -> None:
 
 def counters_refused() -> str | None:
     """Why the monitor does not see this process, if that is for the file system of its directory."""
+
+def set_changed(step: int, model: float | None, optimizer: float | None) -> None:
+    """Tell the monitor which shares of the model's and the optimizer's bytes have changed with the save of a step."""
 
 @final
 class ProbedRing:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from by_hand import GB, Rank, joined, look
 from fastckpt_top import demo as demonstration
-from fastckpt_top import targets, text
+from fastckpt_top import jsonout, targets, text
 from fastckpt_top.model import Model
 from fastckpt_top.rows import Verdict, judge
 from fastckpt_top.segment import Phase
@@ -626,3 +626,41 @@ def test_a_dead_rank_is_not_hidden_by_another_job_of_the_same_name():
     mate.proc = replace(mate.proc, alive=False)
     look(model, 3.0, dead, other, mate)
     assert [row.alive for row in model.rows if row.rank == 0] == [True], "all of it is gone, and it runs again"
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "words"),
+    [
+        (1 | 1_000_001 << 32, "warn", "nothing of the model and 100 % of the optimizer changed"),
+        (250_001 | 1 << 32, "warn", "25 % of the model and nothing of the optimizer changed"),
+        (250_001, "info", "25 % of the model changed"),
+        (2, "info", "0.0001 % of the model changed"),
+    ],
+)
+def test_what_has_changed_with_a_save_is_an_event_and_standing_still_is_the_sentence(changed, level, words):
+    rank = Rank().op(10 * GB, start=1.0)
+    model = look(Model(), 2.0, rank)
+    rank.op(10 * GB, Phase.DONE, start=1.0, end=4.0)
+    look(model, 4.0, rank)
+
+    def told():
+        return [(event.level, event.text) for event in model.events if "changed" in event.text]
+
+    # Of another step.
+    process = replace(rank.proc.process, changed=changed, changed_step=0)
+    rank.proc = replace(rank.proc, process=process)
+    assert look(model, 4.2, rank).main.changed == ()
+    assert told() == []
+    rank.proc = replace(rank.proc, process=replace(process, changed_step=1))
+    for at in (4.5, 5.0):
+        op = look(model, at, rank).main
+    assert told() == [(level, f"save step-1: {words}")]
+    still = [group for group, share in op.changed if share == 0]
+    said = op.sentence.words[0]
+    assert (
+        (op.sentence.level, said) == ("warn", f"step-1: no tensor of the {still[0]} has changed since the save before")
+        if still
+        else "changed" not in said
+    )
+    (found,) = jsonout.Ticks().next(model)["ops"]
+    assert found["changed"] == dict(op.changed)

@@ -255,6 +255,33 @@ def test_the_process_group_and_whom_a_rank_waits_for_are_published(place, tmp_pa
         child.stdin.write("\n")
 
 
+STILL = """
+import sys
+import numpy as np
+import fastckpt
+with fastckpt.Manager(sys.argv[1]) as manager:
+    for step in (1, 2, 3):
+        model = {"w": np.full(100, min(step, 2), np.float32), "frozen": np.zeros(300, np.float32)}
+        manager.save(step, {"model": model, "optim": {"m": np.full(10, step, np.float32)}})
+        manager.wait()
+        print(step, flush=True)
+        sys.stdin.readline()
+"""
+
+
+def test_a_manager_publishes_what_has_changed(place, tmp_path):
+    command = [sys.executable, "-c", STILL, str(tmp_path / "run")]
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        for shares in ({}, {"model": 0.25, "optimizer": 1.0}, {"model": 0.0, "optimizer": 1.0}):
+            step = int(child.stdout.readline())
+            newest = max(once(place)["ops"], key=lambda op: op["t_start"])
+            assert (newest["step"], newest["changed"]) == (step, shares)
+            child.stdin.write("\n")
+            child.stdin.flush()
+    assert newest["sentence"]["text"].endswith("no tensor of the model has changed since the save before")
+
+
 def test_counters_can_be_turned_off(place, tmp_path):
     environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place), "FASTCKPT_TOP": "0"}
     code = "import fastckpt, sys; fastckpt.save({}, sys.argv[1])"

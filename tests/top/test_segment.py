@@ -231,3 +231,4 @@ def test_the_golden_segment_says_what_the_rust_test_wrote():
     assert waits == [(1, 2, 40, 50), (2, 3, 41, 51)]
     process = found.process
     assert (process.group, process.group_rank, process.group_size, process.waits_for) == (9, 10, 16, 12)
+    assert (process.changed_step, process.shares) == (13, {"model": 0.25, "optimizer": 0.0})

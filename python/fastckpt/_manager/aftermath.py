@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from fastckpt import _core
 from fastckpt._api.event import Event
 from fastckpt._api.reports import SaveReport
 from fastckpt._background.pending import PendingSave
@@ -173,6 +174,7 @@ class Aftermath:
             logger.debug("%s: not compared with the one before: %s", path, error)
             return
         self.changed = step, shares
+        _core.set_changed(step, shares.get("model"), shares.get("optimizer"))
         for entry in self._catalogue.entries([step]).values():
             self._catalogue.add(entry._replace(saved=replace(entry.saved, changed=shares)))
         self.said = None if self._stale == "ignore" else alarm(path, since, now, shares)

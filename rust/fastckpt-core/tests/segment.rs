@@ -93,11 +93,13 @@ fn fill(segment: &Segment) {
         (&process.ops_unslotted, 8),
         (&process.group, 9),
         (&process.waits_for, 12),
+        (&process.changed, (1 << 32) + 250_001),
     ] {
         field.store(value, Relaxed);
     }
     process.group_rank.store(10, Relaxed);
     process.group_size.store(16, Relaxed);
+    process.changed_step.store(13, Relaxed);
 
     let operation = &segment.operations[1];
     for (field, value) in [

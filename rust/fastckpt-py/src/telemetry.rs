@@ -1,5 +1,6 @@
-//! `_core.Operation`, `_core.set_target`, `_core.set_group`, `_core.wait_for` and `_core.counters_refused`: what the live
-//! counters show of operations that the core does not run yet, and beside operations, and why nobody sees it.
+//! `_core.Operation`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed` and
+//! `_core.counters_refused`: what the live counters show of operations that the core does not run yet, and beside
+//! operations, and why nobody sees it.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -78,6 +79,12 @@ fn wait_for(py: Python<'_>, rank: Option<u32>) {
 
 /// See `_core.pyi`.
 #[pyfunction]
+fn set_changed(py: Python<'_>, step: i64, model: Option<f64>, optimizer: Option<f64>) {
+    py.detach(|| telemetry::set_changed(step, model, optimizer));
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
 fn counters_refused() -> Option<String> {
     telemetry::refused()
 }
@@ -87,5 +94,6 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(set_target, module)?)?;
     module.add_function(wrap_pyfunction!(set_group, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for, module)?)?;
+    module.add_function(wrap_pyfunction!(set_changed, module)?)?;
     module.add_function(wrap_pyfunction!(counters_refused, module)?)
 }

@@ -43,6 +43,7 @@ class Events:
             self._begun = True
             for group in groups:
                 group.told_end = not group.running
+                group.told_change = bool(node_op(group, look).changed)
         for group in groups:
             if group.running and not group.was_running:
                 group.was_running = True
@@ -55,6 +56,7 @@ class Events:
         for group in groups:
             if not group.told_end:
                 self._tell_end(group, look)
+            self._tell_change(group, look)
 
     def _add(self, level: str, what: str, real: float) -> None:
         self.kept.append(Event(real, level, what))
@@ -87,6 +89,18 @@ class Events:
             speed = f"{text.rate(op.average)} GB/s, {share} of target"
             words = f"{derive.title(group)} done: {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {speed}"
             self._add("info", words, look.real)
+
+    def _tell_change(self, group: Group, look: Look) -> None:
+        op = node_op(group, look)
+        if op.changed and not group.told_change:
+            group.told_change = True
+            shares = " and ".join(f"{_share(share)} of the {name}" for name, share in op.changed)
+            self._add("warn" if phrases.still(op) else "info", f"{derive.title(group)}: {shares} changed", look.real)
+
+
+def _share(share: float) -> str:
+    """Percent; only what is nothing is 0."""
+    return "nothing" if share == 0 else f"{100 * share:.3g} %"
 
 
 def _fallback(op: Operation) -> str:

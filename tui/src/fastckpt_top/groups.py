@@ -53,7 +53,7 @@ class Group:
         target: Bytes/s that they were to reach while it was seen running; 0 if it was not.
         ranks: Ranks that these GPUs belong to, also those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
-        told_end: Whether the event was given.
+        told_end: Whether the event was given; likewise `told_change`.
         was_running: Whether it was ever seen running.
         job: Key of its job.
         causes: How often each thing was seen to hold it back.
@@ -71,7 +71,7 @@ class Group:
         self.target = 0.0
         self.ranks = 1
         self.straggler: OpTrack | None = None
-        self.told_end = False
+        self.told_end = self.told_change = False
         self.was_running = False
         self.job = ""
         self.causes: Counter[str] = Counter()

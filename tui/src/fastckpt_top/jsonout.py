@@ -269,6 +269,7 @@ def _node_op(op: NodeOp) -> Json:
         "last": op.last or None,
         "verdict": _verdict(op.verdict),
         "failed": op.failed,
+        "changed": {group: _number(share, 6) for group, share in op.changed},
         "sentence": _sentence(op.sentence),
     }
 

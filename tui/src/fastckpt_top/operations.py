@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from fastckpt_top import derive, estimate
 from fastckpt_top.look import count_ranks
 from fastckpt_top.rows import NodeOp, Verdict, judge
-from fastckpt_top.segment import KINDS, PHASES, Phase
+from fastckpt_top.segment import KINDS, PHASES, Kind, Phase
 
 if TYPE_CHECKING:
     from fastckpt_top.groups import Group
@@ -66,7 +66,15 @@ def node_op(group: Group, look: Look) -> NodeOp:
         failed=failed,
         job_key=group.job,
         target_source=per_gpu.source,
+        changed=() if running or group.kind != Kind.SAVE or failed else _changed(group),
     )
+
+
+def _changed(group: Group) -> tuple[tuple[str, float], ...]:
+    """What has changed with a save, as the rank says that looks."""
+    blocks = [track.proc.process for track in group.members.values()]
+    shares = next((one.shares for one in blocks if one.changed and one.changed_step == group.step), {})
+    return tuple(shares.items())
 
 
 def _progress(tracks: list[OpTrack], *, copying: bool, total: int) -> float | None:

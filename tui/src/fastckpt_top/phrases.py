@@ -10,7 +10,7 @@ from fastckpt_top.rows import wait_text
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastckpt_top.rows import Row
+    from fastckpt_top.rows import NodeOp, Row
 
 _NAMED: Final = 3
 """Ranks that are called by name before they are only counted."""
@@ -129,6 +129,11 @@ def names(rows: Sequence[Row]) -> str:
 def count(rows: Sequence[Row]) -> str:
     """`rank 3`, or `2 ranks`."""
     return rows[0].name if len(rows) == 1 else f"{len(rows)} ranks"
+
+
+def still(op: NodeOp) -> list[str]:
+    """The groups of which nothing has changed with a save."""
+    return [group for group, share in op.changed if share == 0]
 
 
 def seconds(span: float) -> str:

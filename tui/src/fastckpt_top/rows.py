@@ -304,6 +304,7 @@ class NodeOp:
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
         target_source: Who asked for the target, as `Target.source`.
+        changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
         sentence: What matters most about it; None where there is nothing to say.
     """
 
@@ -332,6 +333,7 @@ class NodeOp:
     failed: int
     job_key: str = ""
     target_source: str = "default"
+    changed: tuple[tuple[str, float], ...] = ()
     sentence: Sentence | None = None
 
 

@@ -146,6 +146,8 @@ PROCESS: Final[_Fields] = (
     ("group_rank", 0x80, "I"),
     ("group_size", 0x84, "I"),
     ("waits_for", 0x88, "Q"),
+    ("changed_step", 0x90, "q"),
+    ("changed", 0x98, "Q"),
 )
 OPERATION: Final[_Fields] = (
     ("seq", 0x00, "Q"),
@@ -307,6 +309,14 @@ class Process:
     group_rank: int = 0
     group_size: int = 0
     waits_for: int = 0
+    changed_step: int = 0
+    changed: int = 0
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """What has changed with the save of `changed_step`, of the groups of which that is known: 0 to 1."""
+        found = {"model": self.changed & NONE_U32, "optimizer": self.changed >> 32}
+        return {group: min((share - 1) / 1e6, 1.0) for group, share in found.items() if share}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -247,6 +247,11 @@ def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
     """How it went."""
+    still = phrases.still(op)
+    if still:
+        words = f"no tensor of the {' and of the '.join(still)} has changed"
+        whole = f"{op.label or op.kind}: {words} since the save before"
+        return _made("warn", "", whole, words, f"{' and '.join(still)} unchanged")
     if op.verdict is Verdict.QUIET:
         return None
     average, target = phrases.compared(op.average, op.target)

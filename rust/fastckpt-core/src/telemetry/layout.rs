@@ -178,7 +178,9 @@ structures! {
         group_rank: AtomicU32,
         group_size: AtomicU32,
         waits_for: AtomicU64,
-        reserved: [AtomicU64; 14],
+        changed_step: AtomicI64,
+        changed: AtomicU64,
+        reserved: [AtomicU64; 12],
     }
 
     /// 5.3.

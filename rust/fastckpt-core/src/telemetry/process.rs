@@ -53,6 +53,23 @@ pub fn wait_for(rank: Option<u32>) {
     with_segment(|segment| group::fill(&segment.process));
 }
 
+/// Tells the monitor which shares of the model's and of the optimizer's bytes have changed with the save of a step;
+/// none where nobody knows.
+#[expect(clippy::cast_sign_loss, reason = "a share is clamped to what is positive")]
+pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
+    let [model, optimizer] = [model, optimizer].map(|share| {
+        // In millionths, rounded up: only what is 0 is shown as 0.
+        share.map_or(0, |share| 1 + (share.clamp(0.0, 1.0) * 1e6).ceil() as u64)
+    });
+    with_segment(|segment| {
+        // A reader that finds shares finds the step that they are of.
+        segment.process.changed.store(0, Relaxed);
+        fence(Release);
+        segment.process.changed_step.store(step, Relaxed);
+        segment.process.changed.store(optimizer << 32 | model, Release);
+    });
+}
+
 /// Changes the segment of this process, if it has one.
 fn with_segment(change: impl FnOnce(&Segment)) {
     let Some(guard) = lock() else { return };
@@ -145,6 +162,8 @@ fn inherit(segment: &Segment, old: &Segment) {
     ] {
         to.store(from.load(Relaxed), Relaxed);
     }
+    new.changed_step.store(old_totals.changed_step.load(Relaxed), Relaxed);
+    new.changed.store(old_totals.changed.load(Relaxed), Relaxed);
     for (to, from) in segment.history.iter().zip(&old.history) {
         to.copy(from);
     }
