@@ -14,7 +14,6 @@ from typing import cast
 from fastckpt import _core
 from fastckpt._core import Leftover, ListedCheckpoint
 from fastckpt._paths import AnyPath, is_url, path_of
-from fastckpt._portable.listing import is_ours
 from fastckpt._stores.urls import place_of
 from fastckpt._text import natural
 from fastckpt.exceptions import CorruptCheckpointError
@@ -81,6 +80,8 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
         NotACheckpointError: it is none.
         OSError: it cannot be read.
     """
+    from fastckpt._portable.listing import is_ours  # noqa: PLC0415 - what reads without the core is seldom needed
+
     own: set[str] | None = None
     # What a damaged one has that is its own goes by the names.
     with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
