@@ -60,7 +60,7 @@ class Trial:
         at: the call.
         meets: whether ranks meet before each call.
         store: which process has the store.
-        after: seconds from the beginning of the call until something stands still.
+        after: seconds from the beginning of the call until something stands still; 0: the call begins when it does.
         still: seconds for which it does.
     """
 
@@ -85,7 +85,9 @@ class Trial:
             or (self.entry, self.event) == ("restore", "missed")
             or (self.entry == "manager" and (self.event.endswith("still") or self.event == "between"))
         )
-        return [self.at] if self.meets and not told_next else [self.at, self.at + 1]
+        count = 1 if self.meets and not told_next else 2
+        # A short call may have ended by then.
+        return [*range(self.at, self.at + count + bool(self.after))]
 
     @property
     def short(self) -> list[int]:
@@ -202,7 +204,7 @@ def rank(trial, path):
                     stack.enter_context(program.manager)
                 if not told:
                     program.prepare()
-                one_life(trial, program, told)
+                one_life(trial, program, told, path)
         except LeftError:
             told.append("left")
         except FAILURES as error:
@@ -215,7 +217,7 @@ def rank(trial, path):
     return told
 
 
-def one_life(trial, program, told):
+def one_life(trial, program, told, path):
     """Make the calls that are left."""
     for number in range(len(told), CALLS):
         if trial.meets:
@@ -223,6 +225,8 @@ def one_life(trial, program, told):
         struck = number == trial.at and dist.get_rank() == trial.odd
         if number == trial.at:
             groups.report("begins")
+            while trial.event.endswith("still") and not (trial.after or Path(path, "still").exists()):
+                time.sleep(0.001)
         if struck and trial.event == "leaves":
             raise LeftError
         if struck and trial.event == "missed":
@@ -318,7 +322,7 @@ def drawn(draw):
         draw.choice((0, 1, 1, 2)),
         meets=together or event == "leaves" or draw.random() < 0.5,
         store=draw.choice(("apart", "apart", "rank0")),
-        after=draw.uniform(0, 0.2),
+        after=draw.choice((0.0, draw.uniform(0, 0.2))),
         still=SHORT * draw.uniform(0.5, 2.5),
     )
 
@@ -333,15 +337,12 @@ def run(forge, trial, path):
                 group.heard(each)
             time.sleep(trial.after)
             of_store = trial.event.startswith("store")
-            if of_store and trial.store == "apart":
-                group.stop_store()
-                time.sleep(trial.still)
-                group.resume_store()
-            else:
-                which = 0 if of_store else trial.odd
-                group.stop(which)
-                time.sleep(trial.still)
-                group.resume(which)
+            which = 0 if of_store else trial.odd
+            apart = of_store and trial.store == "apart"
+            group.stop_store() if apart else group.stop(which)
+            Path(path, "still").touch()
+            time.sleep(trial.still)
+            group.resume_store() if apart else group.resume(which)
         outcomes = group.outcomes(3 * LONG)
         if any(each.kind != "returned" for each in outcomes):
             return str(groups.FailedError(outcomes))

@@ -25,8 +25,8 @@ LONGER = 1.5 * SHORT
         Trial(3, "manager", "missed", 2, 1, meets=True, store="apart", after=0.0, still=0.0),
         Trial(3, "manager", "between", 1, 1, meets=False, store="apart", after=0.0, still=0.0),
         Trial(2, "manager", "leaves", 1, 2, meets=True, store="apart", after=0.0, still=0.0),
-        Trial(3, "manager", "store stands still", 0, 1, meets=True, store="apart", after=0.1, still=LONGER),
-        Trial(2, "dcp_save", "rank stands still", 1, 1, meets=True, store="rank0", after=0.05, still=LONGER),
+        Trial(3, "manager", "store stands still", 0, 1, meets=True, store="apart", after=0.0, still=LONGER),
+        Trial(2, "dcp_save", "rank stands still", 1, 1, meets=True, store="rank0", after=0.0, still=LONGER),
     ],
     ids=lambda trial: f"{trial.entry}-{trial.event.replace(' ', '-')}",
 )
