@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -293,24 +292,15 @@ class Targets:
             key = tuple(token[:3])
             value = made.get(key)
             if value is None:
-                # With flags of its own it is the same memory.
-                if self.mappings is None and (len(key) < 3 or key[:2] not in made):  # noqa: PLR2004 - kind and number
-                    self._count(token[1])
                 value = made[key] = self._new(key)
             if type(value) is _Pending:
                 self._later.append((len(values), key, value.finish))
             values.append(value)
 
-    def _count(self, index: int) -> None:
-        """New memory was made for a tensor."""
-        if index in self.devices:
-            return
-        stored = self.stored[index]
-        nbytes = stored.nbytes
-        if index in self.dtypes:
-            bits = re.search(r"\d+", self.dtypes[index])
-            nbytes = prod((stored.logical or stored).shape) * (int(bits[0]) if bits else 8) // 8
-        self.fresh = self.fresh[0] + nbytes, self.fresh[1] + (nbytes if nbytes >= _memory.LARGE else 0)
+    def _count(self, index: int, nbytes: int) -> None:
+        """New memory was made for a tensor, of a load that maps nothing; what goes to a device does not stay there."""
+        if self.mappings is None and index not in self.devices:
+            self.fresh = self.fresh[0] + nbytes, self.fresh[1] + (nbytes if nbytes >= _memory.LARGE else 0)
 
     def values(self) -> list[Any]:
         """What each token stands for, once all has been read."""
@@ -373,7 +363,9 @@ class Targets:
             torch = torch_for("a torch tensor")
             wanted = self.wanted_dtype(index, torch=True) if cast else found
             if device is None:
-                tensor = empty(shape, wanted, 0, prod(shape) * wanted.itemsize)
+                room = prod(shape) * wanted.itemsize
+                tensor = empty(shape, wanted, 0, room)
+                self._count(index, room)
             else:
                 tensor = torch.empty_on(device, shape, wanted)
             address = tensor.data_ptr() if device is None else 0
@@ -384,6 +376,7 @@ class Targets:
         if nbytes and self.mappings is not None:
             return torch_for("a torch tensor").over(self._mapped(index, itemsize), found, shape)
         tensor = empty(shape, found, stored.offset, nbytes)
+        self._count(index, nbytes)
         self.ask(index, tensor, tensor.data_ptr())
         return tensor
 
@@ -393,12 +386,15 @@ class Targets:
         shape = self.shape(index, found.itemsize)
         if index in self.dtypes:
             wanted = self.wanted_dtype(index, torch=False)
-            array = _numpy.empty(shape, wanted, 0, prod(shape) * wanted.itemsize)
+            room = prod(shape) * wanted.itemsize
+            array = _numpy.empty(shape, wanted, 0, room)
+            self._count(index, room)
             self.ask_cast(index, array, _memory.address_of(array), None, torch=False)
             return array
         if stored.nbytes and self.mappings is not None:
             return np.ndarray(shape, found, self._mapped(index, found.alignment))
         array = _numpy.empty(shape, found, stored.offset, stored.nbytes)
+        self._count(index, stored.nbytes)
         self.ask(index, array, _memory.address_of(array))
         return array
 
@@ -449,6 +445,7 @@ class Targets:
             mapped = self._mapped(index, 1)
             # After they were checked.
             return _Pending(mapped.tobytes if tag == "bytes" else lambda: bytearray(mapped))
+        self._count(index, nbytes)
         if tag == "bytearray":
             value = bytearray(nbytes)
             if nbytes:
