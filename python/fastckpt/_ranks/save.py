@@ -312,10 +312,10 @@ def _combine_calls(calls: list[Any]) -> list[Any]:
 
 def _first_two(said: Sequence[list[list[Any]]]) -> list[list[Any]]:
     """Two ranks that say different things, and what they say; or one."""
-    kinds: dict[str, int] = {}
-    for rank, text in chain.from_iterable(said):
-        kinds.setdefault(text, rank)
-    return sorted([rank, text] for text, rank in kinds.items())[:2]
+    kinds: dict[Any, int] = {}
+    for rank, what in chain.from_iterable(said):
+        kinds.setdefault(what, rank)
+    return sorted([rank, what] for what, rank in kinds.items())[:2]
 
 
 def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
@@ -488,12 +488,8 @@ def _write(
 
 def _combine_created(offers: list[list[Any]]) -> list[Any]:
     """What several ranks say before there is a workspace: their gloo groups, and the first of each kind of shares."""
-    shares: dict[int, int] = {}
-    for _, pairs, _ in offers:
-        for rank, digest in pairs:
-            shares.setdefault(digest, rank)
-    found = sorted([rank, digest] for digest, rank in shares.items())[:2]
-    return [Link.combine([offer for offer, _, _ in offers]), found, combine_teams([teams for _, _, teams in offers])]
+    links, shares, teams = zip(*offers, strict=True)
+    return [Link.combine(links), _first_two(shares), combine_teams(teams)]
 
 
 def _create(
