@@ -62,3 +62,13 @@ def which(state: Any, nbytes: int = 1 << 20) -> int:
     if not same(state, numbered(index, nbytes)):
         raise AssertionError(f"a mixture: says step {index}, and is not that state")
     return int(index)
+
+
+def trained(step: int, *, weights: bool = True, moments: bool = True) -> dict[str, Any]:
+    """A model, an optimizer that counts its steps, and what changes in every run; either of both may stand still."""
+    return {
+        "model": {"w": np.full(100, step if weights else 0, np.float32), "frozen": np.zeros(300, np.float32)},
+        "optimizer": {"exp_avg": np.full(50, step if moments else 0, np.float32), "step": np.float32(step)},
+        "rng": np.full(16, step, np.uint8),
+        "step": step,
+    }

@@ -4,21 +4,11 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 import pytest
 
 import fastckpt
 from fastckpt._manager import stale
-
-
-def state(step, *, weights=True, moments=True):
-    """A model, an optimizer that counts its steps, and what changes in every run."""
-    return {
-        "model": {"w": np.full(100, step if weights else 0, np.float32), "frozen": np.zeros(300, np.float32)},
-        "optimizer": {"exp_avg": np.full(50, step if moments else 0, np.float32), "step": np.float32(step)},
-        "rng": np.full(16, step, np.uint8),
-        "step": step,
-    }
+from harness.states import trained as state
 
 
 def run(directory, *states, **options):

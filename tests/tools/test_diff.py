@@ -13,6 +13,7 @@ import pytest
 import fastckpt
 from fastckpt._tools import cli, diff
 from harness import needs
+from harness.states import trained as training
 
 try:
     import torch
@@ -211,15 +212,6 @@ def test_the_exit_code_tells_of_differences_if_it_is_asked_to(tmp_path, other, s
     command = ["diff", str(tmp_path / "a"), str(tmp_path / "b")]
     assert cli.main(command) == 0
     assert cli.main([*command, "--exit-code"]) == status
-
-
-def training(step, *, weights=True, moments=True):
-    return {
-        "model": {"w": np.full(100, step if weights else 0, np.float32), "frozen": np.zeros(300, np.float32)},
-        "optimizer": {"exp_avg": np.full(50, step if moments else 0, np.float32), "step": np.float32(step)},
-        "rng": np.full(16, step, np.uint8),
-        "step": step,
-    }
 
 
 @pytest.mark.parametrize(

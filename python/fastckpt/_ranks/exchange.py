@@ -21,7 +21,7 @@ from . import words
 from .torch_distributed import AbsentError, DataGroup
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from fastckpt import _core
 
@@ -99,7 +99,7 @@ class Link:
         return [needed, self._name]
 
     @staticmethod
-    def combine(offers: list[list[Any]]) -> list[Any]:
+    def combine(offers: Sequence[list[Any]]) -> list[Any]:
         """What several say: whether one of them needs a group, and the name of the one that all of them have."""
         names = {name for _, name in offers}
         return [any(needed for needed, _ in offers), names.pop() if len(names) == 1 else ""]

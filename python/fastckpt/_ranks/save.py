@@ -260,7 +260,9 @@ def save_order(
         )
         if order.policy.replicas == "first":
             share = share.first(None)
-        portion = Portion(share, agreed.held, agreed.fill if pulled else None, options, sum=agreed.sum)
+        portion = Portion(
+            share, agreed.held, agreed.fill if pulled else None, options, sum=agreed.sum if pulled else None
+        )
         # Only the coordinator has them.
         said = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
         compared = None

@@ -91,7 +91,9 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
                     here,
                     operation,
                     wishes.path,
-                    Portion(share, held, sources.fill if movers else None, options, sum=sources.sum),
+                    Portion(
+                        share, held, sources.fill if movers else None, options, sum=sources.sum if movers else None
+                    ),
                     lambda _: texts,
                     timeout=wishes.timeout,
                     compared=Compared(wishes.policy, seed),
