@@ -132,6 +132,9 @@ class Boundary(Run):
                 # Once it is known to have failed, its step may be saved again, and is not a base.
                 with contextlib.suppress(TimeoutError):
                     self._aftermath.wait(end)
+                if pending.done() and self._pending is pending:
+                    # The first rank may have told the others of the step after this one had heard of the failure.
+                    self._saved = None
                 if failed_of(error, CancelledError) and not isinstance(error, CancelledError):
                     # Given up on all ranks, and this one has heard of another's first.
                     raise CancelledError(str(error)) from error
