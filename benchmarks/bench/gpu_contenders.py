@@ -269,16 +269,12 @@ def registry() -> dict[str, type[Contender]]:
 
 
 def specs(device: str, names: tuple[str, ...] = ()) -> list[Spec]:
-    """Return all of them, or those of these kinds, for one device; ours also with GPUDirect Storage."""
-    variants = {
-        "fastckpt": [Spec("fastckpt:gds", {"io": "gds"}, title="fastckpt, io=gds")],
-        "fastsafetensors": [Spec("fastsafetensors:gds", {"gds": True}, title="fastsafetensors, GDS")],
-    }
+    """Return all of them, or those of these kinds, for one device; fastsafetensors also with GPUDirect Storage."""
     kinds = [kind for kind in registry() if not names or kind in names]
     found = [Spec(kind) for kind in kinds]
-    if device == "cuda":
+    if device == "cuda" and "fastsafetensors" in kinds:
         # Last: cuFile may hang where it is not set up, and takes the time of whoever follows.
-        found += [spec for kind in kinds for spec in variants.get(kind, [])]
+        found.append(Spec("fastsafetensors:gds", {"gds": True}, title="fastsafetensors, GDS"))
     return [
         Spec(spec.name, {**spec.options, "device": device}, spec.environment, spec.title, __name__) for spec in found
     ]

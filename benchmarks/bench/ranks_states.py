@@ -42,11 +42,6 @@ def make(kind: str, size: int, count: int = 0, *, blank: bool = False) -> dict[s
     return state
 
 
-def local_bytes(state: dict[str, Any]) -> int:
-    """Return the bytes that this rank holds."""
-    return sum(local(tensor).nbytes for tensor in state.values())
-
-
 def global_bytes(state: dict[str, Any]) -> int:
     """Return the bytes of the whole tensors, each counted once."""
     return sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -3,6 +3,7 @@
 It has what reading, inspecting, verifying and converting take. All else is there by name, and refuses to be called.
 """
 
+import sys
 from importlib.metadata import version
 
 from fastckpt._portable.checksum import crc64, crc64_joined
@@ -24,6 +25,7 @@ __all__ = [
     "DEBUG_BUILD",
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
+    "MOST_THREADS",
     "PLAN",
     "DamagedRange",
     "Gathering",
@@ -65,12 +67,15 @@ __all__ = [
     "set_changed",
     "set_group",
     "set_target",
-    "try_priority",
+    "try_nice",
     "wait_for",
+    "warn",
 ]
 
 __version__ = version("fastckpt-io")
 DEBUG_BUILD = False
+#: No bound: none of the core's threads run here.
+MOST_THREADS = sys.maxsize
 #: None: ranks do not save or load together here.
 PLAN = 0
 
@@ -100,8 +105,9 @@ save = for_linux("save")
 set_changed = for_linux("set_changed")
 set_group = for_linux("set_group")
 set_target = for_linux("set_target")
-try_priority = for_linux("try_priority")
+try_nice = for_linux("try_nice")
 wait_for = for_linux("wait_for")
+warn = for_linux("warn")
 
 
 def counters_refused() -> None:

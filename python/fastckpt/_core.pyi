@@ -1,7 +1,6 @@
 """The compiled core: thin, typed, without knowledge of tensors beyond name, dtype, shape and address."""
 
 from collections.abc import Callable, Sequence
-from collections.abc import Set as AbstractSet
 from typing import Any, TypedDict, final, type_check_only
 
 from fastckpt._tensors.described import Tensor
@@ -10,6 +9,7 @@ __all__ = [
     "DEBUG_BUILD",
     "MAX_DIMENSIONS",
     "MAX_TOKENS",
+    "MOST_THREADS",
     "PLAN",
     "DamagedRange",
     "Gathering",
@@ -51,8 +51,9 @@ __all__ = [
     "set_changed",
     "set_group",
     "set_target",
-    "try_priority",
+    "try_nice",
     "wait_for",
+    "warn",
 ]
 
 __version__: str
@@ -61,6 +62,8 @@ MAX_DIMENSIONS: int
 """The most dimensions of a tensor (docs/format.md, section 3.4)."""
 MAX_TOKENS: int
 """The most tokens of a structure."""
+MOST_THREADS: int
+"""The most worker threads of an operation: the memory for staging is enough for so many."""
 PLAN: int
 """The version of the rules by which ranks share the work of a save or a load."""
 
@@ -135,12 +138,6 @@ class SaveOptions:
     :class:`RankBase`.
     ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
     for a rank until ``close``.
-    ``direct`` are numbers of tensors without an address, and what moves blocks that lie inside them:
-    ``move(stretches, block)``, which threads of the core call with up to 16 MiB. A stretch is a tuple ``(index, start,
-    path, offset, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index``, whole blocks of ``block``
-    bytes, go to byte ``offset`` of the file ``path``. It returns the CRC-64 of each block. Once it raises, it is called
-    no more, and what it has not moved is asked of ``fill``. Only :func:`save` looks at
-    ``direct``; without it, ``io`` "gds" is "auto", and the report says so.
     """
 
     def __new__(
@@ -157,12 +154,10 @@ class SaveOptions:
         threads: int | None = None,
         bandwidth_limit: int | None = None,
         nice: int | None = None,
-        io_priority: str | None = None,
         step: int | None = None,
         elapsed: float = 0.0,
         operation: Operation | None = None,
         staging: Memory | None = None,
-        direct: tuple[AbstractSet[int], Callable[[list[tuple[int, int, str, int, int]], int], list[int]]] | None = None,
     ) -> SaveOptions: ...
 
 def save(
@@ -210,8 +205,8 @@ class ListedCheckpoint:
 def list_checkpoints(directory: str) -> list[ListedCheckpoint]:
     """The checkpoints in ``directory``, by name."""
 
-def remove(path: str, everything: bool) -> None:
-    """Remove a checkpoint; with ``everything`` also plain files in it that are not ours."""
+def remove(path: str, more: Sequence[str], everything: bool) -> None:
+    """Remove a checkpoint, and plain files in it that are not ours: those named ``more``, or all (``everything``)."""
 
 @final
 class Leftover:
@@ -304,6 +299,9 @@ def counters_refused() -> str | None:
 def set_changed(step: int, model: float | None, optimizer: float | None) -> None:
     """Tell the monitor which shares of the model's and the optimizer's bytes have changed with the save of a step."""
 
+def warn(text: str) -> None:
+    """Tell the monitor what this process warns of: up to 64 bytes of UTF-8."""
+
 @final
 class ProbedRing:
     """Answers of the calls of io_uring: an errno, or 0.
@@ -348,7 +346,8 @@ class Probe:
     ``engine`` is the engine that would run, ``fallback`` why it is not the one that was asked for, ``threads`` its
     workers, ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the answers of
     ``madvise``, an errno or 0. ``staging`` is the most staging memory of an operation, ``counters`` the size of a
-    process's live counters, both in bytes. ``files`` says what the file system supports, or is None, and then
+    process's live counters, both in bytes. ``counters_at`` are the directories in which they may lie, in turn, each
+    with why it is not looked at, or None. ``files`` says what the file system supports, or is None, and then
     ``trouble`` is the step that failed and its errno.
     """
 
@@ -360,6 +359,7 @@ class Probe:
     populate: int
     staging: int
     counters: int
+    counters_at: list[tuple[str, str | None]]
     ring: ProbedRing
     files: ProbedFiles | None
     trouble: tuple[str, int] | None
@@ -386,8 +386,8 @@ def probe(directory: str, *, io: str) -> Probe:
     ``ValueError`` for an unknown engine.
     """
 
-def try_priority(nice: int | None, io_priority: str | None) -> None:
-    """Whether a thread may have this niceness and I/O priority: ``OSError`` if not, ``ValueError`` for no priority."""
+def try_nice(nice: int) -> None:
+    """Whether a thread may have this niceness: ``OSError`` if not."""
 
 @final
 class Mappings:
@@ -615,7 +615,6 @@ class Reader:
         drain: Callable[[list[tuple[int, int, int, int]]], None] | None,
         tick: Callable[[int, int], None] | None,
         staging: Memory | None = None,
-        direct: tuple[AbstractSet[int], Callable[[list[tuple[int, int, str, int, int]], int], list[int]]] | None = None,
     ) -> Report:
         """Read tensors and boxes of them.
 
@@ -626,9 +625,6 @@ class Reader:
         ``staging`` is memory for the staging buffers; None for the core's own. With ``verify`` every extent that a
         request touches is read whole and compared with its checksum; without it only what is wanted is read, and gaps
         of up to 256 KiB.
-        ``direct`` is as for :class:`SaveOptions`, with numbers of requests for whole tensors; bytes go from the file,
-        and where ``verify`` is false ``block`` is 0, and no CRC-64 is returned. What it has not moved goes to
-        ``drain``.
         """
     def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
         """Write a checkpoint of tensors of this one, by number and name, with the same metadata.
@@ -754,7 +750,9 @@ class Mail:
     def admit(self, message: int) -> int:
         """Wait until there is memory for a message; return the address to receive it at."""
     def arrived(self, message: int) -> None:
-        """A message was received; CheckpointError if it is not what was sent."""
+        """A message was received. Whoever takes of it first compares it with its checksum."""
+    def altered(self) -> tuple[int, str] | None:
+        """The rank whose message is not what was sent, and what is wrong with it."""
     def stop(self, why: str) -> None:
         """End every wait, now and later, with a RuntimeError that says why."""
 

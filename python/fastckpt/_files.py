@@ -17,8 +17,8 @@ _LONGEST_NAME = 255
 #: What torch.distributed.checkpoint and tools around it look for: ``fastckpt.dcp`` puts one beside the manifest for
 #: them, and nothing here reads it.
 TORCH_METADATA = ".metadata"
-#: What fastckpt writes itself, or what readers of the directory would take for it.
-_OURS = {"fastckpt.json", "model.safetensors.index.json", "training"}
+#: What fastckpt writes beside the shards.
+BESIDE_SHARDS = frozenset({"fastckpt.json", "model.safetensors.index.json", TORCH_METADATA})
 
 
 def check_files(operation: str, files: Any) -> list[tuple[str, bytes]]:
@@ -42,7 +42,7 @@ def _check_name(operation: str, name: Any) -> str:
             f"{operation}: files: {name!r} is not a plain file name: give 1 to {_LONGEST_NAME} bytes without a "
             "separator, and no dot at the start"
         )
-    if name in _OURS or name.endswith(".safetensors"):
+    if name in BESIDE_SHARDS or name == "training" or name.endswith(".safetensors"):
         raise ValueError(f"{operation}: files: {name!r} is a name that fastckpt's own files have: choose another")
     return name
 

@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastckpt._api import in_flight
-from fastckpt._api.options import DeviceEngine, Framework, Unknown, check_pin
+from fastckpt._api.options import Engine, Framework, Unknown
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.prepare import wishes_of
@@ -28,14 +28,16 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport, RankSaveReport
 from fastckpt._api.reports import Loaded
 from fastckpt._api.save import warn_of_failures
-from fastckpt._api.tailor import Tailor
-from fastckpt._background.pending import OnError, PendingSave, check_on_error
+from fastckpt._api.save_settings import SaveOptions, SaveSettings
+from fastckpt._api.settings import takes
+from fastckpt._background.pending import PendingSave
 from fastckpt._background.save_async import tell_unasked_but
-from fastckpt._files import Files
+from fastckpt._background.settings import CopyOptions, CopySettings
 from fastckpt._paths import AnyPath
 from fastckpt._ranks import background
 from fastckpt._ranks.calls import Call
 from fastckpt._ranks.load import load_wishes
+from fastckpt._ranks.replicas import Policy, ReplicaOptions
 from fastckpt._ranks.save import order, save_order
 from fastckpt._ranks.session import session
 from fastckpt._state.registry import Registry
@@ -43,34 +45,31 @@ from fastckpt._tensors.ranges import range_of
 
 __all__ = ["RankLoadReport", "RankSaveReport", "load", "load_per_rank", "save", "save_async"]
 
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
 #: Seconds for which a rank may make no progress.
 TIMEOUT = 600.0
 
 
-def save(  # noqa: PLR0913 - all by name
+class RankSaveOptions(SaveOptions, ReplicaOptions, total=False):
+    """What :func:`save` takes."""
+
+
+class RankSaveAsyncOptions(RankSaveOptions, CopyOptions, total=False):
+    """What :func:`save_async` takes."""
+
+
+@takes(Policy, SaveSettings, like={SaveSettings: "fastckpt.save"}, ranks=True)
+def save(
     state: Any,
     path: AnyPath,
     *,
     process_group: Any = None,
     per_rank: Any = None,
     timeout: float = TIMEOUT,
-    overwrite: bool = True,
     metadata: Any = None,
-    files: Files | None = None,
-    base: AnyPath | None = None,
-    frozen: str | Sequence[str] | None = None,
-    shard_size: int | str = "5GB",
-    model_key: str | None = "auto",
-    exclude: str | Sequence[str] | None = None,
-    dtype: Any = None,
-    default: Callable[[Any], Any] | None = None,
-    registry: Registry | None = None,
-    io: DeviceEngine = "auto",
-    threads: int | None = None,
-    bandwidth_limit: float | str | None = None,
-    replicas: Literal["sample", "full", "first"] = "sample",
-    on_difference: Literal["raise", "warn"] = "raise",
-    progress: bool = False,
+    **options: Unpack[RankSaveOptions],
 ) -> RankSaveReport:
     """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
 
@@ -90,32 +89,12 @@ def save(  # noqa: PLR0913 - all by name
             :func:`load_per_rank` gives it back.
         timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
             when the first one came.
-        overwrite: as for :func:`fastckpt.save`; so are the following. What is not of this process (``io``, ``threads``,
-            ``default``, ``registry``, ``bandwidth_limit``, ``progress``) has to be the same on all ranks.
         metadata: that of the first rank is written; other ranks may give another, but for its ``step``, or none.
-        files: those of the first rank are written; other ranks may give others, or none.
-        base: an earlier checkpoint, as for :func:`fastckpt.save`, the same on all ranks. It may have been written by
-            any number of ranks, however they held the tensors, or by one process. Each rank compares what it holds, and
-            nothing of a tensor travels for that. docs/unchanged.md has the rules.
-        frozen: the same on all ranks. A pattern has to match something on one of them.
-        shard_size: the same on all ranks.
-        model_key: the same on all ranks.
-        exclude: as for :func:`fastckpt.save`, of ``state``; so is ``dtype``. A rank need not have what a pattern
-            matches, but one rank has to.
-        dtype: each rank casts what it holds, and its report says what that loses. The same on all ranks.
-        default: for what cannot be saved.
-        registry: types that this call knows.
-        io: the engine of this rank. ``gds`` is ``auto`` here, and the report says so.
-        threads: worker threads of this rank.
-        bandwidth_limit: bytes per second that this rank may write.
-        replicas: how what several ranks hold is compared before anything is written, DTensors and plain tensors alike:
-            ``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and parts of up to
-            64 KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank that has it, and
-            compares none. Tensors of one name over groups of ranks that are apart are compared whole in any case. The
-            same on all ranks. docs/distributed.md says what each costs, and what it promises.
-        on_difference: what a difference does: ``raise``, or ``warn``, which saves the tensors that differ as the lowest
-            rank has them, whole, and names them in ``warnings`` of the report. The same on all ranks.
-        progress: show a progress bar of what this rank writes.
+        {options}
+
+    ``dtype`` and ``exclude`` are the same on all ranks, too. The files of the first rank are written. A pattern has to
+    match something on one rank. A ``base`` may have been written by any number of ranks, however they held the tensors,
+    or by one process: each rank compares what it holds, and nothing of a tensor travels for that.
 
     Returns:
         What was done: ``bytes`` by this rank, ``bytes_total`` by all; ``linked_bytes`` are those of the checkpoint.
@@ -130,7 +109,7 @@ def save(  # noqa: PLR0913 - all by name
         FileExistsError: ``path`` exists and is not a checkpoint, among it what another program wrote, or it is one and
             ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
-        TypeError: ``process_group`` is not a process group.
+        TypeError: ``process_group`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
             was forked from a rank.
 
@@ -141,69 +120,35 @@ def save(  # noqa: PLR0913 - all by name
     call = Call("save", session("save", process_group), path, timeout)
     with range_of("fastckpt.distributed.save"), Attempt("save", call.path), call.operation as operation:
         call.check()
-        placed = order(
-            "save",
-            call.session,
-            state,
-            per_rank=per_rank,
-            overwrite=overwrite,
-            metadata=metadata,
-            files=files,
-            base=base,
-            frozen=frozen,
-            shard_size=shard_size,
-            model_key=model_key,
-            tailor=Tailor("save", exclude, dtype),
-            default=default,
-            registry=registry,
-            io=io,
-            threads=threads,
-            bandwidth_limit=bandwidth_limit,
-            replicas=replicas,
-            on_difference=on_difference,
-        )
+        settings = SaveSettings.of("save", options, save)
+        policy = Policy.of("save", options)
+        placed = order("save", call.session, state, metadata, per_rank, settings, policy)
         try:
             in_flight.wait_for_path(call.path)
-            if placed.base is not None:
-                in_flight.wait_for_path(placed.base)
-            with ticker("save", call.path, shown=progress) as tick:
+            if settings.base is not None:
+                in_flight.wait_for_path(settings.base)
+            with ticker("save", call.path, shown=settings.progress) as tick:
                 written = save_order(
                     call.session, operation, call.path, placed, began=began, timeout=call.timeout, tick=tick
                 )
         finally:
             # An error's traceback has this frame, and with it exports of the caller's buffers.
             placed.local.clear()
-    saved = conclude(RankSaveReport, call.path, began, written.own, step=placed.settings["step"])
+    saved = conclude(RankSaveReport, call.path, began, written.own, beside=written.beside, step=placed.step)
     warn_of_failures()
     return saved
 
 
-def save_async(  # noqa: PLR0913 - all by name
+@takes(CopySettings, Policy, SaveSettings, like={Policy: "save", SaveSettings: "save"}, ranks=True)
+def save_async(
     state: Any,
     path: AnyPath,
     *,
     process_group: Any = None,
     per_rank: Any = None,
     timeout: float = TIMEOUT,
-    pin: bool | int | str = True,
-    on_error: OnError = "raise",
-    overwrite: bool = True,
     metadata: Any = None,
-    files: Files | None = None,
-    base: AnyPath | None = None,
-    frozen: str | Sequence[str] | None = None,
-    shard_size: int | str = "5GB",
-    model_key: str | None = "auto",
-    exclude: str | Sequence[str] | None = None,
-    dtype: Any = None,
-    default: Callable[[Any], Any] | None = None,
-    registry: Registry | None = None,
-    io: DeviceEngine = "auto",
-    threads: int | None = None,
-    bandwidth_limit: float | str | None = None,
-    replicas: Literal["sample", "full", "first"] = "sample",
-    on_difference: Literal["raise", "warn"] = "raise",
-    progress: bool = False,
+    **options: Unpack[RankSaveAsyncOptions],
 ) -> PendingSave:
     """Write the state of all ranks in the background; the state of this rank may change when this returns.
 
@@ -220,25 +165,11 @@ def save_async(  # noqa: PLR0913 - all by name
         process_group: as for :func:`save`.
         per_rank: as for :func:`save`.
         timeout: as for :func:`save`.
-        pin: whether the memory of this rank is pinned for copies from devices, as for :func:`fastckpt.save_async`.
-        on_error: what becomes of a failure that nobody asks for, as for :func:`fastckpt.save_async`.
-        overwrite: as for :func:`save`.
         metadata: as for :func:`save`.
-        files: as for :func:`save`. Contents are taken at the call.
-        base: as for :func:`save`. What was copied is compared, in the background.
-        frozen: as for :func:`save`.
-        shard_size: as for :func:`save`.
-        model_key: as for :func:`save`.
-        exclude: as for :func:`save`.
-        dtype: as for :func:`save`.
-        default: as for :func:`save`.
-        registry: as for :func:`save`.
-        io: as for :func:`save`.
-        threads: as for :func:`save`.
-        bandwidth_limit: as for :func:`save`.
-        replicas: as for :func:`save`. What was copied is compared, in the background.
-        on_difference: as for :func:`save`.
-        progress: show a progress bar of what this rank writes.
+        {options}
+
+    The contents of ``files`` are taken at the call. What was copied is compared with the ``base`` and with other ranks,
+    in the background.
 
     Returns:
         A handle on the save, as that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is durable
@@ -249,7 +180,7 @@ def save_async(  # noqa: PLR0913 - all by name
             fails the save on the other ranks.
         Exception: an earlier asynchronous save failed, and its result was never asked for, as for
             :func:`fastckpt.save_async`.
-        TypeError: ``process_group`` is not a process group.
+        TypeError: ``process_group`` is not a process group, or an argument is unknown.
         RuntimeError: this process was forked from a rank.
         ValueError: an argument is out of range, ``path`` is a URL, or this process is not in ``process_group``.
 
@@ -262,32 +193,13 @@ def save_async(  # noqa: PLR0913 - all by name
         with Attempt("save", call.path, asynchronous=True):
             try:
                 call.check()
-                check_on_error("save_async", on_error)
-                most = check_pin("save_async", pin)
-                placed = order(
-                    "save_async",
-                    call.session,
-                    state,
-                    per_rank=per_rank,
-                    overwrite=overwrite,
-                    metadata=metadata,
-                    files=files,
-                    base=base,
-                    frozen=frozen,
-                    shard_size=shard_size,
-                    model_key=model_key,
-                    tailor=Tailor("save_async", exclude, dtype),
-                    default=default,
-                    registry=registry,
-                    io=io,
-                    threads=threads,
-                    bandwidth_limit=bandwidth_limit,
-                    replicas=replicas,
-                    on_difference=on_difference,
-                )
+                copying = CopySettings.of("save_async", options, save_async)
+                policy = Policy.of("save_async", options)
+                settings = SaveSettings.of("save_async", options)
+                placed = order("save_async", call.session, state, metadata, per_rank, settings, policy)
                 group = call.session if call.session.group.size > 1 else None
-                pending = PendingSave(call.path, began, on_error, group)
-                job = background.Job(pending, call, placed, pin=most, progress=progress)
+                pending = PendingSave(call.path, began, copying.on_error, group)
+                job = background.Job(pending, call, placed, pin=copying.pin)
             except BaseException:
                 # The turn is taken: the other ranks must hear of it.
                 with call.operation:
@@ -315,7 +227,7 @@ def load(
     registry: Registry | None = ...,
     unknown: Unknown = ...,
     verify: bool = ...,
-    io: DeviceEngine = ...,
+    io: Engine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[False] = ...,
@@ -338,7 +250,7 @@ def load(
     registry: Registry | None = ...,
     unknown: Unknown = ...,
     verify: bool = ...,
-    io: DeviceEngine = ...,
+    io: Engine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[True],
@@ -360,7 +272,7 @@ def load(  # noqa: PLR0913 - all by name
     registry: Registry | None = None,
     unknown: Unknown = "error",
     verify: bool = True,
-    io: DeviceEngine = "auto",
+    io: Engine = "auto",
     threads: int | None = None,
     progress: bool = False,
     report: bool = False,
@@ -394,7 +306,6 @@ def load(  # noqa: PLR0913 - all by name
         verify: compare every byte with its checksum.
         io: the engine of this rank. Where all ranks of the group are on one host and all have ``buffered``, they read
             through its page cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
-            ``gds`` always does, is ``auto`` otherwise, and the report says so.
         threads: worker threads of this rank.
         progress: show a progress bar of what this rank reads.
         report: return a report, too.
@@ -408,8 +319,9 @@ def load(  # noqa: PLR0913 - all by name
         StructureMismatchError: ``into`` does not fit on this rank, or no rank has a place for a tensor; nothing was
             changed.
         CorruptCheckpointError: the checkpoint is damaged; the message says where.
-        Exception: whatever :func:`fastckpt.load` raises, on this rank.
-        TypeError: ``process_group`` is not a process group.
+        Exception: whatever :func:`fastckpt.load` raises, on this rank. Where an object in ``into`` refuses its state
+            (CheckpointError), the other ranks have theirs by then, and return.
+        TypeError: ``process_group`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
             was forked from a rank.
         ValueError: an argument is out of range, or this process is not in ``process_group``.

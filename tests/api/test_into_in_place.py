@@ -162,6 +162,62 @@ def test_a_value_that_only_into_has(saved):
     assert report.missing == ("step", "deep.more", "deep.odd", "deep.m.x", "deep.e")
 
 
+def test_what_counts_as_a_value(saved):
+    path = saved({"w": torch.ones(2)})
+    ordered = collections.OrderedDict(inside=1)
+    ordered.note = {"x": 1}
+    into = {
+        "w": torch.zeros(2),
+        "empty": {"dict": {}, "list": [], "tuple": (), "set": set(), "default": collections.defaultdict(int)},
+        "nested": [[], [[1], {"in": 2}], {3}],
+        "bytes": {"short": b"1", "long": bytes(5000)},
+        "objects": [Table(x={"y": 1}), Pair(1, {"z": 2})],
+        "frozen": Frozen(1),
+        "size": torch.Size([1]),
+        "slice": slice(1, 2),
+        "ordered": ordered,
+        (1, 2): {3: 4, b"": 5},
+        "tensors": [torch.zeros(1), {"sparse": torch.zeros(2).to_sparse()}],
+        "mixed": [torch.zeros(1), 1],
+    }
+    values = [
+        *(f"['empty']['{kind}']" for kind in into["empty"]),
+        *(
+            "['nested']",
+            "['nested'][1][1]['in']",
+            "['bytes']['short']",
+            "['bytes']['long']",
+            "['objects']",
+            "['frozen']",
+        ),
+        *("['size']", "['slice']", "['ordered']['inside']", '[["tuple",2],1,2][3]', '[["tuple",2],1,2][["bytes",""]]'),
+        "['mixed']",
+    ]
+    tensors = ["['tensors'][0]", "['tensors'][1]['sparse']", "['mixed'][0]"]
+    with pytest.raises(StructureMismatchError) as caught:
+        load(path, into)
+    assert sorted(caught.value.differences) == sorted(f"{place}: not in the checkpoint" for place in values + tensors)
+    _, report = load(path, into, strict=False, report=True)
+    assert len(report.missing) == len(values + tensors)
+    assert {"empty.list", "nested.1.1.in", "objects", "(1, 2).3", "tensors.1.sparse"} <= {*report.missing}
+    # They are there, whatever they hold: a list for a mapping of numbers, too.
+    assert same(load(saved({"a": [5], "b": {"x": 1}}), {"a": {0: 1}, "b": [7]}), {"a": [5], "b": {"x": 1}})
+
+
+def test_a_key_that_cannot_be_stored_hides_no_other(saved):
+    path = saved({"a": {"x": 1, "y": 2}})
+    into = {"a": {"x": 0, "\ud83d\ude00": 7, "y": 0, "z": 3}}
+    with pytest.raises(StructureMismatchError) as caught:
+        load(path, into)
+    assert caught.value.differences == (
+        "['a']['\\ud83d\\ude00']: not in the checkpoint",
+        "['a']['z']: not in the checkpoint",
+    )
+    assert load(path, into, strict=False)["a"] == {"x": 1, "\ud83d\ude00": 7, "y": 2, "z": 3}
+    with pytest.raises(fastckpt.UnsupportedTypeError, match=r"cannot store \['a'\]\['.ud83d.ude00'\]: a text with"):
+        saved(into)
+
+
 def test_a_list_gets_the_length_that_it_had(saved):
     path = saved({"losses": [0.5, 0.25], "short": [1, 2, 3], "all": ()})
     into = {"losses": [0.5, 0.25, 0.125], "short": [1], "all": (1, 2)}
@@ -199,6 +255,59 @@ def test_one_container_at_two_places(saved):
         "['c']: another value than at ['a'] in the checkpoint, the same object in into",
     )
     assert one[0] == 1
+
+
+def test_parts_of_one_container_at_two_places(saved):
+    path = saved({"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 2}, "l": [[1, 2]], "m": [[1, 2]]})
+    one, two = {"x": 0, "y": 0}, [0, 0]
+    load(path, {"a": one, "b": one, "l": [two], "m": [two]}, keys=["a.x", "b.y", "l.0.0", "m.0.1"])
+    assert (one, two) == ({"x": 1, "y": 2}, [1, 2])
+    one = {"x": 0, "y": 0}
+    load(path, {"a": one, "b": one}, keys=["a", "b"], exclude="a.x")
+    assert one == {"x": 1, "y": 2}
+    # What was not chosen may differ.
+    one = {"x": 0, "y": 0}
+    load(saved({"a": {"x": 1, "y": 2}, "b": {"x": 1, "y": 3}}), {"a": one, "b": one}, keys=["a.x", "b.x"])
+    assert one == {"x": 1, "y": 0}
+    # That of the first place is not there, or was not chosen: others may differ all the same.
+    for state, how in (
+        ({"a": [3], "b": [1], "c": [2]}, {"keys": ["b", "c"]}),
+        ({"b": [1], "c": [2]}, {"strict": False}),
+    ):
+        one = [0]
+        with pytest.raises(StructureMismatchError) as caught:
+            load(saved(state), {"a": one, "b": one, "c": one}, **how)
+        assert caught.value.differences == (
+            "['c']: another value than at ['b'] in the checkpoint, the same object in into",
+        )
+        assert one == [0]
+
+
+def test_a_class_that_has_changed_since_changes_nothing(tmp_path):
+    def classes(fields, member):
+        record = dataclasses.make_dataclass("Record", fields, namespace={"__module__": "elsewhere"})
+        phase = enum.Enum("Stage", ["FIRST", member], module="elsewhere")
+        table = type("Counts", (dict if "more" in fields else list,), {"__module__": "elsewhere"})
+        return record, phase, table, fastckpt.Registry(record, phase, table)
+
+    record, phase, table, then = classes(["n", "w", "more"], "SECOND")
+    other, stage, counts, now = classes(["n", "w"], "OTHER")
+    for old, mine, why in (
+        (record(1, torch.ones(2), 2), other(0, torch.zeros(2)), "no field 'more'"),
+        (phase.SECOND, stage.FIRST, "no member 'SECOND'"),
+        ([(table(x=1), 2)], [(counts([0]), 0)], "it was made of a dict"),
+    ):
+        fastckpt.save({"w": torch.ones(2), "step": 5, "it": old}, tmp_path / "c", registry=then)
+        into = {"w": torch.zeros(2), "step": 0, "it": mine}
+        before = repr(into)
+        with pytest.raises(fastckpt.CheckpointError, match=why):
+            fastckpt.load(tmp_path / "c", into=into, registry=now)
+        assert repr(into) == before
+    # Where they fit, whatever tensors are in them.
+    it = {"it": [record(1, torch.ones(2), torch.ones(3).to_sparse()), table(x=torch.ones(1))]}
+    fastckpt.save(it, tmp_path / "c", registry=then)
+    into = {"it": [record(0, torch.zeros(2), (2 * torch.ones(3)).to_sparse()), table(x=torch.zeros(1))]}
+    assert repr(fastckpt.load(tmp_path / "c", into=into, registry=then)) == repr(it)
 
 
 def test_other_names_and_other_types(saved):

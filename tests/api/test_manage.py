@@ -59,6 +59,22 @@ def test_remove(run):
         fastckpt.remove(run / "step-1")
 
 
+def test_what_files_put_there_goes_with_it(run):
+    path, outside = run / "step-1", run / "logs" / "mine"
+    outside.write_text("mine")
+    (path / "config.json").write_text("{}")
+    (path / "link.json").symlink_to(outside)
+    names = ["config.json", "link.json", "../logs/mine"]
+    with pytest.raises(OSError, match=r"`link\.json`, which is not part of it") as caught:
+        fastckpt.remove(path, files=names)
+    assert caught.value.errno == errno.ENOTEMPTY
+    assert (path / "config.json").exists()
+    (path / "link.json").unlink()
+    fastckpt.remove(path, files=names)
+    assert not path.exists()
+    assert outside.read_text() == "mine"
+
+
 def test_what_is_no_checkpoint_or_holds_other_files_stays(run):
     (run / "step-1" / "config.json").write_text("{}")
     for name, why in {

@@ -31,7 +31,7 @@ def test_report(tmp_path, engine, caplog):
     assert list(report.phases) == ["plan", "write", "fsync", "commit"]
     assert sum(report.phases.values()) == pytest.approx(report.seconds)
     assert report.gigabytes_per_second == report.bytes / report.seconds / 1e9
-    assert set(report.blocks) == {"zero-copy", "staged", "buffered", "gds"}
+    assert set(report.blocks) == {"zero-copy", "staged", "buffered"}
     assert str(report).startswith("saved 4.04 kB in ")
     assert str(report) in caplog.messages
     with pytest.raises(dataclasses.FrozenInstanceError):
@@ -76,7 +76,7 @@ def test_silent_without_configured_logging(tmp_path):
         ({"shard_size": 2**63}, "shard_size must be"),
         ({"threads": True}, "threads must be"),
         ({"threads": 1.5}, "threads must be"),
-        ({"io": "mmap"}, r"save: io must be one of auto, uring, threads, direct, buffered, gds, not 'mmap'"),
+        ({"io": "mmap"}, r"save: io must be one of auto, uring, threads, direct, buffered, not 'mmap'"),
         ({"io": None}, "io must be"),
         ({"shard_size": 0}, "save: shard_size must be a number of bytes from 1 to"),
         ({"shard_size": True}, "shard_size must be"),

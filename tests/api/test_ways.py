@@ -261,7 +261,7 @@ def test_more_stretches_than_one_operation_takes(tmp_path, monkeypatch, engine):
     whole = memory(size * count, 64)
     state = {f"t.{i:03}": whole[i * size : (i + 1) * size] for i in range(count)}
     report = fastckpt.save(state, tmp_path / "c", io=engine)
-    assert report.blocks == {"zero-copy": 1, "staged": 0, "buffered": 0, "gds": 0}
+    assert report.blocks == {"zero-copy": 1, "staged": 0, "buffered": 0}
     assert report.fallback is None
     assert same(fastckpt.load(tmp_path / "c", io=engine), state)
     blank = np.zeros_like(whole)

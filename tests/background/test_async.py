@@ -22,10 +22,11 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _core
+from fastckpt import _core, distributed
 from fastckpt._api import host_memory as _memory
 from fastckpt._api import in_flight as _in_flight
 from fastckpt._background import job as _job
+from fastckpt._ranks import background as _ranks_background
 from harness.states import numbered, same, which
 
 SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure
@@ -499,13 +500,12 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
         {"nice": -1},
         {"nice": 20},
         {"nice": True},
-        {"io_priority": "realtime:0"},
         {"threads": 0},
         {"io": "x"},
         {"shard_size": 0},
         {"bandwidth_limit": 0},
     ):
-        with pytest.raises(ValueError, match=next(iter(wrong)).replace("io_priority", "I/O priority")):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
             fastckpt.save_async({}, tmp_path / "c", **wrong)
     assert entries(tmp_path) == []
     assert _in_flight.saves() == ()
@@ -545,7 +545,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch)
 
         return call
 
-    places = [(_in_flight, "admit"), (_job.Job, "prepare"), (_job.Job, "start"), (_job.threading.Thread, "start")]
+    places = [(_in_flight, "admit"), (_job.Job, "prepare"), (_job.Job, "start"), (threading.Thread, "start")]
     for place, name in places:
         for before in (True, False):
             with monkeypatch.context() as patch:
@@ -983,17 +983,59 @@ def test_two_hundred_saves_leak_nothing(tmp_path):
     assert entries(tmp_path) == ["0", "1", "2"]
 
 
-def test_without_a_thread_the_caller_saves(tmp_path, monkeypatch, caplog):
+BOTH = pytest.mark.parametrize(
+    ("save", "options"), [(fastckpt.save_async, {"lazy": True}), (distributed.save_async, {})], ids=["alone", "ranks"]
+)
+
+
+@pytest.fixture
+def threadless(monkeypatch):
+    """No thread can be started; ``threadless(happens)`` calls that in the midst of a save."""
+
     def start(_):
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(_job.threading.Thread, "start", start)
-    pending = fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
+    def meanwhile(happens):
+        for where, name in ((_job.Job, "_write"), (_ranks_background, "save_order")):
+            real = getattr(where, name)
+
+            def wrapped(*args, real=real, **more):
+                happens()
+                return real(*args, **more)
+
+            monkeypatch.setattr(where, name, wrapped)
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    return meanwhile
+
+
+@BOTH
+def test_without_a_thread_the_caller_saves(tmp_path, threadless, caplog, save, options):
+    pending = save(numbered(1), tmp_path / "c", **options)
     assert pending.done()
     assert "the caller does it" in caplog.text
     report = pending.result()
     assert report.stall == pytest.approx(report.seconds, rel=0.5)
     assert which(fastckpt.load(tmp_path / "c")) == 1
+
+
+@BOTH
+def test_a_handler_does_not_wait_for_the_save_that_it_interrupts(tmp_path, threadless, save, options):
+    """A handler runs in the thread of the call; here it is called there. Mutant: it waits for that thread."""
+    threadless(lambda: fastckpt.drain(1))
+    assert save(numbered(1), tmp_path / "c", **options).done()
+    assert which(fastckpt.load(tmp_path / "c")) == 1
+
+
+@BOTH
+def test_without_a_thread_what_ends_the_program_ends_the_call(tmp_path, threadless, save, options):
+    def interrupted():
+        raise KeyboardInterrupt
+
+    threadless(interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save(numbered(1), tmp_path / "c", **options)
+    assert entries(tmp_path) == []
 
 
 @pytest.mark.parametrize("obstacle", ["parent", "link", "file", "directory", "existing"])

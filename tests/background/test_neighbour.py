@@ -1,8 +1,7 @@
-"""An asynchronous save beside training: priorities, the GIL, the budget of threads."""
+"""An asynchronous save beside training: niceness, the GIL, the budget of threads."""
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
 import threading
@@ -16,7 +15,6 @@ import fastckpt
 from fastckpt._background import save_async as _async
 from harness import strace, zygote
 
-IOPRIO_GET = {"x86_64": 252, "aarch64": 31}[os.uname().machine]
 TASKS = Path("/proc/self/task")
 
 
@@ -41,53 +39,39 @@ def workers(prefix="fastckpt-"):
     return found
 
 
-def io_priority(thread):
-    return ctypes.CDLL(None, use_errno=True).syscall(IOPRIO_GET, 1, thread)
-
-
-@pytest.mark.parametrize(
-    ("settings", "nice", "priority"),
-    [
-        ({"nice": 11, "io_priority": "idle"}, 11, 3 << 13),
-        ({"io_priority": "best-effort:6"}, None, 2 << 13 | 6),
-        ({"nice": 5}, 5, None),
-    ],
-)
-def test_only_the_writing_threads_stand_back(tmp_path, settings, nice, priority):
-    before = os.getpriority(os.PRIO_PROCESS, 0), io_priority(0)
+def test_only_the_writing_threads_stand_back(tmp_path):
+    before = os.getpriority(os.PRIO_PROCESS, 0)
     # Twice as slow as the wait below is long: the workers stay until the save is cancelled.
     state = {"w": np.zeros(2 << 20)}
-    pending = fastckpt.save_async(state, tmp_path / "c", bandwidth_limit=140_000, threads=2, **settings)
-    wanted = (before[0] if nice is None else nice, before[1] if priority is None else priority)
+    pending = fastckpt.save_async(state, tmp_path / "c", bandwidth_limit=140_000, threads=2, nice=11)
     deadline = time.monotonic() + 60
     try:
         while True:
             found = workers()
-            # A thread has its name before it has its priority.
-            if [(niceness, io_priority(thread)) for thread, niceness in found.items()] == [wanted] * 2:
+            # A thread has its name before it has its niceness.
+            if list(found.values()) == [11] * 2:
                 break
             assert time.monotonic() < deadline, found
             time.sleep(0.01)
         # Neither the thread that called, nor the one that may hold the GIL.
         everybody = {int(task.name) for task in TASKS.iterdir()}
         assert len(everybody - set(found)) >= 2
-        assert all(os.getpriority(os.PRIO_PROCESS, thread) == before[0] for thread in everybody - set(found))
+        assert all(os.getpriority(os.PRIO_PROCESS, thread) == before for thread in everybody - set(found))
     finally:
         assert pending.cancel()
-    assert (os.getpriority(os.PRIO_PROCESS, 0), io_priority(0)) == before
-    fastckpt.save_async(state, tmp_path / "c", threads=2, **settings).result(60)
-    assert (os.getpriority(os.PRIO_PROCESS, 0), io_priority(0)) == before
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    fastckpt.save_async(state, tmp_path / "c", threads=2, nice=11).result(60)
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_a_priority_that_the_kernel_refuses_is_told_and_left_out(tmp_path, monkeypatch, caplog):
-    def refuse(nice, _):
-        if nice is not None:
-            raise PermissionError(1, "no")
+def test_a_niceness_that_the_kernel_refuses_is_told_and_left_out(tmp_path, monkeypatch, caplog):
+    def refuse(_):
+        raise PermissionError(1, "no")
 
-    monkeypatch.setattr(_async._core, "try_priority", refuse)
+    monkeypatch.setattr(_async._core, "try_nice", refuse)
     monkeypatch.setattr(_async, "_tried", {})
     for _ in range(2):
-        fastckpt.save_async({}, tmp_path / "c", nice=3, io_priority="idle").result(60)
+        fastckpt.save_async({}, tmp_path / "c", nice=3).result(60)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "save_async: nice=3: the kernel refuses: [Errno 1] no"
     ]

@@ -243,14 +243,13 @@ def test_a_wheel_of_another_checkout_is_told(gpu, tmp_path):
 
 def test_the_tests_that_take_longest_come_last(gpu, monkeypatch, tmp_path):
     (tmp_path / "tests" / "device").mkdir(parents=True)
-    for name in ("cuda", "gds", "async", "ways"):
+    for name in ("cuda", "async", "ways"):
         (tmp_path / "tests" / "device" / f"test_{name}.py").touch()
     monkeypatch.setattr(gpu, "ROOT", tmp_path)
     parts = gpu.test_parts(sys.executable, 200)
     assert [(part.name[12:], part.seconds) for part in parts] == [
         ("async", 60),
         ("ways", 60),
-        ("gds", 200),
         ("cuda", 200),
     ]
 

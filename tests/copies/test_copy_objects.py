@@ -427,9 +427,16 @@ def test_a_copy_that_another_one_has_overtaken_says_so(saved, url, monkeypatch):
 
 
 def test_what_another_copy_removes_is_brought_again(saved, url, monkeypatch):
-    """Mutant: no look at all objects after the manifest."""
+    """Mutants: no look at all objects before the manifest, or after it."""
     source, target = saved("a", 1), f"{url}/b"
     spoiled = f"{folder_of(source)}/{SHARDS[0]}"
+    commit = Objects.replace
+
+    def committed(objects, *arguments):
+        assert spoiled in objects.sizes()
+        commit(objects, *arguments)
+
+    monkeypatch.setattr(Objects, "replace", committed)
     for name in ("write", "replace"):
         with pytest.MonkeyPatch.context() as patch:
             real = getattr(Objects, name)

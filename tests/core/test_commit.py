@@ -377,6 +377,38 @@ def test_kill_at_every_system_call(children, parent, tmp_path, engine):
     print(f"{engine}: and {first_kills} of first saves")
 
 
+def test_kill_during_a_removal_at_every_system_call(children, parent, tmp_path):
+    """What has the name is whole, with what ``files=`` put there; what has lost it is swept by the next save."""
+    path = parent / "step"
+    more = {"config.json": b"{}", "tokenizer.json": b"{}"}
+    kills, named = {}, set()
+    for call in ("openat", "renameat", "renameat2", "fsync", "unlink", "unlinkat"):
+        for when in itertools.count(1):
+            fastckpt.save(numbered(1, SMALL), path, files=more)
+            assert manifest.listing(parent) == ["step"], (call, when)
+            child = children.start("remove_held", path=str(path), files=[*more])
+            child.next()
+            with strace.attached(
+                child.pid, tmp_path / "kill.log", call, strace.injection(call, "signal=SIGKILL", when)
+            ):
+                child.go()
+                try:
+                    child.outcome()
+                except zygote.DiedError:
+                    pass
+                else:
+                    assert not path.exists()
+                    break
+            if path.exists():
+                named.add(call)
+                assert {name: (path / name).read_bytes() for name in more} == more, (call, when)
+                assert which(fastckpt.load(path), SMALL) == 1
+            kills[call] = when
+    assert sum(kills.values()) > 5, kills
+    assert {"renameat", "renameat2"} & named, named
+    assert "unlinkat" in kills.keys() - named, (kills, named)
+
+
 def test_kill_with_a_base_at_every_system_call(children, parent, tmp_path):
     """Mutants: a link under its final name too early; a file written through a link; a removal that empties files."""
     path, other = parent / "step", parent / "other"

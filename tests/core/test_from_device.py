@@ -27,7 +27,8 @@ def cached(tmp_path):
     before = read_from_device()
     for file in (tmp_path / "c").iterdir():
         file.read_bytes()
-    assert read_from_device() == before
+    # Programs are read, too, where memory is short.
+    assert read_from_device() - before < NBYTES // 10
     return tmp_path / "c", state
 
 

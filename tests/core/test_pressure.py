@@ -106,8 +106,7 @@ def test_a_part_of_the_crew_does_the_work(children, tmp_path):
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 24 << 20])
 def test_without_threads_an_asynchronous_save_is_made_at_the_call(children, tmp_path, nbytes):
-    settings = {"nice": 19, "io_priority": "idle"}
-    child = children.start("crowded", directory=str(tmp_path), nbytes=nbytes, asynchronous=True, **settings)
+    child = children.start("crowded", directory=str(tmp_path), nbytes=nbytes, asynchronous=True, nice=19)
     child.next()
     with refuse_threads(child, tmp_path / "log", "1+"):
         child.go()
@@ -118,19 +117,19 @@ def test_without_threads_an_asynchronous_save_is_made_at_the_call(children, tmp_
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 24 << 20])
-def test_without_a_worker_thread_the_priority_goes_and_not_the_save(children, tmp_path, nbytes):
-    child = children.start("snapshot_held", path=str(tmp_path / "step"), nbytes=nbytes, nice=19, io_priority="idle")
+def test_without_a_worker_thread_the_niceness_goes_and_not_the_save(children, tmp_path, nbytes):
+    child = children.start("snapshot_held", path=str(tmp_path / "step"), nbytes=nbytes, nice=19)
     child.next()
     with refuse_threads(child, tmp_path / "log", "1+"):
         child.go()
         end = child.outcome()
     assert not isinstance(end, zygote.Raised), end
     assert (end["threads"], end["nice"]) == (1, 0)
-    assert "the calling thread did the work, without its priority" in end["fallback"]
+    assert "the calling thread did the work, without nice=19" in end["fallback"]
     assert fastckpt.verify(tmp_path / "step").ok
 
 
-def test_a_priority_that_could_not_be_tried_is_tried_again(tmp_path, monkeypatch, caplog):
+def test_a_niceness_that_could_not_be_tried_is_tried_again(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(_async, "_tried", {})
     outcomes = [BlockingIOError(errno.EAGAIN, "no thread"), None]
 
@@ -138,11 +137,11 @@ def test_a_priority_that_could_not_be_tried_is_tried_again(tmp_path, monkeypatch
         if (error := outcomes.pop(0)) is not None:
             raise error
 
-    assert _async._priority(None, None) == (None, None)
-    monkeypatch.setattr(_async._core, "try_priority", attempt)
-    assert _async._priority(7, None) == (None, None)
+    assert _async._granted(None) is None
+    monkeypatch.setattr(_async._core, "try_nice", attempt)
+    assert _async._granted(7) is None
     assert "nice=7" in caplog.text
-    assert _async._priority(7, None) == (7, None)
+    assert _async._granted(7) == 7
 
 
 @pytest.mark.root
@@ -160,7 +159,7 @@ def test_the_limit_of_processes_of_a_user(children):
     assert (end["loaded"], end["threads"]) == (7, 1)
 
 
-# --- priorities ------------------------------------------------------------------------------------------------------
+# --- niceness --------------------------------------------------------------------------------------------------------
 
 
 class Saver(logging.Handler):
@@ -177,14 +176,14 @@ class Saver(logging.Handler):
 
 @pytest.mark.parametrize("io", ["auto", "uring", "threads", "buffered"])
 @pytest.mark.parametrize("size", [1 << 10, 1 << 20, 9 << 20])
-def test_the_thread_that_runs_python_keeps_its_priority(tmp_path, caplog, size, io):
+def test_the_thread_that_runs_python_keeps_its_niceness(tmp_path, caplog, size, io):
     """It has written nothing, whatever the size."""
     caplog.set_level(logging.INFO, "fastckpt")
     saver = Saver()
     logging.getLogger("fastckpt").addHandler(saver)
     try:
         state = {"w": np.zeros(size, np.uint8)}
-        fastckpt.save_async(state, tmp_path / "c", nice=19, io_priority="idle", io=io).result(60)
+        fastckpt.save_async(state, tmp_path / "c", nice=19, io=io).result(60)
         for thread in threading.enumerate():
             if thread.name == "fastckpt-save":
                 thread.join(60)

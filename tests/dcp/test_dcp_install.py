@@ -137,9 +137,9 @@ def test_a_format_of_torchs_own_stays(tmp_path):
 def test_the_last_installation_is_in_force_and_each_ends_once(tmp_path):
     outer = install(model_key=None)
     inner = install(model_key="model")
-    assert FileSystemWriter(tmp_path)._model_key == "model"
+    assert FileSystemWriter(tmp_path)._settings.model_key == "model"
     outer.uninstall()
-    assert FileSystemWriter(tmp_path)._model_key == "model"
+    assert FileSystemWriter(tmp_path)._settings.model_key == "model"
     inner.uninstall()
     inner.uninstall()
     assert type(FileSystemWriter(tmp_path)) is FileSystemWriter

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fastckpt
+from fastckpt._tools import cli
 from fastckpt.dcp import Reader, Writer, install
 from harness import parallel
 
@@ -142,6 +143,19 @@ def test_it_lives_and_goes_with_its_checkpoint(saved, tmp_path):
     # Without everything=True.
     fastckpt.remove(tmp_path / "copy")
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def test_a_run_lets_it_go_with_its_checkpoint(tmp_path):
+    """By retention and by the command, also where ``files=`` is noted. Mutant: a second list of what is ours."""
+    for name in ("step-1", "step-2"):
+        about = {"lineage": {"order": int(name[-1]), "forks": [], "files": ["config.json"]}}
+        writer = Writer(tmp_path / name, files={"config.json": "{}"}, metadata=about)
+        dcp.save(some_state(), storage_writer=writer)
+    assert cli.main(["prune", str(tmp_path), "--keep", "last=1", "--remove"]) == 0
+    assert [each.name for each in tmp_path.iterdir()] == ["step-2"]
+    with fastckpt.Manager(tmp_path, keep=1, name="step-{step}", async_save=False) as manager:
+        manager.save(3, some_state())
+    assert sorted(each.name for each in tmp_path.iterdir() if each.is_dir()) == ["step-3"]
 
 
 def test_a_save_that_fails_leaves_the_old_one(saved):

@@ -2,6 +2,7 @@
 
 import hashlib
 import inspect
+from unittest import mock
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -11,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import fastckpt
+from fastckpt._ranks.save import Texts
 from fastckpt.dcp import Reader, Writer
 from harness import needs, parallel
 from harness.groups import FailedError, Strike
@@ -336,6 +338,24 @@ def test_metadata_that_one_rank_cannot_store_fails_all_at_once(forge, tmp_path):
             assert each.seconds < 30
         group.run(save_bad_metadata, tmp_path / "c", bad=-1)
     assert fastckpt.open(tmp_path / "c").metadata == {"epoch": 3}
+
+
+def save_bad_texts(path):
+    """What a save says whose structure is none, and whether it wrote anything."""
+    texts = mock.patch("fastckpt.dcp._together.Texts", return_value=Texts("1", "[null]"))
+    with texts, mock.patch("fastckpt._ranks.save._write") as write:
+        try:
+            dcp.save({"w": torch.ones(3)}, checkpoint_id=path, storage_writer=Writer(timeout=60))
+        except dcp.api.CheckpointException as error:
+            return str(error), write.called
+    return "", write.called
+
+
+def test_what_makes_no_manifest_is_refused_before_a_byte_is_written(forge, tmp_path):
+    with forge.group(2) as group:
+        outcomes = group.run(save_bad_texts, tmp_path / "c")
+    assert all("structure" in text and not written for text, written in outcomes), outcomes
+    assert list(tmp_path.iterdir()) == []
 
 
 def save_async_bad(path, *, bad):

@@ -16,6 +16,7 @@ import fastckpt
 from fastckpt import _core, _crc64
 from fastckpt._api import destinations, host_memory
 from fastckpt._ranks.describe import describe
+from fastckpt._tensors import device_sums
 from fastckpt._tensors.movers import Sinks, Sources
 from fastckpt.dcp import Reader, Writer
 from fastckpt.dcp._unite import United
@@ -239,6 +240,21 @@ class TestRanks(OnDevice):
             with mock.patch.object(Sources, "sum", return_value=7):
                 assert (told(moved, replicas) == told(state, replicas)) is (replicas == "sample")
             assert told({**moved, "w7": moved["w7"] + 1}, replicas) != told(state, replicas)
+
+    def test_a_device_whose_checksums_are_wrong_makes_none(self):
+        state = {"w": torch.arange(300_000.0)}
+        with mock.patch.dict(device_sums._checked, clear=True), mock.patch.object(device_sums, "_PROBE_SUM", 1):
+            assert told(on_device(state), "full") == told(state, "full")
+            assert device_sums._checked == {str(DEVICE): False}
+
+    def test_a_device_that_was_full_once_is_asked_again(self):
+        state = {"w": torch.arange(300_000.0)}
+        with mock.patch.dict(device_sums._checked, clear=True):
+            with mock.patch.object(device_sums, "of", side_effect=torch.OutOfMemoryError("out of memory")):
+                assert told(on_device(state), "full") == told(state, "full")
+            assert device_sums._checked == {}
+            assert told(on_device(state), "full") == told(state, "full")
+            assert device_sums._checked == {str(DEVICE): True}
 
 
 def told(state, replicas):

@@ -134,6 +134,13 @@ def diagnose(
     return {**fastckpt.doctor(directory, probe=probe).document(), "ring": seccomp.setup_errno()}
 
 
+def remove_held(channel: Channel, *, path: str, files: list[str]) -> None:
+    """Say so, wait for the word, then remove."""
+    channel.send({"report": "ready"})
+    channel.receive()
+    fastckpt.remove(path, files=files)
+
+
 def save_held(
     channel: Channel,
     *,
@@ -227,13 +234,13 @@ def crowded(
     }
 
 
-def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int, io_priority: str) -> dict[str, Any]:
-    """Write a snapshot from the thread that calls, with a priority for the threads that write."""
+def snapshot_held(channel: Channel, *, path: str, nbytes: int, nice: int) -> dict[str, Any]:
+    """Write a snapshot from the thread that calls, with a niceness for the threads that write."""
     import numpy as np
 
     memory = np.ones(nbytes, np.uint8)
     core = fastckpt._core
-    options = core.SaveOptions(shard_size=1 << 40, io="threads", nice=nice, io_priority=io_priority)
+    options = core.SaveOptions(shard_size=1 << 40, io="threads", nice=nice)
     tensor = Tensor("a", "U8", [nbytes], memory.ctypes.data, nbytes)
     snapshot = core.Snapshot([tensor], "[null]", "[null]", options, None)
     snapshot.attach(core.Memory(snapshot.nbytes))

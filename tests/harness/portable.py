@@ -39,11 +39,11 @@ def install():
         raise AssertionError("fastckpt was imported too early")
     sys.meta_path.insert(0, Finder)
     import fastckpt
-    from fastckpt._api import save
+    from fastckpt._api import save, save_settings
 
     (compiled,) = Path(fastckpt.__file__).parent.glob("_core*.so")
     spec = spec_of(ExtensionFileLoader, compiled)
-    save._core = importlib.util.module_from_spec(spec)
+    save._core = save_settings._core = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(save._core)
     assert fastckpt._core.__file__.endswith("_core.py")
 

@@ -2,7 +2,8 @@
 
 A run is a function of its seed. What the ranks do is the protocol itself (``fastckpt._ranks.protocol``), and around it
 a script that is like a save: ``arrive``, ``joined``, work, ``done``, where the coordinator commits. Other operations
-are like the wait of a manager: the ranks ask each other until all are ready, so often as that takes.
+are like the wait of a manager: the ranks ask each other until all are ready, so often as that takes. Or they are like
+its restore: a question, in turns of their own, and a load on the ranks that have the answer.
 """
 
 from __future__ import annotations
@@ -252,6 +253,30 @@ class World:
                 self.later(process, self.latency(), True)
 
 
+def below(prefix: str, steps: Any) -> Any:
+    """The steps of another group in the same store, as torch's PrefixStore keeps groups apart."""
+    reply = error = None
+    while True:
+        try:
+            request = steps.send(reply) if error is None else steps.throw(error)
+        except StopIteration as end:
+            return end.value
+        kind = type(request)
+        if kind in {Get, Remove}:
+            request = kind(tuple(prefix + key for key in request.keys))
+        elif kind is Wait:
+            request = request._replace(keys=tuple(prefix + key for key in request.keys))
+        elif kind is Put:
+            request = Put({prefix + key: value for key, value in request.values.items()})
+        elif kind in {Add, Swap}:
+            request = request._replace(key=prefix + request.key)
+        reply = error = None
+        try:
+            reply = yield request
+        except UnreachableError as raised:
+            error = raised
+
+
 @dataclass
 class Result:
     """What became of one operation on one rank."""
@@ -291,11 +316,15 @@ class Job:
     answers: bool = True
     #: Operations that are waits, and when a rank is ready in one: seconds after its beginning.
     waits: dict[int, dict[int, float]] = field(default_factory=dict)
+    #: Whether all operations are restores, and the ranks as they ask each other.
+    restores: bool = False
+    asking: dict[int, Member] = field(default_factory=dict)
 
     def start(self) -> None:
         word = f"{self.world.draw.getrandbits(48):x}"
         for rank in range(self.size):
             member = self.members[rank] = Member(rank, self.size, f"host-{rank // 8}", f"{word}-{rank}")
+            self.asking[rank] = Member(rank, self.size, member.host, f"{word}-asking-{rank}")
             self.processes.append(self.world.start(rank, self.script(member)))
 
     def script(self, member: Member) -> Any:
@@ -309,6 +338,8 @@ class Job:
             result = self.results[number, member.rank] = Result(float("nan"))
             if number in self.waits:
                 yield from self.waiting(member, number, result)
+            elif self.restores:
+                yield from self.restoring(member, number, result)
             else:
                 yield from self.operate(
                     self.turn_of(member, number), result, lambda turn, at=number: self.body(turn, at)
@@ -351,6 +382,26 @@ class Job:
                 return (yield from turn.round(protocol.LAST, over, None, all))
 
             yield from self.operate(self.turn(member, "wait", "/run", self.world.timeout), result, ask)
+
+    def restoring(self, member: Member, number: int, result: Result) -> Any:
+        """Ask what there is, load it, and ask how that went; nothing else tells one restore from another."""
+        asking = self.asking[member.rank]
+
+        def ask(question: str) -> Any:
+            asked = Result(float("nan"))
+            turn = self.turn(asking, question, "/run", self.world.timeout)
+            yield from below("asking/", self.operate(turn, asked, lambda turn: turn.round(protocol.LAST, question)))
+            if asked.error is None and asked.answer != [question] * self.size:
+                raise ViolationError(f"operation {number}: {question} is answered {asked.answer}")
+            result.error, result.verdict = asked.error, asked.verdict
+
+        yield from ask("restore")
+        if result.error is None:
+            load = self.turn_of(member, number)
+            load.marks["question"] = asking.answered_turn
+            yield from self.operate(load, result, lambda turn: self.body(turn, number))
+        if result.error is None:
+            yield from ask("restore: outcome")
 
     def answering(self, member: Member, turn: int) -> Any:
         """Answer ranks that are late to their first call, as ``Peers`` does, until the rank's next call."""

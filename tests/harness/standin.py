@@ -514,6 +514,11 @@ def live() -> int:
     return sum(allocation.memory.nbytes for allocation in tuple(_memory.values()))
 
 
+def is_live(address: int) -> bool:
+    """Whether the device memory at an address is in use."""
+    return address in _memory
+
+
 def on_host(tensor: torch.Tensor) -> torch.Tensor:
     """The same memory as a tensor of the CPU."""
     if tensor.is_cpu:

@@ -306,8 +306,10 @@ def store():
     return f"s3://{BUCKET}/run"
 
 
-def one_round(number, directory, remote, known, phase, seed, ranks):
+def one_round(number, directory, remote, known, phase, seed, ranks, *, sure=False):
     """Train and kill; the newest steps that were acknowledged, and as drained, are put into ``known``.
+
+    With ``sure`` nobody is killed before there is one of each, however slow the machine is.
 
     Returns:
         Whether it was a preemption.
@@ -348,7 +350,7 @@ def one_round(number, directory, remote, known, phase, seed, ranks):
         return KINDS[kind]
 
     try:
-        while after:
+        while after > 0 or (sure and NOTHING in awaited(known, remote)):
             kind = heard()
             if kind is None:
                 raise RuntimeError("the children ended by themselves")
@@ -364,19 +366,27 @@ def one_round(number, directory, remote, known, phase, seed, ranks):
     return plan.preempted
 
 
+def awaited(known, remote):
+    """The steps that a run without a kill comes to have."""
+    return [known["acknowledged"]] if remote is None else list(known.values())
+
+
 def campaign(directory, remote, kills, seed, size):
     """All rounds; what came of them."""
-    begun = PHASES if size == 1 else tuple(phase for phase in PHASES if phase != "rollback")
-    counts, violations, preempted = dict.fromkeys((*begun, *(() if remote is None else FAR)), 0), [], 0
+    each = [phase for phase in PHASES if size == 1 or phase != "rollback"] + ["drain"] * (remote is not None)
+    counts, violations, preempted = dict.fromkeys(each if remote is None else [*each, "fetch"], 0), [], 0
     known = {"acknowledged": NOTHING, "drained": NOTHING}
-    draw, ranks = random.Random(seed), Ranks(size)
+    draw, ranks, phases = random.Random(seed), Ranks(size), []
     for number in range(kills):
-        phase = draw.choice(begun if remote is None else (*begun, "drain"))
-        if remote is not None and draw.randrange(LOST) == 0 and known["drained"] != NOTHING:
+        # Each as often as the others, in any order.
+        phases = phases or draw.sample(each, len(each))
+        phase = phases.pop()
+        lost = remote is not None and (draw.randrange(LOST) == 0 or number == kills - 1)
+        if lost and known["drained"] != NOTHING:
             shutil.rmtree(directory, ignore_errors=True)
             known["acknowledged"], phase = known["drained"], "fetch"
         print(f"kill {number} of {kills}, within {phase}, {known}", file=sys.stderr, flush=True)
-        preempted += one_round(number + 1, directory, remote, known, phase, draw, ranks)
+        preempted += one_round(number + 1, directory, remote, known, phase, draw, ranks, sure=number == kills - 2)
         counts[phase] += 1
         (pid,), pipe = in_children(
             lambda writing, _: os.write(writing, check(directory, remote, *known.values()).encode()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -95,6 +96,29 @@ def test_a_step_saved_again_belongs_to_the_new_branch(rolled):
         assert restored(rolled) == (2000, "a")
 
 
+def test_what_a_branch_left_below_its_highest_step_is_not_its_own(tmp_path):
+    """Back to an older branch: between its steps lie some of the one that came after. Mutant: only higher steps count
+    as left behind."""
+    save(tmp_path, [1000, 2000, 3000])
+    save(tmp_path, [1500, 2500], "b", at=1000)
+    save(tmp_path, [3100], "a", at=3000)
+    manager = fastckpt.Manager(tmp_path, keep=[keep.Last(2), keep.Best(1, "loss", mode="max")], read_only=True)
+    kept = {step for step, why in manager.kept().items() if why}
+    assert kept == {3000, 3100}
+    for step, falls_to in ((3100, 3000), (3000, 2000)):
+        damage(tmp_path / FORM.format(step=step))
+        with pytest.warns(RuntimeWarning, match="is skipped"):
+            assert restored(tmp_path) == (falls_to, "a")
+    # And once more back to the other one, by a restart in between.
+    save(tmp_path, [2600], "b", at=2500)
+    save(tmp_path, [2700], "b")
+    assert restored(tmp_path) == (2700, "b")
+    for step in (2700, 2600, 2500):
+        damage(tmp_path / FORM.format(step=step))
+    with pytest.warns(RuntimeWarning, match="is skipped"):
+        assert restored(tmp_path) == (1500, "b")
+
+
 def test_branches_are_told_apart_whatever_the_clock_says(tmp_path, monkeypatch):
     save(tmp_path, [1000, 2000, 3000])
     monkeypatch.setattr("time.time_ns", lambda: 7)
@@ -124,6 +148,26 @@ def test_another_node_follows_the_branch_at_the_remote(tmp_path, remote):
         assert manager.restore().state["branch"] == "b"
 
 
+def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path, monkeypatch):
+    """A node goes back, saves a step again, and is lost before its upload; another goes on from what the remote has,
+    and then the first comes back."""
+    far = tmp_path / "far"
+    save(tmp_path / "one", [10, 20, 30], remote=far)
+    with monkeypatch.context() as lagging:
+        lagging.setattr(drain.Drain, "_start", lambda _: None)
+        save(tmp_path / "one", [20], "b", at=10, remote=far)
+    save(tmp_path / "two", [40], remote=far)
+    with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
+        found = manager.restore()
+        assert (found.step, found.state["branch"]) == (40, "a")
+        manager.wait()
+    assert fastckpt.load(far / "step-00000020")["branch"] == "a"
+    for step in (40, 30):
+        damage(far / FORM.format(step=step))
+    with pytest.warns(RuntimeWarning, match="is skipped"):
+        assert restored(tmp_path / "none", remote=far) == (20, "a")
+
+
 def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
     far = tmp_path / "far"
     save(tmp_path / "run", [1000, 2000, 3000, 4000], remote=far)
@@ -137,8 +181,26 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
         assert any("step-00003000 stays: it is pinned" in record.message for record in caplog.records)
         with pytest.raises(ValueError, match="give step="):
             manager.restore(discard_newer=True)
+        # What others have put in the place of the hint costs the hint alone.
+        (tmp_path / "run" / "latest").unlink()
+        (tmp_path / "run" / "latest").mkdir()
+        assert manager.restore(step=1000, discard_newer=True).step == 1000
+        assert (manager.steps(), manager.remote_steps()) == ([1000, 3000], [1000])
     with pytest.raises(RuntimeError, match="read-only"):
         fastckpt.Manager(tmp_path / "run", read_only=True).restore(step=1000, discard_newer=True)
+
+
+def test_a_save_in_flight_is_discarded_with_what_is_newer(tmp_path):
+    """Mutant: the removal does not wait for it, and it comes after."""
+    save(tmp_path, [1, 2, 3])
+    with fastckpt.Manager(tmp_path, save_options={"bandwidth_limit": "1MB"}) as manager:
+        manager.restore()
+        manager.save(4, {"a": np.zeros(200_000)})
+        assert manager.restore(step=2, discard_newer=True).step == 2
+        manager.wait()
+        assert manager.steps() == [1, 2]
+    assert restored(tmp_path) == (2, "a")
+    assert (tmp_path / "latest").read_text() == "step-00000002\n"
 
 
 @pytest.mark.parametrize("kind", ["path", "url"])
@@ -167,9 +229,37 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_ste
 
 def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):
     """Checkpoints that no manager has saved, and a claim that is none."""
-    for step, about in ((3, {"lineage": "x"}), (1, {"lineage": {"order": "y"}}), (2, None)):
+    for step, about in ((3, {"lineage": "x"}), (1, {"lineage": {"order": "y", "forks": [], "files": []}}), (2, None)):
         fastckpt.save(state(step), tmp_path / FORM.format(step=step), metadata=about)
     assert restored(tmp_path) == (3, "a")
+
+
+def test_a_checkpoint_that_is_written_again_by_other_means_stays_on_its_branch(tmp_path):
+    """It is newer than the one that the run goes on from, and yet below it. Mutants: its order counts as that of a save
+    by a manager; the last checkpoint that was written is the branch that goes on."""
+    save(tmp_path, [10, 20, 30])
+    fastckpt.save(state(10, "again"), tmp_path / FORM.format(step=10), overwrite=True)
+    save(tmp_path, [21], "b", at=20)
+    fastckpt.save(state(20, "again"), tmp_path / FORM.format(step=20), overwrite=True)
+    for name in (catalogue.FILE, None):
+        if name is not None:
+            (tmp_path / name).unlink()
+        manager = fastckpt.Manager(tmp_path, keep=3, read_only=True)
+        assert [step for step, why in manager.kept().items() if why == ["last=3"]] == [10, 20, 21]
+        assert restored(tmp_path) == (21, "b")
+
+
+def test_what_is_left_behind_stays_where_the_branch_has_lost_all(tmp_path):
+    first, aside = tmp_path / "run" / FORM.format(step=0), tmp_path / "aside"
+    save(tmp_path / "run", [0])
+    shutil.copytree(first, aside)
+    with fastckpt.Manager(tmp_path / "run") as writer:
+        writer.restore()
+        writer.save(0, state(0, "b"), force=True)
+    shutil.rmtree(first)
+    aside.rename(first)
+    manager = fastckpt.Manager(tmp_path / "run", keep=1, read_only=True)
+    assert (manager.latest(), manager.kept()) == (None, {0: ["left behind, until the run has passed it"]})
 
 
 # A new beginning.
@@ -188,6 +278,7 @@ def begin(directory, text, kind=fastckpt.CheckpointError, **options):
 def test_nothing_is_a_new_beginning(tmp_path):
     (tmp_path / "run" / "logs-1").mkdir(parents=True)
     (tmp_path / "run" / "events.1").touch()
+    fastckpt.save(state(0), tmp_path / "run" / "pretrained")
     for directory in (tmp_path / "none", tmp_path / "run"):
         for remote in (None, tmp_path / "far", f"memory://{tmp_path.name}/nothing"):
             assert fastckpt.Manager(directory, remote=remote).restore() is None

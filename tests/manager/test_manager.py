@@ -346,6 +346,20 @@ def test_what_files_gave_goes_with_a_checkpoint_and_what_others_put_there_stays(
     assert (tmp_path / "step-00000001.foreign+" / "NOTES.txt").read_text() == "more"
 
 
+def test_what_others_put_among_the_training_groups_files_stays(tmp_path):
+    """Mutants: the directory is ours with all that is in it; it stays with the checkpoint's name."""
+    full = {"model": {"w": np.ones(9)}, "optimizer": {"m": np.ones(9)}}
+    with fastckpt.Manager(tmp_path, keep=1) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, full)
+            manager.wait()
+            if step == 1:
+                (tmp_path / "step-00000001" / "training" / "notes.txt").write_text("mine")
+    assert manager.steps() == [3]
+    left = tmp_path / "step-00000001.foreign"
+    assert [str(each.relative_to(left)) for each in left.rglob("*") if each.is_file()] == ["training/notes.txt"]
+
+
 def test_the_best_and_the_pinned_stay(tmp_path):
     with fastckpt.Manager(tmp_path, keep=[keep.Last(1), keep.Best(1, "loss")]) as manager:
         for step in range(1, 8):
@@ -560,9 +574,9 @@ def test_ten_thousand_checkpoints_are_listed_without_opening_them():
 
 
 def compare_listings(tmp_path):
-    for step in range(10_000):
+    for step in range(9_999):
         (tmp_path / f"step-{step:08d}").mkdir()
-    (tmp_path / "step-00009999" / "fastckpt.json").touch()
+    fastckpt.save(state(9_999), tmp_path / "step-00009999")
     manager = fastckpt.Manager(tmp_path, read_only=True)
     assert manager.latest() == 9999
     assert manager.steps() == list(range(10_000))

@@ -232,6 +232,24 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_its_step_may_be_saved_ag
         assert after == [None, True, [1, 2], 2]
 
 
+def leave_out(out):
+    """Other calls between what all agree on and its save, and a save that all leave out while one is in flight."""
+    slow = {"bandwidth_limit": "1MB"}
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_options=slow) as manager:
+        assert manager.should_save(1)
+        assert manager.save(1, state(1))
+        assert manager.should_save(2)
+        manager.wait()
+        assert manager.save(2, state(2))
+        assert manager.should_save(3)
+        assert manager.save(4, state(4))
+    return manager.steps()
+
+
+def test_what_all_ranks_leave_out_costs_them_nothing_else(four, tmp_path):
+    assert four.run(leave_out, tmp_path / "run", timeout=TIMEOUT) == [[1, 2, 4]] * 4
+
+
 def miss(out, late, where):
     """One rank fails between the agreement and the save; what this rank saw, and the steps that were saved."""
     mine, told = dist.get_rank() == 2 - late, []
@@ -242,6 +260,8 @@ def miss(out, late, where):
         fails = mine and step == last
         if fails and where == "outside":
             raise KeyError("no such state")
+        if fails and where == "goes on":
+            return
         manager.save(step, state(step), {"loss": "low" if fails else 1.0})
 
     try:
@@ -263,13 +283,24 @@ def noted(told):
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("where", ["save", "outside"])
+@pytest.mark.parametrize("where", ["save", "outside", "goes on"])
 def test_a_rank_that_fails_before_it_takes_part_in_the_save_tells_the_others(forge, tmp_path, late, where):
-    """Its arguments are bad, or the program fails; it may be the first save, before which nobody knows the others."""
+    """Its arguments are bad, or the program fails or goes on; it may be the first save, before which nobody knows the
+    others."""
     with forge.group(3) as group:
         found = group.run(miss, tmp_path / "run", late, where, timeout=TIMEOUT / 2)
     if where == "outside":
         steps, own, why = [1] * late, "KeyError: ", "its block has ended with KeyError: 'no such state'"
+    elif where == "goes on":
+        last = 2 if late else 1
+        for rank, (told, left) in enumerate(found):
+            assert left == [step for step in range(1, last + 2) if step != last]
+            assert len(told) == (0 if rank == 2 - late else 1)
+            for text in told:
+                assert text.startswith("RanksError: ")
+                assert f"rank {2 - late} on {socket.gethostname()} failed: " in text
+                assert f"it has gone on to step {last + 1} without the save" in text
+        return
     else:
         steps, own, why = [1, 3] if late else [2], "TypeError: save: metrics: 'loss'", "its save has ended with TypeErr"
     for rank, ((told,), left) in enumerate(found):

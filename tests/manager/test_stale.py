@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import logging
 
+import numpy as np
 import pytest
 
 import fastckpt
 from fastckpt._manager import stale
 from harness.states import trained as state
+
+
+def full(number):
+    return np.full(8, number, np.float32)
 
 
 def run(directory, *states, **options):
@@ -28,11 +33,26 @@ def test_a_group_that_does_not_change_is_told_with_its_names(tmp_path, caplog, o
         assert run(tmp_path, state(1), state(2), **options).warnings == ()
         # Also across a restart.
         report = run(tmp_path, state(3, **{what: False}), state(4, **{what: False}), **options)
+        last = run(tmp_path, state(5, **{what: False}), **options)
     told = [record.message for record in caplog.records if "has changed" in record.message]
-    assert len(told) == 1
+    assert len(told) == 2
+    assert last.warnings == (told[1],)
+    assert f"no tensor of the {name} has changed since step 4: " in told[1]
     assert f"no tensor of the {name} has changed since step 3: " in told[0]
     assert ("model.w" if name == "model" else "optimizer.exp_avg") in told[0]
     assert report.warnings == (told[0],)
+
+
+def test_what_a_forward_pass_changes_is_no_weight(tmp_path):
+    """Mutants: the statistics of a normalization count as weights; a layer called ``opt`` as moments."""
+
+    def one(number):
+        statistics = {"norm.running_mean": full(number), "norm.running_var": full(number)}
+        model = {"w": full(1), "opt.w": full(1), **statistics}
+        return {"model": model, "optimizer": {"exp_avg": full(number)}}
+
+    (told,) = run(tmp_path, one(1), one(2)).warnings
+    assert "no tensor of the model has changed since step 1: model.w, model.opt.w: " in told
 
 
 def test_it_is_raised_once_by_what_comes_next_or_ignored(tmp_path, caplog):

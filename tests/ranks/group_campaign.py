@@ -1,6 +1,7 @@
 """Groups of ranks that something happens to, and that go on: drawn events at drawn entry points.
 
     python tests/ranks/group_campaign.py --trials 300 --seed 1 DIRECTORY
+    python tests/ranks/group_campaign.py --first 130 --trials 21 --seed 11 DIRECTORY
 
 A trial has a group of two to four processes, which make the same call five times. They meet before each, as training
 does, or come as they are. At one of the calls something happens: a rank misses it, its state cannot be saved, it stands
@@ -349,12 +350,14 @@ def run(forge, trial, path):
     return wrong_with(trial, [each.value for each in outcomes], path)
 
 
-def campaign(directory, trials, seed):
-    """All trials; what came of them."""
+def campaign(directory, first, trials, seed):
+    """The trials from a number on; what came of them."""
     draw, wrong, counts = random.Random(seed), [], {}
+    for _ in range(first):
+        drawn(draw)
     began = time.monotonic()
     with groups.forge() as forge:
-        for number in range(trials):
+        for number in range(first, first + trials):
             trial = drawn(draw)
             why = run(forge, trial, Path(directory, str(number)))
             print(f"{number}: {trial}", *([why] if why else []), file=sys.stderr, flush=True)
@@ -368,10 +371,11 @@ def main():
     """Run the command."""
     parser = argparse.ArgumentParser(description="Have things happen to groups of ranks, and see whether they go on.")
     parser.add_argument("directory")
+    parser.add_argument("--first", type=int, default=0, help="number of the first trial to run, of those drawn")
     parser.add_argument("--trials", type=int, default=300)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    done = campaign(options.directory, options.trials, options.seed)
+    done = campaign(options.directory, options.first, options.trials, options.seed)
     print(json.dumps(done))
     return 1 if done["wrong"] else 0
 

@@ -271,10 +271,11 @@ def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
 def test_a_rank_that_is_struck_in_a_save(forge, tmp_path, store, number):
     trials = [
         Trial(where, when, rank, number, store, match, nth)
-        for rank in (0, SIZE - 1)
+        # Where the store goes with rank 0, only a rank 0 that goes is another case.
+        for rank in ((0,) if store == "rank0" else (0, SIZE - 1))
         for where, when, match, nth in save_points(rank)
     ]
-    assert len(trials) >= 50
+    assert len(trials) >= 25
     run_all(forge, tmp_path, trials)
 
 
@@ -300,7 +301,7 @@ def test_a_rank_that_is_struck_in_a_load(forge, tmp_path, store):
     trials = [
         Trial(where, "before", rank, number, store, match, nth, call="load")
         for number in (signal.SIGKILL, signal.SIGSTOP)
-        for rank in (0, SIZE - 1)
+        for rank in ((0,) if store == "rank0" else (0, SIZE - 1))
         for where, match, nth in (
             (f"{PEERS}:Operation.round", "arrive", 1),
             (f"{PEERS}:Operation.round", "done", 1),

@@ -21,6 +21,7 @@ LONGER = 1.5 * SHORT
     [
         Trial(2, "load", "missed", 1, 1, meets=True, store="apart", after=0.0, still=0.0),
         Trial(3, "restore", "missed", 1, 1, meets=True, store="apart", after=0.0, still=0.0),
+        Trial(3, "restore", "store stands still", 0, 0, meets=True, store="rank0", after=0.0, still=LONGER),
         Trial(3, "save_over", "missed", 0, 1, meets=False, store="apart", after=0.0, still=0.0),
         Trial(3, "manager", "missed", 2, 1, meets=True, store="apart", after=0.0, still=0.0),
         Trial(3, "manager", "between", 1, 1, meets=False, store="apart", after=0.0, still=0.0),

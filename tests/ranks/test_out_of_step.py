@@ -15,10 +15,11 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 import fastckpt.distributed
+from fastckpt._ranks import protocol
 from harness import groups, parallel
 
-#: Where a rank is to be missed.
-SHORT = 2.0
+#: Where a rank is to be missed: longer than a busy machine holds back one of the others.
+SHORT = 8.0
 LONG = 60.0
 
 
@@ -148,7 +149,7 @@ def first_call_late(path: str) -> tuple[list[str], float]:
     if dist.get_rank() == 1:
         until(path, "given up")
         began = time.monotonic()
-    told = [save(path, 0, 5 * SHORT)]
+    told = [save(path, 0, SHORT)]
     took = time.monotonic() - began
     Path(f"{path}.given up").touch()
     dist.barrier()
@@ -163,7 +164,7 @@ def test_a_rank_that_is_late_to_the_first_call_is_told_so_at_once(forge, tmp_pat
         assert "rank 1 has not answered" in told[0], told
         assert told[1] == "ok"
     # The others have waited for the whole timeout, and this one does not.
-    assert found[1][1] < 5 * SHORT < found[0][1]
+    assert found[1][1] < SHORT < found[0][1]
 
 
 def other_orders(path: str) -> list[str]:
@@ -215,6 +216,7 @@ def two_names_of_two(first: str, second: str) -> str:
 
 
 def leave_at_once(path: str) -> None:
+    protocol.GRACE = LONG  # a busy machine may take seconds to wake a rank
     save(path, 1)
     if fastckpt.load(path)["step"] == 1:
         groups.report("saved")

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 import fastckpt
 import fastckpt.distributed
+from fastckpt import _core
 from fastckpt.exceptions import RanksError
 
 #: Drawn saves; FASTCKPT_TEST_DIVERGENCES=2000 for all.
@@ -67,11 +68,36 @@ def _expert_groups(path: str, how: str, equal: bool, **options: Any) -> list[str
     return _save({"experts": {"w1": DTensor.from_local(half, _mesh(ranks, (2,)), [Shard(0)])}}, path, how, **options)
 
 
-def _half(rank: int) -> tuple[int, int]:
+def _told(path: str, replicas: str, places: list[int]) -> list[str]:
+    """What the monitor is told of a save of tensors in which rank 1 has other values."""
+    told = []
+    published, _core.warn = _core.warn, told.append
+    try:
+        _replicated(path, "save", 1, places, replicas=replicas, on_difference="warn")
+        long = {f"{40 * 'long.'}{name}": torch.full((9,), float(dist.get_rank())) for name in ("a", "b")}
+        if places:
+            _save(long, path, "save", on_difference="warn")
+    finally:
+        _core.warn = published
+    return told
+
+
+def test_the_monitor_is_told_which_tensors_differ(forge, tmp_path):
+    with forge.group(2) as group:
+        first, other = group.run(_told, str(tmp_path / "c"), "full", [7])
+        assert first[0] in {"ranks differ in d and 1 more", "ranks differ in w and 1 more"}
+        assert first[1].startswith("ranks differ in ...")
+        assert first[1].endswith("long.long.a and 1 more")
+        assert len(first[1]) == 64
+        assert other == []
+        assert group.run(_told, str(tmp_path / "c"), "full", []) == [[], []]
+
+
+def _half(rank: int, ranks: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[int, ...]:
     """The two ranks of the group of a rank; all ranks make the meshes of both."""
-    for ranks in ((0, 1), (2, 3)):
-        _mesh(ranks, (2,))
-    return (0, 1) if rank < 2 else (2, 3)
+    for half in (ranks[:2], ranks[2:]):
+        _mesh(half, (2,))
+    return ranks[:2] if rank in ranks[:2] else ranks[2:]
 
 
 def _stages(path: str, how: str) -> list[str]:
@@ -197,15 +223,16 @@ def test_what_there_is_not_is_refused(tmp_path):
     assert "known are raise, warn" in _wrong(str(tmp_path / "c"), "on_difference")
 
 
-#: How a tensor of two dimensions is spread over four ranks: mesh and placements, or None where each has it whole. Two
-#: groups of ranks have a mesh each.
-SPREADS: dict[str, tuple[tuple[int, ...], list[Placement]] | None] = {
+#: How a tensor of two dimensions is spread over four ranks: these, in the order of the mesh, its shape and placements,
+#: or None where each has it whole. Two groups of ranks have a mesh each.
+SPREADS: dict[str, tuple[tuple[int, ...], tuple[int, ...], list[Placement]] | None] = {
     "plain": None,
-    "replicate": ((4,), [Replicate()]),
-    "rows": ((2, 2), [Replicate(), Shard(0)]),
-    "columns": ((2, 2), [Replicate(), Shard(1)]),
-    "rows of copies": ((2, 2), [Shard(0), Replicate()]),
-    "two groups": ((2,), [Shard(0)]),
+    "replicate": ((0, 1, 2, 3), (4,), [Replicate()]),
+    "rows": ((0, 1, 2, 3), (2, 2), [Replicate(), Shard(0)]),
+    "columns": ((0, 1, 2, 3), (2, 2), [Replicate(), Shard(1)]),
+    "rows of copies": ((0, 1, 2, 3), (2, 2), [Shard(0), Replicate()]),
+    "two groups": ((0, 1, 2, 3), (2,), [Shard(0)]),
+    "two crossed groups": ((0, 3, 1, 2), (2,), [Shard(0)]),
 }
 
 
@@ -213,15 +240,19 @@ def _part(spread: str, whole: torch.Tensor, rank: int) -> torch.Tensor:
     """What a rank has, in memory of its own."""
     if spread in {"plain", "replicate"}:
         return whole.clone()
-    number = rank // 2 if spread == "rows of copies" else rank % 2
+    ranks, _, _ = SPREADS[spread]
+    at = ranks.index(rank)
+    number = at // 2 if spread == "rows of copies" else at % 2
     return whole.chunk(2, 1 if spread == "columns" else 0)[number].clone()
 
 
 def _copies(spread: str, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The tensor, as each copy of it has it, out of the parts of all ranks."""
+    """The tensor, as each copy of it has it, out of the parts of all ranks: first the copy of rank 0."""
     if spread in {"plain", "replicate"}:
         return parts
-    pairs = [(0, 2), (1, 3)] if spread == "rows of copies" else [(0, 1), (2, 3)]
+    first, second, third, fourth = SPREADS[spread][0]
+    pairs = [(first, third), (second, fourth)] if spread == "rows of copies" else [(first, second), (third, fourth)]
+    pairs.sort(key=min)
     return [torch.cat([parts[one], parts[other]], 1 if spread == "columns" else 0) for one, other in pairs]
 
 
@@ -240,11 +271,15 @@ def _drawn(base: str, number: int) -> str:
             place = rng.randrange(flat.numel())
             flat[place : place + rng.choice([1, 1, 5000])] += 1
         copies[name] = _copies(spread, parts)
-        apart |= {name} if spread == "two groups" else set()
-        cut = SPREADS[spread]
         own = parts[rank]
-        ranks = _half(rank) if spread == "two groups" else (0, 1, 2, 3)
-        state[name] = own if cut is None else DTensor.from_local(own, _mesh(ranks, cut[0]), cut[1])
+        if SPREADS[spread] is None:
+            state[name] = own
+            continue
+        ranks, sizes, placements = SPREADS[spread]
+        if spread in {"two groups", "two crossed groups"}:
+            apart |= {name}
+            ranks = _half(rank, ranks)
+        state[name] = DTensor.from_local(own, _mesh(ranks, sizes), placements)
     diverged = {name for name, each in copies.items() if any(not torch.equal(one, each[0]) for one in each)}
     replicas, on_difference = rng.choice(["sample", "full", "first"]), rng.choice(["raise", "warn"])
     how, path = rng.choice(["save", "async", "dcp"]), f"{base}/{number}"

@@ -658,7 +658,7 @@ def test_depth_limits_of_both_sides_agree(tmp_path):
         assert same(fastckpt.load(tmp_path / "c"), nest(depth))
 
 
-def test_100_000_small_tensors(tmp_path):
+def test_many_small_tensors_take_less_than_safetensors(tmp_path):
     from safetensors.torch import load_file, save_file
 
     def seconds(call):
@@ -670,11 +670,11 @@ def test_100_000_small_tensors(tmp_path):
     def best(call):
         return min(seconds(call) for _ in range(2))
 
-    tensors = [torch.full((1,), float(i)) for i in range(100_000)]
+    tensors = [torch.full((1,), float(i)) for i in range(30_000)]
     theirs = {str(i): tensor for i, tensor in enumerate(tensors)}
     assert best(lambda: fastckpt.save({"w": tensors}, tmp_path / "c")) < best(lambda: save_file(theirs, tmp_path / "f"))
     assert best(lambda: fastckpt.load(tmp_path / "c")) < best(lambda: load_file(tmp_path / "f"))
-    assert torch.equal(torch.cat(fastckpt.load(tmp_path / "c")["w"]), torch.arange(100_000.0))
+    assert torch.equal(torch.cat(fastckpt.load(tmp_path / "c")["w"]), torch.arange(30_000.0))
 
 
 # Registered types.

@@ -20,6 +20,7 @@ import time
 import types
 import typing
 import uuid
+import warnings
 import zoneinfo
 from unittest import mock
 
@@ -258,8 +259,18 @@ def test_what_explains_itself_is_saved_unasked_and_comes_back_where_it_is_declar
     loaded = fastckpt.load(tmp_path / "c", registry=Registry(type(value)))["at"][0]
     assert shown(loaded) == shown(value)
     assert loaded is value or not isinstance(value, enum.Enum)
+    into = fastckpt.load(tmp_path / "c", into={"at": [STRUCTURAL[name]()]}, registry=Registry(type(value)))
+    assert shown(into["at"][0]) == shown(value)
     with pytest.raises(UnsupportedTypeError, match=rf"{type(value).__qualname__}'.*register_type.*registry=.*unknown="):
         fastckpt.load(tmp_path / "c")
+
+
+def test_classes_are_tried_beside_keys_that_are_dtypes(tmp_path):
+    """Mutant: they are tried as for numpy, which has no such dtype, and whose name is the other key."""
+    state = {"at": Colour.RED, "by": {torch.float32: 1, "float32": 2, "torch.float32": 3}}
+    fastckpt.save(state, tmp_path / "c")
+    into = {"at": Colour.BLUE, "by": dict.fromkeys(state["by"], 0)}
+    assert fastckpt.load(tmp_path / "c", into=into, registry=Registry(Colour)) == state
 
 
 def test_built_in_types_that_are_made_at_run_time_have_no_attributes(monkeypatch, tmp_path):
@@ -706,6 +717,32 @@ def test_an_attribute_beside_the_fields_that_cannot_be_stored_is_named(tmp_path)
     base.note = [print]
     with pytest.raises(UnsupportedTypeError, match=r"\['note'\]\[0\]: type builtins\.builtin"):
         fastckpt.save(base, tmp_path / "c", registry=known)
+
+
+@pytest.mark.parametrize("way", ["save", "save_async", "Manager"])
+def test_a_warning_that_is_an_error_ends_a_save_before_anything_is_written(tmp_path, way):
+    """The next one, which has nothing new to say, goes through."""
+    kind = dataclasses.make_dataclass(f"Undeclared{way}", ["n"], namespace={"__module__": "elsewhere"})
+    state, path = {"w": torch.ones(2), "it": kind(1)}, tmp_path / "step-00000001"
+    manager = fastckpt.Manager(tmp_path)
+    manager.save(1, {"w": torch.zeros(2)})
+    manager.wait()
+    save = {
+        "save": lambda: fastckpt.save(state, path),
+        "save_async": lambda: fastckpt.save_async(state, path).result(),
+        "Manager": lambda: manager.save(2, state) and manager.wait(),
+    }[way]
+    before = sorted(tmp_path.iterdir())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(RuntimeWarning, match="which this program does not declare"):
+            save()
+        assert sorted(tmp_path.iterdir()) == before
+        assert fastckpt.leftovers(tmp_path) == []
+        assert not fastckpt.load(path)["w"].any()
+        save()
+    newest = tmp_path / "step-00000002" if way == "Manager" else path
+    assert fastckpt.load(newest, registry=Registry(kind))["it"].n == 1
 
 
 @pytest.mark.parametrize("kind", [set, frozenset])

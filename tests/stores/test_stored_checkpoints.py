@@ -15,7 +15,7 @@ import torch
 import fastckpt
 from fastckpt import CorruptCheckpointError, NotACheckpointError
 from fastckpt._portable import reader as portable
-from fastckpt._stores import files
+from fastckpt._stores import checkpoints, files
 from fastckpt._stores.objects import PART, Objects
 from fastckpt._tools import cli
 from harness import manifest
@@ -269,6 +269,17 @@ def test_removal(run, url, monkeypatch):
     fastckpt.remove(url, everything=True)
     assert removals[0] == ["fastckpt.json"]
     assert objects_at(run).sizes() == {}
+
+
+@pytest.mark.parametrize(
+    ("beside", "stays"), [("notes.txt", ["notes.txt"]), ("__0_0.distcp", [".metadata", "__0_0.distcp"])]
+)
+def test_torchs_file_goes_unless_it_lists_files_of_torchs_own_writer(url, beside, stays):
+    """Mutants: it always stays; it always goes; that in the folder of the save stays."""
+    for name in (".metadata", "0123456789abcdef/.metadata", beside):
+        objects_at(url).write(name, [b"1"], 1, None)
+    assert sorted(checkpoints.remove(url, everything=False, leave=True)) == stays
+    assert sorted(objects_at(url).sizes()) == stays
 
 
 def test_a_removal_that_was_killed_is_finished_and_nothing_else_is_taken_for_one(run, url):

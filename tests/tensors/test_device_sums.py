@@ -27,8 +27,8 @@ def core_sums(tmp_path):
     return sums
 
 
-def summed(data, length):
-    return device_sums.collect(device_sums.enqueue(torch, data, length), length)
+def summed(data):
+    return device_sums.of(torch, torch.from_numpy(data))
 
 
 @pytest.fixture(params=[torch.float32, torch.float16], ids=["single", "half"])
@@ -44,10 +44,9 @@ def test_lengths_and_alignments(core_sums):
     lengths = [*EDGES, *(int(length) for length in random.integers(1, 300_000, 12))]
     chunks, found = [], []
     for length in lengths:
-        count, skip = int(random.integers(1, 4)), int(random.integers(0, 64))
-        data = random.integers(0, 256, skip + count * length, np.uint8)
-        found += summed(torch.from_numpy(data)[skip:], length)
-        chunks += [data[skip + number * length :][:length] for number in range(count)]
+        data = random.integers(0, 256, length + 64, np.uint8)[int(random.integers(0, 64)) :][:length]
+        found.append(summed(data))
+        chunks.append(data)
     assert found == core_sums(chunks)
 
 
@@ -55,25 +54,26 @@ def test_lengths_and_alignments(core_sums):
 def test_bytes_that_are_all_alike(core_sums):
     """All bits set make the largest counts."""
     chunks = [np.full(length, value, np.uint8) for length in (256, 8192, MIB) for value in (0, 1, 128, 255)]
-    assert [summed(torch.from_numpy(chunk), len(chunk))[0] for chunk in chunks] == core_sums(chunks)
+    assert [summed(chunk) for chunk in chunks] == core_sums(chunks)
 
 
 def test_every_bit_counts(core_sums):
     """In each place of a row, alone."""
     rows = np.packbits(np.eye(2048, dtype=np.uint8), axis=1, bitorder="little")
-    assert summed(torch.from_numpy(rows).view(-1), 256) == core_sums(list(rows))
+    assert [summed(row) for row in rows] == core_sums(list(rows))
 
 
-def test_blocks_of_a_checkpoint_in_several_steps(core_sums, monkeypatch):
-    """Four MiB, and more steps than one for a chunk, of which the last is shorter."""
-    monkeypatch.setattr(device_sums, "STEP", 3 * MIB)
-    data = np.random.default_rng(4).integers(0, 256, 8 * MIB, np.uint8)
-    assert summed(torch.from_numpy(data), 4 * MIB) == core_sums(np.split(data, 2))
+def test_several_stretches_in_several_steps(core_sums, monkeypatch):
+    """The last of either is shorter."""
+    monkeypatch.setattr(device_sums, "STEP", MIB)
+    monkeypatch.setattr(device_sums, "_STRETCH", 3 * MIB)
+    data = np.random.default_rng(4).integers(0, 256, 8 * MIB + 5, np.uint8)
+    assert [summed(data)] == core_sums([data])
 
 
 def test_the_callers_autocast_changes_nothing(core_sums):
     """It would multiply in bfloat16, which has no room for the counts."""
     data = np.random.default_rng(5).integers(0, 256, 8192, np.uint8)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        found = summed(torch.from_numpy(data), 8192)
-    assert found == core_sums([data])
+        found = summed(data)
+    assert [found] == core_sums([data])

@@ -30,7 +30,7 @@ def status(name):
     return next(int(line.split()[1]) << 10 for line in open("/proc/self/status") if line.startswith(name))
 
 path, operation, io = sys.argv[1:]
-state = {"w": np.frombuffer(bytearray(np.random.default_rng(0).bytes(512 << 20)), np.uint8)}
+state = {"w": np.frombuffer(bytearray(np.random.default_rng(0).bytes(256 << 20)), np.uint8)}
 expected = state["w"].copy() if operation == "into" else None
 if operation != "save":
     fastckpt.save(state, path)
@@ -52,14 +52,14 @@ print(json.dumps([grown, state["w"].nbytes]))
 
 
 @pytest.mark.parametrize("io", ["uring", "threads", "buffered"])
-@pytest.mark.parametrize(("operation", "beyond"), [("save", 128), ("load", 512 + 64), ("into", 64)])
+@pytest.mark.parametrize(("operation", "beyond"), [("save", 128), ("load", 256 + 64), ("into", 64)])
 def test_memory_beyond_the_state(tmp_path, operation, beyond, io):
-    """512 MiB, in MiB: a load needs what it loads, ``into=`` not even that."""
+    """256 MiB, in MiB: a load needs what it loads, ``into=`` not even that."""
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "c"), operation, io]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr
     grown, size = json.loads(done.stdout)
-    assert size == 512 * MIB
+    assert size == 256 * MIB
     assert grown <= beyond * MIB
 
 

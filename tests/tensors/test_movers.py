@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 from types import SimpleNamespace
 
 import numpy as np
@@ -196,16 +197,21 @@ def test_several_devices_and_the_callers_own_streams():
     """Each device's current stream of the calling thread is waited for, and no other thread's."""
     module = torch.get_device_module(DEVICE)
     tensors = [torch.zeros(1000, device=device) for device in (DEVICE, OTHER, DEVICE)]
-    out = host(12_000)
+    for device in (DEVICE, OTHER):
+        module.synchronize(device)  # the zeros are made in another stream than the values
+    out, go_on = host(12_000), threading.Event()
     with module.stream(module.Stream(DEVICE)), module.stream(module.Stream(OTHER)):
         for number, tensor in enumerate(tensors):
-            standin.current_stream(tensor.device).worker.submit(lambda: threading.Event().wait(0.05))
+            standin.current_stream(tensor.device).worker.submit(go_on.wait)
             with module.device(tensor.device):
                 tensor.fill_(number + 1)
         asked = sources(tensors)
         assert set(asked.devices) == {DEVICE, OTHER}
     worker = threading.Thread(target=asked.fill, args=(packed(tensors, out),))
     worker.start()
+    while not faults.host_waits[worker.ident] and worker.is_alive():
+        time.sleep(0.001)
+    go_on.set()
     worker.join()
     assert out[:-8].view(np.float32).tolist() == [1.0] * 1000 + [2.0] * 1000 + [3.0] * 1000
     assert faults.astray == 0
@@ -276,18 +282,18 @@ def test_memory_that_is_freed_while_it_is_copied_goes_to_nobody_else():
 
 def test_tensors_live_until_their_copies_have_ended():
     value = torch.arange(1000, device=DEVICE)
+    address = value.untyped_storage().data_ptr()
     out = host(value.nbytes)
-    before = standin.live()
     with faults.held() as go_on:
         asked = sources([value])
         copies = asked.enqueue(packed([value], out))
         asked.movers.clear()
         del value, asked
         gc.collect()
-        assert standin.live() == before
+        assert standin.is_live(address)
         go_on()
         copies.wait()
-    assert standin.live() < before
+    assert not standin.is_live(address)
 
 
 def test_memory_that_was_freed_before_is_told():

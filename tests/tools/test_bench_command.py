@@ -272,7 +272,7 @@ def test_every_rank_shows_in_the_monitor_while_it_runs(where):
         (["--target", "best"], "give light, medium, high, GB/s per GPU"),
         (["--target", "0"], "is not a target"),
         (["--io", "fast"], "--io: invalid choice: 'fast'"),
-        (["--threads", "25"], "--threads must be from 1 to 24"),
+        (["--threads", "25"], "threads must be None or an int from 1 to 24, not 25"),
         (["--workload", "llama4"], "--workload must be one of llama3-8b"),
         (["--workload", "llama3-8b", "--ranks", "9"], "has 8 processes"),
         (["--workload", "llama3-8b", "--size", "1GB"], "give --size or --workload, not both"),
@@ -389,15 +389,15 @@ def test_a_rank_that_fails_ends_the_run(tmp_path):
         (point / "there").mkdir()
         bench = begun_in(point / "there", *LONG)
         try:
-            # Again and again: what the ranks remove after a round must not become their room for the next one.
-            deadline = time.monotonic() + 60
+            # Again and again: what the ranks remove after a round must not become their room for the next one. Between
+            # two of their writes they wait for all disks of the machine, which may take minutes.
             with (point / "other").open("wb", buffering=0) as other:
-                while bench.poll() is None and time.monotonic() < deadline:
+                while bench.poll() is None:
                     try:
                         other.write(b"x" * (1 << 20))
                     except OSError:
                         time.sleep(0.001)
-            _, err = bench.communicate(timeout=60)
+            _, err = bench.communicate()
         finally:
             bench.kill()
         assert bench.returncode == 2

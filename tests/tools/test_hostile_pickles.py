@@ -20,6 +20,7 @@ import pytest
 import fastckpt
 from fastckpt._tools import cli
 from fastckpt._tools.convert import needs as _needs
+from fastckpt._tools.convert import pickled as _pickled
 from fastckpt._tools.convert import torch_items as _items
 from fastckpt._tools.convert.distributed import DAMAGED
 from fastckpt.exceptions import CheckpointError
@@ -32,8 +33,8 @@ except ImportError as error:
     needs.missing(str(error))
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-#: How many pickles are drawn; a campaign sets 200,000.
-DRAWS = int(os.environ.get("FASTCKPT_DRAWS", "4000"))
+#: How many pickles are drawn.
+DRAWS = int(os.environ.get("FASTCKPT_DRAWS", "200000"))
 SLOT = b"N}(U\x08__name__U\x01xU\x01aK\x01u\x86b"
 
 
@@ -118,6 +119,19 @@ def marks():
     return [sorted(vars(kind)) for kind in kinds], [(each.__name__, sorted(vars(each))) for each in functions]
 
 
+def watch():
+    """A list that grows with whatever runs, is imported, opened or looked up by a name of a pickle."""
+    seen = []
+    kinds = ("compile", "ctypes", "exec", "import", "marshal", "open", "os", "pickle", "shutil", "socket", "subprocess")
+
+    def hook(event, arguments):
+        if event.partition(".")[0] in kinds:
+            seen.append((event, repr(arguments)[:200]))
+
+    sys.addaudithook(hook)
+    return seen
+
+
 def main(seed, count):
     import faulthandler
     import resource
@@ -130,8 +144,9 @@ def main(seed, count):
         read(code)
     read(tables[0], table=True)
     codecs.lookup("raw-unicode-escape")  # which an opcode needs, whatever it says
-    resource.setrlimit(resource.RLIMIT_DATA, (8 << 30, resource.getrlimit(resource.RLIMIT_DATA)[1]))
-    before, modules = marks(), set(sys.modules)
+    # As much as the process may have that reads them for a conversion.
+    resource.setrlimit(resource.RLIMIT_DATA, (_pickled._data(0), resource.getrlimit(resource.RLIMIT_DATA)[1]))
+    before, modules, seen = marks(), set(sys.modules), watch()
     ends = collections.Counter()
     for number in range(count):
         is_table = number % 4 == 0
@@ -142,6 +157,7 @@ def main(seed, count):
             ends["read"] += 1
         except (pickle.UnpicklingError, MemoryError, *DAMAGED) as error:
             ends[type(error).__name__] += 1
+        assert not seen, (seen, code)
         if number % 50 == 0:
             assert marks() == before, code
             assert set(sys.modules) == modules, (set(sys.modules) - modules, code)
@@ -161,31 +177,76 @@ def test_no_pickle_harms_the_process_that_reads_it():
 
 DTYPE = named("numpy", "dtype") + b"U\x02%bK\x00K\x01\x87R(K\x03U\x01<NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb"
 ARRAY = named("numpy.core.multiarray", "_reconstruct") + named("numpy", "ndarray") + b"K\x00\x85U\x01b\x87R"
+NOT_READ = "is not among the classes that are read"
+METADATA = named(_items.METADATA, "Metadata")
+#: Pickles of values and of tables, and why each is refused.
 HOSTILE = {
-    "an array beyond its bytes": ARRAY + b"(K\x01M\xff\xff\x85" + DTYPE % b"i8" + b"\x89C\x08abcdefghtb.",
-    "objects of bytes": ARRAY + b"(K\x01K\x01\x85" + DTYPE % b"O8" + b"\x89C\x08abcdefghtb.",
-    "a dtype with fields": named("numpy", "dtype") + b"U\x02i8\x85R(K\x03U\x01<N)}K\x08K\x01K\x00tb.",
-    "a dtype of many bytes": named("numpy", "dtype") + b"U\x0bV2147483647\x85R.",
-    "an attribute of a class": named("collections", "Counter") + SLOT + b".",
-    "an attribute of a recorder": named("torch", "Size") + SLOT + b".",
-    "an attribute of a record": named("torch.distributed.checkpoint.metadata", "Metadata") + SLOT + b".",
-    "an attribute of a dtype": named("torch", "float32") + SLOT + b".",
-    "a state of a tensor": valid()[-1][:-1] + b"(" + STORAGE + b"K\x00K\x02\x85K\x01\x85tb.",
-    "bytes by their number": named("builtins", "bytearray") + b"J\xff\xff\xff\x7f\x85R.",
-    "an item of an array": ARRAY + b"K\x00K\x01s.",
-    "a scalar beyond its bytes": named("numpy.core.multiarray", "scalar") + DTYPE % b"f8" + b"C\x02ab\x86R.",
-    "objects as a scalar": named("numpy.core.multiarray", "scalar") + DTYPE % b"O8" + b"C\x08abcdefgh\x86R.",
-    "a length of 2^63": b"\x8e" + b"\xff" * 7 + b"\x7f.",
-    "a buffer of 2^62": b"\x96" + b"\0" * 7 + b"\x40.",
+    "an array beyond its bytes": (
+        ARRAY + b"(K\x01M\xff\xff\x85" + DTYPE % b"i8" + b"\x89C\x08abcdefghtb.",
+        "another size",
+    ),
+    "objects of bytes": (ARRAY + b"(K\x01K\x01\x85" + DTYPE % b"O8" + b"\x89C\x08abcdefghtb.", "bytes instead of list"),
+    "a dtype with fields": (named("numpy", "dtype") + b"U\x02i8\x85R(K\x03U\x01<N)}K\x08K\x01K\x00tb.", "not plain"),
+    "a dtype of many bytes": (named("numpy", "dtype") + b"U\x0bV2147483647\x85R.", "a dtype that is none"),
+    "an attribute of a class": (named("collections", "Counter") + SLOT + b".", "a state of a Recorder"),
+    "an attribute of a recorder": (named("torch", "Size") + SLOT + b".", "a state of a Recorder"),
+    "an attribute of a record": (METADATA + SLOT + b".", NOT_READ),
+    "an attribute of a dtype": (named("torch", "float32") + SLOT + b".", "a state of a dtype"),
+    "a state of a tensor": (valid()[-1][:-1] + b"(" + STORAGE + b"K\x00K\x02\x85K\x01\x85tb.", "a state of a Tensor"),
+    "a tensor outside its storage": (valid()[-1].replace(b"QK\x00K\x02K\x03\x86", b"QK\x0fK\x02K\x03\x86"), "outside"),
+    "bytes by their number": (named("builtins", "bytearray") + b"J\xff\xff\x00\x00\x85R.", "int instead of bytes"),
+    "an item of an array": (ARRAY + b"K\x00K\x01s.", "ndarray instead of dict"),
+    "items of an array": (ARRAY + b"(K\x00K\x01u.", "ndarray instead of dict"),
+    "a member of an array": (ARRAY + b"K\x00a.", "ndarray instead of list"),
+    "a member of a list for a set": (b"](K\x00\x90.", "list instead of set"),
+    "a scalar beyond its bytes": (
+        named("numpy.core.multiarray", "scalar") + DTYPE % b"f8" + b"C\x02ab\x86R.",
+        "a scalar that is none",
+    ),
+    "objects as a scalar": (
+        named("numpy.core.multiarray", "scalar") + DTYPE % b"O8" + b"C\x08abcdefgh\x86R.",
+        "a scalar that is none",
+    ),
+    "a length of 2^63": (b"\x8e" + b"\xff" * 7 + b"\x7f.", "^$"),
+    "a buffer of 2^62": (b"\x96" + b"\0" * 7 + b"\x40.", "150"),
+}
+HOSTILE_TABLES = {
+    "another function of a recorder": (
+        named("torch", "Size") + b"N}U\x04makeU\x01xs\x86b.",
+        "a state of what has none",
+    ),
+    "an attribute of a record": (METADATA + SLOT + b".", "__setstate__"),
+    "an attribute of a dtype": (named("torch", "float32") + SLOT + b".", "no attribute"),
+    "an array": (ARRAY + b".", NOT_READ),
 }
 
 
-@pytest.mark.parametrize("what", HOSTILE)
-def test_hostile_pickles_are_refused(what):
+@pytest.mark.parametrize(
+    ("code", "why", "table"),
+    [
+        *(pytest.param(*HOSTILE[what], False, id=what) for what in HOSTILE),
+        *(pytest.param(*HOSTILE_TABLES[what], True, id=f"{what} in a table") for what in HOSTILE_TABLES),
+    ],
+)
+def test_hostile_pickles_are_refused(code, why, table):
     before = marks()
-    with pytest.raises((pickle.UnpicklingError, *DAMAGED)):
-        read(b"\x80\x02" + HOSTILE[what])
+    with pytest.raises((pickle.UnpicklingError, *DAMAGED), match=why):
+        read(b"\x80\x02" + code, table=table)
     assert marks() == before
+
+
+@pytest.mark.parametrize("table", [False, True])
+@pytest.mark.parametrize(
+    "module", ["os", "posix", "builtins", "__builtin__", "copyreg", "subprocess", "pathlib", "torch"]
+)
+@pytest.mark.parametrize(
+    "name", ["system", "eval", "getattr", "__import__", "_reconstructor", "Popen", "load", "path.join"]
+)
+def test_names_beyond_the_list_are_not_found(module, name, table):
+    stacked = b"\x8c" + bytes([len(module)]) + module.encode() + b"\x8c" + bytes([len(name)]) + name.encode() + b"\x93."
+    for code in (b"\x80\x02" + named(module, name) + b".", b"\x80\x04" + stacked):
+        with pytest.raises(pickle.UnpicklingError, match=NOT_READ):
+            read(code, table=table)
 
 
 @pytest.mark.parametrize("table", [False, True])

@@ -116,6 +116,28 @@ def test_prune_removes_nothing_where_the_newest_is_damaged(run, capsys):
     assert fastckpt.Manager(run).steps() == [1, 2, 3, 4, 5, 6]
 
 
+def test_prune_verifies_the_newest_of_the_branch_that_goes_on(run, capsys):
+    """Mutant: the highest step, which the run has left behind."""
+    with fastckpt.Manager(run) as manager:
+        manager.restore(step=2)
+        manager.save(5, {"a": np.full(1000, 55)}, force=True)
+    file = run / "step-00000006" / "model.safetensors"
+    file.write_bytes(b"damaged")
+    _, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
+    assert (document["removed"], fastckpt.Manager(run).steps()) == ([1, 2, 3], [4, 5, 6])
+    with fastckpt.Manager(run) as manager:
+        manager.save(7, {"a": 7})
+        manager.restore(step=4)
+        manager.unpin(4)
+        manager.save(5, {"a": np.full(1000, 5)}, force=True)
+        manager.wait()
+    file = run / "step-00000005" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"?")
+    status, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
+    assert status == 1
+    assert "step-00000005, is damaged" in document["error"]
+
+
 def test_one_failed_removal_does_not_stop_the_rest(run, capsys):
     (run / "step-00000001" / "notes").mkdir()
     status, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
@@ -135,6 +157,7 @@ def test_the_share_that_changed_is_a_column(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "model 25 %, optimizer 100 %" in lines[2]
     assert "model 0 %, optimizer 100 %" in lines[3]
+    assert [runs._percent(share) for share in (0.0, 1e-9, 0.02)] == ["0 %", "< 0.1 %", "2 %"]
 
 
 def test_the_shares_of_a_run_in_a_store_are_those_that_later_steps_know(tmp_path, capsys):
@@ -160,7 +183,10 @@ def test_names_without_zeros_are_found_in_the_order_of_their_steps(tmp_path, cap
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"there is no checkpoint in {tmp_path} with the name of a step"
     assert "step-1000" in lines[1]
-    _, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--remove")
+    status, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--remove")
+    assert status == 2
+    assert "give --name, such as step-{step}, which leaves epoch-2 alone" in document["error"]
+    _, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--remove", "--name", "step-{step}")
     assert document["removed"] == [900]
     assert [one.name for one in fastckpt.list(tmp_path)] == ["epoch-2", "final", "step-1000", "step-10000"]
 

@@ -110,6 +110,29 @@ def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
     assert (model.node.ranks, model.others) == (1, 121)
 
 
+def test_a_rank_that_died_stays_beside_those_of_its_job_that_live():
+    """Whatever job ended after that. Mutant: it is one of other launches."""
+    dead, alive = (Rank(rank).of(job="train.py", launch=9, pid=7 + rank) for rank in (0, 1))
+    dead.op(GB, start=1.0).thread(0, last_progress_mono_ns=int(2e9))
+    dead.proc = replace(dead.proc, alive=False, touched=1e9)
+    other = Rank(0).of(job="eval.py", launch=10, rank=-1, pid=20).op(GB, Phase.DONE, start=3.0, end=4.0)
+    other.proc = replace(other.proc, alive=False, touched=1e9)
+    model = look(Model(), 5.0, dead, alive, other)
+    assert (model.others, model.node.ranks, [row.rank for row in model.rows]) == (0, 2, [0, 1])
+
+
+def test_what_a_job_saved_before_it_was_started_again_leaves_the_list():
+    """Mutant: it stays until it is as old as what nobody has started again."""
+    before = Rank(0).of(job="train.py", launch=9, pid=7).op(GB, Phase.DONE, start=1.0, end=2.0)
+    before.proc = replace(before.proc, alive=False, touched=1e9)
+    other = Rank(0).of(job="eval.py", launch=10, rank=-1, pid=20).op(GB, Phase.DONE, start=3.0, end=4.0)
+    assert [job.key for job in look(Model(), 5.0, before, other).jobs] == ["eval.py:20", "train.py:7"]
+    again = Rank(0).of(job="train.py", launch=11, pid=30)
+    model = look(Model(), 5.0, before, other, again)
+    assert [job.key for job in model.jobs] == ["eval.py:20", "train.py:30"]
+    assert len(model.ops) == 1
+
+
 def test_check_judges_each_job_and_one_that_fails_fails_all():
     ranks = two_jobs(model := Model(targets.parse("1.5", "option")))
     good, words = lines.check(model, 100)

@@ -664,3 +664,23 @@ def test_what_has_changed_with_a_save_is_an_event_and_standing_still_is_the_sent
     )
     (found,) = jsonout.Ticks().next(model)["ops"]
     assert found["changed"] == dict(op.changed)
+
+
+def test_what_a_process_warns_of_is_an_event_once():
+    rank = Rank().op(10 * GB, start=1.0)
+    old = replace(rank.proc.process, warned=1, warning="ranks differ in old")
+    rank.proc = replace(rank.proc, process=old)
+    model = look(Model(), 2.0, rank)
+
+    def told():
+        return [(event.level, event.text.partition(": ")[2]) for event in model.events if "differ" in event.text]
+
+    # It came before anybody looked.
+    assert told() == []
+    rank.proc = replace(rank.proc, process=replace(old, warned=2, warning="ranks differ in w and 3 more"))
+    for at in (2.5, 3.0):
+        look(model, at, rank)
+    # While another one is written.
+    rank.proc = replace(rank.proc, process=replace(old, warned=0, warning="ranks differ in"))
+    look(model, 3.5, rank)
+    assert told() == [("warn", "ranks differ in w and 3 more")]

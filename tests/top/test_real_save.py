@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from fastckpt_top import segment
 
 import fastckpt
 from harness import mounts, needs
@@ -280,6 +281,31 @@ def test_a_manager_publishes_what_has_changed(place, tmp_path):
             child.stdin.write("\n")
             child.stdin.flush()
     assert newest["sentence"]["text"].endswith("no tensor of the model has changed since the save before")
+
+
+WARNS = """
+import sys
+import fastckpt
+from fastckpt import _core
+fastckpt.save({}, sys.argv[1])
+for text in ("ranks differ in w", "ranks differ in " + 100 * "v"):
+    _core.warn(text)
+    print(flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_what_a_process_warns_of_is_published(place, tmp_path):
+    command = [sys.executable, "-c", WARNS, str(tmp_path / "c")]
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        for number, text in ((1, "ranks differ in w"), (2, "ranks differ in " + 48 * "v")):
+            child.stdout.readline()
+            (file,) = place.glob("*.seg")
+            process = segment.decode(file.read_bytes()).process
+            assert (process.warned, process.warning) == (number, text)
+            child.stdin.write("\n")
+            child.stdin.flush()
 
 
 def test_counters_can_be_turned_off(place, tmp_path):

@@ -232,3 +232,4 @@ def test_the_golden_segment_says_what_the_rust_test_wrote():
     process = found.process
     assert (process.group, process.group_rank, process.group_size, process.waits_for) == (9, 10, 16, 12)
     assert (process.changed_step, process.shares) == (13, {"model": 0.25, "optimizer": 0.0})
+    assert (process.warned, process.warning) == (2, "ranks differ in w")

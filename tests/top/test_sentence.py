@@ -13,7 +13,6 @@ from fastckpt_top.segment import (
     FLAG_DIRECT,
     FLAG_FALLBACK,
     FLAG_NO_DIRECT,
-    FLAG_NO_GDS,
     FLAG_NO_RING,
     FLAG_NO_WORKERS,
     Phase,
@@ -216,7 +215,6 @@ def test_ranks_that_fell_back_for_the_same_reason_are_named_together():
         (3, FLAG_NO_RING, 38, "buffered, not io_uring (ENOSYS", "not in this kernel?"),
         (2, FLAG_NO_RING | FLAG_NO_DIRECT, 1, "threads without io_uring and direct I/O (EPERM", "seccomp or sysctl?"),
         (2, FLAG_NO_WORKERS, 11, "threads without worker threads (EAGAIN", "ulimit -u?"),
-        (1, FLAG_NO_GDS, 5, "uring without GPUDirect Storage (EIO", ""),
         (2, 0, 0, "threads without what was asked for (unknown", ""),
     ],
 )

@@ -24,9 +24,10 @@ from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.slicing import part
 from fastckpt._text import suggest
 
+from .build_report import build_report
 from .destinations import Targets, read_targets
-from .options import DeviceEngine, check_engine
-from .outcome import report_of, warn_of_unknown
+from .options import Engine, check_io
+from .outcome import warn_of_unknown
 from .per_rank import states_of
 from .placement import Placement, Stock, place
 from .reports import LoadReport
@@ -111,8 +112,8 @@ class Checkpoint:
         report: what the last read did, or None before the first.
     """
 
-    def __init__(self, path: AnyPath, device: Any = None, io: DeviceEngine = "auto") -> None:
-        check_engine("open", io, None, devices=True)
+    def __init__(self, path: AnyPath, device: Any = None, io: Engine = "auto") -> None:
+        check_io("open", io)
         self.report: LoadReport | None = None
         self._io = io
         self._path = place_of("open", path)
@@ -294,7 +295,7 @@ class Checkpoint:
         began = time.perf_counter()
         targets.begin("open")
         report = read_targets(self._open(), targets, io=self._io)
-        self.report = report_of(LoadReport, self._path, began, report)
+        self.report = build_report(LoadReport, self._path, began, report)
 
     def __contains__(self, name: object) -> bool:
         return name in self._index
@@ -322,7 +323,7 @@ class Checkpoint:
         self.close()
 
 
-def open(path: AnyPath, *, device: Any = None, io: DeviceEngine = "auto") -> Checkpoint:
+def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoint:
     """Open a checkpoint without reading its tensors.
 
     Its shards, if there are at most 64, are opened and stay open until it is closed. On a local file system everything

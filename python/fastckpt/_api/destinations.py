@@ -22,7 +22,7 @@ from fastckpt._tensors.dtypes import NUMPY_PREFIX, PLAIN_NAMES, TORCH_PREFIX, pl
 from fastckpt._tensors.movers import Sinks
 from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
 
-from .direct_io import way_of
+from .build_report import with_warnings
 from .lent import lent
 
 if TYPE_CHECKING:
@@ -506,20 +506,17 @@ def read_targets(
     tick: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, Any]:
     """Read what was asked for, in one process; the report. See ``_core.Reader.read``."""
-    assert targets.sinks is not None  # noqa: S101 - it has begun
-    operation = targets.sinks.operation
-    with way_of(operation, io, targets.movers, write=False) as way, targets.lent() as staging:
+    with targets.lent() as staging:
         report = reader.read(
             targets.requests,
             verify=verify,
-            io=way.engine,
+            io=io,
             threads=threads,
             drain=targets.drain if targets.movers else None,
             tick=tick,
             staging=staging.core,
-            direct=way.direct,
         )
-        return way.noted(staging.noted(report))
+        return with_warnings(report, staging.warnings)
 
 
 class _Pending:

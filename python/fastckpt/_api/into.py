@@ -8,17 +8,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fastckpt._state.builders import torch_for
+from fastckpt._state.collector import paused
 from fastckpt._state.flatten import Occurrence, canonical, flatten
 from fastckpt._state.in_place import update
-from fastckpt._state.select import Found, ends_of, entries, find, leaves, locate, prune, without
-from fastckpt._state.unflatten import is_tensor, parse, unflatten
+from fastckpt._state.select import Found, ends_of, find, leaves, locate, prune, without
+from fastckpt._state.unflatten import is_tensor, unflatten
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.dtypes import NUMPY_PREFIX, plain_name
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
 
 from .destinations import Whole
-from .objects import HOLE_TOKEN, Owner, WithObjects
+from .objects import HOLE_TOKEN, Owner, WithObjects, try_classes
 from .placement import can_cast
 
 if TYPE_CHECKING:
@@ -49,6 +50,14 @@ def _memory_of(item: Occurrence) -> Any:
     """The tensor or array that is to be filled: of one that is spread, what this rank has of it."""
     local = None if item.stored is None else item.stored.local
     return item.value if local is None else local.memory
+
+
+def _layout_of(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
+    if isinstance(value, np.ndarray):
+        return "cpu", _memory.laid_out(_memory.address_of(value), value.shape, value.strides, value.itemsize)
+    size = value.element_size()
+    strides = tuple(stride * size for stride in value.stride())
+    return str(value.device), _memory.laid_out(value.data_ptr(), tuple(value.shape), strides, size)
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
@@ -127,6 +136,8 @@ class Into:
         self._composed: dict[int, Any] = {}
         #: Tensors of into by their ties: the number of what is to fill them.
         self._ties: dict[Any, int] = {}
+        #: By ties, too: where their elements lie.
+        self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}
         #: Positions of what into lacks.
         self._dropped: set[int] = set()
         #: Parts of what does not fit are not reported again.
@@ -140,9 +151,9 @@ class Into:
     def _objects(self) -> dict[Place, Owner]:
         """The objects in ``into``, but for those in the states of others."""
         owners: dict[Place, Owner] = {}
-        for place, value, name in self.flat.objects:
+        for place, value in self.flat.objects:
             if self._owner(owners, place)[0] is None:
-                owners[place] = Owner(place, value, name, self.spreads)
+                owners[place] = Owner(place, value, self.spreads)
         return owners
 
     @staticmethod
@@ -161,6 +172,7 @@ class Into:
         """Whether there are any: then new tensors may be made for them."""
         return bool(self._owners)
 
+    @paused()
     def match(
         self,
         tokens: list[Token],
@@ -186,17 +198,18 @@ class Into:
 
         Raises:
             StructureMismatchError: they do not fit, or ``into`` has other values. It lists all differences.
+            CheckpointError: a class in this program is not the one that was saved.
         """
         at = _inverse(origin)
-        every = find(tokens, self.flat.places)
+        every, keyed = find(tokens, self.flat.places)
         self._find(every if chosen is None else [item for item in every if item.position in at])
         starts = locate(tokens, self.flat.places, self._owners) if self._owners else {}
         begins = {place: at[start] if start in at else None for place, start in starts.items()}  # noqa: SIM401 - a range has no get
         self._states(left, begins, selection)
         if selection.all or not renamed:
             self._extra({item.place for item in every}, selection)
-            self._extra_values(tokens, selection)
-        self._again(tokens, at)
+            self._extra_values(tokens, keyed, selection)
+        self._again(tokens, left, at)
         self._clashes()
         self._raise()
         if chosen is not None or self._dropped:
@@ -211,6 +224,7 @@ class Into:
             numbers = dict.fromkeys(token[1] for token in gone if is_tensor(token))
             self.unexpected = tuple(dict.fromkeys(self.targets.stored[number].name for number in numbers))
             self.unwanted = set(numbers).difference(token[1] for token in left if is_tensor(token))
+        try_classes(left, self.targets.framework, self.types)
         ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
         # As they are finished: what is inside another comes before it.
@@ -324,7 +338,7 @@ class Into:
                     self._mismatches.append((start, f"{place}: {reason}"))
             # Tensors of a module are reported one by one.
             elif place not in starts and selection.all and owner.kind != "module":
-                missing.append(owner.name)
+                missing.append(place.name)
                 if self.strict:
                     self._mismatches.append((len(left), f"{place}: not in the checkpoint"))
         self.missing = tuple(missing)
@@ -336,51 +350,46 @@ class Into:
         last = self._entries[-1].item.position + 1 if self._entries else 0
         unknown = set(self._unfit)
         for place, item in self.given.items():
-            if place in known or place.above in unknown or not selection.takes(item.name):
+            if place in known or place.above in unknown or not selection.takes(place.name):
                 continue
             owner, _ = self._owner(self._owners, place)
             if (owner is not None and owner.kind != "module") or (item.stored and item.stored.tie in filled):
                 continue
             unknown.add(place)
-            missing.append(item.name)
+            missing.append(place.name)
             if self.strict:
                 self._lacking.add(1)
                 self._mismatches.append((last, f"{place}: not in the checkpoint"))
         self.missing = tuple(missing)
 
-    def _extra_values(self, tokens: list[Token], selection: Selection) -> None:
-        """What the checkpoint lacks beside tensors."""
-        places, mine = self.flat.places, parse(self.flat.structure())
-        own = {place for place in entries(mine, places) if place not in self.given}
-        lacking = own.difference(locate(tokens, places, own))
-        if not lacking:
-            return
-        for place, name in entries(mine, places, lacking).items():
-            if place in lacking and self._owner(self._owners, place)[0] is None and selection.takes(name):
-                self.missing = (*self.missing, name)
+    def _extra_values(self, tokens: list[Token], keyed: set[Place], selection: Selection) -> None:
+        """What the checkpoint lacks beside tensors; ``keyed`` are the places under its keys."""
+        lacking = [place for place in self.flat.values if place not in keyed and place not in self.given]
+        # A list may stand where into has a mapping of numbers.
+        there = locate(tokens, self.flat.places, lacking) if lacking else ()
+        for place in lacking:
+            if place not in there and self._owner(self._owners, place)[0] is None and selection.takes(place.name):
+                self.missing = (*self.missing, place.name)
                 if self.strict:
                     self._mismatches.append((len(tokens), f"{place}: not in the checkpoint"))
 
-    def _again(self, tokens: list[Token], at: Mapping[int, int] | range) -> None:
+    def _again(self, tokens: list[Token], left: list[Token], at: Mapping[int, int] | range) -> None:
         """Note containers that stand at several places of ``into``, where the checkpoint has different values there."""
         again = [pair for pair in self.flat.again if all(self._owner(self._owners, place)[0] is None for place in pair)]
         starts = locate(tokens, self.flat.places, {place for pair in again for place in pair}) if again else {}
-        ends = ends_of(tokens) if starts else []
-        for first, place in again:
-            if first not in starts or place not in starts:
-                continue
-            one, other = (
-                # Which tensors they are is compared one by one.
-                [token[0] if is_tensor(token) else token for token in tokens[starts[each] : ends[starts[each]]]]
-                for each in (first, place)
-            )
-            if one != other and starts[place] in at and starts[first] in at:
-                self._mismatches.append(
-                    (
-                        starts[place],
-                        f"{place}: another value than at {first} in the checkpoint, the same object in into",
-                    )
-                )
+        starts = {place: start for place, start in starts.items() if start in at}
+        every, wanted = _values(tokens, starts), _values(left, {place: at[start] for place, start in starts.items()})
+        # By the first place of a container, the first of its places that was chosen.
+        chosen: dict[Place, Place] = {}
+        for first, further in again:
+            for place in (first, further):
+                if place not in starts:
+                    continue
+                known = chosen.setdefault(first, place)
+                # In what was not chosen they may differ.
+                if every[known] != every[place] and wanted[known] != wanted[place]:
+                    why = f"{place}: another value than at {known} in the checkpoint, the same object in into"
+                    self._mismatches.append((starts[place], why))
 
     def _mismatch(self, item: Found, reason: str) -> None:
         self._mismatches.append((item.position, f"{item.place}: {reason}"))
@@ -415,7 +424,7 @@ class Into:
                 reasons.append(f"dtype {name} in the checkpoint, which torch does not have: load it without into")
         if not _is_torch(given) and not given.value.flags.writeable:
             reasons.append("the array in into is read-only")
-        if not _memory.is_nested(self._layout(_memory_of(given))[1]):
+        if not _memory.is_nested(self._layout(given)[1]):
             reasons.append("elements of the tensor in into share memory or interleave (it is expanded)")
         other = self._ties.setdefault(mine.tie, index)
         if other != index and not self._equal(other, index):
@@ -440,7 +449,7 @@ class Into:
             given = entry.given
             if given is None or given.stored is None or 0 in _memory_of(given).shape:
                 continue
-            device, memory = self._layout(_memory_of(given))
+            device, memory = self._layout(given)
             low, high = _memory.span(memory)
             spans.setdefault(given.stored.tie, (device, low, high, entry.item, memory))
         # By device and beginning: those that reach into the next one stay open.
@@ -454,14 +463,13 @@ class Into:
                     break
             active.append(each)
 
-    @staticmethod
-    def _layout(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
+    def _layout(self, given: Occurrence) -> tuple[str, np.ndarray[Any, Any]]:
         """The device of a tensor or array, and its addresses as an array of opaque elements, not to be read."""
-        if isinstance(value, np.ndarray):
-            return "cpu", _memory.laid_out(_memory.address_of(value), value.shape, value.strides, value.itemsize)
-        size = value.element_size()
-        strides = tuple(stride * size for stride in value.stride())
-        return str(value.device), _memory.laid_out(value.data_ptr(), tuple(value.shape), strides, size)
+        tie = given.stored and given.stored.tie
+        known = self._layouts.get(tie)
+        if known is None:
+            known = self._layouts[tie] = _layout_of(_memory_of(given))
+        return known
 
     def _whole(self, item: Found, given: Occurrence) -> str | None:
         """Why a tensor made of several does not fit, or None."""
@@ -544,7 +552,7 @@ class Into:
         cast = index in self.targets.dtypes
         dtype = self.targets.wanted_dtype(index, torch=True) if cast else self.targets.tensor_dtype(index)
         made = torch.empty_like(parameter, dtype)
-        return Occurrence(item.place, made, describe(made), '["tensor",]', stored.name)  # type: ignore[arg-type]
+        return Occurrence(item.place, made, describe(made), '["tensor",]')  # type: ignore[arg-type]
 
     def spreads_of(self, value: Any) -> Describe | None:
         """What describes a tensor that is spread over ranks; None for any other."""
@@ -560,12 +568,12 @@ class Into:
         mover = torch_for("a torch tensor").mover_in(value) if torch and not address else None
         if index in self.targets.dtypes:
             if mover is None and not address and value.nbytes:
-                mover = _memory.mover_in(self._layout(value)[1])
+                mover = _memory.mover_in(self._layout(given)[1])
             self.targets.ask_cast(index, value, address, mover, whole, torch=torch)
         elif address or mover is not None:
             self.targets.ask(index, value, address, mover, whole)
         else:
-            self.targets.ask_strided(index, value, self._layout(value)[1], whole)
+            self.targets.ask_strided(index, value, self._layout(given)[1], whole)
 
     def build(self, tokens: list[Token]) -> Any:
         """Once all has been read: ``into``, with the state of ``tokens``, which :meth:`match` left.
@@ -582,6 +590,15 @@ class Into:
         for owner, own in builder.states:
             owner.give(own)
         return update(self.into, state, exact=self.strict)
+
+
+def _values(tokens: list[Token], starts: Mapping[Place, int]) -> dict[Place, list[Any]]:
+    """The tokens of each of these values. Which tensors they have is compared one by one."""
+    ends = ends_of(tokens) if starts else []
+    return {
+        place: [token[0] if is_tensor(token) else token for token in tokens[start : ends[start]]]
+        for place, start in starts.items()
+    }
 
 
 def _holds_fresh_optimizer(into: Any) -> bool:

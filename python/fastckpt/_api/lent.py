@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
@@ -25,10 +25,11 @@ class Lent:
         self._memory = memory
         self.core: _core.Memory | None = None if memory is None else memory.core
 
-    def noted(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """A report of the core, with a warning where the memory could not be pinned."""
+    @property
+    def warnings(self) -> list[str]:
+        """For the report: a warning if the memory could not be pinned."""
         problem = None if self._memory is None else self._memory.problem
-        return {**report, "warnings": (*report.get("warnings", ()), *([problem] if problem else ()))}
+        return [problem] if problem else []
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from fastckpt._stores.urls import place_of
 from fastckpt._tensors.ranges import range_of
 
 from .destinations import read_targets
-from .options import DeviceEngine, Framework, Unknown  # noqa: TC001 - the public signature names them
+from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
 from .outcome import Attempt, conclude, until_settled
 from .prepare import Wishes, prepare, wishes_of
 from .progress import ticker
@@ -42,7 +42,7 @@ def load(
     unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
-    io: DeviceEngine = ...,
+    io: Engine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[False] = ...,
@@ -64,7 +64,7 @@ def load(
     unknown: Unknown = ...,
     mmap: bool = ...,
     verify: bool = ...,
-    io: DeviceEngine = ...,
+    io: Engine = ...,
     threads: int | None = ...,
     progress: bool = ...,
     report: Literal[True],
@@ -85,7 +85,7 @@ def load(  # noqa: PLR0913 - all by name
     unknown: Unknown = "error",
     mmap: bool = False,
     verify: bool = True,
-    io: DeviceEngine = "auto",
+    io: Engine = "auto",
     threads: int | None = None,
     progress: bool = False,
     report: bool = False,
@@ -98,7 +98,8 @@ def load(  # noqa: PLR0913 - all by name
         into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
             the checkpoint; what cannot be changed (a number, a tuple, a frozen dataclass) is replaced in what holds it,
-            and so is a container where the checkpoint has another type. A list gets the length that it had. Values that
+            and so is a container where the checkpoint has another type. A list gets the length that it had,
+            so that numbers at its end which only ``into`` has are no mismatch. Values that
             only the checkpoint has are added. Objects may stand in it, too: of a module, its
             Parameters and buffers are filled in place, and ``load_state_dict`` gets the state if it does more than to
             copy them (hooks, overrides, an extra state); an optimizer, also one
@@ -159,8 +160,6 @@ def load(  # noqa: PLR0913 - all by name
             node that load one path read the storage once, unless one of the path's last two components names
             the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
             With ``mmap`` there is only the page cache, whatever the variable says.
-            ``gds`` is ``auto``, but whole blocks of contiguous tensors on CUDA devices come straight from the file
-            (GPUDirect Storage), where that can be done; ``fallback`` of the report says why not.
             None of them changes how a URL is read, of which ``direct`` is an OSError.
         threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
             least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. Of a URL 16 by default, each
@@ -176,8 +175,8 @@ def load(  # noqa: PLR0913 - all by name
         CorruptCheckpointError: the checkpoint is damaged; the message says where.
         FormatVersionError: it is of a version that this release does not read.
         StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
-        CheckpointError: an object in ``into`` refused its state, or a class in this program is not the one that was
-            saved.
+        CheckpointError: an object in ``into`` refused its state: tensors have been filled then, and objects before it
+            have theirs, while plain values are as they were. Or a class in this program is not the one that was saved.
         MemoryError: new tensors would take more memory than the control group of this process has left.
         UnsupportedTypeError: a type that is to be loaded is not known, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.

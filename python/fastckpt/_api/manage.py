@@ -8,7 +8,6 @@ import errno
 import os
 import re
 from collections.abc import Collection
-from pathlib import Path
 from typing import cast
 
 from fastckpt import _core
@@ -26,7 +25,6 @@ __all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remov
 
 #: What a file system makes of a file that is removed while a process has it open, and what a killed save leaves.
 _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
-_OWN = {"fastckpt.json", "model.safetensors.index.json"}
 
 
 def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = ()) -> None:
@@ -59,18 +57,14 @@ def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = 
         checkpoints.remove(target, everything=bool(everything), files=files)
         return
     in_flight.wait_for_path(target)
-    if files:
-        if not everything and (found := strange_in(target, files)):
-            why = f"remove: it holds `{found[0]}`, which is not part of it: move that elsewhere"
-            raise OSError(errno.ENOTEMPTY, why, target)
-        for name in files:
-            with contextlib.suppress(FileNotFoundError):
-                Path(target, name).unlink()
-    _core.remove(target, bool(everything))
+    if files and not everything and (found := strange_in(target, files)):
+        why = f"remove: it holds `{found[0]}`, which is not part of it: move that elsewhere"
+        raise OSError(errno.ENOTEMPTY, why, target)
+    _core.remove(target, [*files], bool(everything))
 
 
 def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
-    """What others have put into the checkpoint at a path, by name.
+    """What others have put into the checkpoint at a path, by names from there.
 
     Args:
         path: its directory.
@@ -80,15 +74,25 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
         NotACheckpointError: it is none.
         OSError: it cannot be read.
     """
-    from fastckpt._portable.listing import is_ours  # noqa: PLC0415 - what reads without the core is seldom needed
+    from fastckpt._portable.limits import TRAINING  # noqa: PLC0415 - what reads without the core is seldom needed
+    from fastckpt._portable.listing import strangers  # noqa: PLC0415 - likewise
 
-    own: set[str] | None = None
+    shards: Collection[str] | None = None
     # What a damaged one has that is its own goes by the names.
     with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
-        own = _OWN.union(name.partition("/")[0] for name in checkpoint.shards)
+        shards = checkpoint.shards
+    names: builtins.list[str] = []
+    # What ``files=`` puts there are plain files.
+    odd: set[str] = set()
     with os.scandir(path) as entries:
-        names = {entry.name for entry in entries if not _REMNANT(entry.name)}
-    return sorted(names.difference(own if own is not None else {name for name in names if is_ours(name)}, files))
+        for entry in entries:
+            if entry.name == TRAINING and entry.is_dir(follow_symlinks=False):
+                names += [f"{TRAINING}/{name}" for name in os.listdir(entry.path) if not _REMNANT(name)]  # noqa: PTH208 - names
+            elif not _REMNANT(entry.name):
+                names.append(entry.name)
+                if not entry.is_file(follow_symlinks=False):
+                    odd.add(entry.name)
+    return strangers(names, {*files} - odd, shards)
 
 
 def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:

@@ -6,6 +6,7 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.builders import StateBuilder, torch_for
+from fastckpt._state.built_in import ATTRIBUTED
 from fastckpt._state.flatten import flatten, torch_kind
 from fastckpt._state.in_place import HOLE
 from fastckpt._state.unflatten import unflatten
@@ -31,14 +32,12 @@ class Owner:
     Attributes:
         place: where it stands.
         value: the object.
-        name: the name of its place.
         kind: ``module``, ``optimizer`` or None.
     """
 
-    def __init__(self, place: Place, value: Any, name: str, spreads: Spreads | None = None) -> None:
+    def __init__(self, place: Place, value: Any, spreads: Spreads | None = None) -> None:
         self.place = place
         self.value = value
-        self.name = name
         self.kind = torch_kind(value)
         #: What was filled in place, by identity: the Parameter or buffer of a module, None if it has several parts.
         self._filled: dict[int, Any] = {}
@@ -145,20 +144,50 @@ class Owner:
             ) from error
 
 
+class _Unmade:
+    """A placeholder for a value that is not made. It can be a key."""
+
+
 class _Outline(StateBuilder):
-    """Makes a state with something else, which can be a key, for its tensors and registered objects."""
+    """Makes a state with something else for its tensors and registered objects."""
 
     def tensor(self, _: list[Any]) -> Any:
-        return object()
+        return _Unmade()
 
     def composed(self, _: list[Any], __: list[Any]) -> Any:
-        return object()
+        return _Unmade()
 
     def typed(self, _: str, __: Any, ___: Any) -> Any:
-        return object()
+        return _Unmade()
 
     def zone(self, _: Any) -> None:
         return None
+
+
+class _Trial(_Outline):
+    """Likewise, with values of classes that explain themselves by what they are."""
+
+    def typed(self, name: str, value: Any, attributes: Any) -> Any:
+        codec = self.types.by_name(name)
+        # A deque or long bytes are a registered type or a tensor below their class.
+        if codec is None or not codec.shallow or type(value) is _Unmade:
+            return _Unmade()
+        return StateBuilder.typed(self, name, value, attributes)
+
+
+def try_classes(tokens: Sequence[Token], framework: str, types: Types) -> None:
+    """Make what the classes of this program are made of, but for tensors: to be done before anything is changed.
+
+    Args:
+        tokens: the state.
+        framework: the load's. It decides what dtypes become, which may be keys.
+        types: the types that are known.
+
+    Raises:
+        CheckpointError: a class is not the one that was saved.
+    """
+    if any(type(token) is list and token[0] == "type" and token[1] != ATTRIBUTED for token in tokens):
+        unflatten(tokens, _Trial(framework, types=types))
 
 
 class WithObjects(StateBuilder):

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias, get_args
 
+from fastckpt import _core
 from fastckpt._units import bytes_of
 
 #: What public functions take, as type checkers see it.
 Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
-#: Also what goes between devices and files, where tensors on devices take part.
-DeviceEngine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered", "gds"]
 Framework: TypeAlias = Literal["auto", "torch", "numpy"]
 Unknown: TypeAlias = Literal["error", "plain"]
 
 _ENGINES = get_args(Engine)
-_DEVICE_ENGINES = get_args(DeviceEngine)
 _FRAMEWORKS = get_args(Framework)
 _UNKNOWN = get_args(Unknown)
-#: What the memory for staging is enough for: the core runs no more.
-_MOST_THREADS = 24
 _MOST_NICE = 19
 
 
-def check_engine(operation: str, io: Any, threads: Any, *, devices: bool = False) -> None:
-    """``io=`` and ``threads=``; with ``devices``, of an operation that tensors on devices may take part in."""
-    engines = _DEVICE_ENGINES if devices else _ENGINES
-    if io not in engines:
-        raise ValueError(f"{operation}: io must be one of {', '.join(engines)}, not {io!r}")
-    if threads is not None and (type(threads) is not int or not 1 <= threads <= _MOST_THREADS):
-        raise ValueError(f"{operation}: threads must be None or an int from 1 to {_MOST_THREADS}, not {threads!r}")
+def check_io(operation: str, io: Any) -> str:
+    """``io=``."""
+    if io not in _ENGINES:
+        raise ValueError(f"{operation}: io must be one of {', '.join(_ENGINES)}, not {io!r}")
+    engine: str = _ENGINES[_ENGINES.index(io)]
+    return engine
+
+
+def check_threads(operation: str, threads: Any) -> int | None:
+    """``threads=``."""
+    if threads is not None and (type(threads) is not int or not 1 <= threads <= _core.MOST_THREADS):
+        raise ValueError(f"{operation}: threads must be None or an int from 1 to {_core.MOST_THREADS}, not {threads!r}")
+    return threads
 
 
 def check_unknown(operation: str, unknown: Any) -> None:
@@ -43,16 +45,18 @@ def check_framework(operation: str, framework: Any) -> None:
         raise ValueError(f"{operation}: framework must be one of {', '.join(_FRAMEWORKS)}, not {framework!r}")
 
 
-def check_in_flight(operation: str, most: Any) -> None:
+def check_in_flight(operation: str, most: Any) -> int:
     """``max_in_flight=``."""
     if type(most) is not int or most < 1:
         raise ValueError(f"{operation}: max_in_flight must be an int, at least 1, not {most!r}")
+    return most
 
 
-def check_nice(operation: str, nice: Any) -> None:
+def check_nice(operation: str, nice: Any) -> int | None:
     """``nice=``."""
     if nice is not None and (type(nice) is not int or not 0 <= nice <= _MOST_NICE):
         raise ValueError(f"{operation}: nice must be None or an int from 0 to {_MOST_NICE}, not {nice!r}")
+    return nice
 
 
 def check_bandwidth(operation: str, limit: Any, what: str = "bandwidth_limit") -> int | None:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastckpt import _core
 from fastckpt.exceptions import ReplacedCheckpointError
 
+from .build_report import build_report
 from .export import badly, put, well
 from .reports import Report
 
@@ -78,23 +79,11 @@ class LastWord(logging.NullHandler):
 
 def conclude(kind: type[_R], path: str, began: float, core: Mapping[str, Any], **more: Any) -> _R:
     """Make the report of an operation that began at ``began`` (``time.perf_counter``), log it, and export it."""
-    report = report_of(kind, path, began, core, **more)
+    report = build_report(kind, path, began, core, **more)
     ended = well(report)
     tell(report)
     put(ended)
     return report
-
-
-def report_of(kind: type[_R], path: str, began: float, core: Mapping[str, Any], **more: Any) -> _R:
-    """The report of an operation.
-
-    What the core did not see, the walk over the state, counts as planning.
-    """
-    seconds = time.perf_counter() - began
-    phases = dict(core["phases"])
-    phases["plan"] = phases.get("plan", 0.0) + max(0.0, seconds - core["seconds"])
-    fields = {**core, "seconds": seconds, "phases": phases, **more}
-    return kind(path=path, **fields)
 
 
 def tell(report: Report) -> None:

@@ -14,7 +14,7 @@ from fastckpt._state.unflatten import Token, parse, unflatten
 
 from .destinations import Targets
 from .into import Into
-from .options import check_engine, check_framework, check_unknown
+from .options import check_framework, check_io, check_threads, check_unknown
 from .outcome import warn_of_unknown
 from .placement import Stock, place
 from .room import check_room
@@ -67,7 +67,8 @@ def wishes_of(  # noqa: PLR0913 - all by name
     progress: bool = False,
 ) -> Wishes:
     """The arguments of :func:`fastckpt.load`, checked."""
-    check_engine(operation, io, threads, devices=True)
+    check_io(operation, io)
+    check_threads(operation, threads)
     check_framework(operation, framework)
     check_unknown(operation, unknown)
     if device is not None and framework == "numpy":

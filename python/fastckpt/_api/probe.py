@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastckpt import _core
 from fastckpt._paths import AnyPath, path_of
 
-from .options import Engine, check_engine
+from .options import Engine, check_io
 
 
 def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
@@ -15,7 +15,7 @@ def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
 
     Args:
         path: the directory that is to hold checkpoints.
-        io: as for :func:`fastckpt.save`, but for ``gds``.
+        io: as for :func:`fastckpt.save`.
 
     Returns:
         The answers. A directory that cannot be used is an answer, not an error.
@@ -28,5 +28,5 @@ def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
         >>> fastckpt.probe(tempfile.mkdtemp(), io="buffered").engine
         'buffered'
     """
-    check_engine("probe", io, None)
+    check_io("probe", io)
     return _core.probe(path_of("probe", path), io=io)

@@ -61,8 +61,7 @@ class Report:
         warnings: what else the caller should know, in words; mostly empty.
         thread_bytes: bytes that each of those threads moved.
         blocks: blocks by I/O path: ``zero-copy`` (direct I/O between the tensor and the disk), ``staged`` (direct I/O
-            through a staging buffer), ``buffered`` (through the page cache), ``gds`` (between the memory of a GPU and
-            the disk).
+            through a staging buffer), ``buffered`` (through the page cache).
         paths: the same blocks by I/O path and reason, those that occurred: ``{"staged: small tensors": 12}``.
         copied: bytes that the processor copied: through staging buffers, and between memory and the page cache.
         shards: number of shards touched.

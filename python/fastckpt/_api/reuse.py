@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from fastckpt._paths import AnyPath, path_of
 
@@ -15,27 +14,15 @@ def check_base(operation: str, base: AnyPath | None) -> str | None:
     return None if base is None else path_of(f"{operation}: base", base)
 
 
-def check_frozen(operation: str, frozen: Any) -> Patterns | None:
-    """``frozen=`` as patterns.
-
-    Raises:
-        TypeError: it is neither a pattern nor a sequence of patterns.
-    """
-    if frozen is None:
-        return None
-    if not isinstance(frozen, Iterable) or isinstance(frozen, (bytes, bytearray)):
-        raise TypeError(f"{operation}: frozen must be a pattern or a sequence of patterns, not {frozen!r}")
-    return Patterns("frozen", [frozen] if isinstance(frozen, str) else frozen, operation)
-
-
-def flags_of(patterns: Patterns | None, names: Sequence[str]) -> list[bool]:
+def flags_of(operation: str, frozen: Sequence[str] | None, names: Sequence[str]) -> list[bool]:
     """For each name, whether a pattern matches it; nothing where there are no patterns.
 
     Raises:
         KeyError: a pattern matches none of them.
     """
-    if patterns is None:
+    if frozen is None:
         return []
+    patterns = Patterns("frozen", frozen, operation)
     flags = [patterns.first(name) is not None for name in names]
     patterns.check()
     return flags

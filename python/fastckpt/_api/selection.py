@@ -73,7 +73,12 @@ class Patterns:
             raise KeyError(f"{self.operation}: {self.argument}: {text!r} matches nothing{suggest(text, self._known)}")
 
 
-def _patterns(argument: str, given: Any, operation: str) -> Patterns:
+def patterns_of(argument: str, given: Any, operation: str) -> Patterns:
+    """The patterns that a caller gave as one argument.
+
+    Raises:
+        TypeError: it is neither a pattern nor a sequence of patterns.
+    """
     if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
         raise TypeError(f"{operation}: {argument} must be a pattern or a sequence of patterns, not {given!r}")
     return Patterns(argument, [given] if isinstance(given, str) else given, operation)
@@ -87,8 +92,8 @@ class Selection:
     """
 
     def __init__(self, keys: Any, exclude: Any, operation: str = "load") -> None:
-        self.keys = None if keys is None else _patterns("keys", keys, operation)
-        self.exclude = None if exclude is None else _patterns("exclude", exclude, operation)
+        self.keys = None if keys is None else patterns_of("keys", keys, operation)
+        self.exclude = None if exclude is None else patterns_of("exclude", exclude, operation)
         self._operation = operation
 
     @property

@@ -143,19 +143,19 @@ class Tailor:
             flat.movers[index] = found.mover
         self._losses.append((tensor.name, name, found.loss))
 
-    def noted(self, report: Mapping[str, Any]) -> dict[str, Any]:
-        """The core's report, with a warning of what the casts lost. To be asked once everything is written."""
+    @property
+    def warnings(self) -> list[str]:
+        """What the casts lost, for the report. To be asked once everything is written."""
         names: dict[str, list[str]] = {}
         for tensor, dtype, loss in self._losses:
             if loss.happened():
                 names.setdefault(dtype, []).append(tensor)
-        warnings = [
+        return [
             f"{count(len(found), 'tensor')} cast to {dtype} had numbers beyond its range, which are stored as inf, nan "
             f"or the nearest it has: {', '.join(map(repr, found[:_NAMED]))}{', ...' if len(found) > _NAMED else ''}; "
             "give them another dtype="
             for dtype, found in names.items()
         ]
-        return {**report, "warnings": (*report["warnings"], *warnings)}
 
 
 def _given(tensor: Tensor) -> _Given:

@@ -8,7 +8,7 @@ from fastckpt._paths import AnyPath
 from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 
-from .options import Engine, check_engine
+from .options import Engine, check_io, check_threads
 from .outcome import Attempt, conclude, until_settled
 from .progress import ticker
 from .reports import Damage, VerifyReport
@@ -39,7 +39,8 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
     """
     began = time.perf_counter()
     target = place_of("verify", path)
-    check_engine("verify", io, threads)
+    check_io("verify", io)
+    check_threads("verify", threads)
     with Attempt("verify", target), ticker("verify", target, shown=progress) as tick:
         found = until_settled(lambda: open_reader("verify", target).verify(io=io, threads=threads, tick=tick))
     fields = tuple(Damage.__dataclass_fields__)

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import CancelledError
 from contextlib import contextmanager, nullcontext
@@ -14,25 +13,27 @@ import numpy as np
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.outcome import logger, report_of
+from fastckpt._api.build_report import build_report, with_warnings
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
 from fastckpt._state.flatten import flatten
 from fastckpt._tensors.ranges import range_of
 
 from . import guard as _guard
-from .claim import Claim
+from .background_save import BackgroundSave
 from .devices import Devices
 from .late import Late, changed, versions_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from fastckpt._api.save_settings import SaveSettings
     from fastckpt._api.tailor import Tailor
     from fastckpt._state.flatten import Flat
     from fastckpt._tensors.movers import Range
 
     from .pending import PendingSave
+    from .settings import BackgroundSettings
 
 #: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
 _DROPPED = 500
@@ -42,7 +43,7 @@ _NOTICE = 0.05
 _NAMED = 5
 
 
-class Job:
+class Job(BackgroundSave):
     """One snapshot, from tensors to a checkpoint.
 
     Memory that a device still reads must neither be changed nor be given to another tensor. The program's own
@@ -58,24 +59,21 @@ class Job:
         pending: PendingSave,
         flat: Flat,
         metadata: str,
-        settings: dict[str, Any],
+        settings: SaveSettings,
+        background: BackgroundSettings,
+        more: dict[str, Any],
         tailor: Tailor,
-        *,
-        lazy: bool,
-        pin: int | None,
-        progress: bool,
     ) -> None:
-        self.pending = pending
+        super().__init__(pending)
         self.keep = flat.keep
         self.movers = flat.movers
-        self.settings = settings
+        self.settings = settings.for_writing()
+        #: What the core takes beside.
+        self.more = more
         self.tailor = tailor
-        self.options = _core.SaveOptions(**settings)
-        self.progress = progress
-        self.inline = False
-        # Taken by the thread that begins, or by the caller who gives up before that.
-        self.claim = Claim()
-        self.devices = Devices("save_async", flat.movers, pin)
+        self.options = settings.core(**more)
+        lazy = background.lazy
+        self.devices = Devices("save_async", flat.movers, background.pin)
         fill = self.devices.sources.fill if flat.movers else None
         self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, self.options, fill)
         #: What the core has still to copy: 1 for each tensor of the host, 0 for those of devices.
@@ -109,7 +107,7 @@ class Job:
         self.operation: _core.Operation | None = None
         #: Saves that write what this one compares itself with. Earlier ones alone: two that wait for each other would
         #: wait for ever.
-        self.earlier = [save for save in in_flight.to_path(settings.get("base")) if save is not pending]
+        self.earlier = [save for save in in_flight.to_path(settings.base) if save is not pending]
 
     def _on_host(self, count: int) -> bytes:
         host = bytearray(b"\1" * count)
@@ -119,13 +117,13 @@ class Job:
 
     def prepare(self) -> None:
         """Get memory, and copy what must be copied at the call."""
-        self.operation = self.settings["operation"] = _core.Operation(
+        self.operation = self.more["operation"] = _core.Operation(
             self.pending.path,
             self.snapshot.total,
-            step=self.settings["step"],
+            step=self.more["step"],
             elapsed=time.perf_counter() - self.pending._began,
         )
-        self.options = _core.SaveOptions(**self.settings)
+        self.options = self.settings.core(**self.more)
         memory = self.devices.take(self.snapshot.nbytes)
         self.snapshot.attach(memory.core)
         if self.is_lazy:
@@ -227,33 +225,14 @@ class Job:
         finally:
             self.staging += time.perf_counter() - began
 
-    def start(self) -> bool:
-        """Start the background thread; whether there is one."""
-        if in_flight.is_exiting():
-            return False
-        try:
-            # No daemon: the interpreter waits for it at its end, while everything still works.
-            threading.Thread(target=self.run, name="fastckpt-save", daemon=False).start()
-        except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
-            logger.warning("%s: no thread for the save, so the caller does it: %s", self.pending.path, error)
-            return False
-        # The thread says so itself when it runs, but the next save or drain must know now.
-        self.pending.started = True
-        return True
-
     def run_here(self) -> None:
-        """Finish the save in the calling thread, which keeps its priority."""
-        self.options = _core.SaveOptions(**self.settings | {"nice": None, "io_priority": None})
-        self.inline = True
-        self.run()
+        """Finish the save in the calling thread, which keeps its niceness."""
+        self.options = self.settings.core(**self.more | {"nice": None})
+        super().run_here()
 
-    def run(self) -> None:
-        """The life of the background thread: the rest of the copy, then the writing."""
-        if not self.claim.take():
-            return
+    def save(self) -> BaseException | None:
+        """The rest of the copy, then the writing."""
         pending = self.pending
-        # Not before: a signal handler can interrupt the start of a thread, and must not wait for one it blocks.
-        pending.started = True
         error: BaseException | None = None
         try:
             self._stop_if_cancelled()
@@ -271,7 +250,7 @@ class Job:
             error = caught
         finally:
             self.release(error)
-        pending._finish(error)
+        return error
 
     def _copy_late(self) -> list[str]:
         """Copy what is left of a lazy save; the names of the tensors that were changed meanwhile."""
@@ -308,7 +287,7 @@ class Job:
         for save in self.earlier:
             while not save.finished.wait(_NOTICE):
                 self._stop_if_cancelled()
-        with ticker("save", pending.path, shown=True) if self.progress else nullcontext() as bar:
+        with ticker("save", pending.path, shown=True) if self.settings.progress else nullcontext() as bar:
 
             def tick(done: int, total: int) -> None:
                 pending._tick(done)
@@ -316,19 +295,15 @@ class Job:
                     bar(done, total)
 
             with range_of("fastckpt.write"):
-                core = self.tailor.noted(self.snapshot.save(pending.path, self.options, tick))
+                core: dict[str, Any] = dict(self.snapshot.save(pending.path, self.options, tick))
         pending._written = core["bytes"]
-        core["warnings"] = (*core["warnings"], *self.devices.warnings)
-        # What the core did not see counts as planning, but for what is known.
-        known = {"wait": self.waited, "stage": self.staging}
-        core["phases"] = {**known, **core["phases"]}
-        core["seconds"] += sum(known.values())
-        return report_of(
+        return build_report(
             SaveReport,
             pending.path,
             pending._began,
-            core,
-            step=self.settings["step"],
+            with_warnings(core, self.tailor.warnings, self.devices.warnings),
+            beside={"wait": self.waited, "stage": self.staging},
+            step=self.more["step"],
             stall=time.perf_counter() - pending._began if self.inline else pending._stall(),
             staging=self.staging,
             staged=pending._total,

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 OnError: TypeAlias = Literal["raise", "warn"] | Callable[["PendingSave"], object]
 
 
-def check_on_error(operation: str, on_error: Any) -> None:
+def check_on_error(operation: str, on_error: Any) -> Any:
     """``on_error=``."""
     if not callable(on_error) and on_error not in {"raise", "warn"}:
         raise ValueError(f'{operation}: on_error must be "raise", "warn" or a function, not {on_error!r}')
+    return on_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +126,15 @@ class PendingSave(in_flight.SaveInFlight):
             Exception: it failed: what :func:`fastckpt.save` would have raised.
         """
         error = self.exception(timeout)
-        if error is not None:
+        if error is None:
+            assert self._report is not None  # noqa: S101 - one of the two is there
+            return self._report
+        try:
             raise error
-        assert self._report is not None  # noqa: S101 - one of the two is there
-        return self._report
+        finally:
+            # The error's traceback has this frame and those of its callers. With the handle in it, which has the error,
+            # they would live until Python looks for cycles.
+            del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until it is over and return why it failed, or None.
@@ -292,7 +298,8 @@ class PendingSave(in_flight.SaveInFlight):
         elif self.cancelled():
             logger.info("the asynchronous save to %s was cancelled", self.path)
         else:
-            logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, error)
+            # As text: who keeps records would keep the error, and with it the frames of whoever asks for it.
+            logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, str(error))
 
     def _ended(self, error: BaseException | None) -> Ended | None:
         """For the export."""

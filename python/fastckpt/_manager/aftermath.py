@@ -19,6 +19,7 @@ from fastckpt.keep import Saved
 
 from . import lineage
 from .catalogue import Entry
+from .retention import write_hint
 from .stale import Sums, alarm, changed, sums_of
 
 if TYPE_CHECKING:
@@ -139,10 +140,7 @@ class Aftermath:
             if began < self._latest:
                 return
             self._latest = began
-            try:
-                self._directory.write_latest(step)
-            except OSError as error:
-                logger.warning("%s: the file latest is not written: %s", self._directory.path, error)
+            write_hint(self._directory, step)
 
     def resume(self, step: int, path: str) -> None:
         """Training goes on from the checkpoint of a step, which lies at ``path``."""

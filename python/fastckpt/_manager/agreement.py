@@ -133,13 +133,18 @@ class Alone:
         due = bool(asked.signals) or asked.due()
         return Agreed(asked.signals, asked.left, asked.saved, due, asked.over, asked.plan() if due else None)
 
-    def first(self, find: Callable[[], _T]) -> _T:
+    def first(self, operation: str, find: Callable[[], _T]) -> _T:  # noqa: ARG002 - ranks say it in errors
         """What the first rank finds: which checkpoints there are. It may take long."""
         return find()
 
     def each(self, said: Any) -> list[Any]:
         """What each rank says, by rank."""
         return [said]
+
+    @property
+    def answered(self) -> Mapping[str, str]:
+        """What tells a load that follows an answer of :meth:`first` from one like it that follows another answer."""
+        return {}
 
     def leave(self, why: str) -> None:
         """This rank goes on or ends without the others, which hear of it when they next ask."""
@@ -258,18 +263,23 @@ class Together(Alone):
         self._passed = 0
         return Agreed(tuple(signals), left, saved, due, over, plan)
 
-    def first(self, find: Callable[[], _T]) -> _T:
+    def first(self, operation: str, find: Callable[[], _T]) -> _T:
         """What the first rank finds; the others wait for as long as it takes.
+
+        Args:
+            operation: the operation and the question, as no other question: a rank that has given one up alone must not
+                take the answer to another.
+            find: finds it.
 
         Raises:
             RanksError: it failed.
         """
-        with self._turn("restore") as operation:
+        with self._turn(operation) as turn:
             found = None
             if self.leads:
-                with _beating(operation, self._timeout):
+                with _beating(turn, self._timeout):
                     found = find()
-            agreed: _T = operation.round(LAST, found, combine=lambda values: values[0])
+            agreed: _T = turn.round(LAST, found, combine=lambda values: values[0])
             return agreed
 
     def each(self, said: Any) -> list[Any]:
@@ -278,8 +288,17 @@ class Together(Alone):
         Raises:
             RanksError: a rank does not answer.
         """
-        listed = self._round("restore", [self.rank, said], None, None)
+        listed = self._round("restore: outcome", [self.rank, said], None, None)
         return [said for _, said in sorted(listed)]
+
+    @property
+    def answered(self) -> Mapping[str, str]:
+        """The number of the last question that this rank has the answer to.
+
+        Where a rank has given a question up alone, the others go on with the load that follows, and fail without it. By
+        this mark it takes no load of a later restore for that one.
+        """
+        return {"question": self._peers.answered}
 
     def leave(self, why: str) -> None:
         """This rank goes on or ends without the others, which hear of it when they next ask."""

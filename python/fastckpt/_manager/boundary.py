@@ -157,7 +157,7 @@ class Boundary(Run):
     def _tell_stale(self) -> None:
         """Raise on all ranks what is to be raised of the last save."""
         if self._stale == "raise":
-            self._agree.first(self._aftermath.tell)
+            self._agree.first("stale", self._aftermath.tell)
 
     # What happens.
 
@@ -247,6 +247,17 @@ class Boundary(Run):
         if failure is not None:
             self._saved = None
 
+    def _miss(self, why: str) -> None:
+        """This rank does not save the step that all have agreed to save: the others, which do, hear why."""
+        step, self._wanted = self._wanted, None
+        if step is None or not self._is_shared:
+            return
+        if self._signals.called:
+            # Before they save for a signal they ask once more.
+            self._agree.leave(why)
+        else:
+            self._calls.miss(self.path(step), why)
+
     def _wait_for_all(self, end: float) -> None:
         """Wait until the last save is over on all ranks; where it has failed, not for ranks that do not wait for it."""
         pending = self._pending
@@ -294,7 +305,7 @@ class Boundary(Run):
         with leading.hurry() if leading else contextlib.nullcontext():
             over = self._wait_together(end, leading.is_over if leading else lambda _: True)
         if over:
-            self._agree.first(leading.tell if leading else lambda: None)
+            self._agree.first("wait: copies", leading.tell if leading else lambda: None)
 
     def _wait_together(self, end: float, is_over: Callable[[float], bool]) -> bool:
         """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
@@ -317,7 +328,7 @@ class Boundary(Run):
                 self._settle()
             if agreed.signals or agreed.over:
                 return agreed.over
-            if end < math.inf and self._agree.first(lambda: time.monotonic() >= end):
+            if end < math.inf and self._agree.first("wait: timeout", lambda: time.monotonic() >= end):
                 raise TimeoutError(f"wait: {self.directory}: what is in flight is not done in time; it goes on")
             pause = min(2 * pause, _LAST_LOOK)
 

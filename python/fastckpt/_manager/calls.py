@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,15 +10,17 @@ from fastckpt import distributed
 from fastckpt._api.load import load
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.save import save
+from fastckpt._api.save_settings import SaveSettings
+from fastckpt._api.settings import Settings
 from fastckpt._background.save_async import save_async
-from fastckpt._ranks.calls import Call
+from fastckpt._background.settings import BackgroundSettings, CopySettings
+from fastckpt._ranks.calls import Call, marked
+from fastckpt._ranks.replicas import Policy
 from fastckpt._ranks.session import session
 
 from .agreement import Ended
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastckpt._api.reports import SaveReport
     from fastckpt._background.pending import PendingSave
 
@@ -28,11 +29,7 @@ if TYPE_CHECKING:
 #: Seconds for which a rank that cannot take part in the first save waits for the others, to tell them.
 _MEETING = 10.0
 #: What the manager gives to a save itself.
-_OWN = {"state", "path", "metadata", "overwrite", "on_error", "process_group", "per_rank", "timeout"}
-
-
-def _options(function: Callable[..., Any]) -> set[str]:
-    return set(inspect.signature(function).parameters) - _OWN
+_OWN = {"overwrite", "on_error"}
 
 
 class Calls:
@@ -56,7 +53,9 @@ class Calls:
         agree: Alone,
         policy: Mapping[str, str] | None = None,
     ) -> None:
-        known = _options(distributed.save_async if agree.grouped else save_async)
+        kinds: list[type[Settings]] = [SaveSettings]
+        kinds += [CopySettings, Policy] if agree.grouped else [BackgroundSettings]
+        known = {name for kind in kinds for name in kind.options()} - _OWN
         unknown = sorted(set(options or {}) - known)
         if unknown:
             raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(known))}")
@@ -67,8 +66,8 @@ class Calls:
     def save(self, state: Any, path: str, per_rank: Any, how: Mapping[str, Any]) -> SaveReport:
         """Save at once; ``how`` may have arguments that only a save in the background takes."""
         if not self._agree.grouped and per_rank is None:
-            return save(state, path, **_accepted(save, save_async, how))
-        given = _accepted(distributed.save, distributed.save_async, how)
+            return save(state, path, **_at_once(how))
+        given = _at_once(how)
         return distributed.save(state, path, per_rank=per_rank, **self._to_ranks(), **given)
 
     def save_async(self, state: Any, path: str, per_rank: Any, how: Mapping[str, Any]) -> PendingSave:
@@ -93,7 +92,8 @@ class Calls:
         """Load; the state and a report."""
         if not self._agree.grouped:
             return load(path, **{**how, "report": True})
-        return distributed.load(path, **self._to_ranks(), **{**how, "report": True})
+        with marked(self._agree.answered):
+            return distributed.load(path, **self._to_ranks(), **{**how, "report": True})
 
     def load_own(self, path: str, ranks: int) -> Any:
         """What this rank saved for itself, of so many ranks; None where there were not as many."""
@@ -106,7 +106,7 @@ class Calls:
         return self._ranks
 
 
-def _accepted(now: Callable[..., Any], later: Callable[..., Any], how: Mapping[str, Any]) -> dict[str, Any]:
+def _at_once(how: Mapping[str, Any]) -> dict[str, Any]:
     """Without the arguments that only a save in the background takes."""
-    only = _options(later) - _options(now)
+    only = BackgroundSettings.options()
     return {name: value for name, value in how.items() if name not in only}

@@ -100,7 +100,12 @@ class Catalogue:
 
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
         """The place of the save that was the last."""
-        return max([self.last, *(entry.lineage for entry in entries.values())])
+        return lineage.last([self.last, *(entry.lineage for entry in entries.values())])
+
+    def newest(self, entries: Mapping[int, Entry]) -> int | None:
+        """The highest step of the branch that saved last, or None."""
+        tip = self.tip(entries)
+        return max((step for step, entry in entries.items() if not tip.has_left(step, entry.lineage)), default=None)
 
     def add(self, entry: Entry) -> None:
         """Note a checkpoint that has just been saved."""
@@ -133,7 +138,7 @@ class Catalogue:
 
     def _note(self, name: str, identity: Identity, entry: Entry) -> None:
         self._known[name] = identity, entry
-        self.last = max(self.last, entry.lineage)
+        self.last = lineage.last([self.last, entry.lineage])
         self._changed = True
 
     def _read_one(self, one: tuple[int, str, Identity]) -> Entry | None:

@@ -125,10 +125,6 @@ class Directory:
         steps.sort()
         return Listing(steps, pins.intersection(steps))
 
-    def is_whole(self, step: int) -> bool:
-        """Whether the directory of a step has a manifest."""
-        return Path(self.path_of(step), MANIFEST).exists()
-
     def pin(self, step: int) -> None:
         """Pin the checkpoint of a step, durably."""
         with Path(self.path_of(step) + PIN).open("ab") as file:
@@ -168,8 +164,10 @@ class Directory:
                 aside += "+"
             Path(aside).mkdir()
             for name in strange:
+                Path(aside, name).parent.mkdir(exist_ok=True)
                 Path(path, name).rename(Path(aside, name))
-            _sync(aside)
+            for inside in {str(Path(aside, name).parent) for name in strange} | {aside}:
+                _sync(inside)
             self._sync()
         # What comes at this moment keeps it.
         remove(path, files=files)

@@ -26,6 +26,7 @@ from fastckpt._api.event import Event
 from fastckpt._copy.copy import copy_checkpoint
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
+from . import lineage
 from .directory import MANIFEST
 from .retention import reasons_on_branch
 
@@ -343,9 +344,8 @@ class Drain:
 
     def _copy(self, step: int, number: int | None) -> None:
         source, target = self._directory.path_of(step), self._tier.place.path_of(step)
-        here, there = (each.entries([step]).get(step) for each in (self._catalogue, self._tier.retention.catalogue))
-        if here is not None and there is not None and there.lineage.order > here.lineage.order:
-            logger.info("%s: step %d is not copied: %s has a later save of it", self._directory.path, step, target)
+        if self._is_better_there(step):
+            logger.info("%s: step %d is not copied: %s has a better save of it", self._directory.path, step, target)
             self._drop(step, number)
             return
         copied = copy_checkpoint(
@@ -371,6 +371,17 @@ class Drain:
         self._drop(step, number)
         if leads:
             self._settled()
+
+    def _is_better_there(self, step: int) -> bool:
+        """Whether the remote has a later save of a step, or one of the branch that goes on, which left the other."""
+        near, far = self._catalogue, self._tier.retention.catalogue
+        here, there = (each.entries([step]).get(step) for each in (near, far))
+        if here is None or there is None or there.lineage.order == here.lineage.order:
+            return False
+        places = (near, self._directory), (far, self._tier.place)
+        tip = lineage.last(catalogue.tip(catalogue.entries(place.look().steps)) for catalogue, place in places)
+        left = [tip.has_left(step, each.lineage) for each in (here, there)]
+        return left == [True, False] or (left[0] == left[1] and there.lineage.order > here.lineage.order)
 
     def _follow(self, step: int, number: int, *, was_there: bool) -> None:
         """What follows at the remote when a checkpoint is whole there."""

@@ -2,15 +2,15 @@
 
 A run that goes back to an older checkpoint leaves newer ones behind, and both branches lie in one directory. Each save
 notes its place in its metadata: an *order*, which rises from save to save on whatever host, and the *forks* of its
-branch. A fork is the order at which the run went on from an earlier step: what has a lower order and a higher step was
-left behind then. So a checkpoint tells by itself which others its branch has left, also those that it never saw, and
-also where those between them were removed.
+branch. A fork is the order at which the run went on from an earlier checkpoint: what had been saved by then, and has a
+higher step than that one or a later order, was left behind. So a checkpoint tells by itself which others its branch has
+left, also those that it never saw, and also where those between them were removed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 #: Where the metadata of a checkpoint has it.
@@ -19,22 +19,43 @@ KEY = "lineage"
 _MOST = 64
 
 
+class Fork(NamedTuple):
+    """Where a branch begins.
+
+    Attributes:
+        order: that of its first checkpoint.
+        step: that of the checkpoint which it continues, or may.
+        since: the order of that checkpoint, or the branch's own where nobody knows.
+    """
+
+    order: int
+    step: int
+    since: int
+
+
 class Lineage(NamedTuple):
     """The place of one checkpoint.
 
     Attributes:
         order: how late it was saved.
-        forks: orders and steps, both rising.
+        forks: by rising order; at least one, but of a checkpoint that no manager saved.
         files: the names of what ``files=`` put beside it.
     """
 
     order: int
-    forks: tuple[tuple[int, int], ...] = ()
+    forks: tuple[Fork, ...] = ()
     files: tuple[str, ...] = ()
 
     def has_left(self, step: int, other: Lineage) -> bool:
         """Whether the branch of this checkpoint has left another one behind, that of ``step``."""
-        return any(other.order < order and step > back for order, back in self.forks)
+        # What no manager saved may have been written again since, also below the step that the branch continues.
+        after = other.order if other.forks else 0
+        return any(other.order < at and (step > back or after > since) for at, back, since in self.forks)
+
+
+def last(places: Iterable[Lineage]) -> Lineage:
+    """The place of the save that was the last: of those by managers, where there are any."""
+    return max(places, key=lambda place: (bool(place.forks), place.order), default=Lineage(0))
 
 
 def of(metadata: Any, created: float) -> Lineage:
@@ -54,7 +75,7 @@ def parse(noted: Any) -> Lineage:
         ValueError: likewise.
     """
     order, forks, files = noted
-    return Lineage(int(order), tuple((int(at), int(back)) for at, back in forks), tuple(map(str, files)))
+    return Lineage(int(order), tuple(Fork(*map(int, fork)) for fork in forks), tuple(map(str, files)))
 
 
 class History:
@@ -62,9 +83,11 @@ class History:
 
     def __init__(self) -> None:
         self._order = 0
-        self._forks: tuple[tuple[int, int], ...] = ()
+        self._forks: tuple[Fork, ...] = ()
         #: The last step that was saved, or restored; None before the first.
         self._step: int | None = None
+        #: The order of what was restored; 0 where nobody knows.
+        self._since = 0
         #: Whether the next save begins a branch, as far as this process knows.
         self._turns = True
 
@@ -74,7 +97,7 @@ class History:
 
     def resume(self, step: int, lineage: Lineage) -> None:
         """The run goes on from the checkpoint of a step."""
-        self._step, self._forks, self._turns = step, lineage.forks, True
+        self._step, self._forks, self._turns, self._since = step, lineage.forks, True, lineage.order
         self.see(lineage.order)
 
     def plan(self, step: int) -> dict[str, Any]:
@@ -84,7 +107,10 @@ class History:
         if self._turns or self._step is None or step <= self._step:
             # Whoever restores by other means continues what lies below.
             back = step - 1 if self._step is None else min(self._step, step - 1)
-            forks = (*(fork for fork in forks if fork[1] < back), (order, back))[-_MOST:]
+            since = self._since if self._turns and self._since else order
+            # What the new one leaves behind anyway is not noted twice.
+            more = (fork for fork in forks if fork.step < back or fork.since < min(fork.order, since))
+            forks = (*more, Fork(order, back, since))[-_MOST:]
         return {"order": order, "continues": self._step, "forks": [list(fork) for fork in forks]}
 
     def begin(self, step: int, plan: Mapping[str, Any]) -> None:

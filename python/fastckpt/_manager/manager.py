@@ -6,6 +6,7 @@ import logging
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict
 from types import TracebackType
 from typing import Any, Literal
 
@@ -15,7 +16,7 @@ from fastckpt._api.options import check_bandwidth
 from fastckpt._background.pending import PendingSave
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
-from fastckpt._ranks.replicas import check_policy
+from fastckpt._ranks.replicas import Policy
 
 from .agreement import agreement
 from .arguments import keep_of, metadata_of, step_of, told, when_of
@@ -129,8 +130,8 @@ class Manager(Preemption):
         policies = None if keep is None else keep_of(keep)
         when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
         ranks = None if alone else {"process_group": process_group, "timeout": limit}
-        policy = check_policy("Manager", replicas, on_difference)
-        calls = Calls(save_options, ranks, agree, policy._asdict())
+        policy = Policy.of("Manager", {"replicas": replicas, "on_difference": on_difference})
+        calls = Calls(save_options, ranks, agree, asdict(policy))
         if stale not in {"warn", "raise", "ignore"}:
             raise ValueError(f'Manager: stale must be "warn", "raise" or "ignore", not {stale!r}')
         where = Directory(path, Names(name))
@@ -278,6 +279,7 @@ class Manager(Preemption):
                 answer.
         """
         self._agree.check("restore")
+        self._miss("it has called restore without the save")
         if "report" in options:
             raise TypeError("restore: report: leave it out: what is returned has the report as its attribute")
         if discard_newer:
@@ -293,7 +295,9 @@ class Manager(Preemption):
                 return None
             found = newest
         if discard_newer:
-            self._agree.first(lambda: self._discard_beyond(found.step))
+            # What is in flight would come after the removal; whether it fails, the next save or wait tells.
+            self._aftermath.wait(math.inf)
+            self._agree.first("restore: discard_newer", lambda: self._discard_beyond(found.step))
         self._history.resume(found.step, found.lineage)
         self._aftermath.resume(found.step, found.path)
         self._history.see(self._source.order)

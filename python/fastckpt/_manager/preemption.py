@@ -85,6 +85,8 @@ class Preemption(Boundary):
         about = metadata_of(step_of("steady", step), metrics, metadata)
         self._cadence.reach(step, in_flight=self._in_flight)
         if self._is_shared:
+            if step != self._wanted:
+                self._miss(f"it has gone on to step {step} without the save")
             self._answer_together(step, state, about, per_rank)
             yield
             self._answer_together(step, state, about, per_rank)
@@ -102,6 +104,8 @@ class Preemption(Boundary):
     def _is_wanted(self, step: int, *, force: bool) -> bool:
         """Whether all ranks save the step, for a policy or for a signal; it is a step boundary."""
         self._cadence.reach(step, in_flight=self._in_flight)
+        if step != self._wanted:
+            self._miss(f"it has gone on to step {step} without the save")
         self._wanted = None
         if not (force or self._when.due_by_step(self._cadence.place())) and self._agree.skips():
             return False
@@ -115,22 +119,13 @@ class Preemption(Boundary):
             if step == agreed.saved:
                 self._settle()
             # What was being saved may have failed.
-            if not self._agree.first(lambda: step != self._saved and time.monotonic() < self._signals.deadline):
+            if not self._agree.first(
+                "should_save: signal", lambda: step != self._saved and time.monotonic() < self._signals.deadline
+            ):
                 self._answer(step, None)
                 return force
         self._wanted, self._planned = (step, agreed.plan) if agreed.due else (None, {})
         return agreed.due
-
-    def _miss(self, why: str) -> None:
-        """This rank does not save the step that all have agreed to save: the others, which do, hear why."""
-        step, self._wanted = self._wanted, None
-        if step is None or not self._is_shared:
-            return
-        if self._signals.called:
-            # Before they save for a signal they ask once more.
-            self._agree.leave(why)
-        else:
-            self._calls.miss(self.path(step), why)
 
     def _answer_together(self, step: int, state: Any, about: dict[str, Any], per_rank: Any) -> None:
         """Answer what has come to any rank, at a place to which all of them come."""
@@ -149,7 +144,7 @@ class Preemption(Boundary):
             plan: dict[str, Any] = {}
             if about is not None:
                 saved, in_time, plan = self._agree.first(
-                    lambda: (self._saved, time.monotonic() < deadline, self._plan(step))
+                    "steady: signal", lambda: (self._saved, time.monotonic() < deadline, self._plan(step))
                 )
             if saved != step:
                 # Who has agreed to save takes part: the others wait for this rank.

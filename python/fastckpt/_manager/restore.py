@@ -8,6 +8,7 @@ import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._api.checkpoint import Checkpoint
@@ -128,6 +129,7 @@ class Source:
         Raises:
             FileNotFoundError: there is none.
         """
+        self._agree.first("restore: step", lambda: None)
         found, error = self._try(step, (), how, far=False)
         failures = self._failures(error)
         if found is not None and not failures:
@@ -160,7 +162,7 @@ class Source:
         kinds: set[str] = set()
         tries, looks = self._find(stacklevel + 1), 1
         if not tries:
-            self._agree.first(lambda: None if fresh else self._refuse_traces())
+            self._agree.first("restore: traces", lambda: None if fresh else self._refuse_traces())
             return None
         while tries:
             step, far, alone = tries.pop(0)
@@ -170,7 +172,7 @@ class Source:
             if found is not None and not failures:
                 return found
             # Where another writes and removes, the first rank's view counts.
-            if looks < _LOOKS and self._agree.first(lambda step=step, far=far: self._is_gone(step, far=far)):  # type: ignore[misc]
+            if looks < _LOOKS and self._agree.first("restore: look", partial(self._is_gone, step, far=far)):
                 # It was removed for one that became durable after the look.
                 tries, looks = [one for one in self._find(stacklevel + 1) if one[0] not in skipped], looks + 1
                 continue
@@ -259,7 +261,7 @@ class Source:
             near = self._catalogue.entries(here)
             tip = self._catalogue.tip(near)
             if self._fetch is not None and far:
-                tip = max(tip, self._fetch.catalogue.tip(far))
+                tip = lineage.last([tip, self._fetch.catalogue.tip(far)])
             self.order = tip.order
 
             def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
@@ -274,7 +276,7 @@ class Source:
             ]
             return sorted(tries, key=lambda one: (-one[0], one[1]))
 
-        return self._agree.first(find)
+        return self._agree.first("restore", find)
 
     def _is_gone(self, step: int, *, far: bool) -> bool:
         """Whether there is nothing of a step any more."""
@@ -309,10 +311,10 @@ class Source:
             fetch = self._fetch
             path = self._directory.path_of(step)
             if far and fetch:
-                path = self._agree.first(lambda: fetch.bring(step, alone=alone))
+                path = self._agree.first("restore: fetch", lambda: fetch.bring(step, alone=alone))
             if first and how.get("into") is not None and not how.get("strict", True):
                 # What an older one lacks would keep what a damaged one has left in `into`.
-                self._agree.first(lambda: verified(path))
+                self._agree.first("restore: verify", lambda: verified(path))
             return self._load(path, step, skipped, how), None
         except RanksError as error:
             if not is_told(error):

@@ -66,6 +66,14 @@ def reasons_on_branch(
     return found | {step: ["pinned"] if step in pinned else [] for step in left}
 
 
+def write_hint(directory: Place, step: int) -> None:
+    """Have ``latest`` name the checkpoint of a step; that it cannot be written is logged."""
+    try:
+        directory.write_latest(step)
+    except OSError as error:
+        logger.warning("%s: the file latest is not written: %s", directory.path, error)
+
+
 class Retention:
     """Removes what no policy wants to keep, after a checkpoint has become durable.
 
@@ -157,7 +165,7 @@ class Retention:
                     why = str(error)
             logger.warning("%s stays: %s", self._directory.path_of(one), why)
         if step in steps:
-            self._directory.write_latest(step)
+            write_hint(self._directory, step)
 
     def _take(self, step: int, files: Collection[str]) -> None:
         with contextlib.suppress(FileNotFoundError):  # another manager was first

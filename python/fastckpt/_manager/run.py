@@ -75,8 +75,7 @@ class Run:
 
     def latest(self) -> int | None:
         """The newest step of the branch that saved last, or None. :meth:`restore` finds out whether it loads."""
-        own = self._catalogue.branch(self.steps())
-        return next((step for step in sorted(own, reverse=True) if self._directory.is_whole(step)), None)
+        return self._catalogue.newest(self._catalogue.entries(self.steps()))
 
     @property
     def policies(self) -> list[keeping.Policy]:
@@ -103,11 +102,11 @@ class Run:
         entries = self._catalogue.entries(steps)
         tip = self._catalogue.tip(entries)
         found = reasons_on_branch(entries, tip, self.policies, pinned, time.time())
-        newest = max((step for step, entry in entries.items() if not tip.has_left(step, entry.lineage)), default=0)
+        newest = self._catalogue.newest(entries)
         for step, why in found.items():
             if not why and os.getpid() == self._process and self._retention.held(step):
                 why.append("not yet at the remote")
-            if not why and step > newest:
+            if not why and (newest is None or step > newest):
                 why.append("left behind, until the run has passed it")
         return found
 

@@ -16,6 +16,8 @@ from fastckpt._stores.reader import open_reader
 Sums: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
 #: What is trained are floating-point tensors of one dimension at least: an optimizer counts steps in scalars.
 _FLOATS = ("F", "BF", "C")
+#: Buffers that a forward pass changes, with training or without.
+_is_statistic = re.compile(r"(?:^|\.)running_(?:mean|var)$").search
 _is_moment = re.compile(r"(?:^|\.)opt(?:im[^.]*|s)?\.", re.IGNORECASE).search
 #: Names that a message lists.
 _SHOWN = 3
@@ -31,12 +33,15 @@ def sums_of(path: str, operation: str = "save") -> Sums:
     reader = open_reader(operation, path)
     shards = [shard.file for shard in reader.shards()]
     found: dict[str, dict[str, tuple[int, int]]] = {"model": {}, "optimizer": {}}
+    # A layer of the model may be called as an optimizer is.
+    is_apart = any(name.startswith("training/") for name in shards)
     for index, tensor in enumerate(reader.tensors()):
         if not tensor.shape or not tensor.nbytes or not tensor.dtype.startswith(_FLOATS):
             continue
-        is_moment = _is_moment(tensor.name) is not None
+        is_training = shards[tensor.shard].startswith("training/")
+        is_moment = is_training == is_apart and _is_moment(tensor.name) is not None
         crc = reader.checksum(index)
-        if crc is not None and (is_moment or not shards[tensor.shard].startswith("training")):
+        if crc is not None and (is_moment or not (is_training or _is_statistic(tensor.name))):
             found["optimizer" if is_moment else "model"][tensor.name] = tensor.nbytes, crc
     return found
 

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastckpt._files import TORCH_METADATA
+from fastckpt._files import BESIDE_SHARDS, TORCH_METADATA
+from fastckpt._foreign import writer_of
 from fastckpt.exceptions import CheckpointError
 
 from .files import failed, read_manifest
@@ -16,7 +17,7 @@ from .manifest import decode_head
 from .records import ListedCheckpoint
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
 #: What saves and removals give to directories while they work (docs/format.md, 6.1).
 _TEMPORARY = re.compile(r"\..+\.(?:(?:tmp|del)-.+-[0-9a-fA-F]{8}|old-.+-[0-9a-fA-F]{10})").fullmatch
@@ -66,7 +67,24 @@ def is_shard(name: str) -> bool:
 
 def is_ours(name: str) -> bool:
     """Whether a file in a checkpoint has a name that fastckpt's own files have."""
-    return name in (MANIFEST, INDEX, TORCH_METADATA) or is_shard(name)
+    return name in BESIDE_SHARDS or is_shard(name)
+
+
+def strangers(names: Collection[str], files: Collection[str], shards: Collection[str] | None) -> list[str]:
+    """Those of the names in a checkpoint that belong to others.
+
+    Args:
+        names: all of them, as they lead from its directory.
+        files: what ``files=`` has put there.
+        shards: those that the manifest names; None where it cannot be read, and names have to tell.
+    """
+    own = {*BESIDE_SHARDS, *shards} if shards is not None else {name for name in names if is_ours(name)}
+    found = {name for name in names if name not in own and name not in files}
+    torchs = writer_of(TORCH_METADATA)
+    # Beside files of torch's own writer the one that lists them is theirs.
+    if TORCH_METADATA in names and any(writer_of(name) == torchs for name in found):
+        found.add(TORCH_METADATA)
+    return sorted(found)
 
 
 def looked_at(name: str, path: str, sizes: dict[str, int], read: Callable[[], bytes]) -> ListedCheckpoint:

@@ -184,10 +184,9 @@ class Reader:
         drain: Drain | None,
         tick: Tick | None,
         staging: object = None,
-        direct: object = None,
     ) -> dict[str, Any]:
-        """Read tensors and boxes of them. It needs no ``staging`` memory, and nothing goes ``direct``."""
-        del staging, direct
+        """Read tensors and boxes of them. It needs no ``staging`` memory."""
+        del staging
         job = _Job(self, io, threads)
         late = [job.ask(number, request, drain, verify=verify) for number, request in enumerate(requests)]
         with self._settled():
@@ -619,7 +618,7 @@ class _Job:
             "fallback": self._fallback,
             "warnings": (),
             "thread_bytes": tuple(self._moved),
-            "blocks": {"zero-copy": 0, "staged": 0, "buffered": count, "gds": 0},
+            "blocks": {"zero-copy": 0, "staged": 0, "buffered": count},
             "paths": {f"buffered: {why}": count} if count else {},
             "copied": self._total if self._mapped is None else 0,
             "shards": self._shards,

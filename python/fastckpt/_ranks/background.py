@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -15,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.outcome import report_of
+from fastckpt._api.build_report import build_report, with_warnings
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankSaveReport
-from fastckpt._background.claim import Claim
+from fastckpt._background.background_save import BackgroundSave
 from fastckpt._background.devices import Devices
 from fastckpt._tensors.ranges import range_of
 
@@ -42,19 +41,17 @@ _PIECE = 32 << 20
 _MOST_THREADS = 4
 
 
-class Job:
+class Job(BackgroundSave):
     """What an asynchronous save of this rank does between the call and the durable checkpoint."""
 
-    def __init__(self, pending: PendingSave, call: Call, order: Order, *, pin: int | None, progress: bool) -> None:
-        self.pending = pending
+    def __init__(self, pending: PendingSave, call: Call, order: Order, *, pin: int | None) -> None:
+        super().__init__(pending)
         self.call = call
         self.order = order
-        self.progress = progress
         self.waited = 0.0
         self.staging = 0.0
         #: For the live counters, from the moment at which the copy begins.
         self.operation: _core.Operation | None = None
-        self.claim = Claim()
         # All that this rank holds, with one number each.
         movers: dict[int, Mover] = {}
         first = 0
@@ -74,10 +71,10 @@ class Job:
     def stage(self) -> None:
         """Copy what this rank holds to memory of our own; then the caller's may change."""
         began = time.perf_counter()
-        self.operation = self.order.settings["operation"] = _core.Operation(
+        self.operation = self.order.operation = _core.Operation(
             self.pending.path,
             self.pending._total,
-            step=self.order.settings["step"],
+            step=self.order.step,
             elapsed=began - self.pending._began,
         )
         with range_of("fastckpt.stage"):
@@ -124,15 +121,17 @@ class Job:
         if self.operation is not None:
             self.operation.staged(self.pending._copied)
 
-    def run(self) -> None:
-        """The life of the background thread."""
-        if not self.claim.take():
-            return
+    def save(self) -> BaseException | None:
+        """Agree with the other ranks, and write."""
         pending = self.pending
         error: BaseException | None = None
         try:
             with self.call.operation as operation, ExitStack() as stack:
-                bar = stack.enter_context(ticker("save", pending.path, shown=True)) if self.progress else None
+                bar = (
+                    stack.enter_context(ticker("save", pending.path, shown=True))
+                    if self.order.settings.progress
+                    else None
+                )
 
                 def tick(done: int, total: int) -> None:
                     pending._tick(done)
@@ -154,26 +153,20 @@ class Job:
             error = caught
         finally:
             self.release(error)
-        if pending._report is not None:
-            # The checkpoint is there, and so is the report, whatever the end of the operation was.
-            error = None
-        pending._finish(error)
+        # Where the checkpoint is there, so is the report, whatever the end of the operation was.
+        return error if pending._report is None else None
 
     def _report(self, written: Written) -> RankSaveReport:
         pending = self.pending
-        own = dict(written.own)
-        pending._written = own["bytes"]
-        own["warnings"] = (*own["warnings"], *self.devices.warnings)
-        # What the core did not see counts as planning, but for what is known.
-        own["phases"] = {"wait": self.waited, "stage": self.staging, **own["phases"]}
-        own["seconds"] += self.waited + self.staging
-        return report_of(
+        pending._written = written.own["bytes"]
+        return build_report(
             RankSaveReport,
             pending.path,
             pending._began,
-            own,
-            step=self.order.settings["step"],
-            stall=pending._stall(),
+            with_warnings(written.own, self.devices.warnings),
+            beside={"wait": self.waited, "stage": self.staging, **written.beside},
+            step=self.order.step,
+            stall=time.perf_counter() - pending._began if self.inline else pending._stall(),
             staging=self.staging,
             staged=pending._total,
         )
@@ -199,13 +192,8 @@ def start(job: Job) -> None:
         job.stage()
         pending._set_staged()
         pending._called += time.perf_counter() - pending._began
-        pending.started = True
-        # No daemon: the interpreter waits for it at its end, while everything still works.
-        thread = threading.Thread(target=job.run, name="fastckpt-save", daemon=False)
-        if in_flight.is_exiting():
-            thread.run()
-        else:
-            thread.start()
+        if job.start():
+            return
     except BaseException as error:
         # A signal handler may have raised it while the thread starts, which then goes on.
         if not job.claim.take():
@@ -214,6 +202,7 @@ def start(job: Job) -> None:
         pending._abandon(error)
         with job.call.operation:
             raise
+    job.run_here()
 
 
 def _cut(to: int, address: int, nbytes: int) -> list[tuple[int, int, int]]:

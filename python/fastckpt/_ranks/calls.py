@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._paths import AnyPath, path_of
@@ -10,12 +12,25 @@ from fastckpt._stores.urls import place_of
 from .called import location_of
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
     from .session import Session
 
 #: For a call whose own timeout is none.
 _FALLBACK = 600.0
 #: Three years. Clocks, and what torch makes of seconds, end somewhere beyond.
 _LONGEST = 1e8
+_MARKS: ContextVar[Mapping[str, str]] = ContextVar("fastckpt_marks")
+
+
+@contextlib.contextmanager
+def marked(marks: Mapping[str, str]) -> Iterator[None]:
+    """Tell the calls of the block from others to the same path, by what is equal on all ranks that make them."""
+    before = _MARKS.set(marks)
+    try:
+        yield
+    finally:
+        _MARKS.reset(before)
 
 
 class Call:
@@ -45,6 +60,7 @@ class Call:
             self._problem = error
         place = location_of(self.path, session.group.host) if session.group.size > 1 else None
         self.operation = session.peers.operation(kind, self.path, self.timeout, place=place)
+        self.operation.mark(_MARKS.get({}))
 
     def check(self) -> None:
         """Raise what is wrong with the arguments, in the operation, so that other ranks hear of it."""

@@ -177,6 +177,18 @@ class Exchange:
         return self._error
 
     @property
+    def altered(self) -> CheckpointError | None:
+        """What other bytes than those that were sent mean, if such have come."""
+        found = self.mail.altered()
+        if found is None:
+            return None
+        peer, why = found
+        return CheckpointError(
+            f"bytes from {self.name(peer)} to {self.name(self.group.rank)} were altered on their way: {why}: look at "
+            "the network and the memory of both hosts"
+        )
+
+    @property
     def waits(self) -> bool:
         """Whether a message of another rank, or its taking of one, is what this rank may be waiting for."""
         return self._error is None and self.busy
@@ -261,9 +273,6 @@ class Exchange:
                 return
             try:
                 lane.done(number)
-            except CheckpointError as error:
-                self._fail(self._altered(peer, error))
-                return
             except Exception as error:  # noqa: BLE001 - raised by who joins
                 self._fail(error)
                 return
@@ -275,13 +284,6 @@ class Exchange:
         if not isinstance(error, RuntimeError):
             return error
         return LostError(f"the exchange of bytes {lane.what} {self.name(peer)} broke off: {_text(error)}")
-
-    def _altered(self, peer: int, error: CheckpointError) -> CheckpointError:
-        """What other bytes than those that were sent mean."""
-        return CheckpointError(
-            f"bytes from {self.name(peer)} to {self.name(self.group.rank)} were altered on their way: {error}: look at "
-            "the network and the memory of both hosts"
-        )
 
     def _fail(self, error: BaseException) -> None:
         """The first failure is the one that is told; those that the end of the exchange makes are none."""
@@ -311,6 +313,9 @@ def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[
         if exchange is not None:
             exchange.join(attend)
     except Exception as error:
+        altered = None if exchange is None else exchange.altered
+        if altered is not None:
+            raise altered from None
         cause = None if exchange is None else exchange.error
         # What stops the mail is what the core then fails of.
         if cause is not None and cause is not error and str(cause) in str(error):

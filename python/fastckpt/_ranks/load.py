@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
+from fastckpt._api.build_report import with_warnings
 from fastckpt._api.progress import ticker
 from fastckpt._paths import is_url
 from fastckpt._stores.reader import open_reader
@@ -177,7 +178,7 @@ def _read(
                 apart=True,
             )
             own, outcome = _through_messages(call, opened, wanted, (share, agreed, staging.core), attention, each)
-        own = staging.noted(own)
+        own = with_warnings(own, staging.warnings)
     operation.round(
         "done",
         outcome,

@@ -59,6 +59,8 @@ class Member:
     owed: list[tuple[Turn, RankFailure]] = field(default_factory=list)
     #: The key that is there until all have left the last turn that this rank left before others did.
     parting: str = ""
+    #: The number of the last turn of which it has the last answer.
+    answered_turn: str = ""
     #: The calls that it has left behind without success since the last that succeeded.
     behind: list[Called] = field(default_factory=list)
     #: The last saves that it has come with.

@@ -70,6 +70,11 @@ class Peers:
         """Whether the others hear of it where this rank leaves an operation without waiting for them."""
         return self._member.has_met
 
+    @property
+    def answered(self) -> str:
+        """The number of the last operation that has succeeded on all, as this rank knows: equal on those that do."""
+        return self._member.answered_turn
+
     def host_of(self, rank: int) -> str:
         """Return the name of a rank's host; empty where this rank has not heard of it."""
         return self._member.hosts.get(rank, "")

@@ -568,7 +568,7 @@ class Turn:
         if failed:
             self.member.leave_behind(self.called)
         elif self.name == LAST:
-            self.member.behind = []
+            self.member.behind, self.member.answered_turn = [], self.number
         yield from self._depart(failed=failed)
 
     def _depart(self, *, failed: bool) -> Steps:

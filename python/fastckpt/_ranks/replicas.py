@@ -7,15 +7,18 @@ out which tensors those are, and how much of them differs.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, TypedDict
+
+from fastckpt import _core
+from fastckpt._api.settings import Settings, option
 
 from .differences import named
 from .offers import runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from fastckpt import _core
+    from collections.abc import Sequence
 
     from .peers import Operation
     from .session import Session
@@ -26,6 +29,8 @@ ON_DIFFERENCE = ("raise", "warn")
 _LISTED, _SIDES = 10, 4
 #: Bytes of a tensor that ranks show each other, to tell how much of it differs.
 _SHOWN = 16 << 10
+#: Bytes of what the monitor is told.
+_TOLD = 64
 _REMEDIES = (
     "find out why copies that should be equal are not (a missing all-reduce, statistics as BatchNorm's, a fault of a "
     "device), or give replicas='first' or on_difference='warn' to save those of the lowest rank"
@@ -36,26 +41,49 @@ _NAMES = (
 )
 
 
-class Policy(NamedTuple):
-    """How much is compared, and what a difference does; the same on all ranks."""
-
-    replicas: str = "sample"
-    on_difference: str = "raise"
-
-
-def check_policy(operation: str, replicas: str, on_difference: str) -> Policy:
-    """The policy that a save is given.
-
-    Raises:
-        ValueError: there is none of that name.
-    """
-    for name, value, known in (
-        ("replicas", replicas, REPLICAS),
-        ("on_difference", on_difference, ON_DIFFERENCE),
-    ):
+def _one_of(name: str, known: tuple[str, ...]) -> Callable[[str, Any], str]:
+    def check(operation: str, value: Any) -> str:
         if value not in known:
             raise ValueError(f"{operation}: {name} is {value!r}: known are {', '.join(known)}")
-    return Policy(replicas, on_difference)
+        return known[known.index(value)]
+
+    return check
+
+
+class ReplicaOptions(TypedDict, total=False):
+    """What every save of ranks takes."""
+
+    replicas: Literal["sample", "full", "first"]
+    on_difference: Literal["raise", "warn"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Policy(Settings):
+    """How much is compared, and what a difference does, checked."""
+
+    given = ReplicaOptions
+
+    replicas: str = option(
+        "sample",
+        _one_of("replicas", REPLICAS),
+        "how what several ranks hold is compared before anything is written, DTensors and plain tensors alike: "
+        "``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and parts of up to 64 "
+        "KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank that has it, and "
+        "compares none. Tensors of one name over groups of ranks that are apart are compared whole in any case. "
+        "docs/distributed.md says what each costs, and what it promises.",
+        alike=True,
+    )
+    on_difference: str = option(
+        "raise",
+        _one_of("on_difference", ON_DIFFERENCE),
+        "what a difference does: ``raise``, or ``warn``, which saves the tensors that differ as the lowest rank has "
+        "them, whole, and names them in ``warnings`` of the report.",
+        alike=True,
+    )
+
+    def dealt(self, share: _core.Share) -> _core.Share:
+        """The share with the copies from which it takes what several ranks hold."""
+        return share.first(None) if self.replicas == "first" else share
 
 
 class Comparison:
@@ -108,7 +136,10 @@ class Comparison:
         text = operation.round(
             "differences", shown, combine=_joined, decide=lambda shown: self._decide(session, path, found, shown)
         )
-        return sorted({_cell(key)[0] for key, _ in found}), text
+        tensors = sorted({_cell(key)[0] for key, _ in found})
+        if not session.group.rank:
+            _core.warn(_in_short([self.share.about(tensor)[0] for tensor in tensors]))
+        return tensors, text
 
     def _decide(self, session: Session, path: str, found: list[list[Any]], shown: dict[str, dict[str, bytes]]) -> str:
         tensors: dict[int, list[list[int]]] = {}
@@ -135,6 +166,16 @@ class Comparison:
             f"save: {path}: ranks hold different values of one tensor, and no rank's state can be told to be right: "
             f"{_NAMES if apart else f'{_REMEDIES}; {_NAMES}'}:\n  {told}"
         )
+
+
+def _in_short(names: list[str]) -> str:
+    """What the monitor tells of tensors that differ: the first name, the end of which says most, and how many more."""
+    said = "ranks differ in "
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    name, room = names[0].encode(), _TOLD - len((said + more).encode())
+    if len(name) > room:
+        name = b"..." + name[len(name) - room + 3 :]
+    return f"{said}{name.decode(errors='ignore')}{more}"
 
 
 def combine_teams(offers: Sequence[list[Any]]) -> list[Any]:

@@ -1,9 +1,8 @@
 """A checkpoint written by all ranks of a process group: the steps between the rounds of the protocol.
 
 :func:`write_checkpoint` is what saves share: that of states (:func:`save_order`) and that of
-torch.distributed.checkpoint (``fastckpt.dcp``). It takes the job-wide share, which every rank has made alike, and what
-this rank holds; and it takes what the coordinator makes the structure of at the end, from values that come up with the
-outcomes of the ranks.
+torch.distributed.checkpoint (``fastckpt.dcp``). It takes the job-wide share, which every rank has made alike, what this
+rank holds, and the texts of the checkpoint.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
+from fastckpt._api.build_report import with_warnings
 from fastckpt._api.lent import lent
-from fastckpt._api.options import check_bandwidth, check_engine
-from fastckpt._api.reuse import check_base, check_frozen, flags_of
+from fastckpt._api.reuse import flags_of
 from fastckpt._api.save import step_of, warn_of_types
-from fastckpt._files import Files, check_files
-from fastckpt._state.registry import Registry, Types
+from fastckpt._api.tailor import Tailor
+from fastckpt._state.registry import Types
 from fastckpt._tensors.ranges import range_of
-from fastckpt._units import bytes_of
 
 from .agreement import PER_RANK, Agreement
 from .attention import Attention
@@ -34,15 +33,13 @@ from .called import marks_of
 from .describe import Local, describe
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
 from .offers import combine_arrivals, combine_offers
-from .replicas import Comparison, Policy, check_policy, combine_teams, not_compared, teams_that_differ
+from .replicas import Comparison, Policy, combine_teams, not_compared, teams_that_differ
 from .reuse import take_over
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from fastckpt._api.selection import Patterns
-    from fastckpt._api.tailor import Tailor
-    from fastckpt._paths import AnyPath
+    from fastckpt._api.save_settings import SaveSettings
     from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
 
@@ -111,10 +108,12 @@ class Written(NamedTuple):
     Attributes:
         own: what :class:`fastckpt._api.rank_reports.RankSaveReport` is made of.
         whole: the core's report of the whole checkpoint.
+        beside: seconds by phase, of what neither of them has.
     """
 
     own: dict[str, Any]
     whole: Mapping[str, Any]
+    beside: Mapping[str, float] = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -122,81 +121,53 @@ class Order:
     """A save of a state, checked and described, before any other rank has heard of it.
 
     Attributes:
+        call: the word that error messages begin with.
         local: what this rank saves.
-        settings: how, but for the prefix of the model.
+        settings: how.
         tailor: what is left out and cast.
-        base: an earlier checkpoint to take files over from, absolute.
-        frozen: the tensors that are said to stay as they are.
+        step: the training step, for the live counters.
         marks: what tells this save from others to the same path.
         policy: how what several ranks hold is compared.
+        operation: for the live counters, of a save in the background.
     """
 
+    call: str
     local: Local
-    settings: dict[str, Any]
+    settings: SaveSettings
     tailor: Tailor
-    base: str | None
-    frozen: Patterns | None
+    step: int | None
     marks: dict[str, str]
     policy: Policy
+    operation: _core.Operation | None = None
 
     def said(self, rank: int, path: str) -> list[list[list[Any]]]:
         """What a rank says of what has to be equal beside the state, in a save to ``path``: its terms, and its step.
 
         The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
         """
-        chosen = {name: self.settings[name] for name in ("overwrite", "shard_size")}
-        frozen = None if self.frozen is None else self.frozen.texts
-        base = self.base
+        terms = {
+            f"{name}=": getattr(record, name)
+            for record in (self.settings, self.policy)
+            for name, one in record.options().items()
+            if one.alike
+        }
+        base = self.settings.base
         if base is not None and Path(base).parent == Path(path).parent:
-            base = Path(base).name  # the directory may have another name on each rank
-        more = {"base": base, "frozen": frozen, "model_key": self.local.model_key}
-        terms = {f"{name}=": value for name, value in {**chosen, **more, **self.policy._asdict()}.items()}
-        step = self.settings["step"]
+            terms["base="] = Path(base).name  # the directory may have another name on each rank
+        step = self.step
         steps = [] if step is None else [[rank, json.dumps({"metadata['step']": step})]]
         return [[[rank, json.dumps(terms, sort_keys=True)]], steps]
 
 
-def order(  # noqa: PLR0913 - what a save takes, by name
-    operation: str,
-    session: Session,
-    state: Any,
-    *,
-    per_rank: Any,
-    overwrite: bool,
-    metadata: Any,
-    files: Files | None,
-    base: AnyPath | None,
-    frozen: Any,
-    shard_size: int | str,
-    model_key: str | None,
-    tailor: Tailor,
-    default: Callable[[Any], Any] | None,
-    registry: Registry | None,
-    io: str,
-    threads: int | None,
-    bandwidth_limit: float | str | None,
-    replicas: str,
-    on_difference: str,
+def order(
+    operation: str, session: Session, state: Any, metadata: Any, per_rank: Any, settings: SaveSettings, policy: Policy
 ) -> Order:
-    """Check what a save takes, and describe the state of this rank. Call it from what the user calls.
+    """Describe the state of this rank. Call it from what the user calls.
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored.
-        TypeError: ``frozen`` is not a pattern.
-        ValueError: an argument is out of range.
     """
-    check_engine(operation, io, threads, devices=True)
-    settings = {
-        "overwrite": bool(overwrite),
-        "files": check_files(operation, files),
-        "shard_size": bytes_of(f"{operation}: shard_size", shard_size),
-        "io": io,
-        "threads": threads,
-        "bandwidth_limit": check_bandwidth(operation, bandwidth_limit),
-        "step": step_of(metadata),
-    }
-    policy = check_policy(operation, replicas, on_difference)
-    earlier, patterns = check_base(operation, base), check_frozen(operation, frozen)
+    tailor = Tailor(operation, settings.exclude, settings.dtype)
     local = describe(
         state,
         session.group.rank,
@@ -204,17 +175,18 @@ def order(  # noqa: PLR0913 - what a save takes, by name
         operation=operation,
         metadata=metadata,
         per_rank=per_rank,
-        model_key=model_key,
+        model_key=settings.model_key,
         tailor=tailor,
-        types=Types(operation, registry),
-        default=default,
+        types=Types(operation, settings.registry),
+        default=settings.default,
     )
     warn_of_types(
         operation, *(flat for flat in (local.flat, local.about, local.extra) if flat is not None), stacklevel=4
     )
     # What is left out may differ between ranks.
-    marks = marks_of({"step": settings["step"]}, None if tailor.excluded else state)
-    return Order(local, settings, tailor, earlier, patterns, marks, policy)
+    step = step_of(metadata)
+    marks = marks_of({"step": step}, None if tailor.excluded else state)
+    return Order(operation, local, settings.for_writing(), tailor, step, marks, policy)
 
 
 def save_order(
@@ -247,27 +219,28 @@ def save_order(
     pulled = agreed.pulled
     devices = agreed.sources.devices if pulled and agreed.sources is not None else ()
     with lent(devices, pulled) as staging:
-        options = _core.SaveOptions(
+        options = order.settings.core(
             model_prefix=agreed.prefix,
             training_prefix=PER_RANK if agreed.has_extras else "",
-            frozen=flags_of(order.frozen, [tensor.name for tensor in agreed.tensors]),
+            frozen=flags_of(order.call, order.settings.frozen, [tensor.name for tensor in agreed.tensors]),
             staging=staging.core,
             elapsed=time.perf_counter() - began,
-            **order.settings,
+            step=order.step,
+            operation=order.operation,
         )
-        share = _core.Share.to_save(
-            agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options, page
+        share = order.policy.dealt(
+            _core.Share.to_save(
+                agreed.tensors, [core_spread(each) for each in agreed.spreads], session.group.size, options, page
+            )
         )
-        if order.policy.replicas == "first":
-            share = share.first(None)
         portion = Portion(
             share, agreed.held, agreed.fill if pulled else None, options, sum=agreed.sum if pulled else None
         )
         # Only the coordinator has them.
-        said = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
+        texts = Texts(agreed.structure or "", agreed.metadata or "", agreed.per_rank)
         compared = None
-        if order.base is not None:
-            portion, compared = take_over(session, operation, path, order.base, portion, timeout)
+        if order.settings.base is not None:
+            portion, compared = take_over(session, operation, path, order.settings.base, portion, timeout)
             portion = portion._replace(plain=share)
         try:
             written = write_checkpoint(
@@ -275,24 +248,17 @@ def save_order(
                 operation,
                 path,
                 portion,
-                lambda _: said,
-                early=said,
+                texts,
                 timeout=timeout,
                 compared=Compared(order.policy, seed),
-                bandwidth=order.settings["bandwidth_limit"],
+                bandwidth=order.settings.bandwidth_limit,
                 tick=tick,
             )
         finally:
             if portion.base is not None:
                 portion.base.close()
-        own = written.own if compared is None else _with_comparison(written.own, compared)
-        return written._replace(own=order.tailor.noted(staging.noted(own)))
-
-
-def _with_comparison(own: dict[str, Any], seconds: float) -> dict[str, Any]:
-    """A report of a save that has compared with its base for so long."""
-    phases = {"plan": own["phases"]["plan"], "compare": seconds, **own["phases"]}
-    return {**own, "phases": phases, "seconds": own["seconds"] + seconds}
+        own = with_warnings(written.own, staging.warnings, order.tailor.warnings)
+        return written._replace(own=own, beside={} if compared is None else {"compare": compared})
 
 
 def core_spread(spread: Spread) -> _core.Spread:
@@ -340,12 +306,10 @@ def write_checkpoint(
     operation: Operation,
     path: str,
     portion: Portion,
-    texts: Callable[[list[Any]], Texts],
+    texts: Texts,
     *,
     timeout: float,
     compared: Compared | None,
-    value: Any = None,
-    early: Texts | None = None,
     bandwidth: float | None = None,
     tick: Callable[[int, int], None] | None = None,
 ) -> Written:
@@ -359,13 +323,10 @@ def write_checkpoint(
         operation: the operation, in its body; the caller's rounds may have come before.
         path: the checkpoint's directory, absolute.
         portion: what this rank brings.
-        texts: called on the coordinator, once all bytes are on the storage, with the values of all ranks, in their
-            order: the texts of the checkpoint. What it raises fails the save on all ranks.
+        texts: what the checkpoint says of its state. Only those of the coordinator are used. A manifest that they make
+            too large is refused before a byte is written.
         timeout: that of the operation, in seconds.
         compared: how what several ranks hold is compared; None where it has been.
-        value: what this rank gives ``texts``; anything that a round of the protocol takes.
-        early: the texts, where the coordinator has them now: a checkpoint that would be too large is refused before a
-            byte is written.
         bandwidth: bytes per second to which the options of this rank limit it.
         tick: called with bytes written and bytes to write by this rank.
 
@@ -402,7 +363,7 @@ def write_checkpoint(
                 [] if comparison is None else comparison.offer(),
             ],
             combine=_combine_created,
-            decide=lambda offered: _create(engine, path, offered, early, made),
+            decide=lambda offered: _create(engine, path, offered, texts, made),
         )
         if comparison is not None and teams:
             tensors, text = comparison.differing(session, operation, path, teams)
@@ -415,13 +376,11 @@ def write_checkpoint(
                 texts,
                 timeout=timeout,
                 compared=None,
-                value=value,
-                early=early,
                 bandwidth=bandwidth,
                 tick=tick,
             )
             whole = True
-            return written._replace(own={**written.own, "warnings": (*written.own["warnings"], *noted, text)})
+            return written._replace(own=with_warnings(written.own, noted, [text]))
         if session.group.rank:
             _join(session, engine, path, name)
         operation.round("joined", None, combine=_nothing)
@@ -429,11 +388,10 @@ def write_checkpoint(
         if group is not None:
             exchange = Exchange(group, mail, session.name, attention.limit)
             attention.exchange = exchange
-        outcome: dict[str, Any] = {"values": [[session.group.rank, value]]}
         own: dict[str, Any] = {}
         try:
             own = _write(engine, exchange, attention, tick)
-            outcome |= {"pieces": engine.pieces(), "saved": figures(own)}
+            outcome: dict[str, Any] = {"pieces": engine.pieces(), "saved": figures(own)}
         except LostError as error:
             # The cause is another rank, which says so itself; where none does, this is the cause.
             outcome = lost_by(session.name(session.group.rank), error)
@@ -447,7 +405,7 @@ def write_checkpoint(
         )
         whole = True
         fields = _fields(session, own, answer, time.perf_counter() - done)
-        return Written({**fields, "warnings": (*fields["warnings"], *noted)}, answer)
+        return Written(with_warnings(fields, noted), answer)
     finally:
         if exchange is not None and not whole:
             exchange.end("the save has failed", operation.alive)
@@ -495,7 +453,7 @@ def _combine_created(offers: list[list[Any]]) -> list[Any]:
 
 
 def _create(
-    engine: _core.RankSave, path: str, offered: list[Any], early: Texts | None, made: list[tuple[int, int]]
+    engine: _core.RankSave, path: str, offered: list[Any], texts: Texts, made: list[tuple[int, int]]
 ) -> list[Any]:
     """At the coordinator: the name of the workspace, the gloo group to use, and the teams of ranks that differ.
 
@@ -507,8 +465,7 @@ def _create(
             f"save: {path}: ranks {shares[0][0]} and {shares[1][0]} would lay out its files differently: give the same "
             "shard_size=, the same FASTCKPT_BLOCK_SIZE and the same version of fastckpt to all ranks"
         )
-    if early is not None:
-        engine.check(*early)
+    engine.check(*texts)
     differing = teams_that_differ(teams)
     if differing:
         return ["", "", differing]
@@ -593,21 +550,15 @@ def _combine(share: _core.Share, outcomes: list[dict[str, Any]]) -> dict[str, An
     if lost:
         return lost
     return {
-        "values": [value for outcome in outcomes for value in outcome["values"]],
         "pieces": share.merge([outcome["pieces"] for outcome in outcomes]),
         "saved": add_up([outcome["saved"] for outcome in outcomes]),
     }
 
 
 def _commit(
-    engine: _core.RankSave,
-    outcome: dict[str, Any],
-    texts: Callable[[list[Any]], Texts],
-    tick: Callable[[int, int], None],
+    engine: _core.RankSave, outcome: dict[str, Any], texts: Texts, tick: Callable[[int, int], None]
 ) -> Mapping[str, Any]:
     """At the coordinator, once all ranks have written: seal and publish."""
     raise_lost(outcome)
-    values = [value for _, value in sorted(outcome["values"], key=lambda one: one[0])]
-    said = texts(values)
     with range_of("fastckpt.commit"):
-        return engine.commit(outcome["pieces"], said.structure, said.metadata, said.per_rank, outcome["saved"], tick)
+        return engine.commit(outcome["pieces"], *texts, outcome["saved"], tick)

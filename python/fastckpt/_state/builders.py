@@ -175,7 +175,9 @@ class Validator:
         return Tensor(tag, index)
 
     def leaf(self, token: list[Any]) -> Any:
-        return numpy_leaf(token)
+        plain = numpy_leaf(token)
+        # A dtype may be a key beside its own name.
+        return plain if token[0] == "size" else _Later()
 
     def composed(self, token: list[Any], parts: list[Any]) -> Any:
         tag = token[0]

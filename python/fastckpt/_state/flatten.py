@@ -46,6 +46,9 @@ _KEYS_IN_KEYS = 32
 
 #: Tokens of tensors that are made of several, whose parts are stored in full.
 _MADE = ('["coo"', '["compressed"', '["quantized"', '["type","torch.nested.nested_tensor"')
+#: Those that a user sees as one tensor.
+_COMPOSED = ('["coo"', '["compressed"', '["quantized"', '["expanded"')
+_SEQUENCES = ('["list"', '["tuple"', '["set"', '["fset"')
 
 
 def reuse_limit(stored: int) -> int:
@@ -54,13 +57,12 @@ def reuse_limit(stored: int) -> int:
 
 
 class Occurrence(NamedTuple):
-    """A tensor, or a value made of tensors, where it stands in the state, and its name there."""
+    """A tensor, or a value made of tensors, where it stands in the state."""
 
     place: Place
     value: Any
     stored: Stored | None
     token: str
-    name: str
 
 
 class Flat:
@@ -74,8 +76,11 @@ class Flat:
         keep: everything that addresses point into; for bytes an array over them. To be cleared when the
             addresses are no longer used.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
-        objects: with ``observe``, what has ``state_dict`` and ``load_state_dict``, with its place and name; of modules
-            and optimizers the state is flattened, too.
+        objects: with ``observe``, what has ``state_dict`` and ``load_state_dict``, with its place; of modules and
+            optimizers the state is flattened, too.
+        values: with ``observe``, the places under a key of a mapping at which there is something that is neither a
+            tensor nor a mapping with items. A list of such values is one, and so is what is made of several (a
+            registered object). Attributes of a mapping are none.
         problems: with ``observe``, what could not be flattened, by place.
         again: with ``observe``, containers that a load updates in place and that stand at several places: the first
             place and each further one.
@@ -88,7 +93,7 @@ class Flat:
 
     __slots__ = (
         *("again", "inner", "keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
-        *("remarks", "spreads", "tensors", "ties", "tokens"),
+        *("remarks", "spreads", "tensors", "ties", "tokens", "values"),
     )
 
     def __init__(self) -> None:
@@ -99,7 +104,9 @@ class Flat:
         self.keep: list[Any] = []
         self.inner: set[int] = set()
         self.occurrences: list[Occurrence] = []
-        self.objects: list[tuple[Place, Any, str]] = []
+        self.objects: list[tuple[Place, Any]] = []
+        #: In order, without repetition.
+        self.values: dict[Place, None] = {}
         self.problems: list[tuple[Place, str]] = []
         self.again: list[tuple[Place, Place]] = []
         self.places = Places()
@@ -134,12 +141,15 @@ def _ordered(value: OrderedDict[Any, Any]) -> Parts:
         for name in vars(value):
             if type(name) is not str or hasattr(OrderedDict, name):
                 raise Unsupported(f"its attribute {name!r} would hide a method of an OrderedDict: rename it")
-        return Parts(f'["type","{ATTRIBUTED}"]', ((THROUGH, _Attributed(value)),))
+        return Parts(_ATTRIBUTED_TOKEN, ((THROUGH, _Attributed(value)),))
     return _items(value)
 
 
 def _items(value: OrderedDict[Any, Any]) -> Parts:
     return _mapping(f'["odict",{len(value)}]', value)
+
+
+_ATTRIBUTED_TOKEN = f'["type","{ATTRIBUTED}"]'
 
 
 class _Attributed:
@@ -316,10 +326,17 @@ def _other(value: Any) -> Parts:
 class _Frame:
     """A value whose children are being flattened. ``key`` leads to the child at hand; ``hold`` keeps its identity."""
 
-    __slots__ = ("hold", "items", "key", "keyed", "made", "members", "place", "prefix")
+    __slots__ = ("depth", "hold", "items", "key", "keyed", "made", "members", "noted", "place", "prefix")
 
-    def __init__(self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool, made: bool = False) -> None:
+    def __init__(
+        self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool, made: bool = False, depth: int | None = None
+    ) -> None:
         self.hold = hold
+        #: With ``observe``: so many frames lead to the key under which the children are values, 0 where there is none;
+        #: None in keys and in what is a value as a whole.
+        self.depth = depth
+        #: Whether that key has been noted, or is not to be.
+        self.noted = not depth
         #: Whether this is, or is in, a tensor that is made of several.
         self.made = made
         self.items = items
@@ -402,7 +419,8 @@ class _Flattener:
     def walk(self, state: Any) -> None:
         """Flatten ``state``, below whatever is on the stack."""
         floor = len(self.stack)
-        self.stack.append(_Frame(None, iter(((THROUGH, state),)), keyed=False))
+        depth = 0 if self.observe and not self.keys_in_keys else None
+        self.stack.append(_Frame(None, iter(((THROUGH, state),)), keyed=False, depth=depth))
         while len(self.stack) > floor:
             frame = self.stack[-1]
             try:
@@ -418,7 +436,7 @@ class _Flattener:
             else:
                 self.stack.append(deeper)
 
-    def children(self, frame: _Frame) -> _Frame | None:
+    def children(self, frame: _Frame) -> _Frame | None:  # noqa: C901, PLR0912 - one hot loop
         """Emit the children that are leaves, up to one that has children itself: its frame, or None at the end."""
         emit = self.flat.tokens.append
         leaf_of = _values.ENCODERS.get
@@ -426,16 +444,18 @@ class _Flattener:
         keyed = frame.keyed
         for key, value in frame.items:
             kind = type(value)
+            frame.key = key
             if keyed:
                 if type(key) is str:
                     emit(_values.encode_text(key))
                 else:
-                    frame.key = key
-                    key = self.key(key)  # noqa: PLW2901 - the key as places and names show it
-            frame.key = key
+                    # As places and names show it.
+                    frame.key = self.key(key)
             encode = leaf_of(kind)
             if encode is not None:
                 emit(encode(value))
+                if not frame.noted:
+                    self.note_value()
                 continue
             try:
                 found = (describe_of(kind) or self.describe_type(kind))(value)
@@ -446,8 +466,13 @@ class _Flattener:
                 found = (describe_of(kind) or self.describe_type(kind))(value)
             if type(found) is Stored:
                 self.store(frame, value, found)
+                # Long bytes are a value that is stored as a tensor.
+                if kind in _EXPORTED and not frame.noted:
+                    self.note_value()
             elif type(found) is str:
                 emit(found)
+                if not frame.noted:
+                    self.note_value()
             else:
                 return self.open(value, found)  # type: ignore[arg-type]
         if frame.members is not None:
@@ -458,7 +483,7 @@ class _Flattener:
     def observed(self, value: Any) -> Parts | str:
         """Note an object with a state of its own."""
         flat = self.flat
-        flat.objects.append((flat.places.at(self.stack), value, self.place_name(self.stack[-1])))
+        flat.objects.append((flat.places.at(self.stack), value))
         # To ask for the state may change an object: a data loader starts its workers.
         return _stateful(value) if torch_kind(value) else "null"
 
@@ -577,7 +602,7 @@ class _Flattener:
 
     def occurrence(self, value: Any, stored: Stored | None, token: str) -> Occurrence:
         """The value at hand, noted."""
-        return Occurrence(self.flat.places.at(self.stack), value, stored, token, self.place_name(self.stack[-1]))
+        return Occurrence(self.flat.places.at(self.stack), value, stored, token)
 
     def check_size(self) -> None:
         """Refuse a structure that is too large at its end."""
@@ -611,30 +636,52 @@ class _Flattener:
             flat.tokens.append(token)
         if keyed and len(self.stack) <= _OUTER and not self.keys_in_keys:
             self.note_outer(value)
+        depth = None
         if self.observe:
             self.note_place(value, token)
+            depth = self.note_parts(value, token, keyed=keyed)
         self.active.add(id(value))
         kind = type(value)
         if kind is set or kind is frozenset:
             members = _Members(flat, value)
-            opened = _Frame(value, members.iterate(flat.tokens), keyed=False)
+            opened = _Frame(value, members.iterate(flat.tokens), keyed=False, depth=depth)
             opened.members = members
             return opened
         made = self.stack[-1].made or token.startswith(_MADE)
-        opened = _Frame(value, iter(children), keyed=keyed, made=made)
+        opened = _Frame(value, iter(children), keyed=keyed, made=made, depth=depth)
         if self.tensor is None and hasattr(kind, "untyped_storage"):
             self.tensor = opened
         return opened
 
     def note_place(self, value: Any, token: str) -> None:
         """Note a tensor that is made of several, or a container that stands at another place, too."""
-        if token.startswith(('["coo"', '["compressed"', '["quantized"', '["expanded"')):
+        if token.startswith(_COMPOSED):
             self.flat.occurrences.append(self.occurrence(value, None, token))
         elif token and is_updated(type(value)):
             place = self.flat.places.at(self.stack)
             first, _ = self.updated.setdefault(id(value), (place, value))
             if first is not place:
                 self.flat.again.append((first, place))
+
+    def note_value(self) -> None:
+        """Note the key under which the value at hand stands."""
+        frame = self.stack[-1]
+        self.flat.values[self.flat.places.at(self.stack, frame.depth)] = None
+        frame.noted = not frame.keyed
+
+    def note_parts(self, value: Any, token: str, *, keyed: bool) -> int | None:
+        """Note a value with parts, unless they are noted themselves; the depth of its frame."""
+        parent = self.stack[-1]
+        if parent.depth is None or (type(parent.hold) is _Attributed and type(value) is not _Bare):
+            return None
+        if not token or token == _ATTRIBUTED_TOKEN:
+            return parent.depth
+        container = keyed or token.startswith(_SEQUENCES)
+        if not parent.noted and (",0]" in token if container else not token.startswith(_COMPOSED)):
+            self.note_value()
+        if not container:
+            return None
+        return len(self.stack) + 1 if keyed else parent.depth
 
     def is_hashed(self) -> bool:
         """Whether the value at hand is in a key or in a member of a set."""
@@ -682,6 +729,8 @@ class _Flattener:
             self.flat.tokens.append(canonical([EXCLUDED, reason]))
             return
         self.flat.problems.append((self.flat.places.at(self.stack), reason))
+        if not self.stack[-1].noted:
+            self.note_value()
         self.flat.tokens.append("null")
 
     def is_excluded(self) -> bool:

@@ -23,7 +23,8 @@ def update(given: Any, built: Any, *, exact: bool) -> Any:
     """Move what was built into what exists.
 
     Dicts, lists and their subclasses, dataclasses that are not frozen and namespaces are updated where both are of one
-    class. A tuple is made anew where an item is another object. Everything else is what was built.
+    class, and one that stands at several places by what was built for each of them. A tuple is made anew where an
+    item is another object. Everything else is what was built.
 
     Args:
         given: what exists.
@@ -52,13 +53,11 @@ def update(given: Any, built: Any, *, exact: bool) -> Any:
 class _Update:
     def __init__(self, *, exact: bool) -> None:
         self.exact = exact
-        #: Containers that were updated, by identity: at each further place stands the same.
-        self.done: dict[int, Any] = {}
 
     def steps(self, given: Any, built: Any, *, whole: bool) -> Steps:
         """Update one value; ``whole`` where it is part of a value of a class, of which nothing else is kept."""
         kind = type(built)
-        if built is given or id(given) in self.done:
+        if built is given:
             return given
         if type(given) is not kind:
             given = _NOTHING
@@ -69,7 +68,6 @@ class _Update:
         if kind is tuple or (issubclass(kind, tuple) and type(getattr(kind, "_fields", None)) is tuple):
             return (yield from self.immutable(given, built, whole or kind is not tuple))
         if given is not _NOTHING and is_record(kind):
-            self.done[id(given)] = given
             yield from _attributes(given, built)
             return given
         return built
@@ -78,7 +76,6 @@ class _Update:
         """Keys that only ``given`` has stay."""
         base: Any = OrderedDict if isinstance(built, OrderedDict) else dict
         target, own = (built, {}) if given is _NOTHING else (given, dict(base.items(given)))
-        self.done[id(target)] = target
         parts = {}
         for key, value in list(base.items(built)):
             parts[key] = value if type(value) in _LEAVES else (yield own.get(key, _NOTHING), value, whole)
@@ -100,7 +97,6 @@ class _Update:
     def sequence(self, given: Any, built: Any, whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
         """Items keep their positions."""
         target, own = (built, []) if given is _NOTHING else (given, list(list.__iter__(given)))
-        self.done[id(target)] = target
         target_items = yield from self.items(own, list(list.__iter__(built)), whole)
         list.__setitem__(target, slice(None), target_items)
         if target is given and type(built) is not list:
@@ -121,9 +117,11 @@ class _Update:
 
     def items(self, own: list[Any], built: list[Any], whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
         """What becomes the items of a list or tuple."""
-        made = []
+        made: list[Any] = []
         holes = False
-        for number, value in enumerate(built):
+        # Most long lists hold nothing else: no item of theirs is looked at by itself.
+        plain = _LEAVES.issuperset(map(type, built))
+        for number, value in () if plain else enumerate(built):
             if type(value) in _LEAVES:
                 made.append(value)
                 continue
@@ -134,9 +132,8 @@ class _Update:
             holes = True
             if exists is not _NOTHING:
                 made.append(exists)
-        if holes or not (whole or self.exact):
-            made += own[len(built) :]
-        return made
+        rest = own[len(built) :] if holes or not (whole or self.exact) else []
+        return (built if plain else made) + rest
 
 
 #: Most values, which are what was built.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Protocol
 
-from fastckpt._tensors.described import Part, Through
+from fastckpt._tensors.described import THROUGH, Part, Through
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
@@ -38,11 +38,12 @@ def step_of(key: Any) -> str:
 class Place:
     """A place in a state, as a step from the one above: so that deep places take no more memory than shallow ones."""
 
-    __slots__ = ("above", "shown", "step")
+    __slots__ = ("above", "key", "shown", "step")
 
-    def __init__(self, above: Place | None, step: str) -> None:
+    def __init__(self, above: Place | None, step: str, key: Any = THROUGH) -> None:
         self.above = above
         self.step = step
+        self.key = key
         #: How it looks in a message, once that is known.
         self.shown: str | None = None if above is not None else step
 
@@ -59,6 +60,16 @@ class Place:
             # What is cut is the middle, and the ends are those of the whole.
             shown = place.shown = _cut(shown + place.step)
         return show(shown)
+
+    @property
+    def name(self) -> str:
+        """The name that a tensor has here, unless another tensor has it."""
+        keys = []
+        at: Place | None = self
+        while at is not None:
+            keys.append(at.key)
+            at = at.above
+        return name_of(prefix_of(reversed(keys[1:])), keys[0])
 
 
 _UNKNOWN = Place(None, "")
@@ -78,7 +89,7 @@ class Places:
             return above
         known = self._known.get((above, step))
         if known is None:
-            known = self._known[above, step] = Place(above, step)
+            known = self._known[above, step] = Place(above, step, key)
         return known
 
     def at(self, stack: Sequence[Frame], depth: int | None = None) -> Place:
@@ -88,6 +99,9 @@ class Places:
         """
         last = len(stack) if depth is None else depth
         first = last - 1
+        above = stack[first].place
+        if above is not None:
+            return self.below(above, stack[first].key)
         while first and stack[first].place is None:
             first -= 1
         place = stack[first].place or self.root

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from contextlib import suppress
-from itertools import accumulate
+from itertools import accumulate, islice
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._tensors.described import THROUGH, Part
@@ -86,12 +86,13 @@ class _Frame:
         self.place: Place | None = None
 
 
-def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
+def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, list[_Frame], bool]]:  # noqa: C901 - one hot loop
     """The position of every value, what is made of others before its parts, and of every tensor in a key, in order.
 
-    With it come the values around, each with the key at hand, and whether it is a tensor in that key.
+    With it come the values around, each with the key at hand, and whether it is a tensor in that key. Without ``items``
+    plain values are passed over but for those of mappings.
     """
-    ends = ends_of(tokens)
+    ends: list[int] = []
     stack = [_Frame(1, iter((THROUGH,)))]
     position = 0
     while position < len(tokens):
@@ -100,14 +101,25 @@ def _walk(tokens: list[Token]) -> Iterator[tuple[int, list[_Frame], bool]]:
             stack.pop()
             continue
         if frame.keys is None:
-            value = ends[position]
-            frame.key = _key(tokens, position, value)
-            for at in range(position, value):
-                if is_tensor(tokens[at]):
-                    yield at, stack, True
+            frame.key = tokens[position]
+            value = position + 1
+            if type(frame.key) is list:
+                ends = ends or ends_of(tokens)
+                value = ends[position]
+                frame.key = _key(tokens, position, value)
+                for at in range(position, value):
+                    if is_tensor(tokens[at]):
+                        yield at, stack, True
             position = value
             frame.left -= 1
         else:
+            if not items and type(tokens[position]) is not list:
+                first, last = position, position + frame.left
+                while position < last and type(tokens[position]) is not list:
+                    position += 1
+                frame.left -= position - first
+                deque(islice(frame.keys, position - first), maxlen=0)
+                continue
             frame.key = next(frame.keys)
         frame.left -= 1
         token = tokens[position]
@@ -138,19 +150,28 @@ def locate(tokens: list[Token], places: Places, wanted: Container[Place]) -> dic
     return found
 
 
-def find(tokens: list[Token], places: Places) -> list[Found]:
-    """Every tensor of a structure with its place, in order; a tensor made of several comes before its parts."""
-    return [
-        Found(position, places.at(stack), tokens[position])
-        for position, stack, _ in _walk(tokens)
-        if _tag(tokens[position]) in _MADE or is_tensor(tokens[position])
-    ]
+def find(tokens: list[Token], places: Places) -> tuple[list[Found], set[Place]]:
+    """Every tensor of a structure, in order, and the places of all values of mappings.
+
+    A tensor made of several comes before its parts.
+    """
+    found = []
+    keyed = set()
+    for position, stack, in_key in _walk(tokens, items=False):
+        token = tokens[position]
+        tensor = type(token) is list and (token[0] in _MADE or is_tensor(token))
+        under_key = stack[-1].keys is None and not in_key
+        if tensor or under_key:
+            place = places.at(stack)
+            if tensor:
+                found.append(Found(position, place, token))
+            if under_key:
+                keyed.add(place)
+    return found, keyed
 
 
 def _key(tokens: list[Token], start: int, stop: int) -> Any:
-    """A mapping's key, as a flattened state shows it."""
-    if type(tokens[start]) is not list:
-        return tokens[start]
+    """A mapping's key that is no plain token, as a flattened state shows it."""
     if _tag(tokens[start]) in {"int", "float"}:
         return DECODERS[tokens[start][0]](tokens[start])
     text = ",".join(map(canonical, tokens[start:stop]))
@@ -348,40 +369,6 @@ def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
     if tag in _COMPOSED:
         return map(Part, _COMPOSED[tag])
     return iter((THROUGH,) * count)
-
-
-def entries(tokens: list[Token], places: Places, named: Container[Place] = ()) -> dict[Place, str]:
-    """The places of the values that stand under a key of a mapping, but for tensors and mappings.
-
-    A list or tuple of them is one value, and so is what is made of several (a registered object). Attributes of a
-    mapping are none. Those in ``named`` come with their names, others without.
-    """
-    ends = ends_of(tokens)
-    out: dict[Place, str] = {}
-    inside = 0
-    attributes: dict[int, int] = {}
-    noted = None
-    for position, stack, in_key in _walk(tokens):
-        token = tokens[position]
-        inside = max(inside, attributes.get(position, 0))
-        # A list of many values is noted with the first.
-        if in_key or position < inside or (stack[-1] is noted and type(token) is not list):
-            continue
-        if _tag(token) == "type" and token[1] == ATTRIBUTED:
-            attributes[ends[position + 2]] = ends[position]
-        elif type(token) is list and not is_tensor(token) and not _is_container(token):
-            inside = ends[position]
-        if _filled(token) or (type(token) is list and (token[0] in _MADE or token[0] in {"tensor", "array"})):
-            continue
-        depth = len(stack)
-        while depth and stack[depth - 1].keys is not None:
-            depth -= 1
-        if depth:
-            place = places.at(stack, depth)
-            noted = stack[-1] if depth < len(stack) else None
-            if place not in out:
-                out[place] = (_name(stack[:depth], _NAMES) or str(place)) if place in named else ""
-    return out
 
 
 def prune(

@@ -37,7 +37,7 @@ class Codec(NamedTuple):
 
     ``decode`` takes what ``encode`` gave: the value and the attributes. It raises Undecodable where the class does not
     fit, and anything else where the file is malformed. With ``spares`` a save leaves out attributes that cannot be
-    stored, with a warning.
+    stored, with a warning. With ``shallow`` what it is made of is not looked into, whatever that is.
     """
 
     cls: type
@@ -45,6 +45,7 @@ class Codec(NamedTuple):
     encode: Callable[[Any], Encoded]
     decode: Callable[[Any, Any], Any]
     spares: bool = False
+    shallow: bool = False
 
 
 def name_of(cls: type) -> str:
@@ -57,7 +58,8 @@ def codec_of(cls: type, name: str | None = None) -> Codec | None:
     for kind in (_enum, _wrapper, _tensor, _named_tuple, _struct_sequence, _namespace, _derived, _dataclass):
         found = kind(cls)
         if found is not None:
-            return Codec(cls, name or name_of(cls), *found, spares=kind is _dataclass)
+            shallow = kind not in {_wrapper, _tensor}
+            return Codec(cls, name or name_of(cls), *found, spares=kind is _dataclass, shallow=shallow)
     return None
 
 

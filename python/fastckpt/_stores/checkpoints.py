@@ -6,8 +6,9 @@ import errno
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from fastckpt._files import TORCH_METADATA
 from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
-from fastckpt._portable.listing import is_ours, looked_at
+from fastckpt._portable.listing import looked_at, strangers
 
 from .layout import Layout, file_of, leftovers, sums_of
 from .objects import Objects
@@ -77,7 +78,9 @@ def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bo
     names = objects.sizes()
     if not names:
         raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: there is nothing", url)
-    strange = [name for name in names if not is_ours(file_of(name)) and file_of(name) not in files]
+    foreign = strangers({file_of(name) for name in names}, files, None)
+    # The folder of a save holds one of its own, whatever came beside it.
+    strange = [name for name in names if file_of(name) in foreign and not name.endswith(f"/{TORCH_METADATA}")]
     deep = [name for name in strange if "/" in file_of(name)]
     why = None
     if MANIFEST not in names and not all(

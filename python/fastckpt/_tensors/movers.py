@@ -103,13 +103,12 @@ class _Movers:
         kind: the class of those of devices.
 
     Attributes:
-        operation: as given.
         movers: the mapping that was given, not a copy.
         devices: the ``torch.device`` objects of the movers; empty when there are none.
     """
 
     def __init__(self, operation: str, movers: Mapping[int, Mover], kind: type[Any]) -> None:
-        self.operation = operation
+        self._operation = operation
         self.movers = movers
         self._kind = kind
         links: dict[Any, _device.Link] = {}
@@ -155,7 +154,7 @@ class _Movers:
 
     def _ask(self, jobs: Mapping[Any, list[Any]], ask: Callable[..., _device.Transfer]) -> Copies:
         transfers: list[_device.Transfer] = []
-        copies = Copies(self.operation, transfers)
+        copies = Copies(self._operation, transfers)
         try:
             for device, (link, ready) in self._links.items():
                 if jobs[device]:
@@ -212,7 +211,7 @@ class Sources(_Movers):
         mover: Any = self.movers[index]
         if not isinstance(mover, self._kind) or mover.flat is None or mover.flip is not None:
             return None
-        if _device_sums.refusal(mover.torch, mover.device) is not None:
+        if not _device_sums.is_exact(mover.torch, mover.device):
             return None
         link, ready = self._links[mover.device]
         return link.aside(ready, partial(_device_sums.of, mover.torch, mover.flat))

@@ -57,6 +57,7 @@ class _Found:
     """A run, and why each of its checkpoints stays."""
 
     manager: fastckpt.Manager
+    form: str
     others: list[str]
     steps: list[int]
     saved: dict[int, Saved]
@@ -77,7 +78,7 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
         manager = fastckpt.Manager(path, keep=keep, name=form, read_only=True)
         saved = {one.step: one for one in manager.saved()}
         others = [name for name in names if not name.startswith(".") and _step_of(name, form) is None]
-        return _Found(manager, others, manager.steps(), saved, manager.kept(), manager.policies)
+        return _Found(manager, form, others, manager.steps(), saved, manager.kept(), manager.policies)
     except ValueError as error:
         raise ValueError(f"{operation} {path}: {error}") from None
 
@@ -265,7 +266,12 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
             f"prune {found.manager.directory}: nothing says what to keep: no manager with policies has written here; "
             f"give --keep: {_POLICIES}"
         )
-    newest = max(found.saved, default=None)
+    if options.name is None and (odd := [name for name in found.others if re.search("[0-9]", name)]):
+        raise ValueError(
+            f"prune {found.manager.directory}: not all checkpoints have names of one format: give --name, such as "
+            f"{found.form}, which leaves {', '.join(map(visible, sorted(odd, key=natural)[:3]))} alone"
+        )
+    newest = found.manager.latest()
     go = [step for step, why in found.why.items() if not why]
     if go and newest is not None and options.remove:
         report = fastckpt.verify(found.manager.path(newest))

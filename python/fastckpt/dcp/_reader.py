@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api.destinations import Targets
-from fastckpt._api.options import DeviceEngine, Unknown, check_engine, check_unknown
+from fastckpt._api.options import Engine, Unknown, check_io, check_threads, check_unknown
 from fastckpt._api.outcome import Attempt, conclude, until_settled, warn_of_unknown
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport
@@ -51,7 +51,7 @@ class Reader(_torch.StorageReader):
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
         unknown: see :func:`fastckpt.load`: what a value of a type becomes that this program does not know.
         verify: compare every byte with its checksum.
-        io: see :func:`fastckpt.load`; ``gds`` is ``auto`` here, and the report says so.
+        io: see :func:`fastckpt.load`.
         threads: worker threads; by default as :func:`fastckpt.load` has them.
 
     Attributes:
@@ -71,11 +71,12 @@ class Reader(_torch.StorageReader):
         registry: Registry | None = None,
         unknown: Unknown = "error",
         verify: bool = True,
-        io: DeviceEngine = "auto",
+        io: Engine = "auto",
         threads: int | None = None,
     ) -> None:
         super().__init__()
-        check_engine("load", io, threads, devices=True)
+        check_io("load", io)
+        check_threads("load", threads)
         check_unknown("load", unknown)
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)

@@ -11,6 +11,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
+from fastckpt._api.build_report import with_warnings
 from fastckpt._ranks.attention import Attention
 from fastckpt._ranks.exchange import Exchange, Link, LostError, carried, lost_by
 from fastckpt._ranks.load import combine_pieces, compare_pieces
@@ -73,7 +74,7 @@ def read_alone(asked: Asked, io: str | None = None) -> dict[str, Any]:
             tick=asked.tick,
             staging=staging.core,
         )
-        return staging.noted(report)
+        return with_warnings(report, staging.warnings)
 
 
 def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: float, label: str) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def read_together(asked: Callable[[], Asked], path: str, group: Any, timeout: fl
             return own | more | {"bytes_storage": own["bytes"], "bytes_peers": 0, "bytes_sent": 0}
         with mine.targets.lent() as staging:
             own = _by_messages(here, operation, mine, name, staging.core, attention, timeout)
-            return staging.noted(own) | more
+            return with_warnings(own, staging.warnings) | more
 
 
 def _combine(arrivals: list[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
 from fastckpt._api import in_flight
+from fastckpt._api.build_report import with_warnings
 from fastckpt._api.lent import lent
 from fastckpt._api.progress import ticker
 from fastckpt._ranks.save import Compared, Portion, Texts, write_checkpoint
@@ -83,9 +84,7 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
         texts = Texts(united.structure, metadata)
         with lent(sources.devices, sum(held[index][3] for index in movers)) as staging:
             options = wishes.options(united.prefix, staging.core, torchs)
-            share = _share(united, here.group.size, options)
-            if wishes.policy.replicas == "first":
-                share = share.first(None)
+            share = wishes.policy.dealt(_share(united, here.group.size, options))
             with ticker("dcp.save", wishes.path, shown=False) as tick:
                 written = write_checkpoint(
                     here,
@@ -94,13 +93,13 @@ def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePla
                     Portion(
                         share, held, sources.fill if movers else None, options, sum=sources.sum if movers else None
                     ),
-                    lambda _: texts,
+                    texts,
                     timeout=wishes.timeout,
                     compared=Compared(wishes.policy, seed),
                     bandwidth=wishes.bandwidth,
                     tick=tick,
                 )
-            return staging.noted(written.own)
+            return with_warnings(written.own, staging.warnings)
 
 
 def gathered(lists: list[list[Any]]) -> list[Any]:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import threading
 import time
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
+from fastckpt._api.build_report import with_warnings
 from fastckpt._api.lent import lent
-from fastckpt._api.options import DeviceEngine, check_bandwidth, check_engine
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankSaveReport
 from fastckpt._api.reports import SaveReport
 from fastckpt._api.save import NO_TENSORS, step_of, warn_of_types
-from fastckpt._files import TORCH_METADATA, Files, check_files
+from fastckpt._api.save_settings import WriteOptions, WriteSettings
+from fastckpt._api.settings import takes
+from fastckpt._files import TORCH_METADATA
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._ranks.replicas import check_policy
+from fastckpt._ranks.replicas import Policy, ReplicaOptions
 from fastckpt._state.flatten import Flat, flatten
-from fastckpt._state.registry import Registry, Types
+from fastckpt._state.registry import Types
 from fastckpt._tensors.movers import Sources
-from fastckpt._units import bytes_of
 from fastckpt.exceptions import CheckpointError
 
 from . import _torch
@@ -33,6 +34,9 @@ from ._take import take
 from ._together import Wishes, save_together
 from ._unite import memories_of, unite
 from ._whole import whole
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 
 class _Now(threading.local):
@@ -46,6 +50,11 @@ class _Now(threading.local):
     local: _torch.SavePlan | None = None
 
 
+class WriterOptions(WriteOptions, ReplicaOptions, total=False):
+    """What :class:`Writer` takes."""
+
+
+@takes(WriteSettings, Policy, like={WriteSettings: "fastckpt.save", Policy: "fastckpt.distributed.save"}, ranks=True)
 class Writer(_torch.StorageWriter):
     """A StorageWriter for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
@@ -68,60 +77,36 @@ class Writer(_torch.StorageWriter):
         process_group: that of ``dcp.save``, which does not tell its writer; None for the default group. The process of
             ``async_save`` with ``AsyncCheckpointerType.PROCESS`` has that as its default group.
         timeout: seconds of silence of another rank after which a save fails.
-        overwrite: replace a checkpoint of fastckpt that is there. Anything else is never replaced.
         metadata: a state without tensors, to be read without them; that of the first rank.
-        files: see :func:`fastckpt.save`; those of the first rank.
-        shard_size: bytes per file, about: an int, or a string with a unit.
-        model_key: see :func:`fastckpt.save`.
-        registry: types that this writer knows before those of :func:`fastckpt.register_type`.
-        io: see :func:`fastckpt.save`; ``gds`` is ``auto`` here, and the report says so.
-        threads: worker threads of this rank; by default as :func:`fastckpt.save` has them.
-        bandwidth_limit: bytes per second that this rank may write, or a string with a unit; None for no limit.
-        replicas: as for :func:`fastckpt.distributed.save`, of the tensors that several ranks gave to ``dcp.save``.
-        on_difference: as for :func:`fastckpt.distributed.save`.
+        {options}
+
+    ``files`` are read when the writer is made. ``replicas`` are the tensors that several ranks gave to ``dcp.save``.
 
     Attributes:
         report: what the last save of this rank did, or None.
 
     Raises:
-        TypeError: ``path`` is no path.
+        TypeError: ``path`` is no path, or an argument is unknown.
         ValueError: an argument is out of range, or ``path`` is a URL.
     """
 
-    def __init__(  # noqa: PLR0913 - all by name
+    def __init__(
         self,
         path: AnyPath | None = None,
         *,
         process_group: Any = None,
         timeout: float = 600.0,
-        overwrite: bool = True,
         metadata: Any = None,
-        files: Files | None = None,
-        shard_size: int | str = "5GB",
-        model_key: str | None = "auto",
-        registry: Registry | None = None,
-        io: DeviceEngine = "auto",
-        threads: int | None = None,
-        bandwidth_limit: float | str | None = None,
-        replicas: Literal["sample", "full", "first"] = "sample",
-        on_difference: Literal["raise", "warn"] = "raise",
+        **options: Unpack[WriterOptions],
     ) -> None:
         super().__init__()
-        check_engine("dcp.save", io, threads, devices=True)
         self.report: SaveReport | None = None
         self._path = None if path is None else path_of("dcp.save", path)
         self._group = process_group
         self._timeout = check_timeout("dcp.save", timeout)
-        self._overwrite = bool(overwrite)
         self._metadata = metadata
-        self._files = check_files("dcp.save", files)
-        self._shard_size = bytes_of("dcp.save: shard_size", shard_size)
-        self._model_key = model_key
-        self._registry = registry
-        self._io = io
-        self._threads = threads
-        self._limit = check_bandwidth("dcp.save", bandwidth_limit)
-        self._policy = check_policy("dcp.save", replicas, on_difference)
+        self._settings = WriteSettings.of("dcp.save", options, Writer)
+        self._policy = Policy.of("dcp.save", options)
         self._now = _Now()
         self._stager: Stager | None = None
 
@@ -162,7 +147,7 @@ class Writer(_torch.StorageWriter):
         self.report = None
         if is_coordinator:
             try:
-                _core.check_target(path, self._overwrite)
+                _core.check_target(path, self._settings.overwrite)
             except FileExistsError as error:
                 if "overwrite=False" not in str(error):
                     raise
@@ -207,7 +192,7 @@ class Writer(_torch.StorageWriter):
         assert path is not None  # noqa: S101 - set_up_storage_writer has checked
         began = self._now.began = time.perf_counter()
         with Attempt("save", path):
-            types = Types("dcp.save", self._registry)
+            types = Types("dcp.save", self._settings.registry)
             if self._now.coordinates and self._now.alone:
                 report = self._save_alone(path, plan, planner, types)
                 self.report = conclude(SaveReport, path, began, report, step=step_of(self._metadata))
@@ -226,8 +211,8 @@ class Writer(_torch.StorageWriter):
                     label,
                     self._group,
                     self._timeout,
-                    self._limit,
-                    self._model_key,
+                    self._settings.bandwidth_limit,
+                    self._settings.model_key,
                     self._options,
                     self._policy,
                     self._now.local,
@@ -246,7 +231,7 @@ class Writer(_torch.StorageWriter):
     def _save_alone(self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Any:
         about = self._about(types)
         taken = take(plan, planner, types)
-        united = unite([taken.table()], self._model_key)
+        united = unite([taken.table()], self._settings.model_key)
         tensors, movers = whole(united, memories_of(taken, united))
         sources = Sources("dcp.save", movers)
         with lent(sources.devices, sum(tensors[index].capacity for index in movers)) as staging:
@@ -256,18 +241,13 @@ class Writer(_torch.StorageWriter):
                 report = _core.save(
                     path, tensors, united.structure, about.structure(), options, sources.fill if movers else None, tick
                 )
-            return staging.noted(report)
+            return with_warnings(report, staging.warnings)
 
     def _options(self, prefix: str, staging: _core.Memory | None, torchs: bytes) -> _core.SaveOptions:
         """How this writer saves a state whose model has the names that begin with ``prefix``."""
-        return _core.SaveOptions(
+        return self._settings.core(
             model_prefix=prefix,
-            overwrite=self._overwrite,
-            files=[*self._files, (TORCH_METADATA, torchs)],
-            shard_size=self._shard_size,
-            io=self._io,
-            threads=self._threads,
-            bandwidth_limit=self._limit,
+            files=[*self._settings.files, (TORCH_METADATA, torchs)],
             step=step_of(self._metadata),
             elapsed=time.perf_counter() - self._now.began,
             staging=staging,

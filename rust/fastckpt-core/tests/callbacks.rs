@@ -8,7 +8,6 @@ use std::sync::{Arc, Mutex, mpsc};
 
 use fastckpt_core::engine::content::BATCH;
 use fastckpt_core::engine::content::{Content, Destination, Drain, Fill, Pull, Pulled, Push, Pushed};
-use fastckpt_core::engine::direct::{Direct, Move};
 use fastckpt_core::engine::io::fault::{Fault, FaultPlan};
 use fastckpt_core::engine::memory::Memory;
 use fastckpt_core::engine::path::IoPath;
@@ -222,23 +221,6 @@ fn a_call_that_fills_is_for_one_file() {
     let calls = taken(&calls);
     assert!(calls.len() >= 3, "{calls:?}");
     assert!(calls.iter().all(|call| call.iter().all(|range| shard(range) == shard(&call[0]))), "{calls:?}");
-}
-
-#[test]
-fn a_panic_past_host_memory_ends_the_operation() {
-    let parent = tempfile::tempdir().unwrap();
-    let (path, calls, sizes) = (parent.path().join("c"), Calls::default(), [40 * MIB as u64]);
-    let mover: Move = Arc::new(|_, _| panic!("it panics"));
-    let direct = Some(Direct { indices: Arc::new([0].into()), mover });
-    let options = Options { direct, ..Options::default() };
-    let contents = pulled(&sizes, &filler(&calls));
-    let error = write(&path, &sizes, &contents, u64::MAX, &options).unwrap_err();
-    assert!(matches!(&error, Error::Panic(text) if text == "it panics"), "{error}");
-    assert!(!path.exists() && taken(&calls).is_empty(), "what was under way may still be");
-    write(&path, &sizes, &contents, u64::MAX, &Options::default()).unwrap();
-    let (drain, _) = drainer(&calls, &sizes);
-    let error = read(&path, 1, &drain, &options).unwrap_err();
-    assert!(matches!(&error, Error::Panic(text) if text == "it panics"), "{error}");
 }
 
 #[test]

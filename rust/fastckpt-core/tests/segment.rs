@@ -100,6 +100,8 @@ fn fill(segment: &Segment) {
     process.group_rank.store(10, Relaxed);
     process.group_size.store(16, Relaxed);
     process.changed_step.store(13, Relaxed);
+    process.warned.store(2, Relaxed);
+    process.warning.set("ranks differ in w");
 
     let operation = &segment.operations[1];
     for (field, value) in [

@@ -2,14 +2,12 @@
 //! sources and destinations.
 #![allow(unsafe_code)]
 
-use std::collections::HashSet;
 use std::fmt::Display;
 use std::sync::Arc;
 
 use fastckpt_core::engine::content::{
     Content, Destination, Drain, Fill, Outcome, Pull, Pulled, Push, Pushed,
 };
-use fastckpt_core::engine::direct::{Direct, Stretch};
 use fastckpt_core::ranks::Place;
 use fastckpt_core::read::boxes;
 use fastckpt_core::sys::array::Array;
@@ -33,9 +31,10 @@ pub(crate) fn content(
     }
     if address != 0 || nbytes == 0 {
         // SAFETY: the Python side passes the address and size of a contiguous host tensor. Python keeps the tensor
-        // alive, and tells its owner not to change it, until the call returns, or for a rank's save its `close`. No
-        // `Source` is read after that. The core counts the bytes from dtype and shape. That count was compared with the
-        // size, so it cannot make the memory longer.
+        // alive until the call returns, or for a rank's save its `close`. No `Source` is read after that. Other threads
+        // may write to it meanwhile; one that resizes its storage breaks the contract (docs/design.md, Memory). The
+        // core counts the bytes from dtype and shape. That count was compared with the size, so it cannot make the
+        // memory longer.
         return Ok(Content::Memory(unsafe { Source::new(address as *const u8, nbytes as usize) }));
     }
     let fill = fill.cloned().ok_or_else(no_callback)?;
@@ -44,8 +43,8 @@ pub(crate) fn content(
 
 /// Memory of `nbytes` bytes at `address`, to be summed within one call.
 pub(crate) fn summed(address: usize, nbytes: usize) -> Source {
-    // SAFETY: the Python side passes the address and size of a contiguous buffer that it holds until the call returns,
-    // and nothing writes to it meanwhile. The source does not outlive the call.
+    // SAFETY: the Python side passes the address and size of a contiguous buffer that it holds until the call returns.
+    // The source does not outlive the call.
     unsafe { Source::new(address as *const u8, nbytes) }
 }
 
@@ -144,22 +143,6 @@ pub(crate) fn drain(callable: Option<Py<PyAny>>, raised: &Arc<Raised>) -> Option
             call(&callable, &raised, all.iter().map(range).collect())
         })
     })
-}
-
-/// Numbers of tensors, and a Python callable that moves stretches of them between their device and files.
-pub(crate) type PyDirect = (HashSet<usize>, Py<PyAny>);
-
-/// These, for the core. What the callable raises is no error of the operation: its text is why the rest is moved
-/// otherwise.
-pub(crate) fn direct(given: Option<PyDirect>) -> Option<Direct> {
-    let (indices, callable) = given?;
-    let mover = move |stretches: &[Stretch], chunk: u64| {
-        let stretch = |one: &Stretch| (one.index, one.start, one.path.clone(), one.offset, one.len);
-        let all: Vec<_> = stretches.iter().map(stretch).collect();
-        Python::attach(|py| callable.call1(py, (all, chunk))?.extract(py))
-            .map_err(|error: PyErr| error.to_string())
-    };
-    Some(Direct { indices: Arc::new(indices), mover: Arc::new(mover) })
 }
 
 /// Calls `callable` with ranges, each an index, a start, an address and a length. The memory belongs to the callable

@@ -10,9 +10,9 @@ use crate::buffers;
 #[pyo3(signature = (address, nbytes, before = None))]
 fn crc64(py: Python<'_>, address: usize, nbytes: usize, before: Option<u64>) -> u64 {
     let memory = buffers::summed(address, nbytes);
-    py.detach(|| match before {
-        Some(before) => checksum::append(before, memory.bytes()),
-        None => checksum::of(memory.bytes()),
+    py.detach(|| {
+        let crc = checksum::of_memory(memory);
+        before.map_or(crc, |before| checksum::combine(before, crc, nbytes as u64))
     })
 }
 

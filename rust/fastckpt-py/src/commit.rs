@@ -130,7 +130,7 @@ impl Gathering {
         let bytes = summed(address, nbytes);
         self.open(py, |gathering| {
             let file = file.0.read().unwrap_or_else(PoisonError::into_inner);
-            file.as_ref().map(|file| gathering.write(file, offset, bytes.bytes())).transpose()
+            file.as_ref().map(|file| gathering.write(file, offset, bytes)).transpose()
         })?
         .ok_or_else(ended)
     }
@@ -175,8 +175,8 @@ fn check_target(py: Python<'_>, path: PathBuf, overwrite: bool) -> PyResult<()> 
 
 /// See `_core.pyi`.
 #[pyfunction]
-fn remove(py: Python<'_>, path: PathBuf, everything: bool) -> PyResult<()> {
-    detached(py, || commit::remove(&path, everything))
+fn remove(py: Python<'_>, path: PathBuf, more: Vec<String>, everything: bool) -> PyResult<()> {
+    detached(py, || commit::remove(&path, &more, everything))
 }
 
 /// See `_core.pyi`.

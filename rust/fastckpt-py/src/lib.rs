@@ -29,6 +29,7 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("DEBUG_BUILD", cfg!(debug_assertions))?;
     module.add("MAX_DIMENSIONS", limits::MAX_DIMENSIONS)?;
     module.add("MAX_TOKENS", limits::MAX_TOKENS)?;
+    module.add("MOST_THREADS", fastckpt_core::engine::choice::MOST_THREADS)?;
     module.add("PLAN", fastckpt_core::share::PLAN)?;
     save::register(module)?;
     commit::register(module)?;

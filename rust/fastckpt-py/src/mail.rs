@@ -56,6 +56,10 @@ impl Mail {
         self.detached(py, |mail| mail.arrived(message))
     }
 
+    fn altered(&self) -> Option<(u32, String)> {
+        self.core.altered()
+    }
+
     fn stop(&self, py: Python<'_>, why: &str) {
         py.detach(|| self.core.stop(why));
     }

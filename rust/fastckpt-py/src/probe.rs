@@ -1,8 +1,9 @@
 //! What this process can do here, as records. The stub documents them.
 
+use std::ffi::OsString;
 use std::path::PathBuf;
 
-use fastckpt_core::probe;
+use fastckpt_core::{probe, telemetry};
 use pyo3::prelude::*;
 
 use crate::report;
@@ -45,6 +46,7 @@ struct Probe {
     populate: i32,
     staging: u64,
     counters: usize,
+    counters_at: Vec<(OsString, Option<String>)>,
     ring: Py<ProbedRing>,
     files: Option<Py<ProbedFiles>>,
     trouble: Option<(&'static str, i32)>,
@@ -60,6 +62,8 @@ fn run(py: Python<'_>, directory: PathBuf, io: &str) -> PyResult<Probe> {
         Ok(files) => (Some(Py::new(py, record_of(&files))?), None),
         Err(trouble) => (None, Some((trouble.operation, trouble.errno))),
     };
+    let places = telemetry::places(&options.environment).into_iter();
+    let counters_at = places.map(|(path, place)| (path.into_os_string(), place.err())).collect();
     let ring = ProbedRing {
         refused: found.ring.refused.map_or(0, |refused| refused.errno),
         setup: found.ring.setup,
@@ -75,6 +79,7 @@ fn run(py: Python<'_>, directory: PathBuf, io: &str) -> PyResult<Probe> {
         populate: found.populate,
         staging: found.staging,
         counters: found.counters,
+        counters_at,
         ring: Py::new(py, ring)?,
         files,
         trouble,

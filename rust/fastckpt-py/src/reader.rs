@@ -15,7 +15,7 @@ use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::{PyBytes, PyDict, PyInt, PyString, PyTuple};
 
-use crate::buffers::{self, PyDirect};
+use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 use crate::save::SaveOptions;
@@ -240,7 +240,7 @@ impl Reader {
         Ok(info)
     }
 
-    #[pyo3(signature = (requests, *, verify, io, threads, drain, tick, staging=None, direct=None))]
+    #[pyo3(signature = (requests, *, verify, io, threads, drain, tick, staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
     fn read<'py>(
         &self,
@@ -252,10 +252,8 @@ impl Reader {
         drain: Option<Py<PyAny>>,
         tick: Option<Py<PyAny>>,
         staging: Option<&Memory>,
-        direct: Option<PyDirect>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let (staging, direct) = (Memory::lent(staging), buffers::direct(direct));
-        let options = Options { staging, direct, ..options(py, io, threads)? };
+        let options = Options { staging: Memory::lent(staging), ..options(py, io, threads)? };
         let raised = Arc::new(Raised::default());
         let drain = buffers::drain(drain, &raised);
         let mut wanted = Vec::with_capacity(requests.len());

@@ -7,18 +7,14 @@ use pyo3::types::{PyDict, PyTuple};
 
 use crate::error::Raised;
 
-/// Why an operation that is asked for `gds`, and not given what moves blocks, goes another way.
-const NO_GDS: &str = "gds: this operation goes through host memory (a snapshot, or what ranks exchange)";
-
 /// The options that every operation takes. Only this function reads the environment. It does so under the GIL, which
 /// `_py` stands for, because Python writes to the environment under the GIL.
 pub(crate) fn options(_py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
     #[expect(clippy::disallowed_methods, reason = "the one place")]
     let environment = Environment::of(|name| std::env::var_os(name));
-    let (io, unmet) = if io == "gds" { ("auto", Some(NO_GDS)) } else { (io, None) };
     let io = io.parse().and_then(|io: Io| io.or_environment(&environment));
     let options =
-        io.and_then(|io| Options { io, threads, environment, unmet, ..Options::default() }.or_environment());
+        io.and_then(|io| Options { io, threads, environment, ..Options::default() }.or_environment());
     options.map_err(|error| crate::error::to_python(&error, &Raised::default()))
 }
 

@@ -13,10 +13,10 @@ use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
 use pyo3::types::PyDict;
 
-use crate::buffers::{self, PyDirect};
+use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
-use crate::snapshot::{Memory, priority};
+use crate::snapshot::Memory;
 use crate::telemetry::{Operation, called};
 
 /// `fastckpt._tensors.described.Tensor`. It is a tuple, because one of our objects would cost more for each of many
@@ -94,8 +94,8 @@ impl SaveOptions {
 impl SaveOptions {
     #[new]
     #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), base=None,
-        frozen=Vec::new(), io="auto", threads=None, bandwidth_limit=None, nice=None, io_priority=None, step=None,
-        elapsed=0.0, operation=None, staging=None, direct=None))]
+        frozen=Vec::new(), io="auto", threads=None, bandwidth_limit=None, nice=None, step=None, elapsed=0.0,
+        operation=None, staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
@@ -110,18 +110,14 @@ impl SaveOptions {
         threads: Option<usize>,
         bandwidth_limit: Option<u64>,
         nice: Option<u8>,
-        io_priority: Option<&str>,
         step: Option<i64>,
         elapsed: f64,
         operation: Option<&Operation>,
         staging: Option<&Memory>,
-        direct: Option<PyDirect>,
     ) -> PyResult<Self> {
-        let priority = priority(nice, io_priority)?;
-        let (staging, direct) = (Memory::lent(staging), buffers::direct(direct));
         let (call, begun) = (called(step, elapsed), operation.map(Operation::begun));
-        let core =
-            Options { bandwidth_limit, priority, call, begun, staging, direct, ..options(py, io, threads)? };
+        let staging = Memory::lent(staging);
+        let core = Options { bandwidth_limit, nice, call, begun, staging, ..options(py, io, threads)? };
         let groups = groups::beside(model_prefix, training_prefix);
         Ok(Self { groups, shard_size, overwrite, files, base, frozen, core })
     }

@@ -3,7 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fastckpt_core::sys::priority::Priority;
+use fastckpt_core::sys::nice;
 use fastckpt_core::{Error, snapshot};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -135,19 +135,14 @@ fn mapped<T>(outcome: Result<T, Error>) -> PyResult<T> {
     outcome.map_err(|error| to_python(&error, &Raised::default()))
 }
 
-pub(crate) fn priority(nice: Option<u8>, io: Option<&str>) -> PyResult<Priority> {
-    Ok(Priority { nice, io: mapped(io.map(|text| text.parse().map_err(Error::Invalid)).transpose())? })
-}
-
 /// See `_core.pyi`.
 #[pyfunction]
-fn try_priority(py: Python<'_>, nice: Option<u8>, io_priority: Option<&str>) -> PyResult<()> {
-    let priority = priority(nice, io_priority)?;
-    Ok(py.detach(|| priority.probe())?)
+fn try_nice(py: Python<'_>, nice: u8) -> PyResult<()> {
+    Ok(py.detach(|| nice::probe(nice))?)
 }
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Memory>()?;
     module.add_class::<Snapshot>()?;
-    module.add_function(wrap_pyfunction!(try_priority, module)?)
+    module.add_function(wrap_pyfunction!(try_nice, module)?)
 }

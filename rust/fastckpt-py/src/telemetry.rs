@@ -1,4 +1,4 @@
-//! `_core.Operation`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed` and
+//! `_core.Operation`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed`, `_core.warn` and
 //! `_core.counters_refused`: what the live counters show of operations that the core does not run yet, and beside
 //! operations, and why nobody sees it.
 
@@ -85,6 +85,12 @@ fn set_changed(py: Python<'_>, step: i64, model: Option<f64>, optimizer: Option<
 
 /// See `_core.pyi`.
 #[pyfunction]
+fn warn(py: Python<'_>, text: &str) {
+    py.detach(|| telemetry::warn(text));
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
 fn counters_refused() -> Option<String> {
     telemetry::refused()
 }
@@ -95,5 +101,6 @@ pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(set_group, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for, module)?)?;
     module.add_function(wrap_pyfunction!(set_changed, module)?)?;
+    module.add_function(wrap_pyfunction!(warn, module)?)?;
     module.add_function(wrap_pyfunction!(counters_refused, module)?)
 }

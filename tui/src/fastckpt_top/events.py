@@ -35,15 +35,14 @@ class Events:
         self.kept: deque[Event] = deque(maxlen=KEPT)
         self.count = 0
         self._begun = False
+        #: By process: the number of the last warning that was told.
+        self._warned: dict[str, int] = {}
 
     def tell(self, groups: Iterable[Group], look: Look) -> None:
         """Tell what is new in these operations."""
         groups = list(groups)
-        if not self._begun:  # what had ended before anybody looked is history, and no news
-            self._begun = True
-            for group in groups:
-                group.told_end = not group.running
-                group.told_change = bool(node_op(group, look).changed)
+        if not self._begun:
+            self._begin(groups, look)
         for group in groups:
             if group.running and not group.was_running:
                 group.was_running = True
@@ -53,10 +52,20 @@ class Events:
             for track in group.members.values():
                 if track.running:
                     self._tell_trouble(track, look)
+                self._tell_warning(track, look)
         for group in groups:
             if not group.told_end:
                 self._tell_end(group, look)
             self._tell_change(group, look)
+
+    def _begin(self, groups: list[Group], look: Look) -> None:
+        """What had ended before anybody looked is history, and no news."""
+        self._begun = True
+        for group in groups:
+            group.told_end = not group.running
+            group.told_change = bool(node_op(group, look).changed)
+            for track in group.members.values():
+                self._warned[track.proc.key] = track.proc.process.warned
 
     def _add(self, level: str, what: str, real: float) -> None:
         self.kept.append(Event(real, level, what))
@@ -74,6 +83,12 @@ class Events:
         elif stalled is None and track.told_stall:
             track.told_stall = False
             self._add("info", f"{name} goes on", look.real)
+
+    def _tell_warning(self, track: OpTrack, look: Look) -> None:
+        process, key = track.proc.process, track.proc.key
+        if process.warned > self._warned.get(key, 0):
+            self._warned[key] = process.warned
+            self._add("warn", f"{derive.name(track.proc)}: {process.warning}", look.real)
 
     def _tell_end(self, group: Group, look: Look) -> None:
         for track in group.members.values():

@@ -167,7 +167,7 @@ def proc_values(
     return headers[key], process, operations, threads, history
 
 
-_STRINGS: Final = ("boot_id", "version", "job", "label", "path")
+_STRINGS: Final = ("boot_id", "version", "job", "label", "path", "warning")
 
 
 def _named(names: tuple[str, ...], values: list[Any]) -> Json:

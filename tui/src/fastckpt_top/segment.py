@@ -34,12 +34,10 @@ FLAG_MIXED: Final = 1 << 6
 FLAG_NO_RING: Final = 1 << 7
 FLAG_NO_DIRECT: Final = 1 << 8
 FLAG_NO_WORKERS: Final = 1 << 9
-FLAG_NO_GDS: Final = 1 << 10
 REFUSALS: Final = {
     FLAG_NO_RING: "io_uring",
     FLAG_NO_DIRECT: "direct I/O",
     FLAG_NO_WORKERS: "worker threads",
-    FLAG_NO_GDS: "GPUDirect Storage",
 }
 """What was refused where `FLAG_FALLBACK` is set."""
 
@@ -148,6 +146,8 @@ PROCESS: Final[_Fields] = (
     ("waits_for", 0x88, "Q"),
     ("changed_step", 0x90, "q"),
     ("changed", 0x98, "Q"),
+    ("warned", 0xA0, "Q"),
+    ("warning", 0xA8, "64s"),
 )
 OPERATION: Final[_Fields] = (
     ("seq", 0x00, "Q"),
@@ -311,6 +311,8 @@ class Process:
     waits_for: int = 0
     changed_step: int = 0
     changed: int = 0
+    warned: int = 0
+    warning: str = ""
 
     @property
     def shares(self) -> dict[str, float]:

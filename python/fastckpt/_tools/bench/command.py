@@ -36,7 +36,7 @@ example:
 docs/bench.md explains every line of the output."""
 
 _OPTIONS = ("size", "ranks", "tensors", "workload", "scale", "rounds", "io", "threads")
-_MOST_RANKS, _MOST_TENSORS, _MOST_THREADS = 1024, 1_000_000, 24
+_MOST_RANKS, _MOST_TENSORS = 1024, 1_000_000
 
 
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -67,7 +67,6 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     target = fastckpt.set_target(options.target)
     for name, most in {"ranks": _MOST_RANKS, "rounds": 10**6, "gpus": 10**9, "tensors": _MOST_TENSORS}.items():
         _within(name, getattr(options, name), most)
-    _within("threads", options.threads, _MOST_THREADS)
     gpus = options.gpus or options.ranks
     shares = _shares(options)
     if options.plot is not None:

@@ -13,7 +13,7 @@ import os
 import platform
 import re
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import fastckpt
 from fastckpt._paths import refuse_url
@@ -21,9 +21,13 @@ from fastckpt._tools.scratch import Signals
 
 from . import cuda, limits, measure
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
 _CAP_IPC_LOCK, _CAP_SYS_ADMIN = 14, 21
 #: What gVisor says of its kernel, whatever runs below.
 _GVISOR = "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"
+#: Clients of storage elsewhere, by the names that they mount under.
 _NETWORK = (
     *("nfs", "nfs4", "lustre", "gpfs", "ceph", "fuse.ceph", "cifs", "smb3", "9p", "virtiofs", "beegfs", "wekafs"),
     *("fuse.sshfs", "fuse.s3fs", "fuse.gcsfuse", "fuse.mount-s3", "fuse.blobfuse2", "fuse.juicefs", "fuse.glusterfs"),
@@ -59,7 +63,7 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
                 "populate": _name(probe.populate),
                 "staging_bytes": probe.staging,
             },
-            "counters": _counters(probe.counters, root),
+            "counters": _counters(probe.counters, probe.counters_at, root),
             "versions": _versions(),
         }
         found["measured"] = None
@@ -233,15 +237,17 @@ def _pick(record: Any, *names: str) -> dict[str, Any]:
     return {name: getattr(record, name) for name in names}
 
 
-def _counters(needed: int, root: Path) -> dict[str, Any]:
-    """Where the live counters go, and whether there is room (docs/telemetry.md)."""
-    chosen = os.environ.get("FASTCKPT_TOP_DIR")
-    directory = Path(chosen or f"/dev/shm/fastckpt-{os.geteuid()}")  # noqa: S108 - made 0700 and checked by the core
-    kind = _mount(os.path.abspath(directory), _text(root / "proc/self/mountinfo") or "")["type"]  # noqa: PTH100
+def _counters(needed: int, places: Sequence[tuple[str, str | None]], root: Path) -> dict[str, Any]:
+    """Where the live counters go, and whether there is room (docs/telemetry.md): the first place that takes them."""
+    found = [_counters_at(needed, Path(path), refused, root) for path, refused in places]
+    room = (one for one in found if one["writable"] and (one["free_bytes"] is None or one["free_bytes"] >= needed))
+    return next(room, found[0])
+
+
+def _counters_at(needed: int, directory: Path, refused: str | None, root: Path) -> dict[str, Any]:
     writable, free = False, None
-    remote = kind is not None and (kind in _NETWORK or kind.startswith("fuse"))
     # A save does not look there either: it might wait for ever.
-    if not remote:
+    if refused is None:
         there = directory if directory.exists() else directory.parent
         writable = os.access(there, os.W_OK | os.X_OK)
         with contextlib.suppress(OSError):
@@ -250,8 +256,8 @@ def _counters(needed: int, root: Path) -> dict[str, Any]:
     return {
         "off": os.environ.get("FASTCKPT_TOP") == "0",
         "directory": str(directory),
-        "type": kind,
-        "remote": remote,
+        "type": _mount(os.path.abspath(directory), _text(root / "proc/self/mountinfo") or "")["type"],  # noqa: PTH100
+        "refused": refused,
         "writable": writable,
         "free_bytes": free,
         "needed_bytes": needed,

@@ -334,11 +334,11 @@ def _counters(facts: Mapping[str, Any]) -> Iterator[Finding]:
     full = where["free_bytes"] is not None and where["free_bytes"] < where["needed_bytes"]
     if where["off"] or (where["writable"] and not full):
         return
-    why = f"on {where['type']}, which may wait for others" if where["remote"] else "full" if full else "not writable"
+    why = where["refused"] or f"{where['directory']} is {'full' if full else 'not writable'}"
     yield Finding(
         code="no-counters",
         level="note",
-        text=f"no room for the live counters: fastckpt-top will not see this process ({where['directory']} is {why})",
+        text=f"no room for the live counters: fastckpt-top will not see this process ({why})",
         remedies={
             "docker": "docker run --shm-size=1g ...",
             "podman": "podman run --shm-size=1g ...",

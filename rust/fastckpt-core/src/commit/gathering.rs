@@ -4,6 +4,7 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,6 +29,7 @@ use crate::format::{checksum, manifest};
 use crate::sys::file::{DataFile, Located, PAGE, open_regular};
 use crate::sys::fork::Note;
 use crate::sys::lock;
+use crate::sys::memory::Bytes;
 
 /// How long to wait for a process that has the lock for itself. It clears away what dead ones left.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(10));
@@ -141,18 +143,19 @@ impl Gathering {
     }
 
     /// Writes `bytes` at `offset` and returns their CRC-64/NVME. Direct I/O takes what is aligned.
-    pub fn write(&self, incoming: &Incoming, offset: u64, bytes: &[u8]) -> Result<u64> {
-        let sum = checksum::of(bytes);
+    pub fn write(&self, incoming: &Incoming, offset: u64, bytes: Bytes<'_>) -> Result<u64> {
+        let sum = checksum::of_memory(bytes);
         let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= incoming.nbytes);
         if !fits {
             return Err(Error::Invalid(format!("copy: {} bytes do not fit at {offset}", bytes.len())));
         }
         let page = PAGE as usize;
-        let aligned = offset.is_multiple_of(PAGE) && bytes.as_ptr().addr().is_multiple_of(page);
-        let (whole, rest) = bytes.split_at(if aligned { bytes.len() / page * page } else { 0 });
+        let aligned = offset.is_multiple_of(PAGE) && bytes.address().is_multiple_of(page);
+        let whole = if aligned { bytes.len() / page * page } else { 0 };
+        let part = |range: Range<usize>| bytes.part(range.start, range.len()).unwrap_or_default();
         incoming
-            .put(offset, whole, true)
-            .and_then(|()| incoming.put(offset + whole.len() as u64, rest, false))
+            .put(offset, part(0..whole), true)
+            .and_then(|()| incoming.put(offset + whole as u64, part(whole..bytes.len()), false))
             .map_err(Error::io("write", &self.path_of(&incoming.name)))?;
         Ok(sum)
     }
@@ -232,15 +235,15 @@ impl Gathering {
 }
 
 impl Incoming {
-    fn put(&self, mut offset: u64, mut bytes: &[u8], direct: bool) -> io::Result<()> {
+    fn put(&self, mut offset: u64, mut bytes: Bytes<'_>, direct: bool) -> io::Result<()> {
         while !bytes.is_empty() {
             // After a short write, the rest may not be aligned.
             let direct = direct && self.file.is_direct() && offset.is_multiple_of(PAGE);
-            match self.file.write_at(direct, &[io::IoSlice::new(bytes)], offset) {
+            match self.file.write_at(direct, &[bytes], offset) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(done) => {
                     offset += done as u64;
-                    bytes = &bytes[done..];
+                    bytes = bytes.part(done, bytes.len() - done).unwrap_or_default();
                 }
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if direct && error.raw_os_error() == Some(libc::EINVAL) => {
@@ -334,7 +337,7 @@ mod tests {
     /// Brings a file of `text`.
     fn bring(gathering: &Gathering, name: &str, text: &[u8]) {
         let file = gathering.begin(text.len() as u64).unwrap();
-        assert_eq!(gathering.write(&file, 0, text).unwrap(), checksum::of(text));
+        assert_eq!(gathering.write(&file, 0, text.into()).unwrap(), checksum::of(text));
         gathering.keep(file, name).unwrap();
     }
 
@@ -441,8 +444,8 @@ mod tests {
             assert!(gathering.keep(file, name).is_err(), "{name}");
         }
         let file = gathering.begin(4).unwrap();
-        assert!(gathering.write(&file, 0, b"12345").is_err());
-        assert!(gathering.write(&file, u64::MAX, b"1").is_err());
+        assert!(gathering.write(&file, 0, (&b"12345"[..]).into()).is_err());
+        assert!(gathering.write(&file, u64::MAX, (&b"1"[..]).into()).is_err());
         gathering.drop_part(file);
         assert!(Gathering::open(&parent.path().join("d"), b"{}".to_vec(), true).is_err());
     }
@@ -454,7 +457,7 @@ mod tests {
         let bytes: Vec<u8> = (0..3 * PAGE as usize + 77).map(|at| (at * 7 % 251) as u8).collect();
         let file = gathering.begin(bytes.len() as u64).unwrap();
         for range in [0..4096, 4096..5000, 5000..8192, 8192..bytes.len()] {
-            gathering.write(&file, range.start as u64, &bytes[range]).unwrap();
+            gathering.write(&file, range.start as u64, (&bytes[range]).into()).unwrap();
         }
         gathering.keep(file, "config.json").unwrap();
         assert!(std::fs::read(gathering.path().join("config.json")).unwrap() == bytes);

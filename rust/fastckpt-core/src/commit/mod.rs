@@ -168,7 +168,7 @@ mod tests {
         std::fs::set_permissions(&path, std::fs::Permissions::from_mode(0o700)).unwrap();
         with_training(&path, "four").unwrap();
         drop(sealed(&path, "half"));
-        remove(&path, false).unwrap();
+        remove(&path, &[], false).unwrap();
         assert_eq!(names(parent.path()), [""; 0]);
         // One that is missing when the checkpoint is published.
         let mut workspace = Workspace::create(&path, true).unwrap();
@@ -187,12 +187,12 @@ mod tests {
         let notes = path.join("training/notes.txt");
         std::fs::write(&notes, "mine").unwrap();
         refused("`training/notes.txt`, which is not part");
-        assert!(matches!(remove(&path, false), Err(Error::Stays { .. })));
+        assert!(matches!(remove(&path, &[], false), Err(Error::Stays { .. })));
         assert_eq!(list(parent.path()).unwrap().len(), 1);
         std::fs::remove_file(&notes).unwrap();
         std::fs::create_dir(&notes).unwrap();
         refused("`training/notes.txt`, which is not a plain file");
-        assert!(matches!(remove(&path, true), Err(Error::Stays { .. })));
+        assert!(matches!(remove(&path, &[], true), Err(Error::Stays { .. })));
         std::fs::remove_dir(&notes).unwrap();
         std::fs::rename(path.join("training"), parent.path().join("elsewhere")).unwrap();
         std::os::unix::fs::symlink("../elsewhere", path.join("training")).unwrap();

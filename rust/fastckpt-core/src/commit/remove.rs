@@ -1,6 +1,6 @@
 //! Removes a checkpoint. At no time does half of it have its name.
 
-use std::ffi::OsStr;
+use std::ffi::{CStr, OsStr};
 use std::io;
 use std::os::fd::{AsFd as _, BorrowedFd};
 use std::path::Path;
@@ -19,8 +19,13 @@ use crate::sys::file::open_directory;
 /// Durably removes the checkpoint at `path`, and what killed saves left of it under other names. It does not wait for
 /// readers: a process that is reading the checkpoint finds its files missing.
 ///
-/// Files that are not part of the checkpoint make this an error. With `everything`, plain ones are removed as well.
-pub fn remove(path: &Path, everything: bool) -> Result<()> {
+/// Files that are not part of the checkpoint make this an error. Plain ones are removed as well if they are among
+/// `more`, which are names, or all with `everything`.
+pub fn remove(path: &Path, more: &[String], everything: bool) -> Result<()> {
+    let stays_with = |file: &CStr| {
+        let name = file.to_bytes();
+        !everything && !is_ours(name) && !is_remnant(file) && !more.iter().any(|one| one.as_bytes() == name)
+    };
     let missing = || Error::io("remove", path)(io::Error::from_raw_os_error(libc::ENOENT));
     let (parent_path, name) =
         split(path).ok_or_else(|| stays(path, "the path must end in the checkpoint's own name"))?;
@@ -34,7 +39,7 @@ pub fn remove(path: &Path, everything: bool) -> Result<()> {
             if removed {
                 break; // a later save made this one
             }
-            removed = take(parent, &name, path, everything)?;
+            removed = take(parent, &name, path, &stays_with)?;
             continue;
         }
         match taken_aside(parent, &name) {
@@ -45,14 +50,19 @@ pub fn remove(path: &Path, everything: bool) -> Result<()> {
             }
             Free::Truly => return Err(missing()),
             // A load would find it and put it back.
-            Free::For(aside) => removed |= take(parent, &aside.name, path, everything)?,
+            Free::For(aside) => removed |= take(parent, &aside.name, path, &stays_with)?,
         }
     }
     if removed { Ok(()) } else { Err(missing()) }
 }
 
 /// Removes the checkpoint at `found`. Returns whether it existed.
-fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, everything: bool) -> Result<bool> {
+fn take(
+    parent: BorrowedFd<'_>,
+    found: &OsStr,
+    path: &Path,
+    stays_with: &dyn Fn(&CStr) -> bool,
+) -> Result<bool> {
     let directory = match open_child(parent, found) {
         Err(Errno::NOENT | Errno::STALE) => return Ok(false),
         Err(Errno::LOOP | Errno::NOTDIR) => {
@@ -64,14 +74,14 @@ fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, everything: bool) ->
         other => other.map_err(Error::io("remove", path))?,
     };
     let expected = id(&fs::fstat(&directory).map_err(Error::io("remove", path))?);
-    examine(directory.as_fd(), path, everything)?;
+    examine(directory.as_fd(), path, stays_with)?;
     let claimed = workspace_name(path.file_name().unwrap_or(found));
     if !claim(parent, found, &claimed, expected).map_err(Error::io("remove", path))? {
         refresh(parent);
         return Ok(false);
     }
     // Something may have been added to it meanwhile.
-    if let Err(refusal) = examine(directory.as_fd(), path, everything) {
+    if let Err(refusal) = examine(directory.as_fd(), path, stays_with) {
         unclaim(parent, found, &claimed).map_err(Error::io("give back its name to", path))?;
         return Err(refusal);
     }
@@ -92,9 +102,8 @@ fn stays(path: &Path, why: &str) -> Error {
     Error::Stays { path: path.to_path_buf(), why: why.to_owned() }
 }
 
-/// Whether `directory` may be removed: it must be a checkpoint and hold nothing else. With `everything`, it may also
-/// hold other plain files, but no directories, links and the like.
-fn examine(directory: BorrowedFd<'_>, path: &Path, everything: bool) -> Result<()> {
+/// Refuses a directory that is no checkpoint, that holds anything but plain files, or one that it `stays_with`.
+fn examine(directory: BorrowedFd<'_>, path: &Path, stays_with: &dyn Fn(&CStr) -> bool) -> Result<()> {
     if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
         return Err(stays(path, "it is not a checkpoint of fastckpt"));
     }
@@ -106,7 +115,7 @@ fn examine(directory: BorrowedFd<'_>, path: &Path, everything: bool) -> Result<(
                 &format!("it holds `{what}`, which is not a plain file: move that elsewhere first"),
             ));
         }
-        if !everything && !is_ours(file.to_bytes()) && !is_remnant(&file) {
+        if stays_with(&file) {
             let why = format!(
                 "it holds `{what}`, which is not part of the checkpoint: move that elsewhere, or give everything=True"
             );
@@ -137,7 +146,7 @@ mod tests {
     }
 
     fn refusal(path: &Path, everything: bool) -> String {
-        let error = remove(path, everything).unwrap_err();
+        let error = remove(path, &[], everything).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOTEMPTY), "{error}");
         error.to_string()
     }
@@ -146,9 +155,9 @@ mod tests {
     fn a_checkpoint_is_removed_and_nothing_else() {
         let (parent, path) = made();
         checkpoint(parent.path(), "d", "other");
-        remove(&path, false).unwrap();
+        remove(&path, &[], false).unwrap();
         assert_eq!(names(parent.path()), ["d"]);
-        let error = remove(&path, true).unwrap_err();
+        let error = remove(&path, &[], true).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOENT), "{error}");
     }
 
@@ -165,8 +174,24 @@ mod tests {
         std::fs::remove_file(path.join("link")).unwrap();
         assert_eq!(names(&path), ["config.json", "fastckpt.json", "model.safetensors"]);
         assert_eq!(names(parent.path()), ["c"]);
-        remove(&path, true).unwrap();
+        remove(&path, &[], true).unwrap();
         assert_eq!(names(parent.path()), [""; 0]);
+    }
+
+    #[test]
+    fn files_that_are_named_go_with_it() {
+        let (parent, path) = made();
+        for name in ["config.json", "notes.txt"] {
+            std::fs::write(path.join(name), "{}").unwrap();
+        }
+        std::fs::write(parent.path().join("outside"), "mine").unwrap();
+        let more = ["config.json".to_owned(), "../outside".to_owned()];
+        let error = remove(&path, &more, false).unwrap_err();
+        assert!(error.to_string().contains("`notes.txt`"), "{error}");
+        assert_eq!(names(&path), ["config.json", "fastckpt.json", "model.safetensors", "notes.txt"]);
+        std::fs::remove_file(path.join("notes.txt")).unwrap();
+        remove(&path, &more, false).unwrap();
+        assert_eq!(names(parent.path()), ["outside"]);
     }
 
     #[test]
@@ -205,7 +230,7 @@ mod tests {
             if !has_the_name {
                 std::fs::remove_dir_all(&path).unwrap();
             }
-            remove(&path, false).unwrap();
+            remove(&path, &[], false).unwrap();
             assert!(open_checkpoint(&path).is_err(), "has_the_name={has_the_name}");
             // The writers of their workspaces are dead.
             drop(Workspace::create(&parent.path().join("d"), true).unwrap());

@@ -2,7 +2,7 @@
 
 use super::io::uring;
 use super::options::{BLOCK_SIZE, Io, Options, SINGLE, STAGING_BUDGET};
-use super::report::{Engine, Fallback, Fell};
+use super::report::{Engine, Fallback};
 
 /// Threads of the engine with one direct operation in flight per thread: enough to keep a device busy while others
 /// copy.
@@ -11,6 +11,9 @@ const BLOCKING_THREADS: usize = 12;
 const BUFFERED_THREADS: usize = 4;
 /// More ring threads than this were never faster: what they share is copying, not submitting.
 const RING_THREADS: usize = 8;
+
+/// The most workers of an operation: the memory for staging is enough for so many.
+pub const MOST_THREADS: usize = (STAGING_BUDGET / BLOCK_SIZE) as usize;
 
 /// The engine for a job, chosen before it runs. [`super::report::Ran`] says what ran in the end.
 #[derive(Debug, Clone)]
@@ -38,10 +41,6 @@ impl Choice {
             Io::Threads => (Engine::Threads, None),
             Io::Buffered => (Engine::Buffered, None),
         };
-        let fallback = match options.unmet {
-            Some(why) => Some(Fallback::after(fallback, Fell::Gds, libc::EOPNOTSUPP, why)),
-            None => fallback,
-        };
         // Counting cores takes longer than copying one small block.
         let threads = if bytes < SINGLE { 1 } else { default_threads(engine, options) };
         Self { engine, fallback, threads }
@@ -61,5 +60,5 @@ pub(super) fn default_threads(engine: Engine, options: &Options) -> usize {
         Engine::Threads => options.cores().max(BLOCKING_THREADS),
         Engine::Buffered => options.cores().max(BUFFERED_THREADS),
     });
-    threads.clamp(1, (STAGING_BUDGET / BLOCK_SIZE) as usize)
+    threads.clamp(1, MOST_THREADS)
 }

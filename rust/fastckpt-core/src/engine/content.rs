@@ -5,7 +5,7 @@ use std::sync::Arc;
 use crate::error::{Error, Result};
 use crate::sys::map::FileMap;
 use crate::sys::mapping::Stretch;
-use crate::sys::memory::{Region, Source};
+use crate::sys::memory::{Bytes, Region, Source};
 use crate::sys::strided::{Rows, Strided};
 
 /// Bytes that a callback brings or takes in one call, where there is room for two calls' bytes in a worker's staging
@@ -134,14 +134,13 @@ impl Content {
     }
 
     /// The `len` bytes from `start` on, if they lie in host memory.
-    pub(crate) fn host(&self, start: u64, len: usize) -> Result<Option<&[u8]>> {
-        let range = start as usize..start as usize + len;
+    pub(crate) fn host(&self, start: u64, len: usize) -> Result<Option<Bytes<'_>>> {
         let bytes = match self {
-            Self::Memory(source) => source.bytes(),
-            Self::Image(stretch) => stretch,
+            Self::Memory(source) => *source,
+            Self::Image(stretch) => Bytes::from(&**stretch),
             Self::Pull(_) => return Ok(None),
         };
-        bytes.get(range).map(Some).ok_or_else(Self::too_short)
+        bytes.part(start as usize, len).map(Some).ok_or_else(Self::too_short)
     }
 
     /// The error for memory that ends before its tensor does.

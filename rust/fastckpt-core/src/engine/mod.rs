@@ -2,7 +2,6 @@
 
 pub mod choice;
 pub mod content;
-pub mod direct;
 pub mod io;
 pub mod job;
 pub mod limiter;

@@ -5,14 +5,12 @@ use std::str::FromStr;
 use std::sync::Arc;
 use std::thread;
 
-use super::direct::Direct;
 use super::io::fault::FaultPlan;
 use super::memory::Memory;
 use crate::environment::Environment;
 use crate::error::Error;
 use crate::format::geometry::PAGE;
 use crate::format::limits;
-use crate::sys::priority::Priority;
 use crate::telemetry::{Begun, Call, Kind, Operation};
 
 pub use crate::format::geometry::{BLOCK_SIZE, SINGLE};
@@ -120,8 +118,9 @@ pub struct Options {
     pub threads: Option<usize>,
     /// Bytes per second that all workers together may move.
     pub bandwidth_limit: Option<u64>,
-    /// How far the worker threads yield to others.
-    pub priority: Priority,
+    /// Niceness of the worker threads, 0 to 19, which the kernel grants (`sys::nice::probe`). `None` keeps that of the
+    /// process.
+    pub nice: Option<u8>,
     /// What the live counters tell of the call.
     pub call: Call,
     /// The save that these options are for, if it has begun already.
@@ -135,10 +134,6 @@ pub struct Options {
     /// For measurements: whether everything that can be zero-copy is (except in short shards), or everything goes
     /// through staging buffers. By default, a rule decides (`docs/performance.md`).
     pub zero_copy: Option<bool>,
-    /// Tensors whose blocks may go between a device and files directly.
-    pub direct: Option<Direct>,
-    /// What the caller asked for that this operation cannot do, for the report.
-    pub unmet: Option<&'static str>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,
     /// The environment at the start of the operation.
@@ -151,15 +146,13 @@ impl Default for Options {
             io: Io::Auto,
             threads: None,
             bandwidth_limit: None,
-            priority: Priority::default(),
+            nice: None,
             call: Call::default(),
             begun: None,
             staging: None,
             block_size: None,
             queue_depth: QUEUE_DEPTH,
             zero_copy: None,
-            direct: None,
-            unmet: None,
             faults: None,
             environment: Environment::default(),
         }

@@ -9,13 +9,11 @@ pub enum IoPath {
     Staged,
     /// Through the page cache.
     Buffered,
-    /// Between the memory of a GPU and the file, past host memory.
-    Gds,
 }
 
 impl IoPath {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 4] = [Self::ZeroCopy, Self::Staged, Self::Buffered, Self::Gds];
+    pub const ALL: [Self; 3] = [Self::ZeroCopy, Self::Staged, Self::Buffered];
 
     /// The name in reports.
     #[must_use]
@@ -24,7 +22,6 @@ impl IoPath {
             Self::ZeroCopy => "zero-copy",
             Self::Staged => "staged",
             Self::Buffered => "buffered",
-            Self::Gds => "gds",
         }
     }
 }
@@ -32,7 +29,7 @@ impl IoPath {
 /// Why a block takes its I/O path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reason {
-    /// Zero-copy or past host memory: nothing prevents it.
+    /// Zero-copy: nothing prevents it.
     Possible,
     /// Staged: its tensors are small.
     Small,
@@ -157,9 +154,8 @@ mod tests {
         more.count(IoPath::Buffered, Reason::Asked);
         more.count(IoPath::Staged, Reason::Asked);
         more.count(IoPath::ZeroCopy, Reason::Possible);
-        more.count(IoPath::Gds, Reason::Possible);
         blocks += more;
-        assert_eq!(IoPath::ALL.map(|path| blocks.on(path)), [1, 1, 3, 1]);
+        assert_eq!(IoPath::ALL.map(|path| blocks.on(path)), [1, 1, 3]);
         let named = |name: &str, count| (name.to_owned(), count);
         assert_eq!(
             blocks.by_reason().collect::<Vec<_>>(),
@@ -167,8 +163,7 @@ mod tests {
                 named("zero-copy", 1),
                 named("staged: as asked", 1),
                 named("buffered: as asked", 1),
-                named("buffered: in the page cache", 2),
-                named("gds", 1)
+                named("buffered: in the page cache", 2)
             ]
         );
     }

@@ -42,8 +42,6 @@ pub enum Fell {
     Direct = 1 << 8,
     /// Worker threads.
     Workers = 1 << 9,
-    /// The way between a device and files past host memory.
-    Gds = 1 << 10,
 }
 
 /// Why the engine that ran is not the requested one.

@@ -22,7 +22,6 @@ use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 use crate::sys::buffers::size_within;
 use crate::sys::mapping;
-use crate::sys::priority::Priority;
 use crate::sys::thread::builder;
 use crate::telemetry::{Operation, Phase, Planned};
 
@@ -81,15 +80,14 @@ pub(super) fn run_on<J: Job>(
     );
     tell::run(operation, choice.engine, choice.fallback.as_ref(), false);
     let shared = Shared::new(job, open, options, operation, (threads, queue_depth), (staged, lent));
-    let own_priority = options.priority != Priority::default();
     // One blocking call. A thread would cost more than the call, and there is nothing to report meanwhile (except while
-    // waiting for a limit). A priority stays with the thread that takes it, and the calling thread goes on to other
+    // waiting for a limit). A niceness stays with the thread that takes it, and the calling thread goes on to other
     // work.
     let inline = job.blocks() <= 1
         && !job.waits()
         && choice.engine != Engine::Uring
         && options.bandwidth_limit.is_none()
-        && !own_priority;
+        && options.nice.is_none();
     let (started, refused) = if inline { (0, None) } else { run_threads(&shared, options, total, tick) };
     if started == 0 {
         run_inline(&shared, total, tick);
@@ -100,9 +98,9 @@ pub(super) fn run_on<J: Job>(
         None => (choice.engine, choice.fallback.clone()),
     };
     if let Some(error) = refused.filter(|_| started == 0) {
-        let priority = if own_priority { ", without its priority" } else { "" };
+        let nice = options.nice.map_or_else(String::new, |nice| format!(", without nice={nice}"));
         let reason = format!(
-            "no worker thread can be started ({error}): the calling thread did the work{priority}; \
+            "no worker thread can be started ({error}): the calling thread did the work{nice}; \
              see `ulimit -u` and the cgroup's pids.max"
         );
         fallback = Some(Fallback::after(
@@ -196,7 +194,7 @@ fn run_threads<J: Job>(
         for number in 0..shared.threads {
             let caller = &caller;
             let body = move || {
-                worker::attempt(shared, number, options.priority, &mut || {});
+                worker::attempt(shared, number, options.nice, &mut || {});
                 shared.running.fetch_sub(1, Ordering::AcqRel);
                 caller.unpark();
             };
@@ -220,7 +218,7 @@ fn run_threads<J: Job>(
 /// Does the work in the calling thread.
 fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
     let mut last = Instant::now();
-    worker::attempt(shared, 0, Priority::default(), &mut || {
+    worker::attempt(shared, 0, None, &mut || {
         if last.elapsed() >= TICK {
             watch(shared, total, tick);
             last = Instant::now();

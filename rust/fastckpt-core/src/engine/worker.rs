@@ -21,7 +21,7 @@ use crate::error::{Error, Result, panic_text};
 use crate::format::geometry::PAGE;
 use crate::sys::buffers::Buffers;
 use crate::sys::dealt::Dealt;
-use crate::sys::priority::Priority;
+use crate::sys::nice;
 use crate::sys::slabs::{self, Slab};
 use crate::telemetry::{Lane, Operation, State};
 
@@ -157,11 +157,11 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 pub(super) fn attempt<J: Job>(
     shared: &Shared<'_, J>,
     number: usize,
-    priority: Priority,
+    niceness: Option<u8>,
     between: &mut dyn FnMut(),
 ) {
     // The job's state is not used after a panic: the failure ends the operation.
-    match catch_unwind(AssertUnwindSafe(|| work(shared, number, priority, between))) {
+    match catch_unwind(AssertUnwindSafe(|| work(shared, number, niceness, between))) {
         Ok(Ok(())) => {}
         Ok(Err(error)) => shared.fail(error),
         Err(panic) => shared.fail(Error::Panic(panic_text(&*panic))),
@@ -172,10 +172,10 @@ pub(super) fn attempt<J: Job>(
 fn work<J: Job>(
     shared: &Shared<'_, J>,
     number: usize,
-    priority: Priority,
+    niceness: Option<u8>,
     between: &mut dyn FnMut(),
 ) -> Result<()> {
-    let _ = priority.apply(); // its setter has probed it
+    let _ = nice::apply(niceness); // the caller has probed it
     let (backend, refused) = (shared.open)();
     let mut worker = Worker {
         shared,

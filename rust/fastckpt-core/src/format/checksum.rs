@@ -6,13 +6,23 @@ use std::ops::BitXor;
 use crc_fast::CrcAlgorithm::{Crc64Nvme, Crc64Xz};
 use crc_fast::Digest;
 
+use crate::sys::memory::Bytes;
+
 /// Bytes copied and summed at a time: few enough to stay in the second-level cache between the two.
-const PASS: usize = 128 << 10;
+pub const PASS: usize = 128 << 10;
 
 /// The CRC of `bytes`.
 #[must_use]
 pub fn of(bytes: &[u8]) -> u64 {
     crc_fast::checksum(Crc64Nvme, bytes)
+}
+
+/// The CRC of memory where it lies.
+#[must_use]
+pub fn of_memory(memory: Bytes<'_>) -> u64 {
+    let mut digest = Digest::new(Crc64Nvme);
+    memory.sum(&mut digest);
+    digest.finalize()
 }
 
 /// A polynomial of degree 64, and the factors by which 1, 2, 4, 8, ... following bytes multiply a CRC: x to the power of
@@ -98,18 +108,30 @@ impl Pair {
         digests.finish()
     }
 
+    /// Those of memory where it lies.
+    #[must_use]
+    pub fn of_memory(memory: Bytes<'_>) -> Self {
+        let mut digests = Digests::new();
+        for part in passes(memory) {
+            part.sum(&mut digests.0);
+            part.sum(&mut digests.1);
+        }
+        digests.finish()
+    }
+
     /// Copies `from` to `to` and returns those of the copy.
     ///
     /// # Panics
     /// If the lengths differ.
-    pub fn copy(to: &mut [u8], from: &[u8]) -> Self {
-        assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
+    pub fn copy(to: &mut [u8], from: Bytes<'_>) -> Self {
         if to.len() <= PASS {
-            to.copy_from_slice(from);
+            from.copy(to);
             return Self::of(to);
         }
-        let mut digests = Digests::new();
-        fill(to, |part, at| part.copy_from_slice(&from[at..at + part.len()]), |part| digests.update(part));
+        assert_eq!(to.len(), from.len(), "a copy has two sides of one length");
+        let (mut digests, mut parts) = (Digests::new(), passes(from));
+        let pull = |to: &mut [u8], _| parts.next().unwrap_or_default().copy(to);
+        fill(to, pull, |part| digests.update(part));
         digests.finish()
     }
 
@@ -136,6 +158,12 @@ impl BitXor for Pair {
     }
 }
 
+/// Parts of memory that are read one after another, each small enough to stay in cache while it is summed.
+pub(crate) fn passes(memory: Bytes<'_>) -> impl Iterator<Item = Bytes<'_>> {
+    let part = move |at| memory.part(at, PASS.min(memory.len() - at));
+    (0..memory.len()).step_by(PASS).filter_map(part)
+}
+
 /// Both CRCs of data that comes in parts.
 struct Digests(Digest, Digest);
 
@@ -151,6 +179,39 @@ impl Digests {
 
     fn finish(&self) -> Pair {
         Pair { crc: self.0.finalize(), xz: self.1.finalize() }
+    }
+}
+
+/// The CRC of a buffer that is filled from its first byte on. What is there is summed while it is in cache.
+pub struct Filled {
+    digest: Digest,
+    summed: usize,
+}
+
+impl Default for Filled {
+    fn default() -> Self {
+        Self { digest: Digest::new(Crc64Nvme), summed: 0 }
+    }
+}
+
+impl Filled {
+    /// The buffer is filled up to the end of `bytes`, which begin with it, and those do not change any more.
+    pub fn reached(&mut self, bytes: &[u8]) {
+        if bytes.len() - self.summed >= PASS {
+            self.sum(bytes);
+        }
+    }
+
+    /// The CRC of the whole buffer.
+    #[must_use]
+    pub fn all(mut self, bytes: &[u8]) -> u64 {
+        self.sum(bytes);
+        self.digest.finalize()
+    }
+
+    fn sum(&mut self, bytes: &[u8]) {
+        self.digest.update(&bytes[self.summed..]);
+        self.summed = bytes.len();
     }
 }
 
@@ -233,8 +294,10 @@ mod tests {
         assert_eq!(copy(&mut copied, &bytes), of(&bytes));
         assert_eq!(copied, bytes);
         copied.fill(0);
-        assert_eq!(Pair::copy(&mut copied, &bytes), Pair::of(&bytes));
+        assert_eq!(Pair::copy(&mut copied, (&bytes[..]).into()), Pair::of(&bytes));
         assert_eq!(copied, bytes);
+        let memory = Bytes::from(&bytes[..]);
+        assert_eq!((of_memory(memory), Pair::of_memory(memory)), (of(&bytes), Pair::of(&bytes)));
         for split in [0, 1, 4096, PASS, bytes.len() - 1, bytes.len()] {
             let (a, b) = bytes.split_at(split);
             assert_eq!(combine(of(a), of(b), b.len() as u64), of(&bytes), "split at {split}");
@@ -242,6 +305,9 @@ mod tests {
             assert_eq!(pair, Pair::of(&bytes), "split at {split}");
             let xz = crc_fast::checksum(Crc64Xz, &bytes);
             assert_eq!((pair.crc, pair.xz), (of(&bytes), xz));
+            let mut filled = Filled::default();
+            (0..=split).step_by(4099).for_each(|end| filled.reached(&bytes[..end]));
+            assert_eq!(filled.all(&bytes), of(&bytes), "told up to {split}");
         }
     }
 

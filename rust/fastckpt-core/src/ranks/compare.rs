@@ -16,6 +16,7 @@ use crate::format::geometry::{self, Extent};
 use crate::format::manifest::{Body, TensorEntry};
 use crate::save::compare::{FETCHED, counterparts, in_parallel};
 use crate::share::{Duties, Item};
+use crate::sys::memory::Bytes;
 
 /// Bytes of rows that are put in their places at a time, with zeros between them, to be summed in cache.
 const SPREAD: u64 = 256 << 10;
@@ -126,12 +127,12 @@ fn batch(held: &Held, stretches: &[&Stretch<'_>], changed: &[AtomicBool]) -> Res
     let mut found = Vec::with_capacity(stretches.len());
     for ((stretch, span), pull) in stretches.iter().zip(&spans).zip(&pulls) {
         let source = if pull.is_some() { None } else { held.memory(stretch.item, span)? };
-        let from = if let Some(source) = &source {
-            source.bytes()
+        let from = if let Some(source) = source {
+            source
         } else {
             let (from, after) = rest.split_at(if pull.is_some() { bytes(span) } else { 0 });
             rest = after;
-            from
+            from.into()
         };
         found.extend(sum(stretch, (from, span.start), &changed[stretch.item.tensor])?);
     }
@@ -141,15 +142,15 @@ fn batch(held: &Held, stretches: &[&Stretch<'_>], changed: &[AtomicBool]) -> Res
 /// Sums a stretch, whose bytes lie in `from`, which begins at byte `low` of the local memory.
 fn sum(
     &Stretch { item, entry, ref extent, ref range, own }: &Stretch<'_>,
-    (from, low): (&[u8], u64),
+    (from, low): (Bytes<'_>, u64),
     changed: &AtomicBool,
 ) -> Result<Option<Summed>> {
     let (whole, len) = (whole_run(item, range), range.end - range.start);
     let sum = match &whole {
         Some(run) => {
-            let at = (run.start - low) as usize;
-            let bytes = from.get(at..at + len as usize);
-            Pair::of(bytes.ok_or_else(|| Error::Invalid("a part of a tensor is too short".to_owned()))?)
+            let bytes = from.part((run.start - low) as usize, len as usize);
+            let bytes = bytes.ok_or_else(|| Error::Invalid("a part of a tensor is too short".to_owned()))?;
+            Pair::of_memory(bytes)
         }
         None => spread(item, range, (from, low))?,
     };
@@ -166,7 +167,7 @@ fn sum(
 }
 
 /// The checksums of `range` of the tensor, with zeros in the place of bytes that the item does not have.
-fn spread(item: &Item, range: &Range<u64>, from: (&[u8], u64)) -> Result<Pair> {
+fn spread(item: &Item, range: &Range<u64>, from: (Bytes<'_>, u64)) -> Result<Pair> {
     let mut to = vec![0; SPREAD.min(range.end - range.start) as usize];
     let (mut all, mut start) = (Pair::of(&[]), range.start);
     while start < range.end {

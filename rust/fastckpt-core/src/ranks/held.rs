@@ -7,7 +7,7 @@ use crate::engine::content::{self, Content, Pull};
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, Pair};
 use crate::share::Item;
-use crate::sys::memory::Source;
+use crate::sys::memory::{Bytes, Source};
 
 /// What a rank holds, by tensor and part.
 #[derive(Debug, Default)]
@@ -69,30 +69,46 @@ impl Held {
         }
     }
 
-    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Callbacks bring what they have
-    /// in one call.
-    pub(super) fn pack_all(&self, items: &[Item], mut to: &mut [u8]) -> Result<()> {
-        let mut wanted = Vec::new();
+    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Callbacks bring what they
+    /// have in one call, at the end. Until the first of those, `filled` is told how far `to` is filled.
+    pub(super) fn pack_all(
+        &self,
+        items: &[Item],
+        mut to: &mut [u8],
+        mut filled: impl FnMut(&[u8]),
+    ) -> Result<()> {
+        let (mut at, mut wanted) = (0, Vec::new());
         for item in items {
             let misfit = || misfit("a message", &item.bytes);
-            let mut packed = 0;
+            let (content, end) = (self.content(item)?, at + item.len as usize);
             for run in runs(item, &item.bytes) {
-                let len = (run.end - run.start) as usize;
-                let (front, rest) = std::mem::take(&mut to).split_at_mut_checked(len).ok_or_else(misfit)?;
-                to = rest;
-                packed += len as u64;
-                let content = self.content(item)?;
+                let place = at..at + (run.end - run.start) as usize;
+                at = place.end;
+                let slot = to.get_mut(place.clone()).filter(|_| at <= end).ok_or_else(misfit)?;
                 if let Content::Pull(pull) = content {
-                    wanted.push((pull, run.start, front));
-                } else if let Some(from) = content.host(run.start, len)? {
-                    front.copy_from_slice(from);
+                    wanted.push((pull, run.start, place));
+                } else if let Some(from) = content.host(run.start, slot.len())? {
+                    let mut done = place.start;
+                    for part in checksum::passes(from) {
+                        part.copy(&mut to[done..][..part.len()]);
+                        done += part.len();
+                        if wanted.is_empty() {
+                            filled(&to[..done]);
+                        }
+                    }
                 }
             }
-            if packed != item.len {
+            if at != end {
                 return Err(misfit());
             }
         }
-        content::fetch(wanted)
+        let mut passed = 0;
+        let slots = wanted.into_iter().map(|(pull, start, place)| {
+            let (slot, rest) = std::mem::take(&mut to)[place.start - passed..].split_at_mut(place.len());
+            (to, passed) = (rest, place.end);
+            (pull, start, slot)
+        });
+        content::fetch(slots)
     }
 
     /// The checksums of items, each of its bytes in its tensor's order. Callbacks bring what they have in one call.
@@ -109,11 +125,11 @@ impl Held {
             lying.push(source);
         }
         let mut fetched = vec![0; bytes];
-        self.pack_all(&packed, &mut fetched)?;
+        self.pack_all(&packed, &mut fetched, |_| ())?;
         let mut rest = &fetched[..];
-        let sum = |(source, item): (&Option<Source>, &&Item)| {
+        let sum = |(&source, item): (&Option<Source>, &&Item)| {
             if let Some(source) = source {
-                return checksum::of(source.bytes());
+                return checksum::of_memory(source);
             }
             let (front, after) = rest.split_at(item.len as usize);
             rest = after;
@@ -136,7 +152,7 @@ impl Held {
         if let Some(pull) = self.pull(item) {
             content::fetch([(pull, span.start, &mut *fetched)])?;
         }
-        let from = source.as_ref().map_or(&*fetched, Source::bytes);
+        let from = source.unwrap_or_else(|| Bytes::from(&*fetched));
         scatter(item, range, (from, span.start), (to, start))
     }
 }
@@ -156,13 +172,10 @@ pub(super) fn span(item: &Item, range: &Range<u64>) -> Run {
 pub(super) fn scatter(
     item: &Item,
     range: &Range<u64>,
-    (from, low): (&[u8], u64),
+    (from, low): (Bytes<'_>, u64),
     to: (&mut [u8], u64),
 ) -> Result<()> {
-    lines(item, range, to, |local, len| {
-        let at = (local - low) as usize;
-        from.get(at..at + len)
-    })
+    lines(item, range, to, |local, len| from.part((local - low) as usize, len))
 }
 
 /// Copies a message's bytes of an item, one after another, to their places in `to`, which begins at byte `start` of the
@@ -171,7 +184,7 @@ pub(super) fn unpack(mut payload: &[u8], item: &Item, to: (&mut [u8], u64)) -> R
     lines(item, &item.bytes, to, |_, len| {
         let (front, rest) = payload.split_at_checked(len)?;
         payload = rest;
-        Some(front)
+        Some(front.into())
     })
 }
 
@@ -213,7 +226,7 @@ fn lines<'a>(
     item: &Item,
     range: &Range<u64>,
     (to, start): (&mut [u8], u64),
-    mut from: impl FnMut(u64, usize) -> Option<&'a [u8]>,
+    mut from: impl FnMut(u64, usize) -> Option<Bytes<'a>>,
 ) -> Result<()> {
     for line in item.rows.lines(range.clone()) {
         let len = line.len as usize;
@@ -221,7 +234,7 @@ fn lines<'a>(
             let slot = at.checked_sub(start).and_then(|at| to.get_mut(at as usize..)?.get_mut(..len));
             let bytes = from(place(item, local), len);
             let (Some(slot), Some(bytes)) = (slot, bytes) else { return Err(misfit("a block", range)) };
-            slot.copy_from_slice(bytes);
+            bytes.copy(slot);
         }
     }
     Ok(())

@@ -23,6 +23,7 @@ use crate::engine::options::Options;
 use crate::engine::report::{Linked, Report};
 use crate::engine::run::run;
 use crate::error::{Error, Result};
+use crate::format::checksum::Filled;
 use crate::format::decode;
 use crate::format::limits::MAX_BYTES;
 use crate::format::manifest::{Body, Saved};
@@ -142,7 +143,11 @@ impl RankSave {
         let envelopes = |messages: &[Message]| messages.iter().map(|m| (m.peer, m.bytes)).collect();
         let fill: Fill = {
             let (duties, held) = (Arc::clone(&duties), Arc::clone(&held));
-            Box::new(move |message, to| held.pack_all(&duties.boxes[message].items, to))
+            Box::new(move |message, to| {
+                let mut sum = Filled::default();
+                held.pack_all(&duties.boxes[message].items, to, |filled| sum.reached(filled))?;
+                Ok(sum.all(to))
+            })
         };
         let (files, tensors) = (Arc::clone(&table), Arc::clone(&table));
         let contents = contents::of(

@@ -332,7 +332,7 @@ impl Work for Ranges<'_> {
             let (bytes, rest) = to.split_at_mut(unit.padded());
             to = rest;
             while let Some(((&(_, item, _), span), from)) = rows.next_if(|((row, _), _)| row.0 == number) {
-                scatter(item, &item.bytes, (from, span.start), self.slot(&unit, item, bytes))?;
+                scatter(item, &item.bytes, (from[..].into(), span.start), self.slot(&unit, item, bytes))?;
             }
         }
         Ok(())
@@ -346,7 +346,7 @@ impl Work for Ranges<'_> {
                 _ if self.pulled(item, from).is_some() => {}
                 From::Run(run) => {
                     let source = self.held.memory(item, run)?.ok_or_else(Content::too_short)?;
-                    slot.0.copy_from_slice(source.bytes());
+                    source.copy(slot.0);
                 }
                 From::Rows => self.held.spread(item, &item.bytes, slot)?,
                 From::Message(place) => {

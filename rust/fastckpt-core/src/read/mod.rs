@@ -3,7 +3,6 @@
 pub mod boxes;
 mod checkpoint;
 mod copy;
-mod direct;
 mod job;
 mod map;
 mod plan;
@@ -64,16 +63,12 @@ impl Checkpoint {
         } else {
             Choice::new(options, wanted)
         };
-        let mut plan = plan::plan(&self.body, requests, verify)?;
-        let shards = plan.shards();
-        if verify {
-            self.check_headers(&shards)?;
-        }
-        let moved = direct::fetch(self, &mut plan, (verify, shards.len()), options, operation, &mut *tick)?;
+        let plan = plan::plan(&self.body, requests, verify)?;
         let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
-        let mut report = self.run(&job, &choice, options, begin, operation, tick)?;
-        moved.report(&mut report.ran, operation);
-        Ok(Report { shards: shards.len(), ..report })
+        if verify {
+            self.check_headers(&job.shards)?;
+        }
+        self.run(&job, &choice, options, begin, operation, tick)
     }
 
     /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read

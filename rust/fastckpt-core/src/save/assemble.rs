@@ -74,7 +74,7 @@ impl Assembler {
         (offset, memory): (u64, Source),
         direct: bool,
     ) -> std::result::Result<Straight, Reason> {
-        let len = memory.bytes().len() as u64;
+        let len = memory.len() as u64;
         if len < STRAIGHT || (direct && shard.is_short()) {
             return Err(Reason::Small);
         }
@@ -100,7 +100,7 @@ impl Assembler {
     fn is_worth_it(&self, memory: &Source) -> bool {
         self.zero_copy.unwrap_or_else(|| {
             let map = self.pages.get_or_init(PageMap::open).as_ref();
-            pagemap::is_huge(map, memory.address(), memory.bytes().len())
+            pagemap::is_huge(map, memory.address(), memory.len())
         })
     }
 
@@ -157,7 +157,7 @@ impl Assembler {
         let direct = past && need >= PAGE as usize;
         let (pieces, reason) = self.pieces(work, (number, unit), direct, copy_all)?;
         let straight: usize =
-            pieces.iter().flat_map(|piece| &piece.straight).map(|part| part.memory.bytes().len()).sum();
+            pieces.iter().flat_map(|piece| &piece.straight).map(|part| part.memory.len()).sum();
         let slab_bytes = need - straight;
         let mut slab = if slab_bytes > 0 { Some(slab(slab_bytes)?) } else { None };
         let bytes: &mut [u8] = slab.as_deref_mut().map_or(&mut [], |slab| &mut slab[..slab_bytes]);
@@ -189,7 +189,7 @@ impl Assembler {
                     taken = at;
                 }
                 parts.push(Part::Source(*memory));
-                let (inner, len) = (Pair::of(memory.bytes()), memory.bytes().len() as u64);
+                let (inner, len) = (Pair::of_memory(*memory), memory.len() as u64);
                 straight_crc = checksum::combine(straight_crc, inner.crc, len);
                 sum = sum.then(inner, len);
                 reached = start + len;
@@ -296,10 +296,11 @@ impl Assembler {
     /// known sum. The memory of an image does not change.
     pub(super) fn has_changed(&self, number: usize, buf: &Buf) -> bool {
         let straight = buf.parts().iter().filter_map(|part| match part {
-            Part::Source(memory) => Some(memory.bytes()),
+            Part::Source(memory) => Some(*memory),
             _ => None,
         });
-        straight.fold(checksum::of(&[]), checksum::append)
-            != self.straight_crcs[number].load(Ordering::Relaxed)
+        let append =
+            |crc, memory: Source| checksum::combine(crc, checksum::of_memory(memory), memory.len() as u64);
+        straight.fold(checksum::of(&[]), append) != self.straight_crcs[number].load(Ordering::Relaxed)
     }
 }

@@ -244,10 +244,7 @@ fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String>
         ));
     }
     if !body.tensors.is_empty() && body.tensors.iter().all(|tensor| tensor.crc64xz.is_empty()) {
-        return Err(format!(
-            "`{}` has no second checksums (GPUDirect Storage or an older release wrote it)",
-            Visible(&path)
-        ));
+        return Err(format!("`{}` has no second checksums (an older release wrote it)", Visible(&path)));
     }
     Ok(base)
 }

@@ -17,6 +17,7 @@ use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent, SINGLE};
 use crate::format::layout::TensorSpec;
 use crate::format::manifest::{Body, TensorEntry};
+use crate::sys::nice;
 use crate::sys::thread::builder;
 
 /// More threads than this were never faster: what they share is memory.
@@ -119,7 +120,7 @@ impl<'a> Comparison<'a> {
         if live.first().is_none_or(|(_, extent)| pulled(extent.tensor).is_none()) {
             return live.iter().try_for_each(|(candidate, extent)| {
                 let bytes = self.contents[extent.tensor].host(extent.start, extent.len as usize)?;
-                self.compare(*candidate, extent, bytes.unwrap_or_default());
+                self.compare(*candidate, extent, Pair::of_memory(bytes.unwrap_or_default()));
                 Ok(())
             });
         }
@@ -136,7 +137,7 @@ impl<'a> Comparison<'a> {
         for (candidate, extent) in &live {
             let (bytes, after) = rest.split_at(extent.len as usize);
             rest = after;
-            self.compare(*candidate, extent, bytes);
+            self.compare(*candidate, extent, Pair::of(bytes));
         }
         Ok(())
     }
@@ -147,9 +148,8 @@ impl<'a> Comparison<'a> {
         geometry::extent(&entry.placement(*tensor), block, self.block_size)
     }
 
-    fn compare(&self, candidate: usize, extent: &Extent, bytes: &[u8]) {
+    fn compare(&self, candidate: usize, extent: &Extent, found: Pair) {
         let Candidate { entry, first, changed, .. } = &self.candidates[candidate];
-        let found = Pair::of(bytes);
         if entry.extent_crc(extent.index) == Some(found.crc) {
             self.xzs[first + extent.index as usize].store(found.xz, Ordering::Relaxed);
         } else {
@@ -221,7 +221,7 @@ pub(crate) fn in_parallel(
         for number in 0..threads {
             let (one, running, caller) = (&one, &running, &caller);
             let body = move || {
-                let _ = options.priority.apply();
+                let _ = nice::apply(options.nice); // the caller has probed it
                 while one() {}
                 running.fetch_sub(1, Ordering::AcqRel);
                 caller.unpark();

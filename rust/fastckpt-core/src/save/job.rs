@@ -78,11 +78,6 @@ impl<'a, W: Work> WriteJob<'a, W> {
         Self { leaves_a_sync: self.work.units() == 1, ..self }
     }
 
-    /// The same job, of which `bytes` are already written.
-    pub(super) fn after(self, bytes: u64) -> Self {
-        Self { total: self.total + bytes, ..self }
-    }
-
     /// A unit that is ready to be written. With `copy_all`, it is written again.
     fn transfer(
         &self,

@@ -9,7 +9,6 @@ use super::part::{Part, Unsynced};
 use super::whole::Whole;
 use crate::commit::Workspace;
 use crate::engine::choice::Choice;
-use crate::engine::direct::{self, Candidate, Moved, Stretch};
 use crate::engine::job::{TICK, Tick};
 use crate::engine::options::Options;
 use crate::engine::report::Ran;
@@ -18,7 +17,7 @@ use crate::error::{Error, Result};
 use crate::format::layout::Shard;
 use crate::format::manifest::{ShardEntry, TensorEntry};
 use crate::sys::file::DataFile;
-use crate::telemetry::{Operation, Phase, Planned};
+use crate::telemetry::{Operation, Phase};
 
 /// Shards that are written.
 #[derive(Debug)]
@@ -50,16 +49,13 @@ pub fn write_shards(
     let choice = Choice::new(options, part.total());
     allocate(part.shards(), workspace, &mut *tick)?;
     let allocated = begin.elapsed().as_secs_f64();
-    let mut work = Whole::new(part);
-    let moved = store(&mut work, part, workspace, options, operation, &mut *tick)?;
+    let work = Whole::new(part);
     let mut job = WriteJob::new(&work, workspace, &choice, options, begin);
-    job = job.after(moved.blocks.len() as u64 * part.plan.block_size);
     if workspace.is_own() {
         // A process that joined writes no manifest.
         job = job.leaving_a_sync();
     }
-    let mut ran = run(&job, &choice, options, part.plan.block_size, operation, tick)?;
-    moved.report(&mut ran, operation);
+    let ran = run(&job, &choice, options, part.plan.block_size, operation, tick)?;
     operation.phase(Phase::Fsync);
     let synced = begin.elapsed().as_secs_f64();
     let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(allocated, synced);
@@ -67,43 +63,6 @@ pub fn write_shards(
     let unsynced = job.unsynced();
     let seconds = [allocated, written - allocated, synced - written];
     Ok(Written { shards, tensors, unsynced, ran, seconds })
-}
-
-/// Has the caller's callback write the blocks that it can, before the workers write the rest. They make the files durable,
-/// also what was written here: every shard has a block for them, that of its header.
-fn store(
-    work: &mut Whole<'_>,
-    part: &Part<'_>,
-    workspace: &Workspace,
-    options: &Options,
-    operation: &Operation,
-    tick: Tick<'_>,
-) -> Result<Moved> {
-    let Some(direct) = &options.direct else { return Ok(Moved::default()) };
-    let (plan, inside) = (part.plan, work.inside(direct));
-    let candidates = inside.iter().map(|&(block, extent, shard)| Candidate {
-        block,
-        stretch: Stretch {
-            index: work.index_of(extent.tensor),
-            start: extent.start,
-            path: direct::path_of(workspace.directory(), &plan.shards[shard].file),
-            offset: extent.offset,
-            len: extent.len,
-        },
-        file: shard,
-    });
-    let planned = Planned {
-        bytes: part.shards().map(|shard| shard.bytes).sum(),
-        files: part.shards.len(),
-        block_size: plan.block_size,
-        threads: direct::THREADS,
-        queue_depth: 1,
-    };
-    workspace.check_open()?;
-    let (sums, phase) = ((plan.block_size, true), (operation, Phase::Write, &planned));
-    let moved = direct::run(&direct.mover, candidates.collect(), sums, options.bandwidth_limit, phase, tick)?;
-    work.moved(&inside, &moved);
-    Ok(moved)
 }
 
 /// Creates `shards` with their final sizes.

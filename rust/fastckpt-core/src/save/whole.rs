@@ -1,13 +1,11 @@
 //! The work of one process that writes whole shards, block by block.
 
-use std::collections::HashSet;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use super::part::{Bytes, Part};
 use super::work::{Unit, Work};
 use crate::engine::content::{self, Content};
-use crate::engine::direct::{Direct, Moved};
 use crate::error::Result;
 use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent, Placement};
@@ -29,11 +27,7 @@ pub(super) struct Whole<'a> {
     first_extent: Vec<usize>,
     extent_crcs: Vec<AtomicU64>,
     extent_xzs: Vec<AtomicU64>,
-    /// Tensors with extents that callbacks moved, which took the first checksum alone.
-    moved: HashSet<usize>,
     block_crcs: Vec<AtomicU64>,
-    /// The blocks that workers write, ascending.
-    left: Vec<usize>,
 }
 
 /// The sum before each element, then the sum of all.
@@ -68,56 +62,12 @@ impl<'a> Whole<'a> {
             part,
             contents,
             images,
-            left: (0..first_block.last().copied().unwrap_or(0)).collect(),
             extent_crcs: zeros(&first_extent),
             extent_xzs: zeros(&first_extent),
-            moved: HashSet::new(),
             block_crcs: zeros(&first_block),
             first_block,
             first_extent,
         }
-    }
-
-    /// The blocks that lie inside one of the tensors that `direct` moves, ascending, each with its extent and its shard.
-    pub(super) fn inside(&self, direct: &Direct) -> Vec<(usize, Extent, usize)> {
-        let size = self.part.plan.block_size;
-        let mut found = Vec::new();
-        for (tensor, (content, &(shard, offset))) in
-            self.contents.iter().zip(&self.part.plan.places).enumerate()
-        {
-            let wanted = matches!(content, Content::Pull(pull) if direct.indices.contains(&pull.index));
-            let bytes = self.part.tensors[tensor].bytes().unwrap_or(0);
-            if !wanted || !self.part.has(shard) {
-                continue;
-            }
-            let placement = Placement { tensor, offset, bytes };
-            for block in offset.div_ceil(size)..placement.end() / size {
-                let extent = geometry::extent(&placement, block * size, size);
-                found.extend(extent.map(|extent| (self.first_block[shard] + block as usize, extent, shard)));
-            }
-        }
-        found.sort_unstable_by_key(|&(block, ..)| block);
-        found
-    }
-
-    /// The number that callbacks know a tensor by.
-    pub(super) fn index_of(&self, tensor: usize) -> usize {
-        match &self.contents[tensor] {
-            Content::Pull(pull) => pull.index,
-            Content::Memory(_) | Content::Image(_) => tensor,
-        }
-    }
-
-    /// Notes the checksums of the blocks of `inside` that were moved, and leaves the others to workers.
-    pub(super) fn moved(&mut self, inside: &[(usize, Extent, usize)], moved: &Moved) {
-        for &(block, sum) in &moved.blocks {
-            let found = inside.binary_search_by_key(&block, |&(block, ..)| block);
-            let Some((_, extent, _)) = found.ok().and_then(|at| inside.get(at)) else { continue };
-            self.block_crcs[block].store(sum, Ordering::Relaxed);
-            self.summed(0, 0, extent, Pair { crc: sum, xz: 0 });
-            self.moved.insert(extent.tensor);
-        }
-        self.left.retain(|&block| !moved.has(block));
     }
 
     /// The manifest's entries for the shards and their tensors, after all blocks are written.
@@ -140,8 +90,7 @@ impl<'a> Whole<'a> {
             let crc = self.extent_crcs[extents.clone()].iter().map(|crc| checksum::to_hex(load(crc)));
             let place_of = Placement { tensor: index, offset: place.1, bytes: tensor.bytes().unwrap_or(0) };
             let xz = whole_xz(place_of, plan.block_size, self.extent_xzs[extents].iter().map(load));
-            let crc64xz = if self.moved.contains(&index) { String::new() } else { checksum::to_hex(xz) };
-            TensorEntry { crc64xz, ..tensor_entry(tensor, place, crc.collect()) }
+            TensorEntry { crc64xz: checksum::to_hex(xz), ..tensor_entry(tensor, place, crc.collect()) }
         });
         (shards.collect(), tensors.collect())
     }
@@ -153,13 +102,12 @@ impl Work for Whole<'_> {
     }
 
     fn units(&self) -> usize {
-        self.left.len()
+        self.block_crcs.len()
     }
 
     fn unit(&self, number: usize) -> Unit {
-        let block = self.left[number];
-        let shard = self.first_block.partition_point(|&first| first <= block) - 1;
-        let start = (block - self.first_block[shard]) as u64 * self.part.plan.block_size;
+        let shard = self.first_block.partition_point(|&first| first <= number) - 1;
+        let start = (number - self.first_block[shard]) as u64 * self.part.plan.block_size;
         let bytes = self.part.plan.shards[shard].bytes;
         Unit { shard, start, end: start + geometry::block_len(start, bytes, self.part.plan.block_size) }
     }
@@ -215,7 +163,7 @@ impl Work for Whole<'_> {
         for extent in self.extents(&unit) {
             if let Some(from) = self.contents[extent.tensor].host(extent.start, extent.len as usize)? {
                 let at = (extent.offset - unit.start) as usize;
-                to[at..at + from.len()].copy_from_slice(from);
+                from.copy(&mut to[at..at + from.len()]);
             }
         }
         Ok(())
@@ -245,7 +193,7 @@ impl Work for Whole<'_> {
     }
 
     fn assembled(&self, number: usize, sum: u64, _: bool) {
-        self.block_crcs[self.left[number]].store(sum, Ordering::Relaxed);
+        self.block_crcs[number].store(sum, Ordering::Relaxed);
     }
 }
 

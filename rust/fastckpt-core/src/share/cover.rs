@@ -41,6 +41,9 @@ pub(super) struct Cover {
     copies: u32,
     /// Whether boxes of several groups of ranks overlap.
     overlaps: bool,
+    /// The place of each spread in the order of copies: first those that have the whole tensor, then by lowest rank. So
+    /// copy 0 is of one spread, whole, where there is one.
+    precedence: Vec<(bool, u32)>,
     /// By section and copy: the ranks that give something of a section of several cells, ascending.
     givers: Mutex<Givers>,
     /// A range of the tensor with bytes that nobody has.
@@ -62,17 +65,28 @@ impl Cover {
             teams: HashMap::new(),
             copies: 0,
             overlaps: false,
+            precedence: Vec::new(),
             givers: Mutex::default(),
             gap: None,
         };
         let sections = cover.sweep();
         cover.split(&sections);
+        let mut has = vec![0; spreads.len()];
         for ends in cover.tiles_of.windows(2) {
             let tiles = &cover.tiled[ends[0] as usize..ends[1] as usize];
             let ranks = tiles.iter().map(|&tile| cover.ranks(tile, spreads).len() as u32);
             cover.copies = cover.copies.max(ranks.sum());
             cover.overlaps |= tiles.len() > 1;
+            let mut slots: Vec<_> = tiles.iter().map(|&tile| cover.tiles.whose(tile).slot as usize).collect();
+            slots.sort_unstable();
+            slots.dedup();
+            for slot in slots {
+                has[slot] += 1;
+            }
         }
+        let all = cover.tiles_of.len() - 1;
+        let lowest = |groups: &&Groups| groups.everybody().first().copied().unwrap_or(u32::MAX);
+        cover.precedence = spreads.iter().zip(has).map(|(groups, has)| (has < all, lowest(groups))).collect();
         Ok(cover)
     }
 
@@ -210,12 +224,14 @@ impl Cover {
         spreads[whose.slot as usize].ranks(whose.group)
     }
 
-    /// The ranks that have a cell, ascending, each with the first of its tiles there.
+    /// The ranks that have a cell, each with the first of its tiles there: one spread after another, ascending in each.
     pub(super) fn holders(&self, cell: &[u32], spreads: &[&Groups]) -> Vec<(u32, u32)> {
+        let slot = |tile| self.tiles.whose(tile).slot as usize;
         let of = |&tile: &u32| self.ranks(tile, spreads).iter().map(move |&rank| (rank, tile));
         let mut all: Vec<_> = cell.iter().flat_map(of).collect();
-        all.sort_unstable();
+        all.sort_unstable_by_key(|&(rank, tile)| (rank, self.precedence[slot(tile)], tile));
         all.dedup_by_key(|&mut (rank, _)| rank);
+        all.sort_by_key(|&(rank, tile)| (self.precedence[slot(tile)], rank));
         all
     }
 

@@ -81,7 +81,8 @@ impl Share {
                     }
                     let stretch = held.interval(interval);
                     let Some(all) = work.item(&held, &stretch, tile, part) else { continue };
-                    let team: Vec<u32> = holders.into_iter().map(|(rank, _)| rank).collect();
+                    let mut team: Vec<u32> = holders.into_iter().map(|(rank, _)| rank).collect();
+                    team.sort_unstable();
                     let team = *known.entry(team).or_insert_with_key(|team| {
                         teams.push(team.clone());
                         teams.len() - 1

@@ -13,7 +13,7 @@ use crate::format::geometry::PAGE;
 
 /// The version of the rules of this folder, and of what messages look like: another one for every change by which a rank
 /// would write, read, send or expect other bytes. Ranks compare it.
-pub const PLAN: u32 = 2;
+pub const PLAN: u32 = 3;
 
 /// A tensor of the job.
 #[derive(Debug, Clone, Hash)]

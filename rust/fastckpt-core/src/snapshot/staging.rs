@@ -226,7 +226,7 @@ impl Shared<'_> {
             if let Content::Pull(pull) = content {
                 wanted.push((pull, start, to));
             } else if let Some(from) = content.host(start, to.len())? {
-                to.copy_from_slice(from);
+                from.copy(to);
                 self.progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
             }
         }

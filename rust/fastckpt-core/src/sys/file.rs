@@ -1,6 +1,6 @@
 //! Files of a checkpoint, opened relative to a directory, with and without the page cache.
 
-use std::io::{self, IoSlice, IoSliceMut};
+use std::io::{self, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd as _, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,6 +11,7 @@ use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use super::cachestat::cached_bytes;
 use super::fork::Held;
+use super::memory::{Bytes, MOST_VECTORS};
 
 /// The alignment of address, offset and length that puts I/O on the fast path of every file system met so far. ext4
 /// reports and accepts 512, but then serialises the writes.
@@ -380,19 +381,19 @@ impl DataFile {
     }
 
     /// Writes `bufs`, one after another, at `offset`. Returns the number of bytes written.
-    pub fn write_at(&self, direct: bool, bufs: &[IoSlice<'_>], offset: u64) -> io::Result<usize> {
+    pub fn write_at(&self, direct: bool, bufs: &[Bytes<'_>], offset: u64) -> io::Result<usize> {
         if direct {
-            return write(self.fd(true), bufs, offset);
+            return Ok(write(self.fd(true), bufs, offset, ReadWriteFlags::empty())?);
         }
         if !self.plain.load(Ordering::Relaxed) {
-            match rustix::io::pwritev2(&self.cached, bufs, offset, DONTCACHE) {
+            match write(self.cached.as_fd(), bufs, offset, DONTCACHE) {
                 Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL) => {
                     self.plain.store(true, Ordering::Relaxed);
                 }
                 other => return Ok(other?),
             }
         }
-        let written = write(self.cached.as_fd(), bufs, offset)?;
+        let written = write(self.cached.as_fd(), bufs, offset, ReadWriteFlags::empty())?;
         start_write_back(self.cached.as_fd(), offset, written as u64);
         Ok(written)
     }
@@ -444,12 +445,29 @@ pub fn start_write_back(fd: BorrowedFd<'_>, offset: u64, len: u64) {
     unsafe { libc::sync_file_range(fd.as_raw_fd(), offset, len, libc::SYNC_FILE_RANGE_WRITE) };
 }
 
-/// Writes `bufs`, one after another, at `offset`.
-fn write(fd: BorrowedFd<'_>, bufs: &[IoSlice<'_>], offset: u64) -> io::Result<usize> {
-    Ok(match bufs {
-        [one] => rustix::io::pwrite(fd, one, offset)?,
-        all => rustix::io::pwritev(fd, all, offset)?,
-    })
+/// Writes `bufs`, one after another, at `offset`: as many as the kernel takes at once.
+fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFlags) -> Result<usize, Errno> {
+    let (fd, flags) = (fd.as_raw_fd(), flags.bits().cast_signed());
+    let offset = i64::try_from(offset).map_err(|_| Errno::INVAL)?;
+    let written = match bufs {
+        // SAFETY: the kernel only reads the bytes, which are readable for as long as they are borrowed here.
+        [one] if flags == 0 => unsafe { libc::pwrite(fd, one.pointer().cast(), one.len(), offset) },
+        all => {
+            let count = i32::try_from(all.len().min(MOST_VECTORS)).map_err(|_| Errno::INVAL)?;
+            let vectors = all.as_ptr().cast();
+            // A sandbox may know the older call alone.
+            if flags == 0 {
+                // SAFETY: as above, and `Bytes` are laid out as the `iovec` that the kernel takes: an address and a
+                // length.
+                unsafe { libc::pwritev(fd, vectors, count, offset) }
+            } else {
+                // SAFETY: likewise.
+                unsafe { libc::pwritev2(fd, vectors, count, offset, flags) }
+            }
+        }
+    };
+    usize::try_from(written)
+        .map_err(|_| Errno::from_io_error(&io::Error::last_os_error()).unwrap_or(Errno::IO))
 }
 
 #[cfg(test)]

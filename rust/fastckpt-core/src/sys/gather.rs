@@ -1,12 +1,12 @@
 //! The memory that one operation moves: stretches of a staging buffer and of the caller's memory, in file order.
 
-use std::io::{IoSlice, IoSliceMut};
+use std::io::IoSliceMut;
 use std::ops::Range;
 use std::sync::Arc;
 
 use super::map::FileMap;
 use super::mapping::Stretch;
-use super::memory::{Region, Source};
+use super::memory::{Bytes, Region, Source};
 use super::slabs::Slab;
 
 /// One stretch.
@@ -30,7 +30,7 @@ impl Part {
     pub fn len(&self) -> usize {
         match self {
             Self::Slab(range) | Self::Mapped(_, range) => range.len(),
-            Self::Source(source) => source.bytes().len(),
+            Self::Source(source) => source.len(),
             Self::Stretch(stretch) => stretch.len(),
             Self::Region(region) => region.len(),
         }
@@ -104,23 +104,21 @@ impl Buf {
 
     /// The bytes of `range`, counted over all parts, for writing to a file.
     #[must_use]
-    pub fn slices(&self, range: Range<usize>) -> Vec<IoSlice<'_>> {
+    pub fn slices(&self, range: Range<usize>) -> Vec<Bytes<'_>> {
         let mut at = 0;
         let mut slices = Vec::with_capacity(self.parts.len());
         let slab = self.slab();
         for part in &self.parts {
             let bytes = match part {
-                Part::Slab(range) => &slab[range.clone()],
-                Part::Source(source) => source.bytes(),
-                Part::Stretch(stretch) => stretch,
-                Part::Region(region) => region,
-                Part::Mapped(map, range) => map.bytes(range.clone()),
+                Part::Slab(range) => Bytes::from(&slab[range.clone()]),
+                Part::Source(source) => *source,
+                Part::Stretch(stretch) => Bytes::from(&**stretch),
+                Part::Region(region) => Bytes::from(&**region),
+                Part::Mapped(map, range) => map.bytes(range.clone()).into(),
             };
             let inside = clip(&range, at, bytes.len());
             at += bytes.len();
-            if !inside.is_empty() {
-                slices.push(IoSlice::new(&bytes[inside]));
-            }
+            slices.extend(bytes.part(inside.start, inside.len()).filter(|part| !part.is_empty()));
         }
         slices
     }
@@ -186,10 +184,12 @@ mod tests {
         for start in 0..=7 {
             for end in start..=7 {
                 let wanted = &b"abcdefg"[start..end];
-                assert_eq!(
-                    buf.slices(start..end).iter().flat_map(|s| s.to_vec()).collect::<Vec<_>>(),
-                    wanted
-                );
+                let copied = |part: &Bytes<'_>| {
+                    let mut bytes = vec![0; part.len()];
+                    part.copy(&mut bytes);
+                    bytes
+                };
+                assert_eq!(buf.slices(start..end).iter().flat_map(copied).collect::<Vec<_>>(), wanted);
                 let filled: Vec<u8> = buf.slices_mut(start..end).iter().flat_map(|s| s.to_vec()).collect();
                 assert_eq!(filled, wanted);
             }
@@ -220,7 +220,7 @@ mod tests {
     #[should_panic(expected = "cannot be filled")]
     fn memory_that_is_only_read_is_not_filled() {
         let memory = [0u8; 4];
-        // SAFETY: `memory` outlives the source and does not change.
+        // SAFETY: `memory` outlives the source.
         let source = unsafe { Source::new(memory.as_ptr(), memory.len()) };
         let _ = Buf::new(None, vec![Part::Source(source)]).slices_mut(0..4);
     }

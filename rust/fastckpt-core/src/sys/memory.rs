@@ -1,31 +1,44 @@
 //! The caller's memory: where a tensor to save lies, and where a tensor that is read goes.
 
+use std::ffi::c_void;
+use std::hint::black_box;
+use std::marker::PhantomData;
 use std::ops::{Deref, DerefMut};
 
+use crc_fast::Digest;
 use rustix::mm::{Advice, madvise};
 
 use super::page;
 
-/// Read-only memory of the caller, where a tensor lies.
+/// The most stretches of memory per operation of the kernel (`UIO_MAXIOV`).
+pub(super) const MOST_VECTORS: usize = 1024;
+
+/// Memory that is read, the caller's or this crate's own. Its owner may write to it meanwhile, so nobody gets a slice of
+/// it, which would promise the compiler that it does not change. Its bytes are copied, summed, or given to the kernel.
 #[derive(Debug, Clone, Copy)]
-pub struct Source {
+#[repr(C)] // as the kernel takes it
+pub struct Bytes<'a> {
     base: *const u8,
     len: usize,
+    owner: PhantomData<&'a [u8]>,
 }
 
-// SAFETY: the caller of `new` promised that the memory may be read from any thread.
-unsafe impl Send for Source {}
-// SAFETY: likewise, and there are only reads.
-unsafe impl Sync for Source {}
+/// Memory of the caller, where a tensor lies.
+pub type Source = Bytes<'static>;
 
-impl Source {
-    /// A view of `len` bytes at `base`.
+// SAFETY: the caller of `new` promised that the memory may be read from any thread, and so may a slice's.
+unsafe impl Send for Bytes<'_> {}
+// SAFETY: likewise, and there are only reads.
+unsafe impl Sync for Bytes<'_> {}
+
+impl Bytes<'_> {
+    /// The `len` bytes at `base`.
     ///
     /// # Safety
-    /// Until the source and every copy of it are gone, the bytes must be readable from any thread and must not change.
+    /// Until this and every copy of it are gone, the bytes must be readable from any thread. They may change.
     #[must_use]
     pub const unsafe fn new(base: *const u8, len: usize) -> Self {
-        Self { base, len }
+        Self { base, len, owner: PhantomData }
     }
 
     /// The address of the first byte.
@@ -34,21 +47,73 @@ impl Source {
         self.base.addr()
     }
 
+    /// The first byte, for the kernel.
+    pub(super) const fn pointer(&self) -> *const u8 {
+        self.base
+    }
+
+    /// Number of bytes.
+    #[must_use]
+    pub const fn len(&self) -> usize {
+        self.len
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
     /// The part of `len` bytes from `start` on, or `None` if there are fewer bytes.
     #[must_use]
     pub fn part(&self, start: usize, len: usize) -> Option<Self> {
         let inside = start.checked_add(len).is_some_and(|end| end <= self.len);
-        inside.then(|| Self { base: self.base.wrapping_add(start), len })
+        inside.then(|| Self { base: self.base.wrapping_add(start), len, owner: PhantomData })
     }
 
-    /// The bytes.
-    #[must_use]
-    pub fn bytes(&self) -> &[u8] {
-        if self.len == 0 {
-            return &[]; // an empty tensor's address may be null
+    /// Copies the bytes to `to`.
+    ///
+    /// # Panics
+    /// If the lengths differ.
+    pub fn copy(&self, to: &mut [u8]) {
+        assert_eq!(to.len(), self.len, "a copy has two sides of one length");
+        if self.is_empty() {
+            return; // an empty tensor's address may be null
         }
-        // SAFETY: the contract of `new`.
-        unsafe { std::slice::from_raw_parts(self.base, self.len) }
+        // The compiler does not see whose function this is. Of a copy that it knows, it may read the source again where
+        // the copy is wanted, and the two would differ.
+        let memcpy: Memcpy = black_box(libc::memcpy);
+        // SAFETY: the source is readable by the contract of `new`. `to` is borrowed for this call alone, so nothing else
+        // has a byte of it, the source neither. Where the source changes, the C library reads it as the processor does:
+        // what arrives is a mixture of old and new bytes.
+        unsafe { memcpy(to.as_mut_ptr().cast(), self.base.cast(), self.len) };
+    }
+
+    /// Adds the bytes to a checksum, where they lie: to copy them first costs as much again.
+    pub fn sum(&self, digest: &mut Digest) {
+        if self.is_empty() {
+            return;
+        }
+        // SAFETY: the memory is readable by the contract of `new`. `update` takes nothing but a slice, and the promise
+        // that its bytes do not change cannot be kept here. It makes a number of them and keeps no reference. Whatever
+        // it reads, once or twice, it stays within the slice, and within tables that have an entry for each byte. So of
+        // bytes that change, the number may be that of no bytes that there ever were, and nothing else is wrong. A save
+        // that wrote them sums them again (`Assembler::has_changed`).
+        digest.update(unsafe { std::slice::from_raw_parts(self.base, self.len) });
+    }
+}
+
+type Memcpy = unsafe extern "C" fn(*mut c_void, *const c_void, usize) -> *mut c_void;
+
+impl<'a> From<&'a [u8]> for Bytes<'a> {
+    fn from(bytes: &'a [u8]) -> Self {
+        Self { base: bytes.as_ptr(), len: bytes.len(), owner: PhantomData }
+    }
+}
+
+impl Default for Bytes<'_> {
+    fn default() -> Self {
+        Self::from(&[][..])
     }
 }
 
@@ -149,7 +214,41 @@ impl DerefMut for Region {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+    use std::thread;
+
+    use super::super::thread::builder;
     use super::*;
+    use crate::format::checksum::Pair;
+
+    #[test]
+    fn what_is_copied_has_its_sum_while_another_thread_writes_to_the_source() {
+        let source: Vec<_> = (0..100_000).map(AtomicU64::new).collect();
+        let (mut to, done) = (vec![0; source.len() * 8], AtomicBool::new(false));
+        // SAFETY: `source` outlives the bytes.
+        let bytes = unsafe { Bytes::new(source.as_ptr().cast(), to.len()) };
+        thread::scope(|scope| {
+            builder()
+                .spawn_scoped(scope, || {
+                    for word in source.iter().cycle().take_while(|_| !done.load(Ordering::Relaxed)) {
+                        word.fetch_add(1, Ordering::Relaxed);
+                    }
+                })
+                .unwrap();
+            let right = (0..50).all(|_| Pair::copy(&mut to, bytes) == Pair::of(&to));
+            done.store(true, Ordering::Relaxed);
+            assert!(right, "a sum is that of its copy");
+        });
+        assert_eq!(Pair::of_memory(bytes), Pair::copy(&mut to, bytes), "nothing writes any more");
+    }
+
+    #[test]
+    fn no_bytes_may_have_no_address() {
+        // SAFETY: there are none.
+        let none: Source = unsafe { Bytes::new(std::ptr::null(), 0) };
+        none.copy(&mut []);
+        assert_eq!((Pair::of_memory(none), none.part(0, 1).is_none()), (Pair::of(&[]), true));
+    }
 
     #[test]
     fn regions_split_without_overlap() {

@@ -9,13 +9,11 @@ use io_uring::{IoUring, Probe, opcode, types};
 
 use super::fork::Note;
 use super::gather::Buf;
+use super::memory::MOST_VECTORS;
 
 /// Entries of a ring. There are few, because the kernel counts them against the user's `RLIMIT_MEMLOCK`, all ranks
 /// together.
 pub const ENTRIES: u32 = 32;
-
-/// The most stretches of memory per operation (`UIO_MAXIOV`).
-const MOST_VECTORS: usize = 1024;
 
 /// An operation for a ring. The ring owns the operation, its open file and its memory until it completes. The memory is
 /// a [`Buf`], which keeps the kernel from writing anywhere else: it does not move with its owner, and its creator
@@ -94,7 +92,7 @@ impl<T: Payload> Ring<T> {
         // If there are more than the kernel takes at once, the transfer is short and the rest follows.
         let vectors: Vec<libc::iovec> = if write {
             let slices = buf.slices(range);
-            slices.iter().take(MOST_VECTORS).map(|s| vector(s.as_ptr().cast_mut(), s.len())).collect()
+            slices.iter().take(MOST_VECTORS).map(|s| vector(s.pointer().cast_mut(), s.len())).collect()
         } else {
             let mut slices = buf.slices_mut(range);
             slices.iter_mut().take(MOST_VECTORS).map(|s| vector(s.as_mut_ptr(), s.len())).collect()

@@ -180,7 +180,9 @@ structures! {
         waits_for: AtomicU64,
         changed_step: AtomicI64,
         changed: AtomicU64,
-        reserved: [AtomicU64; 12],
+        warned: AtomicU64,
+        warning: Text<8>,
+        reserved: [AtomicU64; 3],
     }
 
     /// 5.3.

@@ -17,7 +17,7 @@ pub use begun::Begun;
 pub use codes::{Kind, Phase, State};
 pub use lane::Lane;
 pub use operation::{Call, Operation, Planned, Ran};
-pub use process::{refused, set_changed, set_group, set_target, wait_for};
+pub use process::{places, refused, set_changed, set_group, set_target, wait_for, warn};
 pub use target::parse_targets;
 
 use crate::error::{Error, Result};

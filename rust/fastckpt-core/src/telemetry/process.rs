@@ -70,6 +70,19 @@ pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     });
 }
 
+/// Tells the monitor what this process warns of: up to 64 bytes.
+pub fn warn(text: &str) {
+    with_segment(|segment| {
+        let process = &segment.process;
+        let number = process.warned.load(Relaxed);
+        // A reader that finds the number finds its text.
+        process.warned.store(0, Relaxed);
+        fence(Release);
+        process.warning.set(text);
+        process.warned.store(number + 1, Release);
+    });
+}
+
 /// Changes the segment of this process, if it has one.
 fn with_segment(change: impl FnOnce(&Segment)) {
     let Some(guard) = lock() else { return };
@@ -164,6 +177,8 @@ fn inherit(segment: &Segment, old: &Segment) {
     }
     new.changed_step.store(old_totals.changed_step.load(Relaxed), Relaxed);
     new.changed.store(old_totals.changed.load(Relaxed), Relaxed);
+    new.warning.copy(&old_totals.warning);
+    new.warned.store(old_totals.warned.load(Relaxed), Relaxed);
     for (to, from) in segment.history.iter().zip(&old.history) {
         to.copy(from);
     }
@@ -293,12 +308,10 @@ pub(super) fn finish(
     }
 }
 
-/// Publishes a segment in the first directory that takes it.
-fn publish(
-    environment: &Environment,
-    generation: u32,
-    fill: impl Fn(&Segment),
-) -> Option<(PathBuf, Shared<Segment>)> {
+/// Where this process may publish its counters, in turn: each directory, then the same without symbolic links, or why it
+/// is not even looked at.
+#[must_use]
+pub fn places(environment: &Environment) -> Vec<(PathBuf, Result<PathBuf, String>)> {
     let variable = |name| environment.get(name).map(PathBuf::from);
     let directories = variable("FASTCKPT_TOP_DIR").map_or_else(
         || {
@@ -308,12 +321,25 @@ fn publish(
         },
         |directory| vec![directory],
     );
+    let mounts = mounts();
+    let judged = |directory: PathBuf| {
+        let found = local(&directory, &mounts);
+        (directory, found)
+    };
+    directories.into_iter().map(judged).collect()
+}
+
+/// Publishes a segment in the first directory that takes it.
+fn publish(
+    environment: &Environment,
+    generation: u32,
+    fill: impl Fn(&Segment),
+) -> Option<(PathBuf, Shared<Segment>)> {
     let pid = std::process::id();
     let ticks = start_ticks_of("self");
-    let mounts = mounts();
     let mut refused = None;
-    for directory in directories {
-        let directory = match local(&directory, &mounts) {
+    for (_, place) in places(environment) {
+        let directory = match place {
             Ok(directory) => directory,
             Err(why) => {
                 refused = Some(why);

@@ -49,7 +49,7 @@ impl Memory {
             let end = stored.bytes.len().max(at + range.len());
             stored.bytes.resize(end, 0);
             for slice in transfer.buf.slices(range) {
-                stored.bytes[at..at + slice.len()].copy_from_slice(&slice);
+                slice.copy(&mut stored.bytes[at..at + slice.len()]);
                 at += slice.len();
             }
         } else {

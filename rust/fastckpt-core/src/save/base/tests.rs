@@ -85,7 +85,7 @@ fn what_does_not_change_is_linked_from_the_third_save_on() {
     assert_eq!(files.iter().map(|file| file.links).collect::<Vec<_>>(), [2, 0]);
     // Every directory stands by itself.
     for number in 0..3 {
-        crate::commit::remove(&path(number), false).unwrap();
+        crate::commit::remove(&path(number), &[], false).unwrap();
     }
     saved(&path(3), Some(&path(3)), &[1, 2, 3, 12], &[]);
     assert_eq!(std::fs::metadata(&first).unwrap().nlink(), 1);

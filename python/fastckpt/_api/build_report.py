@@ -1,0 +1,48 @@
+"""The report of an operation, made of what the core and the steps around it have to say."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from .reports import Report
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping
+
+_R = TypeVar("_R", bound=Report)
+
+#: The order in which phases pass. Rounds of ranks count as planning, and the wait for the last of them as commit.
+_PHASES = ("wait", "stage", "plan", "compare", "read", "exchange", "write", "fsync", "commit")
+
+
+def build_report(
+    kind: type[_R],
+    path: str,
+    began: float,
+    core: Mapping[str, Any],
+    *,
+    beside: Mapping[str, float] | None = None,
+    **more: Any,
+) -> _R:
+    """The report of an operation that ends now.
+
+    Args:
+        kind: its class.
+        path: the checkpoint's directory, absolute.
+        began: when the program called (``time.perf_counter``).
+        core: the core's report.
+        beside: seconds by phase, of what the core did not see. The rest of that counts as planning.
+        more: what the class has beyond that.
+    """
+    beside = beside or {}
+    seconds = time.perf_counter() - began
+    phases = {**core["phases"], **beside}
+    phases["plan"] = phases.get("plan", 0.0) + max(0.0, seconds - core["seconds"] - sum(beside.values()))
+    ordered = {name: phases.pop(name) for name in _PHASES if name in phases} | phases
+    return kind(path=path, **{**core, "seconds": seconds, "phases": ordered, **more})
+
+
+def with_warnings(core: Mapping[str, Any], *texts: Iterable[str]) -> dict[str, Any]:
+    """A report of the core with further warnings."""
+    return {**core, "warnings": (*core.get("warnings", ()), *(text for several in texts for text in several))}

@@ -1,0 +1,154 @@
+"""Options that several functions take alike, each defined once: its default, its check, what help() says of it.
+
+A record of settings is a frozen dataclass whose fields are made by :func:`option`. A function takes the options of a
+record as ``**options``, has :func:`takes` show them in its signature and docstring, and makes the record by
+:meth:`Settings.of` before it looks at the state. The record is passed on whole.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import field, fields
+from functools import cache
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
+
+from fastckpt._text import suggest
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+_T = TypeVar("_T")
+
+_OPTION = "option"
+#: How wide the lines of a docstring are.
+_WIDTH = 120
+
+
+class Option(NamedTuple):
+    """One option.
+
+    Attributes:
+        default: what a call without it has.
+        check: called with the operation and the value; returns what the record holds, or raises.
+        words: what it does, for the docstring.
+        alike: whether all ranks of a job have to give the same.
+    """
+
+    default: Any
+    check: Callable[[str, Any], Any]
+    words: str
+    alike: bool
+
+
+def option(default: Any, check: Callable[[str, Any], Any], words: str, *, alike: bool = False) -> Any:
+    """A field of a record; see :class:`Option`."""
+    return field(metadata={_OPTION: Option(default, check, words, alike)})
+
+
+def as_given(_: str, value: Any) -> Any:
+    """What a caller gave, unchecked."""
+    return value
+
+
+def as_bool(_: str, value: Any) -> bool:
+    """Whether what a caller gave is true."""
+    return bool(value)
+
+
+class Settings:
+    """What records of settings share.
+
+    Attributes:
+        given: the options as callers give them: a TypedDict with the names of the record, for type checkers.
+    """
+
+    __slots__ = ()
+
+    given: ClassVar[type]
+
+    @classmethod
+    @cache
+    def options(cls) -> Mapping[str, Option]:
+        """The options of the record, by name."""
+        # Each record is a dataclass.
+        return MappingProxyType({one.name: one.metadata[_OPTION] for one in fields(cls)})  # type: ignore[arg-type]
+
+    @classmethod
+    def of(cls, operation: str, given: Mapping[str, Any], door: Any = None) -> Self:
+        """The record of what a caller gave.
+
+        Args:
+            operation: the word that error messages begin with.
+            given: values by name; what is not in it has its default.
+            door: what the caller called; it takes no other arguments than those that :func:`takes` shows.
+
+        Raises:
+            TypeError: it has no argument of a name.
+            Exception: what the check of an option raises.
+        """
+        if door is not None:
+            known = [*(vars(door)["__init__"] if isinstance(door, type) else door).__signature__.parameters]
+            for name in given:
+                if name not in known:
+                    like = suggest(name, known)
+                    more = like if like.startswith(";") else ""
+                    raise TypeError(f"{operation}: unexpected keyword argument {name!r}{more}")
+        return cls(**{name: one.check(operation, given.get(name, one.default)) for name, one in cls.options().items()})
+
+
+def takes(
+    *kinds: type[Settings], like: Mapping[type[Settings], str] | None = None, ranks: bool = False
+) -> Callable[[_T], _T]:
+    """Show options in the signature and the docstring of a function, or a class, that takes them as ``**options``.
+
+    Args:
+        kinds: their records.
+        like: by record, a function whose docstring tells what its options do; those of other records are told in full.
+        ranks: whether several ranks call it together.
+    """
+
+    def show(shown: _T) -> _T:
+        function: Any = vars(shown)["__init__"] if isinstance(shown, type) else shown
+        signature = inspect.signature(function)
+        hints = dict(function.__annotations__)
+        parameters = []
+        for name, parameter in signature.parameters.items():
+            if parameter.kind is inspect.Parameter.VAR_KEYWORD:
+                del hints[name]
+            else:
+                parameters.append(parameter)
+        returns = hints.pop("return")
+        lines = []
+        for kind in kinds:
+            types = get_type_hints(kind.given)
+            for name, one in kind.options().items():
+                hints[name] = types[name]
+                parameters.append(
+                    inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=one.default, annotation=types[name])
+                )
+                other = (like or {}).get(kind)
+                words = one.words if other is None else f"as for :func:`{other}`."
+                lines.append(f"{name}: {words}{' The same on all ranks.' * (ranks and one.alike)}")
+        function.__annotations__ = {**hints, "return": returns}
+        function.__signature__ = signature.replace(parameters=parameters)
+        if shown.__doc__ is not None:
+            shown.__doc__ = with_lines(shown.__doc__, lines)
+        return shown
+
+    return show
+
+
+def with_lines(doc: str, lines: Iterable[str]) -> str:
+    """A docstring with these lines in the place of the one that says ``{options}``."""
+
+    def wrapped(mark: re.Match[str]) -> str:
+        # From Python 3.13 on, what all lines of a docstring are indented by is not in it.
+        indent = mark.group(1)
+        more = {"initial_indent": indent, "subsequent_indent": f"{indent}    "}
+        return "\n".join(one for line in lines for one in textwrap.wrap(line, _WIDTH, **more))  # type: ignore[arg-type]
+
+    return re.sub(r"^( *)\{options\}$", wrapped, doc, flags=re.MULTILINE)

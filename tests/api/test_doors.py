@@ -1,0 +1,155 @@
+"""Every way to save writes the same bytes, reports alike, refuses the same, and leaves and keeps nothing.
+
+The public API alone: what is behind it may move.
+"""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+
+import pytest
+import torch
+import torch.distributed.checkpoint as torch_dcp
+
+import fastckpt
+from fastckpt import dcp, distributed
+from harness.machines import wait_until
+
+
+def by_torch(state, path, **options):
+    writer = dcp.Writer(path, **options)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            torch_dcp.save(state, storage_writer=writer, no_dist=True)
+        except torch_dcp.CheckpointException as error:
+            # One for each rank.
+            raise error.failures[0][0] from None
+    return writer.report
+
+
+DOORS = {
+    "save": fastckpt.save,
+    "save_async": lambda state, path, **options: fastckpt.save_async(state, path, **options).result(),
+    "distributed.save": distributed.save,
+    "distributed.save_async": lambda state, path, **options: distributed.save_async(state, path, **options).result(),
+    "dcp.Writer": by_torch,
+}
+OF_STATES = {*DOORS} - {"dcp.Writer"}
+IN_BACKGROUND = {"save_async", "distributed.save_async"}
+OF_RANKS = {"distributed.save", "distributed.save_async", "dcp.Writer"}
+
+
+def state():
+    generator = torch.Generator().manual_seed(3)
+    model = {f"layer.{number}": torch.randn(300, 70, generator=generator) for number in range(4)}
+    return {"model": model, "optimizer": {"step": 7, "moments": [torch.ones(5), torch.zeros(3, 2)]}}
+
+
+def shards(path):
+    return {str(file.relative_to(path)): file.read_bytes() for file in sorted(path.rglob("*.safetensors"))}
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory):
+    path = tmp_path_factory.mktemp("doors") / "c"
+    fastckpt.save(state(), path, metadata={"step": 7}, shard_size="200KB")
+    return shards(path)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_the_same_bytes_and_a_report_that_adds_up(tmp_path, expected, door):
+    report = DOORS[door](state(), tmp_path / "c", metadata={"step": 7}, shard_size="200KB", threads=1)
+    assert len(expected) > 2
+    assert shards(tmp_path / "c") == expected
+    order = ["wait", "stage"] * (door in IN_BACKGROUND) + ["plan", "write", "fsync", "commit"]
+    assert list(report.phases) == order
+    assert sum(report.phases.values()) == pytest.approx(report.seconds)
+    assert (report.step, report.shards, report.warnings) == (7, len(expected), ())
+    assert report.bytes == sum(tensor.nbytes for tensor in (*state()["model"].values(), torch.ones(5), torch.zeros(6)))
+    assert (report.staged > 0) == (door in IN_BACKGROUND)
+
+
+#: What is wrong, which saves take it, and the error.
+WRONG = {
+    "overwrite": ({"overwrite": False}, {*DOORS}, FileExistsError, "overwrite=False"),
+    "shard_size": ({"shard_size": "much"}, {*DOORS}, ValueError, "shard_size"),
+    "files": ({"files": {"a/b": ""}}, {*DOORS}, ValueError, "files: 'a/b' is not a plain file name"),
+    "files that are none": ({"files": "config.json"}, {*DOORS}, TypeError, "files must be a dict"),
+    "model_key": ({"model_key": "weights"}, {*DOORS}, ValueError, "model_key"),
+    "io": ({"io": "fast"}, {*DOORS}, ValueError, "io must be one of auto, uring, threads, direct, buffered"),
+    "threads": ({"threads": 0}, {*DOORS}, ValueError, "threads must be None or an int from 1 to 24"),
+    "bandwidth_limit": ({"bandwidth_limit": -1}, {*DOORS}, ValueError, "bandwidth_limit"),
+    "base": ({"base": "s3://bucket/c"}, OF_STATES, ValueError, "base"),
+    "frozen": ({"frozen": 1}, OF_STATES, TypeError, "frozen must be a pattern"),
+    "frozen of nothing": ({"frozen": "nothing.*"}, OF_STATES, KeyError, "frozen: 'nothing.\\*' matches nothing"),
+    "exclude": ({"exclude": 1}, OF_STATES, TypeError, "exclude must be a pattern"),
+    "exclude of nothing": ({"exclude": "nothing.*"}, OF_STATES, KeyError, "exclude: 'nothing.\\*' matches nothing"),
+    "dtype": ({"dtype": "int8"}, OF_STATES, ValueError, "dtype"),
+    "metadata": ({"metadata": {"w": torch.ones(1)}}, {*DOORS}, fastckpt.UnsupportedTypeError, "metadata cannot hold"),
+    "replicas": ({"replicas": "some"}, OF_RANKS, ValueError, "replicas is 'some': known are sample, full, first"),
+    "on_difference": ({"on_difference": "hide"}, OF_RANKS, ValueError, "on_difference is 'hide'"),
+    "pin": ({"pin": -1}, IN_BACKGROUND, ValueError, "pin must be True, False"),
+    "on_error": ({"on_error": "hide"}, IN_BACKGROUND, ValueError, "on_error must be"),
+    "an unknown one": ({"speed": 1}, {*DOORS}, TypeError, "unexpected keyword argument 'speed'"),
+}
+
+
+@pytest.mark.parametrize(
+    ("door", "wrong"), [(door, name) for name, (_, doors, *_) in WRONG.items() for door in DOORS if door in doors]
+)
+def test_what_is_wrong_is_refused_alike_and_leaves_and_keeps_nothing(tmp_path, door, wrong):
+    options, _, kind, message = WRONG[wrong]
+    path = tmp_path / "c"
+    if wrong == "overwrite":
+        fastckpt.save({"w": torch.ones(1)}, path)
+    before = {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()}
+    mine = state()
+    alive = weakref.ref(mine["model"]["layer.0"])
+    gc.disable()
+    try:
+        with pytest.raises(kind, match=message) as raised:
+            DOORS[door](mine, path, **options)
+        assert door.split(".")[0] in str(raised.value) or "save" in str(raised.value)
+        del raised, mine
+        # The thread may still be about to end. What torch raises has itself among its frames.
+        wait_until(lambda: alive() is None or door == "dcp.Writer")
+    finally:
+        gc.enable()
+    assert {file: file.read_bytes() for file in tmp_path.rglob("*") if file.is_file()} == before
+    # The next save works.
+    DOORS[door](state(), path)
+
+
+@pytest.mark.parametrize("door", sorted(OF_STATES))
+def test_patterns_may_come_one_by_one(tmp_path, door):
+    DOORS[door](state(), tmp_path / "c", exclude=(text for text in ["optimizer"]), frozen=iter(["model.*"]))
+    assert list(fastckpt.load(tmp_path / "c")) == ["model"]
+
+
+@pytest.mark.parametrize("door", sorted(IN_BACKGROUND))
+def test_a_save_in_the_background_lets_go_of_functions_of_the_program(tmp_path, door):
+    def default(value):
+        return list(value)
+
+    save = fastckpt.save_async if door == "save_async" else distributed.save_async
+    alive = weakref.ref(default)
+    pending = save(state(), tmp_path / "c", default=default, bandwidth_limit="500KB")
+    del default
+    assert alive() is None
+    pending.result()
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_a_save_keeps_nothing_of_the_state(tmp_path, door):
+    mine = state()
+    alive = [weakref.ref(tensor) for tensor in mine["model"].values()]
+    gc.disable()
+    try:
+        DOORS[door](mine, tmp_path / "c")
+        del mine
+        assert [one() for one in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
