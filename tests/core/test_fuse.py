@@ -18,6 +18,7 @@ from harness import machines, mounts, two_machines
 SCENARIOS = (
     "different_names",
     "one_name",
+    "emptied_meanwhile",
     "rival_meanwhile",
     "directory_meanwhile",
     "moved_meanwhile",

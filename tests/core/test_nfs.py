@@ -17,6 +17,7 @@ BOOTS = {
         "trainer:one_name",
         "one_name",
         "aside_meanwhile",
+        "emptied_meanwhile",
         "rival_meanwhile",
         "directory_meanwhile",
         "moved_meanwhile",

@@ -89,7 +89,8 @@ class Raised:
 
 @dataclass
 class Outcome:
-    """How a call ended on one rank. ``began`` and ``ended`` are of ``time.monotonic``, which all processes share."""
+    """How a call ended on one rank. ``began`` and ``ended`` are of ``time.monotonic``, which all processes share.
+    ``status`` is the wait status of a rank that died."""
 
     rank: int
     kind: Literal["returned", "raised", "died", "stopped", "silent"]
@@ -98,6 +99,7 @@ class Outcome:
     began: float = 0.0
     ended: float = 0.0
     warnings: list[tuple[str, str, str, int]] = field(default_factory=list)
+    status: int | None = None
 
     @property
     def seconds(self) -> float:
@@ -236,8 +238,7 @@ class Group:
             except EOFError:
                 self._busy.discard(rank)
                 self._dead.add(rank)
-                self.children[rank].wait()
-                return Outcome(rank, "died")
+                return Outcome(rank, "died", status=self.children[rank].wait())
             if "heard" in message:
                 self._heard[rank].append(decode(message["heard"]))
             elif "answer" in message:

@@ -214,21 +214,64 @@ def aside_meanwhile(one, two, logs):
 
 def second_rename(machine, logs):
     """The call that gives a new checkpoint the name that the old one has just lost."""
+    return call_of_a_save(machine, logs, "rename,renameat,renameat2", lambda call, path: call.paths()[1:] == [path])
+
+
+def call_of_a_save(machine, logs, names, wanted):
+    """Which call of a save over a checkpoint is the first that is wanted, as strace counts: by thread and name."""
     path = machine[1] / "probe"
-    save(machine[0], path, 1)
-    child = machine[0].start("save_held", path=str(path), index=2, nbytes=SMALL)
+    save(machine[0], path, 1, **SHARDS)
+    child = machine[0].start("save_held", path=str(path), index=2, threads=1, **SHARDS)
     child.next()
-    with strace.attached(child.pid, logs / "probe", "rename,renameat,renameat2") as trace:
+    with strace.attached(child.pid, logs / "probe", names) as trace:
         child.go()
         assert told(child) is None
         calls = trace.calls()
+    shutil.rmtree(path)
     counts = {}
     for call in calls:
-        counts[call.name] = counts.get(call.name, 0) + 1
-        if call.ok and call.paths()[1:] == [str(path)]:
-            shutil.rmtree(path)
-            return call.name, counts[call.name]
+        counter = (call.pid, call.name)
+        counts[counter] = counts.get(counter, 0) + 1
+        if call.ok and wanted(call, str(path)):
+            return call.name, counts[counter]
     raise AssertionError(calls)
+
+
+def emptied_meanwhile(one, two, logs):
+    """While a saver looks at what was taken aside, by another machine's saver or by itself, that loses its name and
+    its manifest, as when somebody removes it: what the saver sees there is no reason to refuse."""
+    path = one[1] / "step"
+
+    def empty():
+        (name,) = [name for name in os.listdir(two[1]) if name.startswith(".step.old-")]
+        (two[1] / name).rename(two[1] / "elsewhere")
+        (two[1] / "elsewhere" / "fastckpt.json").unlink()
+
+    save(one[0], path, 1, **SHARDS)
+    call = second_rename(one, logs)
+    rival = two[0].start("save_held", path=str(two[1] / "step"), index=3, threads=1, **SHARDS)
+    rival.next()
+    with contextlib.ExitStack() as held:
+        with machines.stopped_save(one[0], path, logs / "log", *call, index=2, **SHARDS) as child:
+            (aside,) = [name for name in os.listdir(two[1]) if name.startswith(".step.old-")]
+            # The first look at the manifest finds what was taken aside, the second one examines it.
+            stop = strace.stopping(rival.pid, logs / "rival", "openat2", 2, path=two[1] / aside)
+            stopped = held.enter_context(stop)
+            rival.go()
+            stopped.wait()
+            empty()
+        assert (end := told(child)) is None, end
+    assert (end := told(rival)) is None, end
+    assert [look(machine, place / "step") for machine, place in (one, two)] == [3, 3]
+    shutil.rmtree(two[1] / "elsewhere")
+
+    call = call_of_a_save(one, logs, "openat2", lambda call, _: ".probe.old-" in call.fd_paths()[0])
+    with machines.stopped_save(one[0], path, logs / "log", *call, index=4, **SHARDS) as child:
+        empty()
+    assert (end := told(child)) is None, end
+    assert [look(machine, place / "step") for machine, place in (one, two)] == [4, 4]
+    shutil.rmtree(two[1] / "elsewhere")
+    tidy(one[1], "step")
 
 
 def rival_meanwhile(one, two, logs):

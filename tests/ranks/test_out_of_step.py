@@ -15,8 +15,9 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 import fastckpt.distributed
+from fastckpt._manager.agreement import Together
 from fastckpt._ranks import protocol
-from harness import groups, parallel
+from harness import groups, machines, parallel
 
 #: Where a rank is to be missed: longer than a busy machine holds back one of the others.
 SHORT = 8.0
@@ -217,10 +218,10 @@ def two_names_of_two(first: str, second: str) -> str:
 
 def leave_at_once(path: str) -> None:
     protocol.GRACE = LONG  # a busy machine may take seconds to wake a rank
-    save(path, 1)
-    if fastckpt.load(path)["step"] == 1:
-        groups.report("saved")
-        os._exit(0)
+    told = save(path, 1)
+    assert (told, fastckpt.load(path)["step"]) == ("ok", 1)
+    groups.report("saved")
+    os._exit(0)
 
 
 def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
@@ -229,21 +230,45 @@ def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
         strike = groups.Strike(2, "fastckpt._ranks.protocol:Turn._take", signal.SIGSTOP, nth=4)
         group.start(leave_at_once, str(tmp_path / "c"), strike=strike)
         [stopped] = group.outcomes(LONG, ranks=[2])
-        assert stopped.kind == "stopped"
+        assert stopped.kind == "stopped", stopped
         assert group.heard(1) == "saved"
         time.sleep(0.5)
         group.resume(2)
         assert [group.heard(rank) for rank in (2, 0)] == ["saved"] * 2
 
 
-def fails_in_the_save(out: str) -> list[str]:
-    """One rank's save raises, and it does not wait; the others do. Then all go on."""
+class Late(dict):
+    """A part of a state that is read once the other ranks wait for the save."""
+
+    def __init__(self, waiting: list[Path]) -> None:
+        super().__init__(bad=object())
+        self.waiting = waiting
+
+    def items(self):
+        machines.wait_until(lambda: all(path.exists() for path in self.waiting))
+        return super().items()
+
+
+def fails_in_the_save(out: str, *, late: bool) -> list[str]:
+    """One rank's save raises, and it does not wait; the others do. Then all go on.
+
+    Where it is late, the others ask each other whether it is over before it has failed.
+    """
     told = []
+    rank, asking = dist.get_rank(), [Path(f"{out}-asks-{rank}") for rank in range(dist.get_world_size())]
+    ask = Together.decide
+
+    def decide(self, operation, asked):
+        if operation == "wait":
+            asking[rank].touch()
+        return ask(self, operation, asked)
+
+    Together.decide = decide
     with fastckpt.Manager(out, timeout=LONG) as manager:
         for step in (1, 2):
             given = state(step)
-            if step == 1 and dist.get_rank() == 1:
-                given["bad"] = object()
+            if step == 1 and rank == 1:
+                given["bad"] = Late([asking[0], asking[2]] if late else [])
             told.append(outcome(manager.save, step, given))
             if step == 2 or dist.get_rank() != 1:
                 began = time.monotonic()
@@ -253,9 +278,10 @@ def fails_in_the_save(out: str) -> list[str]:
     return told
 
 
-def test_a_rank_that_waits_for_a_save_is_told_at_once_why_it_failed(forge, tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_a_rank_that_waits_for_a_save_is_told_at_once_why_it_failed(forge, tmp_path, late):
     with forge.group(3) as group:
-        first, odd, last = group.run(fails_in_the_save, str(tmp_path / "run"), timeout=2 * LONG)
+        first, odd, last = group.run(fails_in_the_save, str(tmp_path / "run"), late=late, timeout=2 * LONG)
     for told in (first, last):
         assert told[0] == "ok"
         assert "rank 1" in told[1]

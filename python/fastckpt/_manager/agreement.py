@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: What a wait has in the place of a step.
-_NO_STEP = {"step": "0"}
 #: Seconds between two signs of life of a rank for which others wait.
 _BEAT = 1.0
 
@@ -46,6 +44,8 @@ class Asked:
         apart: seconds for which the ranks may go on without asking each other; the first rank's counts.
         over: whether nothing is in flight that this rank waits for.
         plan: what a save of the step notes of its place in the run; the first rank's counts.
+        watch: called while this rank waits for the others. What it raises ends the question here; those that are in it
+            hear of it, and those that come to another question do not.
     """
 
     step: int
@@ -56,6 +56,7 @@ class Asked:
     apart: float
     over: bool = True
     plan: Callable[[], Any] = lambda: None
+    watch: Callable[[], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,9 +149,6 @@ class Alone:
 
     def leave(self, why: str) -> None:
         """This rank goes on or ends without the others, which hear of it when they next ask."""
-
-    def give_up_waiting(self, why: str) -> None:
-        """This rank waits no longer: those that wait hear why, and no others."""
 
 
 class Together(Alone):
@@ -259,7 +257,8 @@ class Together(Alone):
 
         value = [asked.step, asked.step, list(asked.signals), asked.left, asked.over]
         marks = {"step": str(asked.step)}
-        signals, left, saved, due, over, plan, self._skip = self._round(operation, value, combine, decide, marks)
+        said = self._round(operation, value, combine, decide, marks, asked.watch)
+        signals, left, saved, due, over, plan, self._skip = said
         self._passed = 0
         return Agreed(tuple(signals), left, saved, due, over, plan)
 
@@ -305,12 +304,6 @@ class Together(Alone):
         with contextlib.suppress(RanksError, Ended), self._turn(""):
             raise Ended(why)
 
-    def give_up_waiting(self, why: str) -> None:
-        """This rank waits no longer: those that wait hear why, and no others."""
-        with contextlib.suppress(RanksError, SaveFailed), self._turn("wait") as turn:
-            turn.mark(_NO_STEP)
-            raise SaveFailed(why)
-
     def _round(
         self,
         operation: str,
@@ -318,10 +311,14 @@ class Together(Alone):
         combine: Callable[[list[Any]], Any] | None,
         decide: Callable[[Any], Any] | None,
         marks: Mapping[str, str] | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> Any:
         with self._turn(operation) as turn:
             turn.mark(marks or {})
-            return turn.round(LAST, value if combine else [value], combine=combine or _joined, decide=decide)
+            if watch is not None:
+                watch()
+            value = value if combine else [value]
+            return turn.round(LAST, value, combine=combine or _joined, decide=decide, watch=watch)
 
     def _turn(self, operation: str) -> Operation:
         return self._peers.operation(operation, self._directory, self._timeout, place=self._place)

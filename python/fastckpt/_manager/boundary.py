@@ -216,13 +216,13 @@ class Boundary(Run):
         *,
         over: bool = True,
         plan: Callable[[], Any] = lambda: None,
+        watch: Callable[[], None] | None = None,
     ) -> Agreed:
         """Agree with the other ranks on what happens at a boundary."""
         deadline = self._signals.deadline
         left = None if deadline == math.inf else deadline - time.monotonic()
-        asked = Asked(
-            step, self._signals.pending, left, self._saved, due, min(apart, self._signals.grace / _ROUNDS), over, plan
-        )
+        apart = min(apart, self._signals.grace / _ROUNDS)
+        asked = Asked(step, self._signals.pending, left, self._saved, due, apart, over, plan, watch)
         agreed = self._agree.decide(operation, asked)
         self._base = agreed.saved
         self._signals.agree(agreed.signals, agreed.left)
@@ -267,17 +267,13 @@ class Boundary(Run):
                 return None if pending is None else pending.exception(left_until(limit))
             return None
 
-        def is_over(limit: float) -> bool:
-            over = self._is_saved(limit)
-            failure = has_failed(0.0) if over else None
+        def watch() -> None:
+            failure = has_failed(0.0)
             if failure is not None:
-                why = f"the save that it waited for has failed: {failure}"
-                self._agree.give_up_waiting(why)
-                raise SaveFailed(why)
-            return over
+                raise SaveFailed(f"the save that it waited for has failed: {failure}")
 
         try:
-            self._wait_together(end, is_over)
+            self._wait_together(end, self._is_saved, watch)
         except SaveFailed:
             return
         except RanksError as told:
@@ -307,12 +303,15 @@ class Boundary(Run):
         if over:
             self._agree.first("wait: copies", leading.tell if leading else lambda: None)
 
-    def _wait_together(self, end: float, is_over: Callable[[float], bool]) -> bool:
+    def _wait_together(
+        self, end: float, is_over: Callable[[float], bool], watch: Callable[[], None] | None = None
+    ) -> bool:
         """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
 
         Args:
             end: until when, by ``time.monotonic``.
             is_over: whether it is over on this rank by such a time.
+            watch: as :attr:`.agreement.Asked.watch`.
 
         Returns:
             Whether it is over.
@@ -323,7 +322,7 @@ class Boundary(Run):
         pause = _FIRST_LOOK
         while True:
             over = is_over(min(end, time.monotonic() + pause))
-            agreed = self._ask("wait", 0, lambda: False, 0.0, over=over)
+            agreed = self._ask("wait", 0, lambda: False, 0.0, over=over, watch=watch)
             if agreed.signals:
                 self._settle()
             if agreed.signals or agreed.over:

@@ -27,6 +27,8 @@ _HURRY = 5.0
 _LATE = 0.5
 #: Seconds for which rank 0 waits at its end for others, which may be gone, and between two looks at whether they left.
 _PARTING, _LOOK = 2.0, 0.01
+#: Seconds between two calls of a ``watch``, at most.
+_WATCH = 0.25
 
 __all__ = ["LAST", "Operation", "Peers"]
 
@@ -113,7 +115,7 @@ class Peers:
                     time.sleep(_LOOK)
         self._transport.close()
 
-    def _run(self, steps: Steps, timeout: float) -> Any:
+    def _run(self, steps: Steps, timeout: float, watch: Callable[[], None] | None = None) -> Any:
         """Serve the requests of a generator, and return what it returns."""
         reply: Any = None
         error: BaseException | None = None
@@ -130,12 +132,26 @@ class Peers:
                 if isinstance(request, Wait) and self._shown is not None:
                     whom = self._show(request.whom)
                 try:
-                    reply = self._transport.serve(request, timeout)
+                    if isinstance(request, Wait) and watch is not None:
+                        reply = self._wait(self._transport, request, timeout, watch)
+                    else:
+                        reply = self._transport.serve(request, timeout)
                 except BaseException as raised:  # noqa: BLE001 - the generator decides
                     error = raised
         finally:
             if whom is not None:
                 _core.wait_for(None)
+
+    @staticmethod
+    def _wait(transport: Transport, request: Wait, timeout: float, watch: Callable[[], None]) -> bool:
+        """Serve a wait, and call ``watch`` meanwhile; what it raises ends the wait."""
+        until = time.monotonic() + request.seconds
+        while True:
+            watch()
+            left = until - time.monotonic()
+            there: bool = transport.serve(request._replace(seconds=min(left, _WATCH)), timeout)
+            if there or left <= _WATCH:
+                return there
 
     def _show(self, whom: int) -> int:
         """Show the monitor the group, once it has a name, and the rank that this one waits for."""
@@ -229,6 +245,7 @@ class Operation:
         combine: Callable[[list[Any]], Any] | None = None,
         decide: Callable[[Any], Any] | None = None,
         is_done: Callable[[], bool] | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> Any:
         """Take part in the next round, and return its answer, the same on all ranks.
 
@@ -240,11 +257,12 @@ class Operation:
             decide: makes the answer of the value of all ranks, on rank 0 alone; its exception fails the operation for
                 all. It calls ``alive`` where it takes long. Without it, the answer is the value.
             is_done: whether ``decide``, which has raised, has committed nevertheless; then the others are told so.
+            watch: called while this rank waits for others; what it raises ends the round here.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.
         """
-        return self._run(self._turn.round(name, value, None, combine, decide, is_done))
+        return self._run(self._turn.round(name, value, None, combine, decide, is_done), watch=watch)
 
     def mark(self, marks: Mapping[str, str]) -> None:
         """Say before the first round what tells this call from others to the same path; equal on ranks that have it."""
@@ -268,9 +286,9 @@ class Operation:
             self._looked = now
             self._run(self._turn.look())
 
-    def _run(self, steps: Steps, limit: float = math.inf) -> Any:
+    def _run(self, steps: Steps, limit: float = math.inf, watch: Callable[[], None] | None = None) -> Any:
         try:
-            return self._peers._run(steps, min(limit, self._turn.timeout))  # noqa: SLF001 - they are one
+            return self._peers._run(steps, min(limit, self._turn.timeout), watch)  # noqa: SLF001 - they are one
         except UnreachableError as error:
             raise self._turn.unreachable(error) from error
 

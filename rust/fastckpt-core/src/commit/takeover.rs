@@ -283,7 +283,14 @@ impl Workspace {
                 None => return Ok(seen),
             }
         };
-        examine(directory.as_fd(), &self.target, self.overwrite)?;
+        if let Err(refusal) = examine(directory.as_fd(), &self.target, self.overwrite) {
+            // Another save may have taken it over and be removing it. What was seen then says nothing.
+            return if id_of_renamed(self.parent.as_fd(), displaced) == Some(seen) {
+                Err(refusal)
+            } else {
+                Ok(seen)
+            };
+        }
         if self.carry_over(directory.as_fd())? {
             sync(self.directory()).map_err(Error::io("sync the directory", &self.target))?;
         }

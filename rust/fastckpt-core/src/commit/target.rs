@@ -58,14 +58,16 @@ pub(super) fn look(
         match taken_aside(parent, name) {
             Free::Taken => {}
             Free::Truly => break,
-            Free::For(aside) => match open_old(parent, &aside.name, target, overwrite) {
-                // Its saver, on another machine, has gone on meanwhile, and removed it.
-                Err(error) if is_gone(&error) && turn < TURNS => {
-                    refresh(parent);
-                    turn += 1;
+            Free::For(aside) => {
+                let found = look_at_name(parent, &aside.name, target, overwrite);
+                let gone = found.as_ref().map_or_else(is_gone, Option::is_none);
+                if !gone || turn == TURNS {
+                    return found;
                 }
-                found => return found,
-            },
+                // Its saver, on another machine, has gone on meanwhile, and removed it.
+                refresh(parent);
+                turn += 1;
+            }
         }
     }
     look_at_name(parent, name, target, overwrite)
