@@ -12,10 +12,10 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
 
 import fastckpt
-from fastckpt._ranks.save import Texts
 from fastckpt.dcp import Reader, Writer
 from harness import needs, parallel
 from harness.groups import FailedError, Strike
+from harness.internals import AgreedByRanks, process_group
 from harness.parallel import dist, torch
 
 TOPOLOGIES = [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("tp_fsdp", 4), ("ddp", 2)]
@@ -342,8 +342,8 @@ def test_metadata_that_one_rank_cannot_store_fails_all_at_once(forge, tmp_path):
 
 def save_bad_texts(path):
     """What a save says whose structure is none, and whether it wrote anything."""
-    texts = mock.patch("fastckpt.dcp._together.Texts", return_value=Texts("1", "[null]"))
-    with texts, mock.patch("fastckpt._ranks.save._write") as write:
+    texts = mock.patch.object(AgreedByRanks, "texts", ("1", "[null]", None))
+    with texts, mock.patch.object(process_group, "_write") as write:
         try:
             dcp.save({"w": torch.ones(3)}, checkpoint_id=path, storage_writer=Writer(timeout=60))
         except dcp.api.CheckpointException as error:
@@ -381,7 +381,7 @@ def test_an_asynchronous_save_that_fails_says_so_on_all_ranks(forge, tmp_path):
 def test_a_rank_that_dies_fails_the_others(forge, tmp_path):
     fastckpt.save({"old": torch.ones(1)}, tmp_path / "c")
     with forge.group(3) as group:
-        strike = Strike(1, "fastckpt.dcp._together:write_checkpoint")
+        strike = Strike(1, "fastckpt.dcp._together:Together.write")
         group.start(save, "fsdp", tmp_path / "c", timeout=10, strike=strike)
         outcomes = group.outcomes(ranks=[0, 1, 2], timeout=120)
     assert outcomes[1].kind == "died"

@@ -302,7 +302,7 @@ def test_an_error_of_a_run_is_one_of_all_ranks(forge, tmp_path):
 
 def save_in_pages(how, path, size):
     """A save where rank 1 has pages of ``size`` bytes; the page of the share that was laid out."""
-    module = "fastckpt.dcp._take" if how == "dcp" else "fastckpt._ranks.save"
+    module = "fastckpt.dcp._take" if how == "dcp" else "fastckpt._ranks.process_group"
     pages, share = [], _core.Share
 
     class Noted:

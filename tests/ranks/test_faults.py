@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 import fastckpt.distributed
-from fastckpt._ranks import save as _save_module
 from harness import groups, mounts, stillness, strace
+from harness.internals import process_group
 
 TIMEOUT = 3.0
 # The promise: the deadline plus 5 seconds.
@@ -338,18 +338,18 @@ def _save_too_late(path: str, number: int, timeout: float) -> int:
     """Rank 1 writes when the coordinator has removed the files."""
     if dist.get_rank() != 1:
         return _save(path, number, timeout)
-    real = _save_module.carried
+    real = process_group.carried
 
     def carried(work: Any, exchange: Any, attend: Any) -> Any:
         while any(Path(path).parent.glob(".c.tmp-*")):
             time.sleep(0.01)
         return real(work, exchange, attend)
 
-    _save_module.carried = carried
+    process_group.carried = carried
     try:
         return _save(path, number, timeout)
     finally:
-        _save_module.carried = real
+        process_group.carried = real
 
 
 def test_a_rank_whose_files_have_gone_is_told_why(forge, tmp_path):

@@ -12,6 +12,7 @@ from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 from fastckpt._tensors.ranges import range_of
 
+from .build_report import build_report
 from .destinations import read_targets
 from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
 from .outcome import Attempt, conclude, until_settled
@@ -230,8 +231,8 @@ def _load(source: str, wishes: Wishes) -> Loaded:
     prepared.targets.begin("load")
     report = _read(source, reader, prepared.targets, prepared.numbers, wishes)
     state = prepared.build()
-    more = {"missing": prepared.missing, "unexpected": prepared.unexpected}
-    return Loaded(state, conclude(LoadReport, source, began, report, **more))
+    made = build_report(LoadReport, source, began, report, missing=prepared.missing, unexpected=prepared.unexpected)
+    return Loaded(state, conclude(made))
 
 
 def _read(source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: Wishes) -> Mapping[str, Any]:

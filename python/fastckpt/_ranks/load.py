@@ -21,13 +21,13 @@ from fastckpt._paths import is_url
 from fastckpt._stores.reader import open_reader
 from fastckpt._tensors.ranges import range_of
 
+from .agreement import core_spread
 from .attention import Attention
 from .boxes import Boxed
 from .demands import Wanting, combine_wanted, demands
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, passed_on, raise_lost
 from .offers import combine_offers
 from .residency import is_resident
-from .save import core_spread
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -21,12 +21,13 @@ class Spreads:
         rank: this rank in the group.
 
     Attributes:
+        ranks: as given.
         found: the different spreads of the tensors that were met; their numbers begin at 1.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int) -> None:
         self.found: list[Spread] = []
-        self._ranks = ranks
+        self.ranks = ranks
         self._rank = rank
         self._known: DTensors | None = None
 
@@ -38,5 +39,5 @@ class Spreads:
         if self._known is None:
             from .dtensor import DTensors  # noqa: PLC0415 - imports torch
 
-            self._known = DTensors({number: rank for rank, number in enumerate(self._ranks)}, self._rank, self.found)
+            self._known = DTensors({number: rank for rank, number in enumerate(self.ranks)}, self._rank, self.found)
         return self._known.describe_of(kind)

@@ -8,6 +8,7 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
+from fastckpt._api.build_report import build_report
 from fastckpt._api.destinations import Targets
 from fastckpt._api.options import Engine, Unknown, check_io, check_threads, check_unknown
 from fastckpt._api.outcome import Attempt, conclude, until_settled, warn_of_unknown
@@ -173,7 +174,7 @@ class Reader(_torch.StorageReader):
             work.finish()
         if opened.unknown:
             warn_of_unknown("load", opened.unknown, stacklevel=3)
-        self.report = conclude(kind, path, began, fields)
+        self.report = conclude(build_report(kind, path, began, fields))
         return _torch.done(None)
 
     @classmethod

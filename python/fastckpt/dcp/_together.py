@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import json
 import secrets
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.build_report import with_warnings
-from fastckpt._api.lent import lent
-from fastckpt._api.progress import ticker
-from fastckpt._ranks.save import Compared, Portion, Texts, write_checkpoint
-from fastckpt._ranks.session import session
+from fastckpt._files import TORCH_METADATA
+from fastckpt._ranks.process_group import AgreedByRanks, ProcessGroup
 from fastckpt._tensors.movers import Sources
 
 from ._metadata import torch_metadata
@@ -20,86 +17,78 @@ from ._take import take
 from ._unite import Holding, United, memories_of, unite
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
+    from fastckpt._api.save_request import SaveRequest
+    from fastckpt._ranks.peers import Operation
     from fastckpt._ranks.replicas import Policy
+    from fastckpt._ranks.session import Session
     from fastckpt._state.registry import Types
 
     from . import _torch
     from ._take import Taken
 
 
-class Wishes(NamedTuple):
-    """What a writer was asked for.
+class Together(ProcessGroup):
+    """The ranks of a process group, each with a plan.
 
-    Attributes:
-        path: the checkpoint's directory, absolute.
-        label: of this save, the same on all ranks.
-        group: the process group.
-        timeout: seconds of silence that are waited for.
-        bandwidth: bytes per second to which the options limit this rank; None for no limit.
-        model_key: see :func:`fastckpt.save`.
-        options: how a state is saved whose model has the names that begin with a prefix, with staging memory; and what
-            torch's ``.metadata`` holds, which the coordinator alone writes.
+    Args:
+        session: the process group.
+        operation: what its ranks do together, in its body.
+        timeout: seconds for which a rank may make no progress.
         policy: how what several ranks hold is compared.
+        plan: what this rank saves.
+        planner: knows the tensors.
+        types: the types with names that are known.
         local: the plan that this rank made; None where its planner has kept it.
-        metadata: makes the structure of what is read without tensors; what it raises reaches the other ranks.
     """
 
-    path: str
-    label: str
-    group: Any
-    timeout: float
-    bandwidth: float | None
-    model_key: str | None
-    options: Callable[[str, _core.Memory | None, bytes], _core.SaveOptions]
-    policy: Policy
-    local: _torch.SavePlan | None
-    metadata: Callable[[], str]
+    def __init__(
+        self,
+        session: Session,
+        operation: Operation,
+        timeout: float,
+        policy: Policy,
+        plan: _torch.SavePlan,
+        planner: _torch.SavePlanner,
+        types: Types,
+        local: _torch.SavePlan | None,
+    ) -> None:
+        super().__init__(session, operation, timeout, policy)
+        self._plan, self._planner, self._types, self._local = plan, planner, types, local
 
-
-def save_together(wishes: Wishes, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Any:
-    """Write this rank's part of a checkpoint, and commit it with the others: every rank calls it.
-
-    Returns:
-        The core's report of this rank.
-    """
-    here = session("dcp.save", wishes.group)
-    with here.peers.operation("save", wishes.path, wishes.timeout, wishes.label) as operation:
-        metadata = wishes.metadata()
-        taken = take(plan, planner, types, wishes.local)
-        in_flight.wait_for_path(wishes.path)
+    def agree(self, request: SaveRequest) -> AgreedByRanks:
+        """Unite the plans: the round ``tables``."""
+        rank = self.session.group.rank
+        taken = take(self._plan, self._planner, self._types, self._local)
+        request.flat.keep.append(taken)
+        in_flight.wait_for_paths(request.path)
         torchs = b""
 
         def decide(tables: list[Any]) -> list[Any]:
             nonlocal torchs
-            united = unite([table for _, table in tables], wishes.model_key)
+            united = unite([table for _, table in tables], request.settings.model_key)
             torchs = torch_metadata(united.entries)
             return [_packed(united), secrets.randbits(63)]
 
-        answer, seed = operation.round("tables", [[here.group.rank, taken.table()]], combine=gathered, decide=decide)
+        answer, seed = self.operation.round("tables", [[rank, taken.table()]], combine=gathered, decide=decide)
         united = _unpacked(answer)
-        held, movers = _held(taken, united, here.group.rank)
-        sources = Sources("dcp.save", movers)
-        texts = Texts(united.structure, metadata)
-        with lent(sources.devices, sum(held[index][3] for index in movers)) as staging:
-            options = wishes.options(united.prefix, staging.core, torchs)
-            share = wishes.policy.dealt(_share(united, here.group.size, options))
-            with ticker("dcp.save", wishes.path, shown=False) as tick:
-                written = write_checkpoint(
-                    here,
-                    operation,
-                    wishes.path,
-                    Portion(
-                        share, held, sources.fill if movers else None, options, sum=sources.sum if movers else None
-                    ),
-                    texts,
-                    timeout=wishes.timeout,
-                    compared=Compared(wishes.policy, seed),
-                    bandwidth=wishes.bandwidth,
-                    tick=tick,
-                )
-            return with_warnings(written.own, staging.warnings)
+        held, movers = _held(taken, united, rank)
+        sources = Sources(request.operation, movers)
+        tensors, spreads = _spread(united)
+        return AgreedByRanks(
+            prefix=united.prefix,
+            files=[(TORCH_METADATA, torchs)],
+            tensors=tensors,
+            spreads=spreads,
+            page=united.page,
+            seed=seed,
+            structure=united.structure,
+            metadata=request.metadata.structure(),
+            held=held,
+            fill=sources.fill if movers else None,
+            sum=sources.sum if movers else None,
+            devices=sources.devices,
+            pulled=sum(held[index][3] for index in movers),
+        )
 
 
 def gathered(lists: list[list[Any]]) -> list[Any]:
@@ -125,22 +114,16 @@ def _unpacked(text: str) -> United:
     return united
 
 
-def _share(united: United, ranks: int, options: _core.SaveOptions) -> _core.Share:
-    """Who has what: tensors that are cut alike have one spread for each mesh that has them."""
+def _spread(united: United) -> tuple[list[Any], list[_core.Spread]]:
+    """Who has what, as the core takes it: tensors that are cut alike have one spread for each mesh that has them."""
     numbers: dict[Any, int] = {}
-    spreads = []
-    for holdings in united.boxes:
+    tensors: list[Any] = []
+    for tensor, holdings in zip(united.tensors, united.boxes, strict=True):
         by_mesh: dict[int, list[Any]] = {}
         for rank, box, mesh in holdings:
             by_mesh.setdefault(mesh, []).append((rank, box))
-        spreads.append([numbers.setdefault(tuple(boxes), len(numbers)) for boxes in by_mesh.values()])
-    return _core.Share.to_save(
-        [(*tensor, spread) for tensor, spread in zip(united.tensors, spreads, strict=True)],
-        [_core.Spread.boxes(boxes) for boxes in numbers],
-        ranks,
-        options,
-        united.page,
-    )
+        tensors.append((*tensor, [numbers.setdefault(tuple(boxes), len(numbers)) for boxes in by_mesh.values()]))
+    return tensors, [_core.Spread.boxes(boxes) for boxes in numbers]
 
 
 def _held(taken: Taken, united: United, rank: int) -> tuple[list[tuple[int, int, int, int]], dict[int, Any]]:

@@ -10,7 +10,7 @@ import json
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt._api.save import warn_of_types
+from fastckpt._api.save_request import warn_of_types
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors import torch as _tensors

@@ -8,20 +8,70 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastckpt._api import in_flight
+from fastckpt._api.single_process import SingleProcess
+from fastckpt._api.write import Agreed
+from fastckpt._files import TORCH_METADATA
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.described import Tensor
 from fastckpt._tensors.movers import Sources
 from fastckpt.exceptions import CheckpointError
 
+from ._metadata import torch_metadata
+from ._take import take
+from ._unite import memories_of, unite
+
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from fastckpt._api.save_request import SaveRequest
+    from fastckpt._state.registry import Types
     from fastckpt._tensors.memory import Bytes, Mover
     from fastckpt._tensors.movers import Range
     from fastckpt._tensors.pieces import Index
 
+    from . import _torch
     from ._unite import United
     from ._values import Box, Memory
+
+
+class Alone(SingleProcess):
+    """This process alone, with a plan.
+
+    Args:
+        plan: what it saves.
+        planner: knows the tensors.
+        types: the types with names that are known.
+    """
+
+    def __init__(self, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> None:
+        self._plan, self._planner, self._types = plan, planner, types
+
+    def agree(self, request: SaveRequest) -> Agreed:
+        """Resolve the plan.
+
+        Raises:
+            CheckpointError: a part of a tensor is in no box.
+            RuntimeError: the caller's current stream of a device that has a box is being captured into a graph.
+            UnsupportedTypeError: something cannot be stored; the message names it.
+            ValueError: the plan does not fit together, or ``model_key`` leads to no mapping.
+        """
+        taken = take(self._plan, self._planner, self._types)
+        request.flat.keep.append(taken)
+        united = unite([taken.table()], request.settings.model_key)
+        tensors, movers = whole(united, memories_of(taken, united))
+        sources = Sources(request.operation, movers)
+        in_flight.wait_for_paths(request.path)
+        return Agreed(
+            prefix=united.prefix,
+            files=[(TORCH_METADATA, torch_metadata(united.entries))],
+            tensors=tensors,
+            structure=united.structure,
+            metadata=request.metadata.structure(),
+            fill=sources.fill if movers else None,
+            devices=sources.devices,
+            pulled=sum(tensors[index].capacity for index in movers),
+        )
 
 
 def whole(united: United, memories: Mapping[int, Sequence[Memory]]) -> tuple[list[Tensor], dict[int, Mover]]:
