@@ -328,6 +328,22 @@ def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path, hold, monkeyp
     assert fastckpt.save(numbered(2), tmp_path / "c").stall > 0
 
 
+def test_a_load_of_a_path_that_is_being_saved_to_finds_what_is_saved(tmp_path, hold, monkeypatch):
+    fastckpt.save(numbered(1), tmp_path / "c")
+    gate = hold(tmp_path / "c")
+    pending = fastckpt.save_async(numbered(2), tmp_path / "c")
+    real = _in_flight.wait_for_paths
+
+    def wait(*paths):
+        assert not pending.done()
+        gate.set()
+        real(*paths)
+
+    monkeypatch.setattr(_in_flight, "wait_for_paths", wait)
+    assert which(fastckpt.load(tmp_path / "c")) == 2
+    assert pending.done()
+
+
 def test_threads_that_save_at_once_share_the_flights(tmp_path):
     def body(number):
         for turn in range(5):
