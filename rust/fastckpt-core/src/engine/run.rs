@@ -1,8 +1,6 @@
 //! Runs a job: starts its workers, watches them, and reports what ran.
 
 use std::io;
-use std::sync::atomic::Ordering;
-use std::thread;
 use std::time::Instant;
 
 use super::choice::{Choice, default_threads};
@@ -15,6 +13,7 @@ use super::job::{Job, TICK, Tick};
 use super::memory::Lent;
 use super::options::{LOAD_STAGING_BUDGET, MOST_DEPTH, Options, STAGING_BUDGET};
 use super::path::{IoPath, Reason};
+use super::pool::in_threads;
 use super::report::{Engine, Fallback, Fell, Ran};
 use super::tell;
 use super::worker::{self, Moved, Open, Shared, Staged, Stride};
@@ -22,7 +21,6 @@ use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 use crate::sys::buffers::size_within;
 use crate::sys::mapping;
-use crate::sys::thread::builder;
 use crate::telemetry::{Operation, Phase, Planned};
 
 /// Runs `job` to its end. The first failure stops all workers and is returned.
@@ -188,31 +186,8 @@ fn run_threads<J: Job>(
     total: u64,
     tick: Tick<'_>,
 ) -> (usize, Option<io::Error>) {
-    let caller = thread::current();
-    let (mut started, mut refused) = (0, None);
-    thread::scope(|scope| {
-        for number in 0..shared.threads {
-            let caller = &caller;
-            let body = move || {
-                worker::attempt(shared, number, options.nice, &mut || {});
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-                caller.unpark();
-            };
-            let name = format!("fastckpt-{number}");
-            if let Err(error) = builder().name(name).spawn_scoped(scope, body) {
-                // Fewer workers are enough.
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-                refused = Some(error);
-            } else {
-                started += 1;
-            }
-        }
-        while shared.running.load(Ordering::Acquire) > 0 {
-            thread::park_timeout(TICK);
-            watch(shared, total, tick);
-        }
-    });
-    (started, refused)
+    let work = |number: usize| worker::attempt(shared, number, options.nice, &mut || {});
+    in_threads("fastckpt", shared.threads, &work, &mut || watch(shared, total, tick))
 }
 
 /// Does the work in the calling thread.

@@ -230,3 +230,26 @@ fn what_the_caller_copies_to_its_places_is_staged() {
         assert!(found.iter().enumerate().all(|(at, &found)| found == byte(tensor, at)), "{tensor}");
     }
 }
+
+#[test]
+fn parts_are_packed_and_only_those_of_devices_lie_together() {
+    let parts = [(5, false), (3, true), (70_000, true), (0, true), (2, false), (64, false), (1, true)];
+    let part =
+        |(index, &(bytes, joins)): (usize, &(u64, bool))| Part { content: pattern(index), bytes, joins };
+    let snapshot = Snapshot::of_parts(parts.iter().enumerate().map(part).collect());
+    let memory = Arc::new(Memory::new(snapshot.size()).unwrap());
+    snapshot.attach(&memory).unwrap();
+    let places = snapshot.places().unwrap();
+    let offsets: Vec<_> = places.iter().map(|place| place.0 - memory.address()).collect();
+    assert_eq!(offsets, [0, 64, 67, 70_067, 70_080, 70_144, 70_208]);
+    assert_eq!((snapshot.size(), snapshot.total()), (70_209, 70_075));
+    stage(&snapshot, &[1, 1, 0, 1, 1, 1, 1], false).unwrap();
+    stage(&snapshot, &[0, 0, 1, 0, 0, 0, 0], true).unwrap();
+    assert!(matches!(snapshot.images(), Err(Error::Misused("the snapshot is of parts, not of files"))));
+    snapshot.close().unwrap();
+    let copy = memory.take().unwrap();
+    for (part, (&offset, &(_, bytes))) in offsets.iter().zip(&places).enumerate() {
+        let found = &copy[offset..][..bytes as usize];
+        assert!(found.iter().enumerate().all(|(at, &found)| found == byte(part, at)), "{part}");
+    }
+}

@@ -254,7 +254,7 @@ fn what_is_brought_to_be_compared_stays_within_the_memory_of_a_save() {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use crate::engine::content::{Pull, Pulled};
-    use crate::save::compare::MOST_THREADS;
+    use crate::engine::pool::MOST_THREADS;
 
     const LEN: usize = 3 << 20;
     let parent = tempfile::tempdir().unwrap();
