@@ -477,7 +477,10 @@ class Snapshot:
         RuntimeError if after the last one bytes are missing that neither it nor the caller has copied.
         """
     def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> WrittenReport:
-        """Write the images, with this path, ``overwrite`` and I/O; see :func:`save`. RuntimeError for parts."""
+        """Write the images, with this path, ``overwrite``, ``base`` and I/O; see :func:`save`. RuntimeError for parts.
+
+        What is ``frozen`` was said when the files were laid out.
+        """
     def close(self) -> None:
         """Give the memory back, and free what it knows."""
 
@@ -732,8 +735,6 @@ class Share:
 
         ValueError where a part is missing.
         """
-    def part_nbytes(self, rank: int, tensor: int, part: int) -> int:
-        """Bytes of a part that a rank has of a tensor; ValueError if it has no such part."""
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
         """What a rank does.
 

@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use fastckpt_core::snapshot::Layout;
 use fastckpt_core::sys::nice;
 use fastckpt_core::{Error, snapshot};
 use pyo3::exceptions::PyValueError;
@@ -77,8 +78,11 @@ impl Snapshot {
     ) -> PyResult<Self> {
         let raised = Arc::new(Raised::default());
         let state = state(tensors, structure, metadata, fill, &raised)?;
-        let core =
-            py.detach(|| snapshot::Snapshot::new(state, &options.groups, options.shard_size, &options.core));
+        let core = py.detach(|| {
+            let SaveOptions { groups, shard_size, frozen, core, .. } = options;
+            let (groups, frozen) = (groups.clone(), frozen.clone());
+            snapshot::Snapshot::new(state, Layout { groups, shard_size: *shard_size, frozen }, core)
+        });
         Ok(Self { core: mapped(core)?, raised })
     }
 
@@ -144,8 +148,8 @@ impl Snapshot {
     ) -> PyResult<Bound<'py, PyDict>> {
         let report = py.detach(|| {
             let mut tick = self::tick(tick.as_ref(), &self.raised);
-            let (files, reuse) = (options.files(), options.reuse());
-            self.core.save(&path, &files, options.overwrite, reuse, &options.core, &mut tick)
+            let (files, base) = (options.files(), options.base.as_deref());
+            self.core.save(&path, &files, options.overwrite, base, &options.core, &mut tick)
         });
         saved(py, &report.map_err(|error| to_python(&error, &self.raised))?)
     }

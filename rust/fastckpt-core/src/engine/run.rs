@@ -9,7 +9,7 @@ use super::io::backend::Backend;
 use super::io::blocking::Blocking;
 use super::io::fault::Faulty;
 use super::io::uring;
-use super::job::{Job, TICK, Tick};
+use super::job::{Job, Progress, TICK};
 use super::memory::Lent;
 use super::options::{LOAD_STAGING_BUDGET, MOST_DEPTH, Options, STAGING_BUDGET};
 use super::path::{IoPath, Reason};
@@ -30,7 +30,7 @@ pub fn run<J: Job>(
     options: &Options,
     block_size: u64,
     operation: &Operation,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Ran> {
     let open = || {
         let (backend, refused): (Box<dyn Backend>, _) = match choice.engine {
@@ -45,7 +45,7 @@ pub fn run<J: Job>(
             None => (backend, refused),
         }
     };
-    run_on(&open, job, choice, options, block_size, operation, tick)
+    run_on(&open, job, choice, options, block_size, operation, progress)
 }
 
 /// Like [`run`], with backends that `open` makes.
@@ -56,7 +56,7 @@ pub(super) fn run_on<J: Job>(
     options: &Options,
     block_size: u64,
     operation: &Operation,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Ran> {
     // Memory that does not even hold one block is of no use.
     let lent = options.staging.as_ref().filter(|memory| job.calls() && memory.size() >= job.largest());
@@ -86,9 +86,9 @@ pub(super) fn run_on<J: Job>(
         && choice.engine != Engine::Uring
         && options.bandwidth_limit.is_none()
         && options.nice.is_none();
-    let (started, refused) = if inline { (0, None) } else { run_threads(&shared, options, total, tick) };
+    let (started, refused) = if inline { (0, None) } else { run_threads(&shared, options, total, progress) };
     if started == 0 {
-        run_inline(&shared, total, tick);
+        run_inline(&shared, total, progress);
     }
     let mut moved = shared.outcome()?;
     let (engine, mut fallback) = match moved.refused.take() {
@@ -184,34 +184,34 @@ fn run_threads<J: Job>(
     shared: &Shared<'_, J>,
     options: &Options,
     total: u64,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> (usize, Option<io::Error>) {
     let work = |number: usize| worker::attempt(shared, number, options.nice, &mut || {});
-    in_threads("fastckpt", shared.threads, &work, &mut || watch(shared, total, tick))
+    in_threads("fastckpt", shared.threads, &work, &mut || watch(shared, total, progress))
 }
 
 /// Does the work in the calling thread.
-fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
+fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, progress: Progress<'_>) {
     let mut last = Instant::now();
     worker::attempt(shared, 0, None, &mut || {
         if last.elapsed() >= TICK {
-            watch(shared, total, tick);
+            watch(shared, total, progress);
             last = Instant::now();
         }
     });
-    if !shared.stopped() && !tick(shared.operation.done(), total) {
+    if !shared.stopped() && !progress(shared.operation.done(), total) {
         shared.fail(Error::Interrupted);
     }
 }
 
 /// What the calling thread does now and then: it reports progress and notices an interrupt.
-fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
+fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, progress: Progress<'_>) {
     let done = shared.operation.done();
     if J::WRITE && done == total {
         shared.operation.phase(Phase::Fsync);
     }
     shared.operation.tick();
-    if !shared.stopped() && !tick(done, total) {
+    if !shared.stopped() && !progress(done, total) {
         shared.fail(Error::Interrupted);
     }
 }

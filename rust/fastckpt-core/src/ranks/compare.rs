@@ -8,7 +8,7 @@ use super::held::{Held, scatter, span, whole_run};
 use super::sums::Sums;
 use super::table::Table;
 use crate::engine::content;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::Options;
 use crate::engine::pool::{Pool, batches};
 use crate::error::{Error, Result};
@@ -49,7 +49,7 @@ pub(super) fn sums(
     held: &Held,
     base: &Body,
     options: &Options,
-    progress: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Sums> {
     let mut number = vec![None; table.tensors.len()];
     for (tensor, index) in counterparts(&table.tensors, base) {

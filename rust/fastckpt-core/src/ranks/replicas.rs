@@ -4,7 +4,7 @@ use std::sync::{Mutex, PoisonError};
 
 use super::held::Held;
 use super::table::Table;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::Options;
 use crate::engine::pool::{Pool, batches};
 use crate::error::{Error, Result};
@@ -47,7 +47,7 @@ impl Replicas {
         held: &Held,
         (depth, sum_of): (Depth, SumOf<'_>),
         options: &Options,
-        progress: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Self> {
         let (cells, teams) = table.share.copied(rank, depth)?;
         let mut known = vec![None; cells.len()];

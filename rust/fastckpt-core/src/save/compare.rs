@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 use super::whole::whole_xz;
 use crate::engine::content::{self, Content};
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::Options;
 use crate::engine::pool::{Pool, batches};
 use crate::error::Result;
@@ -45,7 +45,7 @@ pub(super) fn unchanged(
     contents: &[Content],
     base: &Body,
     options: &Options,
-    progress: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Vec<Option<usize>>> {
     let comparison = Comparison::new(tensors, contents, base);
     let batch = |number: usize| comparison.batch(number);

@@ -7,9 +7,9 @@ use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use self::staging::{Progress, Staging};
+use self::staging::{Counters, Staging};
 use crate::engine::content::Content;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 pub use crate::engine::memory::Memory;
 use crate::engine::memory::lock;
 use crate::engine::options::{BLOCK_SIZE, Options};
@@ -17,9 +17,9 @@ use crate::engine::report::Report;
 use crate::error::{Error, Result};
 use crate::format::geometry::{PAGE, Placement};
 use crate::format::groups::Group;
-use crate::format::layout::{self, Plan, TensorSpec};
+use crate::format::layout::{self, Plan, Sizes, TensorSpec};
 use crate::format::limits::MAX_BYTES;
-use crate::save::{Contents, Request, Reuse, check_size, save};
+use crate::save::{Contents, Request, check_size, save};
 use crate::sys::mapping::Stretch;
 
 /// The state that a snapshot copies.
@@ -35,10 +35,22 @@ pub struct State {
     pub metadata: String,
 }
 
+/// What the files of a snapshot depend on beside its tensors, as in [`Request`].
+#[derive(Debug)]
+pub struct Layout {
+    /// The groups of files.
+    pub groups: Vec<Group>,
+    /// The size of a shard in bytes.
+    pub shard_size: u64,
+    /// For each tensor, whether it is said to stay unchanged; or empty.
+    pub frozen: Vec<bool>,
+}
+
 /// What becomes the files of a checkpoint.
 #[derive(Debug)]
 struct Files {
     tensors: Vec<TensorSpec>,
+    layout: Layout,
     structure: String,
     metadata: String,
     plan: Plan,
@@ -70,7 +82,7 @@ pub struct Part {
 pub struct Snapshot {
     total: u64,
     size: usize,
-    progress: Progress,
+    counters: Counters,
     /// `None` once it is closed.
     inner: Mutex<Option<Inner>>,
 }
@@ -80,13 +92,14 @@ const ALIGNMENT: u64 = 64;
 
 impl Snapshot {
     /// Lays out the files for `state`, as [`save`] would, and refuses one that is too large. Reads no byte of a tensor.
-    pub fn new(state: State, groups: &[Group], shard_size: u64, options: &Options) -> Result<Self> {
+    pub fn new(state: State, layout: Layout, options: &Options) -> Result<Self> {
         let State { tensors, contents, structure, metadata } = state;
         if contents.len() != tensors.len() {
             return Err(Error::Invalid("each tensor needs its content".to_owned()));
         }
-        let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
-        let plan = layout::plan(&tensors, groups, shard_size, block_size)?;
+        let sizes = Sizes { shard: layout.shard_size, block: options.block_size.unwrap_or(BLOCK_SIZE) };
+        let reuse = layout::Reuse { unchanged: &layout.frozen, linked: &[] };
+        let plan = layout::lay_out(&tensors, &layout.groups, sizes, &reuse)?;
         check_size(&plan, &tensors, [&structure, &metadata, ""], MAX_BYTES)?;
         let mut places = Vec::with_capacity(tensors.len());
         for (shard, room) in plan.shards.iter().zip(rooms(&plan)) {
@@ -94,7 +107,7 @@ impl Snapshot {
             places.extend(shard.placements.iter().map(place));
         }
         let size = rooms(&plan).last().map_or(0, |room| room.end);
-        let files = Files { tensors, structure, metadata, plan };
+        let files = Files { tensors, layout, structure, metadata, plan };
         Ok(Self::of((contents, places), size, Some(files)))
     }
 
@@ -116,7 +129,7 @@ impl Snapshot {
     fn of((contents, places): (Vec<Content>, Vec<Placement>), size: usize, files: Option<Files>) -> Self {
         let total = places.iter().map(|place| place.bytes).sum();
         let inner = Inner { staging: Staging::new(contents, places), files };
-        Self { total, size, progress: Progress::default(), inner: Mutex::new(Some(inner)) }
+        Self { total, size, counters: Counters::default(), inner: Mutex::new(Some(inner)) }
     }
 
     /// Bytes of all tensors.
@@ -134,12 +147,12 @@ impl Snapshot {
     /// Bytes of tensors copied so far.
     #[must_use]
     pub fn staged(&self) -> u64 {
-        self.progress.done.load(Ordering::Relaxed)
+        self.counters.done.load(Ordering::Relaxed)
     }
 
     /// Makes [`Self::stage`] end soon with [`Error::Interrupted`], now and in later calls.
     pub fn stop(&self) {
-        self.progress.stop.store(true, Ordering::Relaxed);
+        self.counters.stop.store(true, Ordering::Relaxed);
     }
 
     /// Runs `action`, unless another method runs or the snapshot is closed.
@@ -163,13 +176,13 @@ impl Snapshot {
     /// were missing.
     pub fn copied(&self, bytes: u64) -> Result<()> {
         let add = |done: u64| done.checked_add(bytes).filter(|&done| done <= self.total);
-        let added = self.progress.done.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        let added = self.counters.done.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         added.map(drop).map_err(|_| Error::Invalid("more bytes were copied than the snapshot has".to_owned()))
     }
 
     /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or one that
     /// fails, it does not look at the state's own memory again.
-    pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, progress: Tick<'_>) -> Result<()> {
+    pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, progress: Progress<'_>) -> Result<()> {
         self.with(|inner| {
             let mut go_on = || {
                 if let Some(begun) = &options.begun {
@@ -178,7 +191,7 @@ impl Snapshot {
                 progress(self.staged(), self.total)
             };
             let Inner { staging, files } = inner;
-            staging.stage(wanted, last.then_some(self.total), options, &self.progress, &mut go_on)?;
+            staging.stage(wanted, last.then_some(self.total), options, &self.counters, &mut go_on)?;
             if let Some(files) = files.as_ref().filter(|_| last) {
                 files.write_headers(staging.writable()?);
             }
@@ -195,23 +208,26 @@ impl Snapshot {
         })
     }
 
-    /// Writes the snapshot, with further `files`, as [`save`] writes a state. `reuse` as in [`Request`].
+    /// Writes the snapshot, with further `files`, as [`save`] writes a state. `base` as in [`Request`].
     pub fn save(
         &self,
         path: &Path,
         files: &[(&str, &[u8])],
         overwrite: bool,
-        reuse: Option<Reuse<'_>>,
+        base: Option<&Path>,
         options: &Options,
-        progress: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Report> {
         self.with(|inner| {
             let (state, images) = inner.images()?;
             let request = Request {
                 path,
                 tensors: &state.tensors,
+                groups: &state.layout.groups,
+                shard_size: state.layout.shard_size,
                 contents: Contents::Images(&state.plan, &images),
-                reuse,
+                base,
+                frozen: &state.layout.frozen,
                 structure: &state.structure,
                 metadata: &state.metadata,
                 files,

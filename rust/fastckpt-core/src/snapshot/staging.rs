@@ -17,7 +17,7 @@ pub(super) const PIECE: u64 = 16 << 20;
 
 /// Read and set by other threads while a copy runs.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct Counters {
     /// Bytes copied so far.
     pub(super) done: AtomicU64,
     /// Set to stop: the copy ends with [`Error::Interrupted`].
@@ -106,7 +106,7 @@ impl Staging {
         wanted: &[u8],
         last: Option<u64>,
         options: &Options,
-        progress: &Progress,
+        counters: &Counters,
         go_on: &mut dyn FnMut() -> bool,
     ) -> Result<()> {
         if self.phase != Phase::Staging {
@@ -116,9 +116,9 @@ impl Staging {
             return Err(Error::Invalid("there must be one byte for each tensor".to_owned()));
         }
         let Self { contents, places, memory, .. } = &mut *self;
-        let mut outcome = copy((contents, places), wanted, writable(memory)?, options, progress, go_on);
+        let mut outcome = copy((contents, places), wanted, writable(memory)?, options, counters, go_on);
         // What was not copied would be bytes of an earlier snapshot with correct checksums.
-        if last.is_some_and(|total| total != progress.done.load(Ordering::Relaxed)) && outcome.is_ok() {
+        if last.is_some_and(|total| total != counters.done.load(Ordering::Relaxed)) && outcome.is_ok() {
             outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));
         }
         if last.is_some() || outcome.is_err() {
@@ -148,14 +148,14 @@ fn copy(
     wanted: &[u8],
     memory: &mut [u8],
     options: &Options,
-    progress: &Progress,
+    counters: &Counters,
     go_on: &mut dyn FnMut() -> bool,
 ) -> Result<()> {
     let (batches, bytes) = batches(contents, places, wanted, memory)?;
     let pool = Pool::new("fastckpt-copy", bytes, options).as_nice_as_the_caller();
     pool.run(batches.len(), go_on, &|number| {
         let batch = std::mem::take(&mut *batches[number].lock().unwrap_or_else(PoisonError::into_inner));
-        copy_batch(batch, progress)
+        copy_batch(batch, counters)
     })
 }
 
@@ -197,21 +197,21 @@ fn batches<'a>(
 }
 
 /// Copies a batch. Callbacks bring what they have of it in one call.
-fn copy_batch(batch: Vec<Piece<'_>>, progress: &Progress) -> Result<()> {
+fn copy_batch(batch: Vec<Piece<'_>>, counters: &Counters) -> Result<()> {
     let mut wanted = Vec::new();
     for Piece { content, start, to } in batch {
-        if progress.stop.load(Ordering::Relaxed) {
+        if counters.stop.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
         }
         if let Content::Pull(pull) = content {
             wanted.push((pull, start, to));
         } else if let Some(from) = content.host(start, to.len())? {
             from.copy(to);
-            progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
+            counters.done.fetch_add(to.len() as u64, Ordering::Relaxed);
         }
     }
     let bytes = wanted.iter().map(|(_, _, to)| to.len() as u64).sum();
     content::fetch(wanted)?;
-    progress.done.fetch_add(bytes, Ordering::Relaxed);
+    counters.done.fetch_add(bytes, Ordering::Relaxed);
     Ok(())
 }

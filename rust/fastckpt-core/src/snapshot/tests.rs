@@ -24,6 +24,10 @@ fn pattern(tensor: usize) -> Content {
     })
 }
 
+fn layout(model: &str, shard_size: u64) -> Layout {
+    Layout { groups: groups::of(model), shard_size, frozen: Vec::new() }
+}
+
 /// A snapshot of tensors `m.0`, `0`, `m.1`, `1` and so on, with these sizes, and memory for it.
 fn snapshot_of(sizes: &[u64], contents: Vec<Content>) -> (Snapshot, Arc<Memory>) {
     let spec = |(index, &size): (usize, &u64)| {
@@ -33,7 +37,7 @@ fn snapshot_of(sizes: &[u64], contents: Vec<Content>) -> (Snapshot, Arc<Memory>)
     let tensors = sizes.iter().enumerate().map(spec).collect();
     let (structure, metadata) = ("[null]".to_owned(), "[null]".to_owned());
     let state = State { tensors, contents, structure, metadata };
-    let snapshot = Snapshot::new(state, &groups::of("m."), PIECE, &Options::default()).unwrap();
+    let snapshot = Snapshot::new(state, layout("m.", PIECE), &Options::default()).unwrap();
     let memory = Arc::new(Memory::new(snapshot.size()).unwrap());
     (snapshot, memory)
 }
@@ -58,11 +62,11 @@ fn the_images_are_the_files_of_the_checkpoint() {
         snapshot.attach(&memory).unwrap();
         let mut calls = 0;
         for (wanted, last) in wanted.iter().zip([false, true]) {
-            let mut tick = |done, total| {
+            let mut progress = |done, total| {
                 calls += 1;
                 done <= total
             };
-            snapshot.stage(wanted, last, &options(threads), &mut tick).unwrap();
+            snapshot.stage(wanted, last, &options(threads), &mut progress).unwrap();
         }
         assert!(calls > 0);
         assert_eq!((snapshot.staged(), snapshot.total()), (sizes.iter().sum(), sizes.iter().sum()));
@@ -108,7 +112,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_copy() {
         let tensors = vec![TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape, logical: None }];
         let (structure, metadata) = ("[null]".to_owned(), "[null]".to_owned());
         let state = State { tensors, contents: vec![pattern(0)], structure, metadata };
-        Snapshot::new(state, &groups::of(""), u64::MAX, &Options::default())
+        Snapshot::new(state, layout("", u64::MAX), &Options::default())
     };
     let most = MAX_BYTES / 16;
     let error = outcome(most).unwrap_err();
