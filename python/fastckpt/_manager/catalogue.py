@@ -25,7 +25,7 @@ from .lineage import Lineage
 
 if TYPE_CHECKING:
     from .directory import Identity
-    from .tier import Place
+    from .place import Place
 
 
 FILE = ".fastckpt-run.json"

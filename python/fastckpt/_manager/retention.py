@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .catalogue import Catalogue, Entry
     from .lineage import Lineage
-    from .tier import Place
+    from .place import Place
 
 
 logger = logging.getLogger("fastckpt")

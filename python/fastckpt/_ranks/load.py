@@ -134,7 +134,9 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
     )
     group = session.link.meet(name, call.timeout, attention.meanwhile)
     if group is not None:
-        manifest = passed_on(group, readers[0].manifest() if readers else None, manifest, attention)
+        manifest = passed_on(
+            group, readers[0].manifest() if readers else None, manifest, attention.limit, attention.meanwhile
+        )
     reader = readers[0] if readers else open_reader("load", call.path, manifest=manifest)
     return Opened(reader, apart, group)
 

@@ -79,7 +79,7 @@ def _share(
     try:
         group = session.link.meet(name, timeout, attention.meanwhile)
         if group is not None:
-            manifest = passed_on(group, opened[0] if opened else None, manifest, attention)
+            manifest = passed_on(group, opened[0] if opened else None, manifest, attention.limit, attention.meanwhile)
         if rank:
             earlier.know(base, manifest)
         found = {"sums": earlier.compare(lambda *_: attention.meanwhile())}
