@@ -8,6 +8,8 @@ How a program starts is for tests that start it as a user does; each file that u
 from __future__ import annotations
 
 import atexit
+import multiprocessing
+import multiprocessing.context
 import os
 import runpy
 import subprocess
@@ -18,6 +20,7 @@ import traceback
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from harness.zygote import Channel, DiedError, Zygote
 
@@ -28,9 +31,10 @@ def run(
     *,
     env: Mapping[str, str] | None = None,
     timeout: float = 120.0,
+    forks: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run ``command``, a script and its arguments, to its end, as ``subprocess.run`` with ``capture_output`` and
-    ``text`` would in an interpreter."""
+    ``text`` would in an interpreter. ``forks``: what it would spawn with multiprocessing is forked."""
     arguments = list(map(str, command))
     with tempfile.TemporaryDirectory(prefix="fastckpt-program-") as said:
         child = children.start(
@@ -39,6 +43,7 @@ def run(
             env=dict(os.environ if env is None else env),
             cwd=str(Path.cwd()),
             said=said,
+            forks=forks,
         )
         try:
             status = int(child.outcome(timeout))
@@ -48,7 +53,7 @@ def run(
     return subprocess.CompletedProcess(arguments, status, out, err)
 
 
-def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: str, said: str) -> int:
+def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: str, said: str, forks: bool) -> int:
     """Be that program; its exit status."""
     for number, name in ((1, "out"), (2, "err")):
         file = os.open(Path(said, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
@@ -62,6 +67,8 @@ def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: st
     warnings.resetwarnings()
     for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
         warnings.simplefilter("ignore", category)
+    if forks:
+        multiprocessing.get_context = _forking  # type: ignore[assignment]
     sys.argv = arguments
     sys.path.insert(0, str(Path(arguments[0]).parent))
     try:
@@ -87,3 +94,16 @@ def _status_of(script: str) -> int:
         traceback.print_exc()
         return 1
     return 0
+
+
+class _Forking(multiprocessing.context.ForkContext):
+    """Gives a child no end of a pipe but its own, as a spawned one has it: else none would see the parent close one."""
+
+    def Pipe(self, duplex: bool = True) -> Any:  # noqa: N802 - multiprocessing's name
+        ours, theirs = super().Pipe(duplex)
+        os.register_at_fork(after_in_child=ours.close)
+        return ours, theirs
+
+
+def _forking(_method: str | None = None) -> multiprocessing.context.ForkContext:
+    return _Forking()
