@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 
@@ -30,6 +31,22 @@ with contextlib.suppress(ImportError):  # scripts/gpu takes a machine as it is
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays, some 700,000 objects: else each collection of garbage, while this goes on
+    and in all tests, would visit them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries complain of what they still have at the end of the process
 
 
 @pytest.fixture(scope="module", autouse=True)
