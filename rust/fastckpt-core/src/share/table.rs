@@ -161,8 +161,8 @@ impl Share {
 
     /// The number of tensors of which several ranks hold the same bytes.
     pub fn replicated(&self) -> Result<usize> {
-        let mut all = self.order.iter().flatten();
-        all.try_fold(0, |count, &tensor| Ok(count + usize::from(self.cover(tensor)?.copies() > 1)))
+        let mut all = 0..self.tensors.len();
+        all.try_fold(0, |count, tensor| Ok(count + usize::from(self.cover(tensor)?.copies() > 1)))
     }
 
     /// The ranks of each of a tensor's spreads, ascending.
