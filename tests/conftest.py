@@ -66,6 +66,24 @@ def forge():
         yield made
 
 
+@pytest.fixture(scope="module")
+def lasting(forge):
+    """Groups by size, each for all tests of a file that ask for it: the first model that a rank spreads takes it half a
+    second, the next ones a tenth. A test that fails takes its group along."""
+    with contextlib.ExitStack() as made:
+        free = {}
+
+        @contextlib.contextmanager
+        def group(size):
+            one = free.pop(size, None)
+            if one is None:
+                one = made.enter_context(forge.group(size, backend="gloo" if size > 1 else ""))
+            yield one
+            free[size] = one
+
+        yield group
+
+
 @pytest.fixture(scope="session")
 def children():
     """Forks the jobs of :mod:`harness.jobs`, without torch."""

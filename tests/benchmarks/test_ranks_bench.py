@@ -27,9 +27,10 @@ def run(tmp_path, *options, children=None):
 
 
 @pytest.mark.slow
-def test_ranks_measures_everybody_and_checks_its_bars(tmp_path):
+def test_ranks_measures_everybody_and_checks_its_bars(children_with_torch, tmp_path):
     needs.tool("fio", "fio")
-    done, document = run(tmp_path, "--size", "0.03", "--ranks", "2", "--tensors", "50", "--markdown", "--check")
+    options = ("--size", "0.03", "--ranks", "2", "--tensors", "50", "--markdown", "--check")
+    done, document = run(tmp_path, *options, children=children_with_torch)
     assert document is not None, done.stderr
     results = document["results"]
     for kind in ("fsdp", "column", "replicas"):
@@ -53,10 +54,10 @@ def test_ranks_measures_everybody_and_checks_its_bars(tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_names_the_rank_that_fails(children_with_torch, tmp_path):
+def test_ranks_names_the_rank_that_fails(tmp_path):
     needs.tool("fio", "fio")
-    options = ("--size", "0.01", "--ranks", "2", "--kinds", "fsdp", "--saves", "nobody", "--loads", "")
-    done, _ = run(tmp_path, *options, children=children_with_torch)
+    # In an interpreter, and each rank in one.
+    done, _ = run(tmp_path, "--size", "0.01", "--ranks", "2", "--kinds", "fsdp", "--saves", "nobody", "--loads", "")
     assert done.returncode != 0
     assert "nobody" in done.stderr
 

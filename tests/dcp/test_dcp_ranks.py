@@ -56,8 +56,8 @@ def save(topology, path, how="sync", timeout=60):
 
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize(("topology", "size"), TOPOLOGIES, ids=IDS)
-def test_the_bytes_are_those_of_one_process(forge, tmp_path, reference, topology, size, how):
-    with forge.group(size) as group:
+def test_the_bytes_are_those_of_one_process(lasting, tmp_path, reference, topology, size, how):
+    with lasting(size) as group:
         reports = group.run(save, topology, tmp_path / "c", how)
     assert shards(tmp_path / "c") == shards(reference)
     assert sum(own for own, _ in reports) == reports[0][1]
@@ -93,8 +93,8 @@ def load_by_messages(topology, path):
 
 
 @pytest.mark.parametrize(("topology", "size"), [("fsdp", 2), ("tp", 2), ("hsdp", 4), ("ddp", 3)], ids=str)
-def test_ranks_pass_on_what_they_read(forge, reference, topology, size):
-    with forge.group(size) as group:
+def test_ranks_pass_on_what_they_read(lasting, reference, topology, size):
+    with lasting(size) as group:
         done = group.run(load_by_messages, topology, reference)
     assert [different for different, *_ in done] == [[]] * size
     stored = sum(fastckpt.open(reference).info(name).bytes for name in fastckpt.open(reference))
@@ -118,8 +118,8 @@ def _equal(value, wanted):
 
 
 @pytest.mark.parametrize(("topology", "size"), TOPOLOGIES, ids=IDS)
-def test_any_group_loads_what_one_process_saved(forge, reference, topology, size):
-    with forge.group(size) as group:
+def test_any_group_loads_what_one_process_saved(lasting, reference, topology, size):
+    with lasting(size) as group:
         assert group.run(load, topology, reference) == [[]] * size
 
 

@@ -69,8 +69,8 @@ def _spoil(state):
 
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize(("topology", "size"), SPREAD, ids=IDS)
-def test_the_bytes_do_not_depend_on_how_the_state_is_spread(forge, tmp_path, reference, topology, size, how):
-    with forge.group(size) as group:
+def test_the_bytes_do_not_depend_on_how_the_state_is_spread(lasting, tmp_path, reference, topology, size, how):
+    with lasting(size) as group:
         reports = group.run(save, topology, tmp_path / "c", how)
     files, structure = shards(tmp_path / "c")
     assert files == reference[True][0]

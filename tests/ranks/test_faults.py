@@ -203,9 +203,9 @@ def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[st
                 return [f"the woken rank is {woken.kind}"]
             survivors.append(woken)
         if saves:
-            if which(path) != found and any(each.kind == "raised" and _is_final(each) for each in survivors):
-                problems.append(f"it was {found} when the survivors were told, and is {which(path)} now")
-            found = which(path)
+            told, found = found, which(path)
+            if found != told and any(each.kind == "raised" and _is_final(each) for each in survivors):
+                problems.append(f"it was {told} when the survivors were told, and is {found} now")
             for each in survivors:
                 if each.kind == "returned" and found != 1:
                     problems.append(f"rank {each.rank} saved, and the old checkpoint is there")
