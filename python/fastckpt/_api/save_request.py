@@ -131,7 +131,6 @@ def build_request(
         metadata=about,
         flat=flat,
         spreads=[] if spreads is None else spreads.found,
-        movers=flat.movers,
         tailor=tailor,
         base=settings.base,
         frozen=settings.frozen,
@@ -139,6 +138,7 @@ def build_request(
     )
     try:
         tailor.fit(flat, types, strict=spreads is None or len(spreads.ranks) == 1)
+        request.movers = flat.movers  # others than before, where tensors were left out
         if per_rank is not None:
             own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types, default=default)
             behind = len(flat.tensors)
