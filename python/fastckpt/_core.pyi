@@ -447,9 +447,9 @@ class Snapshot:
     ) -> Snapshot:
         """Pack ``parts`` into memory, for somebody else to write from their ``places`` before ``close``.
 
-        Of each, the address and the capacity count. Parts begin at multiples of 64 bytes; two that follow each other lie
-        together without a gap where the byte of both in ``joins`` is not 0. ``fill`` as for :func:`save`; the index of a
-        range is that in ``parts``.
+        Of each, the address and the capacity count. Parts begin at multiples of 64 bytes; two that follow each other
+        lie together without a gap where the byte of both in ``joins`` is not 0. ``fill`` as for :func:`save`; the index
+        of a range is that in ``parts``.
         """
     @property
     def nbytes(self) -> int:
