@@ -4,6 +4,7 @@ import ctypes
 
 import numpy as np
 import pytest
+
 from fastckpt import _core
 from fastckpt._tensors.described import Tensor
 
