@@ -24,8 +24,8 @@ def count(file: Path) -> int:
 
 def is_product(file: Path) -> bool:
     """Whether it is shipped code: no test, benchmark or example."""
-    folders = set(file.parts[:-1])
-    return file.suffix in {".py", ".pyi", ".rs"} and not folders & {"tests", "benches", "examples"} and file.stem != "tests"
+    aside = {"tests", "benches", "examples"}.intersection(file.parts) or file.stem == "tests"
+    return file.suffix in {".py", ".pyi", ".rs"} and not aside
 
 
 def sizes(folders: list[str]) -> dict[str, int]:
