@@ -4,6 +4,7 @@ import hashlib
 import inspect
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard import sharded_tensor
@@ -481,3 +482,22 @@ def test_a_process_beside_training_saves(forge, tmp_path, reference):
         assert not (tmp_path / "c").exists()
         assert group.run(save_in_a_process, tmp_path / "c", bad=False, timeout=200) == [None, None]
     assert shards(tmp_path / "c") == shards(reference)
+
+
+def _values_of_ranks(path: str) -> None:
+    rank = dist.get_rank()
+    state = dict.fromkeys(("a", "b", "c"), rank)
+    state |= {name: np.full(3, rank) for name in ("m", "n", "o")}
+    if rank:
+        state |= {name: [rank, np.full(2, rank)] for name in ("x", "y", "z")}
+    dcp.save(state, storage_writer=Writer(path))
+
+
+def test_values_that_differ_are_all_of_the_lowest_rank_that_has_them(forge, tmp_path):
+    """torch leaves each value to another rank, and so makes a state that no rank held."""
+    with forge.group(4) as group:
+        group.run(_values_of_ranks, str(tmp_path / "c"))
+    found = fastckpt.load(tmp_path / "c")
+    assert [found[name] for name in "abc"] == [0, 0, 0]
+    assert [found[name].tolist() for name in "mno"] == [[0, 0, 0]] * 3
+    assert [(found[name][0], found[name][1].tolist()) for name in "xyz"] == [(1, [1, 1])] * 3

@@ -47,18 +47,15 @@ class Known:
 def combine_told(told: Sequence[list[Any]]) -> list[Any]:
     """What several ranks tell, as one: optimizers with numbers, values, strange keys, and what is planned."""
     ids, values, strange, planned = zip(*told, strict=True)
-    found: dict[str, list[list[Any]]] = {}
+    found: dict[str, list[Any]] = {}
     for value in chain.from_iterable(values):
-        known = found.setdefault(value[0], [])
-        same = next((one for one in known if one[2:] == value[2:]), None)
-        if same is None:
-            known.append(value)
-        else:
-            same[1] = min(same[1], value[1])
+        known = found.setdefault(value[0], value)
+        if value[1] < known[1]:
+            found[value[0]] = value
     plans = [keys for keys in planned if keys is not None]
     return [
         first_two(ids),
-        list(chain.from_iterable(found.values())),
+        list(found.values()),
         list(dict.fromkeys(chain.from_iterable(strange))),
         list(dict.fromkeys(chain.from_iterable(plans))) if plans else None,
     ]
@@ -68,7 +65,7 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
     """What all ranks are to know; ``values`` takes the tokens of each value by its key.
 
     Raises:
-        ValueError: ranks have two values of one key, or optimizers whose numbers stand for other parameters.
+        ValueError: ranks have optimizers whose numbers stand for other parameters.
     """
     ids, found, strange, planned = told
     if len(ids) > 1:
@@ -79,13 +76,7 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
             f"on rank {second} than on rank {first}: give the state that "
             "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
         )
-    owners: dict[str, int] = {}
-    for key, rank, tokens, _ in found:
-        if key in values:
-            raise ValueError(
-                f"dcp.save: {key!r} is another value on rank {rank} than on rank {owners[key]}, and the plan has both"
-            )
-        owners[key], values[key] = rank, tokens
+    values.update((key, tokens) for key, _, tokens, _ in found)
     return [model_key, [[key, rank, tensors] for key, rank, _, tensors in found if tensors], strange, planned]
 
 

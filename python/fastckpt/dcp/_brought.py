@@ -4,8 +4,9 @@ Each entry of the planner's state is one of these:
 
 - A plain tensor: every rank that has it has it whole. They share the work, and what they hold is compared.
 - A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
-- A value: that of the one rank to which torch's plan gave it. Ranks may differ in it, and nothing is compared. Its
-  tokens travel to the coordinator alone; all ranks hear of the tensors in it, for their order is that of the state.
+- A value: that of the lowest rank that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
+  each value to some rank, and values of several ranks together would be a state that no rank held. Tokens travel to
+  the coordinator alone; all ranks hear of the tensors in a value, for their order is that of the state.
 - Boxes: of a ShardedTensor, of a DTensor whose parts are no mesh's, and of all that other planners cut. Every rank hears
   who has which.
 """
@@ -151,8 +152,10 @@ class Brought:
                 self._items.setdefault(key, []).append(item)
         have = {item.index for item in plan.items}
         for item in () if local is None else local.items:
+            key = item.index.fqn
             if item.type == _torch.WriteItemType.BYTE_IO:
-                self._others.add(item.index.fqn)
+                if key not in self._values:
+                    self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
             elif item.index not in have:
                 self._items.setdefault(item.index.fqn, []).append(item)
         self._others.update(self._values)
