@@ -6,8 +6,8 @@ Each entry of the planner's state is one of these:
 - A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
 - A value: that of the one rank to which torch's plan gave it. Ranks may differ in it, and nothing is compared. Its
   tokens travel to the coordinator alone; all ranks hear of the tensors in it, for their order is that of the state.
-- Boxes: of a ShardedTensor, of a DTensor whose parts are no mesh's, and of all that other planners cut. Every rank hears
-  who has which.
+- Boxes: of a ShardedTensor, of a DTensor whose parts are no mesh's, and of all that other planners cut. Every rank
+  hears who has which.
 """
 
 from __future__ import annotations
