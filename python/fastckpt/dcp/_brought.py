@@ -7,8 +7,8 @@ Each entry of the planner's state is one of these:
 - A value: that of the lowest rank that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
   each value to some rank, and values of several ranks together would be a state that no rank held. Tokens travel to
   the coordinator alone; all ranks hear of the tensors in a value, for their order is that of the state.
-- Boxes: of a ShardedTensor, of a DTensor whose parts are no mesh's, and of all that other planners cut. Every rank hears
-  who has which.
+- Boxes: of a ShardedTensor, of a DTensor whose parts are no mesh's, and of all that other planners cut. Every rank
+  hears who has which.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class Given(NamedTuple):
 
     def about(self) -> list[Any]:
         """What other ranks are told of it."""
-        return [self.rest, self.dtype, self.shape, self.logical]
+        logical = None if self.logical is None else [self.logical[0], list(self.logical[1])]
+        return [self.rest, self.dtype, list(self.shape), logical]
 
 
 class Value(NamedTuple):
