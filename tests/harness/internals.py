@@ -15,11 +15,11 @@ from fastckpt._tensors.spreads import Spreads
 __all__ = ["AgreedByRanks", "Agreement", "Job", "RanksJob", "local_of", "process_group", "whole"]
 
 
-def whole(united, memories):
+def whole(tensors, memories):
     """What a save with torch.distributed.checkpoint takes of boxes."""
     from fastckpt.dcp._alone import whole  # imports torch
 
-    return whole(united, memories)
+    return whole(tensors, memories)
 
 
 def local_of(state, rank, ranks, *, per_rank=None, metadata=None, **options):

@@ -302,7 +302,6 @@ def test_an_error_of_a_run_is_one_of_all_ranks(forge, tmp_path):
 
 def save_in_pages(how, path, size):
     """A save where rank 1 has pages of ``size`` bytes; the page of the share that was laid out."""
-    module = "fastckpt.dcp._take" if how == "dcp" else "fastckpt._ranks.process_group"
     pages, share = [], _core.Share
 
     class Noted:
@@ -313,7 +312,7 @@ def save_in_pages(how, path, size):
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(f"{module}.mmap", types.SimpleNamespace(PAGESIZE=size))
+            patch.setattr("fastckpt._ranks.process_group.mmap", types.SimpleNamespace(PAGESIZE=size))
         patch.setattr(_core, "Share", Noted)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         full = torch.arange(301 * 777, dtype=torch.float32).view(301, 777)

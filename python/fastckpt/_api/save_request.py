@@ -40,6 +40,8 @@ class SaveRequest:
         spreads: of the tensors that are spread over ranks.
         movers: what brings the bytes of what has no address: by the numbers in ``flat``, and behind these by those in
             ``per_rank``.
+        boxes: of tensors that this rank holds in boxes, by the number in ``flat``: address, bytes and number in
+            ``movers`` of each, in the order of its parts.
         sources: brings them, as they are now; None once they are not needed any more.
         tailor: what was left out and cast.
         base: the earlier checkpoint that files are linked of, absolute.
@@ -59,6 +61,7 @@ class SaveRequest:
     per_rank: Flat | None = None
     spreads: list[Spread] = field(default_factory=list)
     movers: dict[int, Mover] = field(default_factory=dict)
+    boxes: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
     sources: Sources | None = None
     tailor: Tailor | None = None
     base: str | None = None

@@ -258,7 +258,7 @@ class Agreement:
         spread_of = flat.spreads.get
         job = JobState(
             [
-                TensorOf(name, dtype, tuple(shape), _logical(logical), own[spread_of(index, 0)])
+                TensorOf(name, dtype, tuple(shape), logical_of(logical), own[spread_of(index, 0)])
                 for index, (name, dtype, shape, _, _, logical) in enumerate(flat.tensors)
             ],
             spreads,
@@ -273,7 +273,7 @@ class Agreement:
         head, kind = unpacked(main)
         lists, names, kinds, others, prefix = json.loads(head)
         own = [tuple(each) for each in lists]
-        made = [(dtype, tuple(shape), _logical(logical), own[which]) for dtype, shape, logical, which in kinds]
+        made = [(dtype, tuple(shape), logical_of(logical), own[which]) for dtype, shape, logical, which in kinds]
         numbers = memoryview(kind).cast("I")
         job = JobState(
             [TensorOf(name, *made[number]) for name, number in zip(names, numbers, strict=True)],
@@ -295,6 +295,9 @@ class Agreement:
         where = Parts(job.spreads, local.rank)
         tensors = job.tensors
         for index, (tensor, mine) in enumerate(zip(flat.tensors, numbers, strict=True)):
+            for part, (address, nbytes, source) in enumerate(request.boxes.get(index, ())):
+                for number in mine:
+                    job.hold(number, part, address, nbytes, source)
             if not tensor.capacity:
                 continue
             spread = flat.spreads.get(index, 0)
@@ -322,7 +325,7 @@ class Agreement:
             for name, dtype, shape, logical in tensors[by_rank[rank]]:
                 job.has_extras = True
                 whole = _unique(f"{PER_RANK}{rank}.{name}", taken)
-                job.tensors.append(TensorOf(whole, dtype, tuple(shape), _logical(logical), mine))
+                job.tensors.append(TensorOf(whole, dtype, tuple(shape), logical_of(logical), mine))
         local = self.local
         own = local.request.per_rank
         if own is not None:
@@ -333,7 +336,8 @@ class Agreement:
             job.per_rank = _list_of(self._extras, first, local.size)
 
 
-def _logical(value: Any) -> tuple[str, tuple[int, ...]] | None:
+def logical_of(value: Any) -> tuple[str, tuple[int, ...]] | None:
+    """A logical dtype and shape, or None, as JSON gave them back."""
     return None if value is None else (value[0], tuple(value[1]))
 
 

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 
     from fastckpt._api.save_request import SaveRequest
 
+    from .agreement import JobState, TensorOf
     from .peers import Operation
     from .replicas import Policy
     from .session import Session
@@ -117,7 +118,7 @@ class ProcessGroup:
             ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
         """
         group, operation, path = self.session.group, self.operation, request.path
-        agreement = Agreement(Local(request, group.rank, group.size))
+        agreement = Agreement(Local(request, group.rank, group.size), request.operation)
         unused = [] if request.tailor is None else request.tailor.unused
         verdict, seed, page = operation.round(
             "arrive",
@@ -131,12 +132,13 @@ class ProcessGroup:
             answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
         job = agreement.settle(verdict, answer)
         pulled = job.pulled
+        tensors, spreads = self._spread(job)
         return AgreedByRanks(
             prefix=job.prefix,
             training_prefix=PER_RANK if job.has_extras else "",
             frozen=request.flags(tensor.name for tensor in job.tensors),
-            tensors=job.tensors,
-            spreads=[core_spread(each) for each in job.spreads],
+            tensors=tensors,
+            spreads=spreads,
             page=page,
             seed=seed,
             structure=job.structure or "",
@@ -148,6 +150,10 @@ class ProcessGroup:
             devices=job.sources.devices if pulled and job.sources is not None else (),
             pulled=pulled,
         )
+
+    def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
+        """The tensors, and the spreads that their numbers stand for, as the core takes them."""
+        return job.tensors, [core_spread(each) for each in job.spreads]
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
         """What a rank says of what has to be equal beside the state: its terms, and its step.
@@ -287,10 +293,10 @@ def _combine_calls(calls: list[Any]) -> list[Any]:
     """
     arrivals, terms, steps, unused, pages = zip(*calls, strict=True)
     in_all = [text for text in unused[0] if all(text in others for others in unused)]
-    return [combine_arrivals(arrivals), _first_two(terms), _first_two(steps), in_all, max(pages)]
+    return [combine_arrivals(arrivals), first_two(terms), first_two(steps), in_all, max(pages)]
 
 
-def _first_two(said: Sequence[list[list[Any]]]) -> list[list[Any]]:
+def first_two(said: Sequence[list[list[Any]]]) -> list[list[Any]]:
     """Two ranks that say different things, and what they say; or one."""
     kinds: dict[Any, int] = {}
     for rank, what in chain.from_iterable(said):
@@ -348,7 +354,7 @@ def _write(
 def _combine_created(offers: list[list[Any]]) -> list[Any]:
     """What several ranks say before there is a workspace: their gloo groups, and the first of each kind of shares."""
     links, shares, teams = zip(*offers, strict=True)
-    return [Link.combine(links), _first_two(shares), combine_teams(teams)]
+    return [Link.combine(links), first_two(shares), combine_teams(teams)]
 
 
 def _create(

@@ -19,15 +19,18 @@ class Spreads:
     Args:
         ranks: the global ranks of the group, in its order.
         rank: this rank in the group.
+        device_numbers: whether tokens of tensors on devices have the index of the device, which each rank has another.
 
     Attributes:
         ranks: as given.
+        device_numbers: as given.
         found: the different spreads of the tensors that were met; their numbers begin at 1.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, *, device_numbers: bool = False) -> None:
         self.found: list[Spread] = []
         self.ranks = ranks
+        self.device_numbers = device_numbers
         self._rank = rank
         self._known: DTensors | None = None
 

@@ -16,8 +16,6 @@ from fastckpt._ranks.exchange import Link
 from fastckpt._ranks.load import Reading, apart, done, through_messages
 from fastckpt.exceptions import ReplacedCheckpointError
 
-from ._together import gathered
-
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -85,6 +83,11 @@ def read_together(
         if not whole:
             here.link.drop()
     return own | {"rank": here.group.rank, "ranks": here.group.size}
+
+
+def gathered(lists: list[list[Any]]) -> list[Any]:
+    """Lists of pairs of rank and value as one, in the order of the ranks."""
+    return sorted((one for each in lists for one in each), key=lambda one: one[0])
 
 
 def _combine(arrivals: list[Any]) -> list[Any]:

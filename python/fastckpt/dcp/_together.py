@@ -1,30 +1,30 @@
-"""A save of several ranks: their tables become one, and then fastckpt's own protocol runs."""
+"""A save of several ranks: they tell each other what is not alike on all of them, and then agree as any ranks do."""
 
 from __future__ import annotations
 
-import json
-import secrets
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._files import TORCH_METADATA
+from fastckpt._ranks.agreement import core_spread
 from fastckpt._ranks.process_group import AgreedByRanks, ProcessGroup
-from fastckpt._tensors.movers import Sources
 
+from ._agreed import Boxes, Known, combine_cuts, combine_told, decide_cuts, decide_told
+from ._brought import BOXES, Brought
 from ._metadata import torch_metadata
-from ._take import take
-from ._unite import Holding, United, memories_of, unite
+from ._structure import finish
 
 if TYPE_CHECKING:
+    from fastckpt import _core
     from fastckpt._api.save_request import SaveRequest
+    from fastckpt._ranks.agreement import JobState, TensorOf
     from fastckpt._ranks.peers import Operation
     from fastckpt._ranks.replicas import Policy
     from fastckpt._ranks.session import Session
     from fastckpt._state.registry import Types
 
     from . import _torch
-    from ._take import Taken
 
 
 class Together(ProcessGroup):
@@ -54,86 +54,61 @@ class Together(ProcessGroup):
     ) -> None:
         super().__init__(session, operation, timeout, policy)
         self._plan, self._planner, self._types, self._local = plan, planner, types, local
+        self._boxes = Boxes([[], []])
 
     def agree(self, request: SaveRequest) -> AgreedByRanks:
-        """Unite the plans: the round ``tables``."""
-        rank = self.session.group.rank
-        taken = take(self._plan, self._planner, self._types, self._local)
-        request.flat.keep.append(taken)
+        """Agree on what the state of the job is: the rounds ``values`` and, where there are any, ``boxes`` come first.
+
+        Raises:
+            RanksError: another rank failed, or does not answer.
+            UnsupportedTypeError: something cannot be stored; the message names it.
+            ValueError: the plans do not fit together, or ``model_key`` leads to no mapping.
+        """
+        group, operation, settings = self.session.group, self.operation, request.settings
+        brought = Brought(self._plan, self._planner, self._types, group.ranks, group.rank, self._local)
         in_flight.wait_for_paths(request.path)
-        torchs = b""
-
-        def decide(tables: list[Any]) -> list[Any]:
-            nonlocal torchs
-            united = unite([table for _, table in tables], request.settings.model_key)
-            torchs = torch_metadata(united.entries)
-            return [_packed(united), secrets.randbits(63)]
-
-        answer, seed = self.operation.round("tables", [[rank, taken.table()]], combine=gathered, decide=decide)
-        united = _unpacked(answer)
-        held, movers = _held(taken, united, rank)
-        sources = Sources(request.operation, movers)
-        tensors, spreads = _spread(united)
-        return AgreedByRanks(
-            prefix=united.prefix,
-            files=[(TORCH_METADATA, torchs)],
-            tensors=tensors,
-            spreads=spreads,
-            page=united.page,
-            seed=seed,
-            structure=united.structure,
-            metadata=request.metadata.structure(),
-            held=held,
-            fill=sources.fill if movers else None,
-            sum=sources.sum if movers else None,
-            devices=sources.devices,
-            pulled=sum(held[index][3] for index in movers),
+        values: dict[str, str] = {}
+        known = Known(
+            operation.round(
+                "values",
+                brought.told(),
+                combine=combine_told,
+                decide=lambda told: decide_told(told, settings.model_key, values),
+            )
         )
+        if known.strange:
+            self._boxes = Boxes(
+                operation.round(
+                    "boxes",
+                    brought.cuts(known),
+                    combine=combine_cuts,
+                    decide=lambda told: decide_cuts(told, operation.alive),
+                )
+            )
+        # The options of the first rank count.
+        request.settings = replace(settings, model_key=known.model_key)
+        brought.fill(request, known, self._boxes)
+        agreed = super().agree(request)
+        if group.rank:
+            return replace(agreed, files=[(TORCH_METADATA, b"")])
+        structure, entries = finish(agreed.structure, values, agreed.tensors)
+        return replace(agreed, structure=structure, files=[(TORCH_METADATA, torch_metadata(entries))])
 
+    def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
+        """A cut is one spread for each mesh that has boxes of it."""
+        spreads: list[_core.Spread] = []
+        numbers = []
+        for spread in job.spreads:
+            (kind, cut, _) = spread.placements[0] if spread.placements else ("", 0, 0)
+            made = self._boxes.core(cut) if kind == BOXES else [core_spread(spread)]
+            numbers.append(range(len(spreads), len(spreads) + len(made)))
+            spreads += made
+        tensors = [
+            tensor._replace(spreads=tuple(number for spread in tensor.spreads for number in numbers[spread]))
+            for tensor in job.tensors
+        ]
+        return tensors, spreads
 
-def gathered(lists: list[list[Any]]) -> list[Any]:
-    """Lists of pairs of rank and value as one, in the order of the ranks."""
-    return sorted((one for each in lists for one in each), key=lambda one: one[0])
-
-
-def _packed(united: United) -> str:
-    return json.dumps([united.tensors, united.boxes, united.numbers, united.structure, united.prefix, united.page])
-
-
-def _unpacked(text: str) -> United:
-    united = United()
-    tensors, boxes, united.numbers, united.structure, united.prefix, united.page = json.loads(text)
-    united.tensors = [
-        (name, dtype, tuple(shape), None if logical is None else (logical[0], tuple(logical[1])))
-        for name, dtype, shape, logical in tensors
-    ]
-    united.boxes = [
-        [Holding(rank, tuple((start, stop) for start, stop in box), mesh) for rank, box, mesh in holders]
-        for holders in boxes
-    ]
-    return united
-
-
-def _spread(united: United) -> tuple[list[Any], list[_core.Spread]]:
-    """Who has what, as the core takes it: tensors that are cut alike have one spread for each mesh that has them."""
-    numbers: dict[Any, int] = {}
-    tensors: list[Any] = []
-    for tensor, holdings in zip(united.tensors, united.boxes, strict=True):
-        by_mesh: dict[int, list[Any]] = {}
-        for rank, box, mesh in holdings:
-            by_mesh.setdefault(mesh, []).append((rank, box))
-        tensors.append((*tensor, [numbers.setdefault(tuple(boxes), len(numbers)) for boxes in by_mesh.values()]))
-    return tensors, [_core.Spread.boxes(boxes) for boxes in numbers]
-
-
-def _held(taken: Taken, united: United, rank: int) -> tuple[list[tuple[int, int, int, int]], dict[int, Any]]:
-    """This rank's parts: the k-th of its boxes of a tensor is its part k; and what brings those without an address."""
-    held: list[tuple[int, int, int, int]] = []
-    movers: dict[int, Any] = {}
-    for number, memories in memories_of(taken, united).items():
-        parts = [holding.box for holding in united.boxes[number] if holding.rank == rank]
-        for memory in memories:
-            if memory.mover is not None:
-                movers[len(held)] = memory.mover
-            held.append((number, parts.index(memory.box), memory.address, memory.nbytes))
-    return held, movers
+    def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:  # noqa: ARG002 - those of the first rank count
+        """Nothing: of options, files and metadata those of the first rank count."""
+        return [[], []]

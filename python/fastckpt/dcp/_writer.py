@@ -62,9 +62,10 @@ class Writer(_torch.StorageWriter):
     :class:`fastckpt.dcp.Reader`. fastckpt never reads it.
 
     What torch makes of a state before a writer sees it stays so: keys are strings, empty mappings are left out,
-    mappings are plain dicts, and a value that is not a tensor is that of one rank. The numbers of parameters in a plain
-    ``optimizer.state_dict()`` come back as numbers; where they stand for other parameters on other ranks, the save is
-    refused: give what ``get_optimizer_state_dict`` returns.
+    mappings are plain dicts, and a value that is not a tensor is that of one rank: of the lowest that has it, even if
+    torch's plan leaves it to another one. The numbers of parameters in a plain ``optimizer.state_dict()`` come back as
+    numbers; where they stand for other parameters on other ranks, the save is refused: give what
+    ``get_optimizer_state_dict`` returns.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
