@@ -8,7 +8,6 @@ from fastckpt._background.job import Job
 from fastckpt._ranks import process_group
 from fastckpt._ranks.agreement import Agreement
 from fastckpt._ranks.background import Job as RanksJob
-from fastckpt._ranks.describe import Local
 from fastckpt._ranks.process_group import AgreedByRanks
 from fastckpt._tensors.spreads import Spreads
 
@@ -23,10 +22,10 @@ def whole(tensors, memories):
 
 
 def local_of(state, rank, ranks, *, per_rank=None, metadata=None, **options):
-    """What a rank brings to a save, described, before any other has heard of it."""
+    """What a rank brings to a save, described, before any other has heard of it: its part of the agreement."""
     settings = SaveSettings.of("save", options)
     spreads = Spreads(ranks, rank)
     request = build_request(
         "save", "/c", state, metadata, settings, began=time.perf_counter(), per_rank=per_rank, spreads=spreads
     )
-    return Local(request, rank, len(ranks))
+    return Agreement(request, rank, len(ranks))

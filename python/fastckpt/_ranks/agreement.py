@@ -1,8 +1,8 @@
 """How ranks come to one table, in one round where their tables are equal and in two where they differ.
 
-For a save, with a :class:`.describe.Local` (loads do the same with a :class:`.demands.Demands`):
+For a save (loads do the same with :class:`.demands.Wanting`):
 
-    agreement = Agreement(local)
+    agreement = Agreement(request, rank, size)
     verdict = operation.round("arrive", agreement.arrival(), combine=combine_arrivals, decide=agreement.decide)
     answer = None
     if agreement.is_open(verdict):
@@ -30,17 +30,17 @@ from fastckpt._state.groups import split_model
 from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors.spread import Spread
 
+from .describe import table_of
 from .differences import Differences, Path
-from .offers import CUTS, EQUAL, TABLES, Parts, classes_of, compressed, expanded, offer_of, runs_of
-from .table import decode, decode_spreads, digest, encode_spreads, kinds_of, packed, unpacked
+from .offers import CUTS, EQUAL, TABLES, Parts, Told, classes_of, compressed, expanded, offer_of, runs_of
+from .table import decode, decode_spreads, digest, encode, encode_spreads, kinds_of, packed, unpacked
 from .unite import SpreadLists, Variant, holders_of, unite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fastckpt._api.save_request import SaveRequest
     from fastckpt._tensors.movers import Range, Sources
-
-    from .describe import Local
 
 
 class TensorOf(NamedTuple):
@@ -123,20 +123,30 @@ class Agreement:
     """The agreement of one save.
 
     Args:
-        local: what this rank saves.
+        request: what this rank saves.
+        rank: this rank in the group.
+        size: the number of ranks.
         operation: the word that error messages begin with.
+
+    Attributes:
+        table: the main part of the table of this rank.
+        told: both parts of it, as ranks tell them.
     """
 
-    def __init__(self, local: Local, operation: str = "save") -> None:
-        self.local = local
+    def __init__(self, request: SaveRequest, rank: int, size: int, operation: str = "save") -> None:
+        self.request = request
+        self.rank = rank
+        self.size = size
         self.operation = operation
+        self.table = table_of(request.flat)
+        self.told = Told.of(rank, encode(self.table), encode_spreads(request.spreads))
         #: Of the coordinator.
         self._structure: str | None = None
         self._extras: list[Any] = []
 
     def arrival(self) -> list[Any]:
         """What goes up first: the digests of both parts of the table, and whether there is something per rank."""
-        return [*self.local.told.digests, self.local.request.per_rank is not None]
+        return [*self.told.digests, self.request.per_rank is not None]
 
     def decide(self, combined: list[Any]) -> list[Any]:
         """The verdict on what arrived: which parts differ, and whether there is something per rank."""
@@ -151,14 +161,13 @@ class Agreement:
     def offer(self, verdict: list[Any]) -> bytes:
         """What goes up second."""
         what, has_extras = verdict
-        local = self.local
-        own = local.request.per_rank
+        own = self.request.per_rank
         if not has_extras or own is None:
-            return local.told.offer(what)
+            return self.told.offer(what)
         tensors = json.dumps([tensor[:3] + tensor[5:] for tensor in own.tensors]).encode()
         tokens = own.structure().encode()
         names = digest(tensors), digest(tokens)
-        return local.told.offer(what, [[local.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
+        return self.told.offer(what, [[self.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
 
     def unite(self, combined: bytes) -> bytes:
         """What comes down: everything that a rank needs to know beside its own table.
@@ -180,8 +189,8 @@ class Agreement:
 
     def _unite_cuts(self, spreads: list[tuple[list[Spread], list[int]]]) -> list[bytes]:
         """Of ranks whose main tables are equal: for each number of a spread the list of what ranks hold."""
-        variant = Variant(self.local.table, spreads)
-        made = SpreadLists(self.local.size)
+        variant = Variant(self.table, spreads)
+        made = SpreadLists(self.size)
         lists = [made.add(holders_of(variant, number)) for number in range(1 + len(spreads[0][0]))]
         differences = Differences(self.operation)
         for number, found in enumerate(lists):
@@ -197,8 +206,8 @@ class Agreement:
 
     def _unite_tables(self, variants: dict[str, Variant]) -> list[bytes]:
         """Of ranks whose main tables differ: the tensors of the union, and where each finds its own."""
-        united = unite(list(variants.values()), self.local.size, operation=self.operation)
-        prefix = split_model(self.operation, united.flat, self.local.request.settings.model_key)
+        united = unite(list(variants.values()), self.size, operation=self.operation)
+        prefix = split_model(self.operation, united.flat, self.request.settings.model_key)
         self._structure = united.structure
         tensors = united.flat.tensors
         kinds, kind = kinds_of(
@@ -232,27 +241,25 @@ class Agreement:
     @paused()
     def settle(self, verdict: list[Any], answer: bytes | None) -> JobState:
         """What all ranks agree on, once ``answer`` is there, where one was needed."""
-        local = self.local
         what, _ = verdict
         main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
         if what == TABLES:
             job = self._settle_tables(expanded(main), decode_spreads(cuts))
         else:
             job = self._settle_own(json.loads(main)[0] if what == CUTS else None, decode_spreads(cuts) if cuts else [])
-        if local.rank == 0:
-            job.structure = self._structure or local.request.flat.structure()
-            job.metadata = local.request.metadata.structure()
+        if self.rank == 0:
+            job.structure = self._structure or self.request.flat.structure()
+            job.metadata = self.request.metadata.structure()
         if extras:
             self._settle_extras(job, extras)
         return job
 
     def _settle_own(self, lists: list[list[int]] | None, spreads: list[Spread]) -> JobState:
         """All ranks have the same tensors as this one."""
-        local = self.local
-        request, flat = local.request, local.request.flat
+        request, flat = self.request, self.request.flat
         prefix = split_model(self.operation, flat, request.settings.model_key)
         if lists is None:
-            spreads = [Spread(tuple(range(local.size))), *request.spreads]
+            spreads = [Spread(tuple(range(self.size))), *request.spreads]
             lists = [[number] for number in range(len(spreads))]
         own = [tuple(each) for each in lists]
         spread_of = flat.spreads.get
@@ -279,20 +286,19 @@ class Agreement:
             [TensorOf(name, *made[number]) for name, number in zip(names, numbers, strict=True)],
             spreads,
             prefix,
-            self.local.request.sources,
+            self.request.sources,
         )
         number_of = {name: number for number, name in enumerate(names)}
-        mine = [[number_of.get(name, -1)] for name in self.local.table.names]
-        for index, numbers_of_it in others[self.local.told.digests[0]]:
+        mine = [[number_of.get(name, -1)] for name in self.table.names]
+        for index, numbers_of_it in others[self.told.digests[0]]:
             mine[index] = numbers_of_it
         self._hold(job, mine)
         return job
 
     def _hold(self, job: JobState, numbers: list[list[int]]) -> None:
         """Note the memories of this rank: where its tensors are among those of the job."""
-        local = self.local
-        request, flat = local.request, local.request.flat
-        where = Parts(job.spreads, local.rank)
+        request, flat = self.request, self.request.flat
+        where = Parts(job.spreads, self.rank)
         tensors = job.tensors
         for index, (tensor, mine) in enumerate(zip(flat.tensors, numbers, strict=True)):
             for part, (address, nbytes, source) in enumerate(request.boxes.get(index, ())):
@@ -326,14 +332,13 @@ class Agreement:
                 job.has_extras = True
                 whole = _unique(f"{PER_RANK}{rank}.{name}", taken)
                 job.tensors.append(TensorOf(whole, dtype, tuple(shape), logical_of(logical), mine))
-        local = self.local
-        own = local.request.per_rank
+        own = self.request.per_rank
         if own is not None:
-            behind = len(local.request.flat.tensors)
+            behind = len(self.request.flat.tensors)
             for index, tensor in enumerate(own.tensors):
-                job.hold(first[local.rank] + index, 0, tensor.address, tensor.capacity, behind + index)
-        if local.rank == 0 and self._extras:
-            job.per_rank = _list_of(self._extras, first, local.size)
+                job.hold(first[self.rank] + index, 0, tensor.address, tensor.capacity, behind + index)
+        if self.rank == 0 and self._extras:
+            job.per_rank = _list_of(self._extras, first, self.size)
 
 
 def logical_of(value: Any) -> tuple[str, tuple[int, ...]] | None:

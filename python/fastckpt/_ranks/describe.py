@@ -1,39 +1,18 @@
-"""From the state of one rank to its table. What :class:`Local` has goes into an :class:`.agreement.Agreement`."""
+"""From the state of one rank to its table."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from .offers import Told
-from .table import Table, encode, encode_spreads, kinds_of
+from .table import Table, kinds_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastckpt._api.save_request import SaveRequest
     from fastckpt._state.flatten import Flat
 
 #: Types of keys that can name the model.
 _KEYS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}
-
-
-class Local:
-    """What one rank saves.
-
-    Attributes:
-        request: its request.
-        rank: this rank in the group.
-        size: the number of ranks.
-        table: the main part of the table.
-        told: both parts of the table, as ranks tell them.
-    """
-
-    def __init__(self, request: SaveRequest, rank: int, size: int) -> None:
-        self.request = request
-        self.rank = rank
-        self.size = size
-        self.table = table_of(request.flat)
-        self.told = Told.of(rank, encode(self.table), encode_spreads(request.spreads))
 
 
 def table_of(flat: Flat) -> Table:

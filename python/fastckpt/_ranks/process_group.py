@@ -7,7 +7,7 @@ import json
 import mmap
 import secrets
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -20,7 +20,6 @@ from fastckpt._tensors.ranges import range_of
 
 from .agreement import PER_RANK, Agreement, core_spread
 from .attention import Attention
-from .describe import Local
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
 from .offers import combine_arrivals, combine_offers
 from .replicas import Comparison, combine_teams, not_compared, teams_that_differ
@@ -76,21 +75,6 @@ class AgreedByRanks(Agreed):
         return lambda tensor, part: summed(places[tensor, part])
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
-    """Who writes what.
-
-    Attributes:
-        share: who has what of which tensor, equal on all ranks.
-        base: what it was laid out beside, if anything was taken over from an earlier checkpoint.
-        plain: the share that was laid out without a base.
-    """
-
-    share: _core.Share
-    base: _core.RankBase | None = None
-    plain: _core.Share
-
-
 class ProcessGroup:
     """The ranks of a process group, in one save. Every rank makes the same calls.
 
@@ -118,7 +102,7 @@ class ProcessGroup:
             ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
         """
         group, operation, path = self.session.group, self.operation, request.path
-        agreement = Agreement(Local(request, group.rank, group.size), request.operation)
+        agreement = Agreement(request, group.rank, group.size, request.operation)
         unused = [] if request.tailor is None else request.tailor.unused
         verdict, seed, page = operation.round(
             "arrive",
@@ -192,16 +176,14 @@ class ProcessGroup:
         """
         size = self.session.group.size
         share = self.policy.dealt(_core.Share.to_save(agreed.tensors, agreed.spreads, size, options, agreed.page))
-        layout = Layout(share=share, plain=share)
         if request.base is None:
-            return self._write(request, agreed, options, layout, progress)
+            return self._write(request, agreed, options, progress, share, share)
         began = time.perf_counter()
         base = _core.RankBase(share, self.session.group.rank, agreed.held, agreed.fill, options)
         try:
             beside = take_over(self.session, self.operation, request.path, request.base, base, self.timeout)
             compared = time.perf_counter() - began
-            layout = replace(layout, share=beside or share, base=base)
-            own = self._write(request, agreed, options, layout, progress)
+            own = self._write(request, agreed, options, progress, beside or share, share, base)
         finally:
             base.close()
         phases = {**own["phases"], "compare": compared}
@@ -212,18 +194,27 @@ class ProcessGroup:
         request: SaveRequest,
         agreed: AgreedByRanks,
         options: _core.SaveOptions,
-        layout: Layout,
         progress: Callable[[int, int], None],
-        *,
-        differ: bool = False,
+        share: _core.Share,
+        plain: _core.Share | None,
+        base: _core.RankBase | None = None,
     ) -> dict[str, Any]:
-        """The rounds ``created``, ``joined`` and ``done``; ``differ`` where ranks have found that copies do.
+        """The rounds ``created``, ``joined`` and ``done``.
 
         A manifest that the texts make too large is refused before a byte is written.
+
+        Args:
+            request: what is saved.
+            agreed: what ranks agreed on.
+            options: how it is saved.
+            progress: called with bytes written and bytes to write by this rank.
+            share: who has what of which tensor, equal on all ranks.
+            plain: the same, laid out without a base; None where what several ranks hold has been compared.
+            base: what the share was laid out beside, if anything was taken over from an earlier checkpoint.
         """
         session, operation, timeout, path = self.session, self.operation, self.timeout, request.path
-        share, rank = layout.share, session.group.rank
-        engine = _core.RankSave(share, rank, agreed.held, agreed.fill, options, layout.base)
+        rank = session.group.rank
+        engine = _core.RankSave(share, rank, agreed.held, agreed.fill, options, base)
         exchange: Exchange | None = None
         whole = False
         made: list[tuple[int, int]] = []
@@ -232,7 +223,7 @@ class ProcessGroup:
         try:
             mail = engine.mail
             comparison = None
-            if not differ:
+            if plain is not None:
                 comparison = Comparison(
                     engine, share, self.policy, agreed.seed, agreed.sum_of(), lambda *_: attention.meanwhile()
                 )
@@ -247,12 +238,11 @@ class ProcessGroup:
                 combine=_combine_created,
                 decide=lambda offered: _create(engine, path, offered, agreed.texts, made),
             )
-            if comparison is not None and teams:
+            if comparison is not None and plain is not None and teams:
                 tensors, text = comparison.differing(session, operation, path, teams)
                 engine.close()
                 # Without a base, with these tensors taken from their lowest ranks.
-                layout = Layout(share=layout.plain.first(tensors), plain=layout.plain)
-                own = self._write(request, agreed, options, layout, progress, differ=True)
+                own = self._write(request, agreed, options, progress, plain.first(tensors), None)
                 whole = True
                 return with_warnings(own, noted, [text])
             if rank:

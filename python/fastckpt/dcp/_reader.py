@@ -16,6 +16,7 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport
 from fastckpt._api.reports import LoadReport
 from fastckpt._paths import AnyPath, path_of
+from fastckpt._ranks.calls import timeout_of
 from fastckpt._ranks.load import Reading
 from fastckpt._ranks.session import session
 from fastckpt._state.builders import StateBuilder, Validator
@@ -25,7 +26,6 @@ from fastckpt._tensors import torch as _tensors
 from fastckpt.exceptions import CheckpointError
 
 from . import _torch
-from ._arguments import check_timeout
 from ._entries import Entry, Known, entries_of
 from ._fill import Fill, Request
 from ._label import forget, label_of, labelled
@@ -87,7 +87,7 @@ class Reader(_torch.StorageReader):
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)
         self._group = process_group
-        self._timeout = check_timeout("load", timeout)
+        self._timeout = timeout_of("load", timeout)
         self._registry = registry
         self._plain = unknown == "plain"
         self._verify = bool(verify)

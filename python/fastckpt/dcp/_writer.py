@@ -16,6 +16,7 @@ from fastckpt._api.save_settings import WriteOptions, WriteSettings
 from fastckpt._api.settings import takes
 from fastckpt._api.write import write
 from fastckpt._paths import AnyPath, path_of
+from fastckpt._ranks.calls import timeout_of
 from fastckpt._ranks.replicas import Policy, ReplicaOptions
 from fastckpt._ranks.session import session
 from fastckpt._state.registry import Types
@@ -23,7 +24,6 @@ from fastckpt.exceptions import CheckpointError
 
 from . import _torch
 from ._alone import Alone
-from ._arguments import check_timeout
 from ._label import forget, label_of, labelled
 from ._stager import Stager
 from ._together import Together
@@ -98,7 +98,7 @@ class Writer(_torch.StorageWriter):
         self.report: SaveReport | None = None
         self._path = None if path is None else path_of("dcp.save", path)
         self._group = process_group
-        self._timeout = check_timeout("dcp.save", timeout)
+        self._timeout = timeout_of("dcp.save", timeout)
         self._metadata = metadata
         self._settings = WriteSettings.of("dcp.save", options, Writer)
         self._policy = Policy.of("dcp.save", options)
