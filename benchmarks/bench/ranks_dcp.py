@@ -57,19 +57,29 @@ class Traffic:
 class _Operation:
     """The rounds of one rank, which takes what those below it say, and hands on what comes down."""
 
-    def __init__(self, rank: int, up: list[queue.Queue[bytes]], down: list[queue.Queue[bytes]]) -> None:
+    def __init__(self, rank: int, up: list[queue.Queue[bytes]], down: list[queue.Queue[bytes]], one: Any) -> None:
         self.rank, self.up, self.down = rank, up, down
+        #: One thread runs at a time: a thousand that wait for Python's own lock wake up all the time.
+        self.one = one
         self.traffic = Traffic()
+
+    def _take(self, inbox: queue.Queue[bytes]) -> bytes:
+        """What comes next; another thread may run meanwhile."""
+        self.one.release()
+        try:
+            return inbox.get(timeout=600)
+        finally:
+            self.one.acquire()
 
     def round(self, name: str, value: Any, *, combine: Callable[[list[Any]], Any], decide: Callable[[Any], Any]) -> Any:
         """As the operation of a process group has it."""
         under = below(self.rank, len(self.up))
-        data = [self.up[child].get(timeout=600) for child in under]
+        data = [self._take(self.up[child]) for child in under]
         self.traffic.received[name] = sum(map(len, data))
         value = combine([value, *map(words.decode, data)])
         if self.rank:
             self.up[self.rank].put(words.encode(value))
-            answer = self.down[self.rank].get(timeout=600)
+            answer = self._take(self.down[self.rank])
         else:
             answer = words.encode(decide(value))
         self.traffic.answers[name] = len(answer)
@@ -132,31 +142,33 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
         state = state_of(ranks, tensors, rows)
         up: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(ranks)]
         down: list[queue.Queue[bytes]] = [queue.Queue() for _ in range(ranks)]
-        operations = [_Operation(rank, up, down) for rank in range(ranks)]
+        one = threading.Lock()
+        operations = [_Operation(rank, up, down, one) for rank in range(ranks)]
         failed: list[BaseException] = []
         planner = (_Cutting if boxes else DefaultSavePlanner)()
         planner.set_up_planner(state)
         first = planner.create_local_plan()
 
         def run(rank: int) -> None:
-            operation: Any = operations[rank]
-            group: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, size=ranks, ranks=range(ranks)))
-            plan = plan_of(first, rank, ranks, rows, boxes=boxes)
-            request = SaveRequest(
-                operation="dcp.save",
-                path="/checkpoint",
-                began=time.perf_counter(),
-                settings=WriteSettings.of("dcp.save", {}),
-                step=None,
-                metadata=flatten_metadata("dcp.save", None, Types("dcp.save")),
-            )
-            began = time.thread_time()
-            try:
-                policy = Policy.of("dcp.save", {})
-                Together(group, operation, 600, policy, plan, planner, Types("dcp.save"), None).agree(request)
-            except BaseException as error:  # noqa: BLE001 - raised below
-                failed.append(error)
-            operation.traffic.seconds = time.thread_time() - began
+            with one:
+                operation: Any = operations[rank]
+                group: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, size=ranks, ranks=range(ranks)))
+                plan = plan_of(first, rank, ranks, rows, boxes=boxes)
+                request = SaveRequest(
+                    operation="dcp.save",
+                    path="/checkpoint",
+                    began=time.perf_counter(),
+                    settings=WriteSettings.of("dcp.save", {}),
+                    step=None,
+                    metadata=flatten_metadata("dcp.save", None, Types("dcp.save")),
+                )
+                began = time.thread_time()
+                try:
+                    policy = Policy.of("dcp.save", {})
+                    Together(group, operation, 600, policy, plan, planner, Types("dcp.save"), None).agree(request)
+                except BaseException as error:  # noqa: BLE001 - raised below
+                    failed.append(error)
+                operation.traffic.seconds = time.thread_time() - began
 
         threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(ranks)]
         for thread in threads:
