@@ -60,7 +60,7 @@ impl Share {
         let mut known = HashMap::<Vec<u32>, usize>::new();
         let mut work = Work::new(self, rank, &[]);
         // Also those of files that nobody writes: they are linked for what one copy has.
-        for tensor in 0..self.tensors.len() {
+        for tensor in self.with_bytes() {
             let cover = self.cover(tensor)?;
             if cover.copies() < 2 || (depth == Depth::Overlaps && !cover.overlaps()) {
                 continue;
