@@ -10,7 +10,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
-from fastckpt._api.selection import patterns_of
 from fastckpt._stores.reader import open_reader
 
 #: The trained groups of a checkpoint: each tensor's bytes and checksum by its name.
@@ -38,6 +37,9 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
         CheckpointError: it is damaged, or none.
         OSError: it cannot be read.
     """
+    # The command line imports this file before it knows whether the package is whole.
+    from fastckpt._api.selection import patterns_of  # noqa: PLC0415
+
     reader = open_reader(operation, path)
     shards = [shard.file for shard in reader.shards()]
     found: dict[str, dict[str, tuple[int, int]]] = {"model": {}, "optimizer": {}}

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastckpt import _interval as formulas
 from fastckpt._text import table
 from fastckpt._units import digits, show_bytes, show_rate, show_seconds, show_share
 
-if TYPE_CHECKING:
-    from .layout import Layout, Share
+from .layout import Layout, Share  # noqa: TC001 - a public record's types can be looked up
 
 _DAY = 86400.0
 
