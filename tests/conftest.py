@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import os
 import signal
 
@@ -32,6 +33,22 @@ for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHU
         signal.signal(number, usual)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """What is imported and collected stays, some 700,000 objects: else each collection of garbage, while this goes on
+    and in all tests, would visit them."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure():
+    gc.unfreeze()  # libraries complain of what they still have at the end of the process
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _memory_goes_back():
     """After each file: malloc keeps what tests have freed, and fastckpt its buffers, hundreds of MB in each worker."""
@@ -47,6 +64,24 @@ def forge():
     """Makes groups of real processes with a gloo process group: see :mod:`harness.groups`."""
     with groups.forge(env={"FASTCKPT_TEST_HUGE": "1"}) as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def lasting(forge):
+    """Groups by size, each for all tests of a file that ask for it: the first model that a rank spreads takes it half a
+    second, the next ones a tenth. A test that fails takes its group along."""
+    with contextlib.ExitStack() as made:
+        free = {}
+
+        @contextlib.contextmanager
+        def group(size):
+            one = free.pop(size, None)
+            if one is None:
+                one = made.enter_context(forge.group(size, backend="gloo" if size > 1 else ""))
+            yield one
+            free[size] = one
+
+        yield group
 
 
 @pytest.fixture(scope="session")

@@ -273,9 +273,9 @@ def simulate(ranks: int, tensors: int) -> dict[str, Any]:
     }
 
 
-def peer(ranks: int, tensors: int) -> dict[str, Any] | None:
-    """Return what torch's default planner costs the coordinator, or None where it takes too long here."""
-    if ranks * tensors > PEER_ITEMS:
+def peer(ranks: int, tensors: int, *, limit: int = PEER_ITEMS) -> dict[str, Any] | None:
+    """Return what torch's default planner costs the coordinator, or None with more items than ``limit``."""
+    if ranks * tensors > limit:
         return None
     import torch
     from torch.distributed.checkpoint import metadata as of_torch
@@ -306,11 +306,14 @@ def peer(ranks: int, tensors: int) -> dict[str, Any] | None:
     plans = [pickle.loads(one) for one in gathered]  # noqa: S301 - as the planner's own gather does
     planner = DefaultSavePlanner()
     planner.set_up_planner({}, is_coordinator=True)
+    planning = time.process_time()
     made, metadata = planner.create_global_plan(plans)
+    planned = time.process_time()
     scattered = [pickle.dumps(plan) for plan in made]
     written = pickle.dumps(metadata)
     return {
         "coordinator_cpu": time.process_time() - began,
+        "plan_cpu": planned - planning,
         "received": sum(map(len, gathered)),
         "sent": sum(map(len, scattered)),
         "metadata": len(written),

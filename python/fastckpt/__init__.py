@@ -48,7 +48,8 @@ if TYPE_CHECKING:
     from fastckpt._manager.manager import Manager
     from fastckpt._manager.restore import Restored
     from fastckpt._tools.doctor import Diagnosis, Finding, doctor
-    from fastckpt._tools.plan.plan import Plan, plan
+    from fastckpt._tools.plan.plan import plan
+    from fastckpt._tools.plan.record import Plan
 
 #: Without ``copy``, ``list`` and ``open``: ``from fastckpt import *`` must not hide Python's own.
 __all__ = [
@@ -124,7 +125,7 @@ _LATER = {
     "Diagnosis": "_tools.doctor",
     "Finding": "_tools.doctor",
     "doctor": "_tools.doctor",
-    "Plan": "_tools.plan.plan",
+    "Plan": "_tools.plan.record",
     "plan": "_tools.plan.plan",
 }
 

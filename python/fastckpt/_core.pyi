@@ -427,7 +427,7 @@ class Operation:
 
 @final
 class Snapshot:
-    """A state to be copied into images of its files, and then written from there.
+    """A state to be copied into images of its files, and then written from there; or parts to be copied.
 
     Each method but the properties and ``stop`` raises RuntimeError while another runs, or out of order.
     """
@@ -441,6 +441,16 @@ class Snapshot:
         fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
     ) -> Snapshot:
         """Lay out the files. Arguments as those of :func:`save`."""
+    @staticmethod
+    def of_parts(
+        parts: Sequence[Tensor], joins: bytes, fill: Callable[[list[tuple[int, int, int, int]]], None] | None
+    ) -> Snapshot:
+        """Pack ``parts`` into memory, for somebody else to write from their ``places`` before ``close``.
+
+        Of each, the address and the capacity count. Parts begin at multiples of 64 bytes; two that follow each other
+        lie together without a gap where the byte of both in ``joins`` is not 0. ``fill`` as for :func:`save`; the index
+        of a range is that in ``parts``.
+        """
     @property
     def nbytes(self) -> int:
         """Bytes of memory that it needs."""
@@ -455,7 +465,7 @@ class Snapshot:
     def attach(self, memory: Memory) -> None:
         """Take the memory to copy to, until ``close``."""
     def places(self) -> list[tuple[int, int]]:
-        """Where each tensor belongs in the attached memory: its address and its bytes."""
+        """Where each tensor or part belongs in the attached memory: its address and its bytes."""
     def copied(self, nbytes: int) -> None:
         """Say that the caller has copied so many bytes of tensors to their places itself; these copies have ended.
 
@@ -467,7 +477,10 @@ class Snapshot:
         RuntimeError if after the last one bytes are missing that neither it nor the caller has copied.
         """
     def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> WrittenReport:
-        """Write the images, with this path, ``overwrite`` and I/O; see :func:`save`."""
+        """Write the images, with this path, ``overwrite``, ``base`` and I/O; see :func:`save`. RuntimeError for parts.
+
+        What is ``frozen`` was said when the files were laid out.
+        """
     def close(self) -> None:
         """Give the memory back, and free what it knows."""
 
@@ -722,8 +735,6 @@ class Share:
 
         ValueError where a part is missing.
         """
-    def part_nbytes(self, rank: int, tensor: int, part: int) -> int:
-        """Bytes of a part that a rank has of a tensor; ValueError if it has no such part."""
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
         """What a rank does.
 

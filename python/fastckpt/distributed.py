@@ -17,9 +17,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastckpt._api import in_flight
+from fastckpt._api.build_report import build_report
 from fastckpt._api.options import Engine, Framework, Unknown
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
@@ -28,20 +30,23 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport, RankSaveReport
 from fastckpt._api.reports import Loaded
 from fastckpt._api.save import warn_of_failures
+from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveOptions, SaveSettings
 from fastckpt._api.settings import takes
+from fastckpt._api.write import write
 from fastckpt._background.pending import PendingSave
 from fastckpt._background.save_async import tell_unasked_but
 from fastckpt._background.settings import CopyOptions, CopySettings
 from fastckpt._paths import AnyPath
-from fastckpt._ranks import background
+from fastckpt._ranks.background import Job
 from fastckpt._ranks.calls import Call
 from fastckpt._ranks.load import load_wishes
+from fastckpt._ranks.process_group import ProcessGroup
 from fastckpt._ranks.replicas import Policy, ReplicaOptions
-from fastckpt._ranks.save import order, save_order
 from fastckpt._ranks.session import session
 from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
+from fastckpt._tensors.spreads import Spreads
 
 __all__ = ["RankLoadReport", "RankSaveReport", "load", "load_per_rank", "save", "save_async"]
 
@@ -118,25 +123,21 @@ def save(
     """
     began = time.perf_counter()
     call = Call("save", session("save", process_group), path, timeout)
-    with range_of("fastckpt.distributed.save"), Attempt("save", call.path), call.operation as operation:
+    with range_of("fastckpt.distributed.save"), Attempt("save", call.path), call.operation:
         call.check()
         settings = SaveSettings.of("save", options, save)
-        policy = Policy.of("save", options)
-        placed = order("save", call.session, state, metadata, per_rank, settings, policy)
-        try:
-            in_flight.wait_for_path(call.path)
-            if settings.base is not None:
-                in_flight.wait_for_path(settings.base)
-            with ticker("save", call.path, shown=settings.progress) as tick:
-                written = save_order(
-                    call.session, operation, call.path, placed, began=began, timeout=call.timeout, tick=tick
-                )
-        finally:
-            # An error's traceback has this frame, and with it exports of the caller's buffers.
-            placed.local.clear()
-    saved = conclude(RankSaveReport, call.path, began, written.own, beside=written.beside, step=placed.step)
+        group = ProcessGroup(call.session, call.operation, call.timeout, Policy.of("save", options))
+        spreads = Spreads(call.session.group.ranks, call.session.group.rank)
+        with closing(
+            build_request("save", call.path, state, metadata, settings, began=began, per_rank=per_rank, spreads=spreads)
+        ) as request:
+            call.mark(request.step, state if settings.exclude is None else None)
+            in_flight.wait_for_paths(call.path, request.base)
+            with ticker("save", call.path, shown=request.progress) as progress:
+                report = write(request, group, progress)
+    conclude(report)
     warn_of_failures()
-    return saved
+    return report
 
 
 @takes(CopySettings, Policy, SaveSettings, like={Policy: "save", SaveSettings: "save"}, ranks=True)
@@ -196,15 +197,20 @@ def save_async(
                 copying = CopySettings.of("save_async", options, save_async)
                 policy = Policy.of("save_async", options)
                 settings = SaveSettings.of("save_async", options)
-                placed = order("save_async", call.session, state, metadata, per_rank, settings, policy)
-                group = call.session if call.session.group.size > 1 else None
-                pending = PendingSave(call.path, began, copying.on_error, group)
-                job = background.Job(pending, call, placed, pin=copying.pin)
+                group = ProcessGroup(call.session, call.operation, call.timeout, policy)
+                spreads = Spreads(call.session.group.ranks, call.session.group.rank)
+                request = build_request(
+                    "save_async", call.path, state, metadata, settings, began=began, per_rank=per_rank, spreads=spreads
+                )
+                call.mark(request.step, state if settings.exclude is None else None)
+                several = call.session if call.session.group.size > 1 else None
+                pending = PendingSave(call.path, began, copying.on_error, several)
+                job = Job(pending, request, group, copying.pin)
             except BaseException:
                 # The turn is taken: the other ranks must hear of it.
                 with call.operation:
                     raise
-        background.start(job)
+        job.begin()
     tell_unasked_but(pending)
     return pending
 
@@ -351,9 +357,9 @@ def load(  # noqa: PLR0913 - all by name
             threads=threads,
             progress=progress,
         )
-        in_flight.wait_for_path(call.path)
+        in_flight.wait_for_paths(call.path)
         read = load_wishes(call, operation, wishes, stacklevel=3)
-    found = conclude(RankLoadReport, call.path, began, read.fields)
+    found = conclude(build_report(RankLoadReport, call.path, began, read.fields))
     return Loaded(read.state, found) if report else read.state
 
 

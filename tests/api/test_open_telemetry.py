@@ -19,7 +19,7 @@ from opentelemetry.trace import StatusCode
 import fastckpt
 from fastckpt import _core
 from fastckpt._api import export, in_flight, open_telemetry
-from fastckpt._background import job as _job
+from harness.internals import Job
 from harness.open_telemetry import Sdk, join, parent
 
 STATE = {"w": np.arange(1000.0), "v": np.ones(7)}
@@ -92,13 +92,13 @@ def test_a_save_is_a_span_with_its_phases_in_the_callers(sdk, tmp_path):
 
 def test_an_asynchronous_save_ends_when_durable_in_the_span_of_its_call(sdk, tmp_path, monkeypatch):
     returned = threading.Event()
-    write = _job.Job._write
+    write = Job._write
 
     def wait_and_write(job):
         assert returned.wait(60)
         return write(job)
 
-    monkeypatch.setattr(_job.Job, "_write", wait_and_write)
+    monkeypatch.setattr(Job, "_write", wait_and_write)
     with sdk.tracer.start_as_current_span("step") as step:
         pending = fastckpt.save_async(STATE, tmp_path / "c", metadata={"step": 3})
     assert sdk.spans() == {}
@@ -168,7 +168,7 @@ def save_fails(path, monkeypatch):
 
 
 def save_async_fails(path, monkeypatch):
-    monkeypatch.setattr(_job.Job, "_write", no_space)
+    monkeypatch.setattr(Job, "_write", no_space)
     pending = fastckpt.save_async(STATE, path)
     with pytest.raises(OSError, match="No space"):
         pending.result(60)
@@ -176,7 +176,7 @@ def save_async_fails(path, monkeypatch):
 
 
 def the_copy_fails(path, monkeypatch):
-    monkeypatch.setattr(_job.Job, "prepare", no_space)
+    monkeypatch.setattr(Job, "prepare", no_space)
     with pytest.raises(OSError, match="No space"):
         fastckpt.save_async(STATE, path)
 
@@ -317,7 +317,7 @@ def test_a_broken_sdk_does_not_break_a_save(sdk, tmp_path, caplog):
 
 def test_what_waits_for_an_asynchronous_save_does_not_wait_for_the_exporter(sdk, tmp_path, monkeypatch):
     begin, called, go = threading.Event(), threading.Event(), threading.Event()
-    write = _job.Job._write
+    write = Job._write
     at = []
 
     class Blocks(SpanProcessor):
@@ -332,7 +332,7 @@ def test_what_waits_for_an_asynchronous_save_does_not_wait_for_the_exporter(sdk,
         at.append(time.time_ns())
         called.set()
 
-    monkeypatch.setattr(_job.Job, "_write", write_later)
+    monkeypatch.setattr(Job, "_write", write_later)
     sdk.provider.add_span_processor(Blocks())
     pending = fastckpt.save_async(STATE, tmp_path / "c")
     pending.add_done_callback(after)

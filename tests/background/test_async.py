@@ -25,8 +25,7 @@ import fastckpt
 from fastckpt import _core, distributed
 from fastckpt._api import host_memory as _memory
 from fastckpt._api import in_flight as _in_flight
-from fastckpt._background import job as _job
-from fastckpt._ranks import background as _ranks_background
+from harness.internals import Job, RanksJob
 from harness.states import numbered, same, which
 
 SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure
@@ -54,14 +53,14 @@ def late(monkeypatch, tmp_path):
 def hold(monkeypatch):
     """``hold(path)`` gives an event: a save to that path has its snapshot, and writes once the event is set."""
     gates = {}
-    real = _job.Job._write
+    real = Job._write
 
     def write(job):
         gate = gates.get(job.pending.path)
         assert gate is None or gate.wait(60)
         return real(job)
 
-    monkeypatch.setattr(_job.Job, "_write", write)
+    monkeypatch.setattr(Job, "_write", write)
 
     def hold(path):
         return gates.setdefault(str(path), threading.Event())
@@ -295,13 +294,13 @@ def test_whichever_ends_first_makes_room(tmp_path, hold):
 
 def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
     """Also while its thread has not yet come to run."""
-    real = _job.Job.run
+    real = Job.run
 
     def late(job):
         time.sleep(0.2)
         real(job)
 
-    monkeypatch.setattr(_job.Job, "run", late)
+    monkeypatch.setattr(Job, "run", late)
     first = fastckpt.save_async(numbered(1), tmp_path / "c")
     second = fastckpt.save_async(numbered(2), tmp_path / "c")
     assert first.done()
@@ -313,20 +312,36 @@ def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
 def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path, hold, monkeypatch):
     gate = hold(tmp_path / "c")
     first = fastckpt.save_async(numbered(1), tmp_path / "c")
-    real = _in_flight.wait_for_path
+    real = _in_flight.wait_for_paths
 
-    def wait(path):
+    def wait(*paths):
         assert not first.done()
         gate.set()
-        real(path)
+        real(*paths)
         assert first.done()
 
     with monkeypatch.context() as patch:
-        patch.setattr(_in_flight, "wait_for_path", wait)
+        patch.setattr(_in_flight, "wait_for_paths", wait)
         fastckpt.save(numbered(2), tmp_path / "c")
     assert first.done()
     assert which(fastckpt.load(tmp_path / "c")) == 2
     assert fastckpt.save(numbered(2), tmp_path / "c").stall > 0
+
+
+def test_a_load_of_a_path_that_is_being_saved_to_finds_what_is_saved(tmp_path, hold, monkeypatch):
+    fastckpt.save(numbered(1), tmp_path / "c")
+    gate = hold(tmp_path / "c")
+    pending = fastckpt.save_async(numbered(2), tmp_path / "c")
+    real = _in_flight.wait_for_paths
+
+    def wait(*paths):
+        assert not pending.done()
+        gate.set()
+        real(*paths)
+
+    monkeypatch.setattr(_in_flight, "wait_for_paths", wait)
+    assert which(fastckpt.load(tmp_path / "c")) == 2
+    assert pending.done()
 
 
 def test_threads_that_save_at_once_share_the_flights(tmp_path):
@@ -461,7 +476,7 @@ def test_functions_that_end_their_thread_keep_nothing_from_others(tmp_path, monk
     def leave(_):
         sys.exit(3)
 
-    monkeypatch.setattr(_job.Job, "_write", write)
+    monkeypatch.setattr(Job, "_write", write)
     pending = fastckpt.save_async(numbered(1), tmp_path / "c", on_error=leave)
     pending.add_done_callback(leave)
     pending.add_done_callback(called.append)
@@ -545,7 +560,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch)
 
         return call
 
-    places = [(_in_flight, "admit"), (_job.Job, "prepare"), (_job.Job, "start"), (threading.Thread, "start")]
+    places = [(_in_flight, "admit"), (Job, "prepare"), (Job, "start"), (threading.Thread, "start")]
     for place, name in places:
         for before in (True, False):
             with monkeypatch.context() as patch:
@@ -625,12 +640,12 @@ slow = dict(bandwidth_limit=2_000_000)  # half a second: the program has come to
 
 def hold():
     # Saves to the target write once the event is set.
-    from fastckpt._background import job as _job
-    gate, real = threading.Event(), _job.Job._write
+    from fastckpt._background.job import Job
+    gate, real = threading.Event(), Job._write
     def write(job):
         assert job.pending.path != target or gate.wait(60)
         return real(job)
-    _job.Job._write = write
+    Job._write = write
     return gate
 
 def late():
@@ -702,14 +717,14 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, statu
 BROKEN = """
 import multiprocessing, os, sys, time
 import fastckpt
-from fastckpt._background import job as _job
+from fastckpt._background.job import Job
 
 def broken(job):
     time.sleep(0.2)  # the program is at its end by then
     raise OSError(5, "the disk is gone")
 
 def save(path):
-    _job.Job._write = broken
+    Job._write = broken
     fastckpt.save_async({"n": 1}, path)
 
 if __name__ == "__main__":
@@ -996,14 +1011,14 @@ def threadless(monkeypatch):
         raise RuntimeError("can't start new thread")
 
     def meanwhile(happens):
-        for where, name in ((_job.Job, "_write"), (_ranks_background, "save_order")):
-            real = getattr(where, name)
+        for where in (Job, RanksJob):
+            real = where._write
 
             def wrapped(*args, real=real, **more):
                 happens()
                 return real(*args, **more)
 
-            monkeypatch.setattr(where, name, wrapped)
+            monkeypatch.setattr(where, "_write", wrapped)
 
     monkeypatch.setattr(threading.Thread, "start", start)
     return meanwhile

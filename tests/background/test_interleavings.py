@@ -14,8 +14,8 @@ import torch
 import fastckpt
 from fastckpt import PendingSave
 from fastckpt._background import guard as _guard
-from fastckpt._background import job as _job
 from harness import needs
+from harness.internals import Job
 from harness.same import same
 
 TURNS = 1000
@@ -41,7 +41,7 @@ class Gates:
         self.open = True
         #: Pieces of this save that are not copied; None before the copy begins.
         self.left = 0
-        real_stage, real_hold = _job.Job.stage, PendingSave._hold_step
+        real_stage, real_hold = Job.stage, PendingSave._hold_step
 
         def stage(job, wanted, *, last):
             if not last or not job.late:
@@ -60,7 +60,7 @@ class Gates:
             self.let_all()
             real_hold(pending)
 
-        monkeypatch.setattr(_job.Job, "stage", stage)
+        monkeypatch.setattr(Job, "stage", stage)
         monkeypatch.setattr(PendingSave, "_hold_step", hold_step)
 
     def pieces(self, wanted):

@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastckpt
 from fastckpt._background import guard as _guard
-from fastckpt._background import job as _job
+from harness.internals import Job
 from harness.same import same
 
 pytestmark = pytest.mark.usefixtures("alone")
@@ -149,13 +149,13 @@ def test_what_torch_does_not_count_is_copied_at_the_call(tmp_path, held_backgrou
 def test_a_step_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_background, when_waited_for, monkeypatch):
     copy, _ = held_background
     write = threading.Event()
-    real = _job.Job._write
+    real = Job._write
 
     def held(job):
         assert write.wait(60)
         return real(job)
 
-    monkeypatch.setattr(_job.Job, "_write", held)
+    monkeypatch.setattr(Job, "_write", held)
     parameter, optimizer = one_parameter()
     began = time.perf_counter()
     pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
@@ -279,16 +279,16 @@ def test_the_hook_stays_out_of_compiled_code(tmp_path, when):
 def test_a_forked_child_steps_without_waiting(tmp_path):
     code = """
 import os, sys, threading, torch, fastckpt
-from fastckpt._background import job as _job
+from fastckpt._background.job import Job
 torch.set_num_threads(1)  # a forked child has none of torch's others, and would wait for them
 parameter = torch.nn.Parameter(torch.zeros(1 << 20))
 parameter.grad = torch.ones(1 << 20)
 optimizer = torch.optim.SGD([parameter], lr=0.1)
-gate, copy_late = threading.Event(), _job.Job._copy_late
+gate, copy_late = threading.Event(), Job._copy_late
 def held(job):
     assert gate.wait(200)
     return copy_late(job)
-_job.Job._copy_late = held
+Job._copy_late = held
 pending = fastckpt.save_async({"m": parameter}, sys.argv[1], lazy=True)
 if not os.fork():
     optimizer.step()

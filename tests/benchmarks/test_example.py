@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from harness import needs
+from harness import needs, programs, zygote
 
 if importlib.util.find_spec("torch") is None:
     needs.missing("torch")
@@ -42,10 +42,8 @@ def steps_saved(out: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in out.glob("step-*"))
 
 
-def run(out: Path, *more: str) -> str:
-    done = subprocess.run(
-        command(out, *more), env=environment(), capture_output=True, text=True, timeout=120, check=False
-    )
+def run(children: zygote.Zygote, out: Path, *more: str) -> str:
+    done = programs.run(children, command(out, *more)[1:], env=environment())
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -66,35 +64,32 @@ def kill(before):
 
 threading.Thread(target=kill, args=[saved()], daemon=True).start()
 sys.argv = sys.argv[3:]
+sys.path[0] = os.path.dirname(sys.argv[0])
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_and_kill(out: Path, delay: float, *more: str) -> None:
+def run_and_kill(children: zygote.Zygote, out: Path, delay: float, *more: str) -> None:
     """Run from wherever ``out`` stands; SIGKILL ``delay`` seconds after the next checkpoint appears."""
-    python, *arguments = command(out, "--resume", *more)
-    done = subprocess.run(
-        [python, "-c", KILLED, str(out), str(delay), *arguments],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        timeout=120,
-        check=False,
-    )
+    _, *arguments = command(out, "--resume", *more)
+    script = out.with_name("killed.py")
+    script.write_text(KILLED)
+    done = programs.run(children, [script, out, str(delay), *arguments], env=environment())
     assert done.returncode == -signal.SIGKILL, "ended before it could be killed"
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def whole(children_with_torch: zygote.Zygote, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run, with synchronous saves: an asynchronous one must not change what is computed."""
     out = tmp_path_factory.mktemp("undisturbed") / "whole"
-    run(out)
+    run(children_with_torch, out)
     return out
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [(), ("--async",)])
 def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(
-    tmp_path: Path, whole: Path, more: tuple[str, ...]
+    children_with_torch: zygote.Zygote, tmp_path: Path, whole: Path, more: tuple[str, ...]
 ) -> None:
     killed = tmp_path / "killed"
     expected = losses(whole)
@@ -105,8 +100,8 @@ def test_killed_and_resumed_run_repeats_every_loss_bit_for_bit(
     delays = [random.uniform(0, 0.15) for _ in range(2)]
     print(f"killing {delays} seconds after a checkpoint")
     for delay in delays:
-        run_and_kill(killed, delay, *more)
-    printed = run(killed, "--resume", *more)
+        run_and_kill(children_with_torch, killed, delay, *more)
+    printed = run(children_with_torch, killed, "--resume", *more)
     assert re.search(r"resumed from .*step-\d+", printed)
 
     found = losses(killed)
@@ -128,14 +123,18 @@ def test_an_existing_run_is_not_trained_over_without_resume(tmp_path: Path) -> N
     assert list(out.iterdir()) == [out / "step-00000010"]
 
 
-def test_a_resume_without_a_checkpoint_starts_from_the_beginning(tmp_path: Path) -> None:
+def test_a_resume_without_a_checkpoint_starts_from_the_beginning(
+    children_with_torch: zygote.Zygote, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
-    run(out, "--resume", "--steps", "2")
+    run(children_with_torch, out, "--resume", "--steps", "2")
     assert [step for step, _ in losses(out)] == [1, 2]
     assert steps_saved(out) == [2]
 
 
-def test_sigterm_ends_an_asynchronous_run_with_a_durable_checkpoint(tmp_path: Path) -> None:
+def test_sigterm_ends_an_asynchronous_run_with_a_durable_checkpoint(
+    children_with_torch: zygote.Zygote, tmp_path: Path
+) -> None:
     out = tmp_path / "run"
     process = subprocess.Popen(
         command(out, "--async", "--steps", "5000", "--save-every", "1"), env=environment(), stdout=subprocess.DEVNULL
@@ -152,5 +151,5 @@ def test_sigterm_ends_an_asynchronous_run_with_a_durable_checkpoint(tmp_path: Pa
         process.kill()
         process.wait()
     assert [path.name for path in out.iterdir() if path.name.startswith(".step") and "tmp" in path.name] == []
-    printed = run(out, "--async", "--resume", "--steps", str(steps_saved(out)[-1] + 2))
+    printed = run(children_with_torch, out, "--async", "--resume", "--steps", str(steps_saved(out)[-1] + 2))
     assert "resumed from" in printed

@@ -9,23 +9,28 @@ from pathlib import Path
 
 import pytest
 
-from harness import needs
+from harness import needs, programs
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "ranks.py"
 
 
-def run(tmp_path, *options):
+def run(tmp_path, *options, children=None):
+    """Run it; ``children`` fork it and its ranks, where these need not start as a user's do."""
     out = tmp_path / "out.json"
-    command = [sys.executable, SCRIPT, "--rounds", "1", "--dir", tmp_path, "--json", out, *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
+    command = [SCRIPT, "--rounds", "1", "--dir", tmp_path, "--json", out, *options]
+    if children is None:
+        done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=280, check=False)
+    else:
+        done = programs.run(children, command, timeout=280, forks=True)
     assert {path.name for path in tmp_path.iterdir()} <= {"out.json"}
     return done, json.loads(out.read_text(encoding="ascii")) if out.exists() else None
 
 
 @pytest.mark.slow
-def test_ranks_measures_everybody_and_checks_its_bars(tmp_path):
+def test_ranks_measures_everybody_and_checks_its_bars(children_with_torch, tmp_path):
     needs.tool("fio", "fio")
-    done, document = run(tmp_path, "--size", "0.03", "--ranks", "2", "--tensors", "50", "--markdown", "--check")
+    options = ("--size", "0.03", "--ranks", "2", "--tensors", "50", "--markdown", "--check")
+    done, document = run(tmp_path, *options, children=children_with_torch)
     assert document is not None, done.stderr
     results = document["results"]
     for kind in ("fsdp", "column", "replicas"):
@@ -51,6 +56,7 @@ def test_ranks_measures_everybody_and_checks_its_bars(tmp_path):
 @pytest.mark.slow
 def test_ranks_names_the_rank_that_fails(tmp_path):
     needs.tool("fio", "fio")
+    # In an interpreter, and each rank in one.
     done, _ = run(tmp_path, "--size", "0.01", "--ranks", "2", "--kinds", "fsdp", "--saves", "nobody", "--loads", "")
     assert done.returncode != 0
     assert "nobody" in done.stderr

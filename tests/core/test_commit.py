@@ -1256,3 +1256,23 @@ def test_a_mount_point_is_refused_before_a_byte_is_written(parent, save):
             fastckpt.save({"w": np.zeros(8)}, path / "step")
         finally:
             subprocess.run(["umount", path], check=True)
+
+
+@pytest.mark.root
+def test_a_mount_point_is_refused_where_statx_does_not_tell(parent, children, tmp_path):
+    path = parent / "step"
+    path.mkdir()
+    with mounts.mount("tmpfs") as elsewhere:
+        subprocess.run(["mount", "--bind", elsewhere, path], check=True)
+        try:
+            child = children.start("save_held", path=str(path), index=1, nbytes=SMALL)
+            child.next()
+            refused = strace.injection("statx", "error=ENOSYS", "1+")
+            with strace.attached(child.pid, tmp_path / "log", "statx", refused):
+                child.go()
+                end = child.outcome()
+            assert end.kind == "FileExistsError"
+            assert "it is a mount point" in end.text
+            assert os.listdir(parent) == ["step"]
+        finally:
+            subprocess.run(["umount", path], check=True)

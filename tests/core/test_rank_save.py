@@ -326,7 +326,6 @@ def test_a_share_that_does_not_fit_is_refused(tmp_path):
     fastckpt.save({"w": np.zeros(3)}, tmp_path / "c")
     reader = _core.Reader(os.fspath(tmp_path / "c"))
     to_load = _core.Share.to_load(reader, [(0, [0])], [_core.Spread.all()], 2)
-    assert to_load.part_nbytes(1, 0, 0) == 24
     with pytest.raises(ValueError, match="made to save"):
         _core.RankSave(to_load, 0, [], None, options)
     with pytest.raises(IndexError, match="no tensor 1"):

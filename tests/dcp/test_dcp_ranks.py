@@ -1,21 +1,25 @@
 """dcp.save and dcp.load on real groups: the files are those of one process, and any group loads what another saved."""
 
+import dataclasses
 import hashlib
 import inspect
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch.distributed.checkpoint as dcp
 from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
-from fastckpt._ranks.save import Texts
 from fastckpt.dcp import Reader, Writer
 from harness import needs, parallel
 from harness.groups import FailedError, Strike
+from harness.internals import AgreedByRanks, process_group
 from harness.parallel import dist, torch
 
 TOPOLOGIES = [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("tp_fsdp", 4), ("ddp", 2)]
@@ -56,8 +60,8 @@ def save(topology, path, how="sync", timeout=60):
 
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize(("topology", "size"), TOPOLOGIES, ids=IDS)
-def test_the_bytes_are_those_of_one_process(forge, tmp_path, reference, topology, size, how):
-    with forge.group(size) as group:
+def test_the_bytes_are_those_of_one_process(lasting, tmp_path, reference, topology, size, how):
+    with lasting(size) as group:
         reports = group.run(save, topology, tmp_path / "c", how)
     assert shards(tmp_path / "c") == shards(reference)
     assert sum(own for own, _ in reports) == reports[0][1]
@@ -93,8 +97,8 @@ def load_by_messages(topology, path):
 
 
 @pytest.mark.parametrize(("topology", "size"), [("fsdp", 2), ("tp", 2), ("hsdp", 4), ("ddp", 3)], ids=str)
-def test_ranks_pass_on_what_they_read(forge, reference, topology, size):
-    with forge.group(size) as group:
+def test_ranks_pass_on_what_they_read(lasting, reference, topology, size):
+    with lasting(size) as group:
         done = group.run(load_by_messages, topology, reference)
     assert [different for different, *_ in done] == [[]] * size
     stored = sum(fastckpt.open(reference).info(name).bytes for name in fastckpt.open(reference))
@@ -118,8 +122,8 @@ def _equal(value, wanted):
 
 
 @pytest.mark.parametrize(("topology", "size"), TOPOLOGIES, ids=IDS)
-def test_any_group_loads_what_one_process_saved(forge, reference, topology, size):
-    with forge.group(size) as group:
+def test_any_group_loads_what_one_process_saved(lasting, reference, topology, size):
+    with lasting(size) as group:
         assert group.run(load, topology, reference) == [[]] * size
 
 
@@ -171,6 +175,82 @@ def test_ranks_may_have_different_keys(forge, tmp_path):
     loaded = fastckpt.load(tmp_path / "c")
     assert [loaded[f"stage{rank}"]["w"][0].item() for rank in range(3)] == [0.0, 1.0, 2.0]
     assert loaded["step"] == 7
+
+
+def save_values(path):
+    """Values that differ on each rank, with tensors of several pages in them, between tensors that are alike."""
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {
+        "first": torch.ones(3),
+        "random": (torch.full((5000,), float(rank)), {"numpy": np.full(3000, rank), "position": rank}),
+        "model": {"weight": distribute_tensor(torch.arange(40.0), mesh, [Shard(0)]), "array": np.full((2, 2), rank)},
+        "list": [{"of": rank}, torch.ones(2)][: 1 + rank],
+        f"stage{rank}": {"array": np.full(4, rank), "value": rank},
+    }
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60))
+
+
+def test_a_value_is_that_of_one_rank_whole(forge, tmp_path):
+    with forge.group(3) as group:
+        group.run(save_values, tmp_path / "c")
+    loaded = fastckpt.load(tmp_path / "c")
+    tensor, more = loaded["random"]
+    assert {*tensor.tolist()} == {*more["numpy"].tolist()} == {more["position"]}
+    assert len({*loaded["model"]["array"].ravel().tolist()}) == 1
+    assert torch.equal(loaded["model"]["weight"], torch.arange(40.0))
+    assert [(stage["array"].tolist(), stage["value"]) for stage in (loaded[f"stage{rank}"] for rank in range(3))] == [
+        ([rank] * 4, rank) for rank in range(3)
+    ]
+    assert [*loaded["list"][0]] == ["of"]
+    assert torch.equal(loaded["list"][1], torch.ones(2))
+    fastckpt.save(loaded, tmp_path / "alone")
+    assert shards(tmp_path / "c") == shards(tmp_path / "alone")
+
+
+class Cutting(DefaultSavePlanner):
+    """Gives the parts of tensors by itself, so that nobody knows of a mesh."""
+
+    def resolve_data(self, write_item):
+        made = super().resolve_data(write_item)
+        return made.detach().clone() if isinstance(made, torch.Tensor) else made
+
+
+class Dropping(DefaultSavePlanner):
+    """Leaves the optimizer out of all plans."""
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan(all_plans)
+        kept = [[item for item in plan.items if not item.index.fqn.startswith("optimizer")] for plan in plans]
+        return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, kept, strict=True)], metadata
+
+
+class DroppingAndCutting(Dropping, Cutting):
+    """Both."""
+
+
+def save_with_planner(topology, path, planner):
+    dcp.save(parallel.state(topology), checkpoint_id=path, storage_writer=Writer(timeout=60), planner=planner())
+
+
+@pytest.mark.parametrize(("topology", "size"), [("fsdp", 3), ("hsdp", 4)], ids=str)
+def test_parts_that_a_planner_cuts_by_itself_become_the_same_tensors(forge, tmp_path, reference, topology, size):
+    with forge.group(size) as group:
+        group.run(save_with_planner, topology, tmp_path / "c", Cutting)
+    found, wanted = (fastckpt.load(path) for path in (tmp_path / "c", reference))
+    assert all(_equal(value, _flat(wanted)[key]) for key, value in _flat(found).items())
+    assert _flat(found).keys() == _flat(wanted).keys()
+
+
+@pytest.mark.parametrize("cutting", [True, False])
+def test_what_a_planner_leaves_out_of_all_plans_is_not_saved(forge, tmp_path, reference, cutting):
+    planner = DroppingAndCutting if cutting else Dropping
+    with forge.group(2) as group:
+        group.run(save_with_planner, "fsdp", tmp_path / "c", planner)
+    wanted = _flat(fastckpt.load(reference))
+    found = _flat(fastckpt.load(tmp_path / "c"))
+    assert found.keys() == {key for key in wanted if not key.startswith("optimizer")}
+    assert all(_equal(value, wanted[key]) for key, value in found.items())
 
 
 def caches_plans():
@@ -342,8 +422,8 @@ def test_metadata_that_one_rank_cannot_store_fails_all_at_once(forge, tmp_path):
 
 def save_bad_texts(path):
     """What a save says whose structure is none, and whether it wrote anything."""
-    texts = mock.patch("fastckpt.dcp._together.Texts", return_value=Texts("1", "[null]"))
-    with texts, mock.patch("fastckpt._ranks.save._write") as write:
+    texts = mock.patch.object(AgreedByRanks, "texts", ("1", "[null]", None))
+    with texts, mock.patch.object(process_group, "_write") as write:
         try:
             dcp.save({"w": torch.ones(3)}, checkpoint_id=path, storage_writer=Writer(timeout=60))
         except dcp.api.CheckpointException as error:
@@ -381,7 +461,7 @@ def test_an_asynchronous_save_that_fails_says_so_on_all_ranks(forge, tmp_path):
 def test_a_rank_that_dies_fails_the_others(forge, tmp_path):
     fastckpt.save({"old": torch.ones(1)}, tmp_path / "c")
     with forge.group(3) as group:
-        strike = Strike(1, "fastckpt.dcp._together:write_checkpoint")
+        strike = Strike(1, "fastckpt.dcp._together:Together.write")
         group.start(save, "fsdp", tmp_path / "c", timeout=10, strike=strike)
         outcomes = group.outcomes(ranks=[0, 1, 2], timeout=120)
     assert outcomes[1].kind == "died"
@@ -481,3 +561,22 @@ def test_a_process_beside_training_saves(forge, tmp_path, reference):
         assert not (tmp_path / "c").exists()
         assert group.run(save_in_a_process, tmp_path / "c", bad=False, timeout=200) == [None, None]
     assert shards(tmp_path / "c") == shards(reference)
+
+
+def _values_of_ranks(path: str) -> None:
+    rank = dist.get_rank()
+    state = dict.fromkeys(("a", "b", "c"), rank)
+    state |= {name: np.full(3, rank) for name in ("m", "n", "o")}
+    if rank:
+        state |= {name: [rank, np.full(2, rank)] for name in ("x", "y", "z")}
+    dcp.save(state, storage_writer=Writer(path))
+
+
+def test_values_that_differ_are_all_of_the_lowest_rank_that_has_them(forge, tmp_path):
+    """torch leaves each value to another rank, and so makes a state that no rank held."""
+    with forge.group(4) as group:
+        group.run(_values_of_ranks, str(tmp_path / "c"))
+    found = fastckpt.load(tmp_path / "c")
+    assert [found[name] for name in "abc"] == [0, 0, 0]
+    assert [found[name].tolist() for name in "mno"] == [[0, 0, 0]] * 3
+    assert [(found[name][0], found[name][1].tolist()) for name in "xyz"] == [(1, [1, 1])] * 3

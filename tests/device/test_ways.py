@@ -15,15 +15,14 @@ import torch.distributed.checkpoint as dcp
 import fastckpt
 from fastckpt import _core, _crc64
 from fastckpt._api import destinations, host_memory
-from fastckpt._ranks.describe import describe
 from fastckpt._tensors import device_sums
+from fastckpt._tensors.described import Tensor
 from fastckpt._tensors.movers import Sinks, Sources
 from fastckpt.dcp import Reader, Writer
-from fastckpt.dcp._unite import United
 from fastckpt.dcp._values import Memory
-from fastckpt.dcp._whole import whole
 from harness import devices, standin
 from harness.devices import DEVICE, KIND, OnDevice, each, fill_later, on_device, raises, there, to_host
+from harness.internals import local_of, whole
 from harness.same import bits, same
 from harness.standin import faults
 
@@ -259,20 +258,20 @@ class TestRanks(OnDevice):
 
 def told(state, replicas):
     """What the first of two ranks tells of a state that both hold."""
-    local = describe(state, 0, [0, 1])
-    assert local.sources.devices in ((DEVICE,), ())
-    tensors = local.flat.tensors
+    local = local_of(state, 0, [0, 1])
+    assert local.request.sources.devices in ((DEVICE,), ())
+    tensors = local.request.flat.tensors
     options = _core.SaveOptions(shard_size=1 << 30)
     about = [(each.name, each.dtype, each.shape, each.logical, [0]) for each in tensors]
     share = _core.Share.to_save(about, [_core.Spread.ranks([0, 1])], 2, options)
     held = [(number, 0, each.address, each.capacity) for number, each in enumerate(tensors)]
-    engine = _core.RankSave(share, 0, held, local.sources.fill, options)
+    engine = _core.RankSave(share, 0, held, local.request.sources.fill, options)
     try:
-        return engine.replicas(replicas, 7, lambda tensor, _: local.sources.sum(tensor), None).digests()
+        return engine.replicas(replicas, 7, lambda tensor, _: local.request.sources.sum(tensor), None).digests()
     finally:
         engine.close()
-        local.clear()
-        assert (local.sources, local.flat.movers) == (None, {})
+        local.request.close()
+        assert (local.request.sources, local.request.flat.movers) == (None, {})
 
 
 class TestDcp(OnDevice):
@@ -304,15 +303,13 @@ class TestDcp(OnDevice):
 
     def test_boxes_of_several_devices_become_one_tensor(self):
         values = torch.arange(700.0 * 30).reshape(700, 30)
-        united = United()
-        united.tensors = [("w", "F32", (700, 30), None)]
-        flat = [describe({"w": part.to(DEVICE)}, 0, [0]).flat for part in (values[:300], values[300:650])]
+        flat = [local_of({"w": part.to(DEVICE)}, 0, [0]).request.flat for part in (values[:300], values[300:650])]
         memories = [
             Memory(((0, 300), (0, 30)), 0, 300 * 120, flat[0].movers[0], flat[0].keep[0]),
             Memory(((300, 650), (0, 30)), 0, 350 * 120, flat[1].movers[0], flat[1].keep[0]),
             Memory(((650, 700), (0, 30)), values[650:].data_ptr(), 50 * 120, None, values),
         ]
-        tensors, movers = whole(united, {0: memories})
+        tensors, movers = whole({0: Tensor("w", "F32", (700, 30), 0, 0)}, {0: memories})
         assert (tensors[0].address, tensors[0].capacity) == (0, values.nbytes)
         made = np.zeros(values.nbytes, np.uint8)
         movers[0](0, made.ctypes.data, made.nbytes)
@@ -355,7 +352,7 @@ class TestCapture(OnDevice):
             with raises(RuntimeError, "^save: .*captured"):
                 fastckpt.save(state, self.path / "c")
             with raises(RuntimeError, "^save: .*captured"):
-                describe(state, 0, [0])
+                local_of(state, 0, [0])
         assert not list(self.path.iterdir())
         assert fastckpt.save(state, self.path / "c").bytes == 4000
 

@@ -39,12 +39,12 @@ def install():
         raise AssertionError("fastckpt was imported too early")
     sys.meta_path.insert(0, Finder)
     import fastckpt
-    from fastckpt._api import save, save_settings
+    from fastckpt._api import save_settings, single_process
 
     (compiled,) = Path(fastckpt.__file__).parent.glob("_core*.so")
     spec = spec_of(ExtensionFileLoader, compiled)
-    save._core = save_settings._core = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(save._core)
+    single_process._core = save_settings._core = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(single_process._core)
     assert fastckpt._core.__file__.endswith("_core.py")
 
 

@@ -1,6 +1,6 @@
 """Run or attach strace; read the order of system calls; inject an error or a signal into the k-th of them."""
 
-# ruff: noqa: PTH118, TC003 - paths are the text that strace printed
+# ruff: noqa: PTH118 - paths are the text that strace printed
 
 from __future__ import annotations
 
@@ -135,10 +135,25 @@ def attached(
             # On SIGINT strace detaches and the traced process goes on; the test ends that one itself.
             if process.poll() is None:
                 process.send_signal(signal.SIGINT)
-            try:
-                process.wait(timeout=60)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            _end(process, pid)
+
+
+def _end(process: subprocess.Popen[str], pid: int) -> None:
+    """Wait for a strace that was told to end. It may stay where what it watched was killed in a call that it holds."""
+    for _ in range(60):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=1)
+            return
+        if _ended(pid):
+            break
+    process.kill()
+
+
+def _ended(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
 
 
 def _wait_for_attachment(process: subprocess.Popen[str], pid: int) -> None:

@@ -186,6 +186,10 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
         (tmp_path / "run" / "latest").mkdir()
         assert manager.restore(step=1000, discard_newer=True).step == 1000
         assert (manager.steps(), manager.remote_steps()) == ([1000, 3000], [1000])
+    # A run that ends before its next save has left the pinned one behind all the same, also on another node.
+    for directory, options in ((tmp_path / "run", {}), (tmp_path / "run", {"remote": far})):
+        with fastckpt.Manager(directory, **options) as manager:
+            assert (manager.latest(), manager.restore().step) == (1000, 1000)
     with pytest.raises(RuntimeError, match="read-only"):
         fastckpt.Manager(tmp_path / "run", read_only=True).restore(step=1000, discard_newer=True)
 

@@ -24,7 +24,8 @@ from fastckpt._manager import drain as draining
 from fastckpt._manager import prefix
 from fastckpt._manager.catalogue import Catalogue
 from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.tier import Tier, place_at
+from fastckpt._manager.place import place_at
+from fastckpt._manager.tier import Tier
 from fastckpt._portable.manifest import own_checksum
 from fastckpt._stores.objects import Objects
 from harness.s3 import BUCKET
@@ -569,7 +570,8 @@ def copy(sources, target, **options):
 drain.copy_checkpoint = copy
 from fastckpt._manager.catalogue import Catalogue
 from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.tier import Tier, place_at
+from fastckpt._manager.place import place_at
+from fastckpt._manager.tier import Tier
 names = Names("step-{step:08d}")
 local = Directory(sys.argv[1] + "/local", names)
 fastckpt.save({"w": np.arange(10)}, local.path_of(1))

@@ -55,6 +55,19 @@ def test_what_a_forward_pass_changes_is_no_weight(tmp_path):
     assert "no tensor of the model has changed since step 1: model.w, model.opt.w: " in told
 
 
+def test_a_model_that_is_not_trained_raises_no_alarm(tmp_path):
+    """Its adapter is, beside it or in it; or it is declared frozen, and what is trained has some other name."""
+
+    def one(number, name):
+        trained = {name: {"a": full(number)}, "optimizer": {"exp_avg": full(number)}}
+        return {"model": {"w": full(1)}, **trained}
+
+    for name, options in (("adapter", {}), ("my_lora_A", {}), ("head", {"save_options": {"frozen": ["model.*"]}})):
+        assert run(tmp_path / name, one(1, name), one(2, name), stale="raise", **options).warnings == ()
+    (told,) = run(tmp_path / "ema", one(1, "ema"), one(2, "ema")).warnings
+    assert "no tensor of the model has changed since step 1: model.w: " in told
+
+
 def test_it_is_raised_once_by_what_comes_next_or_ignored(tmp_path, caplog):
     with fastckpt.Manager(tmp_path / "wait", stale="raise") as manager:
         manager.save(1, state(1))

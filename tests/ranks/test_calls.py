@@ -10,7 +10,8 @@ import pytest
 import fastckpt
 from fastckpt import distributed
 from fastckpt._api import host_memory, in_flight
-from fastckpt._ranks import background, words
+from fastckpt._ranks import words
+from harness.internals import RanksJob
 from harness.parallel import dist, torch
 
 
@@ -165,19 +166,19 @@ def test_a_process_alone_can_be_interrupted(tmp_path):
 def test_an_interrupt_after_the_thread_has_started_leaves_it_the_snapshot(tmp_path, monkeypatch):
     go_on = threading.Event()
     given = []
-    start, give, save_order = threading.Thread.start, host_memory.Memory.give, background.save_order
+    start, give, write = threading.Thread.start, host_memory.Memory.give, RanksJob._write
 
     def started(thread):
         start(thread)
         if thread.name == "fastckpt-save":
             raise KeyboardInterrupt
 
-    def waits(*args, **options):
+    def waits(job):
         go_on.wait(60)
-        return save_order(*args, **options)
+        return write(job)
 
     monkeypatch.setattr(threading.Thread, "start", started)
-    monkeypatch.setattr(background, "save_order", waits)
+    monkeypatch.setattr(RanksJob, "_write", waits)
     monkeypatch.setattr(host_memory.Memory, "give", lambda memory: (given.append(go_on.is_set()), give(memory)))
     with pytest.raises(KeyboardInterrupt):
         distributed.save_async(state(7), tmp_path / "c")

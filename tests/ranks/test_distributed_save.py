@@ -69,8 +69,8 @@ def _spoil(state):
 
 @pytest.mark.parametrize("how", ["sync", "async"])
 @pytest.mark.parametrize(("topology", "size"), SPREAD, ids=IDS)
-def test_the_bytes_do_not_depend_on_how_the_state_is_spread(forge, tmp_path, reference, topology, size, how):
-    with forge.group(size) as group:
+def test_the_bytes_do_not_depend_on_how_the_state_is_spread(lasting, tmp_path, reference, topology, size, how):
+    with lasting(size) as group:
         reports = group.run(save, topology, tmp_path / "c", how)
     files, structure = shards(tmp_path / "c")
     assert files == reference[True][0]
@@ -302,7 +302,6 @@ def test_an_error_of_a_run_is_one_of_all_ranks(forge, tmp_path):
 
 def save_in_pages(how, path, size):
     """A save where rank 1 has pages of ``size`` bytes; the page of the share that was laid out."""
-    module = "fastckpt.dcp._take" if how == "dcp" else "fastckpt._ranks.save"
     pages, share = [], _core.Share
 
     class Noted:
@@ -313,7 +312,7 @@ def save_in_pages(how, path, size):
 
     with pytest.MonkeyPatch.context() as patch:
         if dist.get_rank() == 1:
-            patch.setattr(f"{module}.mmap", types.SimpleNamespace(PAGESIZE=size))
+            patch.setattr("fastckpt._ranks.process_group.mmap", types.SimpleNamespace(PAGESIZE=size))
         patch.setattr(_core, "Share", Noted)
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         full = torch.arange(301 * 777, dtype=torch.float32).view(301, 777)

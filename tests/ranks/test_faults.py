@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 import fastckpt.distributed
-from fastckpt._ranks import save as _save_module
 from harness import groups, mounts, stillness, strace
+from harness.internals import process_group
 
 TIMEOUT = 3.0
 # The promise: the deadline plus 5 seconds.
@@ -203,9 +203,9 @@ def run(forge: groups.Forge, others: Others, base: Any, trial: Trial) -> list[st
                 return [f"the woken rank is {woken.kind}"]
             survivors.append(woken)
         if saves:
-            if which(path) != found and any(each.kind == "raised" and _is_final(each) for each in survivors):
-                problems.append(f"it was {found} when the survivors were told, and is {which(path)} now")
-            found = which(path)
+            told, found = found, which(path)
+            if found != told and any(each.kind == "raised" and _is_final(each) for each in survivors):
+                problems.append(f"it was {told} when the survivors were told, and is {found} now")
             for each in survivors:
                 if each.kind == "returned" and found != 1:
                     problems.append(f"rank {each.rank} saved, and the old checkpoint is there")
@@ -338,18 +338,18 @@ def _save_too_late(path: str, number: int, timeout: float) -> int:
     """Rank 1 writes when the coordinator has removed the files."""
     if dist.get_rank() != 1:
         return _save(path, number, timeout)
-    real = _save_module.carried
+    real = process_group.carried
 
     def carried(work: Any, exchange: Any, attend: Any) -> Any:
         while any(Path(path).parent.glob(".c.tmp-*")):
             time.sleep(0.01)
         return real(work, exchange, attend)
 
-    _save_module.carried = carried
+    process_group.carried = carried
     try:
         return _save(path, number, timeout)
     finally:
-        _save_module.carried = real
+        process_group.carried = real
 
 
 def test_a_rank_whose_files_have_gone_is_told_why(forge, tmp_path):

@@ -144,6 +144,25 @@ def test_one_name_over_two_groups_of_ranks_is_two_tensors_unless_they_are_equal(
     assert torch.equal(fastckpt.load(tmp_path / "c")["experts"]["w1"], _values(2 * LARGE))
 
 
+@pytest.mark.parametrize("how", ["save", "async"])
+def test_beside_a_base_that_has_what_the_owner_holds_others_are_compared_too(forge, tmp_path, how):
+    """Files are linked for what the rank that would write a part has not changed; the copies of others may have."""
+    base = tmp_path / "base"
+    with forge.group(4) as group:
+        group.run(_replicated, str(base), how, 1, [])
+        for rank, replicas, at in ((1, "full", 77), (3, "full", LARGE // 3), (2, "sample", 0)):
+            options = {"base": str(base), "replicas": replicas}
+            text = _refused(group, _replicated, tmp_path / "c", how, rank, [at], **options)
+            assert "d: " in text or at > LARGE // 2
+            assert "w: " in text
+            assert f"one value on rank {rank} " in text
+        [warnings, *_] = group.run(_replicated, str(tmp_path / "c"), how, 1, [77], **options, on_difference="warn")
+        assert any("the lowest rank's were saved, whole" in each for each in warnings)
+        shutil.rmtree(base)
+        group.run(_expert_groups, str(base), how, True)
+        assert "experts.w1" in _refused(group, _expert_groups, tmp_path / "e", how, False, base=str(base))
+
+
 @pytest.mark.parametrize("how", ["save", "dcp"])
 def test_stages_that_number_their_layers_from_0_are_refused(forge, tmp_path, how):
     with forge.group(4) as group:

@@ -20,11 +20,11 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastckpt import UnsupportedTypeError
-from fastckpt._ranks.describe import describe
 from fastckpt._tensors.described import Unsupported
 from fastckpt._tensors.spread import REPLICATE, Spread, in_order, local_shape, orders_of, part_of, simplest
 from fastckpt._tensors.spreads import Spreads
 from harness import needs
+from harness.internals import local_of
 
 MESHES = [(1,), (2,), (3,), (4,), (2, 2), (2, 3), (4, 1), (2, 2, 2), (3, 1, 2)]
 placements = st.one_of(
@@ -200,8 +200,8 @@ def _a_mesh_of_some_ranks() -> Any:
     inner = DeviceMesh("cpu", [1, 2])
     full = numbered(5, 3)
     spread = held(distribute_tensor(full, inner, [Shard(0)]), full)
-    local = describe({"w": distribute_tensor(full, inner, [Shard(0)])}, dist.get_rank(), range(4))
-    return spread, local.told.digests, [tensor.capacity for tensor in local.flat.tensors]
+    local = local_of({"w": distribute_tensor(full, inner, [Shard(0)])}, dist.get_rank(), range(4))
+    return spread, local.told.digests, [tensor.capacity for tensor in local.request.flat.tensors]
 
 
 def test_a_mesh_that_not_all_ranks_are_in(forge):
@@ -241,7 +241,7 @@ def _ranks_of_a_group() -> Any:
     with pytest.raises(
         UnsupportedTypeError, match=r"\['w'\].*over rank \d, which is not in the process group.*process_"
     ):
-        describe({"w": value}, 0, [dist.get_rank()])
+        local_of({"w": value}, 0, [dist.get_rank()])
     return spreads.found
 
 
@@ -261,7 +261,7 @@ def mesh_of_one():
 
 
 def _flat(**values):
-    return describe(values, 0, [0]).flat
+    return local_of(values, 0, [0]).request.flat
 
 
 def _flags() -> None:
@@ -388,7 +388,7 @@ def _asynchronous() -> None:
     waited = []
     wait = type(waiting).wait
     type(waiting).wait = lambda self: waited.append(self) or wait(self)
-    flat = describe({"w": value}, rank, [0, 1]).flat
+    flat = local_of({"w": value}, rank, [0, 1]).request.flat
     assert any(each is waiting for each in waited)
     assert torch.equal(flat.keep[0], torch.ones(2, 3))
     assert flat.tensors[0].address == flat.keep[0].data_ptr()

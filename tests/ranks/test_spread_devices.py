@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from fastckpt._ranks.describe import describe
 from harness import needs, standin
+from harness.internals import local_of
 
 
 def _described() -> tuple[list[str], list[int], list[bytes]]:
@@ -16,13 +16,13 @@ def _described() -> tuple[list[str], list[int], list[bytes]]:
     there = values.to(torch.device("standin", 0))
     spread = distribute_tensor(values, init_device_mesh("cpu", (1,)), [Shard(0)])
     spread._local_tensor = there
-    local = describe({"d": spread, "p": there.clone(), "q": torch.ones(1)}, 0, [0])
+    local = local_of({"d": spread, "p": there.clone(), "q": torch.ones(1)}, 0, [0])
     out = []
-    for index, tensor in enumerate(local.flat.tensors[:2]):
+    for index, tensor in enumerate(local.request.flat.tensors[:2]):
         data = np.zeros(tensor.capacity, np.uint8)
-        local.flat.movers[index](0, data.ctypes.data, data.nbytes)
+        local.request.flat.movers[index](0, data.ctypes.data, data.nbytes)
         out.append(data.tobytes())
-    return local.flat.tokens[1:], [tensor.address for tensor in local.flat.tensors[:2]], out
+    return local.request.flat.tokens[1:], [tensor.address for tensor in local.request.flat.tensors[:2]], out
 
 
 def test_tensors_on_a_device(forge):

@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fastckpt._ranks.describe import describe
 from fastckpt._ranks.offers import Told, combine_offers, offer_of
 from fastckpt._ranks.table import (
     decode,
@@ -22,10 +21,11 @@ from fastckpt._ranks.table import (
     unpacked,
 )
 from fastckpt._tensors.spread import Spread
+from harness.internals import local_of
 
 
 def table(state, rank=0, size=2, **options):
-    return describe(state, rank, range(size), **options)
+    return local_of(state, rank, range(size), **options)
 
 
 def test_a_table_comes_back_as_it_was():
@@ -43,7 +43,7 @@ def test_a_table_comes_back_as_it_was():
     assert again.kind.tolist() == local.table.kind.tolist()
     assert again.ties == local.table.ties == [(0, "model.t")]
     assert again.outer == [("str", "model", True), ("int", "7", False), ("str", "long", False), ("str", "big", False)]
-    assert again.structure == local.flat.structure()
+    assert again.structure == local.request.flat.structure()
     assert encode(again) == encode(local.table)
 
 

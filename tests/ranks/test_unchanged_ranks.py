@@ -86,8 +86,8 @@ def alone(forge, tmp_path_factory):
 
 
 @pytest.mark.parametrize(("topology", "size", "how"), SPREAD, ids=[f"{t}{n}-{how}" for t, n, how in SPREAD])
-def test_ranks_link_and_write_what_one_process_does(forge, tmp_path, alone, topology, size, how):
-    with forge.group(size) as group:
+def test_ranks_link_and_write_what_one_process_does(lasting, tmp_path, alone, topology, size, how):
+    with lasting(size) as group:
         ranks = group.run(save_chain, topology, tmp_path, how)
     contents, expected = alone
     assert [content(tmp_path / str(step)) for step in range(len(CHAIN))] == contents

@@ -22,13 +22,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fastckpt import UnsupportedTypeError
-from fastckpt._ranks.agreement import Agreement
-from fastckpt._ranks.describe import describe
 from fastckpt._ranks.offers import combine_arrivals, combine_offers
 from fastckpt._state.builders import StateBuilder
 from fastckpt._state.flatten import flatten
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors.spread import Spread
+from harness.internals import Agreement, local_of
 
 
 def tree(combine, values, fan):
@@ -42,11 +41,10 @@ def tree(combine, values, fan):
 def agree(states, *, fan=3, extras=None, **options):
     """What each rank knows once all have agreed, and whether their tables had to be sent."""
     size = len(states)
-    locals_ = [
-        describe(state, rank, range(size), per_rank=None if extras is None else extras[rank], **options)
+    agreements = [
+        local_of(state, rank, range(size), per_rank=None if extras is None else extras[rank], **options)
         for rank, state in enumerate(states)
     ]
-    agreements = [Agreement(local) for local in locals_]
     verdict = agreements[0].decide(tree(combine_arrivals, [each.arrival() for each in agreements], fan))
     verdict = json.loads(json.dumps(verdict))
     answer = None
@@ -358,8 +356,7 @@ def test_per_rank_beside_tables_that_differ_and_names_that_are_taken():
 
 
 def test_per_rank_holds_no_dtensors_and_equal_ones_travel_once():
-    local = [describe({}, rank, range(64), per_rank={"rng": torch.zeros(100)}) for rank in range(64)]
-    agreements = [Agreement(each) for each in local]
+    agreements = [local_of({}, rank, range(64), per_rank={"rng": torch.zeros(100)}) for rank in range(64)]
     offers = [each.offer(["equal", True]) for each in agreements]
     united = agreements[0].unite(combine_offers(offers))
     assert len(united) < 200
@@ -375,8 +372,7 @@ def _beside() -> None:
     square = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     full = torch.arange(12.0).reshape(4, 3)
     state = {"w": distribute_tensor(full, square["tp"], [Shard(0)]), "b": torch.ones(2)}
-    local = describe(state, rank, range(4))
-    agreement = Agreement(local)
+    agreement = local_of(state, rank, range(4))
     verdict, answer = _rounds(agreement)
     assert verdict == ["cuts", False]
     agreed = agreement.settle(verdict, answer)
@@ -406,7 +402,7 @@ def _rounds(agreement: Agreement):
 def _not_all_of_a_mesh() -> None:
     rank = dist.get_rank()
     value = distribute_tensor(torch.ones(4, 3), init_device_mesh("cpu", (4,)), [Shard(0)])
-    agreement = Agreement(describe({"w": value} if rank != 2 else {}, rank, range(4)))
+    agreement = local_of({"w": value} if rank != 2 else {}, rank, range(4))
     with pytest.raises(
         ValueError, match=r"\['w'\]: a DTensor over ranks 0, 1, 2, 3 on ranks 0, 1, 3, no such on rank 2"
     ):
@@ -418,7 +414,7 @@ def _shapes_that_from_local_guessed() -> None:
     mesh = init_device_mesh("cpu", (4,))
     value = DTensor.from_local(torch.ones(1 if rank == 3 else 2, 3), mesh, [Shard(0)], run_check=False)
     with pytest.raises(ValueError, match=r"needs shape= and stride=.*\n  \['w'\]: .*\[8, 3\] on .*\[4, 3\] on rank 3$"):
-        _rounds(Agreement(describe({"w": value}, rank, range(4))))
+        _rounds(local_of({"w": value}, rank, range(4)))
 
 
 def _stages_with_meshes() -> None:
@@ -440,7 +436,7 @@ def _stages_with_meshes() -> None:
             "model": get_model_state_dict(model),
             "optim": get_optimizer_state_dict(model, optimizer, options=options),
         }
-        agreement = Agreement(describe(state, rank, range(4)))
+        agreement = local_of(state, rank, range(4))
         agreed = agreement.settle(*_rounds(agreement))
         names = {tensor.name: tensor for tensor in agreed.tensors}
         assert agreed.prefix == "model."
@@ -471,7 +467,7 @@ def test_meshes(forge, case):
 def _per_rank_with_dtensors() -> None:
     value = distribute_tensor(torch.ones(2), init_device_mesh("cpu", (1,)), [Shard(0)])
     with pytest.raises(UnsupportedTypeError, match=r"save: per_rank: cannot store \['w'\]: a DTensor is spread over"):
-        describe({}, 0, [0], per_rank={"w": value})
+        local_of({}, 0, [0], per_rank={"w": value})
 
 
 def test_what_is_per_rank_is_not_spread(forge):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import io
 import warnings
 
@@ -13,14 +14,18 @@ import fastckpt
 from harness import needs
 from harness.same import same
 
-try:
-    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
-        warnings.simplefilter("ignore")
-        import bitsandbytes
-except ImportError as error:
-    needs.missing(str(error))
-
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning", "ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+@pytest.fixture(scope="module")
+def bitsandbytes():
+    """Imported by the one process that runs these tests, and not by all that collect them: it takes four seconds."""
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            return importlib.import_module("bitsandbytes")
+    except ImportError as error:
+        needs.missing(str(error))
 
 
 def trained(kind, count=3):
@@ -41,7 +46,7 @@ def step(model, optimizer, count):
 
 @pytest.mark.states("optimizer states and layers of bitsandbytes")
 @pytest.mark.parametrize("kind", ["AdamW8bit", "PagedAdamW8bit", "Lion8bit"])
-def test_optimizers_go_on(tmp_path, kind):
+def test_optimizers_go_on(bitsandbytes, tmp_path, kind):
     kind = getattr(bitsandbytes.optim, kind)
     model, optimizer = trained(kind)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
@@ -56,7 +61,7 @@ def test_optimizers_go_on(tmp_path, kind):
     assert torch.equal(model.weight, fresh.weight)
 
 
-def test_layers_of_4_and_8_bits(tmp_path):
+def test_layers_of_4_and_8_bits(bitsandbytes, tmp_path):
     torch.manual_seed(1)
     weights = {"weight": torch.randn(64, 128)}
     four, eight = bitsandbytes.nn.Linear4bit(128, 64, bias=False), bitsandbytes.nn.Linear8bitLt(128, 64, bias=False)

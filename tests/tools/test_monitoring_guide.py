@@ -19,7 +19,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 
 import fastckpt
 from fastckpt._api import in_flight
-from fastckpt._background import job
+from harness.internals import Job
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
 TENSORBOARD, WANDB, TELEMETRY = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
@@ -67,7 +67,7 @@ def test_tensorboard(run, slow):
 @pytest.mark.parametrize("program", [TENSORBOARD, WANDB])
 def test_failures_are_raised(run, slow, monkeypatch, program):
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: Run()))
-    monkeypatch.setattr(job.Job, "_write", fail)
+    monkeypatch.setattr(Job, "_write", fail)
     with pytest.raises(OSError, match="No space left"):
         run(program)
     assert in_flight.unasked() == ()

@@ -23,7 +23,7 @@ PROGRAM = """
 import json, os, sys, time
 import numpy as np
 import fastckpt
-from fastckpt._background import job
+from fastckpt._background.job import Job
 way, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 def held(real):
@@ -52,11 +52,11 @@ def save():
         return fastckpt.save({"model": Slow()}, path)
     if way == "lazy":
         import torch
-        job.Job._copy_late = held(job.Job._copy_late)
+        Job._copy_late = held(Job._copy_late)
         return fastckpt.save_async({"a": torch.ones(size, dtype=torch.uint8)}, path, lazy=True).result()
     state = {"a": np.ones(size, np.uint8)}
     if way == "async":
-        job.Job.stage = held(job.Job.stage)
+        Job.stage = held(Job.stage)
         return fastckpt.save_async(state, path, metadata={"step": 7}).result()
     if way == "queued":
         first = fastckpt.save_async(state, path + "-first", bandwidth_limit=size // 2)

@@ -64,7 +64,7 @@ def copy(
     limit = check_bandwidth("copy", bandwidth_limit)
     for place in (begin, end):
         if not is_url(place):
-            in_flight.wait_for_path(place)
+            in_flight.wait_for_paths(place)
     with ticker("copy", end, shown=progress) as tick:
         copied = until_settled(lambda: copy_checkpoint([begin], end, overwrite=bool(overwrite), limit=limit, tick=tick))
     report = CopyReport(source=begin, target=end, **copied._asdict())

@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from .lent import Lent
     from .placement import Placement
 
+    Drain = Callable[[Sequence[Range]], None]
+
 _LIMIT = 2**63
 #: Bytes that are copied from mappings at a time.
 _STEP = 16 << 20
@@ -499,20 +501,25 @@ def _put(to: int, start: int, address: int, nbytes: int) -> None:
 def read_targets(
     reader: _core.Reader,
     targets: Targets,
+    requests: Sequence[_core.ReadRequest] | None = None,
+    drain: Drain | None = None,
     *,
     verify: bool = True,
     io: str = "auto",
     threads: int | None = None,
     tick: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, Any]:
-    """Read what was asked for, in one process; the report. See ``_core.Reader.read``."""
+    """Read in one process what targets ask for, or in place of that ``requests``; the report.
+
+    See ``_core.Reader.read``.
+    """
     with targets.lent() as staging:
         report = reader.read(
-            targets.requests,
+            targets.requests if requests is None else requests,
             verify=verify,
             io=io,
             threads=threads,
-            drain=targets.drain if targets.movers else None,
+            drain=drain or (targets.drain if targets.movers else None),
             tick=tick,
             staging=staging.core,
         )

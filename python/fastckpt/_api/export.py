@@ -7,34 +7,14 @@ import os
 import sys
 import threading
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
+
+from .ended import Ended
 
 if TYPE_CHECKING:
     from .reports import Report
 
 logger = logging.getLogger("fastckpt")
-
-
-class Ended(NamedTuple):
-    """An operation that has ended, well or not.
-
-    Attributes:
-        operation: ``save``, ``load`` or ``verify``.
-        path: the checkpoint's directory, absolute.
-        seconds: wall-clock seconds that it took.
-        at: when it ended, in nanoseconds since 1970.
-        asynchronous: whether it is a save in the background.
-        report: what it did; None where it failed.
-        error: why it failed, or None.
-    """
-
-    operation: str
-    path: str
-    seconds: float
-    at: int
-    asynchronous: bool
-    report: Report | None = None
-    error: BaseException | None = None
 
 
 class _Thread(threading.local):

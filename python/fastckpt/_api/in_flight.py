@@ -112,10 +112,11 @@ def to_path(path: str | None) -> list[SaveInFlight]:
     return [save for save in saves() if save.path == path and save.holds_others()]
 
 
-def wait_for_path(path: str) -> None:
-    """Wait for saves to ``path`` in flight."""
-    for save in to_path(path):
-        save.finished.wait()
+def wait_for_paths(*paths: str | None) -> None:
+    """Wait for saves in flight to any of these paths."""
+    for path in paths:
+        for save in to_path(path):
+            save.finished.wait()
 
 
 def failed(failure: Failure) -> None:

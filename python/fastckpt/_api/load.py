@@ -12,6 +12,8 @@ from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 from fastckpt._tensors.ranges import range_of
 
+from . import in_flight
+from .build_report import build_report
 from .destinations import read_targets
 from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
 from .outcome import Attempt, conclude, until_settled
@@ -94,7 +96,8 @@ def load(  # noqa: PLR0913 - all by name
 
     Args:
         path: the checkpoint's directory, or its URL in an object store: ``s3://``, ``gs://``, ``az://``, ``memory://``
-            (docs/stores.md), read in parallel ranges.
+            (docs/stores.md), read in parallel ranges. An asynchronous save of this process to it that is in flight is
+            waited for.
         into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
             the checkpoint; what cannot be changed (a number, a tuple, a frozen dataclass) is replaced in what holds it,
@@ -219,6 +222,7 @@ def load(  # noqa: PLR0913 - all by name
         progress=progress,
     )
     with range_of("fastckpt.load"), Attempt("load", source):
+        in_flight.wait_for_paths(source)
         loaded = until_settled(lambda: _load(source, wishes))
     return loaded if report else loaded.state
 
@@ -230,8 +234,8 @@ def _load(source: str, wishes: Wishes) -> Loaded:
     prepared.targets.begin("load")
     report = _read(source, reader, prepared.targets, prepared.numbers, wishes)
     state = prepared.build()
-    more = {"missing": prepared.missing, "unexpected": prepared.unexpected}
-    return Loaded(state, conclude(LoadReport, source, began, report, **more))
+    made = build_report(LoadReport, source, began, report, missing=prepared.missing, unexpected=prepared.unexpected)
+    return Loaded(state, conclude(made))
 
 
 def _read(source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: Wishes) -> Mapping[str, Any]:

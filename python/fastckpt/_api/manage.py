@@ -56,7 +56,7 @@ def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = 
 
         checkpoints.remove(target, everything=bool(everything), files=files)
         return
-    in_flight.wait_for_path(target)
+    in_flight.wait_for_paths(target)
     if files and not everything and (found := strange_in(target, files)):
         why = f"remove: it holds `{found[0]}`, which is not part of it: move that elsewhere"
         raise OSError(errno.ENOTEMPTY, why, target)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from opentelemetry.metrics import Meter
     from opentelemetry.trace import Span, Tracer
 
-    from .export import Ended
+    from .ended import Ended
 
 #: Names that dashboards for Megatron-LM know: what holds the training loop, then phases.
 _HELD: Final = {"save": "megatron.checkpoint.save", "load": "megatron.checkpoint.load"}

@@ -5,17 +5,16 @@ from __future__ import annotations
 import logging
 import time
 import warnings
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fastckpt import _core
 from fastckpt.exceptions import ReplacedCheckpointError
 
-from .build_report import build_report
 from .export import badly, put, well
 from .reports import Report
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
 logger = logging.getLogger("fastckpt")
@@ -77,9 +76,8 @@ class LastWord(logging.NullHandler):
         return True
 
 
-def conclude(kind: type[_R], path: str, began: float, core: Mapping[str, Any], **more: Any) -> _R:
-    """Make the report of an operation that began at ``began`` (``time.perf_counter``), log it, and export it."""
-    report = build_report(kind, path, began, core, **more)
+def conclude(report: _R) -> _R:
+    """Log and export the report of an operation that has ended; returns it."""
     ended = well(report)
     tell(report)
     put(ended)

@@ -4,33 +4,26 @@ from __future__ import annotations
 
 import time
 import warnings
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
-from fastckpt import _core
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._state.flatten import Flat, flatten
-from fastckpt._state.groups import split_model
-from fastckpt._state.registry import Types
-from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.ranges import range_of
 
 from . import in_flight
-from .build_report import with_warnings
-from .lent import lent
 from .outcome import Attempt, conclude
 from .progress import ticker
-from .reports import SaveReport
-from .reuse import flags_of
+from .reports import SaveReport  # noqa: TC001 - the public signature names it
+from .save_request import build_request
 from .save_settings import SaveSettings
 from .settings import takes
-from .tailor import Tailor
+from .single_process import SingleProcess
+from .write import write
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from .save_settings import SaveOptions
-
-NO_TENSORS = "metadata cannot hold tensors: put them into the state"
 
 
 @takes(SaveSettings)
@@ -81,65 +74,13 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
     target = path_of("save", path)
     with range_of("fastckpt.save"), Attempt("save", target):
         settings = SaveSettings.of("save", options, save)
-        types = Types("save", settings.registry)
-        about = flatten(
-            metadata, operation="save: metadata", refuse_tensors=NO_TENSORS, types=types, default=settings.default
-        )
-        tailor = Tailor("save", settings.exclude, settings.dtype)
-        flat = flatten(state, types=types, default=settings.default, excluded=tailor.excluded)
-        try:
-            tailor.fit(flat, types)
-            sources = Sources("save", flat.movers)
-            warn_of_types("save", flat, about)
-            prefix = split_model("save", flat, settings.model_key)
-            still = flags_of("save", settings.frozen, [tensor.name for tensor in flat.tensors])
-            with lent(sources.devices, flat.pulled) as staging:
-                core = settings.core(
-                    model_prefix=prefix,
-                    base=settings.base,
-                    frozen=still,
-                    step=step_of(metadata),
-                    elapsed=time.perf_counter() - began,
-                    staging=staging.core,
-                )
-                in_flight.wait_for_path(target)
-                if settings.base is not None:
-                    in_flight.wait_for_path(settings.base)
-                with ticker("save", target, shown=settings.progress) as tick:
-                    done = _core.save(
-                        target,
-                        flat.tensors,
-                        flat.structure(),
-                        about.structure(),
-                        core,
-                        sources.fill if flat.movers else None,
-                        tick,
-                    )
-                report = with_warnings(done, staging.warnings, tailor.warnings)
-        finally:
-            # An error's traceback has this frame, and with it exports of the caller's buffers.
-            flat.keep.clear()
-    saved = conclude(SaveReport, target, began, report, step=step_of(metadata))
+        with closing(build_request("save", target, state, metadata, settings, began=began)) as request:
+            in_flight.wait_for_paths(target, request.base)
+            with ticker("save", target, shown=request.progress) as progress:
+                report = write(request, SingleProcess(), progress)
+    conclude(report)
     warn_of_failures()
-    return saved
-
-
-#: What has been said of types.
-_said: set[str] = set()
-
-
-def warn_of_types(operation: str, *flats: Flat, stacklevel: int = 3) -> None:
-    """Warn once of each type that may not come back; called by what the user calls."""
-    for remark in (remark for flat in flats for _, remark in flat.remarks):
-        if remark not in _said:
-            _said.add(remark)
-            warnings.warn(f"fastckpt: {operation}: {remark}", RuntimeWarning, stacklevel=stacklevel)
-
-
-def step_of(metadata: Any) -> int | None:
-    """The training step for the live counters, if the metadata has it."""
-    step = metadata.get("step") if isinstance(metadata, dict) else None
-    return step if type(step) is int and 0 <= step < 2**63 else None
+    return report
 
 
 def warn_of_failures() -> None:

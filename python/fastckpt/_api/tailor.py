@@ -85,23 +85,20 @@ class Tailor:
         """
         if self._selection is None and self._dtype is None:
             return
-        try:
-            tokens = json.loads(flat.structure())
-            dtypes = {} if self._dtype is None else self._dtypes(flat, tokens, types, strict=strict)
-            if self._selection is not None:
-                wanted, _ = self._selection.of(tokens, [tensor.name for tensor in flat.tensors], strict=strict)
-                self._note_unused(self._selection.exclude)
-                try:
-                    numbers = leave_out(flat, tokens, wanted)
-                except ValueError as error:
-                    raise ValueError(f"{self._operation}: exclude: {error}") from error
-                dtypes = {numbers[index]: name for index, name in dtypes.items() if index in numbers}
-            for index, name in dtypes.items():
-                self._cast(flat, index, name)
-        except BaseException:
-            # The traceback has frames that hold exports of the caller's buffers.
-            flat.keep.clear()
-            raise
+        tokens = json.loads(flat.structure())
+        dtypes = {} if self._dtype is None else self._dtypes(flat, tokens, types, strict=strict)
+        if self._selection is not None:
+            wanted, _ = self._selection.of(tokens, [tensor.name for tensor in flat.tensors], strict=strict)
+            self._note_unused(self._selection.exclude)
+            try:
+                numbers = leave_out(flat, tokens, wanted)
+            except ValueError as error:
+                raise ValueError(f"{self._operation}: exclude: {error}") from error
+            dtypes = {numbers[index]: name for index, name in dtypes.items() if index in numbers}
+        for index, name in dtypes.items():
+            self._cast(flat, index, name)
+        # Functions of the program, which is not to wait for the end of a save in the background.
+        self._selection = self._dtype = None
 
     def _note_unused(self, patterns: Patterns | None) -> None:
         if patterns is not None:

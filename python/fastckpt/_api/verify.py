@@ -8,6 +8,7 @@ from fastckpt._paths import AnyPath
 from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 
+from .build_report import build_report
 from .options import Engine, check_io, check_threads
 from .outcome import Attempt, conclude, until_settled
 from .progress import ticker
@@ -45,4 +46,4 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
         found = until_settled(lambda: open_reader("verify", target).verify(io=io, threads=threads, tick=tick))
     fields = tuple(Damage.__dataclass_fields__)
     damage = tuple(Damage(**{name: getattr(item, name) for name in fields}) for item in found["damage"])
-    return conclude(VerifyReport, target, began, found, damage=damage)
+    return conclude(build_report(VerifyReport, target, began, found, damage=damage))

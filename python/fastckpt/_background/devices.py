@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from fastckpt._api import host_memory
-from fastckpt._tensors.movers import Sources
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator
 
-    from fastckpt._tensors.memory import Mover
-    from fastckpt._tensors.movers import Copies, Range
+    from fastckpt._tensors.movers import Copies, Range, Sources
 
 #: Bytes that are asked for at a time: what progress and cancellation go by, and steps before memory is pinned.
 PART = 1 << 30
@@ -23,17 +21,13 @@ class Devices:
     """What a save asks of devices. Made at the call: copies come after what streams had been asked for by then.
 
     Args:
-        operation: the name of the operation, for errors.
-        movers: by number, what brings the bytes of tensors without an address.
+        sources: bring the bytes of tensors without an address.
         pin: the most bytes that may be pinned in this process; None for any number.
-
-    Raises:
-        RuntimeError: a stream is being captured into a CUDA graph.
     """
 
-    def __init__(self, operation: str, movers: Mapping[int, Mover], pin: int | None) -> None:
-        self.sources = Sources(operation, movers)
-        self.is_on_device = self.sources.is_on_device
+    def __init__(self, sources: Sources, pin: int | None) -> None:
+        self.sources = sources
+        self.is_on_device = sources.is_on_device
         self.memory: host_memory.Memory | None = None
         self._pin = pin
         #: What has been asked for and not been waited for, and its bytes.

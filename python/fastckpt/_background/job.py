@@ -1,42 +1,30 @@
-"""What an asynchronous save does between the call and the durable checkpoint."""
+"""What an asynchronous save of one process does between the call and the durable checkpoint."""
 
 # ruff: noqa: SLF001 - a handle and the job behind it are one thing in two parts, one for each side
 
 from __future__ import annotations
 
-import time
 from concurrent.futures import CancelledError
-from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.build_report import build_report, with_warnings
-from fastckpt._api.progress import ticker
-from fastckpt._api.reports import SaveReport
+from fastckpt._api.single_process import FromSnapshot, SingleProcess
+from fastckpt._api.write import Agreed, core_options
 from fastckpt._state.flatten import flatten
-from fastckpt._tensors.ranges import range_of
 
 from . import guard as _guard
 from .background_save import BackgroundSave
-from .devices import Devices
 from .late import Late, changed, versions_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from fastckpt._api.save_settings import SaveSettings
-    from fastckpt._api.tailor import Tailor
-    from fastckpt._state.flatten import Flat
+    from fastckpt._api.save_request import SaveRequest
     from fastckpt._tensors.movers import Range
 
     from .pending import PendingSave
-    from .settings import BackgroundSettings
 
-#: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
-_DROPPED = 500
 #: After how many seconds of waiting for its base a save notices that it was cancelled.
 _NOTICE = 0.05
 #: How many tensors an error names.
@@ -54,28 +42,17 @@ class Job(BackgroundSave):
     lends that memory to nobody before the copy has read it.
     """
 
-    def __init__(
-        self,
-        pending: PendingSave,
-        flat: Flat,
-        metadata: str,
-        settings: SaveSettings,
-        background: BackgroundSettings,
-        more: dict[str, Any],
-        tailor: Tailor,
-    ) -> None:
-        super().__init__(pending)
+    def __init__(self, pending: PendingSave, request: SaveRequest, pin: int | None, *, lazy: bool) -> None:
+        super().__init__(pending, request, pin)
+        flat = request.flat
+        agreed = SingleProcess().agree(request)
+        options = core_options(request, agreed)
+        self.snapshot = _core.Snapshot(flat.tensors, agreed.structure, agreed.metadata, options, agreed.fill)
+        self.agreed = Agreed(prefix=agreed.prefix, frozen=agreed.frozen)
+        self.group = FromSnapshot(self.agreed, self.snapshot)
+        pending._snapshot, pending._total = self.snapshot, self.snapshot.total
         self.keep = flat.keep
         self.movers = flat.movers
-        self.settings = settings.for_writing()
-        #: What the core takes beside.
-        self.more = more
-        self.tailor = tailor
-        self.options = settings.core(**more)
-        lazy = background.lazy
-        self.devices = Devices("save_async", flat.movers, background.pin)
-        fill = self.devices.sources.fill if flat.movers else None
-        self.snapshot = _core.Snapshot(flat.tensors, flat.structure(), metadata, self.options, fill)
         #: What the core has still to copy: 1 for each tensor of the host, 0 for those of devices.
         self.rest = self._on_host(len(flat.keep))
         #: What is copied in the background: names by number. Of inference tensors torch counts no changes, and of the
@@ -101,13 +78,9 @@ class Job(BackgroundSave):
         # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
         flat.tokens.clear()
         flat.tensors.clear()
-        self.waited = 0.0
-        self.staging = 0.0
-        #: For the live counters, from the moment at which the copy begins.
-        self.operation: _core.Operation | None = None
         #: Saves that write what this one compares itself with. Earlier ones alone: two that wait for each other would
         #: wait for ever.
-        self.earlier = [save for save in in_flight.to_path(settings.base) if save is not pending]
+        self.earlier = [save for save in in_flight.to_path(request.base) if save is not pending]
 
     def _on_host(self, count: int) -> bytes:
         host = bytearray(b"\1" * count)
@@ -117,25 +90,17 @@ class Job(BackgroundSave):
 
     def prepare(self) -> None:
         """Get memory, and copy what must be copied at the call."""
-        self.operation = self.more["operation"] = _core.Operation(
-            self.pending.path,
-            self.snapshot.total,
-            step=self.more["step"],
-            elapsed=time.perf_counter() - self.pending._began,
-        )
-        self.options = self.settings.core(**self.more)
         memory = self.devices.take(self.snapshot.nbytes)
         self.snapshot.attach(memory.core)
         if self.is_lazy:
             # First: a guard that comes meanwhile waits for this save.
             _guard.hold_steps()
             self._exempt_guarded()
-        with self._staging():
+        with self.copying():
             if self.is_lazy:
                 self._prepare_late()
             else:
                 self._copy_all()
-                self.operation.plan()
 
     def _exempt_guarded(self) -> None:
         """Copy at the call what forward of a guarded module may change."""
@@ -200,57 +165,33 @@ class Job(BackgroundSave):
 
     def stage(self, wanted: bytes, *, last: bool) -> None:
         """Have the core copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
-        self.snapshot.stage(wanted, last=last, options=self.options)
+        self.snapshot.stage(wanted, last=last, options=core_options(self.request, self.agreed))
 
     def _arrive(self, *, last: bool) -> None:
         """Wait for devices; the ``last`` bytes of all are there then."""
 
         def arrived(nbytes: int) -> None:
             self.snapshot.copied(nbytes)
-            if self.operation is not None:
-                self.operation.staged(self.snapshot.staged)
+            if self.request.counters is not None:
+                self.request.counters.staged(self.snapshot.staged)
             self._stop_if_cancelled()
 
         self.devices.wait(arrived)
         if last:
             self.stage(bytes(len(self.rest)), last=True)
 
-    @contextmanager
-    def _staging(self) -> Iterator[None]:
-        """Inside, the state is being copied."""
-        began = time.perf_counter()
-        try:
-            with range_of("fastckpt.stage"):
-                yield
-        finally:
-            self.staging += time.perf_counter() - began
-
-    def run_here(self) -> None:
-        """Finish the save in the calling thread, which keeps its niceness."""
-        self.options = self.settings.core(**self.more | {"nice": None})
-        super().run_here()
-
-    def save(self) -> BaseException | None:
-        """The rest of the copy, then the writing."""
-        pending = self.pending
-        error: BaseException | None = None
-        try:
-            self._stop_if_cancelled()
-            if not pending._staged.is_open():
-                with self._staging():
-                    names = self._copy_late()
-                if self.operation is not None:
-                    self.operation.plan()
-                pending._set_staged()
-                self._refuse(names)
-            self.let_go()
-            self._stop_if_cancelled()
-            pending._report = self._write()
-        except BaseException as caught:  # noqa: BLE001 - `result` raises it
-            error = caught
-        finally:
-            self.release(error)
-        return error
+    def finish(self) -> None:
+        """Copy the rest, and wait for what writes the base."""
+        self._stop_if_cancelled()
+        if not self.pending._staged.is_open():
+            with self.copying():
+                names = self._copy_late()
+            self._set_staged()
+            self._refuse(names)
+        self.free()
+        for save in self.earlier:
+            while not save.finished.wait(_NOTICE):
+                self._stop_if_cancelled()
 
     def _copy_late(self) -> list[str]:
         """Copy what is left of a lazy save; the names of the tensors that were changed meanwhile."""
@@ -282,50 +223,9 @@ class Job(BackgroundSave):
         if self.pending._cancelled:
             raise CancelledError
 
-    def _write(self) -> SaveReport:
-        pending = self.pending
-        for save in self.earlier:
-            while not save.finished.wait(_NOTICE):
-                self._stop_if_cancelled()
-        with ticker("save", pending.path, shown=True) if self.settings.progress else nullcontext() as bar:
-
-            def tick(done: int, total: int) -> None:
-                pending._tick(done)
-                if bar is not None:
-                    bar(done, total)
-
-            with range_of("fastckpt.write"):
-                core: dict[str, Any] = dict(self.snapshot.save(pending.path, self.options, tick))
-        pending._written = core["bytes"]
-        return build_report(
-            SaveReport,
-            pending.path,
-            pending._began,
-            with_warnings(core, self.tailor.warnings, self.devices.warnings),
-            beside={"wait": self.waited, "stage": self.staging},
-            step=self.more["step"],
-            stall=time.perf_counter() - pending._began if self.inline else pending._stall(),
-            staging=self.staging,
-            staged=pending._total,
-        )
-
-    def let_go(self) -> None:
-        """Drop what the state gave us, little by little."""
-        while self.keep or self.movers:
-            del self.keep[-_DROPPED:]
-            for _ in range(min(len(self.movers), _DROPPED)):
-                self.movers.popitem()
-            if self.keep or self.movers:
-                time.sleep(0.0005)
-
-    def release(self, error: BaseException | None) -> None:
-        """Give the memory back, once nothing is copied to it any more; ``error`` is why the save failed, if it did."""
-        if self.operation is not None and error is not None:
-            self.operation.fail(error.errno if isinstance(error, OSError) else None)
-        self.devices.settle()
+    def close(self) -> None:
+        """Free the snapshot."""
         self.snapshot.close()
-        self.devices.give_back()
-        self.let_go()
 
 
 def _storage(tensor: Any) -> int:

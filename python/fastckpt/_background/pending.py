@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from fastckpt import _core
 from fastckpt._api import in_flight
+from fastckpt._api.ended import Ended
 from fastckpt._api.event import Event
-from fastckpt._api.export import Ended, badly, put, well
+from fastckpt._api.export import badly, put, well
 from fastckpt._api.outcome import logger, tell
 from fastckpt._api.reports import SaveReport
 from fastckpt._tensors.ranges import range_of

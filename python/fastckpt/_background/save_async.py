@@ -1,7 +1,5 @@
 """Asynchronous saves: the state may change again while its snapshot is written."""
 
-# ruff: noqa: SLF001 - a handle and the job behind it are one thing in two parts, one for each side
-
 from __future__ import annotations
 
 import contextlib
@@ -12,15 +10,10 @@ from typing import TYPE_CHECKING, Any
 from fastckpt import _core
 from fastckpt._api import in_flight
 from fastckpt._api.outcome import Attempt, logger
-from fastckpt._api.reuse import flags_of
-from fastckpt._api.save import NO_TENSORS, step_of, warn_of_types
+from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveSettings
 from fastckpt._api.settings import takes
-from fastckpt._api.tailor import Tailor
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._state.flatten import flatten
-from fastckpt._state.groups import split_model
-from fastckpt._state.registry import Types
 from fastckpt._tensors.ranges import range_of
 
 from .job import Job
@@ -81,32 +74,15 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
             background = BackgroundSettings.of("save_async", options, save_async)
             settings = SaveSettings.of("save_async", options)
             _core.check_target(target, settings.overwrite)
-            types = Types("save_async", settings.registry)
-            about = flatten(
-                metadata,
-                operation="save_async: metadata",
-                refuse_tensors=NO_TENSORS,
-                types=types,
-                default=settings.default,
-            )
-            tailor = Tailor("save_async", settings.exclude, settings.dtype)
-            flat = flatten(
-                state, operation="save_async", types=types, default=settings.default, excluded=tailor.excluded
-            )
-            tailor.fit(flat, types)
-            warn_of_types("save_async", flat, about)
-            more = {
-                "model_prefix": split_model("save_async", flat, settings.model_key),
-                "base": settings.base,
-                "frozen": flags_of("save_async", settings.frozen, [tensor.name for tensor in flat.tensors]),
-                "nice": _granted(background.nice),
-                "step": step_of(metadata),
-            }
+            request = build_request("save_async", target, state, metadata, settings, began=began)
+            request.nice = _granted(background.nice)
             pending = PendingSave(target, began, background.on_error)
-            job = Job(pending, flat, about.structure(), settings, background, more, tailor)
-            pending._snapshot, pending._total = job.snapshot, job.snapshot.total
-        del flat, about
-        _launch(job, background.max_in_flight)
+            try:
+                job = Job(pending, request, background.pin, lazy=background.lazy)
+            except BaseException:
+                request.close()
+                raise
+        job.begin(background.max_in_flight)
     tell_unasked_but(pending)
     return pending
 
@@ -128,30 +104,6 @@ def tell_unasked_but(pending: PendingSave) -> None:
         with contextlib.suppress(AttributeError):
             error.pending_save = pending  # type: ignore[attr-defined]
         raise
-
-
-def _launch(job: Job, max_in_flight: int) -> None:
-    """Prepare the snapshot and start the thread that writes it."""
-    pending = job.pending
-    began = time.perf_counter()
-    try:
-        in_flight.admit(pending, max_in_flight)
-        job.waited = time.perf_counter() - began
-        job.prepare()
-        if not job.is_lazy:
-            pending._set_staged()
-        pending._called += time.perf_counter() - pending._began
-        if job.start():
-            return
-    except BaseException as error:
-        # A signal handler may have raised it, even while the thread starts.
-        if job.claim.take():
-            job.release(error)
-            pending._abandon(error)
-        else:
-            pending.started = True
-        raise
-    job.run_here()
 
 
 #: Whether the kernel grants a niceness.

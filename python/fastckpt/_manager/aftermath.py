@@ -6,7 +6,7 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +50,7 @@ class Aftermath:
         leftovers: what watches those of killed saves.
         leads: whether this rank writes and removes; the others measure.
         stale: what follows where a trained group has not changed: ``warn``, ``raise`` or ``ignore``.
+        frozen: patterns of tensors that are not trained.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class Aftermath:
         *,
         leads: bool,
         stale: str,
+        frozen: Sequence[str] | str,
     ) -> None:
         self._directory = directory
         self._catalogue = catalogue
@@ -70,6 +72,7 @@ class Aftermath:
         self._leftovers = leftovers
         self._leads = leads
         self._stale = stale
+        self._frozen = frozen
         #: The last step that was saved or restored, and where it lies, or its checksums.
         self._before: tuple[int, str | Sums] | None = None
         #: The last step that was compared with the one before, and the share of each group that has changed.
@@ -160,14 +163,14 @@ class Aftermath:
         """Compare a checkpoint with the one before it."""
         step, path = about["step"], self._directory.path_of(about["step"])
         try:
-            now, before = sums_of(path), self._before
+            now, before = sums_of(path, frozen=self._frozen), self._before
             # Of two saves that end at nearly the same time the earlier one may be here last.
             if before is None or step > before[0]:
                 self._before = step, now
             if before is None or step <= before[0]:
                 return
             since, sums = before
-            shares = changed(sums_of(sums) if isinstance(sums, str) else sums, now)
+            shares = changed(sums_of(sums, frozen=self._frozen) if isinstance(sums, str) else sums, now)
         except (CheckpointError, OSError) as error:
             logger.debug("%s: not compared with the one before: %s", path, error)
             return

@@ -80,6 +80,7 @@ class Boundary(Run):
             self._leftovers,
             leads=agree.leads,
             stale=stale,
+            frozen=calls.options.get("frozen") or (),
         )
         self._signals = Signals(self._signal_came, shared=agree.size > 1)
         #: The step that all ranks have agreed to save next.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +26,7 @@ from .lineage import Lineage
 
 if TYPE_CHECKING:
     from .directory import Identity
-    from .tier import Place
+    from .place import Place
 
 
 FILE = ".fastckpt-run.json"
@@ -115,7 +116,27 @@ class Catalogue:
             if identity is not None:
                 self._note(name, identity, entry)
 
-    def write(self, steps: Iterable[int]) -> None:
+    def go_back(self, step: int, steps: Iterable[int]) -> None:
+        """Note, durably, that the run goes on from a step: nobody follows what is above it any more.
+
+        Pinned ones may stay there, and until the next save nothing else would tell.
+
+        Args:
+            step: the one.
+            steps: all that there are.
+
+        Raises:
+            OSError: the file cannot be written.
+        """
+        with self._lock:
+            entry = self.entries([step]).get(step)
+            before = Lineage(0) if entry is None else entry.lineage
+            order = max(self.last.order + 1, time.time_ns() // 1000)
+            self.last = Lineage(order, (*before.forks, lineage.Fork(order, step, before.order or order)))
+            self._changed = True
+            self.write(steps, durable=True)
+
+    def write(self, steps: Iterable[int], *, durable: bool = False) -> None:
         """Write the file, with what is known of these checkpoints.
 
         Raises:
@@ -133,7 +154,7 @@ class Catalogue:
                 for name, (identity, (saved, place)) in list(self._known.items())
             }
             document = {"version": _VERSION, "keep": self.keep, "last": self.last, "checkpoints": known}
-            self.directory.replace(FILE, json.dumps(document).encode(), durable=False)
+            self.directory.replace(FILE, json.dumps(document).encode(), durable=durable)
             self._changed = False
 
     def _note(self, name: str, identity: Identity, entry: Entry) -> None:

@@ -13,7 +13,8 @@ from fastckpt.exceptions import CorruptCheckpointError
 if TYPE_CHECKING:
     from .catalogue import Catalogue
     from .directory import Directory
-    from .tier import Place, Tier
+    from .place import Place
+    from .tier import Tier
 
 logger = logging.getLogger("fastckpt")
 

@@ -24,9 +24,10 @@ from .calls import Calls
 from .directory import Directory, Names
 from .drain import Drain
 from .fetch import Fetch
+from .place import place_at
 from .preemption import Preemption
 from .restore import Restored, Source
-from .tier import Tier, place_at
+from .tier import Tier
 from .when import When
 
 logger = logging.getLogger("fastckpt")

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from .catalogue import Catalogue, Entry
     from .lineage import Lineage
-    from .tier import Place
+    from .place import Place
 
 
 logger = logging.getLogger("fastckpt")
@@ -155,7 +155,10 @@ class Retention:
         """
         steps, pinned = self._directory.look()
         entries = self.catalogue.entries(steps)
-        for one in reversed([one for one in steps if one > step]):
+        beyond = [one for one in steps if one > step]
+        if beyond:
+            self.catalogue.go_back(step, steps)
+        for one in reversed(beyond):
             why = "it is pinned"
             if one not in pinned:
                 try:

@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from .agreement import Alone
     from .directory import Directory
     from .drain import Drain
-    from .tier import Place, Tier
+    from .place import Place
+    from .tier import Tier
 
 
 class Run:

@@ -7,7 +7,7 @@ state for days. No data is read for this: manifests have a checksum for each ten
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 from fastckpt._stores.reader import open_reader
@@ -19,29 +19,41 @@ _FLOATS = ("F", "BF", "C")
 #: Buffers that a forward pass changes, with training or without.
 _is_statistic = re.compile(r"(?:^|\.)running_(?:mean|var)$").search
 _is_moment = re.compile(r"(?:^|\.)opt(?:im[^.]*|s)?\.", re.IGNORECASE).search
+#: Weights that may be saved beside a model, which does not change while they are trained.
+_is_adapter = re.compile(r"(?:^|[._])(?:lora|adapter)", re.IGNORECASE).search
 #: Names that a message lists.
 _SHOWN = 3
 
 
-def sums_of(path: str, operation: str = "save") -> Sums:
-    """The checksums of the weights and of the optimizer's moments in a checkpoint, read for an operation.
+def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()) -> Sums:
+    """The checksums of the weights and of the optimizer's moments in a checkpoint.
+
+    Args:
+        path: where it lies.
+        operation: what reads it, for errors.
+        frozen: patterns of tensors that are not trained.
 
     Raises:
         CheckpointError: it is damaged, or none.
         OSError: it cannot be read.
     """
+    # The command line imports this file before it knows whether the package is whole.
+    from fastckpt._api.selection import patterns_of  # noqa: PLC0415
+
     reader = open_reader(operation, path)
     shards = [shard.file for shard in reader.shards()]
     found: dict[str, dict[str, tuple[int, int]]] = {"model": {}, "optimizer": {}}
     # A layer of the model may be called as an optimizer is.
     is_apart = any(name.startswith("training/") for name in shards)
+    still = patterns_of("frozen", frozen, operation)
     for index, tensor in enumerate(reader.tensors()):
         if not tensor.shape or not tensor.nbytes or not tensor.dtype.startswith(_FLOATS):
             continue
         is_training = shards[tensor.shard].startswith("training/")
         is_moment = is_training == is_apart and _is_moment(tensor.name) is not None
+        is_weight = not _is_statistic(tensor.name) and (not is_training or _is_adapter(tensor.name) is not None)
         crc = reader.checksum(index)
-        if crc is not None and (is_moment or not (is_training or _is_statistic(tensor.name))):
+        if crc is not None and (is_moment or is_weight) and still.first(tensor.name) is None:
             found["optimizer" if is_moment else "model"][tensor.name] = tensor.nbytes, crc
     return found
 

@@ -1,38 +1,19 @@
-"""The remote tier of a run: a second place for its checkpoints, what they say of themselves there, and what goes."""
+"""The remote tier of a run: a second place for its checkpoints, and what is removed there."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING
 
-from fastckpt._paths import AnyPath, is_url
-from fastckpt._stores.urls import place_of
 from fastckpt.keep import Policy
 
 from .arguments import have_text
 from .catalogue import Catalogue
-from .directory import Directory, Names
-from .prefix import Prefix
 from .retention import Retention
 
-#: Where the checkpoints of a run lie.
-Place: TypeAlias = Directory | Prefix
-
-
-def place_at(operation: str, path: AnyPath, names: Names) -> Place:
-    """The run at a path or below a URL.
-
-    Raises:
-        ImportError: it is a URL, and the package for those is not there.
-        ValueError: it is neither.
-    """
-    where = place_of(operation, path)
-    if not is_url(where):
-        return Directory(where, names)
-    from fastckpt._stores.objects import Objects  # noqa: PLC0415 - needs a package that not everybody has
-
-    return Prefix(Objects.at(operation, where), names)
+if TYPE_CHECKING:
+    from .place import Place
 
 
 class Tier:

@@ -1,14 +1,14 @@
 """How ranks come to one table, in one round where their tables are equal and in two where they differ.
 
-For a save, with a :class:`.describe.Local` (loads do the same with a :class:`.demands.Demands`):
+For a save (loads do the same with :class:`.demands.Wanting`):
 
-    agreement = Agreement(local)
+    agreement = Agreement(request, rank, size)
     verdict = operation.round("arrive", agreement.arrival(), combine=combine_arrivals, decide=agreement.decide)
     answer = None
     if agreement.is_open(verdict):
         offer = agreement.offer(verdict)
         answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
-    agreed = agreement.settle(verdict, answer)
+    job = agreement.settle(verdict, answer)
 
 ``combine_arrivals`` and ``combine_offers`` are in :mod:`.offers`. Arrivals and verdicts are JSON of some 200 bytes;
 offers and answers are bytes. Arrivals can travel inside of another value: ``combine_arrivals`` takes a list of them.
@@ -24,22 +24,23 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastckpt import _core
 from fastckpt._state.collector import paused
 from fastckpt._state.groups import split_model
 from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors.spread import Spread
 
+from .describe import table_of
 from .differences import Differences, Path
-from .offers import CUTS, EQUAL, TABLES, Parts, classes_of, compressed, expanded, offer_of, runs_of
-from .table import decode, decode_spreads, digest, encode_spreads, kinds_of, packed, unpacked
+from .offers import CUTS, EQUAL, TABLES, Parts, Told, classes_of, compressed, expanded, offer_of, runs_of
+from .table import decode, decode_spreads, digest, encode, encode_spreads, kinds_of, packed, unpacked
 from .unite import SpreadLists, Variant, holders_of, unite
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from fastckpt._api.save_request import SaveRequest
     from fastckpt._tensors.movers import Range, Sources
-
-    from .describe import Local
 
 
 class TensorOf(NamedTuple):
@@ -65,8 +66,8 @@ class Holding(NamedTuple):
 PER_RANK = "per_rank."
 
 
-class Agreed:
-    """What all ranks agree on, and what this one holds of it.
+class JobState:
+    """What ranks agree on about the state of their job, and what this one holds of it.
 
     Attributes:
         tensors: of the job, those of ``per_rank`` at the end.
@@ -74,7 +75,7 @@ class Agreed:
         held: the memories of this rank.
         prefix: what the names of the model's tensors start with.
         has_extras: whether there are tensors of ``per_rank``, which are never the model's.
-        sources: brings the bytes of memories without an address; see :attr:`.describe.Local.sources`.
+        sources: brings the bytes of memories without an address; see :class:`fastckpt._api.save_request.SaveRequest`.
         structure: on the coordinator, the tokens of the state, JSON text.
         metadata: likewise, of the metadata.
         per_rank: likewise, the list of what belongs to each rank alone; None where nothing does.
@@ -122,20 +123,30 @@ class Agreement:
     """The agreement of one save.
 
     Args:
-        local: what this rank saves.
+        request: what this rank saves.
+        rank: this rank in the group.
+        size: the number of ranks.
         operation: the word that error messages begin with.
+
+    Attributes:
+        table: the main part of the table of this rank.
+        told: both parts of it, as ranks tell them.
     """
 
-    def __init__(self, local: Local, operation: str = "save") -> None:
-        self.local = local
+    def __init__(self, request: SaveRequest, rank: int, size: int, operation: str = "save") -> None:
+        self.request = request
+        self.rank = rank
+        self.size = size
         self.operation = operation
+        self.table = table_of(request.flat)
+        self.told = Told.of(rank, encode(self.table), encode_spreads(request.spreads))
         #: Of the coordinator.
         self._structure: str | None = None
         self._extras: list[Any] = []
 
     def arrival(self) -> list[Any]:
         """What goes up first: the digests of both parts of the table, and whether there is something per rank."""
-        return [*self.local.told.digests, self.local.extra is not None]
+        return [*self.told.digests, self.request.per_rank is not None]
 
     def decide(self, combined: list[Any]) -> list[Any]:
         """The verdict on what arrived: which parts differ, and whether there is something per rank."""
@@ -150,13 +161,13 @@ class Agreement:
     def offer(self, verdict: list[Any]) -> bytes:
         """What goes up second."""
         what, has_extras = verdict
-        local = self.local
-        if not has_extras or local.extra is None:
-            return local.told.offer(what)
-        tensors = json.dumps([tensor[:3] + tensor[5:] for tensor in local.extra.tensors]).encode()
-        tokens = local.extra.structure().encode()
+        own = self.request.per_rank
+        if not has_extras or own is None:
+            return self.told.offer(what)
+        tensors = json.dumps([tensor[:3] + tensor[5:] for tensor in own.tensors]).encode()
+        tokens = own.structure().encode()
         names = digest(tensors), digest(tokens)
-        return local.told.offer(what, [[local.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
+        return self.told.offer(what, [[self.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
 
     def unite(self, combined: bytes) -> bytes:
         """What comes down: everything that a rank needs to know beside its own table.
@@ -178,8 +189,8 @@ class Agreement:
 
     def _unite_cuts(self, spreads: list[tuple[list[Spread], list[int]]]) -> list[bytes]:
         """Of ranks whose main tables are equal: for each number of a spread the list of what ranks hold."""
-        variant = Variant(self.local.table, spreads)
-        made = SpreadLists(self.local.size)
+        variant = Variant(self.table, spreads)
+        made = SpreadLists(self.size)
         lists = [made.add(holders_of(variant, number)) for number in range(1 + len(spreads[0][0]))]
         differences = Differences(self.operation)
         for number, found in enumerate(lists):
@@ -195,8 +206,8 @@ class Agreement:
 
     def _unite_tables(self, variants: dict[str, Variant]) -> list[bytes]:
         """Of ranks whose main tables differ: the tensors of the union, and where each finds its own."""
-        united = unite(list(variants.values()), self.local.size, operation=self.operation)
-        prefix = split_model(self.operation, united.flat, self.local.model_key)
+        united = unite(list(variants.values()), self.size, operation=self.operation)
+        prefix = split_model(self.operation, united.flat, self.request.settings.model_key)
         self._structure = united.structure
         tensors = united.flat.tensors
         kinds, kind = kinds_of(
@@ -228,82 +239,80 @@ class Agreement:
         return [head.encode(), *(blobs[tensors] for tensors in lists)]
 
     @paused()
-    def settle(self, verdict: list[Any], answer: bytes | None) -> Agreed:
+    def settle(self, verdict: list[Any], answer: bytes | None) -> JobState:
         """What all ranks agree on, once ``answer`` is there, where one was needed."""
-        local = self.local
         what, _ = verdict
         main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
         if what == TABLES:
-            agreed = self._settle_tables(expanded(main), decode_spreads(cuts))
+            job = self._settle_tables(expanded(main), decode_spreads(cuts))
         else:
-            agreed = self._settle_own(
-                json.loads(main)[0] if what == CUTS else None, decode_spreads(cuts) if cuts else []
-            )
-        if local.rank == 0:
-            agreed.structure = self._structure or local.flat.structure()
-            agreed.metadata = local.about.structure()
+            job = self._settle_own(json.loads(main)[0] if what == CUTS else None, decode_spreads(cuts) if cuts else [])
+        if self.rank == 0:
+            job.structure = self._structure or self.request.flat.structure()
+            job.metadata = self.request.metadata.structure()
         if extras:
-            self._settle_extras(agreed, extras)
-        return agreed
+            self._settle_extras(job, extras)
+        return job
 
-    def _settle_own(self, lists: list[list[int]] | None, spreads: list[Spread]) -> Agreed:
+    def _settle_own(self, lists: list[list[int]] | None, spreads: list[Spread]) -> JobState:
         """All ranks have the same tensors as this one."""
-        local = self.local
-        flat = local.flat
-        prefix = split_model(self.operation, flat, local.model_key)
+        request, flat = self.request, self.request.flat
+        prefix = split_model(self.operation, flat, request.settings.model_key)
         if lists is None:
-            spreads = [Spread(tuple(range(local.size))), *local.spreads]
+            spreads = [Spread(tuple(range(self.size))), *request.spreads]
             lists = [[number] for number in range(len(spreads))]
         own = [tuple(each) for each in lists]
         spread_of = flat.spreads.get
-        agreed = Agreed(
+        job = JobState(
             [
-                TensorOf(name, dtype, tuple(shape), _logical(logical), own[spread_of(index, 0)])
+                TensorOf(name, dtype, tuple(shape), logical_of(logical), own[spread_of(index, 0)])
                 for index, (name, dtype, shape, _, _, logical) in enumerate(flat.tensors)
             ],
             spreads,
             prefix,
-            local.sources,
+            request.sources,
         )
-        self._hold(agreed, [[number] for number in range(len(flat.tensors))])
-        return agreed
+        self._hold(job, [[number] for number in range(len(flat.tensors))])
+        return job
 
-    def _settle_tables(self, main: bytes, spreads: list[Spread]) -> Agreed:
+    def _settle_tables(self, main: bytes, spreads: list[Spread]) -> JobState:
         """Ranks have different tensors."""
         head, kind = unpacked(main)
         lists, names, kinds, others, prefix = json.loads(head)
         own = [tuple(each) for each in lists]
-        made = [(dtype, tuple(shape), _logical(logical), own[which]) for dtype, shape, logical, which in kinds]
+        made = [(dtype, tuple(shape), logical_of(logical), own[which]) for dtype, shape, logical, which in kinds]
         numbers = memoryview(kind).cast("I")
-        agreed = Agreed(
+        job = JobState(
             [TensorOf(name, *made[number]) for name, number in zip(names, numbers, strict=True)],
             spreads,
             prefix,
-            self.local.sources,
+            self.request.sources,
         )
         number_of = {name: number for number, name in enumerate(names)}
-        mine = [[number_of.get(name, -1)] for name in self.local.table.names]
-        for index, numbers_of_it in others[self.local.told.digests[0]]:
+        mine = [[number_of.get(name, -1)] for name in self.table.names]
+        for index, numbers_of_it in others[self.told.digests[0]]:
             mine[index] = numbers_of_it
-        self._hold(agreed, mine)
-        return agreed
+        self._hold(job, mine)
+        return job
 
-    def _hold(self, agreed: Agreed, numbers: list[list[int]]) -> None:
+    def _hold(self, job: JobState, numbers: list[list[int]]) -> None:
         """Note the memories of this rank: where its tensors are among those of the job."""
-        local = self.local
-        flat = local.flat
-        where = Parts(agreed.spreads, local.rank)
-        tensors = agreed.tensors
+        request, flat = self.request, self.request.flat
+        where = Parts(job.spreads, self.rank)
+        tensors = job.tensors
         for index, (tensor, mine) in enumerate(zip(flat.tensors, numbers, strict=True)):
+            for part, (address, nbytes, source) in enumerate(request.boxes.get(index, ())):
+                for number in mine:
+                    job.hold(number, part, address, nbytes, source)
             if not tensor.capacity:
                 continue
             spread = flat.spreads.get(index, 0)
-            wanted = local.spreads[spread - 1] if spread else None
+            wanted = request.spreads[spread - 1] if spread else None
             for number in mine:
                 part = where.part(tensors[number].spreads, wanted)
-                agreed.hold(number, part, tensor.address, tensor.capacity, index)
+                job.hold(number, part, tensor.address, tensor.capacity, index)
 
-    def _settle_extras(self, agreed: Agreed, parts: list[bytes]) -> None:
+    def _settle_extras(self, job: JobState, parts: list[bytes]) -> None:
         """Add what each rank has alone."""
         head, *lists = parts
         runs = json.loads(head)
@@ -311,28 +320,29 @@ class Agreement:
             rank: number for number, each in enumerate(runs) for start, stop in each for rank in range(start, stop)
         }
         tensors = [json.loads(each) for each in lists]
-        taken = {tensor.name for tensor in agreed.tensors}
+        taken = {tensor.name for tensor in job.tensors}
         first: dict[int, int] = {}
         for rank in sorted(by_rank):
-            first[rank] = len(agreed.tensors)
+            first[rank] = len(job.tensors)
             if not tensors[by_rank[rank]]:
                 continue
-            agreed.spreads.append(Spread((rank,)))
-            mine = (len(agreed.spreads) - 1,)
+            job.spreads.append(Spread((rank,)))
+            mine = (len(job.spreads) - 1,)
             for name, dtype, shape, logical in tensors[by_rank[rank]]:
-                agreed.has_extras = True
+                job.has_extras = True
                 whole = _unique(f"{PER_RANK}{rank}.{name}", taken)
-                agreed.tensors.append(TensorOf(whole, dtype, tuple(shape), _logical(logical), mine))
-        local = self.local
-        if local.extra is not None:
-            behind = len(local.flat.tensors)
-            for index, tensor in enumerate(local.extra.tensors):
-                agreed.hold(first[local.rank] + index, 0, tensor.address, tensor.capacity, behind + index)
-        if local.rank == 0 and self._extras:
-            agreed.per_rank = _list_of(self._extras, first, local.size)
+                job.tensors.append(TensorOf(whole, dtype, tuple(shape), logical_of(logical), mine))
+        own = self.request.per_rank
+        if own is not None:
+            behind = len(self.request.flat.tensors)
+            for index, tensor in enumerate(own.tensors):
+                job.hold(first[self.rank] + index, 0, tensor.address, tensor.capacity, behind + index)
+        if self.rank == 0 and self._extras:
+            job.per_rank = _list_of(self._extras, first, self.size)
 
 
-def _logical(value: Any) -> tuple[str, tuple[int, ...]] | None:
+def logical_of(value: Any) -> tuple[str, tuple[int, ...]] | None:
+    """A logical dtype and shape, or None, as JSON gave them back."""
     return None if value is None else (value[0], tuple(value[1]))
 
 
@@ -358,3 +368,10 @@ def _list_of(extras: list[Any], first: dict[int, int], size: int) -> str:
                 token[1] += first[rank]
             out.append(token)
     return json.dumps(out, separators=(",", ":"))
+
+
+def core_spread(spread: Spread) -> _core.Spread:
+    """A spread as the core takes it."""
+    if spread.mesh:
+        return _core.Spread.mesh(spread.ranks, spread.mesh, spread.placements)
+    return _core.Spread.ranks(spread.ranks)

@@ -13,14 +13,13 @@ from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.spread import part_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
+    from fastckpt._api.destinations import Drain
     from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Ranges, Spread
 
     from .demands import Demand
-
-    Drain = Callable[[Sequence[Range]], None]
 
 
 class Boxed:

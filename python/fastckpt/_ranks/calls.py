@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._stores.urls import place_of
 
-from .called import location_of
+from .called import location_of, marks_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -61,6 +61,13 @@ class Call:
         place = location_of(self.path, session.group.host) if session.group.size > 1 else None
         self.operation = session.peers.operation(kind, self.path, self.timeout, place=place)
         self.operation.mark(_MARKS.get({}))
+
+    def mark(self, step: int | None, state: Any) -> None:
+        """Tell this call from others to the same path by what is equal on all ranks; ``state`` is None if nothing is.
+
+        Before the first round.
+        """
+        self.operation.mark(marks_of({"step": step}, state))
 
     def check(self) -> None:
         """Raise what is wrong with the arguments, in the operation, so that other ranks hear of it."""

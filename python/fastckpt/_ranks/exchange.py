@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
     from fastckpt import _core
 
-    from .attention import Attention
     from .torch_distributed import Group, Transfer
 
 _T = TypeVar("_T")
@@ -355,8 +354,15 @@ def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
     return found[0]
 
 
-def passed_on(group: DataGroup, content: bytes | None, nbytes: int, attention: Attention) -> bytes:
+def passed_on(group: DataGroup, content: bytes | None, nbytes: int, limit: float, attend: Callable[[], None]) -> bytes:
     """Give all ranks ``content``, which rank 0 has.
+
+    Args:
+        group: the ranks.
+        content: on rank 0; None on the others.
+        nbytes: its length.
+        limit: seconds after which it is given up.
+        attend: called while this rank waits.
 
     Raises:
         LostError: a rank has gone.
@@ -365,10 +371,7 @@ def passed_on(group: DataGroup, content: bytes | None, nbytes: int, attention: A
     """
     sent = None if content is None else words.sealed(content)
     try:
-        came = attended(
-            lambda: group.broadcast(sent, nbytes + words.SUM, attention.limit),
-            attention.meanwhile,
-        )
+        came = attended(lambda: group.broadcast(sent, nbytes + words.SUM, limit), attend)
     except RuntimeError as error:
         raise LostError(f"the manifest was not passed on: {_text(error)}") from error
     return words.opened(came, "the manifest that rank 0 passed on")

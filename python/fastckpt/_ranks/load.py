@@ -16,27 +16,30 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
 from fastckpt._api.build_report import with_warnings
+from fastckpt._api.destinations import read_targets
 from fastckpt._api.progress import ticker
 from fastckpt._paths import is_url
 from fastckpt._stores.reader import open_reader
 from fastckpt._tensors.ranges import range_of
 
+from .agreement import core_spread
 from .attention import Attention
 from .boxes import Boxed
 from .demands import Wanting, combine_wanted, demands
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, passed_on, raise_lost
 from .offers import combine_offers
 from .residency import is_resident
-from .save import core_spread
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
+    from fastckpt._api.destinations import Drain, Targets
     from fastckpt._api.prepare import Wishes
 
     from .calls import Call
-    from .demands import Demands, Shared
+    from .demands import Demands
     from .peers import Operation
+    from .session import Session
     from .torch_distributed import DataGroup
 
 #: The engines with which ranks of one host read through its page cache: where it has the checkpoint, and always.
@@ -131,7 +134,9 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
     )
     group = session.link.meet(name, call.timeout, attention.meanwhile)
     if group is not None:
-        manifest = passed_on(group, readers[0].manifest() if readers else None, manifest, attention)
+        manifest = passed_on(
+            group, readers[0].manifest() if readers else None, manifest, attention.limit, attention.meanwhile
+        )
     reader = readers[0] if readers else open_reader("load", call.path, manifest=manifest)
     return Opened(reader, apart, group)
 
@@ -151,41 +156,32 @@ def _read(
     tick: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Agree on what is wanted, and bring it; what the report is made of, and the names of what nobody wants."""
+    session, wishes, targets = call.session, wanted.prepared.wishes, wanted.targets
     agreement = Wanting(wanted)
     share: _core.Share | None = None
-    outcome: dict[str, Any]
+    outcome: dict[str, Any] = {}
     verdict = _want(operation, {"wanted": agreement.arrival()}, agreement)
-    unexpected = wanted.names_of(verdict[1])
-
-    def each(done: int, total: int) -> None:
-        attention(done)
-        tick(done, total)
-
-    with wanted.targets.lent() as staging:
-        if opened.apart or call.session.group.size == 1:
-            own, outcome = _apart(call, opened, wanted, staging.core, each), {}
-        else:
-            answer = None
-            if agreement.is_open(verdict):
-                offer = agreement.offer(verdict)
-                answer = operation.round("demands", offer, combine=combine_offers, decide=agreement.unite)
-            agreed = agreement.settle(verdict, answer)
-            share = _core.Share.to_load(
-                opened.reader,
-                agreed.wanted,
-                [core_spread(each) for each in agreed.spreads],
-                call.session.group.size,
-                apart=True,
-            )
-            own, outcome = _through_messages(call, opened, wanted, (share, agreed, staging.core), attention, each)
-        own = with_warnings(own, staging.warnings)
-    operation.round(
-        "done",
-        outcome,
-        combine=lambda outcomes: combine_pieces(share, outcomes),
-        decide=lambda outcome: compare_pieces(share, opened.reader, outcome),
-    )
-    return own, unexpected
+    reading = Reading(opened.reader, targets, wishes.verify, wishes.io, wishes.threads, attention, tick)
+    if opened.apart or session.group.size == 1:
+        boxed = Boxed(targets.demands, targets.stored, wanted.spreads, session.group.rank, targets.drain)
+        alone = session.group.size == 1 or is_url(call.path)
+        own = apart(reading, boxed.requests, boxed.drain, cached=not alone)
+        boxed.finish()
+    else:
+        answer = None
+        if agreement.is_open(verdict):
+            offer = agreement.offer(verdict)
+            answer = operation.round("demands", offer, combine=combine_offers, decide=agreement.unite)
+        agreed = agreement.settle(verdict, answer)
+        spreads = [core_spread(each) for each in agreed.spreads]
+        share = _core.Share.to_load(opened.reader, agreed.wanted, spreads, session.group.size, apart=True)
+        requests = [
+            (agreed.wanted[at][0], part, address, nbytes, strides)
+            for at, part, address, nbytes, strides in agreed.requests
+        ]
+        own, outcome = through_messages(session, opened.group, reading, share, requests, agreed.drain)
+    done(operation, opened.reader, share, outcome)
+    return own, wanted.names_of(verdict[1])
 
 
 def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None) -> Any:
@@ -203,49 +199,55 @@ def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None
     return operation.round("wanted", value, combine=combine, decide=decide)
 
 
-def combine_pieces(share: _core.Share | None, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """What several ranks say at the end: that an exchange broke off, or checksums of their parts of shared blocks."""
-    lost = first_lost(outcomes)
-    if lost or share is None:
-        return lost
-    return {"pieces": share.merge([outcome["pieces"] for outcome in outcomes])}
+class Reading(NamedTuple):
+    """How a rank reads.
+
+    Attributes:
+        reader: the checkpoint.
+        targets: what takes bytes of requests without an address.
+        verify: whether bytes are compared with their checksums.
+        io: the engine.
+        threads: how many read, or None.
+        attention: sees to other ranks meanwhile.
+        tick: called with bytes.
+    """
+
+    reader: _core.Reader
+    targets: Targets
+    verify: bool
+    io: str
+    threads: int | None
+    attention: Attention
+    tick: Callable[[int, int], None]
+
+    def progress(self, done: int, total: int) -> None:
+        """The core's callback."""
+        self.attention(done)
+        self.tick(done, total)
 
 
-def compare_pieces(share: _core.Share | None, reader: _core.Reader, outcome: dict[str, Any]) -> None:
-    """At the coordinator, once all ranks have read: are those blocks what was written?"""
-    raise_lost(outcome)
-    if share is not None:
-        share.compare(reader, outcome["pieces"])
-
-
-def _apart(
-    call: Call,
-    opened: Opened,
-    wanted: Demands,
-    staging: _core.Memory | None,
-    tick: Callable[[int, int], None],
+def apart(
+    reading: Reading, requests: Sequence[_core.ReadRequest], drain: Drain | None = None, *, cached: bool
 ) -> dict[str, Any]:
-    """Read what this rank wants, as if it were alone; what another rank of the host has read is in the page cache."""
-    wishes, targets, group = wanted.prepared.wishes, wanted.targets, call.session.group
-    boxed = Boxed(targets.demands, targets.stored, wanted.spreads, group.rank, targets.drain)
-    alone = group.size == 1 or is_url(call.path)
+    """Read what this rank wants, as if it were alone.
+
+    With ``cached`` what another rank of the host has read is in the page cache.
+    """
     before = _storage_reads()
     with range_of("fastckpt.read"):
-        own: dict[str, Any] = dict(
-            opened.reader.read(
-                boxed.requests,
-                verify=wishes.verify,
-                io=wishes.io if alone else "buffered",
-                threads=wishes.threads,
-                drain=boxed.drain,
-                tick=tick,
-                staging=staging,
-            )
+        own = read_targets(
+            reading.reader,
+            reading.targets,
+            requests,
+            drain,
+            verify=reading.verify,
+            io="buffered" if cached else reading.io,
+            threads=reading.threads,
+            tick=reading.progress,
         )
-        boxed.finish()
     after = _storage_reads()
-    read = own["bytes"] if alone or before is None or after is None else after - before
-    return own | {"bytes_storage": read, "bytes_peers": 0, "bytes_sent": 0}
+    read = own["bytes"] if not cached or before is None or after is None else after - before
+    return {**own, "bytes_storage": read, "bytes_peers": 0, "bytes_sent": 0}
 
 
 def _storage_reads() -> int | None:
@@ -258,45 +260,68 @@ def _storage_reads() -> int | None:
     return None
 
 
-def _through_messages(
-    call: Call,
-    opened: Opened,
-    wanted: Demands,
-    agreed: tuple[_core.Share, Shared, _core.Memory | None],
-    attention: Attention,
-    tick: Callable[[int, int], None],
+def through_messages(
+    session: Session,
+    group: DataGroup | None,
+    reading: Reading,
+    share: _core.Share,
+    requests: Sequence[tuple[int, int, int, int, Sequence[int] | None]],
+    drain: Drain,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what falls to this rank, keep its own, and pass on the rest; what it did, and what it tells the others."""
-    session, wishes = call.session, wanted.prepared.wishes
-    group = session.group
-    share, shared, staging = agreed
-    engine = _core.RankLoad(
-        share,
-        group.rank,
-        opened.reader,
-        [
-            (shared.wanted[at][0], part, address, nbytes, strides)
-            for at, part, address, nbytes, strides in shared.requests
-        ],
-        shared.drain if wanted.targets.movers else None,
-        verify=wishes.verify,
-        io=wishes.io,
-        threads=wishes.threads,
-        staging=staging,
-    )
-    exchange = None
-    try:
-        if opened.group is not None:
-            exchange = attention.exchange = Exchange(opened.group, engine.mail, session.name, attention.limit)
+    """Read what falls to this rank, keep its own, and pass on the rest; what it did, and what it tells the others.
+
+    Args:
+        session: the process group.
+        group: what bytes travel in; None where they do not.
+        reading: how this rank reads.
+        share: who wants what.
+        requests: tensor, part, address, bytes and strides of each memory of this rank.
+        drain: takes the bytes of those without an address.
+    """
+    attention, rank = reading.attention, session.group.rank
+    with reading.targets.lent() as staging:
+        engine = _core.RankLoad(
+            share,
+            rank,
+            reading.reader,
+            requests,
+            drain if reading.targets.movers else None,
+            verify=reading.verify,
+            io=reading.io,
+            threads=reading.threads,
+            staging=staging.core,
+        )
+        exchange = None
         try:
-            with range_of("fastckpt.read"):
-                own = carried(lambda: dict(engine.read(tick)), exchange, attention)
-        except LostError as error:
-            # The cause is another rank, which says so itself; where none does, this is the cause.
-            return {}, lost_by(session.name(group.rank), error)
-        storage, peers, sent, pieces = (own.pop(name) for name in ("storage", "peers", "sent", "pieces"))
-        return own | {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}, {"pieces": pieces}
-    finally:
-        if exchange is not None:
-            exchange.end("the load has failed", attention.operation.alive)
-        engine.close()
+            if group is not None:
+                exchange = attention.exchange = Exchange(group, engine.mail, session.name, attention.limit)
+            try:
+                with range_of("fastckpt.read"):
+                    own = carried(lambda: dict(engine.read(reading.progress)), exchange, attention)
+            except LostError as error:
+                # The cause is another rank, which says so itself; where none does, this is the cause.
+                return {}, lost_by(session.name(rank), error)
+            storage, peers, sent, pieces = (own.pop(name) for name in ("storage", "peers", "sent", "pieces"))
+            more = {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}
+            return with_warnings(own, staging.warnings) | more, {"pieces": pieces}
+        finally:
+            if exchange is not None:
+                exchange.end("the load has failed", attention.operation.alive)
+            engine.close()
+
+
+def done(operation: Operation, reader: _core.Reader, share: _core.Share | None, outcome: dict[str, Any]) -> None:
+    """The round ``done``: are the blocks that several ranks have read parts of what was written?"""
+
+    def combine(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+        lost = first_lost(outcomes)
+        if lost or share is None:
+            return lost
+        return {"pieces": share.merge([outcome["pieces"] for outcome in outcomes])}
+
+    def decide(outcome: dict[str, Any]) -> None:
+        raise_lost(outcome)
+        if share is not None:
+            share.compare(reader, outcome["pieces"])
+
+    operation.round("done", outcome, combine=combine, decide=decide)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from fastckpt._ranks import tree
 from fastckpt._ranks.requests import Get, Now, Put, Remove, Steps, Wait, value_of
@@ -20,10 +20,19 @@ from fastckpt.exceptions import RankFailure
 
 if TYPE_CHECKING:
     from fastckpt._ranks.called import Called
-    from fastckpt._ranks.protocol import Turn
 
 #: How many of the calls that it has left behind, and how many of its saves a rank remembers.
 _BEHIND, _SAVES = 8, 64
+
+
+class Numbered(Protocol):
+    """A turn, as far as a member knows it."""
+
+    def take_number(self) -> None:
+        """Be the next turn."""
+
+    def abandon(self, failure: RankFailure) -> Steps:
+        """Leave without a verdict, so that the others have one at once."""
 
 
 @dataclass
@@ -48,7 +57,7 @@ class Member:
     #: The number of the next turn.
     turn: int = 0
     #: The turns that have no number yet, in their order.
-    coming: deque[Turn] = field(default_factory=deque)
+    coming: deque[Numbered] = field(default_factory=deque)
     #: Hosts of the ranks that it has heard of.
     hosts: dict[int, str] = field(default_factory=dict)
     #: The last hello of each rank below, which was answered.
@@ -56,7 +65,7 @@ class Member:
     #: The ranks below that have sent a message in this session: they need no answer any more.
     known: set[int] = field(default_factory=set)
     #: Turns that it left without a verdict, and why.
-    owed: list[tuple[Turn, RankFailure]] = field(default_factory=list)
+    owed: list[tuple[Numbered, RankFailure]] = field(default_factory=list)
     #: The key that is there until all have left the last turn that this rank left before others did.
     parting: str = ""
     #: The number of the last turn of which it has the last answer.

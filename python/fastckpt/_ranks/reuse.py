@@ -7,7 +7,6 @@ the files in which nothing has changed, and all lay out the rest.
 
 from __future__ import annotations
 
-import time
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
@@ -18,13 +17,12 @@ from .exchange import Link, LostError, first_lost, lost_by, passed_on, raise_los
 
 if TYPE_CHECKING:
     from .peers import Operation
-    from .save import Portion
     from .session import Session
 
 
 def take_over(
-    session: Session, operation: Operation, path: str, base: str, portion: Portion, timeout: float
-) -> tuple[Portion, float]:
+    session: Session, operation: Operation, path: str, base: str, earlier: _core.RankBase, timeout: float
+) -> _core.Share | None:
     """Compare with the base, and link what has not changed. Every rank calls it.
 
     Whatever is wrong with the base is a warning in the report, and more is written.
@@ -34,34 +32,29 @@ def take_over(
         operation: the operation, in its body.
         path: the checkpoint's directory, absolute.
         base: the earlier checkpoint's, as rank 0 has it.
-        portion: what this rank brings, laid out without a base.
+        earlier: what it becomes, made of the share that was laid out without a base.
         timeout: that of the operation, in seconds.
 
     Returns:
-        The same, laid out beside what is taken over, with a ``base`` for the caller to close in the end; and the
-        seconds that it took.
+        The layout beside what is taken over; None where the base is none.
 
     Raises:
         RanksError: another rank failed, or does not answer.
         Exception: this rank failed.
     """
-    began = time.perf_counter()
-    earlier = _core.RankBase(portion.share, session.group.rank, portion.held, portion.fill, portion.options)
     try:
         with range_of("fastckpt.compare"):
-            share = _share(session, operation, path, base, earlier, timeout)
+            return _share(session, operation, path, base, earlier, timeout)
     except BaseException:
         # Here or at another rank, its broadcast may be left half done.
         session.link.drop()
-        earlier.close()
         raise
-    return portion._replace(share=share or portion.share, base=earlier), time.perf_counter() - began
 
 
 def _share(
     session: Session, operation: Operation, path: str, base: str, earlier: _core.RankBase, timeout: float
 ) -> _core.Share | None:
-    """The layout beside what is taken over; None where the base is none."""
+    """The rounds of it."""
     rank = session.group.rank
     attention = Attention(operation, timeout)
     opened: list[bytes] = []
@@ -86,7 +79,7 @@ def _share(
     try:
         group = session.link.meet(name, timeout, attention.meanwhile)
         if group is not None:
-            manifest = passed_on(group, opened[0] if opened else None, manifest, attention)
+            manifest = passed_on(group, opened[0] if opened else None, manifest, attention.limit, attention.meanwhile)
         if rank:
             earlier.know(base, manifest)
         found = {"sums": earlier.compare(lambda *_: attention.meanwhile())}

@@ -596,9 +596,8 @@ class _Flattener:
         """Refuse what is spread inside of another tensor; returns the end of a token that all ranks have."""
         if local is not None and self.tensor is not None:
             raise Unsupported("a DTensor inside of another tensor cannot be saved: save the parts by themselves")
-        # Each rank has another device.
         head, colon, _ = tail.partition(":")
-        return f'{head}"]' if colon else tail
+        return f'{head}"]' if colon and self.spreads is not None and not self.spreads.device_numbers else tail
 
     def occurrence(self, value: Any, stored: Stored | None, token: str) -> Occurrence:
         """The value at hand, noted."""
@@ -772,7 +771,7 @@ def flatten(
         types: the types with names that are known; by default those of the process.
         default: makes something else of what cannot be saved.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
-            do not have the index of the device then: each rank has another.
+            do not have the index of the device then, unless it says so: each rank has another.
         excluded: whether what has a name will be left out: then a token :data:`EXCLUDED` may stand for it.
 
     Raises:

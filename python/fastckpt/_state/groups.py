@@ -46,8 +46,6 @@ def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
         key = dict(zip(outer, outer, strict=True)).get(model_key) if isinstance(model_key, _KEYS) else None
         reason = _refusal(outer, key)
         if reason is not None:
-            # The traceback has frames that hold exports of the caller's buffers.
-            flat.keep.clear()
             raise ValueError(f"{operation}: model_key={model_key!r}: {reason}")
     prefix = _prefix(key)
     _rename(flat, prefix)

@@ -19,14 +19,18 @@ class Spreads:
     Args:
         ranks: the global ranks of the group, in its order.
         rank: this rank in the group.
+        device_numbers: whether tokens of tensors on devices have the index of the device, which each rank has another.
 
     Attributes:
+        ranks: as given.
+        device_numbers: as given.
         found: the different spreads of the tensors that were met; their numbers begin at 1.
     """
 
-    def __init__(self, ranks: Sequence[int], rank: int) -> None:
+    def __init__(self, ranks: Sequence[int], rank: int, *, device_numbers: bool = False) -> None:
         self.found: list[Spread] = []
-        self._ranks = ranks
+        self.ranks = ranks
+        self.device_numbers = device_numbers
         self._rank = rank
         self._known: DTensors | None = None
 
@@ -38,5 +42,5 @@ class Spreads:
         if self._known is None:
             from .dtensor import DTensors  # noqa: PLC0415 - imports torch
 
-            self._known = DTensors({number: rank for rank, number in enumerate(self._ranks)}, self._rank, self.found)
+            self._known = DTensors({number: rank for rank, number in enumerate(self.ranks)}, self._rank, self.found)
         return self._known.describe_of(kind)

@@ -16,8 +16,7 @@ from . import _torch
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ._take import Path
-    from ._unite import About
+    from ._structure import About, Path
 
 #: There is no such file. torch names it in its FileNotFoundError.
 NOT_HERE = "a checkpoint of fastckpt - load it with storage_reader=fastckpt.dcp.Reader() or call fastckpt.dcp.install()"

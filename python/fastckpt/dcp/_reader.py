@@ -8,13 +8,17 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
-from fastckpt._api.destinations import Targets
+from fastckpt._api.build_report import build_report
+from fastckpt._api.destinations import Targets, read_targets
 from fastckpt._api.options import Engine, Unknown, check_io, check_threads, check_unknown
 from fastckpt._api.outcome import Attempt, conclude, until_settled, warn_of_unknown
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport
 from fastckpt._api.reports import LoadReport
 from fastckpt._paths import AnyPath, path_of
+from fastckpt._ranks.calls import timeout_of
+from fastckpt._ranks.load import Reading
+from fastckpt._ranks.session import session
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.registry import Registry, Types
 from fastckpt._state.unflatten import is_tensor, parse, unflatten
@@ -22,14 +26,16 @@ from fastckpt._tensors import torch as _tensors
 from fastckpt.exceptions import CheckpointError
 
 from . import _torch
-from ._arguments import check_timeout
 from ._entries import Entry, Known, entries_of
 from ._fill import Fill, Request
 from ._label import forget, label_of, labelled
 from ._metadata import whole_tensor
-from ._shared import Asked, read_alone, read_together
+from ._shared import read_together
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from fastckpt._ranks.attention import Attention
     from fastckpt._state.unflatten import Token
 
 
@@ -81,7 +87,7 @@ class Reader(_torch.StorageReader):
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)
         self._group = process_group
-        self._timeout = check_timeout("load", timeout)
+        self._timeout = timeout_of("load", timeout)
         self._registry = registry
         self._plain = unknown == "plain"
         self._verify = bool(verify)
@@ -156,24 +162,36 @@ class Reader(_torch.StorageReader):
         with Attempt("load", path):
             label = label_of(plan)
             work = _Work(opened, plan, planner)
+            targets = work.targets
+            fields: Mapping[str, Any]
             with ticker("load", path, shown=False) as tick:
-
-                def asked() -> Asked:
-                    requests = work.ask()
-                    work.targets.begin("load")
-                    targets = work.targets
-                    return Asked(opened.reader, path, requests, targets, self._verify, self._io, self._threads, tick)
-
                 if label is not None:
-                    fields = read_together(asked, path, self._group, self._timeout, label)
+
+                    def asked(attention: Attention) -> tuple[Reading, list[Request]]:
+                        requests = work.ask()
+                        reader, io = opened.reader, self._io
+                        return Reading(reader, targets, self._verify, io, self._threads, attention, tick), requests
+
+                    here = session("dcp.load", self._group)
+                    with here.peers.operation("load", path, self._timeout, label) as operation:
+                        fields = read_together(here, operation, path, self._timeout, asked)
                     kind: type[LoadReport] = RankLoadReport
                 else:
-                    fields = read_alone(asked()) | {"missing": (), "unexpected": ()}
+                    requests = [_core.ReadRequest(*request) for request in work.ask()]
+                    fields = read_targets(
+                        opened.reader,
+                        targets,
+                        requests,
+                        verify=self._verify,
+                        io=self._io,
+                        threads=self._threads,
+                        tick=tick,
+                    )
                     kind = LoadReport
             work.finish()
         if opened.unknown:
             warn_of_unknown("load", opened.unknown, stacklevel=3)
-        self.report = conclude(kind, path, began, fields)
+        self.report = conclude(build_report(kind, path, began, fields, missing=(), unexpected=()))
         return _torch.done(None)
 
     @classmethod
@@ -214,6 +232,7 @@ class _Work:
                 self.targets.make(found)
                 self.values.append((item, entry, len(found)))
         self.fill.take_whole()
+        self.targets.begin("load")
         return self.fill.requests
 
     def finish(self) -> None:

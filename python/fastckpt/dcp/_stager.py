@@ -9,6 +9,7 @@ from fastckpt._api import host_memory
 from fastckpt._background.devices import Devices
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
+from fastckpt._tensors.movers import Sources
 
 from . import _torch
 
@@ -169,7 +170,7 @@ class _Copier:
         lease, self.memory, self.lease = self.lease, None, None
         if lease is None or not self.ranges:
             return
-        devices = Devices("fastckpt.dcp.Stager", self.movers, None)
+        devices = Devices(Sources("fastckpt.dcp.Stager", self.movers), None)
         devices.memory = lease.memory
         devices.pin()
         try:

@@ -80,6 +80,29 @@ def keeps_state(planner: SavePlanner) -> bool:
     )
 
 
+def plans_all(planner: SavePlanner) -> bool:
+    """Whether all that the ranks' own plans have is in the plan that a planner makes of these."""
+    kind: Any = type(planner)
+    stock: Any = DefaultSavePlanner
+    names = ("create_global_plan", "_create_global_plan", "_dedup_save_plans", "finish_plan")
+    cached = ("_create_global_plan_with_caching", "_finish_plan_with_caching")
+    return isinstance(planner, DefaultSavePlanner) and all(
+        getattr(kind, name, None) is getattr(stock, name, None) for name in (*names, *cached)
+    )
+
+
+def is_cut(value: Any) -> bool:
+    """Whether a tensor that is no DTensor stands for shards of a larger one."""
+    if isinstance(value, ShardedTensor) or hasattr(value, "__create_write_items__"):
+        return True
+    return all(hasattr(value, name) for name in _SHARD_FIELDS)
+
+
+def global_rank() -> int:
+    """The rank of this process among all of the job; 0 without one."""
+    return dist.get_rank() if is_initialized() else 0
+
+
 def async_executors() -> list[Any]:
     """What runs the saves of ``dcp.async_save``, since torch 2.7.
 
@@ -141,9 +164,12 @@ __all__ = [
     "copy_shard_fields",
     "done",
     "gives_objects",
+    "global_rank",
     "group_size",
+    "is_cut",
     "is_initialized",
     "keeps_state",
+    "plans_all",
     "torch",
 ]
 

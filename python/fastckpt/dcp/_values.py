@@ -6,13 +6,13 @@ themselves are asked for; what another planner made is read back as ``torch.load
 
 from __future__ import annotations
 
-import json
+import math
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt._api.save import warn_of_types
-from fastckpt._state.flatten import Flat, flatten
-from fastckpt._state.unflatten import is_tensor
+from fastckpt._api.save_request import warn_of_types
+from fastckpt._state.flatten import flatten
+from fastckpt._state.key_paths import part_of
 from fastckpt._tensors import torch as _tensors
 from fastckpt._tensors.described import Logical, Stored, Unsupported
 from fastckpt.exceptions import UnsupportedTypeError
@@ -20,8 +20,6 @@ from fastckpt.exceptions import UnsupportedTypeError
 from . import _torch
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from fastckpt._state.registry import Types
     from fastckpt._tensors.memory import Mover
 
@@ -39,23 +37,30 @@ class Memory(NamedTuple):
     keep: Any
 
 
-class Held(NamedTuple):
-    """A tensor of which this rank has boxes. ``shape`` is the stored one, ``sizes`` those that the user sees."""
+class Given(NamedTuple):
+    """A tensor in a value, which one rank has; ``rest`` is what its name has behind that of the value, or None."""
 
-    name: str
+    owner: int
+    rest: str | None
     dtype: str
     shape: tuple[int, ...]
     logical: Logical
-    sizes: tuple[int, ...]
-    memories: list[Memory]
+    address: int = 0
+    nbytes: int = 0
+    mover: Mover | None = None
+    keep: Any = None
+
+    def about(self) -> list[Any]:
+        """What other ranks are told of it."""
+        logical = None if self.logical is None else [self.logical[0], list(self.logical[1])]
+        return [self.rest, self.dtype, list(self.shape), logical]
 
 
-class Leaf(NamedTuple):
-    """An entry: its structure tokens, in which tensors are numbered from 0, and these tensors."""
+class Value(NamedTuple):
+    """A value: its structure tokens, JSON, in which tensors are numbered from 0, and these tensors."""
 
-    path: tuple[str | int, ...]
-    tokens: list[Any]
-    tensors: list[Held]
+    tokens: str
+    tensors: list[Given]
 
 
 def value_of(planner: Any, item: _torch.WriteItem) -> Any:
@@ -79,28 +84,33 @@ def value_of(planner: Any, item: _torch.WriteItem) -> Any:
         ) from error
 
 
-def leaf_of(key: str, path: tuple[str | int, ...], value: Any, types: Types) -> Leaf:
-    """An entry that this rank has whole.
+def stored_value(key: str, value: Any, types: Types, rank: int) -> Value:
+    """What is stored of a value of this rank.
 
     Raises:
         UnsupportedTypeError: something in it cannot be saved; the message names its place.
     """
     flat = flatten({key: value}, operation="dcp.save", types=types)
     warn_of_types("dcp.save", flat)
-    tokens = [json.loads(token) for token in flat.tokens[2:]]
-    tensors = [_whole(flat, number) for number in range(len(flat.tensors))]
-    return Leaf(path, tokens, tensors)
+    name = part_of(key)
+    tensors = []
+    for number, tensor in enumerate(flat.tensors):
+        rest = tensor.name.removeprefix(f"{name}.") if tensor.name.startswith(f"{name}.") else None
+        logical = None if tensor.logical is None else (tensor.logical[0], tuple(tensor.logical[1]))
+        about = (tensor.dtype, tuple(tensor.shape), logical, tensor.address, tensor.capacity)
+        tensors.append(Given(rank, rest, *about, flat.movers.get(number), flat.keep[number]))
+    return Value(f"[{','.join(flat.tokens[2:])}]", tensors)
 
 
-def _whole(flat: Flat, number: int) -> Held:
-    name, dtype, shape, address, nbytes, logical = flat.tensors[number]
-    sizes = tuple(shape if logical is None else logical[1])
-    box = tuple((0, size) for size in sizes)
-    memory = Memory(box, address, nbytes, flat.movers.get(number), flat.keep[number])
-    return Held(name, dtype, tuple(shape), logical, sizes, [memory])
+class Cut(NamedTuple):
+    """A tensor of which ranks have boxes: stored dtype and shape, and the logical ones where they differ."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    logical: Logical
 
 
-def shard_of(key: str, path: tuple[str | int, ...], item: _torch.WriteItem, value: Any) -> Leaf:
+def box_of(key: str, item: _torch.WriteItem, value: Any) -> tuple[Cut, Memory]:
     """A box of a tensor.
 
     Raises:
@@ -131,19 +141,6 @@ def shard_of(key: str, path: tuple[str | int, ...], item: _torch.WriteItem, valu
             f"{tensor.dtype} cannot be stored: only shards of plain dense tensors can"
         )
     memory = Memory(box, found.address, tensor.nbytes, found.mover, tensor)
-    shape, logical = sizes, None
-    if found.logical is not None:
-        shape, logical = (_count(sizes) * tensor.element_size(),), (found.logical[0], sizes)
-    return Leaf(path, [["tensor", 0]], [Held(key, found.dtype, shape, logical, sizes, [memory])])
-
-
-def _count(sizes: Sequence[int]) -> int:
-    count = 1
-    for size in sizes:
-        count *= size
-    return count
-
-
-def renumbered(tokens: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-    """Tokens of an entry with the numbers that its tensors have in the checkpoint."""
-    return [[token[0], numbers[token[1]], *token[2:]] if is_tensor(token) else token for token in tokens]
+    if found.logical is None:
+        return Cut(found.dtype, sizes, None), memory
+    return Cut(found.dtype, (math.prod(sizes) * tensor.element_size(),), (found.logical[0], sizes)), memory

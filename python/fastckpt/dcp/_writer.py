@@ -4,46 +4,40 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
-from fastckpt._api import in_flight
-from fastckpt._api.build_report import with_warnings
-from fastckpt._api.lent import lent
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.progress import ticker
-from fastckpt._api.rank_reports import RankSaveReport
 from fastckpt._api.reports import SaveReport
-from fastckpt._api.save import NO_TENSORS, step_of, warn_of_types
+from fastckpt._api.save_request import SaveRequest, flatten_metadata, step_of, warn_of_types
 from fastckpt._api.save_settings import WriteOptions, WriteSettings
 from fastckpt._api.settings import takes
-from fastckpt._files import TORCH_METADATA
+from fastckpt._api.write import write
 from fastckpt._paths import AnyPath, path_of
+from fastckpt._ranks.calls import timeout_of
 from fastckpt._ranks.replicas import Policy, ReplicaOptions
-from fastckpt._state.flatten import Flat, flatten
+from fastckpt._ranks.session import session
 from fastckpt._state.registry import Types
-from fastckpt._tensors.movers import Sources
 from fastckpt.exceptions import CheckpointError
 
 from . import _torch
-from ._arguments import check_timeout
+from ._alone import Alone
 from ._label import forget, label_of, labelled
-from ._metadata import torch_metadata
 from ._stager import Stager
-from ._take import take
-from ._together import Wishes, save_together
-from ._unite import memories_of, unite
-from ._whole import whole
+from ._together import Together
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
+
+    from fastckpt._api.write import Group
 
 
 class _Now(threading.local):
     """The save of a thread: while one is under way behind ``async_save``, the next one begins in another thread."""
 
     path: str | None = None
-    began = 0.0
     coordinates = True
     alone = False
     written = False
@@ -68,9 +62,10 @@ class Writer(_torch.StorageWriter):
     :class:`fastckpt.dcp.Reader`. fastckpt never reads it.
 
     What torch makes of a state before a writer sees it stays so: keys are strings, empty mappings are left out,
-    mappings are plain dicts, and a value that is not a tensor is that of one rank. The numbers of parameters in a plain
-    ``optimizer.state_dict()`` come back as numbers; where they stand for other parameters on other ranks, the save is
-    refused: give what ``get_optimizer_state_dict`` returns.
+    mappings are plain dicts, and a value that is not a tensor is that of one rank: of the lowest that has it, even if
+    torch's plan leaves it to another one. The numbers of parameters in a plain ``optimizer.state_dict()`` come back as
+    numbers; where they stand for other parameters on other ranks, the save is refused: give what
+    ``get_optimizer_state_dict`` returns.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
@@ -103,7 +98,7 @@ class Writer(_torch.StorageWriter):
         self.report: SaveReport | None = None
         self._path = None if path is None else path_of("dcp.save", path)
         self._group = process_group
-        self._timeout = check_timeout("dcp.save", timeout)
+        self._timeout = timeout_of("dcp.save", timeout)
         self._metadata = metadata
         self._settings = WriteSettings.of("dcp.save", options, Writer)
         self._policy = Policy.of("dcp.save", options)
@@ -190,68 +185,38 @@ class Writer(_torch.StorageWriter):
         """
         path = self._now.path
         assert path is not None  # noqa: S101 - set_up_storage_writer has checked
-        began = self._now.began = time.perf_counter()
+        began = time.perf_counter()
         with Attempt("save", path):
             types = Types("dcp.save", self._settings.registry)
             if self._now.coordinates and self._now.alone:
-                report = self._save_alone(path, plan, planner, types)
-                self.report = conclude(SaveReport, path, began, report, step=step_of(self._metadata))
+                report = self._save(path, began, types, Alone(plan, planner, types))
             else:
                 label = label_of(plan)
                 if label is None:
                     raise CheckpointError(
                         "dcp.save: write_data was called, and prepare_global_plan was not on the coordinator"
                     )
-
-                def metadata() -> str:
-                    return self._about(types).structure()
-
-                wishes = Wishes(
-                    path,
-                    label,
-                    self._group,
-                    self._timeout,
-                    self._settings.bandwidth_limit,
-                    self._settings.model_key,
-                    self._options,
-                    self._policy,
-                    self._now.local,
-                    metadata,
-                )
-                report = save_together(wishes, plan, planner, types)
-                self.report = conclude(RankSaveReport, path, began, report, step=step_of(self._metadata))
+                here, local = session("dcp.save", self._group), self._now.local
+                with here.peers.operation("save", path, self._timeout, label) as operation:
+                    group = Together(here, operation, self._timeout, self._policy, plan, planner, types, local)
+                    report = self._save(path, began, types, group)
+        self.report = conclude(report)
         self._now.written = True
         return _torch.done([_result(item) for item in plan.items])
 
-    def _about(self, types: Types) -> Flat:
-        about = flatten(self._metadata, operation="dcp.save: metadata", refuse_tensors=NO_TENSORS, types=types)
+    def _save(self, path: str, began: float, types: Types, group: Group[Any, SaveReport]) -> SaveReport:
+        about = flatten_metadata("dcp.save", self._metadata, types)
         warn_of_types("dcp.save", about)
-        return about
-
-    def _save_alone(self, path: str, plan: _torch.SavePlan, planner: _torch.SavePlanner, types: Types) -> Any:
-        about = self._about(types)
-        taken = take(plan, planner, types)
-        united = unite([taken.table()], self._settings.model_key)
-        tensors, movers = whole(united, memories_of(taken, united))
-        sources = Sources("dcp.save", movers)
-        with lent(sources.devices, sum(tensors[index].capacity for index in movers)) as staging:
-            options = self._options(united.prefix, staging.core, torch_metadata(united.entries))
-            in_flight.wait_for_path(path)
-            with ticker("dcp.save", path, shown=False) as tick:
-                report = _core.save(
-                    path, tensors, united.structure, about.structure(), options, sources.fill if movers else None, tick
-                )
-            return with_warnings(report, staging.warnings)
-
-    def _options(self, prefix: str, staging: _core.Memory | None, torchs: bytes) -> _core.SaveOptions:
-        """How this writer saves a state whose model has the names that begin with ``prefix``."""
-        return self._settings.core(
-            model_prefix=prefix,
-            files=[*self._settings.files, (TORCH_METADATA, torchs)],
+        request = SaveRequest(
+            operation="dcp.save",
+            path=path,
+            began=began,
+            settings=self._settings,
             step=step_of(self._metadata),
-            elapsed=time.perf_counter() - self._now.began,
-            staging=staging,
+            metadata=about,
         )
+        with closing(request), ticker("dcp.save", path, shown=False) as progress:
+            return write(request, group, progress)
 
     def finish(self, metadata: _torch.Metadata, results: list[list[_torch.WriteResult]]) -> None:  # noqa: ARG002 - torch's interface
         """Called on the coordinator when all ranks have written: the checkpoint is there.

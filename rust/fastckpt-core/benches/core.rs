@@ -9,7 +9,7 @@ use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use fastckpt_core::Environment;
 use fastckpt_core::engine::options::BLOCK_SIZE;
 use fastckpt_core::format::groups;
-use fastckpt_core::format::layout::{TensorSpec, plan};
+use fastckpt_core::format::layout::{Plan, Reuse, Sizes, TensorSpec, lay_out};
 use fastckpt_core::format::{checksum, decode, manifest};
 use fastckpt_core::telemetry::{Call, Kind, Lane, Operation};
 use safetensors::Dtype;
@@ -44,13 +44,18 @@ fn counters(c: &mut Criterion) {
     });
 }
 
+fn plan(tensors: &[TensorSpec], shard: u64) -> Plan {
+    let sizes = Sizes { shard, block: BLOCK_SIZE };
+    lay_out(tensors, &groups::of(""), sizes, &Reuse::default()).expect("a plan")
+}
+
 fn planning(c: &mut Criterion) {
     let mut group = c.benchmark_group("plan");
     for count in [1_000, 100_000] {
         let tensors = tensors(count);
         group.throughput(Throughput::Elements(count));
         group.bench_function(count.to_string(), |b| {
-            b.iter(|| plan(black_box(&tensors), &groups::of(""), 5_000_000_000, BLOCK_SIZE));
+            b.iter(|| plan(black_box(&tensors), 5_000_000_000));
         });
     }
     group.finish();
@@ -59,7 +64,7 @@ fn planning(c: &mut Criterion) {
 fn manifests(c: &mut Criterion) {
     const COUNT: u64 = 10_000;
     let specs = tensors(COUNT);
-    let plan = plan(&specs, &groups::of(""), u64::MAX, BLOCK_SIZE).expect("a plan");
+    let plan = plan(&specs, u64::MAX);
     let shard = &plan.shards[0];
     let hex = checksum::to_hex(1);
     let body = manifest::Body {

@@ -87,8 +87,11 @@ fn write(path: &Path, sizes: &[u64], contents: &[Content], shard: u64, options: 
     let request = Request {
         path,
         tensors: &specs(sizes),
-        contents: Contents::Tensors(contents, &groups::of(""), shard),
-        reuse: None,
+        groups: &groups::of(""),
+        shard_size: shard,
+        contents: Contents::Tensors(contents),
+        base: None,
+        frozen: &[],
         structure: "[null]",
         metadata: "[null]",
         files: &[],

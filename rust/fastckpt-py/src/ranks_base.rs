@@ -5,7 +5,6 @@ use std::sync::Arc;
 
 use fastckpt_core::Error;
 use fastckpt_core::ranks::{self, Sums};
-use fastckpt_core::save::Reuse;
 use pyo3::prelude::*;
 use pyo3::pybacked::PyBackedBytes;
 use pyo3::types::PyBytes;
@@ -50,12 +49,10 @@ impl RankBase {
         let table = share.table()?;
         let raised = Arc::new(Raised::default());
         let held = held_by(table, rank, held, fill, &raised)?;
-        let SaveOptions { groups, shard_size, frozen, overwrite, core: settings, .. } = options;
-        let reuse = Reuse { base: None, frozen, groups, shard_size: *shard_size };
         let core = py
-            .detach(|| ranks::RankBase::new(Arc::clone(table), rank, held, &reuse, settings.clone()))
+            .detach(|| ranks::RankBase::new(Arc::clone(table), rank, held, options.core.clone()))
             .map_err(|error| to_python(&error, &raised))?;
-        Ok(Self { core, overwrite: *overwrite, raised })
+        Ok(Self { core, overwrite: options.overwrite, raised })
     }
 
     fn open<'py>(&self, py: Python<'py>, path: PathBuf) -> PyResult<Option<Bound<'py, PyBytes>>> {

@@ -95,12 +95,10 @@ impl RankSave {
         let raised = Arc::new(Raised::default());
         let held = held_by(table, rank, held, fill, &raised)?;
         let settings = options.get();
-        let mut core = py
-            .detach(|| ranks::RankSave::new(Arc::clone(table), rank, held, settings.core.clone()))
+        let base = base.map(|base| &base.core);
+        let core = py
+            .detach(|| ranks::RankSave::new(Arc::clone(table), rank, held, settings.core.clone(), base))
             .map_err(|error| to_python(&error, &raised))?;
-        if let Some(base) = base {
-            core = core.beside(&base.core);
-        }
         let mail = Py::new(py, Mail::new(core.mail(), &raised))?;
         Ok(Self { core, overwrite: settings.overwrite, options: options.clone().unbind(), mail, raised })
     }

@@ -312,8 +312,11 @@ impl Reader {
             let request = core_save::Request {
                 path: &path,
                 tensors: &specs,
-                contents: core_save::Contents::Tensors(&contents, &options.groups, options.shard_size),
-                reuse: None,
+                groups: &options.groups,
+                shard_size: options.shard_size,
+                contents: core_save::Contents::Tensors(&contents),
+                base: None,
+                frozen: &[],
                 structure,
                 metadata: self.checkpoint.body().metadata.get(),
                 files: &options.files(),

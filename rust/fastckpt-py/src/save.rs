@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use fastckpt_core::format::groups::{self, Group};
 use fastckpt_core::format::layout::{self, TensorSpec};
-use fastckpt_core::save::{Contents, Request, Reuse, save as core_save};
+use fastckpt_core::save::{Contents, Request, save as core_save};
 use fastckpt_core::snapshot::State;
 use fastckpt_core::{Options, Report};
 use pyo3::exceptions::PyValueError;
@@ -69,7 +69,7 @@ pub(crate) struct SaveOptions {
     pub(crate) shard_size: u64,
     pub(crate) overwrite: bool,
     files: Vec<(String, PyBackedBytes)>,
-    base: Option<PathBuf>,
+    pub(crate) base: Option<PathBuf>,
     pub(crate) frozen: Vec<bool>,
     pub(crate) core: Options,
 }
@@ -77,16 +77,6 @@ pub(crate) struct SaveOptions {
 impl SaveOptions {
     pub(crate) fn files(&self) -> Vec<(&str, &[u8])> {
         self.files.iter().map(|(name, content)| (name.as_str(), &**content)).collect()
-    }
-
-    /// What may become part of the checkpoint as it is, if anything may.
-    pub(crate) fn reuse(&self) -> Option<Reuse<'_>> {
-        (self.base.is_some() || self.frozen.contains(&true)).then(|| Reuse {
-            base: self.base.as_deref(),
-            frozen: &self.frozen,
-            groups: &self.groups,
-            shard_size: self.shard_size,
-        })
     }
 }
 
@@ -142,8 +132,11 @@ fn save<'py>(
         let request = Request {
             path: &path,
             tensors: &state.tensors,
-            contents: Contents::Tensors(&state.contents, &options.groups, options.shard_size),
-            reuse: options.reuse(),
+            groups: &options.groups,
+            shard_size: options.shard_size,
+            contents: Contents::Tensors(&state.contents),
+            base: options.base.as_deref(),
+            frozen: &options.frozen,
             structure: &state.structure,
             metadata: &state.metadata,
             files: &options.files(),

@@ -5,9 +5,8 @@ use std::sync::Arc;
 
 use fastckpt_core::Error;
 use fastckpt_core::engine::options::BLOCK_SIZE;
-use fastckpt_core::format::families::Apart;
 use fastckpt_core::format::geometry::PAGE;
-use fastckpt_core::format::layout::{self, TensorSpec};
+use fastckpt_core::format::layout::{self, Sizes, TensorSpec};
 use fastckpt_core::ranks::{self, Table, pieces};
 use fastckpt_core::share::{self, Bounds, Grain, Message, Placement};
 use pyo3::exceptions::{PyIndexError, PyValueError};
@@ -115,16 +114,12 @@ impl Share {
             spread.push(own);
         }
         let spreads = self::spreads(&spreads);
-        let block_size = options.core.block_size.unwrap_or(BLOCK_SIZE);
-        let files = (&*options.groups, options.shard_size, block_size);
-        let still = &*options.frozen;
+        let sizes = Sizes { shard: options.shard_size, block: options.core.block_size.unwrap_or(BLOCK_SIZE) };
+        let layout = (&*options.groups, sizes, &*options.frozen);
         let table = py.detach(|| {
-            let mut table = Table::new(specs, spread, spreads, ranks, files)?;
+            let mut table = Table::new(specs, spread, spreads, ranks, layout)?;
             table.share = table.share.in_pages(page)?;
-            if !still.contains(&true) {
-                return Ok(table);
-            }
-            table.apart(files.0, files.1, &Apart { still, taken: &[] })
+            Ok(table)
         });
         Ok(Self(Kind::Save(Arc::new(mapped(table)?))))
     }
@@ -198,10 +193,6 @@ impl Share {
             Ok(pieces::encode(&self.core().merge(all)?))
         });
         Ok(PyBytes::new(py, &mapped(merged)?))
-    }
-
-    fn part_nbytes(&self, rank: u32, tensor: usize, part: u32) -> PyResult<u64> {
-        mapped(self.core().part_bytes(rank, tensor, part))
     }
 
     #[pyo3(signature = (rank, *, load))]

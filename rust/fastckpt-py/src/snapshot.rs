@@ -3,11 +3,14 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use fastckpt_core::snapshot::Layout;
 use fastckpt_core::sys::nice;
 use fastckpt_core::{Error, snapshot};
+use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 
+use crate::buffers;
 use crate::error::{Raised, to_python};
 use crate::report::tick;
 use crate::save::{SaveOptions, Tensor, saved, state};
@@ -46,6 +49,15 @@ impl Memory {
     }
 }
 
+/// What a snapshot of parts needs to know of a `fastckpt._tensors.described.Tensor`.
+#[derive(FromPyObject)]
+struct Part {
+    #[pyo3(item(3))]
+    address: usize,
+    #[pyo3(item(4))]
+    capacity: u64,
+}
+
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
 struct Snapshot {
@@ -66,9 +78,27 @@ impl Snapshot {
     ) -> PyResult<Self> {
         let raised = Arc::new(Raised::default());
         let state = state(tensors, structure, metadata, fill, &raised)?;
-        let core =
-            py.detach(|| snapshot::Snapshot::new(state, &options.groups, options.shard_size, &options.core));
+        let core = py.detach(|| {
+            let SaveOptions { groups, shard_size, frozen, core, .. } = options;
+            let (groups, frozen) = (groups.clone(), frozen.clone());
+            snapshot::Snapshot::new(state, Layout { groups, shard_size: *shard_size, frozen }, core)
+        });
         Ok(Self { core: mapped(core)?, raised })
+    }
+
+    #[staticmethod]
+    fn of_parts(parts: Vec<Part>, joins: &[u8], fill: Option<Py<PyAny>>) -> PyResult<Self> {
+        if joins.len() != parts.len() {
+            return Err(PyValueError::new_err("there must be one byte for each part"));
+        }
+        let raised = Arc::new(Raised::default());
+        let fill = buffers::fill(fill, &raised);
+        let part = |(index, (Part { address, capacity: bytes }, joins)): (usize, (Part, &u8))| {
+            let content = buffers::content(index, (address, bytes), bytes, fill.as_ref())?;
+            Ok(snapshot::Part { content, bytes, joins: *joins != 0 })
+        };
+        let parts = parts.into_iter().zip(joins).enumerate().map(part).collect::<PyResult<_>>()?;
+        Ok(Self { core: snapshot::Snapshot::of_parts(parts), raised })
     }
 
     #[getter]
@@ -118,8 +148,8 @@ impl Snapshot {
     ) -> PyResult<Bound<'py, PyDict>> {
         let report = py.detach(|| {
             let mut tick = self::tick(tick.as_ref(), &self.raised);
-            let (files, reuse) = (options.files(), options.reuse());
-            self.core.save(&path, &files, options.overwrite, reuse, &options.core, &mut tick)
+            let (files, base) = (options.files(), options.base.as_deref());
+            self.core.save(&path, &files, options.overwrite, base, &options.core, &mut tick)
         });
         saved(py, &report.map_err(|error| to_python(&error, &self.raised))?)
     }

@@ -78,7 +78,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     # Imported here, so that the other commands start without it.
     from . import sweep as sweeping  # noqa: PLC0415
     from .plan import plan  # noqa: PLC0415
-    from .text import plan_table, sweep_table  # noqa: PLC0415
+    from .record import plan_table  # noqa: PLC0415
+    from .sweep_table import sweep_table  # noqa: PLC0415
 
     known = {**job(options), **job(options, _RULES)}
     if options.sweep is None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from fastckpt import _interval as formulas
 from fastckpt import _units as units
@@ -14,192 +13,14 @@ from fastckpt._paths import AnyPath
 from fastckpt._tools.tiers import TIERS, Tier
 
 from . import architectures, sizing
-from .layout import Layout, Share, check, layout
+from .layout import Share, check, layout
+from .record import Plan, Verdict
 
 #: Hours that one accelerator runs between failures, as MLCommons assumes.
 MTTF_GPU = 50_000.0
 
 #: NVIDIA's guidance: checkpoints and what goes with them should cost less than 5 % of training.
 GOODPUT = 0.95
-
-_DAY = 86400.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
-    """What storage of one of NVIDIA's tiers would make of a plan.
-
-    Attributes:
-        tier: its name.
-        write: GB/s for each GPU that writes.
-        read: GB/s for each GPU.
-        seconds: how long a checkpoint takes, that is the busiest GPU.
-        restore_seconds: how long it takes to read it back.
-        interval: seconds from checkpoint to checkpoint, by the plan's rule.
-        goodput: the share of time that becomes training that is kept.
-        enough: whether it keeps what was asked for: the seconds if they were given, else the goodput.
-        reason: why, in words.
-    """
-
-    tier: str
-    write: float
-    read: float
-    seconds: float
-    restore_seconds: float
-    interval: float
-    goodput: float
-    enough: bool
-    reason: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """The size of a job's checkpoints, the interval between them, and the speed that the storage needs.
-
-    Rates are in GB/s, GB being 10^9 bytes; times in seconds. Intervals run from the start of one checkpoint to the
-    start of the next.
-
-    Attributes:
-        bytes: size of a checkpoint.
-        parameters: of the model, or None where only bytes are known.
-        bytes_per_parameter: as used in the calculation, or None.
-        layout: the parallel layout.
-        gpus_per_node: GPUs of a node.
-        shares: who writes how much, the busiest first.
-        write: total GB/s written during a checkpoint.
-        read: total GB/s read during a restore.
-        speed: where the two come from, in words.
-        seconds: how long a checkpoint takes until it is durable.
-        stall: seconds of that for which training stops.
-        mttf: mean time between failures of the cluster.
-        goodput_wanted: the share of time that was asked for, or the usual 0.95.
-        interval: seconds from checkpoint to checkpoint.
-        interval_rule: where it comes from, in words.
-        interval_goodput: what the goodput wanted asks for (:func:`fastckpt._interval.goodput_rule`).
-        interval_young: Young's, and the stall.
-        interval_daly: Daly's, and the stall.
-        interval_best: the exact minimum of Daly's model.
-        restore_bytes: what all GPUs together read to restore.
-        restore_seconds: how long that takes.
-        restart: seconds of a failure beside that: noticing it, and starting again.
-        verdicts: what storage of each tier would do.
-        notes: assumptions and what was left out.
-    """
-
-    bytes: int
-    parameters: int | None
-    bytes_per_parameter: float | None
-    layout: Layout
-    gpus_per_node: int
-    shares: tuple[Share, ...]
-    write: float
-    read: float
-    speed: str
-    seconds: float
-    stall: float
-    mttf: float
-    goodput_wanted: float
-    interval: float
-    interval_rule: str
-    interval_goodput: float
-    interval_young: float
-    interval_daly: float
-    interval_best: float
-    restore_bytes: int
-    restore_seconds: float
-    restart: float
-    verdicts: tuple[Verdict, ...]
-    notes: tuple[str, ...]
-
-    @property
-    def writers(self) -> int:
-        """GPUs that write."""
-        return sum(share.gpus for share in self.shares)
-
-    @property
-    def writers_per_node(self) -> int:
-        """GPUs that write in a node full of writers."""
-        return min(self.gpus_per_node, self.shares[0].gpus)
-
-    @property
-    def nodes(self) -> int:
-        """All nodes."""
-        return -(-self.layout.gpus // self.gpus_per_node)
-
-    @property
-    def write_per_gpu(self) -> float:
-        """GB/s of the busiest writing GPU, if all end together: ``share / seconds``."""
-        return self.shares[0].bytes / self.seconds / 1e9
-
-    @property
-    def write_per_node(self) -> float:
-        """GB/s of a node full of writing GPUs."""
-        return self.write_per_gpu * self.writers_per_node
-
-    @property
-    def checkpoints_per_day(self) -> float:
-        """Checkpoints per day: ``86400 / interval``."""
-        return _DAY / self.interval
-
-    @property
-    def bytes_per_day(self) -> float:
-        """Bytes written per day: checkpoints per day times their size."""
-        return self.bytes * self.checkpoints_per_day
-
-    @property
-    def sustained(self) -> float:
-        """GB/s written on average over the day: ``bytes / interval``."""
-        return self.bytes / self.interval / 1e9
-
-    @property
-    def overhead(self) -> float:
-        """The share of time for which training stops to save: ``stall / interval``."""
-        return self.stall / self.interval
-
-    @property
-    def read_fan_out(self) -> float:
-        """How often a restore reads each byte that was written."""
-        return self.restore_bytes / self.bytes
-
-    @property
-    def restore_rate(self) -> float:
-        """GB/s to restore in the time that a checkpoint took: ``write * read_fan_out``."""
-        return self.write * self.read_fan_out
-
-    @property
-    def failures_per_day(self) -> float:
-        """Failures per day: ``86400 / mttf``."""
-        return _DAY / self.mttf
-
-    @property
-    def lost_seconds(self) -> float:
-        """Training lost with a failure, on average: see :func:`fastckpt._interval.lost_work`."""
-        return formulas.lost_work(self.interval, self.mttf, self.seconds - self.stall)
-
-    @property
-    def lost_gpu_hours_per_day(self) -> float:
-        """GPU hours per day of training lost with failures, and of restarting."""
-        return (
-            self.layout.gpus * self.failures_per_day * (self.lost_seconds + self.restart + self.restore_seconds) / 3600
-        )
-
-    @property
-    def goodput(self) -> float:
-        """The share of time that becomes training that is kept, by :func:`fastckpt._interval.expected_goodput`."""
-        away = self.restart + self.restore_seconds
-        return formulas.expected_goodput(self.interval, self.stall, self.mttf, away, self.seconds - self.stall)
-
-    def to_dict(self) -> dict[str, Any]:
-        """All attributes and everything derived from them, as JSON holds them."""
-        document = asdict(self)
-        derived = [name for name, value in vars(Plan).items() if isinstance(value, property)]
-        document.update({name: getattr(self, name) for name in sorted(derived)})
-        return document
-
-    def __str__(self) -> str:
-        from .text import plan_table  # noqa: PLC0415 - only who prints a plan needs it
-
-        return "\n".join(plan_table(self))
 
 
 def plan(  # noqa: PLR0913 - each is one thing to know about a job

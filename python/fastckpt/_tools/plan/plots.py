@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from pathlib import Path
 
-    from .plan import Plan
+    from .record import Plan
     from .simulate import Simulation
 
 #: What a sweep's picture shows, each on axes of its own.

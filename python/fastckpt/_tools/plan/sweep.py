@@ -10,7 +10,7 @@ from .plan import plan
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from .plan import Plan
+    from .record import Plan
 
 #: What can be swept, and the options of `plan` that it takes the place of.
 SWEPT = {

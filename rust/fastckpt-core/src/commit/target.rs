@@ -4,7 +4,7 @@ use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::{self, AtFlags, FileType, StatxAttributes, StatxFlags};
+use rustix::fs::{self, AtFlags, FileType, Stat, StatxAttributes, StatxFlags};
 use rustix::io::Errno;
 
 use super::content::{TORCH_METADATA, files, has_magic, in_training, is_ours, is_remnant};
@@ -110,7 +110,7 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
         other => other.map_err(Error::io("look at", target))?,
     };
     match FileType::from_raw_mode(stat.st_mode) {
-        FileType::Directory if is_mount_point(parent, name) => {
+        FileType::Directory if is_mount_point(parent, name, &stat) => {
             return Err(exists(
                 "it is a mount point, and a checkpoint takes its name by a rename: save to a path below it",
             ));
@@ -125,10 +125,15 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
 
 /// Whether a file system is mounted at `name`. A rename cannot replace it, and its content lies elsewhere than its
 /// siblings.
-fn is_mount_point(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
+fn is_mount_point(parent: BorrowedFd<'_>, name: &OsStr, stat: &Stat) -> bool {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
-    fs::statx(parent, name, flags, StatxFlags::empty())
-        .is_ok_and(|about| about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT))
+    match fs::statx(parent, name, flags, StatxFlags::empty()) {
+        Ok(about) if about.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT) => {
+            about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
+        }
+        // Linux before 5.8 does not say, and a sandbox may refuse the call. A subvolume of btrfs is refused with that.
+        _ => fs::fstat(parent).is_ok_and(|parent| parent.st_dev != stat.st_dev),
+    }
 }
 
 fn open_old(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: bool) -> Result<Option<Old>> {

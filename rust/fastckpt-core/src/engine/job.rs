@@ -14,7 +14,7 @@ use crate::telemetry::{Lane, State};
 pub const TICK: Duration = Duration::from_millis(100);
 
 /// Receives the bytes done so far and the total, about ten times a second. Returns whether to continue.
-pub type Tick<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
+pub type Progress<'a> = &'a mut dyn FnMut(u64, u64) -> bool;
 
 /// Hands out a staging buffer of at least the given number of bytes.
 pub type Staging<'a> = &'a mut dyn FnMut(usize) -> Result<Slab>;

@@ -8,6 +8,7 @@ pub mod limiter;
 pub mod memory;
 pub mod options;
 pub mod path;
+pub(crate) mod pool;
 pub mod report;
 pub mod run;
 mod tell;

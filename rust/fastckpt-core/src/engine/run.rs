@@ -1,8 +1,6 @@
 //! Runs a job: starts its workers, watches them, and reports what ran.
 
 use std::io;
-use std::sync::atomic::Ordering;
-use std::thread;
 use std::time::Instant;
 
 use super::choice::{Choice, default_threads};
@@ -11,10 +9,11 @@ use super::io::backend::Backend;
 use super::io::blocking::Blocking;
 use super::io::fault::Faulty;
 use super::io::uring;
-use super::job::{Job, TICK, Tick};
+use super::job::{Job, Progress, TICK};
 use super::memory::Lent;
 use super::options::{LOAD_STAGING_BUDGET, MOST_DEPTH, Options, STAGING_BUDGET};
 use super::path::{IoPath, Reason};
+use super::pool::in_threads;
 use super::report::{Engine, Fallback, Fell, Ran};
 use super::tell;
 use super::worker::{self, Moved, Open, Shared, Staged, Stride};
@@ -22,7 +21,6 @@ use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 use crate::sys::buffers::size_within;
 use crate::sys::mapping;
-use crate::sys::thread::builder;
 use crate::telemetry::{Operation, Phase, Planned};
 
 /// Runs `job` to its end. The first failure stops all workers and is returned.
@@ -32,7 +30,7 @@ pub fn run<J: Job>(
     options: &Options,
     block_size: u64,
     operation: &Operation,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Ran> {
     let open = || {
         let (backend, refused): (Box<dyn Backend>, _) = match choice.engine {
@@ -47,7 +45,7 @@ pub fn run<J: Job>(
             None => (backend, refused),
         }
     };
-    run_on(&open, job, choice, options, block_size, operation, tick)
+    run_on(&open, job, choice, options, block_size, operation, progress)
 }
 
 /// Like [`run`], with backends that `open` makes.
@@ -58,7 +56,7 @@ pub(super) fn run_on<J: Job>(
     options: &Options,
     block_size: u64,
     operation: &Operation,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Ran> {
     // Memory that does not even hold one block is of no use.
     let lent = options.staging.as_ref().filter(|memory| job.calls() && memory.size() >= job.largest());
@@ -88,9 +86,9 @@ pub(super) fn run_on<J: Job>(
         && choice.engine != Engine::Uring
         && options.bandwidth_limit.is_none()
         && options.nice.is_none();
-    let (started, refused) = if inline { (0, None) } else { run_threads(&shared, options, total, tick) };
+    let (started, refused) = if inline { (0, None) } else { run_threads(&shared, options, total, progress) };
     if started == 0 {
-        run_inline(&shared, total, tick);
+        run_inline(&shared, total, progress);
     }
     let mut moved = shared.outcome()?;
     let (engine, mut fallback) = match moved.refused.take() {
@@ -186,57 +184,34 @@ fn run_threads<J: Job>(
     shared: &Shared<'_, J>,
     options: &Options,
     total: u64,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> (usize, Option<io::Error>) {
-    let caller = thread::current();
-    let (mut started, mut refused) = (0, None);
-    thread::scope(|scope| {
-        for number in 0..shared.threads {
-            let caller = &caller;
-            let body = move || {
-                worker::attempt(shared, number, options.nice, &mut || {});
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-                caller.unpark();
-            };
-            let name = format!("fastckpt-{number}");
-            if let Err(error) = builder().name(name).spawn_scoped(scope, body) {
-                // Fewer workers are enough.
-                shared.running.fetch_sub(1, Ordering::AcqRel);
-                refused = Some(error);
-            } else {
-                started += 1;
-            }
-        }
-        while shared.running.load(Ordering::Acquire) > 0 {
-            thread::park_timeout(TICK);
-            watch(shared, total, tick);
-        }
-    });
-    (started, refused)
+    let work = |number: usize| worker::attempt(shared, number, options.nice, &mut || {});
+    in_threads("fastckpt", shared.threads, &work, &mut || watch(shared, total, progress))
 }
 
 /// Does the work in the calling thread.
-fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
+fn run_inline<J: Job>(shared: &Shared<'_, J>, total: u64, progress: Progress<'_>) {
     let mut last = Instant::now();
     worker::attempt(shared, 0, None, &mut || {
         if last.elapsed() >= TICK {
-            watch(shared, total, tick);
+            watch(shared, total, progress);
             last = Instant::now();
         }
     });
-    if !shared.stopped() && !tick(shared.operation.done(), total) {
+    if !shared.stopped() && !progress(shared.operation.done(), total) {
         shared.fail(Error::Interrupted);
     }
 }
 
 /// What the calling thread does now and then: it reports progress and notices an interrupt.
-fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, tick: Tick<'_>) {
+fn watch<J: Job>(shared: &Shared<'_, J>, total: u64, progress: Progress<'_>) {
     let done = shared.operation.done();
     if J::WRITE && done == total {
         shared.operation.phase(Phase::Fsync);
     }
     shared.operation.tick();
-    if !shared.stopped() && !tick(done, total) {
+    if !shared.stopped() && !progress(done, total) {
         shared.fail(Error::Interrupted);
     }
 }

@@ -11,7 +11,7 @@ use super::io::fault::{Fault, FaultPlan, Faulty};
 use super::io::files::{OpenFile, OpenFiles};
 use super::io::memory::{Memory, Operation, Stored};
 use super::io::transfer::Transfer;
-use super::job::{Job, Next, Staging, Start, Tick};
+use super::job::{Job, Next, Progress, Staging, Start};
 use super::options::{Io, Options};
 use super::path::{IoPath, Reason};
 use super::report::{Engine, Fallback, Fell, Ran};
@@ -131,7 +131,7 @@ fn run<const WRITE: bool>(
     stored: &Arc<Mutex<Stored>>,
     threads: usize,
     faults: Option<&FaultPlan>,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Ran> {
     let open = || {
         let memory: Box<dyn Backend> = Box::new(Memory::on(stored));
@@ -152,7 +152,7 @@ fn run<const WRITE: bool>(
         telemetry::Call::default(),
         &Environment::default(),
     );
-    run_on(&open, job, &choice, &options, BLOCK as u64, &operation, tick)
+    run_on(&open, job, &choice, &options, BLOCK as u64, &operation, progress)
 }
 
 /// Writes, then reads, each under the faults that `plan` makes, and compares. Returns what ran, and how many faults
@@ -294,16 +294,16 @@ fn what_fails_in_one_worker_ends_them_all() {
 
 #[test]
 fn a_tick_that_says_no_interrupts() {
-    // The first block waits for the first tick.
+    // The first block waits for the first progress.
     let (release, held) = mpsc::channel();
     let job = Blocks::<true> { held: Mutex::new(Some(held)), ..Blocks::new(BYTES, true) };
     let mut asked = Vec::new();
-    let mut tick = |done, total| {
+    let mut progress = |done, total| {
         asked.push((done, total));
         let _ = release.send(());
         false
     };
-    let error = run(&job, &Memory::of(Vec::new()), 1, None, &mut tick).unwrap_err();
+    let error = run(&job, &Memory::of(Vec::new()), 1, None, &mut progress).unwrap_err();
     assert!(matches!(error, Error::Interrupted), "{error}");
     assert_eq!(asked, [(0, BYTES as u64)]);
 }

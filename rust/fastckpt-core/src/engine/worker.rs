@@ -83,8 +83,6 @@ pub(super) struct Shared<'a, J> {
     stop: AtomicBool,
     failure: Mutex<Option<Error>>,
     moved: Mutex<Moved>,
-    /// Workers that have not ended.
-    pub(super) running: AtomicUsize,
 }
 
 impl<'a, J: Job> Shared<'a, J> {
@@ -118,7 +116,6 @@ impl<'a, J: Job> Shared<'a, J> {
             stop: AtomicBool::new(false),
             failure: Mutex::new(None),
             moved: Mutex::default(),
-            running: AtomicUsize::new(threads),
         }
     }
 

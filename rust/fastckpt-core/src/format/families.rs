@@ -7,7 +7,7 @@ use crate::format::limits::MAX_HEADER;
 
 /// A shard of another checkpoint that becomes a shard of this one as it is.
 #[derive(Debug, Clone)]
-pub struct Taken {
+pub struct LinkedShard {
     /// Its group.
     pub group: usize,
     /// Its tensors in file order.
@@ -16,20 +16,20 @@ pub struct Taken {
     pub bytes: u64,
 }
 
-/// What a layout keeps apart from the rest.
+/// What a save reuses of another checkpoint, and lays out so that a later one can.
 #[derive(Debug, Clone, Copy, Default)]
-pub struct Apart<'a> {
-    /// For each tensor, whether it is expected to stay as it is. Such tensors share no shard with others. Empty if none
+pub struct Reuse<'a> {
+    /// For each tensor, whether it is expected to stay unchanged. Such tensors share no shard with others. Empty if none
     /// is.
-    pub still: &'a [bool],
-    /// Shards of another checkpoint, which hold tensors that are laid out nowhere else.
-    pub taken: &'a [Taken],
+    pub unchanged: &'a [bool],
+    /// Shards of the other checkpoint, which hold tensors that are laid out nowhere else.
+    pub linked: &'a [LinkedShard],
 }
 
 /// A shard of a group.
 pub(super) enum Member {
-    /// One of [`Apart::taken`].
-    Taken(usize),
+    /// One of [`Reuse::linked`].
+    Linked(usize),
     /// These tensors, in the order of their names.
     Tensors(Vec<usize>),
 }
@@ -73,15 +73,15 @@ pub(super) struct Asked<'a> {
     pub(super) entry: u64,
 }
 
-/// The shards of each group in their order: those that are taken, those of tensors that stay as they are, the others.
+/// The shards of each group in their order: those that are linked, those of unchanged tensors, the others.
 pub(super) fn of(
     tensors: &[Asked<'_>],
     groups: &[Group],
     shard_size: u64,
-    apart: &Apart<'_>,
+    reuse: &Reuse<'_>,
 ) -> Result<Vec<Vec<Member>>> {
     let mut elsewhere = vec![false; tensors.len()];
-    for placement in apart.taken.iter().flat_map(|taken| &taken.placements) {
+    for placement in reuse.linked.iter().flat_map(|shard| &shard.placements) {
         elsewhere[placement.tensor] = true;
     }
     let mut filling: Vec<[Filling; 2]> = groups.iter().map(|_| <[Filling; 2]>::default()).collect();
@@ -90,13 +90,13 @@ pub(super) fn of(
         let group = groups.iter().position(|group| group.holds(name));
         let group = group.ok_or_else(|| Error::Invalid(format!("the tensor name `{name}` is taken")))?;
         if !elsewhere[tensor] {
-            let moves = !apart.still.get(tensor).copied().unwrap_or(false);
+            let moves = !reuse.unchanged.get(tensor).copied().unwrap_or(false);
             filling[group][usize::from(moves)].add(tensor, (bytes, entry), shard_size);
         }
     }
     let mut families: Vec<Vec<Member>> = groups.iter().map(|_| Vec::new()).collect();
-    for (number, taken) in apart.taken.iter().enumerate() {
-        families[taken.group].push(Member::Taken(number));
+    for (number, shard) in reuse.linked.iter().enumerate() {
+        families[shard.group].push(Member::Linked(number));
     }
     for (family, filling) in families.iter_mut().zip(filling) {
         family.extend(filling.into_iter().flat_map(Filling::finish));

@@ -9,7 +9,8 @@ use serde::Deserialize;
 use serde::de::value::{Error as NoSuchName, StrDeserializer};
 
 use crate::error::{Error, Result};
-use crate::format::families::{self, Apart, Asked, Member};
+use crate::format::families::{self, Asked, Member};
+pub use crate::format::families::{LinkedShard, Reuse};
 use crate::format::geometry::{PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
@@ -81,8 +82,8 @@ pub struct Shard {
     pub placements: Vec<Placement>,
     /// Length of the file.
     pub bytes: u64,
-    /// Its number in [`Apart::taken`], if it is not written. Then its header is not known here.
-    pub taken: Option<usize>,
+    /// Its number in [`Reuse::linked`], if it is not written. Then its header is not known here.
+    pub linked: Option<usize>,
 }
 
 impl Shard {
@@ -104,26 +105,34 @@ pub struct Plan {
     pub places: Vec<(usize, u64)>,
 }
 
-/// Lays out `tensors` over the shards of `groups`, each of about `shard_size` bytes at most. The result depends only on
-/// names, dtypes, shapes and these arguments (`docs/format.md`, 2.1): equal states give equal files. They are written
-/// in blocks of `block_size`.
-pub fn plan(tensors: &[TensorSpec], groups: &[Group], shard_size: u64, block_size: u64) -> Result<Plan> {
-    plan_apart(tensors, groups, (shard_size, block_size), &Apart::default())
+/// How large shards and blocks are, in bytes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Sizes {
+    /// The most bytes of a shard of several tensors.
+    pub shard: u64,
+    /// A block, in which the shards are written.
+    pub block: u64,
 }
 
-/// The same, with some tensors in shards of their own. The sizes are those of shards and of blocks.
-pub fn plan_apart(
-    tensors: &[TensorSpec],
-    groups: &[Group],
-    (shard_size, block_size): (u64, u64),
-    apart: &Apart<'_>,
-) -> Result<Plan> {
-    let sizes = checked_sizes(tensors, MAX_TENSORS)?;
-    let asked = tensors.iter().zip(&sizes);
+impl Plan {
+    /// The shards that are written.
+    pub fn written(&self) -> impl Iterator<Item = &Shard> + Clone {
+        self.shards.iter().filter(|shard| shard.linked.is_none())
+    }
+}
+
+/// Lays out `tensors` over the shards of `groups`. The result depends only on names, dtypes, shapes and these arguments
+/// (`docs/format.md`, 2.1): equal states give equal files.
+pub fn lay_out(tensors: &[TensorSpec], groups: &[Group], sizes: Sizes, reuse: &Reuse<'_>) -> Result<Plan> {
+    if !reuse.unchanged.is_empty() && reuse.unchanged.len() != tensors.len() {
+        return Err(Error::Invalid("there must be one flag for each tensor, or none".to_owned()));
+    }
+    let bytes = checked_sizes(tensors, MAX_TENSORS)?;
+    let asked = tensors.iter().zip(&bytes);
     let asked: Vec<_> = asked
         .map(|(tensor, &bytes)| Asked { name: &tensor.name, bytes, entry: header_entry(tensor) })
         .collect();
-    let families = families::of(&asked, groups, shard_size, apart)?;
+    let families = families::of(&asked, groups, sizes.shard, reuse)?;
     let count = families.iter().map(Vec::len).sum();
     if count > MAX_SHARDS {
         let what = format!("this state would need more than {MAX_SHARDS} shards: give a larger shard_size");
@@ -135,14 +144,14 @@ pub fn plan_apart(
         for (index, member) in family.iter().enumerate() {
             let file = shard_name(&group.name, index, family.len());
             let shard = match member {
-                Member::Tensors(members) => lay_out(tensors, &sizes, members, group, file)?,
-                &Member::Taken(number) => Shard {
+                Member::Tensors(members) => shard_of(tensors, &bytes, members, group, file)?,
+                &Member::Linked(number) => Shard {
                     file,
                     prefix: group.prefix.clone(),
                     header: Vec::new(),
-                    placements: apart.taken[number].placements.clone(),
-                    bytes: apart.taken[number].bytes,
-                    taken: Some(number),
+                    placements: reuse.linked[number].placements.clone(),
+                    bytes: reuse.linked[number].bytes,
+                    linked: Some(number),
                 },
             };
             for placement in &shard.placements {
@@ -151,7 +160,7 @@ pub fn plan_apart(
             shards.push(shard);
         }
     }
-    Ok(Plan { block_size, shards, places })
+    Ok(Plan { block_size: sizes.block, shards, places })
 }
 
 /// The sizes of all tensors in bytes. Also checks the number of tensors, their dimensions and their total size.
@@ -189,7 +198,7 @@ fn header_entry(tensor: &TensorSpec) -> u64 {
 
 /// Orders the tensors of one shard, which come sorted by name, places them and builds the header (`docs/format.md`,
 /// 2.1).
-fn lay_out(
+fn shard_of(
     tensors: &[TensorSpec],
     sizes: &[u64],
     members: &[usize],
@@ -219,7 +228,7 @@ fn lay_out(
     for placement in &mut placements {
         placement.offset += data;
     }
-    Ok(Shard { file, prefix: group.prefix.clone(), header, placements, bytes: data + at, taken: None })
+    Ok(Shard { file, prefix: group.prefix.clone(), header, placements, bytes: data + at, linked: None })
 }
 
 /// Length field, JSON, and padding up to [`RESIDUE`] bytes after a page boundary.
@@ -258,7 +267,8 @@ mod tests {
     }
 
     fn whole(tensors: &[TensorSpec], shard_size: u64) -> Result<Plan> {
-        plan(tensors, &groups::of(""), shard_size, BLOCK)
+        let sizes = Sizes { shard: shard_size, block: BLOCK };
+        lay_out(tensors, &groups::of(""), sizes, &Reuse::default())
     }
 
     #[test]
@@ -283,7 +293,8 @@ mod tests {
         let tensors: Vec<_> = names.iter().map(|name| spec(name, Dtype::F32, &[1024])).collect();
         let groups = groups::of("m.");
         let files = |tensors: &[TensorSpec]| {
-            let plan = plan(tensors, &groups, 3 * 4096, BLOCK).unwrap();
+            let sizes = Sizes { shard: 3 * 4096, block: BLOCK };
+            let plan = lay_out(tensors, &groups, sizes, &Reuse::default()).unwrap();
             plan.shards.into_iter().map(|shard| (shard.file, shard.header)).collect::<Vec<_>>()
         };
         let found = files(&tensors);

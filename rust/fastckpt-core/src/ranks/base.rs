@@ -10,15 +10,13 @@ use super::held::Held;
 use super::sums::{Sums, next};
 use super::table::Table;
 use crate::commit::Workspace;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::Options;
 use crate::error::{Error, Result};
 use crate::format::decode;
-use crate::format::groups::Group;
 use crate::format::manifest::Body;
 use crate::read::Checkpoint;
-use crate::save::Reuse;
-use crate::save::base::Beside;
+use crate::save::base::LinkedShards;
 use crate::share::{Duties, Grain};
 
 /// The base, as a rank has it.
@@ -41,58 +39,40 @@ impl Base {
 /// See the module.
 pub struct RankBase {
     table: Arc<Table>,
-    duties: Duties,
+    rank: u32,
+    duties: Arc<Duties>,
     held: Held,
-    groups: Vec<Group>,
-    shard_size: u64,
-    frozen: Vec<bool>,
     options: Options,
     base: OnceLock<Base>,
-    taken: Mutex<Taken>,
+    prepared: Mutex<Prepared>,
 }
 
-/// What was taken over, and the coordinator's workspace with it.
+/// What was linked, and the coordinator's workspace with it.
 #[derive(Debug, Default)]
-pub(super) struct Taken {
+pub(super) struct Prepared {
     pub(super) workspace: Option<Workspace>,
-    pub(super) beside: Beside,
+    pub(super) linked: LinkedShards,
 }
 
 const ORDER: &str = "open or know the base once, then compare, take and lay out";
 
 impl RankBase {
-    /// For `rank`, which holds `held`. `table` is the layout of a save that takes over nothing, made with the groups and
-    /// the shard size of `reuse`, whose `base` does not matter.
-    pub fn new(
-        table: Arc<Table>,
-        rank: u32,
-        held: Held,
-        reuse: &Reuse<'_>,
-        options: Options,
-    ) -> Result<Self> {
-        let duties = table.share.duties(rank, Grain::Page)?;
-        let messages = duties.boxes.iter().flat_map(|message| &message.items);
-        duties.local.iter().chain(messages).try_for_each(|item| held.check(item))?;
-        let taken = Taken { workspace: None, beside: Beside::new(&table.tensors, reuse)? };
-        Ok(Self {
-            table,
-            duties,
-            held,
-            groups: reuse.groups.to_vec(),
-            shard_size: reuse.shard_size,
-            frozen: reuse.frozen.to_vec(),
-            options,
-            base: OnceLock::new(),
-            taken: Mutex::new(taken),
-        })
+    /// For `rank`, which holds `held`. `table` is the layout of a save that links nothing.
+    pub fn new(table: Arc<Table>, rank: u32, held: Held, options: Options) -> Result<Self> {
+        let duties = Arc::new(table.share.duties(rank, Grain::Page)?);
+        held.check(&duties)?;
+        let prepared = Prepared { workspace: None, linked: LinkedShards::new(&table.state()) };
+        let (base, prepared) = (OnceLock::new(), Mutex::new(prepared));
+        Ok(Self { table, rank, duties, held, options, base, prepared })
     }
 
-    fn taken(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    /// The duties of `rank` in a save of `table`, if they are known here.
+    pub(super) fn duties(&self, table: &Arc<Table>, rank: u32) -> Option<Arc<Duties>> {
+        (Arc::ptr_eq(table, &self.table) && rank == self.rank).then(|| Arc::clone(&self.duties))
     }
 
-    fn reuse(&self) -> Reuse<'_> {
-        Reuse { base: None, frozen: &self.frozen, groups: &self.groups, shard_size: self.shard_size }
+    fn prepared(&self) -> MutexGuard<'_, Prepared> {
+        self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn base(&self) -> Result<&Base> {
@@ -106,12 +86,12 @@ impl RankBase {
     /// For the coordinator: opens the base. Returns its manifest for the others, or `None` if it is not a base, which
     /// becomes a warning of the save.
     pub fn open(&self, path: &Path) -> Result<Option<Vec<u8>>> {
-        let beside = &mut self.taken().beside;
-        let Some(base) = beside.open(path, self.table.plan.block_size) else { return Ok(None) };
+        let linked = &mut self.prepared().linked;
+        let Some(base) = linked.open(path, self.table.plan.block_size) else { return Ok(None) };
         let manifest = match base.manifest() {
             Ok(manifest) => manifest,
             Err(error) => {
-                beside.warnings.push(format!("base: {error}: every tensor was written"));
+                linked.warnings.push(format!("base: {error}: every tensor was written"));
                 return Ok(None);
             }
         };
@@ -125,58 +105,62 @@ impl RankBase {
     }
 
     /// Sums what this rank has of the base's tensors.
-    pub fn compare(&self, tick: Tick<'_>) -> Result<Sums> {
-        sums(&self.table, &self.duties, &self.held, self.base()?.body(), &self.options, tick)
+    pub fn compare(&self, progress: Progress<'_>) -> Result<Sums> {
+        sums(&self.table, &self.duties, &self.held, self.base()?.body(), &self.options, progress)
     }
 
-    /// For the coordinator: makes the workspace for a save to `path`, and takes over what has not changed, by what all
-    /// ranks found. Returns what the others need to know of it. Whatever is wrong with the base is a warning: then more
-    /// is written.
-    pub fn take(&self, path: &Path, overwrite: bool, found: &Sums, tick: Tick<'_>) -> Result<Vec<u8>> {
+    /// For the coordinator: makes the workspace for a save to `path`, and links what has not changed, by what all ranks
+    /// found. Returns what the others need to know of it. Whatever is wrong with the base is a warning: then more is
+    /// written.
+    pub fn take(
+        &self,
+        path: &Path,
+        overwrite: bool,
+        found: &Sums,
+        progress: Progress<'_>,
+    ) -> Result<Vec<u8>> {
         let Base::Opened(base) = self.base()? else { return Err(Error::Misused(ORDER)) };
-        let tensors = &self.table.tensors;
-        let same = found.unchanged(tensors, base.body());
+        let same = found.unchanged(&self.table.tensors, base.body());
         let workspace = Workspace::create(path, overwrite)?;
-        let taken = &mut *self.taken();
-        let all = (&**base, &*same);
-        taken.beside.take_over(&workspace, tensors, &self.reuse(), all, &self.options, tick)?;
-        taken.workspace = Some(workspace);
-        Ok(encode(&taken.beside))
+        let prepared = &mut *self.prepared();
+        prepared.linked.link(&workspace, &self.table.state(), (base, &same), &self.options, progress)?;
+        prepared.workspace = Some(workspace);
+        Ok(encode(&prepared.linked))
     }
 
     /// For all others: notes what [`Self::take`] returned.
     pub fn follow(&self, told: &[u8]) -> Result<()> {
         let told = decode(told, self.table.tensors.len())?;
-        self.taken().beside.follow(&self.table.tensors, &self.reuse(), self.base()?.body(), told)
+        self.prepared().linked.follow(&self.table.state(), self.base()?.body(), told)
     }
 
     /// The layout of what is left.
     pub fn table(&self) -> Result<Arc<Table>> {
-        let beside = &self.taken().beside;
-        if !beside.is_apart() {
+        let linked = &self.prepared().linked;
+        if !linked.changes_layout(&self.table.state()) {
             return Ok(Arc::clone(&self.table));
         }
-        self.table.apart(&self.groups, self.shard_size, &beside.apart()).map(Arc::new)
+        self.table.beside(&linked.reuse()).map(Arc::new)
     }
 
     /// Removes the workspace, unless it was given to a save.
     pub fn close(&self) {
-        self.taken().workspace = None;
+        self.prepared().workspace = None;
     }
 
-    /// Gives what was taken over to the save of this rank.
-    pub(super) fn give(&self) -> Taken {
-        std::mem::take(&mut *self.taken())
+    /// Gives what was linked to the save of this rank.
+    pub(super) fn give(&self) -> Prepared {
+        std::mem::take(&mut *self.prepared())
     }
 }
 
-/// What the others need to know: the numbers of the files that were taken over, and a bit for each tensor that is expected
-/// to stay as it is.
-fn encode(beside: &Beside) -> Vec<u8> {
-    let mut all = (beside.numbers.len() as u32).to_le_bytes().to_vec();
-    beside.numbers.iter().for_each(|&number| all.extend((number as u32).to_le_bytes()));
-    let bits = |some: &[bool]| (0..).zip(some).fold(0, |bits, (at, &still)| bits | u8::from(still) << at);
-    all.extend(beside.still.chunks(8).map(bits));
+/// What the others need to know: the numbers of the files that were linked, and a bit for each tensor that is expected to
+/// stay unchanged.
+fn encode(linked: &LinkedShards) -> Vec<u8> {
+    let mut all = (linked.numbers.len() as u32).to_le_bytes().to_vec();
+    linked.numbers.iter().for_each(|&number| all.extend((number as u32).to_le_bytes()));
+    let bits = |some: &[bool]| (0..).zip(some).fold(0, |bits, (at, &one)| bits | u8::from(one) << at);
+    all.extend(linked.unchanged.chunks(8).map(bits));
     all
 }
 

@@ -8,13 +8,14 @@ use super::held::{Held, scatter, span, whole_run};
 use super::sums::Sums;
 use super::table::Table;
 use crate::engine::content;
-use crate::engine::job::Tick;
-use crate::engine::options::{BLOCK_SIZE, Options};
+use crate::engine::job::Progress;
+use crate::engine::options::Options;
+use crate::engine::pool::{Pool, batches};
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent};
 use crate::format::manifest::{Body, TensorEntry};
-use crate::save::compare::{FETCHED, counterparts, in_parallel};
+use crate::save::compare::counterparts;
 use crate::share::{Duties, Item};
 use crate::sys::memory::Bytes;
 
@@ -48,37 +49,27 @@ pub(super) fn sums(
     held: &Held,
     base: &Body,
     options: &Options,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Sums> {
     let mut number = vec![None; table.tensors.len()];
     for (tensor, index) in counterparts(&table.tensors, base) {
         number[tensor] = Some(index);
     }
     let items = duties.local.iter().chain(duties.boxes.iter().flat_map(|message| &message.items));
-    let (mut stretches, mut batches, mut total) = (Vec::new(), Vec::new(), 0);
-    // Of the batch that is being filled: its first stretch, its bytes, and whether callbacks bring them.
-    let (mut begin, mut bytes, mut pulled) = (0, 0, false);
+    let mut stretches = Vec::new();
     for item in items {
         let Some(entry) = number[item.tensor].map(|index: usize| &base.tensors[index]) else { continue };
-        let pulls = held.pull(item).is_some();
-        let most = if pulls { FETCHED } else { BLOCK_SIZE };
         let extents = geometry::extents(entry.placement(item.tensor), item.bytes.clone(), base.block_size);
         for (extent, range) in extents {
-            let (len, own) = (range.end - range.start, item.rows.bytes_in(&range));
-            if own == 0 {
-                continue;
+            let own = item.rows.bytes_in(&range);
+            if own > 0 {
+                stretches.push(Stretch { item, entry, extent, range, own });
             }
-            if bytes > 0 && (pulls != pulled || bytes + len > most) {
-                batches.push(begin..stretches.len());
-                (begin, bytes) = (stretches.len(), 0);
-            }
-            (pulled, bytes, total) = (pulls, bytes + len, total + len);
-            stretches.push(Stretch { item, entry, extent, range, own });
         }
     }
-    if begin < stretches.len() {
-        batches.push(begin..stretches.len());
-    }
+    let part =
+        |Stretch { item, range, .. }: &Stretch<'_>| (range.end - range.start, held.pull(item).is_some());
+    let (batches, total) = batches(stretches.iter().map(part));
     let changed: Vec<_> = table.tensors.iter().map(|_| AtomicBool::new(false)).collect();
     let found = Mutex::new(Sums::default());
     let batch = |number: usize| {
@@ -97,7 +88,8 @@ pub(super) fn sums(
         }
         Ok(())
     };
-    in_parallel(batches.len(), total, options, tick, &batch)?;
+    let pool = Pool::new("fastckpt-compare", total, options);
+    pool.run(batches.len(), &mut || progress(0, 0), &batch)?;
     let mut found = found.into_inner().unwrap_or_else(PoisonError::into_inner);
     for (tensor, changed) in changed.iter().enumerate() {
         if changed.load(Ordering::Relaxed) {

@@ -6,7 +6,7 @@ use std::ops::Range;
 use crate::engine::content::{self, Content, Pull};
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, Pair};
-use crate::share::Item;
+use crate::share::{Duties, Item};
 use crate::sys::memory::{Bytes, Source};
 
 /// What a rank holds, by tensor and part.
@@ -23,9 +23,10 @@ impl Held {
         Self(parts.into_iter().collect())
     }
 
-    /// Whether the part that an item lies in is here.
-    pub(super) fn check(&self, item: &Item) -> Result<()> {
-        self.content(item).map(drop)
+    /// Whether the parts that these duties read are here.
+    pub(super) fn check(&self, duties: &Duties) -> Result<()> {
+        let messages = duties.boxes.iter().flat_map(|message| &message.items);
+        duties.local.iter().chain(messages).try_for_each(|item| self.content(item).map(drop))
     }
 
     fn content(&self, &Item { tensor, part, .. }: &Item) -> Result<&Content> {

@@ -10,7 +10,7 @@ use super::contents;
 use super::mail::{BUDGET, Envelope, Mail};
 use super::places::{self, Places, Slot};
 use crate::engine::content::{self, Destination};
-use crate::engine::job::{TICK, Tick};
+use crate::engine::job::{Progress, TICK};
 use crate::engine::options::Options;
 use crate::engine::report::Report;
 use crate::error::{Error, Result};
@@ -150,11 +150,11 @@ impl RankLoad {
     /// Reads what is to be read here and waits for the rest. On return, all parts of this rank are filled; messages to
     /// others may still be on their way. With `verify`, every extent is compared with its checksum by the rank that
     /// reads it. Works once.
-    pub fn read(&self, verify: bool, options: &Options, tick: Tick<'_>) -> Result<Loaded> {
+    pub fn read(&self, verify: bool, options: &Options, progress: Progress<'_>) -> Result<Loaded> {
         let work = lock(&self.work).take();
         let work = work.ok_or(Error::Misused("the load of this rank was read before, or is closed"))?;
         let operation = options.operation(Kind::Load, self.checkpoint.path());
-        let outcome = self.run(work, verify, options, &operation, tick);
+        let outcome = self.run(work, verify, options, &operation, progress);
         operation.end(telemetry::outcome(&outcome));
         outcome
     }
@@ -171,7 +171,7 @@ impl RankLoad {
         verify: bool,
         options: &Options,
         operation: &Operation,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Loaded> {
         let begin = Instant::now();
         let bytes = |messages: &mut dyn Iterator<Item = Envelope>| messages.map(|message| message.1).sum();
@@ -197,7 +197,7 @@ impl RankLoad {
                 stop();
                 Error::io("start a thread to load", self.checkpoint.path())(error)
             })?;
-            let mut progress = |done, total| tick(done + taken.load(Ordering::Relaxed), total + peers);
+            let mut progress = |done, total| progress(done + taken.load(Ordering::Relaxed), total + peers);
             let stop: Option<Stop<'_>> = if alone { None } else { Some(&stop) };
             read = self.checkpoint.read_ranges(wanted, verify, options, (operation, stop), &mut progress);
             if let (Err(error), false) = (&read, alone) {
@@ -209,7 +209,7 @@ impl RankLoad {
             while !unpacker.is_finished() {
                 thread::park_timeout(TICK);
                 let done = taken.load(Ordering::Relaxed);
-                if !interrupted && !tick(storage + done, storage + peers) {
+                if !interrupted && !progress(storage + done, storage + peers) {
                     interrupted = true;
                     self.mail.stop("interrupted");
                 }

@@ -100,6 +100,7 @@ enum In {
 }
 
 /// A message that is here.
+#[derive(Debug)]
 struct Arrived {
     bytes: Vec<u8>,
     /// What came behind the bytes.
@@ -109,6 +110,7 @@ struct Arrived {
 }
 
 /// Bytes of an incoming message. The message's buffer is freed once all its bytes were taken and dropped.
+#[derive(Debug)]
 pub struct Received {
     mail: Arc<Mail>,
     message: usize,

@@ -19,6 +19,7 @@ pub use self::held::Held;
 pub use self::load::{Loaded, RankLoad, compare};
 pub use self::places::{Place, Places};
 pub use self::replicas::{Cell, Digest, Replicas, SumOf};
-pub use self::save::{Commit, Committed, Figures, RankSave};
+pub use self::save::{Commit, RankSave};
 pub use self::sums::Sums;
 pub use self::table::Table;
+pub use crate::save::{Committed, Figures};

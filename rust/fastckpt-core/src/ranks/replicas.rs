@@ -4,11 +4,11 @@ use std::sync::{Mutex, PoisonError};
 
 use super::held::Held;
 use super::table::Table;
-use crate::engine::job::Tick;
-use crate::engine::options::{BLOCK_SIZE, Options};
+use crate::engine::job::Progress;
+use crate::engine::options::Options;
+use crate::engine::pool::{Pool, batches};
 use crate::error::{Error, Result};
 use crate::format::checksum;
-use crate::save::compare::{FETCHED, in_parallel};
 use crate::share::{Copied, Depth, Item};
 
 /// Asked for the sum of all bytes of a part, by tensor and part: `None` where only the host can sum them.
@@ -47,7 +47,7 @@ impl Replicas {
         held: &Held,
         (depth, sum_of): (Depth, SumOf<'_>),
         options: &Options,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Self> {
         let (cells, teams) = table.share.copied(rank, depth)?;
         let mut known = vec![None; cells.len()];
@@ -57,37 +57,28 @@ impl Replicas {
             let elsewhere = cell.items.first().is_some_and(|item| held.pull(item).is_some());
             if cell.whole && of_part && len >= LEAST && elsewhere {
                 *known = sum_of(cell.tensor, part)?;
-                if !tick(0, 0) {
+                if !progress(0, 0) {
                     return Err(Error::Interrupted);
                 }
             }
         }
-        let (mut batches, mut bytes, mut total) = (vec![Vec::new()], 0, 0);
-        for (number, cell) in cells.iter().enumerate() {
-            if known[number].is_some() {
-                continue;
-            }
-            for (at, item) in cell.items.iter().enumerate() {
-                let most = if held.pull(item).is_some() { FETCHED } else { BLOCK_SIZE };
-                if bytes > 0 && bytes + item.len > most {
-                    batches.push(Vec::new());
-                    bytes = 0;
-                }
-                bytes += item.len;
-                total += item.len;
-                batches.last_mut().into_iter().for_each(|batch: &mut Vec<_>| batch.push((number, at, item)));
-            }
-        }
+        let unknown = cells.iter().enumerate().filter(|(number, _)| known[*number].is_none());
+        let items: Vec<(usize, usize, &Item)> = unknown
+            .flat_map(|(number, cell)| (0..).zip(&cell.items).map(move |(at, item)| (number, at, item)))
+            .collect();
+        let part = |&(_, _, item): &(usize, usize, &Item)| (item.len, held.pull(item).is_some());
+        let (batches, total) = batches(items.iter().map(part));
         let found: Vec<_> = cells.iter().map(|cell| Mutex::new(vec![0; cell.items.len()])).collect();
         let batch = |number: usize| {
-            let items: Vec<&Item> = batches[number].iter().map(|&(_, _, item)| item).collect();
-            let sums = held.sums(&items)?;
-            for (&(cell, at, _), sum) in batches[number].iter().zip(sums) {
+            let items = &items[batches[number].clone()];
+            let sums = held.sums(&items.iter().map(|&(_, _, item)| item).collect::<Vec<_>>())?;
+            for (&(cell, at, _), sum) in items.iter().zip(sums) {
                 found[cell].lock().unwrap_or_else(PoisonError::into_inner)[at] = sum;
             }
             Ok(())
         };
-        in_parallel(batches.len(), total, options, tick, &batch)?;
+        let pool = Pool::new("fastckpt-compare", total, options);
+        pool.run(batches.len(), &mut || progress(0, 0), &batch)?;
         let sum = |((cell, sums), known): ((&Copied, Mutex<Vec<u64>>), Option<u64>)| {
             let sums = sums.into_inner().unwrap_or_else(PoisonError::into_inner);
             let all = cell.items.iter().zip(sums);

@@ -6,9 +6,9 @@ use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
-use std::time::{Instant, SystemTime, UNIX_EPOCH};
+use std::time::Instant;
 
-use super::base::{RankBase, Taken};
+use super::base::{Prepared, RankBase};
 use super::contents;
 use super::held::Held;
 use super::mail::{Fill, Mail};
@@ -18,20 +18,18 @@ use super::table::Table;
 use super::work::Ranges;
 use crate::commit::{Displaced, Workspace};
 use crate::engine::choice::Choice;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::Options;
 use crate::engine::report::{Linked, Report};
 use crate::engine::run::run;
 use crate::error::{Error, Result};
 use crate::format::checksum::Filled;
-use crate::format::decode;
 use crate::format::limits::MAX_BYTES;
-use crate::format::manifest::{Body, Saved};
-use crate::save::base::Beside;
+use crate::save::base::LinkedShards;
 use crate::save::job::WriteJob;
 use crate::save::shards::allocate;
 use crate::save::work::Work as _;
-use crate::save::{check_size, empty_body, seal, shard_entry, united};
+use crate::save::{Committed, Figures, Finish, check_size, empty_body, finish, shard_entry, since_1970};
 use crate::share::Piece;
 use crate::share::{Depth, Duties, Grain, Message};
 use crate::telemetry::{self, Kind, Operation, Phase};
@@ -53,36 +51,6 @@ pub struct Commit<'a> {
     pub figures: Figures,
 }
 
-/// How the ranks of a save wrote.
-#[derive(Debug, Clone, Default)]
-pub struct Figures {
-    /// The engine.
-    pub engine: String,
-    /// Why it is not the requested engine.
-    pub fallback: Option<String>,
-    /// Worker threads.
-    pub threads: u64,
-    /// Seconds from the start to the last byte.
-    pub seconds: f64,
-}
-
-/// What a commit did.
-#[derive(Debug, Clone, PartialEq)]
-pub struct Committed {
-    /// Bytes of all tensors that were written.
-    pub bytes: u64,
-    /// Seconds that the commit took.
-    pub seconds: f64,
-    /// What the caller should know, in words.
-    pub warnings: Vec<String>,
-    /// Number of shards.
-    pub shards: usize,
-    /// Number of tensors.
-    pub tensors: usize,
-    /// What the checkpoint took over from an earlier one.
-    pub linked: Linked,
-}
-
 /// A save that has begun.
 #[derive(Debug)]
 struct Open {
@@ -94,8 +62,9 @@ struct Open {
 
 #[derive(Debug)]
 enum Stage {
-    New,
-    Open(Open),
+    /// With what it will write.
+    New(Ranges),
+    Open(Open, Ranges),
     /// With its checksums, or without if it failed. The workspace stays even then: others may still write to it, and
     /// would take its absence for a failure of their own.
     Written(Open, Option<Vec<Piece>>),
@@ -114,8 +83,8 @@ pub struct RankSave {
     options: Options,
     closing: AtomicBool,
     stage: Mutex<Stage>,
-    /// What the coordinator has taken over, and its workspace if that is made.
-    taken: Mutex<Taken>,
+    /// What the coordinator has linked, and its workspace if that is made.
+    prepared: Mutex<Prepared>,
     /// What the coordinator has replaced.
     displaced: Mutex<Option<Displaced>>,
 }
@@ -130,59 +99,61 @@ fn depth(options: &Options) -> usize {
     share.max(LEAST_DEPTH.min(options.queue_depth))
 }
 
+/// The messages of a rank, which are packed out of what it holds.
+fn mail(table: &Arc<Table>, duties: &Arc<Duties>, held: &Arc<Held>) -> Mail {
+    let envelopes = |messages: &[Message]| messages.iter().map(|m| (m.peer, m.bytes)).collect();
+    let fill: Fill = {
+        let (duties, held) = (Arc::clone(duties), Arc::clone(held));
+        Box::new(move |message, to| {
+            let mut sum = Filled::default();
+            held.pack_all(&duties.boxes[message].items, to, |filled| sum.reached(filled))?;
+            Ok(sum.all(to))
+        })
+    };
+    let (files, tensors) = (Arc::clone(table), Arc::clone(table));
+    let contents = contents::of(
+        &table.share,
+        &duties.io,
+        move |shard| files.plan.shards[shard].file.clone(),
+        move |tensor| tensors.tensors[tensor].name.clone(),
+    );
+    Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), contents, Some(fill))
+}
+
 const IN_USE: &str = "the save of this rank is in use";
 const ORDER: &str = "create or join once, then write once, then commit";
 
 impl RankSave {
-    /// The save of `rank`, which holds `held` in its memory. Refuses if that is not what the table says.
-    pub fn new(table: Arc<Table>, rank: u32, held: Held, options: Options) -> Result<Self> {
-        let duties = Arc::new(table.share.duties(rank, Grain::Page)?);
+    /// The save of `rank`, which holds `held` in its memory. Refuses if that is not what the table says. `base` is what has
+    /// made the table, if it links files: the coordinator's has them.
+    pub fn new(
+        table: Arc<Table>,
+        rank: u32,
+        held: Held,
+        options: Options,
+        base: Option<&RankBase>,
+    ) -> Result<Self> {
+        let known = base.and_then(|base| base.duties(&table, rank));
+        let find = || table.share.duties(rank, Grain::Page).map(Arc::new);
+        let duties = known.map_or_else(find, Ok)?;
+        held.check(&duties)?;
         let held = Arc::new(held);
-        let messages = duties.boxes.iter().flat_map(|message| &message.items);
-        duties.local.iter().chain(messages).try_for_each(|item| held.check(item))?;
-        let envelopes = |messages: &[Message]| messages.iter().map(|m| (m.peer, m.bytes)).collect();
-        let fill: Fill = {
-            let (duties, held) = (Arc::clone(&duties), Arc::clone(&held));
-            Box::new(move |message, to| {
-                let mut sum = Filled::default();
-                held.pack_all(&duties.boxes[message].items, to, |filled| sum.reached(filled))?;
-                Ok(sum.all(to))
-            })
-        };
-        let (files, tensors) = (Arc::clone(&table), Arc::clone(&table));
-        let contents = contents::of(
-            &table.share,
-            &duties.io,
-            move |shard| files.plan.shards[shard].file.clone(),
-            move |tensor| tensors.tensors[tensor].name.clone(),
-        );
-        let mail = Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), contents, Some(fill));
-        let (mail, stage) = (Arc::new(mail), Mutex::new(Stage::New));
+        let mail = Arc::new(mail(&table, &duties, &held));
+        let work = Ranges::new(&table, &duties, &held, &mail)?;
+        let (closing, stage) = (AtomicBool::new(false), Mutex::new(Stage::New(work)));
         let options = Options { queue_depth: depth(&options), ..options };
-        let (closing, taken, displaced) = (AtomicBool::new(false), Mutex::default(), Mutex::default());
-        let save = Self { table, rank, duties, held, mail, options, closing, stage, taken, displaced };
-        save.work().map(drop)?;
-        Ok(save)
+        let (prepared, displaced) = (base.map(RankBase::give).unwrap_or_default().into(), Mutex::default());
+        Ok(Self { table, rank, duties, held, mail, options, closing, stage, prepared, displaced })
     }
 
-    /// The same, of what `base` has laid out: the coordinator's has what it took over.
-    #[must_use]
-    pub fn beside(self, base: &RankBase) -> Self {
-        Self { taken: Mutex::new(base.give()), ..self }
-    }
-
-    fn taken(&self) -> MutexGuard<'_, Taken> {
-        self.taken.lock().unwrap_or_else(PoisonError::into_inner)
+    fn prepared(&self) -> MutexGuard<'_, Prepared> {
+        self.prepared.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Its messages.
     #[must_use]
     pub const fn mail(&self) -> &Arc<Mail> {
         &self.mail
-    }
-
-    fn work(&self) -> Result<Ranges<'_>> {
-        Ranges::new(&self.table, &self.duties, &self.held, &self.mail)
     }
 
     fn stage(&self) -> Result<MutexGuard<'_, Stage>> {
@@ -202,7 +173,7 @@ impl RankSave {
     }
 
     fn begin(&self, path: &Path, workspace: impl FnOnce() -> Result<Workspace>) -> Result<Open> {
-        let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
+        let created = since_1970();
         let operation = self.options.operation(Kind::Save, path);
         let workspace = workspace();
         if workspace.is_err() {
@@ -212,9 +183,9 @@ impl RankSave {
     }
 
     /// Sums what this rank holds and others hold, too; `sum_of` is asked for whole parts that are not in host memory.
-    pub fn replicas(&self, depth: Depth, sum_of: SumOf<'_>, tick: Tick<'_>) -> Result<Replicas> {
-        let tick = &mut self.ticking(tick);
-        Replicas::new(&self.table, self.rank, &self.held, (depth, sum_of), &self.options, tick)
+    pub fn replicas(&self, depth: Depth, sum_of: SumOf<'_>, progress: Progress<'_>) -> Result<Replicas> {
+        let progress = &mut self.until_closed(progress);
+        Replicas::new(&self.table, self.rank, &self.held, (depth, sum_of), &self.options, progress)
     }
 
     /// Up to about `most` bytes of a cell of `replicas`, given by tensor, first byte and number: the same at all ranks
@@ -234,20 +205,20 @@ impl RankSave {
 
     /// For the coordinator: makes the workspace, with all shards at their final sizes. Returns its name, for the others
     /// to join.
-    pub fn create(&self, path: &Path, overwrite: bool, tick: Tick<'_>) -> Result<OsString> {
+    pub fn create(&self, path: &Path, overwrite: bool, progress: Progress<'_>) -> Result<OsString> {
         self.step(|stage, next| {
-            let Stage::New = stage else { return Err(Error::Misused(ORDER)) };
-            let made = self.taken().workspace.take();
+            let Stage::New(work) = stage else { return Err(Error::Misused(ORDER)) };
+            let made = self.prepared().workspace.take();
             let open = self.begin(path, || made.map_or_else(|| Workspace::create(path, overwrite), Ok))?;
-            let written = self.table.plan.shards.iter().filter(|shard| shard.taken.is_none());
-            let outcome = Beside::settle(&open.workspace, &self.table.plan)
-                .and_then(|()| allocate(written, &open.workspace, &mut self.ticking(tick)));
+            let plan = &self.table.plan;
+            let outcome = LinkedShards::name_linked_shards(&open.workspace, plan)
+                .and_then(|()| allocate(plan.written(), &open.workspace, &mut self.until_closed(progress)));
             if outcome.is_err() {
                 open.operation.end(telemetry::outcome(&outcome));
             }
             outcome?;
             let name = open.workspace.temporary().to_owned();
-            *next = Stage::Open(open);
+            *next = Stage::Open(open, work);
             Ok(name)
         })
     }
@@ -255,18 +226,18 @@ impl RankSave {
     /// For all others: opens the workspace called `name` that the coordinator made for `path`.
     pub fn join(&self, path: &Path, name: &OsStr) -> Result<()> {
         self.step(|stage, next| {
-            let Stage::New = stage else { return Err(Error::Misused(ORDER)) };
-            *next = Stage::Open(self.begin(path, || Workspace::join(path, name))?);
+            let Stage::New(work) = stage else { return Err(Error::Misused(ORDER)) };
+            *next = Stage::Open(self.begin(path, || Workspace::join(path, name))?, work);
             Ok(())
         })
     }
 
     /// Writes this rank's ranges and makes them durable. Waits for the messages with bytes for them. What other ranks
     /// need from this one may still be on its way when this returns.
-    pub fn write(&self, tick: Tick<'_>) -> Result<Report> {
+    pub fn write(&self, progress: Progress<'_>) -> Result<Report> {
         self.step(|stage, next| {
-            let Stage::Open(open) = stage else { return Err(Error::Misused(ORDER)) };
-            match self.write_to(&open, &mut self.ticking(tick)) {
+            let Stage::Open(open, work) = stage else { return Err(Error::Misused(ORDER)) };
+            match self.write_to(&open, &work, &mut self.until_closed(progress)) {
                 Ok((report, pieces)) => {
                     *next = Stage::Written(open, Some(pieces));
                     Ok(report)
@@ -280,14 +251,13 @@ impl RankSave {
         })
     }
 
-    fn write_to(&self, open: &Open, tick: Tick<'_>) -> Result<(Report, Vec<Piece>)> {
+    fn write_to(&self, open: &Open, work: &Ranges, progress: Progress<'_>) -> Result<(Report, Vec<Piece>)> {
         let begin = Instant::now();
-        let work = self.work()?;
         let choice = Choice::new(&self.options, work.total());
-        let job = WriteJob::new(&work, &open.workspace, &choice, &self.options, begin);
+        let job = WriteJob::new(work, &open.workspace, &choice, &self.options, begin);
         let planned = begin.elapsed().as_secs_f64();
         let block_size = self.table.plan.block_size;
-        let ran = run(&job, &choice, &self.options, block_size, &open.operation, tick)?;
+        let ran = run(&job, &choice, &self.options, block_size, &open.operation, progress)?;
         open.operation.phase(Phase::Fsync);
         let seconds = begin.elapsed().as_secs_f64();
         let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, seconds);
@@ -322,11 +292,12 @@ impl RankSave {
     /// For the coordinator, when all ranks have written: checks that they wrote every byte, completes the workspace and
     /// gives it the checkpoint's name. Until then a failure leaves what was there before. What had the name is removed by
     /// [`Self::close`], which the coordinator calls when all ranks know that the checkpoint is there: that may take long.
-    pub fn commit(&self, commit: Commit<'_>, tick: Tick<'_>) -> Result<Committed> {
+    pub fn commit(&self, commit: Commit<'_>, progress: Progress<'_>) -> Result<Committed> {
         self.step(|stage, _| {
             let Stage::Written(open, Some(_)) = stage else { return Err(Error::Misused(ORDER)) };
             let Open { workspace, operation, created } = open;
-            let outcome = self.publish(workspace, &operation, created, commit, &mut self.ticking(tick));
+            let outcome =
+                self.publish(workspace, &operation, created, commit, &mut self.until_closed(progress));
             operation.end(telemetry::outcome(&outcome));
             outcome
         })
@@ -334,61 +305,37 @@ impl RankSave {
 
     fn publish(
         &self,
-        mut workspace: Workspace,
+        workspace: Workspace,
         operation: &Operation,
         created: f64,
         commit: Commit<'_>,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Committed> {
         let begin = Instant::now();
         operation.phase(Phase::Commit);
-        let Table { plan, tensors, share } = &*self.table;
-        let Commit { pieces, structure, metadata, per_rank, files: more, figures } = commit;
-        let beside = &self.taken().beside;
+        let Table { plan, tensors, share, .. } = &*self.table;
+        let Commit { pieces, structure, metadata, per_rank, files, figures } = commit;
         let sums = share.cover_all(pieces)?;
-        let written = || plan.shards.iter().filter(|shard| shard.taken.is_none());
-        let shards = written()
+        let shards = plan
+            .written()
             .map(|shard| shard_entry(shard, pieces::whole_shard(shard, plan.block_size, &sums)))
             .collect();
         let entries = tensors.iter().zip(&plan.places).zip(&sums);
         let entries = entries
-            .filter(|((_, place), _)| plan.shards[place.0].taken.is_none())
+            .filter(|((_, place), _)| plan.shards[place.0].linked.is_none())
             .map(|((tensor, &place), sums)| pieces::entry(tensor, place, plan.block_size, sums))
             .collect();
-        let (shards, entries) = united(plan, beside, shards, entries);
-        let bytes = written().map(|shard| shard.bytes - shard.header.len() as u64).sum();
-        let files = beside.vouched(&workspace, plan);
-        let Figures { engine, fallback, threads, seconds } = figures;
-        let gigabytes_per_second = bytes as f64 / seconds.max(1e-9) / 1e9;
-        let body = Body {
-            saved: Saved { engine, fallback, threads, seconds, gigabytes_per_second, files },
-            shards,
-            tensors: entries,
-            ..empty_body(created, plan.block_size, [structure, metadata, per_rank])?
-        };
-        // What several processes have put together is looked at as a load would.
-        decode::check(&body)
-            .map_err(|what| Error::Invalid(format!("no load would take this save: {what}")))?;
-        seal(&mut workspace, &body, more, None, operation)?;
-        let total = written().map(|shard| shard.bytes).sum();
-        if !tick(total, total) {
-            return Err(Error::Interrupted);
-        }
-        let (published, displaced) = workspace.publish_beside_old()?;
+        let body = empty_body(created, plan.block_size, [structure, metadata, per_rank])?;
+        let (linked, written) = (&self.prepared().linked, (shards, entries));
+        let end = Finish { body, plan, linked, written, joint: true, files, figures, unsynced: None };
+        let (committed, displaced) = finish(workspace, end, operation, progress)?;
         *self.displaced.lock().unwrap_or_else(PoisonError::into_inner) = Some(displaced);
-        Ok(Committed {
-            bytes,
-            seconds: begin.elapsed().as_secs_f64(),
-            warnings: [beside.warnings.clone(), published.warnings()].concat(),
-            shards: plan.shards.len(),
-            tensors: tensors.len(),
-            linked: beside.linked(),
-        })
+        Ok(Committed { seconds: begin.elapsed().as_secs_f64(), ..committed })
     }
 
-    /// A tick that also ends an operation when the save is closed.
-    fn ticking<'a>(&'a self, tick: Tick<'a>) -> impl FnMut(u64, u64) -> bool + 'a {
-        |done, total| !self.closing.load(Ordering::Relaxed) && tick(done, total)
+    /// A `progress` that also ends an operation when the save is closed.
+    fn until_closed<'a>(&'a self, progress: Progress<'a>) -> impl FnMut(u64, u64) -> bool + 'a {
+        |done, total| !self.closing.load(Ordering::Relaxed) && progress(done, total)
     }
 
     /// Ends the save: stops what still runs and the mail, and leaves the workspace; that of the coordinator goes, unless
@@ -397,7 +344,7 @@ impl RankSave {
     pub fn close(&self, committed: bool) {
         self.closing.store(true, Ordering::Relaxed);
         self.mail.end("the save has ended");
-        self.taken().workspace = None;
+        self.prepared().workspace = None;
         let mut stage = self.stage.lock().unwrap_or_else(PoisonError::into_inner);
         if let Stage::Written(open, Some(_)) = std::mem::replace(&mut *stage, Stage::Ended)
             && committed

@@ -1,9 +1,9 @@
 //! What all ranks of a save know: the tensors, the layout of their files, and who has what of them.
 
 use crate::error::{Error, Result};
-use crate::format::families::Apart;
 use crate::format::groups::Group;
-use crate::format::layout::{self, Plan, TensorSpec};
+use crate::format::layout::{self, Plan, Reuse, Sizes, TensorSpec};
+use crate::save::base::State;
 use crate::share::{self, Share, Spread};
 
 /// The table of a save. It is the same on every rank.
@@ -15,22 +15,26 @@ pub struct Table {
     pub plan: Plan,
     /// Who has which boxes of them.
     pub share: Share,
+    /// What the layout depends on: the groups, the sizes, and for each tensor whether it is said to stay unchanged.
+    groups: Vec<Group>,
+    sizes: Sizes,
+    frozen: Vec<bool>,
 }
 
 impl Table {
-    /// Lays out `tensors`, each with the indices of its spreads, over the files of `groups`, of about `shard_size`
-    /// bytes each.
+    /// Lays out `tensors`, each with the indices of its spreads, over the files of `groups`. `frozen` says for each whether
+    /// it stays unchanged in later saves; it may be empty.
     pub fn new(
         tensors: Vec<TensorSpec>,
         spread: Vec<Vec<u32>>,
         spreads: Vec<Spread>,
         ranks: u32,
-        (groups, shard_size, block_size): (&[Group], u64, u64),
+        (groups, sizes, frozen): (&[Group], Sizes, &[bool]),
     ) -> Result<Self> {
         if spread.len() != tensors.len() {
             return Err(Error::Invalid("each tensor needs its spreads".to_owned()));
         }
-        let plan = layout::plan(&tensors, groups, shard_size, block_size)?;
+        let plan = layout::lay_out(&tensors, groups, sizes, &Reuse { unchanged: frozen, linked: &[] })?;
         let shared = tensors.iter().zip(&plan.places).zip(spread).map(|((tensor, place), spreads)| {
             let shape = tensor.logical.as_ref().map_or(&tensor.shape, |(_, shape)| shape);
             share::Tensor {
@@ -42,25 +46,40 @@ impl Table {
                 spreads,
             }
         });
-        let share = Share::new(files(&plan), block_size, shared.collect(), spreads, ranks)?;
-        Ok(Self { tensors, plan, share })
+        let share = Share::new(files(&plan), sizes.block, shared.collect(), spreads, ranks)?;
+        Ok(Self { tensors, plan, share, groups: groups.to_vec(), sizes, frozen: frozen.to_vec() })
     }
 
     /// The same, but every byte of these tensors comes from the lowest rank that has it.
     pub fn first(&self, tensors: impl Fn(usize) -> bool) -> Result<Self> {
-        let share = self.share.elsewhere(files(&self.plan), &self.plan.places)?.first(tensors);
-        let taken = self.plan.shards.iter().enumerate().filter(|(_, shard)| shard.taken.is_some());
-        let share = share.without(taken.map(|(index, _)| index));
-        Ok(Self { tensors: self.tensors.clone(), plan: self.plan.clone(), share })
+        let share = self.share_of(&self.plan)?.first(tensors);
+        Ok(self.with(self.plan.clone(), share))
     }
 
-    /// The same tensors, some of them in shards of their own, or in such as are taken over and not written.
-    pub fn apart(&self, groups: &[Group], shard_size: u64, apart: &Apart<'_>) -> Result<Self> {
-        let sizes = (shard_size, self.plan.block_size);
-        let plan = layout::plan_apart(&self.tensors, groups, sizes, apart)?;
-        let taken = plan.shards.iter().enumerate().filter(|(_, shard)| shard.taken.is_some());
-        let share = self.share.elsewhere(files(&plan), &plan.places)?.without(taken.map(|(index, _)| index));
-        Ok(Self { tensors: self.tensors.clone(), plan, share })
+    /// The same tensors, some of them in shards of their own, or in linked ones, which are not written.
+    pub fn beside(&self, reuse: &Reuse<'_>) -> Result<Self> {
+        let plan = layout::lay_out(&self.tensors, &self.groups, self.sizes, reuse)?;
+        let share = self.share_of(&plan)?;
+        Ok(self.with(plan, share))
+    }
+
+    /// Who writes what of a plan for these tensors.
+    fn share_of(&self, plan: &Plan) -> Result<Share> {
+        let linked = plan.shards.iter().enumerate().filter(|(_, shard)| shard.linked.is_some());
+        let share = self.share.elsewhere(files(plan), &plan.places)?;
+        Ok(share.without(linked.map(|(index, _)| index)))
+    }
+
+    fn with(&self, plan: Plan, share: Share) -> Self {
+        let Self { tensors, groups, sizes, frozen, .. } = self;
+        let (tensors, groups, frozen) = (tensors.clone(), groups.clone(), frozen.clone());
+        Self { tensors, plan, share, groups, sizes: *sizes, frozen }
+    }
+
+    /// What is compared with a base.
+    pub(super) fn state(&self) -> State<'_> {
+        let Self { tensors, groups, sizes, frozen, .. } = self;
+        State { tensors, groups, shard_size: sizes.shard, frozen }
     }
 }
 

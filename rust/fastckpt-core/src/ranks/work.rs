@@ -13,12 +13,13 @@ use crate::error::{Error, Result};
 use crate::format::checksum::Pair;
 use crate::format::geometry::{self, Extent};
 use crate::format::layout::Plan;
-use crate::save::work::{Unit, Work};
+use crate::save::work::{Unit, Work, extents};
 use crate::share::Piece;
 use crate::share::{Duties, Item};
 use crate::sys::memory::Source;
 
 /// Where the bytes of an item come from.
+#[derive(Debug)]
 enum From {
     /// Own memory, all in one run.
     Run(Range<u64>),
@@ -29,18 +30,30 @@ enum From {
 }
 
 /// The bytes of an item in a message.
+#[derive(Debug)]
 struct Place {
     message: usize,
     at: u64,
 }
 
-/// Bytes of a unit that come from one place.
-struct Supply<'a> {
-    item: &'a Item,
+/// Bytes of a unit that come from one place: an item by its number in the message, or among those of this rank.
+#[derive(Debug)]
+struct Supply {
+    item: usize,
     from: From,
 }
 
+impl Supply {
+    fn item<'a>(&self, duties: &'a Duties) -> &'a Item {
+        match &self.from {
+            From::Message(place) => &duties.io[place.message].items[self.item],
+            From::Run(_) | From::Rows => &duties.local[self.item],
+        }
+    }
+}
+
 /// What belongs to a unit.
+#[derive(Debug)]
 struct Needs {
     unit: Unit,
     first_piece: usize,
@@ -51,12 +64,14 @@ struct Needs {
 }
 
 /// The ranges that a rank writes.
-pub(super) struct Ranges<'a> {
-    plan: &'a Plan,
-    held: &'a Held,
-    mail: &'a Arc<Mail>,
+#[derive(Debug)]
+pub(super) struct Ranges {
+    table: Arc<Table>,
+    duties: Arc<Duties>,
+    held: Arc<Held>,
+    mail: Arc<Mail>,
     units: Vec<Needs>,
-    supplies: Vec<Supply<'a>>,
+    supplies: Vec<Supply>,
     /// Bytes to write of each shard that has any.
     bytes: BTreeMap<usize, u64>,
     /// Pieces of all units in order: shard, first byte and length.
@@ -68,46 +83,31 @@ pub(super) struct Ranges<'a> {
     taken: Vec<Mutex<Vec<Received>>>,
 }
 
-impl<'a> Ranges<'a> {
+impl Ranges {
     /// The work of the rank with these `duties`, which has `held`. Refuses duties that do not say where each byte comes
     /// from.
     pub(super) fn new(
-        table: &'a Table,
-        duties: &'a Duties,
-        held: &'a Held,
-        mail: &'a Arc<Mail>,
+        table: &Arc<Table>,
+        duties: &Arc<Duties>,
+        held: &Arc<Held>,
+        mail: &Arc<Mail>,
     ) -> Result<Self> {
         let plan = &table.plan;
-        let mut supplies: Vec<Supply<'_>> = Vec::new();
-        for item in &duties.local {
-            let from = whole_run(item, &item.bytes).map_or(From::Rows, From::Run);
-            supplies.push(Supply { item, from });
-        }
-        for (message, letter) in duties.io.iter().enumerate() {
-            let mut at = 0;
-            for item in &letter.items {
-                supplies.push(Supply { item, from: From::Message(Place { message, at }) });
-                at += item.len;
-            }
-        }
-        let place = |supply: &Supply<'_>| {
-            let (shard, offset) = plan.places[supply.item.tensor];
-            (shard, offset + supply.item.bytes.start, offset + supply.item.bytes.end)
+        let mut supplies = supplies(duties);
+        let place = |supply: &Supply| {
+            let item = supply.item(duties);
+            let (shard, offset) = plan.places[item.tensor];
+            (shard, offset + item.bytes.start, offset + item.bytes.end)
         };
-        supplies.sort_by_key(|supply| place(supply));
+        supplies.sort_by_key(place);
         let (mut units, mut pieces, mut bytes) = (Vec::new(), Vec::new(), BTreeMap::new());
         let (mut used, mut tensors, mut last) = (0, 0, None);
         for unit in cut(duties, plan) {
             *bytes.entry(unit.shard).or_insert(0) += unit.len();
             let first_piece = pieces.len();
-            let placements = &plan.shards[unit.shard].placements;
-            let block = geometry::down(unit.start, plan.block_size);
-            for placement in geometry::touching(placements, unit.start..unit.end) {
-                let extent = geometry::extent(placement, block, plan.block_size);
-                if let Some(extent) = extent.and_then(|extent| extent.clip(unit.start..unit.end)) {
-                    pieces.push((unit.shard, extent.offset, extent.len));
-                    tensors += usize::from(last.replace(extent.tensor) != Some(extent.tensor));
-                }
+            for extent in extents(plan, &unit) {
+                pieces.push((unit.shard, extent.offset, extent.len));
+                tensors += usize::from(last.replace(extent.tensor) != Some(extent.tensor));
             }
             let first = used;
             let mut given = 0;
@@ -116,14 +116,14 @@ impl<'a> Ranges<'a> {
                 if shard != unit.shard || start < unit.start || end > unit.end {
                     break;
                 }
-                given += supply.item.len;
+                given += supply.item(duties).len;
                 used += 1;
             }
             let needed: u64 = pieces[first_piece..].iter().map(|(_, _, len)| len).sum();
             if given != needed {
                 return Err(incomplete(plan, &unit, given, needed));
             }
-            let messages = messages(&supplies[first..used]);
+            let messages = messages(&supplies[first..used], duties);
             units.push(Needs { unit, first_piece, supplies: first..used, messages });
         }
         if used < supplies.len() {
@@ -131,9 +131,10 @@ impl<'a> Ranges<'a> {
             return Err(Error::Invalid(what.to_owned()));
         }
         Ok(Self {
-            plan,
-            held,
-            mail,
+            table: Arc::clone(table),
+            duties: Arc::clone(duties),
+            held: Arc::clone(held),
+            mail: Arc::clone(mail),
             supplies,
             bytes,
             tensors,
@@ -191,8 +192,17 @@ impl<'a> Ranges<'a> {
     }
 
     /// The supplies of a unit, in the order of the file.
-    fn supplies(&self, number: usize) -> &[Supply<'a>] {
-        &self.supplies[self.units[number].supplies.clone()]
+    fn supplies(&self, number: usize) -> impl Iterator<Item = (&Item, &From)> {
+        self.supplies[self.units[number].supplies.clone()].iter().map(|supply| self.with_item(supply))
+    }
+
+    fn with_item<'a>(&'a self, supply: &'a Supply) -> (&'a Item, &'a From) {
+        (supply.item(&self.duties), &supply.from)
+    }
+
+    /// Where a tensor begins in its file.
+    fn offset(&self, tensor: usize) -> u64 {
+        self.table.plan.places[tensor].1
     }
 
     /// What brings the bytes of a supply, if they are this rank's own and lie elsewhere.
@@ -202,22 +212,46 @@ impl<'a> Ranges<'a> {
 
     /// Where the bytes of an item lie in those of a unit, and which byte of the tensor is the first.
     fn slot<'b>(&self, unit: &Unit, item: &Item, bytes: &'b mut [u8]) -> (&'b mut [u8], u64) {
-        let at = (self.plan.places[item.tensor].1 + item.bytes.start - unit.start) as usize;
+        let at = (self.offset(item.tensor) + item.bytes.start - unit.start) as usize;
         let len = (item.bytes.end - item.bytes.start) as usize;
         (&mut bytes[at..at + len], item.bytes.start)
     }
 
     /// The supplies of a unit for bytes of a tensor, and perhaps others.
-    fn around(&self, number: usize, tensor: usize, bytes: &Range<u64>) -> impl Iterator<Item = &Supply<'a>> {
-        let offset = self.plan.places[tensor].1;
-        let start = |supply: &Supply<'_>| self.plan.places[supply.item.tensor].1 + supply.item.bytes.start;
+    fn around(
+        &self,
+        number: usize,
+        tensor: usize,
+        bytes: &Range<u64>,
+    ) -> impl Iterator<Item = (&Item, &From)> {
+        let offset = self.offset(tensor);
+        let start = |supply: &Supply| {
+            let item = supply.item(&self.duties);
+            self.offset(item.tensor) + item.bytes.start
+        };
         let all = &self.supplies[self.units[number].supplies.clone()];
         let last = all.partition_point(|supply| start(supply) < offset + bytes.end);
         let first = all.partition_point(|supply| start(supply) < offset);
-        let inside =
-            move |supply: &&Supply<'_>| supply.item.tensor == tensor && supply.item.bytes.end > bytes.start;
-        all[first.min(last)..last].iter().filter(inside)
+        let inside = move |(item, _): &(&Item, &From)| item.tensor == tensor && item.bytes.end > bytes.start;
+        all[first.min(last)..last].iter().map(|supply| self.with_item(supply)).filter(inside)
     }
+}
+
+/// Where the bytes come from that a rank writes.
+fn supplies(duties: &Duties) -> Vec<Supply> {
+    let own = |(item, of): (usize, &Item)| {
+        let from = whole_run(of, &of.bytes).map_or(From::Rows, From::Run);
+        Supply { item, from }
+    };
+    let mut all: Vec<_> = duties.local.iter().enumerate().map(own).collect();
+    for (message, letter) in duties.io.iter().enumerate() {
+        let mut at = 0;
+        for (item, of) in letter.items.iter().enumerate() {
+            all.push(Supply { item, from: From::Message(Place { message, at }) });
+            at += of.len;
+        }
+    }
+    all
 }
 
 /// The ranges of `duties`, cut at the blocks of their files.
@@ -235,12 +269,12 @@ fn cut(duties: &Duties, plan: &Plan) -> impl Iterator<Item = Unit> {
 
 /// The messages of a unit, and which of their bytes are for it. The items of a message lie in the order of the file, so
 /// those of a unit follow each other.
-fn messages(supplies: &[Supply<'_>]) -> Vec<(usize, Range<u64>)> {
+fn messages(supplies: &[Supply], duties: &Duties) -> Vec<(usize, Range<u64>)> {
     let mut found = BTreeMap::new();
-    for Supply { item, from } in supplies {
-        if let From::Message(Place { message, at }) = from {
+    for supply in supplies {
+        if let From::Message(Place { message, at }) = &supply.from {
             let bytes: &mut Range<u64> = found.entry(*message).or_insert(*at..*at);
-            *bytes = bytes.start.min(*at)..bytes.end.max(at + item.len);
+            *bytes = bytes.start.min(*at)..bytes.end.max(at + supply.item(duties).len);
         }
     }
     found.into_iter().collect()
@@ -253,9 +287,9 @@ fn incomplete(plan: &Plan, unit: &Unit, given: u64, needed: u64) -> Error {
     ))
 }
 
-impl Work for Ranges<'_> {
+impl Work for Ranges {
     fn plan(&self) -> &Plan {
-        self.plan
+        &self.table.plan
     }
 
     fn units(&self) -> usize {
@@ -285,7 +319,7 @@ impl Work for Ranges<'_> {
 
     fn fetched(&self, number: usize) -> Option<u64> {
         let mut found = None;
-        for Supply { item, from } in self.supplies(number) {
+        for (item, from) in self.supplies(number) {
             let placed = if let From::Run(_) = from { item.len } else { 0 };
             if self.pulled(item, from).is_some() {
                 found = Some(found.unwrap_or(0) + placed);
@@ -297,9 +331,8 @@ impl Work for Ranges<'_> {
     fn fetch(&self, units: Range<usize>, mut to: &mut [u8]) -> Result<()> {
         // Rows that lie elsewhere come together first, and are spread then: where they go, each is a few bytes.
         let rows = |number: usize| {
-            let spread = |supply: &&Supply<'_>| matches!(supply.from, From::Rows);
-            let some = self.supplies(number).iter().filter(spread);
-            some.filter_map(move |supply| Some((number, supply.item, self.held.pull(supply.item)?)))
+            let some = self.supplies(number).filter(|(_, from)| matches!(from, From::Rows));
+            some.filter_map(move |(item, _)| Some((number, item, self.held.pull(item)?)))
         };
         let rows: Vec<_> = units.clone().flat_map(rows).collect();
         let spans: Vec<_> = rows.iter().map(|(_, item, _)| span(item, &item.bytes)).collect();
@@ -316,9 +349,9 @@ impl Work for Ranges<'_> {
                 let (mut bytes, after) = rest.split_at_mut(unit.padded());
                 rest = after;
                 let mut at = unit.start;
-                for Supply { item, from } in self.supplies(number) {
+                for (item, from) in self.supplies(number) {
                     let (From::Run(run), Some(pull)) = (from, self.pulled(item, from)) else { continue };
-                    let place = self.plan.places[item.tensor].1 + item.bytes.start;
+                    let place = self.offset(item.tensor) + item.bytes.start;
                     let (slot, after) = bytes[(place - at) as usize..].split_at_mut(item.len as usize);
                     (bytes, at) = (after, place + item.len);
                     wanted.push((pull, run.start, slot));
@@ -340,7 +373,7 @@ impl Work for Ranges<'_> {
 
     fn complete(&self, number: usize, to: &mut [u8]) -> Result<()> {
         let unit = self.units[number].unit;
-        for Supply { item, from } in self.supplies(number) {
+        for (item, from) in self.supplies(number) {
             let slot = self.slot(&unit, item, to);
             match from {
                 _ if self.pulled(item, from).is_some() => {}
@@ -359,7 +392,7 @@ impl Work for Ranges<'_> {
 
     fn memory(&self, number: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()> {
         let wanted = extent.start..extent.start + extent.len;
-        for Supply { item, from } in self.around(number, extent.tensor, &wanted) {
+        for (item, from) in self.around(number, extent.tensor, &wanted) {
             let From::Run(run) = from else { continue };
             if let Some(source) = self.held.memory(item, run)? {
                 found.push((extent.offset + (item.bytes.start - extent.start), source));
@@ -370,7 +403,7 @@ impl Work for Ranges<'_> {
 
     fn copy(&self, number: usize, tensor: usize, start: u64, to: &mut [u8]) -> Result<Pair> {
         let wanted = start..start + to.len() as u64;
-        for Supply { item, from } in self.around(number, tensor, &wanted) {
+        for (item, from) in self.around(number, tensor, &wanted) {
             let inside = item.bytes.start.max(wanted.start)..item.bytes.end.min(wanted.end);
             match from {
                 From::Run(run) => {

@@ -8,7 +8,7 @@ use super::job::{Outcome, ReadJob};
 use super::plan::{self, Request};
 use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::{Io, Options};
 use crate::engine::report::Report;
 use crate::error::{Error, MAP, Result};
@@ -41,10 +41,16 @@ impl Checkpoint {
     /// Reads every page of `tensors` in `maps`, and compares every extent and the header of each shard with their
     /// checksums. The first difference is an error. The engine in `options` does not matter: the pages of a mapping
     /// belong to the page cache.
-    pub fn check(&self, maps: &Maps, tensors: &[usize], options: &Options, tick: Tick<'_>) -> Result<Report> {
+    pub fn check(
+        &self,
+        maps: &Maps,
+        tensors: &[usize],
+        options: &Options,
+        progress: Progress<'_>,
+    ) -> Result<Report> {
         let options = Options { io: Io::Buffered, ..options.clone() };
         let operation = options.operation(Kind::Load, &self.path);
-        let outcome = self.compare_mapped(maps, tensors, &options, &operation, tick);
+        let outcome = self.compare_mapped(maps, tensors, &options, &operation, progress);
         let outcome = outcome.map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome
@@ -56,7 +62,7 @@ impl Checkpoint {
         tensors: &[usize],
         options: &Options,
         operation: &Operation,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Report> {
         let begin = Instant::now();
         let mut requests = Vec::with_capacity(tensors.len());
@@ -75,7 +81,7 @@ impl Checkpoint {
         let plan = plan::plan(&self.body, requests, true)?;
         let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
         self.check_headers(&job.shards)?;
-        self.run(&job, &choice, options, begin, operation, tick)
+        self.run(&job, &choice, options, begin, operation, progress)
     }
 }
 

@@ -18,7 +18,7 @@ pub use self::job::{Stop, Sum};
 pub use self::map::Maps;
 pub use self::plan::{Request, Wanted};
 use crate::engine::choice::Choice;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::{Io, Options};
 use crate::engine::report::{Damage, Linked, Report};
 use crate::engine::run::run;
@@ -35,11 +35,11 @@ impl Checkpoint {
         requests: Vec<Request>,
         verify: bool,
         options: &Options,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Report> {
         let operation = options.operation(Kind::Load, &self.path);
         let outcome =
-            self.load(requests, verify, options, &operation, tick).map_err(|error| self.settle(error));
+            self.load(requests, verify, options, &operation, progress).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome
     }
@@ -50,7 +50,7 @@ impl Checkpoint {
         verify: bool,
         options: &Options,
         operation: &Operation,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Report> {
         let begin = Instant::now();
         let bytes = requests.iter().map(|request| request.bytes(&self.body));
@@ -68,7 +68,7 @@ impl Checkpoint {
         if verify {
             self.check_headers(&job.shards)?;
         }
-        self.run(&job, &choice, options, begin, operation, tick)
+        self.run(&job, &choice, options, begin, operation, progress)
     }
 
     /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read
@@ -80,7 +80,7 @@ impl Checkpoint {
         verify: bool,
         options: &Options,
         (operation, stop): (&Operation, Option<Stop<'_>>),
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<(Report, Vec<Sum>)> {
         let begin = Instant::now();
         let plan = plan::plan_ranges(&self.body, wanted, verify)?;
@@ -91,7 +91,7 @@ impl Checkpoint {
             if verify {
                 self.check_headers(&job.shards)?;
             }
-            self.run(&job, &choice, options, begin, operation, tick)
+            self.run(&job, &choice, options, begin, operation, progress)
         };
         let report = read().map_err(|error| self.settle(error))?;
         Ok((report, job.sums.into_inner().unwrap_or_else(PoisonError::into_inner)))
@@ -132,10 +132,10 @@ impl Checkpoint {
         options: &Options,
         begin: Instant,
         operation: &Operation,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Report> {
         let planned = begin.elapsed().as_secs_f64();
-        let ran = run(job, choice, options, self.body.block_size, operation, tick)?;
+        let ran = run(job, choice, options, self.body.block_size, operation, progress)?;
         let seconds = begin.elapsed().as_secs_f64();
         Ok(Report {
             bytes: job.plan.wanted,

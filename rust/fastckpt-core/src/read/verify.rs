@@ -9,7 +9,7 @@ use super::job::{Outcome, ReadJob};
 use super::plan::{self, Request};
 use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::Options;
 use crate::engine::report::{Damage, Report};
 use crate::error::{Error, Result};
@@ -21,9 +21,9 @@ use crate::telemetry::{self, Call, Kind, Operation};
 
 impl Checkpoint {
     /// Compares every byte with its checksum and returns all differences.
-    pub fn verify(&self, options: &Options, tick: Tick<'_>) -> Result<(Report, Vec<Damage>)> {
+    pub fn verify(&self, options: &Options, progress: Progress<'_>) -> Result<(Report, Vec<Damage>)> {
         let operation = options.operation(Kind::Verify, &self.path);
-        let outcome = self.compare_all(options, &operation, tick).map_err(|error| self.settle(error));
+        let outcome = self.compare_all(options, &operation, progress).map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome
     }
@@ -32,7 +32,7 @@ impl Checkpoint {
         &self,
         options: &Options,
         operation: &Operation,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<(Report, Vec<Damage>)> {
         let begin = Instant::now();
         let bytes = self.body.shards.iter().fold(0, |sum: u64, shard| sum.saturating_add(shard.bytes));
@@ -69,7 +69,7 @@ impl Checkpoint {
         let outcome = Outcome::Collect(Mutex::default());
         let mut job = ReadJob::new(self, plan, (choice.direct(), options), outcome);
         job.from_device = true;
-        let report = self.run(&job, &choice, options, begin, operation, tick)?;
+        let report = self.run(&job, &choice, options, begin, operation, progress)?;
         if let Outcome::Collect(found) = job.outcome {
             damage.append(&mut found.into_inner().unwrap_or_else(PoisonError::into_inner));
         }
@@ -84,7 +84,7 @@ impl Checkpoint {
 
     /// Compares every byte of one shard with its checksum. The first difference is an error. The operation appears in
     /// the monitor as a verification.
-    pub fn check_shard(&self, index: usize, options: &Options, tick: Tick<'_>) -> Result<()> {
+    pub fn check_shard(&self, index: usize, options: &Options, progress: Progress<'_>) -> Result<()> {
         // It begins now, within the save that asks, whose call it does not share.
         let call = Call { at: None, ..options.call };
         let operation = Operation::begin(Kind::Verify, &self.path, call, &options.environment);
@@ -97,7 +97,7 @@ impl Checkpoint {
             let choice = Choice::new(options, self.body.shards[index].bytes);
             let mut job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
             job.from_device = true;
-            self.run(&job, &choice, options, begin, &operation, &mut *tick).map(drop)
+            self.run(&job, &choice, options, begin, &operation, &mut *progress).map(drop)
         };
         let outcome = check().map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));

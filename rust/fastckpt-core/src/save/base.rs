@@ -9,14 +9,14 @@ use rustix::fs::{self, AtFlags};
 use super::compare::{counterparts, unchanged};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::Options;
 use crate::engine::report::Linked;
 use crate::error::{Error, Result, Visible};
 use crate::format::checksum;
-use crate::format::families::{Apart, Taken};
+use crate::format::families::{LinkedShard, Reuse};
 use crate::format::groups::Group;
-use crate::format::layout::{Plan, TensorSpec};
+use crate::format::layout::{Plan, Shard, TensorSpec};
 use crate::format::manifest::{Body, ShardEntry, TensorEntry, Vouched};
 use crate::read::Checkpoint;
 use crate::sys::file::{changed, open_regular, sync};
@@ -28,36 +28,46 @@ const TRUSTED: u64 = 16;
 /// What is unchanged gets files of its own where it is at least this part of what is written of its group.
 const FEW: u64 = 16;
 
-/// What a save may take over, and what it keeps apart so that the next one can.
+/// A state that is saved beside a base, and how its layout would be without one.
 #[derive(Debug, Clone, Copy)]
-pub struct Reuse<'a> {
-    /// An earlier checkpoint.
-    pub base: Option<&'a Path>,
-    /// For each tensor, whether it is said to stay as it is. Empty if nothing is said.
-    pub frozen: &'a [bool],
-    /// The groups and the shard size, as for a save that takes over nothing.
-    pub groups: &'a [Group],
-    /// The size of a shard in bytes.
-    pub shard_size: u64,
+pub(crate) struct State<'a> {
+    pub(crate) tensors: &'a [TensorSpec],
+    pub(crate) groups: &'a [Group],
+    /// Bytes of a shard.
+    pub(crate) shard_size: u64,
+    /// For each tensor, whether it is said to stay unchanged. Empty if nothing is said.
+    pub(crate) frozen: &'a [bool],
 }
 
-/// A state, and where its bytes lie.
-pub(super) type State<'a> = (&'a [TensorSpec], &'a [Content]);
+impl State<'_> {
+    /// The group of a tensor.
+    fn group_of(&self, tensor: usize) -> usize {
+        self.groups.iter().position(|group| group.holds(&self.tensors[tensor].name)).unwrap_or(0)
+    }
 
-/// What a save keeps apart, and what it has taken over. The files it took over lie in its workspace, under the names that
-/// [`provisional`] gives them.
+    fn is_frozen(&self, tensor: usize) -> bool {
+        self.frozen.get(tensor).copied().unwrap_or(false)
+    }
+
+    fn bytes_of(&self, tensor: usize) -> u64 {
+        self.tensors[tensor].bytes().unwrap_or(0)
+    }
+}
+
+/// The shards of a base that a save links. They lie in its workspace, under the names that [`provisional`] gives them
+/// until the layout is known.
 #[derive(Debug, Default)]
-pub(crate) struct Beside {
-    /// For each tensor, whether it is expected to stay as it is.
-    pub(crate) still: Vec<bool>,
-    /// The shards that were taken over, and for each its number and its entry in the base's manifest.
-    pub(crate) taken: Vec<Taken>,
+pub(crate) struct LinkedShards {
+    /// For each tensor, whether it is expected to stay unchanged.
+    pub(crate) unchanged: Vec<bool>,
+    /// The shards, and for each its number and its entry in the base's manifest.
+    pub(crate) shards: Vec<LinkedShard>,
     pub(crate) numbers: Vec<usize>,
-    pub(super) entries: Vec<ShardEntry>,
+    entries: Vec<ShardEntry>,
     vouched: Vec<Vouched>,
     /// For each tensor that lies in one of them, its entry in the base's manifest.
-    pub(super) tensors: Vec<Option<TensorEntry>>,
-    /// Why not everything that is unchanged could be taken over.
+    tensors: Vec<Option<TensorEntry>>,
+    /// Why not everything that is unchanged could be linked.
     pub(crate) warnings: Vec<String>,
 }
 
@@ -66,24 +76,23 @@ fn provisional(number: usize) -> String {
     format!(".fastckpt-linked-{number}")
 }
 
-impl Beside {
-    /// Nothing is taken over yet, and what is said to stay as it is is expected to.
-    pub(crate) fn new(tensors: &[TensorSpec], reuse: &Reuse<'_>) -> Result<Self> {
-        if !reuse.frozen.is_empty() && reuse.frozen.len() != tensors.len() {
-            return Err(Error::Invalid("there must be one flag for each tensor, or none".to_owned()));
-        }
-        let still = if reuse.frozen.is_empty() { vec![false; tensors.len()] } else { reuse.frozen.to_vec() };
-        Ok(Self { still, tensors: vec![None; tensors.len()], ..Self::default() })
+impl LinkedShards {
+    /// Nothing is linked yet, and what is frozen is expected to stay unchanged.
+    pub(crate) fn new(state: &State<'_>) -> Self {
+        let tensors = 0..state.tensors.len();
+        let unchanged = tensors.clone().map(|tensor| state.is_frozen(tensor)).collect();
+        Self { unchanged, tensors: tensors.map(|_| None).collect(), ..Self::default() }
     }
 
-    /// Whether the layout is another one than that of a save that reuses nothing.
-    pub(crate) fn is_apart(&self) -> bool {
-        !self.taken.is_empty() || self.still.contains(&true)
+    /// Whether the layout is another one than that of a save that links nothing.
+    pub(crate) fn changes_layout(&self, state: &State<'_>) -> bool {
+        let mut flags = self.unchanged.iter().enumerate();
+        !self.shards.is_empty() || flags.any(|(tensor, &unchanged)| unchanged != state.is_frozen(tensor))
     }
 
-    /// What the layout keeps apart.
-    pub(crate) fn apart(&self) -> Apart<'_> {
-        Apart { still: &self.still, taken: &self.taken }
+    /// What the layout depends on.
+    pub(crate) fn reuse(&self) -> Reuse<'_> {
+        Reuse { unchanged: &self.unchanged, linked: &self.shards }
     }
 
     /// The files that were linked, and the bytes of tensors in them.
@@ -92,32 +101,30 @@ impl Beside {
         Linked { files: self.entries.len(), bytes }
     }
 
-    /// Gives what was taken over the names that it has in a plan.
-    pub(crate) fn settle(workspace: &Workspace, plan: &Plan) -> Result<()> {
+    /// Gives what was linked the names that it has in a plan.
+    pub(crate) fn name_linked_shards(workspace: &Workspace, plan: &Plan) -> Result<()> {
         let mut shards = plan.shards.iter();
         shards.try_for_each(|shard| {
-            shard.taken.map_or(Ok(()), |number| workspace.settle(&provisional(number), &shard.file))
+            shard.linked.map_or(Ok(()), |number| workspace.settle(&provisional(number), &shard.file))
         })
     }
 
-    /// Compares a state with its base, and takes over what it can. Whatever is wrong with the base is a warning: then more
-    /// is written.
+    /// Compares a state with its base, and links what it can. Whatever is wrong with the base is a warning: then more is
+    /// written.
     pub(super) fn find(
         workspace: &Workspace,
-        state: State<'_>,
-        reuse: &Reuse<'_>,
+        (state, contents): (&State<'_>, &[Content]),
+        path: &Path,
         block_size: u64,
         options: &Options,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Self> {
-        let (tensors, contents) = state;
-        let mut beside = Self::new(tensors, reuse)?;
-        let Some(path) = reuse.base else { return Ok(beside) };
-        if let Some(base) = beside.open(path, block_size) {
-            let same = unchanged(tensors, contents, base.body(), options, &mut *tick)?;
-            beside.take_over(workspace, tensors, reuse, (&base, &same), options, tick)?;
+        let mut linked = Self::new(state);
+        if let Some(base) = linked.open(path, block_size) {
+            let same = unchanged(state.tensors, contents, base.body(), options, &mut *progress)?;
+            linked.link(workspace, state, (&base, &same), options, progress)?;
         }
-        Ok(beside)
+        Ok(linked)
     }
 
     /// Opens a base, unless it is none, which is a warning.
@@ -130,28 +137,27 @@ impl Beside {
         None
     }
 
-    /// Takes over what it can, given for each tensor its number in the base if it is unchanged.
-    pub(crate) fn take_over(
+    /// Links what it can, given for each tensor its number in the base if it is unchanged.
+    pub(crate) fn link(
         &mut self,
         workspace: &Workspace,
-        tensors: &[TensorSpec],
-        reuse: &Reuse<'_>,
+        state: &State<'_>,
         (base, same): (&Checkpoint, &[Option<usize>]),
         options: &Options,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<()> {
-        for (still, same) in self.still.iter_mut().zip(same) {
-            *still |= same.is_some();
+        for (unchanged, same) in self.unchanged.iter_mut().zip(same) {
+            *unchanged |= same.is_some();
         }
         let mut refused = Vec::new();
-        for (index, taken) in candidates(base.body(), same, tensors, reuse) {
-            match take(workspace, base, index, self.taken.len(), options, &mut *tick) {
+        for (index, shard) in candidates(base.body(), same, state) {
+            match link(workspace, base, index, self.shards.len(), options, &mut *progress) {
                 Ok(vouched) => {
                     let of_base = |tensor: usize| Some(base.body().tensors[same[tensor]?].clone());
-                    for placement in &taken.placements {
+                    for placement in &shard.placements {
                         self.tensors[placement.tensor] = of_base(placement.tensor);
                     }
-                    self.taken.push(taken);
+                    self.shards.push(shard);
                     self.numbers.push(index);
                     self.entries.push(base.body().shards[index].clone());
                     self.vouched.push(vouched);
@@ -160,7 +166,7 @@ impl Beside {
                 Err(error) => refused.push(error.to_string()),
             }
         }
-        self.leave_a_few(tensors, reuse);
+        self.leave_a_few(state);
         if let Some(first) = refused.first() {
             let more =
                 if refused.len() > 1 { format!(" (and {} more)", refused.len() - 1) } else { String::new() };
@@ -169,27 +175,46 @@ impl Beside {
         Ok(())
     }
 
-    /// Notes what another process has taken over from a base with this manifest, and what it keeps apart beside that.
-    /// Refuses shards that are not of this state.
+    /// Notes what another process has linked from a base with this manifest, and what it expects to stay unchanged. Refuses
+    /// shards that are not of this state.
     pub(crate) fn follow(
         &mut self,
-        tensors: &[TensorSpec],
-        reuse: &Reuse<'_>,
+        state: &State<'_>,
         base: &Body,
-        (still, numbers): (Vec<bool>, Vec<usize>),
+        (unchanged, numbers): (Vec<bool>, Vec<usize>),
     ) -> Result<()> {
-        let mut same = vec![None; tensors.len()];
-        for (tensor, index) in counterparts(tensors, base) {
+        let mut same = vec![None; state.tensors.len()];
+        for (tensor, index) in counterparts(state.tensors, base) {
             same[tensor] = Some(index);
         }
-        let mut whole = shards_of(base, &same, tensors, reuse).into_iter();
+        let mut whole = shards_of(base, &same, state).into_iter();
         for number in &numbers {
-            let taken = whole.find(|(index, _)| index == number).map(|(_, taken)| taken);
+            let shard = whole.find(|(index, _)| index == number).map(|(_, shard)| shard);
             let unknown = || Error::Invalid("a rank took over a file that is not of this state".to_owned());
-            self.taken.push(taken.ok_or_else(unknown)?);
+            self.shards.push(shard.ok_or_else(unknown)?);
         }
-        (self.still, self.numbers) = (still, numbers);
+        (self.unchanged, self.numbers) = (unchanged, numbers);
         Ok(())
+    }
+
+    /// The entries of all shards and tensors of a plan: those of the base for what is linked, the others as they were
+    /// `written`.
+    pub(super) fn united(
+        &self,
+        plan: &Plan,
+        (shards, tensors): (Vec<ShardEntry>, Vec<TensorEntry>),
+    ) -> (Vec<ShardEntry>, Vec<TensorEntry>) {
+        let (mut shards, mut tensors) = (shards.into_iter(), tensors.into_iter());
+        let shard = |shard: &Shard| match shard.linked {
+            Some(number) => Some(ShardEntry { file: shard.file.clone(), ..self.entries[number].clone() }),
+            None => shards.next(),
+        };
+        let tensor = |(index, &(shard, _)): (usize, &(usize, u64))| match plan.shards[shard].linked {
+            Some(_) => self.tensors[index].clone().map(|entry| TensorEntry { shard, ..entry }),
+            None => tensors.next(),
+        };
+        let all = plan.shards.iter().filter_map(shard).collect();
+        (all, plan.places.iter().enumerate().filter_map(tensor).collect())
     }
 
     /// What stands for the bytes of each shard of a plan, which lies in the workspace. Nothing, if a file cannot be looked
@@ -200,36 +225,29 @@ impl Beside {
             Some(Vouched { modified, links: 0, inode })
         };
         let all = plan.shards.iter().map(|shard| {
-            shard.taken.map_or_else(|| written(&shard.file), |number| Some(self.vouched[number]))
+            shard.linked.map_or_else(|| written(&shard.file), |number| Some(self.vouched[number]))
         });
         all.collect::<Option<_>>().unwrap_or_default()
     }
 
     /// Keeps nothing apart in a group of which nearly all is written anyway: a file for a few constants would only be one
     /// more file.
-    fn leave_a_few(&mut self, tensors: &[TensorSpec], reuse: &Reuse<'_>) {
-        let groups: Vec<_> = tensors.iter().map(|tensor| group_of(reuse, tensor)).collect();
-        let mut bytes = vec![[0; 2]; reuse.groups.len()];
-        let written = |beside: &Self, tensor: usize| beside.tensors[tensor].is_none();
-        for (tensor, group) in groups.iter().enumerate().filter(|(tensor, _)| written(self, *tensor)) {
-            let [all, still] = &mut bytes[*group];
-            let size = tensors[tensor].bytes().unwrap_or(0);
-            *all += size;
-            *still += if self.still[tensor] { size } else { 0 };
+    fn leave_a_few(&mut self, state: &State<'_>) {
+        let groups: Vec<_> = (0..state.tensors.len()).map(|tensor| state.group_of(tensor)).collect();
+        let mut bytes = vec![[0; 2]; state.groups.len()];
+        for (tensor, group) in groups.iter().enumerate().filter(|(tensor, _)| self.tensors[*tensor].is_none())
+        {
+            let [all, unchanged] = &mut bytes[*group];
+            *all += state.bytes_of(tensor);
+            *unchanged += if self.unchanged[tensor] { state.bytes_of(tensor) } else { 0 };
         }
         for (tensor, group) in groups.iter().enumerate() {
-            let [all, still] = bytes[*group];
-            let frozen = reuse.frozen.get(tensor).copied().unwrap_or(false);
-            if !frozen && still < all / FEW {
-                self.still[tensor] = false;
+            let [all, unchanged] = bytes[*group];
+            if !state.is_frozen(tensor) && unchanged < all / FEW {
+                self.unchanged[tensor] = false;
             }
         }
     }
-}
-
-/// The group of a tensor.
-fn group_of(reuse: &Reuse<'_>, tensor: &TensorSpec) -> usize {
-    reuse.groups.iter().position(|group| group.holds(&tensor.name)).unwrap_or(0)
 }
 
 /// Opens a base. A text says why it is none.
@@ -251,19 +269,13 @@ fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String>
 
 /// The shards of a base that hold nothing but tensors of this state, unchanged, and go to one group of it. `same` has
 /// for each tensor of the state its number in the base.
-fn shards_of(
-    base: &Body,
-    same: &[Option<usize>],
-    tensors: &[TensorSpec],
-    reuse: &Reuse<'_>,
-) -> Vec<(usize, Taken)> {
+fn shards_of(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usize, LinkedShard)> {
     let mut own = vec![None; base.tensors.len()];
     for (tensor, index) in same.iter().enumerate() {
         if let Some(index) = *index {
             own[index] = Some(tensor);
         }
     }
-    let group_of = |tensor: usize| group_of(reuse, &tensors[tensor]);
     let mut placements: Vec<Option<Vec<_>>> = base.shards.iter().map(|_| Some(Vec::new())).collect();
     for (entry, own) in base.tensors.iter().zip(&own) {
         let shard = &mut placements[entry.shard];
@@ -275,61 +287,59 @@ fn shards_of(
     let whole = placements.into_iter().enumerate().filter_map(|(index, placements)| {
         let mut placements = placements?;
         placements.sort_unstable_by_key(|placement| (placement.offset, placement.bytes));
-        let group = group_of(placements.first()?.tensor);
+        let group = state.group_of(placements.first()?.tensor);
         let shard = &base.shards[index];
-        let fits = reuse.groups[group].prefix == shard.prefix
-            && placements.iter().all(|placement| group_of(placement.tensor) == group);
-        fits.then_some((index, Taken { group, placements, bytes: shard.bytes }))
+        let fits = state.groups[group].prefix == shard.prefix
+            && placements.iter().all(|placement| state.group_of(placement.tensor) == group);
+        fits.then_some((index, LinkedShard { group, placements, bytes: shard.bytes }))
     });
     whole.collect()
 }
 
 /// Those of them that are worth linking.
-fn candidates(
-    base: &Body,
-    same: &[Option<usize>],
-    tensors: &[TensorSpec],
-    reuse: &Reuse<'_>,
-) -> Vec<(usize, Taken)> {
-    let whole = shards_of(base, same, tensors, reuse);
-    let group_of = |tensor: usize| group_of(reuse, &tensors[tensor]);
-    let mut still = vec![0; reuse.groups.len()];
+fn candidates(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usize, LinkedShard)> {
+    let whole = shards_of(base, same, state);
+    let mut unchanged = vec![0; state.groups.len()];
     for (tensor, _) in same.iter().enumerate().filter(|(_, same)| same.is_some()) {
-        still[group_of(tensor)] += tensors[tensor].bytes().unwrap_or(0);
+        unchanged[state.group_of(tensor)] += state.bytes_of(tensor);
     }
-    for (index, taken) in &whole {
+    for (index, LinkedShard { group, .. }) in &whole {
         let data = base.shards[*index].bytes.saturating_sub(base.shards[*index].data_offset);
-        still[taken.group] = still[taken.group].saturating_sub(data);
+        unchanged[*group] = unchanged[*group].saturating_sub(data);
     }
-    worth_linking(whole, still, reuse.shard_size)
+    worth_linking(whole, unchanged, state.shard_size)
 }
 
-/// Leaves out small shards that are no larger than what is written in their group because it stays as it is, `still`
+/// Leaves out small shards that are no larger than what is written in their group because it stays as it is, `unchanged`
 /// bytes: they become one with it. So the shards that are linked double in size, and their number stays small however
 /// tensors come to rest one by one.
-fn worth_linking(whole: Vec<(usize, Taken)>, mut still: Vec<u64>, shard_size: u64) -> Vec<(usize, Taken)> {
+fn worth_linking(
+    whole: Vec<(usize, LinkedShard)>,
+    mut unchanged: Vec<u64>,
+    shard_size: u64,
+) -> Vec<(usize, LinkedShard)> {
     let mut order: Vec<usize> = (0..whole.len()).collect();
     order.sort_by_key(|&number| whole[number].1.bytes);
     let mut kept = vec![true; whole.len()];
     for number in order {
-        let Taken { group, bytes, .. } = whole[number].1;
-        if bytes <= still[group] && bytes < shard_size / 2 {
-            still[group] += bytes;
+        let LinkedShard { group, bytes, .. } = whole[number].1;
+        if bytes <= unchanged[group] && bytes < shard_size / 2 {
+            unchanged[group] += bytes;
             kept[number] = false;
         }
     }
     whole.into_iter().zip(kept).filter_map(|(one, kept)| kept.then_some(one)).collect()
 }
 
-/// Takes shard `index` of the base over into the workspace, after a look at its bytes or at what stands for them. Returns
-/// what stands for them from now on.
-fn take(
+/// Links shard `index` of the base into the workspace, after a look at its bytes or at what stands for them. Returns what
+/// stands for them from now on.
+fn link(
     workspace: &Workspace,
     base: &Checkpoint,
     index: usize,
     number: usize,
     options: &Options,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Vouched> {
     let shard = &base.body().shards[index];
     let path = base.path().join(&shard.file);
@@ -345,7 +355,7 @@ fn take(
     let vouched = base.body().saved.files.get(index).filter(is_known);
     if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
         // What is read is no progress of the save.
-        base.check_shard(index, options, &mut |_, _| tick(0, 0))?;
+        base.check_shard(index, options, &mut |_, _| progress(0, 0))?;
     }
     if vouched.is_none() {
         // Whoever made it may not have synced it: it may be a copy that a user made. After the link, the sync would wait

@@ -5,6 +5,7 @@
 mod assemble;
 pub(crate) mod base;
 pub(crate) mod compare;
+mod finish;
 pub(crate) mod job;
 mod part;
 pub(crate) mod shards;
@@ -17,33 +18,33 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 
 use serde_json::value::RawValue;
 
-use self::base::Beside;
-pub use self::base::Reuse;
+use self::base::{LinkedShards, State};
+pub use self::finish::{Committed, Figures, seal};
+pub(crate) use self::finish::{Finish, finish};
 pub use self::part::{Bytes, Part, Unsynced};
 pub use self::shards::{Written, write_shards};
 pub(crate) use self::whole::{shard_entry, tensor_entry, whole_xz};
 use crate::commit::Workspace;
 use crate::engine::content::Content;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::engine::report::Report;
 use crate::error::{Error, Result};
 use crate::format::geometry;
 use crate::format::groups::Group;
-use crate::format::index;
-use crate::format::layout::{self, Plan, Shard, TensorSpec};
+use crate::format::layout::{self, Plan, Sizes, TensorSpec};
 use crate::format::limits::MAX_BYTES;
-use crate::format::manifest::{self, Body, Saved, ShardEntry, TensorEntry, Vouched, Writer};
+use crate::format::manifest::{self, Body, Saved, TensorEntry, Vouched, Writer};
 use crate::format::tokens;
 use crate::sys::mapping::Stretch;
-use crate::telemetry::{self, Kind, Operation, Phase};
+use crate::telemetry::{self, Kind, Operation};
 
 /// The bytes to save.
 #[derive(Debug, Clone, Copy)]
 pub enum Contents<'a> {
-    /// Tensors, each where it lies. They are laid out over the files of these groups, of this target size in bytes.
-    Tensors(&'a [Content], &'a [Group], u64),
-    /// The shards of a plan as they will be on the disk. They cannot change.
+    /// Tensors, each where it lies.
+    Tensors(&'a [Content]),
+    /// The shards of a plan as they will be on the disk. They cannot change. The plan is that of the request.
     Images(&'a Plan, &'a [Stretch]),
 }
 
@@ -54,10 +55,16 @@ pub struct Request<'a> {
     pub path: &'a Path,
     /// The tensors.
     pub tensors: &'a [TensorSpec],
+    /// The groups of files that they are laid out over.
+    pub groups: &'a [Group],
+    /// The size of a shard in bytes.
+    pub shard_size: u64,
     /// Their bytes.
     pub contents: Contents<'a>,
-    /// What of an earlier checkpoint may become part of this one.
-    pub reuse: Option<Reuse<'a>>,
+    /// An earlier checkpoint, whose files become part of this one where nothing in them has changed.
+    pub base: Option<&'a Path>,
+    /// For each tensor, whether it is said to stay unchanged in later saves. Empty if nothing is said.
+    pub frozen: &'a [bool],
     /// The structure of the state: a JSON array of tokens.
     pub structure: &'a str,
     /// The caller's metadata: also a JSON array of tokens.
@@ -71,9 +78,9 @@ pub struct Request<'a> {
 /// Writes a checkpoint. When this succeeds, the checkpoint is durable and visible. When it fails, nothing of it is
 /// left, and what was there before is untouched. There is one exception: if only the very last step fails, the sync of
 /// the parent directory after the rename, the new checkpoint has the name but may not survive a power cut.
-pub fn save(request: &Request<'_>, options: &Options, tick: Tick<'_>) -> Result<Report> {
+pub fn save(request: &Request<'_>, options: &Options, progress: Progress<'_>) -> Result<Report> {
     let operation = options.operation(Kind::Save, request.path);
-    let outcome = write(request, options, &operation, tick, MAX_BYTES);
+    let outcome = write(request, options, &operation, progress, MAX_BYTES);
     operation.end(telemetry::outcome(&outcome));
     outcome
 }
@@ -83,88 +90,96 @@ fn write(
     request: &Request<'_>,
     options: &Options,
     operation: &Operation,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
     most: u64,
 ) -> Result<Report> {
     let begin = Instant::now();
-    let created = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64());
-    let texts = [request.structure, request.metadata, ""];
-    let tensors = request.tensors;
-    let (plan, bytes) = match request.contents {
-        Contents::Tensors(contents, groups, shard_size) => {
-            let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
-            let plan = layout::plan(tensors, groups, shard_size, block_size)?;
-            (Cow::Owned(plan), Bytes::Tensors(contents))
-        }
-        Contents::Images(plan, images) => (Cow::Borrowed(plan), Bytes::Images(images)),
-    };
-    let body = empty_body(created, plan.block_size, texts)?;
-    check_size(&plan, tensors, texts, most)?;
-    let mut workspace = Workspace::create(request.path, request.overwrite)?;
+    let (tensors, texts) = (request.tensors, [request.structure, request.metadata, ""]);
+    let (first, given) = request.lay_out(options)?;
+    let body = empty_body(since_1970(), first.block_size, texts)?;
+    check_size(&first, tensors, texts, most)?;
+    let workspace = Workspace::create(request.path, request.overwrite)?;
     let planned = begin.elapsed().as_secs_f64();
-    let (mut plan, mut bytes, mut beside) = (plan, bytes, Beside::default());
-    let contents;
-    if let Some(reuse) = &request.reuse {
-        contents = contents_of(&bytes, tensors, &plan)?;
-        beside = Beside::find(&workspace, (tensors, &contents), reuse, plan.block_size, options, &mut *tick)?;
-        if beside.is_apart() {
-            let sizes = (reuse.shard_size, plan.block_size);
-            plan = Cow::Owned(layout::plan_apart(tensors, reuse.groups, sizes, &beside.apart())?);
-            bytes = Bytes::Tensors(&contents);
-            check_size(&plan, tensors, texts, most)?;
-        }
+
+    let (contents, linked, second) = request.compare(&workspace, (&first, given), options, &mut *progress)?;
+    if let Some(second) = &second {
+        check_size(second, tensors, texts, most)?;
+        LinkedShards::name_linked_shards(&workspace, second)?;
     }
-    let plan = &*plan;
-    Beside::settle(&workspace, plan)?;
+    let (plan, bytes) = second.as_ref().map_or((&*first, given), |plan| (plan, Bytes::Tensors(&contents)));
     let compared = begin.elapsed().as_secs_f64() - planned;
+
     let shards: Vec<usize> =
-        (0..plan.shards.len()).filter(|&index| plan.shards[index].taken.is_none()).collect();
+        (0..plan.shards.len()).filter(|&index| plan.shards[index].linked.is_none()).collect();
     let part = Part { plan, tensors, bytes, shards: &shards };
+    let written = write_shards(&workspace, &part, options, operation, &mut *progress)?;
+    let Written { shards, tensors, ran, unsynced, seconds: [allocated, wrote, synced] } = written;
 
-    let written = write_shards(&workspace, &part, options, operation, &mut *tick)?;
-    let Written { ran, unsynced, seconds: [allocated, wrote, synced], .. } = written;
-    let moving = planned + compared + allocated + wrote + synced;
-
-    let bytes = part.total();
-    let saved = Saved {
+    let figures = Figures {
         engine: ran.engine.name().to_owned(),
         fallback: ran.fallback.as_ref().map(|fallback| fallback.reason.clone()),
         threads: ran.threads as u64,
-        seconds: moving,
-        gigabytes_per_second: bytes as f64 / moving.max(1e-9) / 1e9,
-        files: beside.vouched(&workspace, plan),
+        seconds: planned + compared + allocated + wrote + synced,
     };
-    let (shards, entries) = united(plan, &beside, written.shards, written.tensors);
-    let body = Body { saved, shards, tensors: entries, ..body };
-    let rest = seal(&mut workspace, &body, request.files, unsynced, operation)?;
-    let total = part.shards().map(|shard| shard.bytes).sum();
-    // The rest is quick and cannot be stopped half-way.
-    if !tick(total, total) {
-        return Err(Error::Interrupted);
-    }
-    let published = workspace.publish()?;
-    let linked = beside.linked();
+    let moving = figures.seconds;
+    let (linked, written) = (&linked, (shards, tensors));
+    let end = Finish { body, plan, linked, written, joint: false, files: request.files, figures, unsynced };
+    let (committed, displaced) = finish(workspace, end, operation, progress)?;
+    // It is removed before the save ends.
+    drop(displaced);
     let seconds = begin.elapsed().as_secs_f64();
-    let has_base = request.reuse.is_some_and(|reuse| reuse.base.is_some());
     let mut phases = vec![
-        ("plan", planned + allocated + if has_base { 0.0 } else { compared }),
+        ("plan", planned + allocated + if request.base.is_some() { 0.0 } else { compared }),
         ("write", wrote),
-        ("fsync", synced + rest),
-        ("commit", seconds - moving - rest),
+        ("fsync", synced + committed.synced),
+        ("commit", seconds - moving - committed.synced),
     ];
-    if has_base {
+    if request.base.is_some() {
         phases.insert(1, ("compare", compared));
     }
-    Ok(Report {
-        bytes,
-        phases,
-        seconds,
-        ran,
-        warnings: [beside.warnings, published.warnings()].concat(),
-        shards: plan.shards.len(),
-        tensors: tensors.len(),
-        linked,
-    })
+    let Committed { bytes, warnings, shards, tensors, linked, .. } = committed;
+    Ok(Report { bytes, phases, seconds, ran, warnings, shards, tensors, linked })
+}
+
+/// Seconds since 1970.
+pub(crate) fn since_1970() -> f64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
+}
+
+impl<'a> Request<'a> {
+    /// The layout of a save that links nothing, and where its bytes come from.
+    fn lay_out(&self, options: &Options) -> Result<(Cow<'a, Plan>, Bytes<'a>)> {
+        Ok(match self.contents {
+            Contents::Tensors(contents) => {
+                let block = options.block_size.unwrap_or(BLOCK_SIZE);
+                let sizes = Sizes { shard: self.shard_size, block };
+                let reuse = layout::Reuse { unchanged: self.frozen, linked: &[] };
+                let plan = layout::lay_out(self.tensors, self.groups, sizes, &reuse)?;
+                (Cow::Owned(plan), Bytes::Tensors(contents))
+            }
+            Contents::Images(plan, images) => (Cow::Borrowed(plan), Bytes::Images(images)),
+        })
+    }
+
+    /// Links what it can of a base. Returns the tensors' contents, what was linked, and the layout of the rest, if it is
+    /// another one than `first`.
+    fn compare(
+        &self,
+        workspace: &Workspace,
+        (first, given): (&Plan, Bytes<'a>),
+        options: &Options,
+        progress: Progress<'_>,
+    ) -> Result<(Cow<'a, [Content]>, LinkedShards, Option<Plan>)> {
+        let Some(base) = self.base else { return Ok((Cow::default(), LinkedShards::default(), None)) };
+        let &Self { tensors, groups, shard_size, frozen, .. } = self;
+        let (state, block) = (State { tensors, groups, shard_size, frozen }, first.block_size);
+        let contents = contents_of(&given, tensors, first)?;
+        let linked = LinkedShards::find(workspace, (&state, &contents), base, block, options, progress)?;
+        let lay_out =
+            || layout::lay_out(tensors, groups, Sizes { shard: shard_size, block }, &linked.reuse());
+        let second = linked.changes_layout(&state).then(lay_out).transpose()?;
+        Ok((contents, linked, second))
+    }
 }
 
 /// The tensors as contents: the images of a plan have them, each at its place.
@@ -178,57 +193,6 @@ fn contents_of<'a>(bytes: &Bytes<'a>, tensors: &[TensorSpec], plan: &Plan) -> Re
         images.get(shard).and_then(|image| image.part(range)).map(Content::Image)
     });
     places.collect::<Option<Vec<_>>>().map(Cow::Owned).ok_or_else(Content::too_short)
-}
-
-/// The entries of all shards and tensors of a plan: those of `beside` for what was taken over, the others as they were
-/// written.
-pub(crate) fn united(
-    plan: &Plan,
-    beside: &Beside,
-    shards: Vec<ShardEntry>,
-    tensors: Vec<TensorEntry>,
-) -> (Vec<ShardEntry>, Vec<TensorEntry>) {
-    let (mut shards, mut tensors) = (shards.into_iter(), tensors.into_iter());
-    let shard = |shard: &Shard| match shard.taken {
-        Some(number) => Some(ShardEntry { file: shard.file.clone(), ..beside.entries[number].clone() }),
-        None => shards.next(),
-    };
-    let tensor = |(index, &(shard, _)): (usize, &(usize, u64))| match plan.shards[shard].taken {
-        Some(_) => beside.tensors[index].clone().map(|entry| TensorEntry { shard, ..entry }),
-        None => tensors.next(),
-    };
-    let all = plan.shards.iter().filter_map(shard).collect();
-    (all, plan.places.iter().enumerate().filter_map(tensor).collect())
-}
-
-/// The second step: completes `workspace` with the caller's `files`, and with the index and the manifest for `body`.
-/// Makes them durable, together with the shard that the first step left `unsynced`. Returns the seconds that the sync of
-/// that shard took. Refuses a body with a missing shard.
-pub fn seal(
-    workspace: &mut Workspace,
-    body: &Body,
-    files: &[(&str, &[u8])],
-    unsynced: Option<Unsynced>,
-    operation: &Operation,
-) -> Result<f64> {
-    if unsynced.is_none() {
-        operation.phase(Phase::Commit);
-    }
-    let shards = body.shards.iter().map(|shard| (shard.file.clone(), shard.bytes)).collect();
-    let index_file = index::encode(body)?;
-    let files: Vec<_> = files.iter().copied().chain([(index::FILE, index_file.as_slice())]).collect();
-    let mut rest = 0.0;
-    // A file system that has both the shard and its manifest to write makes them durable together.
-    workspace.seal(shards, &files, &manifest::encode(body)?, || {
-        let begin = Instant::now();
-        // This also closes the file. If the commit failed while the file was open, NFS and FUSE would only rename it,
-        // and its directory would stay.
-        unsynced.map_or(Ok(()), |unsynced| unsynced.sync(operation))?;
-        rest = begin.elapsed().as_secs_f64();
-        operation.phase(Phase::Commit);
-        Ok(())
-    })?;
-    Ok(rest)
 }
 
 /// A manifest without shards and tensors. `texts` are the structure, the metadata and what each rank has for itself;

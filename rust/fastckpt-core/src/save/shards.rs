@@ -9,7 +9,7 @@ use super::part::{Part, Unsynced};
 use super::whole::Whole;
 use crate::commit::Workspace;
 use crate::engine::choice::Choice;
-use crate::engine::job::{TICK, Tick};
+use crate::engine::job::{Progress, TICK};
 use crate::engine::options::Options;
 use crate::engine::report::Ran;
 use crate::engine::run::run;
@@ -42,12 +42,12 @@ pub fn write_shards(
     part: &Part<'_>,
     options: &Options,
     operation: &Operation,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<Written> {
     part.check()?;
     let begin = Instant::now();
     let choice = Choice::new(options, part.total());
-    allocate(part.shards(), workspace, &mut *tick)?;
+    allocate(part.shards(), workspace, &mut *progress)?;
     let allocated = begin.elapsed().as_secs_f64();
     let work = Whole::new(part);
     let mut job = WriteJob::new(&work, workspace, &choice, options, begin);
@@ -55,7 +55,7 @@ pub fn write_shards(
         // A process that joined writes no manifest.
         job = job.leaving_a_sync();
     }
-    let ran = run(&job, &choice, options, part.plan.block_size, operation, tick)?;
+    let ran = run(&job, &choice, options, part.plan.block_size, operation, progress)?;
     operation.phase(Phase::Fsync);
     let synced = begin.elapsed().as_secs_f64();
     let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(allocated, synced);
@@ -69,14 +69,14 @@ pub fn write_shards(
 pub(crate) fn allocate<'a>(
     shards: impl Iterator<Item = &'a Shard> + Clone,
     workspace: &Workspace,
-    tick: Tick<'_>,
+    progress: Progress<'_>,
 ) -> Result<()> {
     let total = shards.clone().map(|shard| shard.bytes).sum();
     let mut last = Instant::now();
     let mut go_on = || {
         let late = last.elapsed() >= TICK;
         last = if late { Instant::now() } else { last };
-        !late || tick(0, total)
+        !late || progress(0, total)
     };
     for shard in shards {
         DataFile::create(workspace.directory(), &shard.file, shard.bytes, &mut go_on).map_err(|error| {

@@ -9,6 +9,7 @@ use crate::engine::choice::Choice;
 use crate::engine::job::Job as _;
 use crate::format::geometry::PAGE;
 use crate::format::groups;
+use crate::format::manifest::ShardEntry;
 use crate::read::Checkpoint;
 
 /// Tensors whose names need escapes, of several extents, and of a dtype that must be named. Also counts the reads.
@@ -41,8 +42,11 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
     let request = Request {
         path: &path,
         tensors: &tensors,
-        contents: Contents::Tensors(&contents, &groups::of(""), 8 << 20),
-        reuse: None,
+        groups: &groups::of(""),
+        shard_size: 8 << 20,
+        contents: Contents::Tensors(&contents),
+        base: None,
+        frozen: &[],
         structure: r#"[["list",1],"0123456789"]"#,
         metadata: "[null]",
         files: &[],
@@ -71,7 +75,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_first_byte() {
     // What fits is not refused.
     save(len + 2 * 4096).unwrap();
 
-    let plan = layout::plan(&tensors, &groups::of(""), 8 << 20, PAGE).unwrap();
+    let plan = lay_out(&tensors, 8 << 20, PAGE).unwrap();
     let check = |per_rank: &str| check_size(&plan, &tensors, ["[]", "[]", per_rank], len + 2 * 4096);
     check("").unwrap();
     let text = check(&format!("[\"{}\"]", "x".repeat(1 << 20))).unwrap_err().to_string();
@@ -90,8 +94,11 @@ fn the_bound_that_costs_little_is_never_too_low() {
         let request = Request {
             path: &path,
             tensors,
-            contents: Contents::Tensors(contents, &groups::of(""), shard_size),
-            reuse: None,
+            groups: &groups::of(""),
+            shard_size,
+            contents: Contents::Tensors(contents),
+            base: None,
+            frozen: &[],
             structure,
             metadata,
             files: &[],
@@ -99,10 +106,14 @@ fn the_bound_that_costs_little_is_never_too_low() {
         };
         let options = Options { block_size: Some(block_size), threads: Some(1), ..Options::default() };
         save(&request, &options, &mut |_, _| true).unwrap();
-        let plan = layout::plan(tensors, &groups::of(""), shard_size, block_size).unwrap();
+        let plan = lay_out(tensors, shard_size, block_size).unwrap();
         let bound = manifest::at_most(tensors, &plan, [structure, metadata, ""]);
         assert!(std::fs::metadata(path.join(manifest::FILE)).unwrap().len() <= bound);
     }
+}
+
+fn lay_out(tensors: &[TensorSpec], shard: u64, block: u64) -> Result<Plan> {
+    layout::lay_out(tensors, &groups::of(""), Sizes { shard, block }, &layout::Reuse::default())
 }
 
 /// Two tensors of 3 pages and a bit, one shard each, with their contents and their plan.
@@ -126,7 +137,7 @@ fn small(fills: [u8; 2]) -> Small {
             Ok(())
         })
     };
-    let plan = layout::plan(&tensors, &groups::of(""), PAGE, PAGE).unwrap();
+    let plan = lay_out(&tensors, PAGE, PAGE).unwrap();
     Small { tensors, contents: fills.map(content).into(), plan }
 }
 
@@ -159,8 +170,11 @@ pub(crate) fn saved(path: &Path, fills: [u8; 2]) -> PathBuf {
     let request = Request {
         path,
         tensors: &tensors,
-        contents: Contents::Tensors(&contents, &groups::of(""), PAGE),
-        reuse: None,
+        groups: &groups::of(""),
+        shard_size: PAGE,
+        contents: Contents::Tensors(&contents),
+        base: None,
+        frozen: &[],
         structure: "[]",
         metadata: "[]",
         files: &[],
@@ -278,7 +292,7 @@ fn a_part_is_some_shards_of_the_plan_in_order() {
 fn a_part_of_one_block_is_left_to_be_synced() {
     let parent = tempfile::tempdir().unwrap();
     let mut state = small([1, 2]);
-    state.plan = layout::plan(&state.tensors, &groups::of(""), PAGE, BLOCK_SIZE).unwrap();
+    state.plan = lay_out(&state.tensors, PAGE, BLOCK_SIZE).unwrap();
     let path = parent.path().join("c");
     let mut workspace = Workspace::create(&path, true).unwrap();
     let first = state.write(&workspace, &[0]).unwrap();

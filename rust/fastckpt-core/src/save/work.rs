@@ -49,14 +49,9 @@ pub(crate) trait Work: Sync {
     /// The bytes of shard `index` that belong to units.
     fn bytes_of(&self, index: usize) -> u64;
 
-    /// The extents in a unit, or the parts of them that lie in it.
+    /// See [`extents`].
     fn extents(&self, unit: &Unit) -> impl Iterator<Item = Extent> {
-        let (plan, range) = (self.plan(), unit.start..unit.end);
-        let block = geometry::down(unit.start, plan.block_size);
-        let placements = geometry::touching(&plan.shards[unit.shard].placements, range.clone());
-        placements.iter().filter_map(move |placement| {
-            geometry::extent(placement, block, plan.block_size)?.clip(range.clone())
-        })
+        extents(self.plan(), unit)
     }
 
     /// Whether the bytes of a unit are there. A unit whose bytes are not there is asked for again and again.
@@ -105,6 +100,16 @@ pub(crate) trait Work: Sync {
 
     /// A unit is in its file.
     fn written(&self, _number: usize) {}
+}
+
+/// The extents in a unit of a plan, or the parts of them that lie in it.
+pub(crate) fn extents(plan: &Plan, unit: &Unit) -> impl Iterator<Item = Extent> {
+    let range = unit.start..unit.end;
+    let block = geometry::down(unit.start, plan.block_size);
+    let placements = geometry::touching(&plan.shards[unit.shard].placements, range.clone());
+    placements
+        .iter()
+        .filter_map(move |placement| geometry::extent(placement, block, plan.block_size)?.clip(range.clone()))
 }
 
 /// The header bytes of `shard` in `unit`.

@@ -59,7 +59,8 @@ impl Share {
         let (mut found, mut teams) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();
         let mut work = Work::new(self, rank, &[]);
-        for &tensor in self.order.iter().flatten() {
+        // Also those of files that nobody writes: they are linked for what one copy has.
+        for tensor in self.with_bytes() {
             let cover = self.cover(tensor)?;
             if cover.copies() < 2 || (depth == Depth::Overlaps && !cover.overlaps()) {
                 continue;

@@ -159,10 +159,15 @@ impl Share {
         self
     }
 
+    /// The tensors that have bytes, also those of files that nobody reads or writes.
+    pub(super) fn with_bytes(&self) -> impl Iterator<Item = usize> {
+        (0..self.tensors.len()).filter(|&tensor| self.tensors[tensor].stored > 0)
+    }
+
     /// The number of tensors of which several ranks hold the same bytes.
     pub fn replicated(&self) -> Result<usize> {
-        let mut all = self.order.iter().flatten();
-        all.try_fold(0, |count, &tensor| Ok(count + usize::from(self.cover(tensor)?.copies() > 1)))
+        self.with_bytes()
+            .try_fold(0, |count, tensor| Ok(count + usize::from(self.cover(tensor)?.copies() > 1)))
     }
 
     /// The ranks of each of a tensor's spreads, ascending.

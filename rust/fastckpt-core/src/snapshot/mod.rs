@@ -2,23 +2,25 @@
 
 mod staging;
 
+use std::ops::Range;
 use std::path::Path;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 
-use self::staging::{Progress, Wanted, rooms};
+use self::staging::{Counters, Staging};
 use crate::engine::content::Content;
-use crate::engine::job::Tick;
+use crate::engine::job::Progress;
 pub use crate::engine::memory::Memory;
 use crate::engine::memory::lock;
 use crate::engine::options::{BLOCK_SIZE, Options};
 use crate::engine::report::Report;
 use crate::error::{Error, Result};
+use crate::format::geometry::{PAGE, Placement};
 use crate::format::groups::Group;
-use crate::format::layout::{self, Plan, TensorSpec};
+use crate::format::layout::{self, Plan, Sizes, TensorSpec};
 use crate::format::limits::MAX_BYTES;
-use crate::save::{Contents, Request, Reuse, check_size, save};
-use crate::sys::mapping::{Mapping, Stretch};
+use crate::save::{Contents, Request, check_size, save};
+use crate::sys::mapping::Stretch;
 
 /// The state that a snapshot copies.
 #[derive(Debug)]
@@ -33,51 +35,101 @@ pub struct State {
     pub metadata: String,
 }
 
-/// How far the snapshot is.
-#[derive(Debug, PartialEq, Eq)]
-enum Phase {
-    /// Tensors are still to be copied.
-    Staging,
-    /// The images are complete.
-    Staged,
-    /// A copy failed. The images are unusable.
-    Failed,
+/// What the files of a snapshot depend on beside its tensors, as in [`Request`].
+#[derive(Debug)]
+pub struct Layout {
+    /// The groups of files.
+    pub groups: Vec<Group>,
+    /// The size of a shard in bytes.
+    pub shard_size: u64,
+    /// For each tensor, whether it is said to stay unchanged; or empty.
+    pub frozen: Vec<bool>,
+}
+
+/// What becomes the files of a checkpoint.
+#[derive(Debug)]
+struct Files {
+    tensors: Vec<TensorSpec>,
+    layout: Layout,
+    structure: String,
+    metadata: String,
+    plan: Plan,
 }
 
 #[derive(Debug)]
 struct Inner {
-    state: State,
-    plan: Plan,
-    phase: Phase,
-    /// The memory's owner, and the memory.
-    memory: Option<(Arc<Memory>, Arc<Mapping>)>,
+    staging: Staging,
+    /// `None` for a snapshot of parts.
+    files: Option<Files>,
 }
 
-/// A state that is copied and then written from the copy. Its memory holds the files of the checkpoint as they will be
-/// on the disk, including headers: only the manifest is missing. Each method except the getters and `stop` refuses
-/// while another one runs.
+/// A part of a state, for a snapshot of parts.
+#[derive(Debug)]
+pub struct Part {
+    /// Where it lies.
+    pub content: Content,
+    /// Its size in bytes.
+    pub bytes: u64,
+    /// Whether it follows the part before without a gap, if that one says so, too. What a device copies in one go does.
+    pub joins: bool,
+}
+
+/// A state that is copied to memory, so that it may change while the copy is written. Either the memory holds the files of
+/// a checkpoint as they will be on the disk, including headers (only the manifest is missing), and this writes them; or it
+/// holds parts, which somebody else writes from their [`Self::places`] before this is closed. Each method except the
+/// getters and `stop` refuses while another one runs.
 #[derive(Debug)]
 pub struct Snapshot {
     total: u64,
     size: usize,
-    progress: Progress,
+    counters: Counters,
     /// `None` once it is closed.
     inner: Mutex<Option<Inner>>,
 }
 
+/// Parts of a snapshot begin at multiples of this: the processor copies fastest to there.
+const ALIGNMENT: u64 = 64;
+
 impl Snapshot {
     /// Lays out the files for `state`, as [`save`] would, and refuses one that is too large. Reads no byte of a tensor.
-    pub fn new(state: State, groups: &[Group], shard_size: u64, options: &Options) -> Result<Self> {
-        if state.contents.len() != state.tensors.len() {
+    pub fn new(state: State, layout: Layout, options: &Options) -> Result<Self> {
+        let State { tensors, contents, structure, metadata } = state;
+        if contents.len() != tensors.len() {
             return Err(Error::Invalid("each tensor needs its content".to_owned()));
         }
-        let block_size = options.block_size.unwrap_or(BLOCK_SIZE);
-        let plan = layout::plan(&state.tensors, groups, shard_size, block_size)?;
-        check_size(&plan, &state.tensors, [&state.structure, &state.metadata, ""], MAX_BYTES)?;
-        let total = plan.shards.iter().map(|shard| shard.bytes - shard.header.len() as u64).sum();
+        let sizes = Sizes { shard: layout.shard_size, block: options.block_size.unwrap_or(BLOCK_SIZE) };
+        let reuse = layout::Reuse { unchanged: &layout.frozen, linked: &[] };
+        let plan = layout::lay_out(&tensors, &layout.groups, sizes, &reuse)?;
+        check_size(&plan, &tensors, [&structure, &metadata, ""], MAX_BYTES)?;
+        let mut places = Vec::with_capacity(tensors.len());
+        for (shard, room) in plan.shards.iter().zip(rooms(&plan)) {
+            let place = |place: &Placement| Placement { offset: room.start as u64 + place.offset, ..*place };
+            places.extend(shard.placements.iter().map(place));
+        }
         let size = rooms(&plan).last().map_or(0, |room| room.end);
-        let inner = Inner { state, plan, phase: Phase::Staging, memory: None };
-        Ok(Self { total, size, progress: Progress::default(), inner: Mutex::new(Some(inner)) })
+        let files = Files { tensors, layout, structure, metadata, plan };
+        Ok(Self::of((contents, places), size, Some(files)))
+    }
+
+    /// Packs parts into memory, in their order.
+    #[must_use]
+    pub fn of_parts(parts: Vec<Part>) -> Self {
+        let mut contents = Vec::with_capacity(parts.len());
+        let mut places = Vec::with_capacity(parts.len());
+        let (mut end, mut joined) = (0u64, false);
+        for (tensor, Part { content, bytes, joins }) in parts.into_iter().enumerate() {
+            let offset = if joins && joined { end } else { end.next_multiple_of(ALIGNMENT) };
+            (end, joined) = (offset + bytes, joins);
+            contents.push(content);
+            places.push(Placement { tensor, offset, bytes });
+        }
+        Self::of((contents, places), end as usize, None)
+    }
+
+    fn of((contents, places): (Vec<Content>, Vec<Placement>), size: usize, files: Option<Files>) -> Self {
+        let total = places.iter().map(|place| place.bytes).sum();
+        let inner = Inner { staging: Staging::new(contents, places), files };
+        Self { total, size, counters: Counters::default(), inner: Mutex::new(Some(inner)) }
     }
 
     /// Bytes of all tensors.
@@ -95,12 +147,12 @@ impl Snapshot {
     /// Bytes of tensors copied so far.
     #[must_use]
     pub fn staged(&self) -> u64 {
-        self.progress.done.load(Ordering::Relaxed)
+        self.counters.done.load(Ordering::Relaxed)
     }
 
     /// Makes [`Self::stage`] end soon with [`Error::Interrupted`], now and in later calls.
     pub fn stop(&self) {
-        self.progress.stop.store(true, Ordering::Relaxed);
+        self.counters.stop.store(true, Ordering::Relaxed);
     }
 
     /// Runs `action`, unless another method runs or the snapshot is closed.
@@ -111,71 +163,39 @@ impl Snapshot {
 
     /// Gives the snapshot the memory that it keeps until it is closed.
     pub fn attach(&self, memory: &Arc<Memory>) -> Result<()> {
-        self.with(|inner| {
-            if memory.size() < self.size {
-                return Err(Error::Invalid("the snapshot's memory is too small".to_owned()));
-            }
-            if inner.memory.is_some() {
-                return Err(Error::Misused("the snapshot has memory"));
-            }
-            inner.memory = Some((Arc::clone(memory), memory.take()?));
-            Ok(())
-        })
+        self.with(|inner| inner.staging.attach(memory, self.size))
     }
 
-    /// Where each tensor belongs in the memory: its address and its bytes. The caller may copy tensors there itself,
+    /// Where each tensor or part belongs in the memory: its address and its bytes. The caller may copy them there itself,
     /// before [`Self::stage`] is called for the last time, and says so with [`Self::copied`].
     pub fn places(&self) -> Result<Vec<(usize, u64)>> {
-        self.with(|inner| {
-            let memory =
-                inner.memory.as_ref().ok_or(Error::Misused("the snapshot has no memory"))?.0.address();
-            let rooms: Vec<_> = rooms(&inner.plan).collect();
-            let place = |(spec, &(shard, offset)): (&TensorSpec, &(usize, u64))| {
-                (memory + rooms[shard].start + offset as usize, spec.bytes().unwrap_or(0))
-            };
-            Ok(inner.state.tensors.iter().zip(&inner.plan.places).map(place).collect())
-        })
+        self.with(|inner| inner.staging.addresses())
     }
 
     /// Notes that the caller has copied `bytes` of tensors to their places: these copies have ended. Refuses more than
     /// were missing.
     pub fn copied(&self, bytes: u64) -> Result<()> {
         let add = |done: u64| done.checked_add(bytes).filter(|&done| done <= self.total);
-        let added = self.progress.done.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
+        let added = self.counters.done.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add);
         added.map(drop).map_err(|_| Error::Invalid("more bytes were copied than the snapshot has".to_owned()))
     }
 
     /// Copies the tensors whose byte in `wanted` is not 0, with several threads. After the `last` copy, or one that
     /// fails, it does not look at the state's own memory again.
-    pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, tick: Tick<'_>) -> Result<()> {
+    pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, progress: Progress<'_>) -> Result<()> {
         self.with(|inner| {
-            let Inner { state, plan, phase, memory } = inner;
-            if *phase != Phase::Staging {
-                return Err(Error::Misused("the snapshot is staged, or its staging failed"));
-            }
-            if wanted.len() != state.tensors.len() {
-                return Err(Error::Invalid("there must be one byte for each tensor".to_owned()));
-            }
-            let (_, memory) = memory.as_mut().ok_or(Error::Misused("the snapshot has no memory"))?;
-            let memory = Arc::get_mut(memory).ok_or(Error::Misused("the snapshot's memory is in use"))?;
-            let wanted = Wanted { tensors: wanted, headers: last };
-            let mut tick = |done, total| {
+            let mut go_on = || {
                 if let Some(begun) = &options.begun {
-                    begun.staged(done);
+                    begun.staged(self.staged());
                 }
-                tick(done, total)
+                progress(self.staged(), self.total)
             };
-            let mut outcome =
-                staging::copy(&state.contents, plan, wanted, memory, options, &self.progress, &mut tick);
-            // What was not copied would be bytes of an earlier snapshot with correct checksums.
-            if last && outcome.is_ok() && self.staged() != self.total {
-                outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));
+            let Inner { staging, files } = inner;
+            staging.stage(wanted, last.then_some(self.total), options, &self.counters, &mut go_on)?;
+            if let Some(files) = files.as_ref().filter(|_| last) {
+                files.write_headers(staging.writable()?);
             }
-            if last || outcome.is_err() {
-                state.contents = Vec::new();
-                *phase = if outcome.is_ok() { Phase::Staged } else { Phase::Failed };
-            }
-            outcome
+            Ok(())
         })
     }
 
@@ -183,43 +203,44 @@ impl Snapshot {
     /// snapshot.
     pub fn images(&self) -> Result<Vec<(String, Stretch)>> {
         self.with(|inner| {
-            let names = inner.plan.shards.iter().map(|shard| shard.file.clone());
-            Ok(names.zip(inner.images()?).collect())
+            let (files, images) = inner.images()?;
+            Ok(files.plan.shards.iter().map(|shard| shard.file.clone()).zip(images).collect())
         })
     }
 
-    /// Writes the snapshot, with further `files`, as [`save`] writes a state. `reuse` as in [`Request`].
+    /// Writes the snapshot, with further `files`, as [`save`] writes a state. `base` as in [`Request`].
     pub fn save(
         &self,
         path: &Path,
         files: &[(&str, &[u8])],
         overwrite: bool,
-        reuse: Option<Reuse<'_>>,
+        base: Option<&Path>,
         options: &Options,
-        tick: Tick<'_>,
+        progress: Progress<'_>,
     ) -> Result<Report> {
         self.with(|inner| {
-            let images = inner.images()?;
-            let Inner { state, plan, .. } = inner;
+            let (state, images) = inner.images()?;
             let request = Request {
                 path,
                 tensors: &state.tensors,
-                contents: Contents::Images(plan, &images),
-                reuse,
+                groups: &state.layout.groups,
+                shard_size: state.layout.shard_size,
+                contents: Contents::Images(&state.plan, &images),
+                base,
+                frozen: &state.layout.frozen,
                 structure: &state.structure,
                 metadata: &state.metadata,
                 files,
                 overwrite,
             };
-            save(&request, options, tick)
+            save(&request, options, progress)
         })
     }
 
     /// Gives its memory back and frees everything else.
     pub fn close(&self) -> Result<()> {
         let inner = lock(&self.inner, "the snapshot is in use")?.take();
-        let memory = inner.and_then(|inner| inner.memory);
-        memory.map_or(Ok(()), |(owner, mapping)| owner.give(mapping))
+        inner.map_or(Ok(()), |inner| inner.staging.detach())
     }
 }
 
@@ -231,18 +252,32 @@ impl Drop for Snapshot {
 }
 
 impl Inner {
-    fn images(&self) -> Result<Vec<Stretch>> {
-        let memory = self.memory.as_ref().filter(|_| self.phase == Phase::Staged);
-        let (_, memory) = memory.ok_or(Error::Misused("the snapshot is not staged"))?;
-        let ranges = self
-            .plan
-            .shards
-            .iter()
-            .zip(rooms(&self.plan))
-            .map(|(shard, room)| room.start..room.start + shard.bytes as usize);
+    /// The files, and the image of each.
+    fn images(&self) -> Result<(&Files, Vec<Stretch>)> {
+        let files = self.files.as_ref().ok_or(Error::Misused("the snapshot is of parts, not of files"))?;
+        let memory = self.staging.staged()?;
+        let ranges = files.plan.shards.iter().zip(rooms(&files.plan));
+        let ranges = ranges.map(|(shard, room)| room.start..room.start + shard.bytes as usize);
         let images: Option<_> = ranges.map(|range| Stretch::new(memory, range)).collect();
-        images.ok_or(Error::Misused("the snapshot belongs to another process"))
+        Ok((files, images.ok_or(Error::Misused("the snapshot belongs to another process"))?))
     }
+}
+
+impl Files {
+    fn write_headers(&self, memory: &mut [u8]) {
+        for (shard, room) in self.plan.shards.iter().zip(rooms(&self.plan)) {
+            memory[room.start..][..shard.header.len()].copy_from_slice(&shard.header);
+        }
+    }
+}
+
+/// The range of each shard's image in the memory of a snapshot, including the rest of its last page.
+fn rooms(plan: &Plan) -> impl Iterator<Item = Range<usize>> {
+    plan.shards.iter().scan(0, |end, shard| {
+        let begin = *end;
+        *end += shard.bytes.next_multiple_of(PAGE) as usize;
+        Some(begin..*end)
+    })
 }
 
 #[cfg(test)]

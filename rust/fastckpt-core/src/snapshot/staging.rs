@@ -1,247 +1,217 @@
-//! Staging: copies a state into the images of its shards, in pieces and with several threads.
+//! Staging: copies contents into one memory, each to its place there, in pieces and with several threads.
 
-use std::ops::Range;
-use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
-use std::time::Duration;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::engine::content::{self, Content};
-use crate::engine::job::Tick;
+use crate::engine::memory::Memory;
 use crate::engine::options::Options;
+use crate::engine::pool::Pool;
 use crate::error::{Error, Result};
-use crate::format::geometry::PAGE;
-use crate::format::layout::Plan;
-use crate::sys::thread::builder;
+use crate::format::geometry::Placement;
+use crate::sys::mapping::Mapping;
 
 /// Bytes of a piece that one thread copies at a time: large enough for `memcpy` to bypass the caches, small enough for
 /// the threads to end together and to notice a stop soon.
 pub(super) const PIECE: u64 = 16 << 20;
-/// The calling thread copies states smaller than this.
-const ALONE: u64 = 1 << 20;
-/// More threads than this were never faster: what they share is memory.
-const MOST_THREADS: usize = 8;
-/// How often the calling thread wakes up from waiting.
-const TICK: Duration = Duration::from_millis(50);
 
 /// Read and set by other threads while a copy runs.
 #[derive(Debug, Default)]
-pub(super) struct Progress {
+pub(super) struct Counters {
     /// Bytes copied so far.
     pub(super) done: AtomicU64,
     /// Set to stop: the copy ends with [`Error::Interrupted`].
     pub(super) stop: AtomicBool,
 }
 
-/// What a piece consists of.
-enum From<'a> {
-    Header(&'a [u8]),
-    /// Bytes of a tensor, from an offset on.
-    Tensor(usize, u64),
+/// How far the copying is.
+#[derive(Debug, PartialEq, Eq)]
+enum Phase {
+    /// Contents are still to be copied.
+    Staging,
+    /// The copy is complete.
+    Staged,
+    /// A copy failed. What is in the memory is unusable.
+    Failed,
 }
 
-/// A piece of an image.
+/// Contents that are copied, and the memory that they are copied to.
+#[derive(Debug)]
+pub(super) struct Staging {
+    /// Empty once everything is copied.
+    contents: Vec<Content>,
+    /// The place of each content in the memory, ascending.
+    places: Vec<Placement>,
+    phase: Phase,
+    /// The memory's owner, and the memory.
+    memory: Option<(Arc<Memory>, Arc<Mapping>)>,
+}
+
+/// Bytes of a content, from an offset on, and where they go.
 struct Piece<'a> {
-    from: From<'a>,
+    content: &'a Content,
+    start: u64,
     to: &'a mut [u8],
 }
 
-/// What the threads of one copy share.
-struct Shared<'a> {
-    contents: &'a [Content],
-    /// Batches of pieces, last first, so that `pop` takes them in order.
-    queue: Mutex<Vec<Vec<Piece<'a>>>>,
-    progress: &'a Progress,
-    failure: Mutex<Option<Error>>,
-    failed: AtomicBool,
-    running: AtomicUsize,
+impl Staging {
+    /// For contents of which each has one of `places`, given in the order of the memory: `tensor` is the content's number,
+    /// and `offset` is counted in the memory.
+    pub(super) const fn new(contents: Vec<Content>, places: Vec<Placement>) -> Self {
+        Self { contents, places, phase: Phase::Staging, memory: None }
+    }
+
+    /// Takes memory of at least `size` bytes.
+    pub(super) fn attach(&mut self, memory: &Arc<Memory>, size: usize) -> Result<()> {
+        if memory.size() < size {
+            return Err(short());
+        }
+        if self.memory.is_some() {
+            return Err(Error::Misused("the snapshot has memory"));
+        }
+        self.memory = Some((Arc::clone(memory), memory.take()?));
+        Ok(())
+    }
+
+    /// Gives the memory back to its owner.
+    pub(super) fn detach(self) -> Result<()> {
+        self.memory.map_or(Ok(()), |(owner, mapping)| owner.give(mapping))
+    }
+
+    /// For each content the address of its place, and its bytes.
+    pub(super) fn addresses(&self) -> Result<Vec<(usize, u64)>> {
+        let (memory, _) = self.memory.as_ref().ok_or(NO_MEMORY)?;
+        let mut all = vec![(0, 0); self.places.len()];
+        for place in &self.places {
+            all[place.tensor] = (memory.address() + place.offset as usize, place.bytes);
+        }
+        Ok(all)
+    }
+
+    /// The memory, once everything is copied.
+    pub(super) fn staged(&self) -> Result<&Arc<Mapping>> {
+        let memory = self.memory.as_ref().filter(|_| self.phase == Phase::Staged);
+        memory.map(|(_, memory)| memory).ok_or(Error::Misused("the snapshot is not staged"))
+    }
+
+    /// The memory, to be written to.
+    pub(super) fn writable(&mut self) -> Result<&mut [u8]> {
+        writable(&mut self.memory)
+    }
+
+    /// Copies the contents whose byte in `wanted` is not 0. After the `last` copy, `total` bytes must have been copied.
+    /// After it, or after one that fails, the contents are not looked at again.
+    pub(super) fn stage(
+        &mut self,
+        wanted: &[u8],
+        last: Option<u64>,
+        options: &Options,
+        counters: &Counters,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<()> {
+        if self.phase != Phase::Staging {
+            return Err(Error::Misused("the snapshot is staged, or its staging failed"));
+        }
+        if wanted.len() != self.places.len() {
+            return Err(Error::Invalid("there must be one byte for each tensor".to_owned()));
+        }
+        let Self { contents, places, memory, .. } = &mut *self;
+        let mut outcome = copy((contents, places), wanted, writable(memory)?, options, counters, go_on);
+        // What was not copied would be bytes of an earlier snapshot with correct checksums.
+        if last.is_some_and(|total| total != counters.done.load(Ordering::Relaxed)) && outcome.is_ok() {
+            outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));
+        }
+        if last.is_some() || outcome.is_err() {
+            self.contents = Vec::new();
+            self.phase = if outcome.is_ok() { Phase::Staged } else { Phase::Failed };
+        }
+        outcome
+    }
 }
 
-/// Which parts of the images one copy fills.
-#[derive(Clone, Copy)]
-pub(super) struct Wanted<'a> {
-    /// One byte per tensor: nonzero if the tensor is copied.
-    pub tensors: &'a [u8],
-    /// Whether the headers are copied.
-    pub headers: bool,
+const NO_MEMORY: Error = Error::Misused("the snapshot has no memory");
+
+fn short() -> Error {
+    Error::Invalid("the snapshot's memory is too small".to_owned())
 }
 
-/// Copies what is `wanted` into `memory`. There the images of the plan's shards follow each other, and each starts at a
-/// page.
-///
-/// The calling thread calls `tick` now and then. If this fails, what was copied is unusable.
-pub(super) fn copy(
-    contents: &[Content],
-    plan: &Plan,
-    wanted: Wanted<'_>,
+/// The memory of a snapshot that nothing else reads.
+fn writable(memory: &mut Option<(Arc<Memory>, Arc<Mapping>)>) -> Result<&mut [u8]> {
+    let (_, memory) = memory.as_mut().ok_or(NO_MEMORY)?;
+    let memory = Arc::get_mut(memory).ok_or(Error::Misused("the snapshot's memory is in use"))?;
+    Ok(&mut *memory)
+}
+
+/// Copies what is `wanted` of contents to their places in `memory`.
+fn copy(
+    (contents, places): (&[Content], &[Placement]),
+    wanted: &[u8],
     memory: &mut [u8],
     options: &Options,
-    progress: &Progress,
-    tick: Tick<'_>,
+    counters: &Counters,
+    go_on: &mut dyn FnMut() -> bool,
 ) -> Result<()> {
-    let (queue, total) = batches(plan, wanted, memory)?;
-    let bytes = plan.shards.iter().map(|shard| shard.bytes).sum();
-    let mut go_on = || tick(progress.done.load(Ordering::Relaxed), bytes);
-    let threads =
-        options.threads.unwrap_or_else(|| options.cores().min(MOST_THREADS)).clamp(1, queue.len().max(1));
-    let shared = Shared {
-        contents,
-        queue: Mutex::new(queue),
-        progress,
-        failure: Mutex::new(None),
-        failed: AtomicBool::new(false),
-        running: AtomicUsize::new(threads),
-    };
-    if total < ALONE {
-        shared.work(&mut || {});
-    } else {
-        let caller = thread::current();
-        let mut started = 0;
-        thread::scope(|scope| {
-            for number in 0..threads {
-                let (shared, caller) = (&shared, &caller);
-                let body = move || {
-                    shared.work(&mut || {});
-                    shared.running.fetch_sub(1, Ordering::AcqRel);
-                    caller.unpark();
-                };
-                let name = format!("fastckpt-copy-{number}");
-                if builder().name(name).spawn_scoped(scope, body).is_err() {
-                    // Fewer threads are enough. If there are none, the caller copies.
-                    shared.running.fetch_sub(1, Ordering::AcqRel);
-                } else {
-                    started += 1;
-                }
-            }
-            if started == 0 {
-                shared.work(&mut || {
-                    if !go_on() {
-                        shared.fail(Error::Interrupted);
-                    }
-                });
-            }
-            while shared.running.load(Ordering::Acquire) > 0 {
-                thread::park_timeout(TICK);
-                if !go_on() {
-                    shared.fail(Error::Interrupted);
-                }
-            }
-        });
-    }
-    let failure = shared.failure.into_inner().unwrap_or_else(PoisonError::into_inner);
-    failure.map_or(Ok(()), Err)
+    let (batches, bytes) = batches(contents, places, wanted, memory)?;
+    let pool = Pool::new("fastckpt-copy", bytes, options).as_nice_as_the_caller();
+    pool.run(batches.len(), go_on, &|number| {
+        let batch = std::mem::take(&mut *batches[number].lock().unwrap_or_else(PoisonError::into_inner));
+        copy_batch(batch, counters)
+    })
 }
 
-/// Cuts what is wanted into pieces and bundles small ones, because taking one from the queue is not free.
+/// Pieces that one thread takes at a time.
+type Batch<'a> = Mutex<Vec<Piece<'a>>>;
+
+/// Cuts what is wanted into pieces, and bundles small ones, because a batch is not free. Also returns the bytes of all.
 fn batches<'a>(
-    plan: &'a Plan,
-    wanted: Wanted<'_>,
+    contents: &'a [Content],
+    places: &[Placement],
+    wanted: &[u8],
     memory: &'a mut [u8],
-) -> Result<(Vec<Vec<Piece<'a>>>, u64)> {
-    let mut rest = memory;
-    let mut next = |len: u64| {
-        let (head, tail) = std::mem::take(&mut rest).split_at_mut_checked(len as usize)?;
-        rest = tail;
-        Some(head)
-    };
-    let short = || Error::Invalid("the snapshot's memory is too small".to_owned());
+) -> Result<(Vec<Batch<'a>>, u64)> {
+    let (mut rest, mut end) = (memory, 0);
     let mut all = Vec::new();
     let mut batch = Vec::new();
     let (mut total, mut batched) = (0, 0);
-    let mut add = |piece: Piece<'a>| {
-        batched += piece.to.len() as u64;
-        total += piece.to.len() as u64;
-        batch.push(piece);
-        if batched >= PIECE {
-            all.push(std::mem::take(&mut batch));
-            batched = 0;
+    for place in places {
+        let gap = place.offset.checked_sub(end).ok_or_else(short)?;
+        let (_, after) = std::mem::take(&mut rest).split_at_mut_checked(gap as usize).ok_or_else(short)?;
+        let (to, after) = after.split_at_mut_checked(place.bytes as usize).ok_or_else(short)?;
+        (rest, end) = (after, place.end());
+        if wanted[place.tensor] == 0 {
+            continue;
         }
-    };
-    for (shard, room) in plan.shards.iter().zip(rooms(plan)) {
-        let to = next(shard.header.len() as u64).ok_or_else(short)?;
-        if wanted.headers {
-            add(Piece { from: From::Header(&shard.header), to });
-        }
-        for placement in &shard.placements {
-            let to = next(placement.bytes).ok_or_else(short)?;
-            if wanted.tensors[placement.tensor] == 0 {
-                continue;
-            }
-            for (to, start) in to.chunks_mut(PIECE as usize).zip((0..).step_by(PIECE as usize)) {
-                add(Piece { from: From::Tensor(placement.tensor, start), to });
+        for (to, start) in to.chunks_mut(PIECE as usize).zip((0..).step_by(PIECE as usize)) {
+            batched += to.len() as u64;
+            batch.push(Piece { content: &contents[place.tensor], start, to });
+            if batched >= PIECE {
+                all.push(Mutex::new(std::mem::take(&mut batch)));
+                total += std::mem::take(&mut batched);
             }
         }
-        next(room.len() as u64 - shard.bytes).ok_or_else(short)?;
     }
     if !batch.is_empty() {
-        all.push(batch);
+        all.push(Mutex::new(batch));
     }
-    all.reverse();
-    Ok((all, total))
+    Ok((all, total + batched))
 }
 
-impl Shared<'_> {
-    /// Keeps the first failure and stops all threads.
-    fn fail(&self, error: Error) {
-        self.failure.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(error);
-        self.failed.store(true, Ordering::Relaxed);
-    }
-
-    /// The life of one thread. `beat` is called between batches.
-    fn work(&self, beat: &mut dyn FnMut()) {
-        loop {
-            let batch = self.queue.lock().unwrap_or_else(PoisonError::into_inner).pop();
-            let Some(batch) = batch else { return };
-            beat();
-            match catch_unwind(AssertUnwindSafe(|| self.batch(batch))) {
-                Ok(Ok(())) => {}
-                Ok(Err(error)) => return self.fail(error),
-                Err(_) => return self.fail(Error::Panic("while copying a snapshot".to_owned())),
-            }
-            if self.failed.load(Ordering::Relaxed) {
-                return;
-            }
+/// Copies a batch. Callbacks bring what they have of it in one call.
+fn copy_batch(batch: Vec<Piece<'_>>, counters: &Counters) -> Result<()> {
+    let mut wanted = Vec::new();
+    for Piece { content, start, to } in batch {
+        if counters.stop.load(Ordering::Relaxed) {
+            return Err(Error::Interrupted);
+        }
+        if let Content::Pull(pull) = content {
+            wanted.push((pull, start, to));
+        } else if let Some(from) = content.host(start, to.len())? {
+            from.copy(to);
+            counters.done.fetch_add(to.len() as u64, Ordering::Relaxed);
         }
     }
-
-    /// Copies a batch. Callbacks bring what they have of it in one call.
-    fn batch(&self, batch: Vec<Piece<'_>>) -> Result<()> {
-        let mut wanted = Vec::new();
-        for Piece { from, to } in batch {
-            if self.progress.stop.load(Ordering::Relaxed) {
-                return Err(Error::Interrupted);
-            }
-            if self.failed.load(Ordering::Relaxed) {
-                return Ok(());
-            }
-            let (tensor, start) = match from {
-                From::Header(header) => {
-                    to.copy_from_slice(header);
-                    continue;
-                }
-                From::Tensor(tensor, start) => (tensor, start),
-            };
-            let content = &self.contents[tensor];
-            if let Content::Pull(pull) = content {
-                wanted.push((pull, start, to));
-            } else if let Some(from) = content.host(start, to.len())? {
-                from.copy(to);
-                self.progress.done.fetch_add(to.len() as u64, Ordering::Relaxed);
-            }
-        }
-        let bytes = wanted.iter().map(|(_, _, to)| to.len() as u64).sum();
-        content::fetch(wanted)?;
-        self.progress.done.fetch_add(bytes, Ordering::Relaxed);
-        Ok(())
-    }
-}
-
-/// The range of each shard's image in the memory of a snapshot, including the rest of its last page.
-pub(super) fn rooms(plan: &Plan) -> impl Iterator<Item = Range<usize>> {
-    plan.shards.iter().scan(0, |end, shard| {
-        let begin = *end;
-        *end += shard.bytes.next_multiple_of(PAGE) as usize;
-        Some(begin..*end)
-    })
+    let bytes = wanted.iter().map(|(_, _, to)| to.len() as u64).sum();
+    content::fetch(wanted)?;
+    counters.done.fetch_add(bytes, Ordering::Relaxed);
+    Ok(())
 }

@@ -24,6 +24,10 @@ fn pattern(tensor: usize) -> Content {
     })
 }
 
+fn layout(model: &str, shard_size: u64) -> Layout {
+    Layout { groups: groups::of(model), shard_size, frozen: Vec::new() }
+}
+
 /// A snapshot of tensors `m.0`, `0`, `m.1`, `1` and so on, with these sizes, and memory for it.
 fn snapshot_of(sizes: &[u64], contents: Vec<Content>) -> (Snapshot, Arc<Memory>) {
     let spec = |(index, &size): (usize, &u64)| {
@@ -33,7 +37,7 @@ fn snapshot_of(sizes: &[u64], contents: Vec<Content>) -> (Snapshot, Arc<Memory>)
     let tensors = sizes.iter().enumerate().map(spec).collect();
     let (structure, metadata) = ("[null]".to_owned(), "[null]".to_owned());
     let state = State { tensors, contents, structure, metadata };
-    let snapshot = Snapshot::new(state, &groups::of("m."), PIECE, &Options::default()).unwrap();
+    let snapshot = Snapshot::new(state, layout("m.", PIECE), &Options::default()).unwrap();
     let memory = Arc::new(Memory::new(snapshot.size()).unwrap());
     (snapshot, memory)
 }
@@ -58,11 +62,11 @@ fn the_images_are_the_files_of_the_checkpoint() {
         snapshot.attach(&memory).unwrap();
         let mut calls = 0;
         for (wanted, last) in wanted.iter().zip([false, true]) {
-            let mut tick = |done, total| {
+            let mut progress = |done, total| {
                 calls += 1;
                 done <= total
             };
-            snapshot.stage(wanted, last, &options(threads), &mut tick).unwrap();
+            snapshot.stage(wanted, last, &options(threads), &mut progress).unwrap();
         }
         assert!(calls > 0);
         assert_eq!((snapshot.staged(), snapshot.total()), (sizes.iter().sum(), sizes.iter().sum()));
@@ -108,7 +112,7 @@ fn a_manifest_that_would_be_too_large_is_refused_before_the_copy() {
         let tensors = vec![TensorSpec { name: "t".to_owned(), dtype: Dtype::U8, shape, logical: None }];
         let (structure, metadata) = ("[null]".to_owned(), "[null]".to_owned());
         let state = State { tensors, contents: vec![pattern(0)], structure, metadata };
-        Snapshot::new(state, &groups::of(""), u64::MAX, &Options::default())
+        Snapshot::new(state, layout("", u64::MAX), &Options::default())
     };
     let most = MAX_BYTES / 16;
     let error = outcome(most).unwrap_err();
@@ -228,5 +232,28 @@ fn what_the_caller_copies_to_its_places_is_staged() {
         let (image, at) = images.iter().find_map(|(_, image)| Some((image, inside(image)?))).unwrap();
         let found = &image[at..at + bytes as usize];
         assert!(found.iter().enumerate().all(|(at, &found)| found == byte(tensor, at)), "{tensor}");
+    }
+}
+
+#[test]
+fn parts_are_packed_and_only_those_of_devices_lie_together() {
+    let parts = [(5, false), (3, true), (70_000, true), (0, true), (2, false), (64, false), (1, true)];
+    let part =
+        |(index, &(bytes, joins)): (usize, &(u64, bool))| Part { content: pattern(index), bytes, joins };
+    let snapshot = Snapshot::of_parts(parts.iter().enumerate().map(part).collect());
+    let memory = Arc::new(Memory::new(snapshot.size()).unwrap());
+    snapshot.attach(&memory).unwrap();
+    let places = snapshot.places().unwrap();
+    let offsets: Vec<_> = places.iter().map(|place| place.0 - memory.address()).collect();
+    assert_eq!(offsets, [0, 64, 67, 70_067, 70_080, 70_144, 70_208]);
+    assert_eq!((snapshot.size(), snapshot.total()), (70_209, 70_075));
+    stage(&snapshot, &[1, 1, 0, 1, 1, 1, 1], false).unwrap();
+    stage(&snapshot, &[0, 0, 1, 0, 0, 0, 0], true).unwrap();
+    assert!(matches!(snapshot.images(), Err(Error::Misused("the snapshot is of parts, not of files"))));
+    snapshot.close().unwrap();
+    let copy = memory.take().unwrap();
+    for (part, (&offset, &(_, bytes))) in offsets.iter().zip(&places).enumerate() {
+        let found = &copy[offset..][..bytes as usize];
+        assert!(found.iter().enumerate().all(|(at, &found)| found == byte(part, at)), "{part}");
     }
 }

@@ -25,8 +25,11 @@ fn base_of(job: &Job, names: &[&str], bytes: &[Vec<u8>]) -> std::path::PathBuf {
     let request = Request {
         path: &path,
         tensors: &tensors,
-        contents: Contents::Tensors(&contents, &groups::of(""), SHARD),
-        reuse: None,
+        groups: &groups::of(""),
+        shard_size: SHARD,
+        contents: Contents::Tensors(&contents),
+        base: None,
+        frozen: &[],
         structure: "[null]",
         metadata: "[1]",
         files: &[],
@@ -37,9 +40,7 @@ fn base_of(job: &Job, names: &[&str], bytes: &[Vec<u8>]) -> std::path::PathBuf {
 }
 
 fn bases(job: &Job) -> Vec<RankBase> {
-    let groups = groups::of("");
-    let reuse = Reuse { base: None, frozen: &[], groups: &groups, shard_size: SHARD };
-    let base = |rank| RankBase::new(Arc::clone(&job.table), rank, job.held(rank), &reuse, options()).unwrap();
+    let base = |rank| RankBase::new(Arc::clone(&job.table), rank, job.held(rank), options()).unwrap();
     (0..RANKS).map(base).collect()
 }
 
@@ -144,13 +145,13 @@ fn what_the_coordinator_says_fits_the_state() {
         other[4] = 9;
         let error = rank.follow(&other).unwrap_err();
         assert!(error.to_string().contains("not of this state"), "{error}");
-        rank.taken().beside.taken.clear();
+        rank.prepared().linked.shards.clear();
         rank.follow(&told).unwrap();
     }
     let digests: Vec<_> = ranks.iter().map(|rank| rank.table().unwrap().share.digest()).collect();
     assert_eq!(digests, [digests[0]; RANKS as usize]);
     let table = ranks[0].table().unwrap();
-    assert!(table.plan.shards.iter().all(|shard| shard.taken.is_some()));
+    assert!(table.plan.shards.iter().all(|shard| shard.linked.is_some()));
     assert_eq!(table.share.duties(0, Grain::Page).unwrap().ranges, []);
     // The workspace goes with the coordinator's part.
     let entries = || std::fs::read_dir(job.path().parent().unwrap()).unwrap().count();
@@ -174,6 +175,6 @@ fn steps_come_in_order() {
     // What is not a base is a warning.
     let rank = bases(&job).remove(0);
     assert_eq!(rank.open(&path.join("none")).unwrap(), None);
-    assert!(rank.taken().beside.warnings[0].contains("every tensor was written"));
+    assert!(rank.prepared().linked.warnings[0].contains("every tensor was written"));
     assert_eq!(rank.table().unwrap().share.digest(), job.table.share.digest());
 }

@@ -58,8 +58,11 @@ fn saved() -> Saved {
     let request = Request {
         path: &path,
         tensors: &tensors,
-        contents: Contents::Tensors(&contents, &groups::of(""), 400_000),
-        reuse: None,
+        groups: &groups::of(""),
+        shard_size: 400_000,
+        contents: Contents::Tensors(&contents),
+        base: None,
+        frozen: &[],
         structure: "[null]",
         metadata: "[null]",
         files: &[],

@@ -12,7 +12,7 @@ use crate::engine::content::Content;
 use crate::engine::io::fault::{Fault, FaultPlan};
 use crate::format::geometry::PAGE;
 use crate::format::groups;
-use crate::format::layout::TensorSpec;
+use crate::format::layout::{Sizes, TensorSpec};
 use crate::format::manifest;
 use crate::ranks::mail::tests::{carry, spawn};
 use crate::read::Checkpoint;
@@ -85,7 +85,8 @@ impl Job {
             Layout::Columns => mesh(1),
             Layout::Copies => Spread::All,
         };
-        let files = (&*groups::of(""), SHARD, BLOCK);
+        let groups = groups::of("");
+        let files = (&*groups, Sizes { shard: SHARD, block: BLOCK }, &[][..]);
         let spreads = vec![vec![0]; tensors.len()];
         let table = Table::new(tensors.clone(), spreads, vec![spread], RANKS, files).unwrap();
         let (parent, table) = (tempfile::tempdir().unwrap(), Arc::new(table));
@@ -113,7 +114,7 @@ impl Job {
     }
 
     fn rank(&self, rank: u32, options: Options) -> RankSave {
-        RankSave::new(Arc::clone(&self.table), rank, self.held(rank), options).unwrap()
+        RankSave::new(Arc::clone(&self.table), rank, self.held(rank), options, None).unwrap()
     }
 
     fn ranks(&self) -> Vec<RankSave> {
@@ -133,8 +134,11 @@ impl Job {
         let request = Request {
             path: &path,
             tensors: &self.tensors,
-            contents: Contents::Tensors(&contents, &groups::of(""), SHARD),
-            reuse: None,
+            groups: &groups::of(""),
+            shard_size: SHARD,
+            contents: Contents::Tensors(&contents),
+            base: None,
+            frozen: &[],
             structure: "[null]",
             metadata: "[1]",
             files: &[],
@@ -381,13 +385,13 @@ fn an_interrupt_and_a_close_end_a_save() {
 #[test]
 fn steps_out_of_order_are_refused() {
     let job = Job::new(Layout::Rows);
-    let tick = &mut |_, _| true;
+    let progress = &mut |_, _| true;
     let path = job.path();
-    assert!(matches!(job.rank(0, options()).write(tick), Err(Error::Misused(ORDER))));
-    assert!(matches!(job.rank(0, options()).commit(commit(vec![]), tick), Err(Error::Misused(ORDER))));
+    assert!(matches!(job.rank(0, options()).write(progress), Err(Error::Misused(ORDER))));
+    assert!(matches!(job.rank(0, options()).commit(commit(vec![]), progress), Err(Error::Misused(ORDER))));
     let rank = job.rank(0, options());
-    rank.create(&path, true, tick).unwrap();
-    assert!(matches!(rank.create(&path, true, tick), Err(Error::Misused(ORDER))));
+    rank.create(&path, true, progress).unwrap();
+    assert!(matches!(rank.create(&path, true, progress), Err(Error::Misused(ORDER))));
     let rank = job.rank(1, options());
     rank.close(false);
     rank.close(true);
@@ -447,10 +451,10 @@ fn what_was_replaced_stays_until_the_save_is_closed() {
 fn a_rank_that_lacks_a_part_is_refused() {
     let job = Job::new(Layout::Rows);
     let held = Held::new((1..job.tensors.len()).map(|tensor| ((tensor, 0), pull(job.local(1, tensor)))));
-    let error = RankSave::new(Arc::clone(&job.table), 1, held, options()).unwrap_err();
+    let error = RankSave::new(Arc::clone(&job.table), 1, held, options(), None).unwrap_err();
     assert!(error.to_string().contains("part 0 of tensor 0"), "{error}");
     let held = Held::new((0..job.tensors.len()).map(|tensor| ((tensor, 0), pull(vec![]))));
-    assert!(RankSave::new(Arc::clone(&job.table), RANKS, held, options()).is_err());
+    assert!(RankSave::new(Arc::clone(&job.table), RANKS, held, options(), None).is_err());
 }
 
 #[test]
@@ -474,7 +478,8 @@ fn a_unit_keeps_its_messages_until_it_is_written() {
     let job = Job::new(Layout::Columns);
     let ranks = job.ranks();
     job.open(&ranks);
-    let work = ranks[0].work().unwrap();
+    let stage = ranks[0].stage().unwrap();
+    let Stage::Open(_, work) = &*stage else { panic!("it is open") };
     assert!(!work.is_ready(0).unwrap(), "nothing has come");
     // Of all tensors, those in the unit, as far as they lie in it.
     let Unit { shard, start, end } = work.unit(0);

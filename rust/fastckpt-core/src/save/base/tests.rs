@@ -31,8 +31,11 @@ fn written(path: &Path, base: Option<&Path>, fills: &[u8], frozen: &[bool]) -> R
     let request = Request {
         path,
         tensors: &tensors,
-        contents: Contents::Tensors(&contents, &groups, 1 << 20),
-        reuse: Some(Reuse { base, frozen, groups: &groups, shard_size: 1 << 20 }),
+        groups: &groups,
+        shard_size: 1 << 20,
+        contents: Contents::Tensors(&contents),
+        base,
+        frozen,
         structure: "[null]",
         metadata: "[null]",
         files: &[],
@@ -210,7 +213,7 @@ fn a_file_that_was_exchanged_while_it_was_looked_at_is_not_linked() {
 #[test]
 fn linked_shards_grow_by_doubling() {
     // A tensor of one byte comes to rest in each save: how many shards there are after all of them.
-    let taken = |bytes: u64| Taken { group: 0, placements: Vec::new(), bytes };
+    let taken = |bytes: u64| LinkedShard { group: 0, placements: Vec::new(), bytes };
     let mut shards: Vec<u64> = Vec::new();
     let mut most = 0;
     let mut rewritten = 0;
@@ -254,7 +257,7 @@ fn what_is_brought_to_be_compared_stays_within_the_memory_of_a_save() {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     use crate::engine::content::{Pull, Pulled};
-    use crate::save::compare::MOST_THREADS;
+    use crate::engine::pool::MOST_THREADS;
 
     const LEN: usize = 3 << 20;
     let parent = tempfile::tempdir().unwrap();
@@ -281,8 +284,11 @@ fn what_is_brought_to_be_compared_stays_within_the_memory_of_a_save() {
     let request = Request {
         path: &path,
         tensors: &tensors,
-        contents: Contents::Tensors(&contents, &groups, 1 << 30),
-        reuse: None,
+        groups: &groups,
+        shard_size: 1 << 30,
+        contents: Contents::Tensors(&contents),
+        base: None,
+        frozen: &[],
         structure: "[null]",
         metadata: "[null]",
         files: &[],

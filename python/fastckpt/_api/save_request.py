@@ -1,0 +1,187 @@
+"""One save: what it writes and how, from the call to the end of it."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._state.flatten import Flat, flatten
+from fastckpt._state.registry import Types
+from fastckpt._tensors.movers import Sources
+
+from .reuse import flags_of
+from .tailor import Tailor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Sequence
+
+    from fastckpt import _core
+    from fastckpt._tensors.memory import Mover
+    from fastckpt._tensors.spread import Spread
+    from fastckpt._tensors.spreads import Spreads
+
+    from .save_settings import SaveSettings, WriteSettings
+
+
+@dataclass(slots=True, kw_only=True)
+class SaveRequest:
+    """One save; it changes as the save goes on. :meth:`close` it in the end.
+
+    Attributes:
+        operation: the word that error messages begin with.
+        path: the checkpoint's directory, absolute.
+        began: when the program called (``time.perf_counter``).
+        settings: how it is saved.
+        step: the training step, for the live counters.
+        metadata: the metadata, flattened.
+        flat: the state, flattened. Its ``keep`` has what addresses point into.
+        per_rank: what belongs to this rank alone, flattened; None for nothing.
+        spreads: of the tensors that are spread over ranks.
+        movers: what brings the bytes of what has no address: by the numbers in ``flat``, and behind these by those in
+            ``per_rank``.
+        boxes: of tensors that this rank holds in boxes, by the number in ``flat``: address, bytes and number in
+            ``movers`` of each, in the order of its parts.
+        sources: brings them, as they are now; None once they are not needed any more.
+        tailor: what was left out and cast.
+        base: the earlier checkpoint that files are linked of, absolute.
+        frozen: patterns of tensors that will not change.
+        progress: whether a progress bar is shown.
+        nice: the niceness of the threads that write; None for that of the process.
+        counters: of a save in the background, its live counters, from the moment at which the copy begins.
+    """
+
+    operation: str
+    path: str
+    began: float
+    settings: WriteSettings
+    step: int | None
+    metadata: Flat
+    flat: Flat = field(default_factory=Flat)
+    per_rank: Flat | None = None
+    spreads: list[Spread] = field(default_factory=list)
+    movers: dict[int, Mover] = field(default_factory=dict)
+    boxes: dict[int, list[tuple[int, int, int]]] = field(default_factory=dict)
+    sources: Sources | None = None
+    tailor: Tailor | None = None
+    base: str | None = None
+    frozen: Sequence[str] | None = None
+    progress: bool = False
+    nice: int | None = None
+    counters: _core.Operation | None = None
+
+    @property
+    def parts(self) -> list[Flat]:
+        """What is flattened of the state: that of all ranks, and that of this one."""
+        return [self.flat] if self.per_rank is None else [self.flat, self.per_rank]
+
+    def flags(self, names: Iterable[str]) -> list[bool]:
+        """For each name of a tensor, whether it will not change; nothing where that is not said.
+
+        Raises:
+            KeyError: a pattern matches none of them.
+        """
+        return [] if self.frozen is None else flags_of(self.operation, self.frozen, [*names])
+
+    def close(self) -> None:
+        """Let go of the caller's memory: an error's traceback has frames that have this."""
+        self.sources = None
+        self.movers.clear()
+        for flat in self.parts:
+            flat.keep.clear()
+            flat.movers.clear()
+
+
+def build_request(
+    operation: str,
+    path: str,
+    state: Any,
+    metadata: Any,
+    settings: SaveSettings,
+    *,
+    began: float,
+    per_rank: Any = None,
+    spreads: Spreads | None = None,
+) -> SaveRequest:
+    """Flatten the state, leave out and cast, and warn of types. Call it from what the user calls.
+
+    Args:
+        operation: the word that error messages begin with.
+        path: the checkpoint's directory, absolute.
+        state: see :func:`fastckpt.save`.
+        metadata: likewise.
+        settings: how it is saved.
+        began: when the program called (``time.perf_counter``).
+        per_rank: a state that is this rank's own, without DTensors; None for none.
+        spreads: describes tensors that are spread over ranks; without it they are refused.
+
+    Raises:
+        KeyError: a pattern matches nothing, and this process is alone.
+        RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
+        TypeError, ValueError: ``dtype`` is none; or nothing of the state is left.
+        UnsupportedTypeError: something cannot be saved; the message names its place.
+    """
+    types, default = Types(operation, settings.registry), settings.default
+    about = flatten_metadata(operation, metadata, types, default)
+    tailor = Tailor(operation, settings.exclude, settings.dtype)
+    flat = flatten(state, operation=operation, types=types, default=default, spreads=spreads, excluded=tailor.excluded)
+    request = SaveRequest(
+        operation=operation,
+        path=path,
+        began=began,
+        settings=settings.for_writing(),
+        step=step_of(metadata),
+        metadata=about,
+        flat=flat,
+        spreads=[] if spreads is None else spreads.found,
+        tailor=tailor,
+        base=settings.base,
+        frozen=settings.frozen,
+        progress=settings.progress,
+    )
+    try:
+        tailor.fit(flat, types, strict=spreads is None or len(spreads.ranks) == 1)
+        request.movers = flat.movers  # others than before, where tensors were left out
+        if per_rank is not None:
+            own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types, default=default)
+            behind = len(flat.tensors)
+            request.movers = flat.movers | {behind + index: mover for index, mover in own.movers.items()}
+        request.sources = Sources(operation, request.movers)
+        warn_of_types(operation, flat, about, *request.parts[1:], stacklevel=4)
+    except BaseException:
+        request.close()
+        raise
+    return request
+
+
+def flatten_metadata(operation: str, metadata: Any, types: Types, default: Callable[[Any], Any] | None = None) -> Flat:
+    """The metadata, flattened.
+
+    Raises:
+        UnsupportedTypeError: something cannot be saved, or is a tensor; the message names its place.
+    """
+    return flatten(
+        metadata,
+        operation=f"{operation}: metadata",
+        refuse_tensors="metadata cannot hold tensors: put them into the state",
+        types=types,
+        default=default,
+    )
+
+
+#: What has been said of types.
+_said: set[str] = set()
+
+
+def warn_of_types(operation: str, *flats: Flat, stacklevel: int = 3) -> None:
+    """Warn once of each type that may not come back; called by what the user calls."""
+    for remark in (remark for flat in flats for _, remark in flat.remarks):
+        if remark not in _said:
+            _said.add(remark)
+            warnings.warn(f"fastckpt: {operation}: {remark}", RuntimeWarning, stacklevel=stacklevel)
+
+
+def step_of(metadata: Any) -> int | None:
+    """The training step for the live counters, if the metadata has it."""
+    step = metadata.get("step") if isinstance(metadata, dict) else None
+    return step if type(step) is int and 0 <= step < 2**63 else None

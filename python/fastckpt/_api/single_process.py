@@ -1,0 +1,75 @@
+"""A save of one process alone. It has no state: a signal handler may save on top of a save, and a forked child too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastckpt import _core
+from fastckpt._state.groups import split_model
+from fastckpt._tensors.ranges import range_of
+
+from .reports import SaveReport
+from .write import Agreed
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from .save_request import SaveRequest
+
+
+class SingleProcess:
+    """This process alone."""
+
+    report: ClassVar[type[SaveReport]] = SaveReport
+
+    def agree(self, request: SaveRequest) -> Agreed:
+        """Find the model.
+
+        Raises:
+            KeyError: a pattern of ``frozen`` matches nothing.
+            ValueError: ``model_key`` leads to no mapping.
+        """
+        flat, sources = request.flat, request.sources
+        prefix = split_model(request.operation, flat, request.settings.model_key)
+        return Agreed(
+            prefix=prefix,
+            frozen=request.flags(tensor.name for tensor in flat.tensors),
+            tensors=flat.tensors,
+            structure=flat.structure(),
+            metadata=request.metadata.structure(),
+            fill=sources.fill if sources is not None and flat.movers else None,
+            devices=() if sources is None else sources.devices,
+            pulled=flat.pulled,
+        )
+
+    def write(
+        self, request: SaveRequest, agreed: Agreed, options: _core.SaveOptions, progress: Callable[[int, int], None]
+    ) -> Mapping[str, Any]:
+        """Write it."""
+        return _core.save(
+            request.path, agreed.tensors, agreed.structure, agreed.metadata, options, agreed.fill, progress
+        )
+
+
+class FromSnapshot(SingleProcess):
+    """This process alone, with a copy of what it agreed on before.
+
+    Args:
+        agreed: what that was.
+        snapshot: the copy.
+    """
+
+    def __init__(self, agreed: Agreed, snapshot: _core.Snapshot) -> None:
+        self._agreed = agreed
+        self._snapshot = snapshot
+
+    def agree(self, _: SaveRequest) -> Agreed:
+        """What was agreed on; nothing is brought any more."""
+        return self._agreed
+
+    def write(
+        self, request: SaveRequest, _: Agreed, options: _core.SaveOptions, progress: Callable[[int, int], None]
+    ) -> Mapping[str, Any]:
+        """Write the copy."""
+        with range_of("fastckpt.write"):
+            return self._snapshot.save(request.path, options, progress)

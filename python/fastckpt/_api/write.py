@@ -1,0 +1,114 @@
+"""The order of the steps of every save, whether one process makes it or several."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from .build_report import build_report, with_warnings
+from .lent import lent
+from .reports import SaveReport
+
+if TYPE_CHECKING:
+    from fastckpt import _core
+    from fastckpt._tensors.movers import Range
+
+    from .save_request import SaveRequest
+
+    Fill = Callable[[Sequence[Range]], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Agreed:
+    """What a group agreed on: what the checkpoint holds, and what this process brings.
+
+    Attributes:
+        prefix: what the names of the model's tensors begin with; empty where all of the state is the model.
+        training_prefix: what names begin with that are never the model's; empty for none.
+        frozen: for each tensor, whether it will not change; empty where that is not said.
+        files: further files for the directory.
+        tensors: as the core takes them.
+        structure: the structure of the state, JSON.
+        metadata: that of the metadata, JSON.
+        fill: brings the bytes of what has no address; None where all has one. It must not lead to what the core is
+            held by: nobody would ever find that cycle.
+        devices: the devices that have some of them.
+        pulled: how many bytes that are.
+    """
+
+    prefix: str
+    training_prefix: str = ""
+    frozen: Sequence[bool] = ()
+    files: Sequence[tuple[str, bytes]] = ()
+    tensors: Sequence[Any] = ()
+    structure: str = ""
+    metadata: str = ""
+    fill: Fill | None = None
+    devices: Sequence[Any] = ()
+    pulled: int = 0
+
+
+_A = TypeVar("_A", bound=Agreed)
+_R_co = TypeVar("_R_co", bound=SaveReport, covariant=True)
+_R = TypeVar("_R", bound=SaveReport)
+
+
+class Group(Protocol[_A, _R_co]):
+    """Who saves together: one process, or the ranks of a process group."""
+
+    @property
+    def report(self) -> type[_R_co]:
+        """What a save is reported as."""
+
+    def agree(self, request: SaveRequest, /) -> _A:
+        """Find out what the checkpoint holds, equally on all ranks."""
+
+    def write(
+        self, request: SaveRequest, agreed: _A, options: _core.SaveOptions, progress: Callable[[int, int], None], /
+    ) -> Mapping[str, Any]:
+        """Write it, and return the core's report; it is durable then, and has its name."""
+
+
+def write(
+    request: SaveRequest,
+    group: Group[_A, _R],
+    progress: Callable[[int, int], None],
+    told: Callable[[], Mapping[str, Any]] = dict,
+) -> _R:
+    """Save; the report.
+
+    Args:
+        request: what, and how.
+        group: who saves.
+        progress: called with bytes written and bytes to write by this process.
+        told: asked in the end for what else the report has, and for ``warnings``.
+
+    Raises:
+        Exception: nothing was committed, unless it says that the outcome is not known.
+    """
+    agreed = group.agree(request)
+    with lent(agreed.devices, agreed.pulled) as staging:
+        core = group.write(request, agreed, core_options(request, agreed, staging.core), progress)
+    more = dict(told())
+    casts = () if request.tailor is None else request.tailor.warnings
+    core = with_warnings(core, staging.warnings, casts, more.pop("warnings", ()))
+    return build_report(group.report, request.path, request.began, core, step=request.step, **more)
+
+
+def core_options(request: SaveRequest, agreed: Agreed, staging: _core.Memory | None = None) -> _core.SaveOptions:
+    """How the core writes what was agreed on."""
+    settings = request.settings
+    return settings.core(
+        files=[*settings.files, *agreed.files],
+        model_prefix=agreed.prefix,
+        training_prefix=agreed.training_prefix,
+        base=request.base,
+        frozen=agreed.frozen,
+        nice=request.nice,
+        step=request.step,
+        elapsed=time.perf_counter() - request.began,
+        operation=request.counters,
+        staging=staging,
+    )

@@ -1,0 +1,466 @@
+"""A save of all ranks of a process group: the steps between the rounds of the protocol."""
+
+from __future__ import annotations
+
+import errno
+import json
+import mmap
+import secrets
+import time
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from fastckpt import _core
+from fastckpt._api.build_report import with_warnings
+from fastckpt._api.rank_reports import RankSaveReport
+from fastckpt._api.write import Agreed
+from fastckpt._tensors.ranges import range_of
+
+from .agreement import PER_RANK, Agreement, core_spread
+from .attention import Attention
+from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
+from .offers import combine_arrivals, combine_offers
+from .replicas import Comparison, combine_teams, not_compared, teams_that_differ
+from .reuse import take_over
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from fastckpt._api.save_request import SaveRequest
+
+    from .agreement import JobState, TensorOf
+    from .peers import Operation
+    from .replicas import Policy
+    from .session import Session
+
+#: How many warnings of all ranks a report has.
+_WARNINGS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedByRanks(Agreed):
+    """What ranks agreed on. Only the coordinator has the texts.
+
+    Attributes:
+        spreads: what the tensors' numbers of spreads stand for.
+        page: bytes of the largest memory page that a rank's kernel has.
+        seed: what samples of what several ranks hold are drawn by.
+        held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
+            is 0 where ``fill`` brings the bytes.
+        sum: the CRC-64 of all bytes of a part without an address, by its index in held, where its device makes that;
+            else None.
+        per_rank: the structure of what belongs to each rank alone, JSON; None where nothing does.
+    """
+
+    spreads: Sequence[_core.Spread]
+    page: int
+    seed: int
+    held: Sequence[tuple[int, int, int, int]]
+    sum: Callable[[int], int | None] | None = None
+    per_rank: str | None = None
+
+    @property
+    def texts(self) -> tuple[str, str, str | None]:
+        """What the checkpoint says of its state."""
+        return self.structure, self.metadata, self.per_rank
+
+    def sum_of(self) -> Callable[[int, int], int | None] | None:
+        """What the core asks for the sums of parts, by tensor and part."""
+        summed = self.sum
+        if summed is None:
+            return None
+        places = {(tensor, part): index for index, (tensor, part, *_) in enumerate(self.held)}
+        return lambda tensor, part: summed(places[tensor, part])
+
+
+class ProcessGroup:
+    """The ranks of a process group, in one save. Every rank makes the same calls.
+
+    Args:
+        session: the process group.
+        operation: what its ranks do together, in its body; the caller's rounds may have come before.
+        timeout: seconds for which a rank may make no progress.
+        policy: how what several ranks hold is compared.
+    """
+
+    report: ClassVar[type[RankSaveReport]] = RankSaveReport
+
+    def __init__(self, session: Session, operation: Operation, timeout: float, policy: Policy) -> None:
+        self.session = session
+        self.operation = operation
+        self.timeout = timeout
+        self.policy = policy
+
+    def agree(self, request: SaveRequest) -> AgreedByRanks:
+        """Agree on what the state of the job is: the rounds ``arrive`` and ``tables``.
+
+        Raises:
+            RanksError: another rank failed, or does not answer.
+            KeyError: a pattern matches nothing on any rank.
+            ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
+        """
+        group, operation, path = self.session.group, self.operation, request.path
+        agreement = Agreement(request, group.rank, group.size, request.operation)
+        unused = [] if request.tailor is None else request.tailor.unused
+        verdict, seed, page = operation.round(
+            "arrive",
+            [agreement.arrival(), *self._terms(request), unused, mmap.PAGESIZE],
+            combine=_combine_calls,
+            decide=lambda arrived: _decide(agreement, path, arrived),
+        )
+        answer = None
+        if agreement.is_open(verdict):
+            offer = agreement.offer(verdict)
+            answer = operation.round("tables", offer, combine=combine_offers, decide=agreement.unite)
+        job = agreement.settle(verdict, answer)
+        pulled = job.pulled
+        tensors, spreads = self._spread(job)
+        return AgreedByRanks(
+            prefix=job.prefix,
+            training_prefix=PER_RANK if job.has_extras else "",
+            frozen=request.flags(tensor.name for tensor in job.tensors),
+            tensors=tensors,
+            spreads=spreads,
+            page=page,
+            seed=seed,
+            structure=job.structure or "",
+            metadata=job.metadata or "",
+            per_rank=job.per_rank,
+            held=job.held,
+            fill=job.fill if pulled else None,
+            sum=job.sum if pulled else None,
+            devices=job.sources.devices if pulled and job.sources is not None else (),
+            pulled=pulled,
+        )
+
+    def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
+        """The tensors, and the spreads that their numbers stand for, as the core takes them."""
+        return job.tensors, [core_spread(each) for each in job.spreads]
+
+    def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
+        """What a rank says of what has to be equal beside the state: its terms, and its step.
+
+        The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
+        """
+        rank = self.session.group.rank
+        terms = {
+            f"{name}=": getattr(record, name)
+            for record in (request.settings, self.policy)
+            for name, one in record.options().items()
+            if one.alike
+        }
+        base = request.base
+        if base is not None and Path(base).parent == Path(request.path).parent:
+            terms["base="] = Path(base).name  # the directory may have another name on each rank
+        step = request.step
+        steps = [] if step is None else [[rank, json.dumps({"metadata['step']": step})]]
+        return [[[rank, json.dumps(terms, sort_keys=True)]], steps]
+
+    def write(
+        self,
+        request: SaveRequest,
+        agreed: AgreedByRanks,
+        options: _core.SaveOptions,
+        progress: Callable[[int, int], None],
+    ) -> Mapping[str, Any]:
+        """Write a checkpoint together, beside a base where there is one.
+
+        It is durable, and has its name, when this returns on any rank. On an error nothing has been committed, unless
+        the error says that the outcome is not known.
+
+        Raises:
+            RanksError: another rank failed, or does not answer.
+            Exception: this rank failed.
+        """
+        size = self.session.group.size
+        share = self.policy.dealt(_core.Share.to_save(agreed.tensors, agreed.spreads, size, options, agreed.page))
+        if request.base is None:
+            return self._write(request, agreed, options, progress, share, share)
+        began = time.perf_counter()
+        base = _core.RankBase(share, self.session.group.rank, agreed.held, agreed.fill, options)
+        try:
+            beside = take_over(self.session, self.operation, request.path, request.base, base, self.timeout)
+            compared = time.perf_counter() - began
+            own = self._write(request, agreed, options, progress, beside or share, share, base)
+        finally:
+            base.close()
+        phases = {**own["phases"], "compare": compared}
+        return {**own, "phases": phases, "seconds": own["seconds"] + compared}
+
+    def _write(
+        self,
+        request: SaveRequest,
+        agreed: AgreedByRanks,
+        options: _core.SaveOptions,
+        progress: Callable[[int, int], None],
+        share: _core.Share,
+        plain: _core.Share | None,
+        base: _core.RankBase | None = None,
+    ) -> dict[str, Any]:
+        """The rounds ``created``, ``joined`` and ``done``.
+
+        A manifest that the texts make too large is refused before a byte is written.
+
+        Args:
+            request: what is saved.
+            agreed: what ranks agreed on.
+            options: how it is saved.
+            progress: called with bytes written and bytes to write by this rank.
+            share: who has what of which tensor, equal on all ranks.
+            plain: the same, laid out without a base; None where what several ranks hold has been compared.
+            base: what the share was laid out beside, if anything was taken over from an earlier checkpoint.
+        """
+        session, operation, timeout, path = self.session, self.operation, self.timeout, request.path
+        rank = session.group.rank
+        engine = _core.RankSave(share, rank, agreed.held, agreed.fill, options, base)
+        exchange: Exchange | None = None
+        whole = False
+        made: list[tuple[int, int]] = []
+        attention = Attention(operation, timeout, request.settings.bandwidth_limit)
+        noted: list[str] = []
+        try:
+            mail = engine.mail
+            comparison = None
+            if plain is not None:
+                comparison = Comparison(
+                    engine, share, self.policy, agreed.seed, agreed.sum_of(), lambda *_: attention.meanwhile()
+                )
+                noted += not_compared(share) if self.policy.replicas == "first" else []
+            name, meeting, teams = operation.round(
+                "created",
+                [
+                    session.link.offer(needed=bool(mail.outgoing() or mail.incoming())),
+                    [[rank, share.digest()]],
+                    [] if comparison is None else comparison.offer(),
+                ],
+                combine=_combine_created,
+                decide=lambda offered: _create(engine, path, offered, agreed.texts, made),
+            )
+            if comparison is not None and plain is not None and teams:
+                tensors, text = comparison.differing(session, operation, path, teams)
+                engine.close()
+                # Without a base, with these tensors taken from their lowest ranks.
+                own = self._write(request, agreed, options, progress, plain.first(tensors), None)
+                whole = True
+                return with_warnings(own, noted, [text])
+            if rank:
+                _join(session, engine, path, name)
+            operation.round("joined", None, combine=_nothing)
+            group = session.link.meet(meeting, timeout, attention.meanwhile)
+            if group is not None:
+                exchange = Exchange(group, mail, session.name, attention.limit)
+                attention.exchange = exchange
+            own = {}
+            try:
+                own = _write(engine, exchange, attention, progress)
+                outcome: dict[str, Any] = {"pieces": engine.pieces(), "saved": figures(own)}
+            except LostError as error:
+                # The cause is another rank, which says so itself; where none does, this is the cause.
+                outcome = lost_by(session.name(rank), error)
+            done = time.perf_counter()
+            answer = operation.round(
+                "done",
+                outcome,
+                combine=lambda outcomes: _combine(share, outcomes),
+                decide=lambda outcome: _commit(engine, outcome, agreed.texts, lambda *_: operation.alive()),
+                is_done=lambda: _identity(path) in made,
+            )
+            whole = True
+            return with_warnings(_fields(session, own, answer, time.perf_counter() - done), noted)
+        finally:
+            if exchange is not None and not whole:
+                exchange.end("the save has failed", operation.alive)
+                session.link.drop()
+            engine.close(committed=whole)
+
+
+def _combine_calls(calls: list[Any]) -> list[Any]:
+    """What several ranks say when they arrive.
+
+    Their tables, terms and steps that differ, unused patterns, and the largest of their memory pages.
+    """
+    arrivals, terms, steps, unused, pages = zip(*calls, strict=True)
+    in_all = [text for text in unused[0] if all(text in others for others in unused)]
+    return [combine_arrivals(arrivals), first_two(terms), first_two(steps), in_all, max(pages)]
+
+
+def first_two(said: Sequence[list[list[Any]]]) -> list[list[Any]]:
+    """Two ranks that say different things, and what they say; or one."""
+    kinds: dict[Any, int] = {}
+    for rank, what in chain.from_iterable(said):
+        kinds.setdefault(what, rank)
+    return sorted([rank, what] for what, rank in kinds.items())[:2]
+
+
+def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
+    arrival, *compared, unused, page = arrived
+    for said in compared:
+        if len(said) > 1:
+            (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in said]
+            name = next(name for name in own if own[name] != other[name])
+            raise ValueError(
+                f"save: {path}: {name} differs between ranks: {own[name]!r} on rank {first}, {other[name]!r} on rank "
+                f"{second}: give the same on all ranks"
+            )
+    if unused:
+        raise KeyError(f"save: {path}: {unused[0]} matches nothing on any rank")
+    return [agreement.decide(arrival), secrets.randbits(63), page]
+
+
+def _join(session: Session, engine: _core.RankSave, path: str, name: str) -> None:
+    """Open the directory that the coordinator has made: the proof that this rank sees the same file system."""
+    try:
+        engine.join(path, name)
+    except FileNotFoundError as error:
+        text = (
+            f"save: {path} is not on a file system shared with {session.name(0)}: {session.name(session.group.rank)} "
+            "does not see what was made there: give a path that leads to one directory on all hosts"
+        )
+        raise FileNotFoundError(errno.ENOENT, text, name) from error
+
+
+def _write(
+    engine: _core.RankSave,
+    exchange: Exchange | None,
+    attention: Attention,
+    progress: Callable[[int, int], None],
+) -> dict[str, Any]:
+    """Write what belongs to this rank, and see all messages off."""
+
+    def each(done: int, total: int) -> None:
+        attention(done, total)
+        progress(done, total)
+
+    try:
+        with range_of("fastckpt.write"):
+            return carried(lambda: dict(engine.write(each)), exchange, attention)
+    except FileNotFoundError as error:
+        # The coordinator has made the files. It removes them when the save has failed, and then tells the others.
+        raise LostError(f"the files of the save have gone: {error}") from error
+
+
+def _combine_created(offers: list[list[Any]]) -> list[Any]:
+    """What several ranks say before there is a workspace: their gloo groups, and the first of each kind of shares."""
+    links, shares, teams = zip(*offers, strict=True)
+    return [Link.combine(links), first_two(shares), combine_teams(teams)]
+
+
+def _create(
+    engine: _core.RankSave,
+    path: str,
+    offered: list[Any],
+    texts: tuple[str, str, str | None],
+    made: list[tuple[int, int]],
+) -> list[Any]:
+    """At the coordinator: the name of the workspace, the gloo group to use, and the teams of ranks that differ.
+
+    The identity of the workspace goes to ``made``. Where ranks differ, nothing is made.
+    """
+    offer, shares, teams = offered
+    if len(shares) > 1:
+        raise ValueError(
+            f"save: {path}: ranks {shares[0][0]} and {shares[1][0]} would lay out its files differently: give the same "
+            "shard_size=, the same FASTCKPT_BLOCK_SIZE and the same version of fastckpt to all ranks"
+        )
+    engine.check(*texts)
+    differing = teams_that_differ(teams)
+    if differing:
+        return ["", "", differing]
+    name = engine.create(path)
+    made += filter(None, [_identity(Path(path).with_name(name))])
+    return [name, Link.agree(offer), []]
+
+
+def _identity(path: str | Path) -> tuple[int, int] | None:
+    """Which directory a path names: a rename keeps it. None where there is none."""
+    try:
+        found = Path(path).stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _nothing(_: list[Any]) -> None:
+    """Some rounds only say that all are there."""
+
+
+def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], commit: float) -> dict[str, Any]:
+    """What the report of this rank is made of."""
+    fields = {name: value for name, value in own.items() if name not in {"sent", "received"}}
+    return fields | {
+        "phases": {**own["phases"], "commit": commit},
+        "seconds": own["seconds"] + commit,
+        "warnings": tuple(dict.fromkeys([*own["warnings"], *whole["warnings"]])),
+        "shards": whole["shards"],
+        "tensors": whole["tensors"],
+        "linked_files": whole["linked_files"],
+        "linked_bytes": whole["linked_bytes"],
+        "rank": session.group.rank,
+        "ranks": session.group.size,
+        "bytes_total": whole["bytes"],
+        "bytes_sent": own["sent"],
+        "bytes_received": own["received"],
+    }
+
+
+def figures(own: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a rank's report is added up over the ranks."""
+    return {
+        "bytes": own["bytes"],
+        "seconds": own["seconds"],
+        "threads": own["threads"],
+        "engine": own["engine"],
+        "fallback": own["fallback"],
+        "warnings": list(own["warnings"]),
+        "phases": dict(own["phases"]),
+        "blocks": dict(own["blocks"]),
+        "paths": dict(own["paths"]),
+        "copied": own["copied"],
+        "sent": own["sent"],
+        "received": own["received"],
+    }
+
+
+def add_up(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several ranks did together: bytes add up, seconds pass at the same time, and the first says the engine."""
+    out = dict(reports[0])
+    for name in ("bytes", "threads", "copied", "sent", "received"):
+        out[name] = sum(report[name] for report in reports)
+    out["seconds"] = max(report["seconds"] for report in reports)
+    for name, join in (("phases", max), ("blocks", _sum), ("paths", _sum)):
+        joined: dict[str, Any] = {}
+        for report in reports:
+            for key, value in report[name].items():
+                joined[key] = join(joined[key], value) if key in joined else value
+        out[name] = joined
+    out["warnings"] = list(dict.fromkeys(text for report in reports for text in report["warnings"]))[:_WARNINGS]
+    return out
+
+
+def _sum(one: int, other: int) -> int:
+    return one + other
+
+
+def _combine(share: _core.Share, outcomes: list[dict[str, Any]]) -> dict[str, Any]:
+    """The outcomes of a rank and of those below it as one."""
+    lost = first_lost(outcomes)
+    if lost:
+        return lost
+    return {
+        "pieces": share.merge([outcome["pieces"] for outcome in outcomes]),
+        "saved": add_up([outcome["saved"] for outcome in outcomes]),
+    }
+
+
+def _commit(
+    engine: _core.RankSave,
+    outcome: dict[str, Any],
+    texts: tuple[str, str, str | None],
+    tick: Callable[[int, int], None],
+) -> Mapping[str, Any]:
+    """At the coordinator, once all ranks have written: seal and publish."""
+    raise_lost(outcome)
+    with range_of("fastckpt.commit"):
+        return engine.commit(outcome["pieces"], *texts, outcome["saved"], tick)

@@ -1,0 +1,282 @@
+"""What a plan of a job's checkpoints says, as numbers and as a table for people."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fastckpt import _interval as formulas
+from fastckpt._text import table
+from fastckpt._units import digits, show_bytes, show_rate, show_seconds, show_share
+
+from .layout import Layout, Share  # noqa: TC001 - a public record's types can be looked up
+
+_DAY = 86400.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What storage of one of NVIDIA's tiers would make of a plan.
+
+    Attributes:
+        tier: its name.
+        write: GB/s for each GPU that writes.
+        read: GB/s for each GPU.
+        seconds: how long a checkpoint takes, that is the busiest GPU.
+        restore_seconds: how long it takes to read it back.
+        interval: seconds from checkpoint to checkpoint, by the plan's rule.
+        goodput: the share of time that becomes training that is kept.
+        enough: whether it keeps what was asked for: the seconds if they were given, else the goodput.
+        reason: why, in words.
+    """
+
+    tier: str
+    write: float
+    read: float
+    seconds: float
+    restore_seconds: float
+    interval: float
+    goodput: float
+    enough: bool
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """The size of a job's checkpoints, the interval between them, and the speed that the storage needs.
+
+    Rates are in GB/s, GB being 10^9 bytes; times in seconds. Intervals run from the start of one checkpoint to the
+    start of the next.
+
+    Attributes:
+        bytes: size of a checkpoint.
+        parameters: of the model, or None where only bytes are known.
+        bytes_per_parameter: as used in the calculation, or None.
+        layout: the parallel layout.
+        gpus_per_node: GPUs of a node.
+        shares: who writes how much, the busiest first.
+        write: total GB/s written during a checkpoint.
+        read: total GB/s read during a restore.
+        speed: where the two come from, in words.
+        seconds: how long a checkpoint takes until it is durable.
+        stall: seconds of that for which training stops.
+        mttf: mean time between failures of the cluster.
+        goodput_wanted: the share of time that was asked for, or the usual 0.95.
+        interval: seconds from checkpoint to checkpoint.
+        interval_rule: where it comes from, in words.
+        interval_goodput: what the goodput wanted asks for (:func:`fastckpt._interval.goodput_rule`).
+        interval_young: Young's, and the stall.
+        interval_daly: Daly's, and the stall.
+        interval_best: the exact minimum of Daly's model.
+        restore_bytes: what all GPUs together read to restore.
+        restore_seconds: how long that takes.
+        restart: seconds of a failure beside that: noticing it, and starting again.
+        verdicts: what storage of each tier would do.
+        notes: assumptions and what was left out.
+    """
+
+    bytes: int
+    parameters: int | None
+    bytes_per_parameter: float | None
+    layout: Layout
+    gpus_per_node: int
+    shares: tuple[Share, ...]
+    write: float
+    read: float
+    speed: str
+    seconds: float
+    stall: float
+    mttf: float
+    goodput_wanted: float
+    interval: float
+    interval_rule: str
+    interval_goodput: float
+    interval_young: float
+    interval_daly: float
+    interval_best: float
+    restore_bytes: int
+    restore_seconds: float
+    restart: float
+    verdicts: tuple[Verdict, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def writers(self) -> int:
+        """GPUs that write."""
+        return sum(share.gpus for share in self.shares)
+
+    @property
+    def writers_per_node(self) -> int:
+        """GPUs that write in a node full of writers."""
+        return min(self.gpus_per_node, self.shares[0].gpus)
+
+    @property
+    def nodes(self) -> int:
+        """All nodes."""
+        return -(-self.layout.gpus // self.gpus_per_node)
+
+    @property
+    def write_per_gpu(self) -> float:
+        """GB/s of the busiest writing GPU, if all end together: ``share / seconds``."""
+        return self.shares[0].bytes / self.seconds / 1e9
+
+    @property
+    def write_per_node(self) -> float:
+        """GB/s of a node full of writing GPUs."""
+        return self.write_per_gpu * self.writers_per_node
+
+    @property
+    def checkpoints_per_day(self) -> float:
+        """Checkpoints per day: ``86400 / interval``."""
+        return _DAY / self.interval
+
+    @property
+    def bytes_per_day(self) -> float:
+        """Bytes written per day: checkpoints per day times their size."""
+        return self.bytes * self.checkpoints_per_day
+
+    @property
+    def sustained(self) -> float:
+        """GB/s written on average over the day: ``bytes / interval``."""
+        return self.bytes / self.interval / 1e9
+
+    @property
+    def overhead(self) -> float:
+        """The share of time for which training stops to save: ``stall / interval``."""
+        return self.stall / self.interval
+
+    @property
+    def read_fan_out(self) -> float:
+        """How often a restore reads each byte that was written."""
+        return self.restore_bytes / self.bytes
+
+    @property
+    def restore_rate(self) -> float:
+        """GB/s to restore in the time that a checkpoint took: ``write * read_fan_out``."""
+        return self.write * self.read_fan_out
+
+    @property
+    def failures_per_day(self) -> float:
+        """Failures per day: ``86400 / mttf``."""
+        return _DAY / self.mttf
+
+    @property
+    def lost_seconds(self) -> float:
+        """Training lost with a failure, on average: see :func:`fastckpt._interval.lost_work`."""
+        return formulas.lost_work(self.interval, self.mttf, self.seconds - self.stall)
+
+    @property
+    def lost_gpu_hours_per_day(self) -> float:
+        """GPU hours per day of training lost with failures, and of restarting."""
+        return (
+            self.layout.gpus * self.failures_per_day * (self.lost_seconds + self.restart + self.restore_seconds) / 3600
+        )
+
+    @property
+    def goodput(self) -> float:
+        """The share of time that becomes training that is kept, by :func:`fastckpt._interval.expected_goodput`."""
+        away = self.restart + self.restore_seconds
+        return formulas.expected_goodput(self.interval, self.stall, self.mttf, away, self.seconds - self.stall)
+
+    def to_dict(self) -> dict[str, Any]:
+        """All attributes and everything derived from them, as JSON holds them."""
+        document = asdict(self)
+        derived = [name for name, value in vars(Plan).items() if isinstance(value, property)]
+        document.update({name: getattr(self, name) for name in sorted(derived)})
+        return document
+
+    def __str__(self) -> str:
+        return "\n".join(plan_table(self))
+
+
+def _layout(layout: Layout) -> str:
+    """The parallel layout in words."""
+    cuts = [(layout.tp, "tensor"), (layout.pp, "pipeline"), (layout.dp, "data")]
+    text = " x ".join(f"{size} {name}" for size, name in cuts)
+    expert = f", {layout.ep} expert" if layout.ep > 1 else ""
+    return f"{text}{expert}, ZeRO {layout.zero}"
+
+
+def _share(share: Share) -> str:
+    return f"{share.gpus:,} x {show_bytes(share.bytes)}"
+
+
+def _nodes(number: int) -> str:
+    return "1 node" if number == 1 else f"{number:,} nodes"
+
+
+def _rows(plan: Plan) -> list[tuple[str, str]]:
+    """What a plan says, a line each."""
+    layout = plan.layout
+    known = "as given"
+    if plan.parameters is not None and plan.bytes_per_parameter is not None:
+        known = f"{digits(plan.parameters / 1e9)} B parameters, {plan.bytes_per_parameter:g} bytes each"
+    nodes = -(-plan.writers // plan.gpus_per_node)
+    standing = "" if plan.stall == plan.seconds else f", of which training stands still for {show_seconds(plan.stall)}"
+    away = f" + {show_seconds(plan.restart)} to restart" if plan.restart else ""
+    day = plan.checkpoints_per_day
+    # As many as begin in a day; the small number is for rounding's sake.
+    number = f"up to {math.ceil(day - 1e-9):,}" if day >= 10 else digits(day)  # noqa: PLR2004
+    parts = [
+        [
+            "writing",
+            f"{show_rate(plan.write_per_gpu)} for {'each' if len(plan.shares) == 1 else 'the busiest'} writing GPU",
+            f"{show_rate(plan.write_per_node)} for its node",
+            f"{show_rate(plan.write)} in all",
+        ],
+        ["failures", f"one every {show_seconds(plan.mttf)}", f"{digits(plan.failures_per_day)} a day"],
+        ["interval", show_seconds(plan.interval), plan.interval_rule],
+        [
+            "",
+            f"{show_seconds(plan.interval_goodput)} for {show_share(plan.goodput_wanted)} goodput",
+            f"{show_seconds(plan.interval_young)} by Young",
+            f"{show_seconds(plan.interval_daly)} by Daly",
+            f"{show_seconds(plan.interval_best)} at best",
+        ],
+        [
+            "a day",
+            f"{number} checkpoints",
+            show_bytes(plan.bytes_per_day),
+            f"{show_rate(plan.sustained)} sustained",
+        ],
+        ["overhead", f"{show_share(plan.overhead)} of the time goes into checkpoints"],
+        [
+            "restore",
+            f"{show_seconds(plan.restore_seconds)}{away}",
+            f"{show_bytes(plan.restore_bytes)} read at {show_rate(plan.read)}",
+            f"each byte {digits(plan.read_fan_out)} times",
+        ],
+        ["", f"{show_rate(plan.restore_rate)} to read it in the time of writing"],
+        [
+            "lost",
+            f"{show_seconds(plan.lost_seconds)} of training with each failure",
+            f"{digits(plan.lost_gpu_hours_per_day)} GPU hours a day with restarts",
+        ],
+        ["goodput", f"{show_share(plan.goodput)} of the time is training that is kept"],
+    ]
+    return [
+        ("checkpoint", f"{show_bytes(plan.bytes)}: {known}"),
+        ("GPUs", f"{layout.gpus:,} in {_nodes(plan.nodes)}: {_layout(layout)}"),
+        ("writers", f"{plan.writers:,} in {_nodes(nodes)}: {' + '.join(map(_share, plan.shares))}"),
+        ("takes", f"{show_seconds(plan.seconds)}{standing} ({plan.speed})"),
+        *((name, ", ".join(words)) for name, *words in parts),
+    ]
+
+
+def plan_table(plan: Plan) -> list[str]:
+    """The lines for one plan."""
+    head = ("tier", "GB/s a GPU", "checkpoint", "restore", "interval", "goodput", "verdict")
+    verdicts = [
+        (
+            verdict.tier,
+            f"{verdict.write:g} / {verdict.read:g}",
+            show_seconds(verdict.seconds),
+            show_seconds(verdict.restore_seconds),
+            show_seconds(verdict.interval),
+            show_share(verdict.goodput),
+            f"{'enough' if verdict.enough else 'not enough'}: {verdict.reason}",
+        )
+        for verdict in plan.verdicts
+    ]
+    return [*table(_rows(plan)), "", *table([head, *verdicts]), *(f"note: {note}" for note in plan.notes)]

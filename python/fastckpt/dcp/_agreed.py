@@ -1,0 +1,164 @@
+"""What the ranks of a save tell each other beside the state that is described alike on all of them.
+
+Nothing that comes down has a part for each rank, but for boxes, which are of ranks by their nature: equal ones of
+several ranks are one there, and so are tensors that are cut alike.
+"""
+
+from __future__ import annotations
+
+import json
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import _core
+from fastckpt._ranks.agreement import logical_of
+from fastckpt._ranks.offers import runs_of
+from fastckpt._ranks.process_group import first_two
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from ._values import Box
+
+
+class Known:
+    """What all ranks know of values, and of tensors that need boxes.
+
+    Args:
+        answer: of :func:`decide_told`.
+
+    Attributes:
+        model_key: that of the coordinator.
+        values: of each value with tensors the rank that has it, and the tensors, by its key.
+        strange: the keys of tensors that some rank can describe by boxes alone.
+        planned: the keys that are in a plan, of ranks whose planners may leave some out.
+    """
+
+    def __init__(self, answer: list[Any]) -> None:
+        self.model_key, values, strange, planned = answer
+        self.values: dict[str, tuple[int, list[Any]]] = {
+            key: (owner, [[rest, dtype, tuple(shape), logical_of(logical)] for rest, dtype, shape, logical in tensors])
+            for key, owner, tensors in values
+        }
+        self.strange = dict.fromkeys(strange)
+        self.planned = frozenset(planned or ())
+
+
+def combine_told(told: Sequence[list[Any]]) -> list[Any]:
+    """What several ranks tell, as one: optimizers with numbers, values, strange keys, and what is planned."""
+    ids, values, strange, planned = zip(*told, strict=True)
+    found: dict[str, list[Any]] = {}
+    for value in chain.from_iterable(values):
+        known = found.setdefault(value[0], value)
+        if value[1] < known[1]:
+            found[value[0]] = value
+    plans = [keys for keys in planned if keys is not None]
+    return [
+        first_two(ids),
+        list(found.values()),
+        list(dict.fromkeys(chain.from_iterable(strange))),
+        list(dict.fromkeys(chain.from_iterable(plans))) if plans else None,
+    ]
+
+
+def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) -> list[Any]:
+    """What all ranks are to know; ``values`` takes the tokens of each value by its key.
+
+    Raises:
+        ValueError: ranks have optimizers whose numbers stand for other parameters.
+    """
+    ids, found, strange, planned = told
+    if len(ids) > 1:
+        (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in ids]
+        outer = next(name for name in {**own, **other} if own.get(name) != other.get(name))
+        raise ValueError(
+            f"dcp.save: the parameters of the optimizer state {outer!r} are numbers, which stand for other parameters "
+            f"on rank {second} than on rank {first}: give the state that "
+            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
+        )
+    values.update((key, tokens) for key, _, tokens, _ in found)
+    return [model_key, [[key, rank, tensors] for key, rank, _, tensors in found if tensors], strange, planned]
+
+
+class Boxes:
+    """Who has which boxes.
+
+    Args:
+        answer: of :func:`decide_cuts`.
+
+    Attributes:
+        spreads: of each cut, who has which boxes of a tensor, for each mesh that has them.
+    """
+
+    def __init__(self, answer: list[Any]) -> None:
+        cuts, tensors = answer
+        self.spreads: list[list[list[tuple[int, Box]]]] = []
+        for meshes in cuts:
+            made = []
+            for holders in meshes:
+                boxes = [
+                    (rank, tuple((low, high) for low, high in box))
+                    for box, runs in holders
+                    for start, stop in runs
+                    for rank in range(start, stop)
+                ]
+                made.append(sorted(boxes))
+            self.spreads.append(sorted(made))
+        self._cuts: dict[str, int] = dict(tensors)
+
+    def of(self, key: str, rank: int) -> tuple[int, list[Box]]:
+        """The number of the cut of a tensor, and the boxes that a rank has, in the order of its parts."""
+        number = self._cuts[key]
+        return number, [box for boxes in self.spreads[number] for holder, box in boxes if holder == rank]
+
+    def lowest(self, number: int) -> int:
+        """The lowest rank that has a box."""
+        return min(boxes[0][0] for boxes in self.spreads[number])
+
+    def core(self, number: int) -> list[_core.Spread]:
+        """A cut as the core takes it."""
+        return [_core.Spread.boxes(boxes) for boxes in self.spreads[number]]
+
+
+def combine_cuts(told: Sequence[list[Any]]) -> list[Any]:
+    """The boxes of several ranks, as one: of each tensor dtype and shape, and by mesh and box who has it."""
+    tensors: dict[str, list[Any]] = {}
+    for key, about, meshes in chain.from_iterable(told):
+        known = tensors.get(key)
+        if known is None:
+            tensors[key] = [about, {mesh: dict(holders) for mesh, holders in meshes.items()}]
+            continue
+        known[0] = first_two([known[0], about])
+        for mesh, holders in meshes.items():
+            into = known[1].setdefault(mesh, {})
+            for box, runs in holders.items():
+                into[box] = into[box] + runs if box in into else runs
+    return [[key, about, meshes] for key, (about, meshes) in tensors.items()]
+
+
+def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
+    """The cuts, and which tensor has which; equal ones are one.
+
+    Raises:
+        ValueError: ranks have a tensor with two dtypes or shapes.
+    """
+    numbers: dict[str, int] = {}
+    tensors = []
+    for key, about, meshes in told:
+        alive()
+        if len(about) > 1:
+            (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in about]
+            raise ValueError(
+                f"dcp.save: rank {second} has {key!r} with another dtype or shape ({other[0]} {other[1]}) than rank "
+                f"{first} ({own[0]} {own[1]})"
+            )
+        cut = [
+            [
+                [json.loads(box), runs_of([rank for start, stop in runs for rank in range(start, stop)])]
+                for box, runs in sorted(holders.items())
+            ]
+            for _, holders in sorted(meshes.items())
+        ]
+        text = json.dumps(cut, separators=(",", ":"))
+        tensors.append([key, numbers.setdefault(text, len(numbers))])
+    return [[json.loads(text) for text in numbers], tensors]

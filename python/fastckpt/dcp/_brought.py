@@ -1,0 +1,313 @@
+"""What one rank brings to a save, and what it makes of it once it has heard what the others bring.
+
+Each entry of the planner's state is one of these:
+
+- A plain tensor: every rank that has it has it whole. They share the work, and what they hold is compared.
+- A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
+- A value: that of the lowest rank that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
+  each value to some rank, and values of several ranks together would be a state that no rank held. Tokens travel to
+  the coordinator alone; all ranks hear of the tensors in a value, for their order is that of the state.
+- Boxes: of a ShardedTensor, of a DTensor whose parts are no mesh's, and of all that other planners cut. Every rank
+  hears who has which.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._api.save_request import warn_of_types
+from fastckpt._state.flatten import flatten
+from fastckpt._tensors.described import THROUGH, OwnPart, Parts, Stored, Unsupported
+from fastckpt._tensors.movers import Sources
+from fastckpt._tensors.spread import Spread
+from fastckpt._tensors.spreads import Spreads
+
+from . import _torch
+from ._structure import insert
+from ._values import Cut, Given, Memory, Value, box_of, stored_value, value_of
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from fastckpt._api.save_request import SaveRequest
+    from fastckpt._state.registry import Types
+    from fastckpt._tensors.described import Describe
+
+    from ._agreed import Boxes, Known
+    from ._structure import Path
+    from ._values import Box
+
+#: What stands for the place among spreads of what is cut into boxes.
+BOXES = "boxes"
+
+
+class Boxed:
+    """A tensor of which this rank has boxes: the number of its cut, and its memory in the order of its parts."""
+
+    __slots__ = ("cut", "memories", "spread", "tie")
+
+    def __init__(self, cut: Cut, number: int, lowest: int, memories: list[Memory], tie: Any) -> None:
+        self.cut = cut
+        self.spread = Spread((lowest,), (), ((BOXES, number, 0),))
+        self.memories = memories
+        self.tie = tie
+
+
+class _OfOne:
+    """A value that has tensors."""
+
+    __slots__ = ("tensors",)
+
+    def __init__(self, tensors: list[Given]) -> None:
+        self.tensors = tensors
+
+
+class _Described(Spreads):
+    """Describes what is spread over ranks: DTensors, tensors in values of one rank, and boxes."""
+
+    def describe_of(self, kind: type) -> Describe | None:
+        """How to describe a type of such tensors; None for any other type."""
+        own: dict[type, Describe] = {_OfOne: self._value, Given: self._given, Boxed: self._boxed}
+        return own.get(kind) or super().describe_of(kind)
+
+    def _number(self, spread: Spread) -> int:
+        if spread not in self.found:
+            self.found.append(spread)
+        return self.found.index(spread) + 1
+
+    @staticmethod
+    def _value(value: _OfOne) -> Parts:
+        children = [(THROUGH if one.rest is None else one.rest, one) for one in value.tensors]
+        return Parts(f'["tuple",{len(children)}]', children)
+
+    def _given(self, one: Given) -> Stored:
+        part = OwnPart(self._number(Spread((one.owner,))), one.keep, one.nbytes)
+        tie = (Given, id(one))
+        return Stored(tie, one.dtype, one.shape, one.address, one.logical, '["tensor",', "]", one.mover, part)
+
+    def _boxed(self, boxed: Boxed) -> Stored:
+        part = OwnPart(self._number(boxed.spread), boxed, 0)
+        dtype, shape, logical = boxed.cut
+        return Stored((Boxed, boxed.tie), dtype, shape, 0, logical, '["tensor",', "]", None, part)
+
+
+class Brought:
+    """What one rank brings to a save.
+
+    Args:
+        plan: what torch's plan has this rank save.
+        planner: knows the tensors.
+        types: the types with names that are known.
+        ranks: the global ranks of the group, in its order.
+        rank: this rank in the group.
+        local: the plan that this rank made; None where its planner has kept it, or this process is alone.
+
+    Raises:
+        UnsupportedTypeError: a value cannot be stored; the message names it.
+        ValueError: the plan has a tensor or a value twice.
+    """
+
+    def __init__(
+        self,
+        plan: _torch.SavePlan,
+        planner: _torch.SavePlanner,
+        types: Types,
+        ranks: Sequence[int],
+        rank: int,
+        local: _torch.SavePlan | None = None,
+    ) -> None:
+        self.rank = rank
+        self._ranks = ranks
+        self._types = types
+        self._planner = planner
+        self._paths = _paths(plan, planner)
+        #: Of tensors, the items of the plan, and of the plan that this rank made those that torch left to others.
+        self._items: dict[str, list[_torch.WriteItem]] = {}
+        self._values: dict[str, Value] = {}
+        #: Keys of values, of this rank and of others.
+        self._others: set[str] = set()
+        self._sort(plan, local if local is not None and local.items else _torch.kept_plan(planner))
+        state = getattr(planner, "state_dict", None)
+        self._state = state if isinstance(state, dict) and _torch.keeps_state(planner) else None
+        self._tensors: dict[str, Any] = {}
+        self._strange: list[str] = []
+        self._describe()
+        self._boxes: dict[str, tuple[Cut, dict[Box, Memory]]] = {}
+        self._planned = None if _torch.plans_all(planner) else sorted({item.index.fqn for item in plan.items})
+
+    def _sort(self, plan: _torch.SavePlan, local: _torch.SavePlan | None) -> None:
+        """Sort the items by keys, and find what is stored of values."""
+        kinds: dict[str, _torch.WriteItemType] = {}
+        for item in plan.items:
+            key = item.index.fqn
+            if kinds.setdefault(key, item.type) != item.type or (
+                item.type != _torch.WriteItemType.SHARD and (key in self._items or key in self._values)
+            ):
+                raise ValueError(f"dcp.save: the plan of this rank has {key!r} twice")
+            if item.type == _torch.WriteItemType.BYTE_IO:
+                self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+            else:
+                self._items.setdefault(key, []).append(item)
+        have = {item.index for item in plan.items}
+        for item in () if local is None else local.items:
+            key = item.index.fqn
+            if item.type == _torch.WriteItemType.BYTE_IO:
+                if key not in self._values:
+                    self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+            elif item.index not in have:
+                self._items.setdefault(item.index.fqn, []).append(item)
+        self._others.update(self._values)
+
+    def _describe(self) -> None:
+        """Tell the tensors that are whole or spread over a mesh from those that boxes describe alone."""
+        spreads = Spreads(self._ranks, self.rank)
+        shards = {
+            key for key, items in self._items.items() if any(item.type == _torch.WriteItemType.SHARD for item in items)
+        }
+        if self._state is None:
+            for key, (item, *_) in self._items.items():
+                if key in shards:
+                    self._strange.append(key)
+                else:
+                    self._tensors[key] = self._planner.resolve_data(item)
+            return
+        for key, value in self._state.items():
+            if not isinstance(value, _torch.Tensor):
+                self._others.add(key)
+            elif not isinstance(value, _torch.DTensor):
+                if key in shards or _torch.is_cut(value):
+                    self._strange.append(key)
+                else:
+                    self._tensors[key] = value
+            else:
+                describe: Any = spreads.describe_of(type(value))
+                try:
+                    describe(value)
+                    self._tensors[key] = value
+                except Unsupported:
+                    self._strange.append(key)
+
+    def told(self) -> list[Any]:
+        """What the others are told first."""
+        values = [
+            [key, self.rank, value.tokens, [one.about() for one in value.tensors]]
+            for key, value in self._values.items()
+        ]
+        return [[[self.rank, json.dumps(self._numbers())]], values, self._strange, self._planned]
+
+    def _numbers(self) -> dict[str, str]:
+        """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
+        state, found = self._state or {}, dict[str, list[Any]]()
+        for key, path in self._paths.items() if state else ():
+            for at in range(len(path) - 1):
+                if path[at] == "state" and str(path[at + 1]).isdecimal() and key in state:
+                    outer = ".".join(map(str, path[:at]))
+                    params = state.get(".".join(map(str, (*path[:at], "param_groups", 0, "params"))))
+                    if isinstance(params, list) and all(type(number) is int for number in params):
+                        value = state[key]
+                        about = list(value.shape) if isinstance(value, _torch.Tensor) else None
+                        found.setdefault(outer, []).append([path[at + 1 :], about])
+        return {outer: hashlib.sha256(json.dumps(about).encode()).hexdigest() for outer, about in found.items()}
+
+    def cuts(self, known: Known) -> list[Any]:
+        """The boxes that this rank has of what some rank can describe by them alone."""
+        told = []
+        for key in known.strange:
+            items = self._items.get(key)
+            if not items or not self._is_planned(key, known):
+                continue
+            found = [box_of(key, item, self._planner.resolve_data(item)) for item in items]
+            cut = found[0][0]
+            if any(other != cut for other, _ in found):
+                raise ValueError(f"dcp.save: the plan of this rank has {key!r} with two dtypes or shapes")
+            boxes = {memory.box: memory for _, memory in reversed(found)}
+            self._boxes[key] = cut, boxes
+            whom = [[self.rank, self.rank + 1]]
+            held = {self._mesh_of(key): {json.dumps(box): whom for box in sorted(boxes)}}
+            told.append([key, [[self.rank, json.dumps(cut)]], held])
+        return told
+
+    def _mesh_of(self, key: str) -> str:
+        """What tells the mesh by which this rank has a tensor from others: a box of two is of two tensors."""
+        value = None if self._state is None else self._state.get(key)
+        if not isinstance(value, _torch.DTensor):
+            return ""
+        ranks = sorted(value.device_mesh.mesh.flatten().tolist())
+        return hashlib.sha256(json.dumps(ranks).encode()).hexdigest()[:16]
+
+    def _is_planned(self, key: str, known: Known) -> bool:
+        return self._planned is None or key in known.planned
+
+    def fill(self, request: SaveRequest, known: Known, boxes: Boxes, *, alone: bool = False) -> None:
+        """Flatten what this rank has into a request.
+
+        Args:
+            request: the save.
+            known: what the others have told first.
+            boxes: who has which boxes.
+            alone: whether there are no others.
+
+        Raises:
+            UnsupportedTypeError: something in it cannot be stored; the message names its place.
+            ValueError: two entries are in each other's way.
+        """
+        root = self._nested(known, boxes)
+        spreads = _Described(self._ranks, self.rank, device_numbers=alone)
+        flat = request.flat = flatten(root, operation=request.operation, types=self._types, spreads=spreads)
+        warn_of_types(request.operation, flat)
+        request.spreads = spreads.found
+        request.movers = dict(flat.movers)
+        for index, kept in enumerate(flat.keep):
+            if type(kept) is Boxed:
+                request.boxes[index] = boxed = []
+                for memory in kept.memories:
+                    number = len(flat.tensors) + len(request.movers)
+                    if memory.mover is not None:
+                        request.movers[number] = memory.mover
+                    boxed.append((memory.address, memory.nbytes, number))
+        if not alone:
+            request.sources = Sources(request.operation, request.movers)
+
+    def _nested(self, known: Known, boxes: Boxes) -> dict[Any, Any]:
+        """What this rank has, with lists as mappings of positions."""
+        root: dict[Any, Any] = {}
+        for key in dict.fromkeys([*self._paths, *(self._state or ()), *self._items, *self._values]):
+            if not self._is_planned(key, known):
+                continue
+            path = self._paths.get(key, (key,))
+            if key in self._boxes:
+                insert(root, path, self._boxed(key, boxes), key)
+            elif key in self._tensors and key not in known.strange:
+                insert(root, path, self._tensors[key], key)
+            elif key in self._others:
+                insert(root, path, self._value(key, known), key)
+        return root
+
+    def _value(self, key: str, known: Known) -> _OfOne | None:
+        if key not in known.values:
+            return None
+        owner, tensors = known.values[key]
+        if owner == self.rank:
+            return _OfOne(self._values[key].tensors)
+        return _OfOne([Given(owner, *about) for about in tensors])
+
+    def _boxed(self, key: str, boxes: Boxes) -> Boxed:
+        cut, memories = self._boxes[key]
+        number, own = boxes.of(key, self.rank)
+        value = None if self._state is None else self._state[key]
+        tie: Any = key
+        if isinstance(value, _torch.DTensor):
+            local = value._local_tensor  # noqa: SLF001 - to_local() may communicate
+            storage = local.untyped_storage()._cdata  # noqa: SLF001 - no public name tells empty storages apart
+            tie = (storage, local.storage_offset(), tuple(local.shape), local.stride(), cut)
+        return Boxed(cut, number, boxes.lowest(number), [memories[box] for box in own], tie)
+
+
+def _paths(plan: _torch.SavePlan, planner: Any) -> Mapping[str, Path]:
+    """The keys that lead to each entry, by its dotted key, as the planner flattened the state."""
+    for mappings in (getattr(planner, "mappings", None), plan.planner_data):
+        if isinstance(mappings, dict) and mappings and all(type(path) is tuple for path in mappings.values()):
+            return {key: path if ".".join(map(str, path)) == key else (key,) for key, path in mappings.items()}
+    return {}

@@ -1,0 +1,179 @@
+"""The structure of a save: the entries of a planner, which has flattened the state, nested as they were.
+
+Ranks describe it with lists as mappings of positions, so that those of several become one, key by key. Where an entry
+is a value of one rank stands null, or a tuple of the tensors in it; the coordinator puts the value there.
+"""
+
+from __future__ import annotations
+
+import json
+from json.encoder import encode_basestring_ascii as quote
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from fastckpt._state.flatten import canonical
+from fastckpt._state.select import ends_of
+from fastckpt._state.unflatten import is_tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+Path = tuple[str | int, ...]
+
+
+class About(NamedTuple):
+    """An entry that is one tensor: stored dtype, logical dtype and shape, or None, and the sizes that the user sees."""
+
+    dtype: str
+    logical: tuple[str, Sequence[int]] | None
+    sizes: Sequence[int]
+    requires_grad: bool
+
+
+def insert(root: dict[Any, Any], path: Path, leaf: Any, key: str) -> None:
+    """Put an entry where its keys lead.
+
+    Raises:
+        ValueError: another one is in its way.
+    """
+    node: Any = root
+    for step in path[:-1]:
+        node = node.setdefault(step, {})
+        if type(node) is not dict:
+            break
+    if type(node) is not dict or path[-1] in node or _is_list(node, path[-1]) is None:
+        raise ValueError(_two_kinds(key))
+    node[path[-1]] = leaf
+
+
+def _is_list(node: dict[Any, Any], more: Any = None) -> bool | None:
+    """Whether a mapping is one of positions; None where only some keys are."""
+    kinds = {type(key) is int for key in (node if more is None else (*node, more))}
+    return None if len(kinds) > 1 else kinds == {True}
+
+
+def _two_kinds(key: str) -> str:
+    return (
+        f"dcp.save: {key!r} is an entry on one rank, and leads to others on another, or is a list on one and a mapping "
+        "on another: give the ranks' states different keys"
+    )
+
+
+class _Positions(dict[int, Any]):
+    """A list, by positions: not all of them are known."""
+
+
+def finish(
+    structure: str, values: Mapping[str, str], tensors: Sequence[Any]
+) -> tuple[str, dict[str, tuple[Path, About | None]]]:
+    """The structure as it is stored, and of each entry, by its dotted key, what leads to it and what it is.
+
+    Args:
+        structure: what the ranks agreed on, JSON.
+        values: the tokens of each value, JSON, in which tensors are numbered from 0.
+        tensors: those of the checkpoint.
+
+    Raises:
+        ValueError: an entry is a list on one rank and a mapping on another, or no rank has its value.
+    """
+    made = _Entries(json.loads(structure), values, tensors)
+    root = made.at(0, ())
+    _restore_numbers(root)
+    out: list[str] = []
+    _emit(root, out)
+    return f"[{','.join(out)}]", made.found
+
+
+class _Entries:
+    """The entries of a structure; ``found`` has them by their dotted keys, in order."""
+
+    def __init__(self, tokens: list[Any], values: Mapping[str, str], tensors: Sequence[Any]) -> None:
+        self._tokens, self._ends = tokens, ends_of(tokens)
+        self._values, self._tensors = values, tensors
+        self.found: dict[str, tuple[Path, About | None]] = {}
+
+    def at(self, position: int, path: Path) -> Any:
+        """What is at a position: a mapping, positions of a list, or the tokens of an entry."""
+        head, key = self._tokens[position], ".".join(map(str, path))
+        if type(head) is not list or head[0] != "dict":
+            return self._entry(self._tokens[position : self._ends[position]], path, key)
+        node: dict[Any, Any] = {}
+        below = position + 1
+        for _ in range(head[1]):
+            step = self._tokens[below]
+            node[step] = self.at(below + 1, (*path, step))
+            below = self._ends[below + 1]
+        is_list = _is_list(node)
+        if is_list is None:
+            raise ValueError(_two_kinds(key))
+        return _Positions(node) if is_list else node
+
+    def _entry(self, tokens: list[Any], path: Path, key: str) -> list[Any]:
+        self.found[key] = (path, _about(tokens, self._tensors))
+        if tokens[0] is not None and tokens[0][0] != "tuple":
+            return tokens
+        if key not in self._values:
+            raise ValueError(f"dcp.save: {key!r} is in the state of a rank, and in no rank's plan")
+        numbers = [token[1] for token in tokens[1:]]
+        return [
+            [token[0], numbers[token[1]], *token[2:]] if is_tensor(token) else token
+            for token in json.loads(self._values[key])
+        ]
+
+
+def _about(tokens: list[Any], tensors: Sequence[Any]) -> About | None:
+    """What an entry is, if it is one tensor."""
+    head = tokens[0]
+    if type(head) is not list or head[0] != "tensor":
+        return None
+    tensor = tensors[head[1]]
+    sizes = tensor.shape if tensor.logical is None else tensor.logical[1]
+    return About(tensor.dtype, tensor.logical, sizes, requires_grad="g" in "".join(head[2:3]))
+
+
+def _restore_numbers(root: dict[Any, Any]) -> None:
+    """Give optimizer states the numbers of parameters back that torch made strings, and the empty state that it lost.
+
+    Else ``load_state_dict`` of an optimizer would find no state for its parameters, and say nothing.
+    """
+    todo: list[dict[Any, Any]] = [root]
+    while todo:
+        node = todo.pop()
+        todo.extend(value for value in node.values() if isinstance(value, dict))
+        groups = node.get("param_groups")
+        if not isinstance(groups, _Positions):
+            continue
+        params = [_integers(value.get("params")) if isinstance(value, dict) else None for value in groups.values()]
+        if any(params is None for params in params):
+            continue
+        ids = {str(number): number for numbers in params for number in numbers or ()}
+        state = node.setdefault("state", {})
+        if type(state) is dict:
+            items = [(ids.get(key, key), value) for key, value in state.items()]
+            state.clear()
+            state.update(items)
+            # An optimizer's own order.
+            node["param_groups"] = node.pop("param_groups")
+
+
+def _integers(tokens: Any) -> list[int] | None:
+    """The members of an entry, if it is a list of integers."""
+    if type(tokens) is not list or type(tokens[0]) is not list or tokens[0][0] != "list":
+        return None
+    return tokens[1:] if all(type(token) is int for token in tokens[1:]) else None
+
+
+def _emit(node: Any, out: list[str]) -> None:
+    """The tokens of a value."""
+    if isinstance(node, _Positions):
+        size = max(node) + 1
+        out.append(f'["list",{size}]')
+        for position in range(size):
+            # What torch leaves out of a list is an empty mapping.
+            _emit(node.get(position, {}), out)
+    elif isinstance(node, dict):
+        out.append(f'["dict",{len(node)}]')
+        for key, value in node.items():
+            out.append(quote(key) if type(key) is str else str(key))
+            _emit(value, out)
+    else:
+        out.extend(map(canonical, node))

@@ -1,0 +1,59 @@
+"""Counts the lines of product code per folder and holds them against the budgets in ``pyproject.toml``.
+
+    python scripts/checks/budgets.py
+
+Blank lines and comments count. Tests do not: of a Rust file, what follows ``#[cfg(test)]``, and files of tests.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def count(file: Path) -> int:
+    """The lines of a file that are shipped."""
+    text = file.read_text(encoding="utf-8")
+    if file.suffix == ".rs":
+        text = text.partition("\n#[cfg(test)]\nmod tests {")[0]
+    return text.count("\n")
+
+
+def is_product(file: Path) -> bool:
+    """Whether it is shipped code: no test, benchmark or example."""
+    aside = {"tests", "benches", "examples"}.intersection(file.parts) or file.stem == "tests"
+    return file.suffix in {".py", ".pyi", ".rs"} and not aside
+
+
+def sizes(folders: list[str]) -> dict[str, int]:
+    """For each folder the lines below it that are in no longer name of the list."""
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    found = dict.fromkeys(folders, 0)
+    for name in map(Path, listed.stdout.splitlines()):
+        if is_product(name):
+            mine = max((folder for folder in folders if name.is_relative_to(folder)), key=len)
+            found[mine] += count(ROOT / name)
+    return found
+
+
+def main() -> int:
+    """Print the table; 1 where a folder is over its budget."""
+    if sys.version_info < (3, 11):
+        print("budgets: not counted: reading pyproject.toml takes CPython 3.11")
+        return 0
+    import tomllib  # noqa: PLC0415 - newer than the oldest CPython
+
+    document = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    budgets: dict[str, int] = document["tool"]["fastckpt"]["budgets"]
+    found = sizes(list(budgets))
+    for folder, lines in found.items():
+        over = " OVER: say what goes for it, or argue for more in pyproject.toml" if lines > budgets[folder] else ""
+        print(f"{folder:40} {lines:6,} of {budgets[folder]:6,}{over}")
+    return int(any(lines > budgets[folder] for folder, lines in found.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

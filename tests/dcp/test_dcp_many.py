@@ -1,0 +1,45 @@
+"""Many simulated ranks agree on a save with dcp: what the first one does for each other is bounded, whatever they are.
+
+Bytes and calls are counted, not seconds: ``python -m bench.ranks_dcp`` measures those.
+"""
+
+from __future__ import annotations
+
+from bench import ranks_dcp
+from fastckpt._ranks.tree import FAN_IN
+
+TENSORS = 40
+#: Bytes of a word around what ranks say, and of digests, numbers of ranks, and what else does not grow.
+SLACK = 600
+
+
+def agree(*sizes, boxes=False):
+    """What the ranks of groups of these sizes did."""
+    return [ranks_dcp.agree(size, TENSORS, boxes=boxes) for size in sizes]
+
+
+def test_the_answers_to_meshes_do_not_grow_with_ranks():
+    few, many = agree(8, 64)
+    assert few[0].answers.keys() == {"values", "arrive"}
+    for name, size in few[0].answers.items():
+        assert abs(many[0].answers[name] - size) < 24
+        assert {each.answers[name] for each in many} == {many[0].answers[name]}
+
+
+def test_what_comes_up_to_the_first_rank_does_not_grow_with_tensors_and_ranks():
+    few, many = agree(8, 64)
+    for received in (few[0].received, many[0].received):
+        # The values come up once, from whoever has them, and of tensors nothing but a digest.
+        assert sum(received.values()) < (FAN_IN + 1) * SLACK
+    assert all(sum(each.received.values()) < 32 * SLACK for each in many[1:])
+
+
+def test_equal_cuts_of_boxes_are_one_and_signs_of_life_are_given():
+    few, many = agree(8, 64, boxes=True)
+    assert few[0].alive >= TENSORS
+    assert many[0].alive >= TENSORS
+    names = TENSORS * len('["model.layers.000000.weight",0],')
+    for traffic, size in ((few[0], 8), (many[0], 64)):
+        # Who has which box, once for all tensors.
+        assert traffic.answers["boxes"] < names + size * len("[[[100, 101], [0, 64]], [[100, 101]]],") + SLACK
+        assert traffic.answers["arrive"] < SLACK

@@ -1,0 +1,109 @@
+"""Programs in Python, run by forked children: what they import of torch is imported already, and is seconds each time.
+
+How a program starts is for tests that start it as a user does; each file that uses this has one.
+"""
+
+# ruff: noqa: BLE001 - a program's every exception is its own affair
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.context
+import os
+import runpy
+import subprocess
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from harness.zygote import Channel, DiedError, Zygote
+
+
+def run(
+    children: Zygote,
+    command: Sequence[str | Path],
+    *,
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+    forks: bool = False,
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command``, a script and its arguments, to its end, as ``subprocess.run`` with ``capture_output`` and
+    ``text`` would in an interpreter. ``forks``: what it would spawn with multiprocessing is forked."""
+    arguments = list(map(str, command))
+    with tempfile.TemporaryDirectory(prefix="fastckpt-program-") as said:
+        child = children.start(
+            "harness.programs:play",
+            arguments=arguments,
+            env=dict(os.environ if env is None else env),
+            cwd=str(Path.cwd()),
+            said=said,
+            forks=forks,
+        )
+        try:
+            status = int(child.outcome(timeout))
+        except DiedError:
+            status = os.waitstatus_to_exitcode(child.wait())
+        out, err = (Path(said, name).read_text(encoding="utf-8") for name in ("out", "err"))
+    return subprocess.CompletedProcess(arguments, status, out, err)
+
+
+def play(channel: Channel, *, arguments: list[str], env: dict[str, str], cwd: str, said: str, forks: bool) -> int:
+    """Be that program; its exit status."""
+    for number, name in ((1, "out"), (2, "err")):
+        file = os.open(Path(said, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(file, number)
+        os.close(file)
+    os.environ.clear()
+    os.environ.update(env)
+    os.chdir(cwd)
+    # The filters of an interpreter that nobody told anything.
+    sys.warnoptions.clear()
+    warnings.resetwarnings()
+    for category in (DeprecationWarning, PendingDeprecationWarning, ImportWarning, ResourceWarning):
+        warnings.simplefilter("ignore", category)
+    if forks:
+        multiprocessing.get_context = _forking  # type: ignore[assignment]
+    sys.argv = arguments
+    sys.path.insert(0, str(Path(arguments[0]).parent))
+    try:
+        status = _status_of(arguments[0])
+    finally:
+        # What an interpreter does at its end.
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return status
+
+
+def _status_of(script: str) -> int:
+    try:
+        runpy.run_path(script, run_name="__main__")
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        print(end.code, file=sys.stderr)
+        return 1
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+class _Forking(multiprocessing.context.ForkContext):
+    """Gives a child no end of a pipe but its own, as a spawned one has it: else none would see the parent close one."""
+
+    def Pipe(self, duplex: bool = True) -> Any:  # noqa: N802 - multiprocessing's name
+        ours, theirs = super().Pipe(duplex)
+        os.register_at_fork(after_in_child=ours.close)
+        return ours, theirs
+
+
+def _forking(_method: str | None = None) -> multiprocessing.context.ForkContext:
+    return _Forking()
