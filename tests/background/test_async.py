@@ -309,19 +309,24 @@ def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
     assert which(fastckpt.load(tmp_path / "c")) == 2
 
 
-def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path, hold, monkeypatch):
-    gate = hold(tmp_path / "c")
-    first = fastckpt.save_async(numbered(1), tmp_path / "c")
+def _let_go_where_it_is_waited_for(patch, gate, pending):
+    """Let a save that is held go on as soon as somebody waits for its path, and see that it is over then."""
     real = _in_flight.wait_for_paths
 
     def wait(*paths):
-        assert not first.done()
+        assert not pending.done()
         gate.set()
         real(*paths)
-        assert first.done()
+        assert pending.done()
 
+    patch.setattr(_in_flight, "wait_for_paths", wait)
+
+
+def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path, hold, monkeypatch):
+    gate = hold(tmp_path / "c")
+    first = fastckpt.save_async(numbered(1), tmp_path / "c")
     with monkeypatch.context() as patch:
-        patch.setattr(_in_flight, "wait_for_paths", wait)
+        _let_go_where_it_is_waited_for(patch, gate, first)
         fastckpt.save(numbered(2), tmp_path / "c")
     assert first.done()
     assert which(fastckpt.load(tmp_path / "c")) == 2
@@ -332,14 +337,7 @@ def test_a_load_of_a_path_that_is_being_saved_to_finds_what_is_saved(tmp_path, h
     fastckpt.save(numbered(1), tmp_path / "c")
     gate = hold(tmp_path / "c")
     pending = fastckpt.save_async(numbered(2), tmp_path / "c")
-    real = _in_flight.wait_for_paths
-
-    def wait(*paths):
-        assert not pending.done()
-        gate.set()
-        real(*paths)
-
-    monkeypatch.setattr(_in_flight, "wait_for_paths", wait)
+    _let_go_where_it_is_waited_for(monkeypatch, gate, pending)
     assert which(fastckpt.load(tmp_path / "c")) == 2
     assert pending.done()
 
