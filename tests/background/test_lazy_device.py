@@ -84,15 +84,17 @@ def test_a_change_before_the_first_step_is_found_whatever_comes_later():
     assert late.changed() == ["t"]
 
 
-def test_thousands_of_tensors_are_compared_in_no_time():
+def test_comparing_thousands_of_tensors_costs_what_reading_their_versions_costs():
     late = {f"t{number}": torch.zeros(1) for number in range(2000)}
-    best = 1.0
+    reads, compares = [], []
     for _ in range(10):
+        began = time.thread_time()
         asked = Late(versions_of(late))
-        began = time.perf_counter()
+        read = time.thread_time()
         asked.hold_step()
-        best = min(best, time.perf_counter() - began)
-    assert best < 0.005, best
+        reads.append(read - began)
+        compares.append(time.thread_time() - read)
+    assert min(compares) < 3 * min(reads), (compares, reads)
 
 
 @pytest.mark.parametrize("lazy", [False, True])

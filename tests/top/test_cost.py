@@ -43,43 +43,48 @@ class Many(DemoSource):
         return replace(proc, key=f"{proc.key}-{number}", header=header)
 
 
-def known_work():
-    """Seconds of the processor that a fixed piece of work takes: a third of a millisecond where nothing else runs."""
-    begin = time.thread_time()
-    sorted(str(number) for number in range(3000))
-    return time.thread_time() - begin
+@contextlib.contextmanager
+def counting():
+    """Counts the calls of functions, Python's and C's, in this thread: they are the same on a machine of any speed."""
+    calls = [0]
+
+    def count(_frame, event, _argument):
+        calls[0] += event in {"call", "c_call"}
+
+    sys.setprofile(count)
+    try:
+        yield calls
+    finally:
+        sys.setprofile(None)
 
 
-def test_less_than_a_tenth_of_a_core_for_64_ranks_of_8_threads():
-    # Others on the same core and caches make all work take longer: by how much, work that is known tells.
-    known = []
+def test_a_look_at_64_ranks_of_8_threads_takes_few_calls():
+    # Two looks per second, of 138,000 calls each, were 0.07 of a core where this was measured: this bar is a tenth.
+    class Counted(Live):
+        looks = 0
+        enough = asyncio.Event()
 
-    async def share_of_a_core():
-        app = TopApp(Live(Many(), Model()), Ui(interval=0.5))
+        def tick(self):
+            super().tick()
+            self.looks += 1
+            if self.looks == 8:
+                self.enough.set()
+
+    async def calls_of_a_look():
+        live = Counted(Many(), Model())
+        app = TopApp(live, Ui(interval=0.5))
         async with app.run_test(size=(200, 60)):
             await asyncio.sleep(0.5)
             assert "64 ranks" in app.canvas.screen_text
-            looks = app.session.model.mono
-            begin, used, first = time.monotonic(), time.process_time(), len(known)
-            for _ in range(300):  # a machine that stands still has looks to make up for
-                await asyncio.sleep(0.1)
-                known.append(known_work())
-                if time.monotonic() - begin > 5 and app.session.model.mono - looks > 4:
-                    break
-            meanwhile = sum(known[first:])
-            used = (time.process_time() - used - meanwhile) / (time.monotonic() - begin)
-            assert app.session.model.mono - looks > 4, "it went on looking"
-        return used * min(known) * len(known[first:]) / meanwhile
+            live.looks, live.enough = 0, asyncio.Event()
+            with counting() as calls:
+                await live.enough.wait()
+        return calls[0] / 8
 
-    best = float("inf")
-    for _ in range(5):
-        best = min(best, asyncio.run(share_of_a_core()))
-        if best < 0.10:
-            break
-    assert best < 0.10, "a tenth of a core"
+    assert asyncio.run(calls_of_a_look()) < 200_000
 
 
-def test_reading_8_segments_takes_little(place):
+def test_reading_8_segments_takes_few_calls(place):
     for rank in range(8):
         made = Image(rank=rank, pid=100 + rank)
         made.operation()
@@ -92,33 +97,32 @@ def test_reading_8_segments_takes_little(place):
         file.final = None
         file.alive = True
         file.probed = float("inf")
-    best = float("inf")
-    for _ in range(20):
-        begin = time.process_time()
+    with counting() as calls:
         assert len(shm.poll().procs) == 8
-        best = min(best, time.process_time() - begin)
     shm.close()
-    assert best < 0.01
+    assert calls[0] < 8000  # 4010 where this was measured
 
 
-def test_the_first_picture_is_there_within_a_second(producer, place):
+def seconds_of_a_core(pid):
+    return int(Path(f"/proc/{pid}/schedstat").read_text().split()[0]) / 1e9
+
+
+def test_the_first_picture_costs_little_more_than_the_import_of_textual(producer, place):
     producer()
-    best = float("inf")
-    for _ in range(4):
+    picture, textual = [], []
+    for _ in range(3):
         master, slave = pty.openpty()
         env = os.environ | {"FASTCKPT_TOP_DIR": str(place), "TERM": "xterm-256color", "COLUMNS": "100", "LINES": "30"}
-        begin = time.monotonic()
         child = subprocess.Popen(
             [sys.executable, "-m", "fastckpt_top"], stdin=slave, stdout=slave, stderr=slave, env=env
         )
         os.close(slave)
         seen = b""
-        while b"WRITE" not in seen and time.monotonic() - begin < 60:
+        deadline = time.monotonic() + 60
+        while b"WRITE" not in seen and time.monotonic() < deadline:
             if select.select([master], [], [], 0.1)[0]:
                 seen += os.read(master, 65536)
-        # What it waited for a processor is the other tests' time.
-        waited = int(Path(f"/proc/{child.pid}/schedstat").read_text().split()[1]) / 1e9
-        best = min(best, time.monotonic() - begin - waited)
+        picture.append(seconds_of_a_core(child.pid))
         assert b"WRITE" in seen
         child.terminate()
         while child.poll() is None:  # it restores its terminal, which must be read
@@ -126,9 +130,10 @@ def test_the_first_picture_is_there_within_a_second(producer, place):
                 with contextlib.suppress(OSError):  # it has closed its side
                     os.read(master, 65536)
         os.close(master)
-        if best < 1.0:
-            break
-    assert best < 1.0
+        code = "import textual.app; print(open('/proc/self/schedstat').read().split()[0])"
+        textual.append(int(subprocess.check_output([sys.executable, "-c", code])) / 1e9)
+    # 1.8 to 2.0 where this was measured.
+    assert min(picture) < 3 * min(textual)
 
 
 def test_nothing_heavy_is_imported_without_a_screen():
