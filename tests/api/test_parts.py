@@ -520,3 +520,25 @@ def test_a_load_that_starts_over_forgets_what_matched(tmp_path, monkeypatch):
     fastckpt.save({"a": torch.ones(1), "b": torch.ones(1)}, tmp_path / "c")
     with pytest.raises(KeyError, match="rename: there is no key 'a'"):
         fastckpt.load(tmp_path / "c", rename={"a": "x", "b": "y"})
+
+
+MADE_OF_SEVERAL = {
+    "expanded": torch.ones(1, 3).expand(4, 3),
+    "broadcast": np.broadcast_to(np.ones(3), (4, 3)),
+    "sparse": torch.eye(3).to_sparse(),
+}
+
+
+@pytest.mark.parametrize("kind", [*MADE_OF_SEVERAL])
+@pytest.mark.parametrize("into", [{"a": np.zeros(3)}, {"b": torch.zeros(3)}])
+def test_tensors_made_of_several_that_have_no_place_in_into(saved, kind, into):
+    value = MADE_OF_SEVERAL[kind]
+    path = saved({"x": value, "b": torch.ones(3)})
+    assert "x" not in fastckpt.load(path, into=dict(into), strict=False)
+    if kind != "broadcast":
+        # What leads to a value that is chosen comes along, and so does a tensor that is the key.
+        path = saved({value: 1, "b": torch.ones(3)})
+        loaded = fastckpt.load(path, into=dict(into), strict=False)
+        (key,) = (key for key in loaded if type(key) is not str)
+        assert torch.equal(key.to_dense(), value.to_dense())
+    assert same(fastckpt.load(saved(value), into=dict(into), strict=False), value)

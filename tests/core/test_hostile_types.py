@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import datetime as dt
 import decimal
 import fractions
@@ -15,6 +16,7 @@ import io
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -202,10 +204,28 @@ def peak():
         return 1024 * next(int(line.split()[1]) for line in file if line.startswith("VmHWM:"))
 
 
-def look(path, known):
+#: Ways to load a part of a state, or one with other keys.
+CHOICES = (
+    {"keys": "*"},
+    {"keys": "*a*"},
+    {"exclude": "*1*", "strict": False},
+    {"rename": {"a": "z"}, "strict": False},
+    {"rename": str.upper},
+    {"strip_prefix": "a"},
+    {"into": lambda: {"a": [0, np.zeros(3)], "l": [1], "d": {}}, "strict": False},
+)
+
+
+def chosen(dice):
+    """One of them."""
+    return {name: value() if name == "into" else value for name, value in dice.choice(CHOICES).items()}
+
+
+def look(path, known, dice):
     """What a reader does with a file; returns how it ended."""
     ends = []
     for how in (
+        lambda: fastckpt.load(path, registry=known, **chosen(dice)),
         lambda: fastckpt.load(path, registry=known),
         lambda: fastckpt.load(path, registry=known, framework="torch"),
         lambda: fastckpt.load(path, registry=known, unknown="plain"),
@@ -217,7 +237,47 @@ def look(path, known):
             ends.append("read")
         except (fastckpt.CheckpointError, ImportError) as error:  # noqa: PERF203 - each ends by itself
             ends.append(type(error).__name__)
+        except (KeyError, ValueError) as error:
+            # What was asked for is not there, or does not fit.
+            if not str(error).strip("'\"").startswith("load: "):
+                raise
     return ends
+
+
+COMMANDS = (
+    ["info", "{path}"],
+    ["ls", "{path}"],
+    ["runs", "{run}"],
+    ["diff", "{path}", "{sound}"],
+    ["diff", "{path}", "{path}"],
+    ["convert", "{path}", "{out}.safetensors"],
+    ["convert", "{path}", "{out}", "--to", "hf"],
+)
+
+
+def commanded(path, sound, out, dice):
+    """What one of the commands does with a file; returns how it ended."""
+    from fastckpt._tools.cli import main
+
+    places = {"path": path, "run": path.parent, "sound": sound, "out": out}
+    command = [word.format(**places) for word in dice.choice(COMMANDS)]
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(io.StringIO()):
+        main([*command, "--json"])
+    for made in (out, out.with_suffix(".safetensors")):
+        if made.exists():
+            shutil.rmtree(made) if made.is_dir() else made.unlink()
+    return json.loads(said.getvalue()).get("type", "read")
+
+
+def restored(path, known):
+    """What a manager does with a file; returns how it ended."""
+    try:
+        with fastckpt.Manager(path.parent) as manager:
+            manager.restore(step=1, registry=known)
+    except (fastckpt.CheckpointError, ImportError) as error:
+        return type(error).__name__
+    return "read"
 
 
 def main(seed, count):
@@ -231,23 +291,35 @@ def main(seed, count):
     with tempfile.TemporaryDirectory() as directory:
         bodies = {}
         for name, value in corpus().items():
-            path = Path(directory) / name
-            fastckpt.save(value, path)
-            look(path, known)
-            bodies[name] = manifest.body_of(path)
+            with fastckpt.Manager(Path(directory) / name) as manager:
+                manager.save(1, value)
+                manager.wait()
+                path = Path(manager.path(1))
+            look(path, known, dice)
+            restored(path, known)
+            bodies[path] = manifest.body_of(path)
+        sound = Path(directory) / "sound"
+        fastckpt.save({"a": np.zeros(3)}, sound)
+        for _ in range(20):
+            commanded(sound, sound, Path(directory) / "out", dice)
         before, modules = peak(), set(sys.modules)
         for _ in range(count):
-            name = dice.choice(list(bodies))
-            body, path = dict(bodies[name]), Path(directory) / name
+            path = dice.choice(list(bodies))
+            body = dict(bodies[path])
             body["structure"], of_keys = drawn(dice, body["structure"], len(body["tensors"]))
             if dice.random() < 0.3:
                 body["metadata"] = [["dict", 1], "step", *dice.choice(LEAVES)]
             manifest.forge(path, body)
             ran.clear()
             began = time.process_time()
-            ends.update(look(path, known))
-            took = time.process_time() - began
             said = json.dumps(body["structure"])[:3000]
+            try:
+                ends.update(look(path, known, dice))
+                ends[restored(path, known)] += 1
+                ends[commanded(path, sound, Path(directory) / "out", dice)] += 1
+            except Exception as error:
+                raise AssertionError(said) from error
+            took = time.process_time() - began
             assert set(ran) <= (OF_KEYS if of_keys else set()), (ran, said)
             assert took < SECONDS, (took, said)
             assert peak() - before < GROWTH, (peak() - before, said)
@@ -402,3 +474,43 @@ def test_info_shows_no_environment(tmp_path, capsys, monkeypatch):
 
 if __name__ == "__main__":
     main(int(sys.argv[1]), int(sys.argv[2]))
+
+
+@pytest.mark.parametrize(
+    "items", [[7], [["list", 3], 1, 2, 3], [["tuple", 3], 1, 2, 3], [["dict", 1], "a", ["dict", 0]]]
+)
+def test_a_mapping_with_attributes_without_the_pair(tmp_path, capsys, items):
+    """A conversion to Hugging Face's layout walks over a structure of which nothing is made."""
+    from fastckpt._tools.cli import main
+
+    fastckpt.save({"model": {"a": np.zeros(3)}}, tmp_path / "c", model_key="model")
+    body = manifest.body_of(tmp_path / "c")
+    body["structure"] = [["dict", 2], "a", ["array", 0], "b", ["type", "collections.OrderedDict"], *items]
+    manifest.forge(tmp_path / "c", body)
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    with pytest.raises(fastckpt.CorruptCheckpointError, match="malformed at token"):
+        fastckpt.load(tmp_path / "c")
+    capsys.readouterr()
+
+
+def test_an_error_asks_no_key_how_it_looks(tmp_path):
+    """Nothing of an object that has just been made may run."""
+
+    class Refused:
+        """Its decoder fails."""
+
+    def refuse(_):
+        raise ValueError("no")
+
+    fastckpt.save({"a": 1}, tmp_path / "c")
+    body = manifest.body_of(tmp_path / "c")
+    key = [["tuple", 1], ["type", "hostile.bare"], None]
+    body["structure"] = [["dict", 1], *key, ["type", "hostile.refused"], None]
+    manifest.forge(tmp_path / "c", body)
+    known = fastckpt.Registry()
+    known.register(BARE, lambda _: None, lambda _: object.__new__(BARE), name="hostile.bare")
+    known.register(Refused, lambda _: None, refuse, name="hostile.refused")
+    ran.clear()
+    with pytest.raises(fastckpt.CheckpointError, match=r"cannot make \[<tuple>\]: .*no"):
+        fastckpt.load(tmp_path / "c", registry=known)
+    assert set(ran) <= OF_KEYS

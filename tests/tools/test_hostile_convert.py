@@ -204,6 +204,18 @@ def test_fp4_without_dimensions_is_refused(tmp_path, convert, fp4):
     assert sorted(os.listdir(tmp_path)) == ["c"]  # noqa: PTH208 - names
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_a_nested_tensor_is_refused(tmp_path, convert, layout):
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
+    fastckpt.save({"w": nested}, tmp_path / "c")
+    done = convert(tmp_path / "c", tmp_path / "m.safetensors")
+    assert done.returncode == 2, done
+    assert "['w'] is a " in done.stderr
+    assert "which a safetensors file cannot hold" in done.stderr
+    assert sorted(os.listdir(tmp_path)) == ["c"]  # noqa: PTH208 - names
+
+
 def test_a_file_that_the_library_refuses_replaces_nothing(tmp_path, monkeypatch, capsys):
     fastckpt.save({"w": torch.ones(4)}, tmp_path / "c")
     (tmp_path / "m.safetensors").write_text("precious")

@@ -240,10 +240,11 @@ class Into:
         """What each tensor of the checkpoint fills, or why it does not."""
         lacking: list[_Entry] = []
         for item in found:
+            tensor = is_tensor(item.token)
             if item.place.above in self._unfit or item.place in self._unfit:
+                self._make(item)
                 continue
             entry = _Entry(item, self.given.get(item.place))
-            tensor = is_tensor(item.token)
             if tensor:
                 self._entries.append(entry)
             if (tensor and item.token[0] not in _FILLABLE) or (self._owners and self._is_new(entry)):
@@ -256,6 +257,13 @@ class Into:
                 self._mismatch(item, reason)
                 self._unfit.add(item.place)
         self._without_place(lacking)
+
+    def _make(self, item: Found) -> None:
+        """Note that a tensor is new, should it be in what is left, as one in a key is."""
+        if is_tensor(item.token):
+            self._entries.append(_Entry(item, None))
+        else:
+            self._composed[item.position] = None
 
     def _reason(self, entry: _Entry, lacking: list[_Entry]) -> str | None:
         """Why something does not fit what is in its place, or None; what has no place is added to ``lacking``."""
@@ -323,6 +331,8 @@ class Into:
                 self._mismatch(item, "missing from into")
             else:
                 self._dropped.add(item.position)
+                if not is_tensor(item.token):
+                    self._composed[item.position] = None
 
     def _states(self, left: list[Token], starts: dict[Place, int | None], selection: Selection) -> None:
         """Whether there is a state for each object, of its kind; ``starts`` are where they begin in what is left."""

@@ -74,7 +74,8 @@ class _Update:
 
     def mapping(self, given: Any, built: Any, whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
         """Keys that only ``given`` has stay."""
-        base: Any = OrderedDict if isinstance(built, OrderedDict) else dict
+        kind = type(built)  # `isinstance` would ask the value
+        base: Any = OrderedDict if issubclass(kind, OrderedDict) else dict
         target, own = (built, {}) if given is _NOTHING else (given, dict(base.items(given)))
         parts = {}
         for key, value in list(base.items(built)):
@@ -86,11 +87,11 @@ class _Update:
                 if key not in parts:
                     base.__delitem__(given, key)
             _arrange(base, given, parts)
-            if isinstance(built, defaultdict):
+            if issubclass(kind, defaultdict):
                 given.default_factory = built.default_factory
-            if type(built) is OrderedDict:
+            if kind is OrderedDict:
                 vars(given).update(vars(built))
-            elif type(built) not in _PLAIN:
+            elif kind not in _PLAIN:
                 yield from _attributes(given, built)
         return target
 
@@ -108,7 +109,11 @@ class _Update:
         own = [] if given is _NOTHING else list(tuple.__iter__(given))
         items = yield from self.items(own, list(tuple.__iter__(built)), whole)
         for same in (given, built):
-            if same is not _NOTHING and len(same) == len(items) and all(map(_is, tuple.__iter__(same), items)):
+            if (
+                same is not _NOTHING
+                and tuple.__len__(same) == len(items)
+                and all(map(_is, tuple.__iter__(same), items))
+            ):
                 return same
         made = tuple.__new__(type(built), items)
         if type(built) is not tuple:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import suggest
 
-from .built_in import ATTRIBUTED
 from .select import MAPPINGS, ends_of
+from .unflatten import is_attributed
 
 if TYPE_CHECKING:
     from .unflatten import Token
@@ -76,7 +76,7 @@ class Renaming:
             position, lenient = todo.pop()
             token = tokens[position]
             tag = token[0] if type(token) is list else None
-            if tag == "type" and token[1] == ATTRIBUTED:
+            if tag == "type" and is_attributed(tokens, position):
                 items, attributes = position + 2, ends[position + 2]
                 todo.append((items, lenient))
                 values = _children(attributes, ends, skip=1)[1::2]

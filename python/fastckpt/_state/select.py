@@ -13,7 +13,7 @@ from .built_in import ATTRIBUTED
 from .flatten import canonical
 from .key_paths import KeyText, name_of, part_of, prefix_of
 from .structural import wraps_tensors
-from .unflatten import Token, arity, is_tensor
+from .unflatten import Token, arity, is_attributed, is_tensor
 from .values import DECODERS
 
 if TYPE_CHECKING:
@@ -41,6 +41,10 @@ _NAMELESS = str(object())
 #: Characters that the names of ties may have in all, and how many more for each token (docs/format.md, section 3.4).
 _NAMES = 1 << 20
 _NAMES_OF_TOKEN = 64
+
+
+def _is_made(token: Token) -> bool:
+    return type(token) is list and token[0] in _MADE
 
 
 def _tag(token: Token) -> str | None:
@@ -89,8 +93,8 @@ class _Frame:
 def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, list[_Frame], bool]]:  # noqa: C901 - one hot loop
     """The position of every value, what is made of others before its parts, and of every tensor in a key, in order.
 
-    With it come the values around, each with the key at hand, and whether it is a tensor in that key. Without ``items``
-    plain values are passed over but for those of mappings.
+    Tensors made of several are among those. With it come the values around, each with the key at hand, and whether it
+    is a tensor in that key. Without ``items`` plain values are passed over but for those of mappings.
     """
     ends: list[int] = []
     stack = [_Frame(1, iter((THROUGH,)))]
@@ -108,7 +112,7 @@ def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, lis
                 value = ends[position]
                 frame.key = _key(tokens, position, value)
                 for at in range(position, value):
-                    if is_tensor(tokens[at]):
+                    if _is_made(tokens[at]) or is_tensor(tokens[at]):
                         yield at, stack, True
             position = value
             frame.left -= 1
@@ -127,7 +131,7 @@ def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, lis
         yield position, stack, False
         count = arity(token) if tag is not None else 0
         position += 1
-        if tag == "type" and token[1] == ATTRIBUTED:
+        if tag == "type" and is_attributed(tokens, position - 1):
             # The pair of items and attributes leaves no trace in places.
             position += 1
             stack.append(_Frame(2, iter((THROUGH, THROUGH))))
@@ -159,7 +163,7 @@ def find(tokens: list[Token], places: Places) -> tuple[list[Found], set[Place]]:
     keyed = set()
     for position, stack, in_key in _walk(tokens, items=False):
         token = tokens[position]
-        tensor = type(token) is list and (token[0] in _MADE or is_tensor(token))
+        tensor = _is_made(token) or is_tensor(token)
         under_key = stack[-1].keys is None and not in_key
         if tensor or under_key:
             place = places.at(stack)
@@ -409,7 +413,7 @@ def prune(
             continue
         token = tokens[position]
         tag = _tag(token)
-        if not whole and tag == "type" and token[1] == ATTRIBUTED:
+        if not whole and tag == "type" and is_attributed(tokens, position):
             items, attributes = position + 2, ends[position + 2]
             if leads(attributes):
                 out.extend(tokens[position:items])

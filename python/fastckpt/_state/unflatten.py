@@ -19,7 +19,7 @@ from . import values as _values
 from .built_in import ATTRIBUTED
 from .collector import paused
 from .flatten import DEPTH_LIMIT
-from .key_paths import place_of, show
+from .key_paths import KeyText, place_of, show
 from .structural import Undecodable
 from .values import MALFORMED
 
@@ -108,6 +108,12 @@ def arity(token: list[Any]) -> int:
 #: Members of a token of a type whose value has attributes.
 _WITH_ATTRIBUTES = 3
 _ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
+
+
+def is_attributed(tokens: list[Token], position: int) -> bool:
+    """Whether a mapping with attributes is there: what is next is a pair of its items and these."""
+    token: Token = tokens[position]
+    return token == ["type", ATTRIBUTED] and bool(tokens[position + 1] == ["tuple", 2])
 
 
 def _dict(parts: list[Any]) -> dict[Any, Any]:
@@ -200,11 +206,19 @@ _MAKE_MAPPINGS = frozenset((_dict, _ordered, _default, *(_PLAIN_FINISH[tag] for 
 _MAKE_SEQUENCES = frozenset((_identity, tuple, _set, _frozenset, _PLAIN_FINISH["set"], _PLAIN_FINISH["fset"]))
 
 
+#: The types of keys that a message shows.
+_SHOWN = frozenset((str, int, float, bool, bytes, type(None)))
+
+
 def _key_of(frame: tuple[list[Any], int, Finish]) -> Any:
     """The key of the part that an open value waits for, for a place in a message."""
     parts, needed, finish = frame
     if finish in _MAKE_MAPPINGS:
-        return parts[-1] if parts and (needed - len(parts)) % 2 else THROUGH
+        if not parts or (needed - len(parts)) % 2 == 0:
+            return THROUGH
+        # A key of a class of the program's is not asked how it looks: nothing of what was built runs.
+        kind = type(parts[-1])
+        return parts[-1] if kind in _SHOWN else KeyText("", f"<{kind.__name__}>")
     return len(parts) if finish in _MAKE_SEQUENCES else THROUGH
 
 

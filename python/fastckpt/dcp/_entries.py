@@ -9,9 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._state.builders import StateBuilder
-from fastckpt._state.built_in import ATTRIBUTED
 from fastckpt._state.select import MAPPINGS, ends_of
-from fastckpt._state.unflatten import unflatten
+from fastckpt._state.unflatten import is_attributed, unflatten
 from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[s
     ends = ends_of(tokens)
     found: dict[str, Entry] = {}
     outer: dict[str, Entry] = {}
-    if not _is_mapping(tokens[0]):
+    if not _is_mapping(tokens, 0):
         raise CheckpointError(
             f"load: {path}: torch.distributed.checkpoint loads mappings, and the state of this checkpoint is none: "
             "use fastckpt.load"
@@ -58,7 +57,7 @@ def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[s
         token = tokens[position]
         tag = token[0] if type(token) is list else None
         name = ".".join(map(str, keys))
-        if tag == "type" and token[1] == ATTRIBUTED:
+        if tag == "type" and is_attributed(tokens, position):
             todo.append((position + 2, keys))
             outer.setdefault(name, Entry(keys, position, ends[position], token, composed=False))
         elif tag in MAPPINGS:
@@ -77,8 +76,9 @@ def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[s
     return found, outer
 
 
-def _is_mapping(token: Token) -> bool:
-    return type(token) is list and (token[0] in MAPPINGS or (token[0] == "type" and token[1] == ATTRIBUTED))
+def _is_mapping(tokens: list[Token], position: int) -> bool:
+    token = tokens[position]
+    return type(token) is list and (token[0] in MAPPINGS or is_attributed(tokens, position))
 
 
 def _children(ends: list[int], position: int) -> Iterator[int]:
@@ -109,7 +109,7 @@ def _is_terminal(tokens: list[Token], ends: list[int], position: int) -> bool:
             token = tokens[child]
             if type(token) is not list:
                 continue
-            if _is_mapping(token) or token[0] == "tensor" or token[0] in _COMPOSED:
+            if _is_mapping(tokens, child) or token[0] == "tensor" or token[0] in _COMPOSED:
                 return False
             if token[0] == "list":
                 todo.append(child)

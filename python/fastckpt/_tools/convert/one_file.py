@@ -154,6 +154,8 @@ def _storable(
         what = f"{type(leaf).__qualname__}"
     elif leaf.layout is not torch.strided:
         what = f"a tensor of layout {leaf.layout}"
+    elif leaf.is_nested:
+        what = "a nested tensor"
     else:
         try:
             if leaf.dtype not in dtypes:
