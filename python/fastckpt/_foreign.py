@@ -67,6 +67,21 @@ def writer_of(name: str) -> str | None:
     return next(writers, None)
 
 
+def written_beside(path: str | os.PathLike[str]) -> str | None:
+    """A warning, where another program has put its checkpoint into the directory of one of ours."""
+    with os.scandir(path) as entries:
+        names = sorted(entry.name for entry in itertools.islice(entries, _MOST))
+    # A `.metadata` of our own lies there after `fastckpt.dcp.Writer`.
+    found = ((name, writer_of(name)) for name in names if name != TORCH_METADATA)
+    for name, who in found:
+        if who not in {None, "safetensors"}:
+            return (
+                f"{os.fspath(path)} holds {name} as well, which {who} wrote: its readers take that, and fastckpt this "
+                "checkpoint: move one of them elsewhere"
+            )
+    return None
+
+
 def file_format(path: str | os.PathLike[str]) -> Literal["torch.save", "safetensors"] | None:
     """What wrote a regular file, by its first bytes."""
     with open(path, "rb") as file:  # noqa: PTH123

@@ -168,3 +168,24 @@ def test_the_command_says_it_too(tmp_path, capsys):
     path = lay(tmp_path / "there", "Orbax")
     assert cli.main(["copy", str(tmp_path / "source"), str(path), "--overwrite"]) != 0
     assert "which Orbax wrote" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["torch.distributed.checkpoint", "DeepSpeed, one step", "Orbax", "transformers"])
+def test_a_checkpoint_that_another_program_put_beside_ours_is_told(tmp_path, capsys, kind):
+    fastckpt.save(STATE, tmp_path / "c")
+    assert fastckpt.verify(tmp_path / "c").warnings == ()
+    for name in DIRECTORIES[kind]:
+        if not name.endswith("/"):
+            (tmp_path / "c" / name).write_text("theirs")
+    report = fastckpt.verify(tmp_path / "c")
+    (text,) = report.warnings
+    assert report.ok
+    assert f"which {kind.partition(',')[0]} wrote" in text
+    assert cli.main(["verify", str(tmp_path / "c")]) == 0
+    assert text in capsys.readouterr().out
+
+
+def test_the_metadata_that_a_writer_of_ours_leaves_is_no_other_checkpoint(tmp_path):
+    fastckpt.save(STATE, tmp_path / "c")
+    (tmp_path / "c" / ".metadata").write_bytes(b"ours")
+    assert fastckpt.verify(tmp_path / "c").warnings == ()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 
-from fastckpt._paths import AnyPath
+from fastckpt._foreign import written_beside
+from fastckpt._paths import AnyPath, is_url
 from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 
-from .build_report import build_report
+from .build_report import build_report, with_warnings
 from .options import Engine, check_io, check_threads
 from .outcome import Attempt, conclude, until_settled
 from .progress import ticker
@@ -28,7 +29,8 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
         progress: show a progress bar.
 
     Returns:
-        The report; ``report.ok`` is true for a whole checkpoint, ``report.damage`` lists every damaged range.
+        The report; ``report.ok`` is true for a whole checkpoint, ``report.damage`` lists every damaged range. Its
+        ``warnings`` name what another program has put there, such as a checkpoint of torch.distributed.checkpoint.
 
     Raises:
         CorruptCheckpointError: the manifest itself is damaged, so that nothing can be said about the rest.
@@ -45,5 +47,7 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
     with Attempt("verify", target), ticker("verify", target, shown=progress) as tick:
         found = until_settled(lambda: open_reader("verify", target).verify(io=io, threads=threads, tick=tick))
     fields = tuple(Damage.__dataclass_fields__)
+    beside = None if is_url(target) else written_beside(target)
+    found = with_warnings(found, [] if beside is None else [beside])
     damage = tuple(Damage(**{name: getattr(item, name) for name in fields}) for item in found["damage"])
     return conclude(build_report(VerifyReport, target, began, found, damage=damage))

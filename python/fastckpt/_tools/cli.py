@@ -230,7 +230,7 @@ def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]
     """Every byte against its checksum."""
     report = fastckpt.verify(options.path, progress=sys.stderr.isatty())
     document = {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second, "ok": report.ok}
-    lines = [*map(str, report.damage), str(report)] if report.damage else [str(report)]
+    lines = [*map(str, report.damage), *report.warnings, str(report)]
     return OK if report.ok else DAMAGED, document, lines
 
 
