@@ -358,7 +358,7 @@ def load(  # noqa: PLR0913 - all by name
             progress=progress,
         )
         in_flight.wait_for_paths(call.path)
-        read = load_wishes(call, operation, wishes, stacklevel=3)
+        read = load_wishes(call, operation, wishes)
     found = conclude(build_report(RankLoadReport, call.path, began, read.fields))
     return Loaded(read.state, found) if report else read.state
 

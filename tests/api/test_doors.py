@@ -5,7 +5,9 @@ The public API alone: what is behind it may move.
 
 from __future__ import annotations
 
+import dataclasses
 import gc
+import re
 import warnings
 import weakref
 
@@ -153,3 +155,26 @@ def test_a_save_keeps_nothing_of_the_state(tmp_path, door):
         assert [one() for one in alive] == [None] * len(alive)
     finally:
         gc.enable()
+
+
+def by_manager(state, path, *, async_save):
+    with fastckpt.Manager(path, alone=True, async_save=async_save) as manager:
+        manager.save(1, state)
+
+
+@pytest.mark.filterwarnings("default:fastckpt. .*which this program does not declare:RuntimeWarning")
+@pytest.mark.parametrize("door", [*DOORS, "Manager, at once", "Manager"])
+def test_a_warning_points_at_the_line_of_the_program(tmp_path, door, monkeypatch):
+    # Each type is told of once in a process.
+    undeclared = dataclasses.make_dataclass(re.sub(r"\W", "_", f"Undeclared {door}"), ["a"], frozen=True)
+    monkeypatch.setattr(undeclared, "__module__", "__main__")
+    ways = {
+        **DOORS,
+        "Manager": lambda state, path: by_manager(state, path, async_save=True),
+        "Manager, at once": lambda state, path: by_manager(state, path, async_save=False),
+    }
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        ways[door]({"w": torch.ones(3), "config": undeclared(1)}, tmp_path / "c")
+    told = [one for one in caught if undeclared.__name__ in str(one.message)]
+    assert [one.filename for one in told] == [__file__]

@@ -210,7 +210,7 @@ class Checkpoint:
         check = Validator([], types=Types("open", plain=True, on_demand=False))
         unflatten(tokens, check, operation="open: metadata")
         if check.unknown:
-            warn_of_unknown("open: metadata", check.unknown, stacklevel=3)
+            warn_of_unknown("open: metadata", check.unknown)
         try:
             return unflatten(tokens, StateBuilder("auto", types=check.types), operation="open: metadata")
         except ImportError:

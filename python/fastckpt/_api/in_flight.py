@@ -7,9 +7,10 @@ import contextlib
 import os
 import sys
 import time
-import warnings
 from threading import RLock, get_ident
 from typing import NamedTuple
+
+from fastckpt._warn import warn
 
 from .event import Event
 
@@ -136,10 +137,10 @@ def unasked() -> tuple[Failure, ...]:
     return tuple(_unasked)
 
 
-def tell_unasked(why: str, *, but: SaveInFlight | None = None, stacklevel: int = 3) -> None:
+def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
     """Raise the first failure that nobody asked for, with ``why`` as a note; warn of those that want that.
 
-    What has been told counts as seen. The failure of ``but`` is left alone. Call it from a public function.
+    What has been told counts as seen. The failure of ``but`` is left alone.
     """
     for failure in tuple(_unasked):
         if failure.save is but:
@@ -150,7 +151,7 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None, stacklevel: int =
             continue
         error = failure.error
         if failure.warn:
-            warnings.warn(unasked_text(failure), RuntimeWarning, stacklevel=stacklevel)
+            warn(unasked_text(failure))
             continue
         if hasattr(error, "add_note"):  # since Python 3.11
             error.add_note(f"fastckpt: this is the failure of the asynchronous save to {failure.save.path}; {why}")

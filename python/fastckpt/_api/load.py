@@ -230,7 +230,7 @@ def load(  # noqa: PLR0913 - all by name
 def _load(source: str, wishes: Wishes) -> Loaded:
     began = time.perf_counter()
     reader = open_reader("load", source)
-    prepared = prepare(reader, source, wishes, stacklevel=7)
+    prepared = prepare(reader, source, wishes)
     prepared.targets.begin("load")
     report = _read(source, reader, prepared.targets, prepared.numbers, wishes)
     state = prepared.build()

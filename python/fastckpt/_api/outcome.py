@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import time
-import warnings
 from typing import TYPE_CHECKING, TypeVar
 
 from fastckpt import _core
+from fastckpt._warn import warn
 from fastckpt.exceptions import ReplacedCheckpointError
 
 from .export import badly, put, well
@@ -37,16 +37,14 @@ def until_settled(read: Callable[[], _T]) -> _T:
                 raise
 
 
-def warn_of_unknown(operation: str, names: Iterable[str], stacklevel: int) -> None:
+def warn_of_unknown(operation: str, names: Iterable[str]) -> None:
     """Warn of types that are not known, whose values come back as what they are stored as."""
     listed = list(names)
     shown = ", ".join(name[:_SHOWN] for name in listed[:_LISTED])
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
-    warnings.warn(
+    warn(
         f"fastckpt: {operation}: values of types that this program does not know come back as what they are stored as: "
-        f"{shown}{more}; to have the types, declare them with fastckpt.register_type",
-        RuntimeWarning,
-        stacklevel=stacklevel,
+        f"{shown}{more}; to have the types, declare them with fastckpt.register_type"
     )
 
 

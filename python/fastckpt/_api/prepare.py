@@ -136,7 +136,6 @@ def prepare(
     source: str,
     wishes: Wishes,
     *,
-    stacklevel: int,
     target: type[Targets] = Targets,
     spreads: Spreads | None = None,
     shared: bool = False,
@@ -147,7 +146,6 @@ def prepare(
         reader: the checkpoint.
         source: its path, for messages.
         wishes: what was asked for.
-        stacklevel: where warnings point to, from here.
         target: what takes the requests.
         spreads: describes tensors of ``into`` that are spread over ranks.
         shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
@@ -171,7 +169,7 @@ def prepare(
         check = Validator(stored, types=wishes.types)
         unflatten(tokens, check)
     if check.unknown:
-        warn_of_unknown("load", check.unknown, stacklevel=stacklevel)
+        warn_of_unknown("load", check.unknown)
     placement = None
     if wishes.device is not None or wishes.dtype is not None:
         stock = Stock(every, stored, [shard.file for shard in reader.shards()], check.found, wishes.types)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-import warnings
 from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._tensors.ranges import range_of
+from fastckpt._warn import warn
 
 from . import in_flight
 from .outcome import Attempt, conclude
@@ -84,9 +84,6 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
 
 
 def warn_of_failures() -> None:
-    """Warn of failures that nobody asked for, after a save is safe: the program may be about to end.
-
-    Called by what the user calls.
-    """
+    """Warn of failures that nobody asked for, after a save is safe: the program may be about to end."""
     for failure in in_flight.unasked():
-        warnings.warn(in_flight.unasked_text(failure), RuntimeWarning, stacklevel=3)
+        warn(in_flight.unasked_text(failure))

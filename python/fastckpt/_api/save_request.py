@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.flatten import Flat, flatten
 from fastckpt._state.registry import Types
 from fastckpt._tensors.movers import Sources
+from fastckpt._warn import warn
 
 from .reuse import flags_of
 from .tailor import Tailor
@@ -147,7 +147,7 @@ def build_request(
             behind = len(flat.tensors)
             request.movers = flat.movers | {behind + index: mover for index, mover in own.movers.items()}
         request.sources = Sources(operation, request.movers)
-        warn_of_types(operation, flat, about, *request.parts[1:], stacklevel=4)
+        warn_of_types(operation, flat, about, *request.parts[1:])
     except BaseException:
         request.close()
         raise
@@ -173,12 +173,12 @@ def flatten_metadata(operation: str, metadata: Any, types: Types, default: Calla
 _said: set[str] = set()
 
 
-def warn_of_types(operation: str, *flats: Flat, stacklevel: int = 3) -> None:
-    """Warn once of each type that may not come back; called by what the user calls."""
+def warn_of_types(operation: str, *flats: Flat) -> None:
+    """Warn once of each type that may not come back."""
     for remark in (remark for flat in flats for _, remark in flat.remarks):
         if remark not in _said:
             _said.add(remark)
-            warnings.warn(f"fastckpt: {operation}: {remark}", RuntimeWarning, stacklevel=stacklevel)
+            warn(f"fastckpt: {operation}: {remark}")
 
 
 def step_of(metadata: Any) -> int | None:

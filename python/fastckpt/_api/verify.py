@@ -48,6 +48,6 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
         found = until_settled(lambda: open_reader("verify", target).verify(io=io, threads=threads, tick=tick))
     fields = tuple(Damage.__dataclass_fields__)
     beside = None if is_url(target) else written_beside(target)
-    found = with_warnings(found, [] if beside is None else [beside])
     damage = tuple(Damage(**{name: getattr(item, name) for name in fields}) for item in found["damage"])
-    return conclude(build_report(VerifyReport, target, began, found, damage=damage))
+    told = with_warnings(found, [] if beside is None else [beside])
+    return conclude(build_report(VerifyReport, target, began, told, damage=damage))

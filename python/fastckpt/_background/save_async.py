@@ -88,16 +88,12 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
 
 
 def tell_unasked_but(pending: PendingSave) -> None:
-    """Raise, or warn of, an earlier failure that nobody asked for, now that ``pending`` has begun.
-
-    Called by what the user calls.
-    """
+    """Raise, or warn of, an earlier failure that nobody asked for, now that ``pending`` has begun."""
     try:
         in_flight.tell_unasked(
             f"save_async raised it because nobody had asked for its result; the save of this call, to {pending.path}, "
             "goes on: its handle is this error's pending_save",
             but=pending,
-            stacklevel=4,
         )
     except BaseException as error:
         # An exception with slots cannot have it, nor can its note be true; there are none among Python's own.

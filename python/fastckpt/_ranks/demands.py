@@ -159,9 +159,7 @@ class Demands:
         return tuple(self.targets.stored[number].name for number in numbers_in(unwanted))
 
 
-def demands(
-    reader: _core.Reader, path: str, wishes: Wishes, rank: int, ranks: Sequence[int], *, stacklevel: int = 3
-) -> Demands:
+def demands(reader: _core.Reader, path: str, wishes: Wishes, rank: int, ranks: Sequence[int]) -> Demands:
     """Compare what a rank is asked to load with the checkpoint.
 
     Args:
@@ -170,7 +168,6 @@ def demands(
         wishes: what is asked for (:func:`fastckpt._api.prepare.wishes_of`); tensors of ``into`` may be DTensors.
         rank: this rank in the group.
         ranks: the global ranks of the group, in its order.
-        stacklevel: where warnings point to, from here.
 
     Raises:
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
@@ -178,9 +175,7 @@ def demands(
         Exception: whatever a load of one process raises before it reads.
     """
     spreads = Spreads(ranks, rank)
-    prepared = prepare(
-        reader, path, wishes, stacklevel=stacklevel + 1, target=RankTargets, spreads=spreads, shared=True
-    )
+    prepared = prepare(reader, path, wishes, target=RankTargets, spreads=spreads, shared=True)
     prepared.targets.begin("load")
     return Demands(rank, len(ranks), reader, path, prepared, spreads.found)
 

@@ -73,7 +73,7 @@ class Opened(NamedTuple):
     group: DataGroup | None
 
 
-def load_wishes(call: Call, operation: Operation, wishes: Wishes, *, stacklevel: int) -> Read:
+def load_wishes(call: Call, operation: Operation, wishes: Wishes) -> Read:
     """Load what this rank wants, while the others load what they want: all rounds of a load.
 
     Raises:
@@ -89,9 +89,7 @@ def load_wishes(call: Call, operation: Operation, wishes: Wishes, *, stacklevel:
         except LostError as error:
             _want(operation, lost_by(session.name(session.group.rank), error), None)
             raise
-        wanted = demands(
-            opened.reader, call.path, wishes, session.group.rank, session.group.ranks, stacklevel=stacklevel + 1
-        )
+        wanted = demands(opened.reader, call.path, wishes, session.group.rank, session.group.ranks)
         with ticker("load", call.path, shown=wishes.progress) as tick:
             fields, unexpected = _read(call, operation, opened, wanted, attention, tick)
         whole = True

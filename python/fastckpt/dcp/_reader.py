@@ -190,7 +190,7 @@ class Reader(_torch.StorageReader):
                     kind = LoadReport
             work.finish()
         if opened.unknown:
-            warn_of_unknown("load", opened.unknown, stacklevel=3)
+            warn_of_unknown("load", opened.unknown)
         self.report = conclude(build_report(kind, path, began, fields, missing=(), unexpected=()))
         return _torch.done(None)
 
