@@ -12,7 +12,7 @@ import pytest
 
 import fastckpt
 from fastckpt import keep
-from fastckpt._manager import catalogue, drain, traces
+from fastckpt._manager import catalogue, drain, earlier_run
 from harness import manifest
 
 FORM = "step-{step:08d}"
@@ -313,7 +313,7 @@ def test_a_disk_that_is_not_mounted_is_no_new_beginning(tmp_path, monkeypatch):
     begin(tmp_path / "runs" / "gpt", "symbolic link to .*/disk/runs, where nothing is")
     table = tmp_path / "fstab"
     table.write_text(f"# a disk\nLABEL=data {tmp_path}/my\\040disk ext4 defaults 0 2\n")
-    monkeypatch.setattr(traces, "_MOUNTS", table)
+    monkeypatch.setattr(earlier_run, "_MOUNTS", table)
     begin(tmp_path / "my disk" / "gpt", "fstab names .*/my disk, where nothing is mounted")
     assert fastckpt.Manager(tmp_path / "other").restore() is None
 

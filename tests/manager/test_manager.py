@@ -18,7 +18,7 @@ import pytest
 import fastckpt
 from fastckpt import keep, save_when
 from fastckpt._api import manage
-from fastckpt._manager import aftermath, catalogue, directory
+from fastckpt._manager import after_save, catalogue, directory
 
 
 def state(step):
@@ -695,7 +695,7 @@ def test_no_warning_in_an_ordinary_run(tmp_path):
         warnings.simplefilter("error")
         fill(tmp_path, range(1, 6), keep=2)
         assert fastckpt.Manager(tmp_path).restore().step == 5
-    assert aftermath.left_until(float("inf")) is None
+    assert after_save.left_until(float("inf")) is None
 
 
 def test_a_checkpoint_of_an_adapter_alone_does_not_pass_for_the_model(tmp_path):

@@ -13,8 +13,8 @@ import pytest
 import fastckpt
 from fastckpt import keep, save_when
 from fastckpt._interval import best_interval
-from fastckpt._manager.cadence import Cadence
 from fastckpt._manager.retention import reasons
+from fastckpt._manager.step_timing import Cadence
 from fastckpt.keep import Saved
 
 MINUTE = 60.0

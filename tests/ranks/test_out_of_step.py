@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 import fastckpt.distributed
-from fastckpt._manager.agreement import Together
+from fastckpt._manager.ranks import Together
 from fastckpt._ranks import protocol
 from harness import groups, machines, parallel
 

@@ -18,13 +18,13 @@ from fastckpt._ranks.calls import Call, marked
 from fastckpt._ranks.replicas import Policy
 from fastckpt._ranks.session import session
 
-from .agreement import Ended
+from .ranks import Ended
 
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
     from fastckpt._background.pending import PendingSave
 
-    from .agreement import Alone
+    from .ranks import Alone
 
 #: Seconds for which a rank that cannot take part in the first save waits for the others, to tell them.
 _MEETING = 10.0

@@ -18,7 +18,6 @@ from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
 from fastckpt._ranks.replicas import Policy
 
-from .agreement import agreement
 from .arguments import keep_of, metadata_of, step_of, told, when_of
 from .calls import Calls
 from .directory import Directory, Names
@@ -26,9 +25,10 @@ from .drain import Drain
 from .fetch import Fetch
 from .place import place_at
 from .preemption import Preemption
+from .ranks import agreement
 from .restore import Restored, Source
+from .schedule import When
 from .tier import Tier
-from .when import When
 
 logger = logging.getLogger("fastckpt")
 

@@ -13,9 +13,9 @@ from typing import Any
 from fastckpt._api.progress import until
 from fastckpt._units import seconds
 
-from .agreement import failed_of
 from .arguments import metadata_of, step_of
-from .boundary import APART, Boundary
+from .ranks import failed_of
+from .step_boundary import APART, Boundary
 
 logger = logging.getLogger("fastckpt")
 
@@ -24,7 +24,7 @@ _LEAST = 0.01
 
 
 class Preemption(Boundary):
-    """What a manager does when a signal comes; the arguments are those of :class:`.boundary.Boundary`."""
+    """What a manager does when a signal comes; the arguments are those of :class:`.step_boundary.Boundary`."""
 
     def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
         """Save when one of these signals comes, at the next step boundary, and then do what the signal would have done.

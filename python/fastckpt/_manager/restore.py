@@ -24,17 +24,17 @@ from fastckpt.exceptions import (
     RanksError,
 )
 
-from . import lineage, traces
-from .agreement import is_told
+from . import earlier_run, lineage
 from .catalogue import FILE
 from .directory import Directory
 from .lineage import Lineage
+from .ranks import is_told
 
 if TYPE_CHECKING:
-    from .agreement import Alone
     from .calls import Calls
     from .catalogue import Catalogue, Entry
     from .fetch import Fetch
+    from .ranks import Alone
 
 
 logger = logging.getLogger("fastckpt")
@@ -201,9 +201,9 @@ class Source:
         """Nobody takes for a new beginning what is not one."""
         places = [self._directory, *([] if self._fetch is None else [self._fetch.place])]
         for place in places:
-            trace = traces.in_directory(place) if isinstance(place, Directory) else traces.in_store(place)
+            trace = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
             if trace is None and place is self._directory and self._catalogue.last.order:
-                trace = traces.Trace(f"{FILE} tells of a checkpoint that is not there")
+                trace = earlier_run.Trace(f"{FILE} tells of a checkpoint that is not there")
             if trace is not None:
                 kind = NotACheckpointError if trace.is_foreign else CheckpointError
                 raise kind(

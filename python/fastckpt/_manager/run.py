@@ -15,10 +15,10 @@ from .catalogue import Catalogue
 from .retention import Retention, reasons_on_branch
 
 if TYPE_CHECKING:
-    from .agreement import Alone
     from .directory import Directory
     from .drain import Drain
     from .place import Place
+    from .ranks import Alone
     from .tier import Tier
 
 

@@ -23,12 +23,12 @@ from .retention import write_hint
 from .stale import Sums, alarm, changed, sums_of
 
 if TYPE_CHECKING:
-    from .cadence import Cadence
     from .catalogue import Catalogue
     from .directory import Directory
     from .drain import Drain
     from .leftovers import Leftovers
     from .retention import Retention
+    from .step_timing import Cadence
 
 
 logger = logging.getLogger("fastckpt")

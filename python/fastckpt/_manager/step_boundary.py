@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any
 from fastckpt.exceptions import RanksError
 
 from . import lineage
-from .aftermath import Aftermath, left_until
-from .agreement import Asked, SaveFailed, failed_of
-from .cadence import Cadence
+from .after_save import Aftermath, left_until
 from .leftovers import Leftovers
 from .lineage import History
+from .ranks import Asked, SaveFailed, failed_of
 from .run import Run
 from .signals import Signals
+from .step_timing import Cadence
 
 if TYPE_CHECKING:
     from fastckpt import keep as keeping
     from fastckpt._api.reports import SaveReport
     from fastckpt._background.pending import PendingSave
 
-    from .agreement import Agreed, Alone
     from .calls import Calls
     from .directory import Directory
-    from .when import When
+    from .ranks import Agreed, Alone
+    from .schedule import When
 
 logger = logging.getLogger("fastckpt")
 
@@ -52,7 +52,7 @@ class Boundary(Run):
         calls: what saves.
         when: which steps are saved.
         read_only: whether nothing may be written.
-        stale: as for :class:`.aftermath.Aftermath`.
+        stale: as for :class:`.after_save.Aftermath`.
     """
 
     def __init__(
@@ -312,7 +312,7 @@ class Boundary(Run):
         Args:
             end: until when, by ``time.monotonic``.
             is_over: whether it is over on this rank by such a time.
-            watch: as :attr:`.agreement.Asked.watch`.
+            watch: as :attr:`.ranks.Asked.watch`.
 
         Returns:
             Whether it is over.
