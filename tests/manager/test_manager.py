@@ -652,9 +652,9 @@ def test_the_hint_goes_forward_only(tmp_path):
     manager = fill(tmp_path, [1, 2])
     report = fastckpt.save(state(1), manager.path(1))
     about = {"step": 1, "metrics": {}}
-    manager._aftermath.note(about, time.monotonic(), report, 0.1)
+    manager._after_save.note(about, time.monotonic(), report, 0.1)
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
-    manager._aftermath.note({**about, "step": 2}, 0.0, report, 0.1)
+    manager._after_save.note({**about, "step": 2}, 0.0, report, 0.1)
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 

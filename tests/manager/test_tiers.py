@@ -297,7 +297,7 @@ def test_what_waits_is_not_removed_here(local, remote, monkeypatch):
         for step in (1, 2, 3):
             manager.save(step, state(step), {"loss": abs(step - 3)})
             manager._pending.result()
-            manager._aftermath.wait(time.monotonic() + LONG)
+            manager._after_save.wait(time.monotonic() + LONG)
         assert manager.steps() == [1, 2, 3]
         assert manager.kept()[1] == ["not yet at the remote"]
         gate.open.set()

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .drain import Drain
     from .leftovers import Leftovers
     from .retention import Retention
-    from .step_timing import Cadence
+    from .step_timing import StepTiming
 
 
 logger = logging.getLogger("fastckpt")
@@ -39,14 +39,14 @@ def left_until(end: float) -> float | None:
     return None if end == math.inf else max(0.0, end - time.monotonic())
 
 
-class Aftermath:
+class AfterSave:
     """Does what follows a durable save, outside the thread that trains wherever it can.
 
     Args:
         directory: the run.
         catalogue: what its checkpoints say of themselves.
         retention: what removes older ones.
-        cadence: what measures.
+        timing: what measures.
         leftovers: what watches those of killed saves.
         leads: whether this rank writes and removes; the others measure.
         stale: what follows where a trained group has not changed: ``warn``, ``raise`` or ``ignore``.
@@ -58,7 +58,7 @@ class Aftermath:
         directory: Directory,
         catalogue: Catalogue,
         retention: Retention,
-        cadence: Cadence,
+        timing: StepTiming,
         leftovers: Leftovers,
         *,
         leads: bool,
@@ -68,7 +68,7 @@ class Aftermath:
         self._directory = directory
         self._catalogue = catalogue
         self._retention = retention
-        self._cadence = cadence
+        self._timing = timing
         self._leftovers = leftovers
         self._leads = leads
         self._stale = stale
@@ -134,7 +134,7 @@ class Aftermath:
         if self.drain is not None:
             self.drain.add(step)
         with self._lock:
-            self._cadence.durable(began, stall)
+            self._timing.durable(began, stall)
             if not self._leads:
                 return
             created = time.time() - report.seconds

@@ -27,7 +27,7 @@ from .place import place_at
 from .preemption import Preemption
 from .ranks import agreement
 from .restore import Restored, Source
-from .schedule import When
+from .schedule import Schedule
 from .tier import Tier
 
 logger = logging.getLogger("fastckpt")
@@ -136,7 +136,7 @@ class Manager(Preemption):
         if stale not in {"warn", "raise", "ignore"}:
             raise ValueError(f'Manager: stale must be "warn", "raise" or "ignore", not {stale!r}')
         where = Directory(path, Names(name))
-        super().__init__(where, policies, agree, calls, When(when), read_only=bool(read_only), stale=stale)
+        super().__init__(where, policies, agree, calls, Schedule(when), read_only=bool(read_only), stale=stale)
         self._tier = _tier(self._directory, remote, remote_keep)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
         fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
@@ -297,14 +297,14 @@ class Manager(Preemption):
             found = newest
         if discard_newer:
             # What is in flight would come after the removal; whether it fails, the next save or wait tells.
-            self._aftermath.wait(math.inf)
+            self._after_save.wait(math.inf)
             self._agree.first("restore: discard_newer", lambda: self._discard_beyond(found.step))
         self._history.resume(found.step, found.lineage)
-        self._aftermath.resume(found.step, found.path)
+        self._after_save.resume(found.step, found.path)
         self._history.see(self._source.order)
         self._retention.damaged.update(number for number, _ in found.skipped)
         self._saved = found.step
-        self._cadence.resume(found.step)
+        self._timing.resume(found.step)
         return found
 
     def __enter__(self) -> Manager:  # noqa: PYI034 - Self is not in Python 3.10
@@ -366,14 +366,14 @@ class Manager(Preemption):
             self._tell_stale()
         how = self._how(about, self._base, self._planned)
         path = self.path(step)
-        began = self._cadence.begin()
+        began = self._timing.begin()
         # Whatever happens from here on, the others hear of it from the save.
         self._wanted = None
         try:
             if not self._async:
                 report = self._calls.save(state, path, per_rank, how)
                 self._pending, self._report, self._saved = None, report, step
-                self._aftermath.after(about, began, report)
+                self._after_save.after(about, began, report)
                 return True
             try:
                 pending = self._calls.save_async(state, path, per_rank, how)
@@ -386,7 +386,7 @@ class Manager(Preemption):
             self._begun(about, began, pending)
             return True
         finally:
-            self._cadence.leave()
+            self._timing.leave()
 
     def _discard_beyond(self, step: int) -> None:
         """Remove all steps above one, the highest first; pinned ones stay.
@@ -411,7 +411,7 @@ class Manager(Preemption):
 
     def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
         """From here on this process copies to the remote tier, first what an earlier one has left."""
-        self._drain = self._aftermath.drain = Drain(
+        self._drain = self._after_save.drain = Drain(
             self._directory,
             self._catalogue,
             tier,
@@ -431,7 +431,7 @@ class Manager(Preemption):
             if self._saved == step:
                 self._saved = None
 
-        self._aftermath.follow(about, began, pending, failed)
+        self._after_save.follow(about, began, pending, failed)
 
 
 def _tier(directory: Directory, remote: AnyPath | None, keep: Any) -> Tier | None:

@@ -83,7 +83,7 @@ class Preemption(Boundary):
         """
         self._check("steady")
         about = metadata_of(step_of("steady", step), metrics, metadata)
-        self._cadence.reach(step, in_flight=self._in_flight)
+        self._timing.reach(step, in_flight=self._in_flight)
         if self._is_shared:
             if step != self._wanted:
                 self._miss(f"it has gone on to step {step} without the save")
@@ -103,17 +103,17 @@ class Preemption(Boundary):
 
     def _is_wanted(self, step: int, *, force: bool) -> bool:
         """Whether all ranks save the step, for a policy or for a signal; it is a step boundary."""
-        self._cadence.reach(step, in_flight=self._in_flight)
+        self._timing.reach(step, in_flight=self._in_flight)
         if step != self._wanted:
             self._miss(f"it has gone on to step {step} without the save")
         self._wanted = None
-        if not (force or self._when.due_by_step(self._cadence.place())) and self._agree.skips():
+        if not (force or self._schedule.due_by_step(self._timing.place())) and self._agree.skips():
             return False
 
         def due() -> bool:
-            return force or (step != self._saved and self._when.due(self._cadence.moment(in_flight=self._in_flight)))
+            return force or (step != self._saved and self._schedule.due(self._timing.moment(in_flight=self._in_flight)))
 
-        apart = APART if self._when.may_wait else 0.0
+        apart = APART if self._schedule.may_wait else 0.0
         agreed = self._ask("should_save", step, due, apart, plan=lambda: self._plan_first(step))
         if agreed.signals:
             if step == agreed.saved:
@@ -150,13 +150,13 @@ class Preemption(Boundary):
                 # Who has agreed to save takes part: the others wait for this rank.
                 with until(max(deadline, time.monotonic() + _LEAST) if in_time else 0.0):
                     logger.info("%s: saving step %d for %s", self.directory, step, names)
-                    began = self._cadence.begin()
+                    began = self._timing.begin()
                     # In this thread: Python's threads cannot be started reliably in a signal handler.
                     how = {**self._how(about or {}, saved, plan), "bandwidth_limit": None}
                     report = self._calls.save(state, self.path(step), per_rank, how)
                 self._pending, self._report, self._saved = None, report, step
                 # Removing old checkpoints is left to the next run: time is short.
-                self._aftermath.note(about or {}, began, report, report.seconds)
+                self._after_save.note(about or {}, began, report, report.seconds)
         except Exception as error:
             if failed_of(error, TimeoutError):
                 self._given_up(f"step {step}: {error}")
@@ -191,7 +191,7 @@ class Preemption(Boundary):
             else:
                 # The others may be elsewhere.
                 self._settle()
-                self._aftermath.wait(math.inf)
+                self._after_save.wait(math.inf)
         except Exception as failed:  # noqa: BLE001 - it is raised below, or in the log
             # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
             # not be lost.

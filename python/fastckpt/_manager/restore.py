@@ -162,7 +162,7 @@ class Source:
         kinds: set[str] = set()
         tries, looks = self._find(stacklevel + 1), 1
         if not tries:
-            self._agree.first("restore: traces", lambda: None if fresh else self._refuse_traces())
+            self._agree.first("restore: earlier run", lambda: None if fresh else self._refuse_new_beginning())
             return None
         while tries:
             step, far, alone = tries.pop(0)
@@ -197,18 +197,18 @@ class Source:
             "(to start anew, move them away, or give the manager another directory)"
         )
 
-    def _refuse_traces(self) -> None:
+    def _refuse_new_beginning(self) -> None:
         """Nobody takes for a new beginning what is not one."""
         places = [self._directory, *([] if self._fetch is None else [self._fetch.place])]
         for place in places:
-            trace = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
-            if trace is None and place is self._directory and self._catalogue.last.order:
-                trace = earlier_run.Trace(f"{FILE} tells of a checkpoint that is not there")
-            if trace is not None:
-                kind = NotACheckpointError if trace.is_foreign else CheckpointError
+            evidence = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
+            if evidence is None and place is self._directory and self._catalogue.last.order:
+                evidence = earlier_run.Evidence(f"{FILE} tells of a checkpoint that is not there")
+            if evidence is not None:
+                kind = NotACheckpointError if evidence.is_foreign else CheckpointError
                 raise kind(
                     f"restore: {place.path}: no checkpoint is here under the names of this manager, but a run was: "
-                    f"{trace.what} (to begin anew all the same, restore(fresh=True))"
+                    f"{evidence.what} (to begin anew all the same, restore(fresh=True))"
                 )
 
     def _load(self, path: str, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:

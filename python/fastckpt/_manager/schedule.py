@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from fastckpt.save_when import Moment, Policy
 
 
-class When:
+class Schedule:
     """The policies of ``save_when=``.
 
     Args:

@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from fastckpt.exceptions import RanksError
 
 from . import lineage
-from .after_save import Aftermath, left_until
+from .after_save import AfterSave, left_until
 from .leftovers import Leftovers
 from .lineage import History
 from .ranks import Asked, SaveFailed, failed_of
 from .run import Run
 from .signals import Signals
-from .step_timing import Cadence
+from .step_timing import StepTiming
 
 if TYPE_CHECKING:
     from fastckpt import keep as keeping
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .calls import Calls
     from .directory import Directory
     from .ranks import Agreed, Alone
-    from .schedule import When
+    from .schedule import Schedule
 
 logger = logging.getLogger("fastckpt")
 
@@ -52,7 +52,7 @@ class Boundary(Run):
         calls: what saves.
         when: which steps are saved.
         read_only: whether nothing may be written.
-        stale: as for :class:`.after_save.Aftermath`.
+        stale: as for :class:`.after_save.AfterSave`.
     """
 
     def __init__(
@@ -61,22 +61,22 @@ class Boundary(Run):
         policies: Sequence[keeping.Policy] | None,
         agree: Alone,
         calls: Calls,
-        when: When,
+        when: Schedule,
         *,
         read_only: bool,
         stale: str,
     ) -> None:
         super().__init__(directory, policies, agree, read_only=read_only)
         self._calls = calls
-        self._when = when
-        self._cadence = Cadence()
+        self._schedule = when
+        self._timing = StepTiming()
         self._stale = stale
         self._leftovers = Leftovers(directory)
-        self._aftermath = Aftermath(
+        self._after_save = AfterSave(
             directory,
             self._catalogue,
             self._retention,
-            self._cadence,
+            self._timing,
             self._leftovers,
             leads=agree.leads,
             stale=stale,
@@ -132,7 +132,7 @@ class Boundary(Run):
             except Exception as error:
                 # Once it is known to have failed, its step may be saved again, and is not a base.
                 with contextlib.suppress(TimeoutError):
-                    self._aftermath.wait(end)
+                    self._after_save.wait(end)
                 if pending.done() and self._pending is pending:
                     # The first rank may have told the others of the step after this one had heard of the failure.
                     self._saved = None
@@ -145,11 +145,11 @@ class Boundary(Run):
                 # A failure is told once.
                 if pending.done():
                     self._pending = None
-        self._aftermath.wait(end)
+        self._after_save.wait(end)
         self._wait_for_copies(end)
         self._tell_stale()
         if self._report is not None:
-            said = [self._aftermath.said, self._leftovers.said]
+            said = [self._after_save.said, self._leftovers.said]
             new = [text for text in said if text is not None and text not in self._report.warnings]
             self._leftovers.said = None
             self._report = replace(self._report, warnings=(*self._report.warnings, *new)) if new else self._report
@@ -158,7 +158,7 @@ class Boundary(Run):
     def _tell_stale(self) -> None:
         """Raise on all ranks what is to be raised of the last save."""
         if self._stale == "raise":
-            self._agree.first("stale", self._aftermath.tell)
+            self._agree.first("stale", self._after_save.tell)
 
     # What happens.
 
@@ -174,7 +174,7 @@ class Boundary(Run):
     def _plan(self, step: int) -> dict[str, Any]:
         """What a save of a step is to note of its place in the run."""
         files = sorted(self._calls.options.get("files") or ())
-        of, shares = self._aftermath.changed
+        of, shares = self._after_save.changed
         return {**self._history.plan(step), "files": files, "changed_of": of, "changed": dict(shares)}
 
     def _plan_first(self, step: int) -> dict[str, Any]:
@@ -285,7 +285,7 @@ class Boundary(Run):
     def _is_saved(self, limit: float) -> bool:
         """Whether the save in flight, and what follows it, is over on this rank by ``limit``."""
         pending = self._pending
-        return (pending is None or pending.finished.wait(left_until(limit))) and self._aftermath.is_over(limit)
+        return (pending is None or pending.finished.wait(left_until(limit))) and self._after_save.is_over(limit)
 
     def _wait_for_copies(self, end: float) -> None:
         """Wait until all that waits is at the remote tier."""

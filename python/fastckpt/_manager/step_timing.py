@@ -16,7 +16,7 @@ _STEPS = 15
 _WEIGHT = 0.5
 
 
-class Cadence:
+class StepTiming:
     """The clock of a run.
 
     Args:
