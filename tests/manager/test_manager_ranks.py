@@ -191,8 +191,8 @@ def count_rounds(out, calls):
     with fastckpt.Manager(out, timeout=TIMEOUT, save_when=[save_when.Steps(calls - 1), save_when.Every(time="1h")]) as (
         manager
     ):
-        decide = manager._agree.decide
-        manager._agree.decide = lambda *given: (asked.append(given[1].step), decide(*given))[1]
+        decide = manager._ranks.decide
+        manager._ranks.decide = lambda *given: (asked.append(given[1].step), decide(*given))[1]
         saved = [step for step in range(1, calls) if manager.should_save(step)]
     return len(asked), saved
 
@@ -457,7 +457,7 @@ def test_metrics_and_metadata_are_those_of_the_first_rank(four, tmp_path):
 
 def hosts(out, size):
     socket.gethostname = lambda: f"node{dist.get_rank() // size}"
-    return fastckpt.Manager(out, timeout=TIMEOUT)._agree.share
+    return fastckpt.Manager(out, timeout=TIMEOUT)._ranks.share
 
 
 def test_one_rank_of_each_host_brings_a_share(forge, tmp_path):

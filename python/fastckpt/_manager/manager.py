@@ -25,7 +25,7 @@ from .drain import Drain
 from .fetch import Fetch
 from .place import place_at
 from .preemption import Preemption
-from .ranks import agreement
+from .ranks import Ranks
 from .restore import Restored, Source
 from .schedule import Schedule
 from .tier import Tier
@@ -127,22 +127,21 @@ class Manager(Preemption):
     ) -> None:
         path = path_of("Manager", directory)
         limit = timeout_of("Manager", timeout)
-        agree = agreement("Manager", process_group, path, limit, alone=bool(alone))
+        ranks = Ranks(process_group, path, limit, alone=bool(alone))
         policies = None if keep is None else keep_of(keep)
-        when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
-        ranks = None if alone else {"process_group": process_group, "timeout": limit}
+        when = when_of(save_when, saving.Auto(_MTTF_HOURS / ranks.size if mttf is None else mttf, overhead))
         policy = Policy.of("Manager", {"replicas": replicas, "on_difference": on_difference})
-        calls = Calls(save_options, ranks, agree, asdict(policy))
+        calls = Calls(save_options, ranks, asdict(policy))
         if stale not in {"warn", "raise", "ignore"}:
             raise ValueError(f'Manager: stale must be "warn", "raise" or "ignore", not {stale!r}')
         where = Directory(path, Names(name))
-        super().__init__(where, policies, agree, calls, Schedule(when), read_only=bool(read_only), stale=stale)
+        super().__init__(where, policies, ranks, calls, Schedule(when), read_only=bool(read_only), stale=stale)
         self._tier = _tier(self._directory, remote, remote_keep)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
         fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
-        self._source = Source(self._directory, self._catalogue, agree, calls, fetch)
+        self._source = Source(self._directory, self._catalogue, ranks, calls, fetch)
         self._async = bool(async_save)
-        agree.begin(
+        ranks.begin(
             {
                 "keep": told(policies or ()),
                 "save_when": told(when),
@@ -154,11 +153,11 @@ class Manager(Preemption):
                 "remote_keep": told(() if self._tier is None else self._tier.policies),
             }
         )
-        if agree.leads and not self._read_only:
+        if ranks.leads and not self._read_only:
             self._directory.sweep()
             self._leftovers.begin()
-        if not self._read_only and self._tier is not None and agree.share is not None:
-            self._begin_drain(self._tier, bandwidth, agree.share)
+        if not self._read_only and self._tier is not None and ranks.share is not None:
+            self._begin_drain(self._tier, bandwidth, ranks.share)
 
     # Saving.
 
@@ -279,7 +278,7 @@ class Manager(Preemption):
             RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
                 answer.
         """
-        self._agree.check("restore")
+        self._ranks.check("restore")
         self._miss("it has called restore without the save")
         if "report" in options:
             raise TypeError("restore: report: leave it out: what is returned has the report as its attribute")
@@ -298,7 +297,7 @@ class Manager(Preemption):
         if discard_newer:
             # What is in flight would come after the removal; whether it fails, the next save or wait tells.
             self._after_save.wait(math.inf)
-            self._agree.first("restore: discard_newer", lambda: self._discard_beyond(found.step))
+            self._ranks.first("restore: discard_newer", lambda: self._discard_beyond(found.step))
         self._history.resume(found.step, found.lineage)
         self._after_save.resume(found.step, found.path)
         self._history.see(self._source.order)
@@ -355,7 +354,7 @@ class Manager(Preemption):
                 self._is_wanted(step, force=force)
             raise
         # Ranks ask each other once about a step that is to be saved; one process looks again.
-        if (self._agree.size == 1 or step != self._wanted) and not self._is_wanted(step, force=force):
+        if (self._ranks.size == 1 or step != self._wanted) and not self._is_wanted(step, force=force):
             return False
         if self._signals.called:
             self._wanted = None

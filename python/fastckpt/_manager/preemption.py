@@ -107,7 +107,7 @@ class Preemption(Boundary):
         if step != self._wanted:
             self._miss(f"it has gone on to step {step} without the save")
         self._wanted = None
-        if not (force or self._schedule.due_by_step(self._timing.place())) and self._agree.skips():
+        if not (force or self._schedule.due_by_step(self._timing.place())) and self._ranks.skips():
             return False
 
         def due() -> bool:
@@ -119,7 +119,7 @@ class Preemption(Boundary):
             if step == agreed.saved:
                 self._settle()
             # What was being saved may have failed.
-            if not self._agree.first(
+            if not self._ranks.first(
                 "should_save: signal", lambda: step != self._saved and time.monotonic() < self._signals.deadline
             ):
                 self._answer(step, None)
@@ -129,7 +129,7 @@ class Preemption(Boundary):
 
     def _answer_together(self, step: int, state: Any, about: dict[str, Any], per_rank: Any) -> None:
         """Answer what has come to any rank, at a place to which all of them come."""
-        if not self._agree.skips() and self._ask("steady", step, lambda: False, APART).signals:
+        if not self._ranks.skips() and self._ask("steady", step, lambda: False, APART).signals:
             self._answer(step, state, about, per_rank)
 
     def _answer(self, step: int, state: Any, about: dict[str, Any] | None = None, per_rank: Any = None) -> bool:
@@ -143,7 +143,7 @@ class Preemption(Boundary):
             saved, in_time = self._saved, False
             plan: dict[str, Any] = {}
             if about is not None:
-                saved, in_time, plan = self._agree.first(
+                saved, in_time, plan = self._ranks.first(
                     "steady: signal", lambda: (self._saved, time.monotonic() < deadline, self._plan(step))
                 )
             if saved != step:
@@ -175,7 +175,7 @@ class Preemption(Boundary):
             return
         if failure is not None:
             why = f"its block has ended with {type(failure).__name__}: {failure}"
-            self._agree.leave(why)
+            self._ranks.leave(why)
             self._miss(why)
         # On what had come to any rank, all have agreed in `wait`; what has come to this one since is its own.
         signals.pass_on()
@@ -206,5 +206,5 @@ class Preemption(Boundary):
         try:
             self._settle()
         finally:
-            if self._agree.size == 1:
+            if self._ranks.size == 1:
                 self._signals.pass_on()

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from .calls import Calls
     from .catalogue import Catalogue, Entry
     from .fetch import Fetch
-    from .ranks import Alone
+    from .ranks import Ranks
 
 
 logger = logging.getLogger("fastckpt")
@@ -102,17 +102,17 @@ class Source:
     Args:
         directory: the run.
         catalogue: what its checkpoints say of themselves.
-        agree: the ranks.
+        ranks: the ranks.
         calls: what loads.
         fetch: what the remote tier has.
     """
 
     def __init__(
-        self, directory: Directory, catalogue: Catalogue, agree: Alone, calls: Calls, fetch: Fetch | None
+        self, directory: Directory, catalogue: Catalogue, ranks: Ranks, calls: Calls, fetch: Fetch | None
     ) -> None:
         self._directory = directory
         self._catalogue = catalogue
-        self._agree = agree
+        self._ranks = ranks
         #: The order of the last save that a look has found.
         self.order = 0
         self._calls = calls
@@ -129,7 +129,7 @@ class Source:
         Raises:
             FileNotFoundError: there is none.
         """
-        self._agree.first("restore: step", lambda: None)
+        self._ranks.first("restore: step", lambda: None)
         found, error = self._try(step, (), how, far=False)
         failures = self._failures(error)
         if found is not None and not failures:
@@ -162,7 +162,7 @@ class Source:
         kinds: set[str] = set()
         tries, looks = self._find(stacklevel + 1), 1
         if not tries:
-            self._agree.first("restore: earlier run", lambda: None if fresh else self._refuse_new_beginning())
+            self._ranks.first("restore: earlier run", lambda: None if fresh else self._refuse_new_beginning())
             return None
         while tries:
             step, far, alone = tries.pop(0)
@@ -172,7 +172,7 @@ class Source:
             if found is not None and not failures:
                 return found
             # Where another writes and removes, the first rank's view counts.
-            if looks < _LOOKS and self._agree.first("restore: look", partial(self._is_gone, step, far=far)):
+            if looks < _LOOKS and self._ranks.first("restore: look", partial(self._is_gone, step, far=far)):
                 # It was removed for one that became durable after the look.
                 tries, looks = [one for one in self._find(stacklevel + 1) if one[0] not in skipped], looks + 1
                 continue
@@ -216,11 +216,11 @@ class Source:
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
         per_rank = self._calls.load_own(path, ranks)
-        if ranks not in {0, self._agree.size} and self._agree.leads:
+        if ranks not in {0, self._ranks.size} and self._ranks.leads:
             logger.warning(
                 "%s: %d ranks saved states of their own, and there are %d now: "
                 "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
-                *(path, ranks, self._agree.size),
+                *(path, ranks, self._ranks.size),
             )
         about = dict(about) if type(about) is dict else {"metadata": about} if about is not None else {}
         metrics = about.pop("metrics", None)
@@ -232,7 +232,7 @@ class Source:
 
     def _warn(self, step: int, failure: _Failure, stacklevel: int, *, last: bool) -> None:
         """Say on the first rank why the checkpoint of a step is not loaded as it is."""
-        if self._agree.leads:
+        if self._ranks.leads:
             what = "is gone" if failure.gone else "cannot be loaded"
             then = "skipped" if last or self._fetch is None else f"fetched from {self._fetch.path}"
             text = f"fastckpt: restore: {self._directory.path_of(step)} {what} and is {then}: {failure.why}"
@@ -276,7 +276,7 @@ class Source:
             ]
             return sorted(tries, key=lambda one: (-one[0], one[1]))
 
-        return self._agree.first("restore", find)
+        return self._ranks.first("restore", find)
 
     def _is_gone(self, step: int, *, far: bool) -> bool:
         """Whether there is nothing of a step any more."""
@@ -311,10 +311,10 @@ class Source:
             fetch = self._fetch
             path = self._directory.path_of(step)
             if far and fetch:
-                path = self._agree.first("restore: fetch", lambda: fetch.bring(step, alone=alone))
+                path = self._ranks.first("restore: fetch", lambda: fetch.bring(step, alone=alone))
             if first and how.get("into") is not None and not how.get("strict", True):
                 # What an older one lacks would keep what a damaged one has left in `into`.
-                self._agree.first("restore: verify", lambda: verified(path))
+                self._ranks.first("restore: verify", lambda: verified(path))
             return self._load(path, step, skipped, how), None
         except RanksError as error:
             if not is_told(error):
@@ -333,8 +333,8 @@ class Source:
             gone = isinstance(error, FileNotFoundError)
             damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError))
             skips = damaged or (isinstance(error, OSError) and (far or gone or error.errno in _DAMAGE))
-            own = [self._agree.host, type(error).__name__, str(error), skips, gone]
-        said = self._agree.each(own)
+            own = [self._ranks.host, type(error).__name__, str(error), skips, gone]
+        said = self._ranks.each(own)
         failures = [_Failure(rank, *of) for rank, of in enumerate(said) if of is not None]
         return [one for one in failures if one.kind != RanksError.__name__] or failures
 

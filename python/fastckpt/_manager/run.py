@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .directory import Directory
     from .drain import Drain
     from .place import Place
-    from .ranks import Alone
+    from .ranks import Ranks
     from .tier import Tier
 
 
@@ -28,15 +28,15 @@ class Run:
     Args:
         directory: the run.
         policies: what is to be kept; None where the caller does not say.
-        agree: the ranks for which it acts.
+        ranks: the ranks for which it acts.
         read_only: whether nothing may be written.
     """
 
     def __init__(
-        self, directory: Directory, policies: Sequence[keeping.Policy] | None, agree: Alone, *, read_only: bool
+        self, directory: Directory, policies: Sequence[keeping.Policy] | None, ranks: Ranks, *, read_only: bool
     ) -> None:
         self._directory = directory
-        self._agree = agree
+        self._ranks = ranks
         self._keep = policies
         texts = None if read_only or not have_text(policies or ()) else [str(policy) for policy in policies or ()]
         self._catalogue = Catalogue(directory, texts)
@@ -131,7 +131,7 @@ class Run:
         steps = self.steps()
         own = self._catalogue.branch(steps)
         ranked = keeping.Best(1, metric, mode).ranked(self._catalogue.of(sorted(own)))
-        if self._agree.leads and not self._read_only:
+        if self._ranks.leads and not self._read_only:
             with contextlib.suppress(OSError):
                 self._catalogue.write(steps)
         return ranked[0].step if ranked else None
@@ -190,4 +190,4 @@ class Run:
             raise RuntimeError(f"{operation}: {self.directory}: the manager is read-only")
         if os.getpid() != self._process:
             raise RuntimeError(f"{operation}: the manager belongs to the process that this one was forked from")
-        self._agree.check(operation)
+        self._ranks.check(operation)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .calls import Calls
     from .directory import Directory
-    from .ranks import Agreed, Alone
+    from .ranks import Agreed, Ranks
     from .schedule import Schedule
 
 logger = logging.getLogger("fastckpt")
@@ -48,7 +48,7 @@ class Boundary(Run):
     Args:
         directory: as for :class:`.run.Run`.
         policies: likewise.
-        agree: likewise.
+        ranks: likewise.
         calls: what saves.
         when: which steps are saved.
         read_only: whether nothing may be written.
@@ -59,14 +59,14 @@ class Boundary(Run):
         self,
         directory: Directory,
         policies: Sequence[keeping.Policy] | None,
-        agree: Alone,
+        ranks: Ranks,
         calls: Calls,
         when: Schedule,
         *,
         read_only: bool,
         stale: str,
     ) -> None:
-        super().__init__(directory, policies, agree, read_only=read_only)
+        super().__init__(directory, policies, ranks, read_only=read_only)
         self._calls = calls
         self._schedule = when
         self._timing = StepTiming()
@@ -78,11 +78,11 @@ class Boundary(Run):
             self._retention,
             self._timing,
             self._leftovers,
-            leads=agree.leads,
+            leads=ranks.leads,
             stale=stale,
             frozen=calls.options.get("frozen") or (),
         )
-        self._signals = Signals(self._signal_came, shared=agree.size > 1)
+        self._signals = Signals(self._signal_came, shared=ranks.size > 1)
         #: The step that all ranks have agreed to save next.
         self._wanted: int | None = None
         #: The state that does not change at the moment: what saves it, for a signal that comes now.
@@ -158,14 +158,14 @@ class Boundary(Run):
     def _tell_stale(self) -> None:
         """Raise on all ranks what is to be raised of the last save."""
         if self._stale == "raise":
-            self._agree.first("stale", self._after_save.tell)
+            self._ranks.first("stale", self._after_save.tell)
 
     # What happens.
 
     @property
     def _is_shared(self) -> bool:
         """Whether several ranks save together."""
-        return self._agree.size > 1 and not self._read_only
+        return self._ranks.size > 1 and not self._read_only
 
     @property
     def _in_flight(self) -> bool:
@@ -224,10 +224,10 @@ class Boundary(Run):
         left = None if deadline == math.inf else deadline - time.monotonic()
         apart = min(apart, self._signals.grace / _ROUNDS)
         asked = Asked(step, self._signals.pending, left, self._saved, due, apart, over, plan, watch)
-        agreed = self._agree.decide(operation, asked)
+        agreed = self._ranks.decide(operation, asked)
         self._base = agreed.saved
         self._signals.agree(agreed.signals, agreed.left)
-        if not self._agree.leads:
+        if not self._ranks.leads:
             # What failed in the background, the ranks hear of at different times.
             self._saved = agreed.saved
         return agreed
@@ -255,9 +255,9 @@ class Boundary(Run):
             return
         if self._signals.called:
             # Before they save for a signal they ask once more.
-            self._agree.leave(why)
+            self._ranks.leave(why)
         else:
-            self._calls.miss(self.path(step), why)
+            self._ranks.miss_save(self.path(step), why)
 
     def _wait_for_all(self, end: float) -> None:
         """Wait until the last save is over on all ranks; where it has failed, not for ranks that do not wait for it."""
@@ -298,11 +298,11 @@ class Boundary(Run):
                 drain.wait(end, lambda: bool(self._signals.pending) or time.monotonic() >= self._signals.end)
             return
         # The first rank commits, so that what it has done is done.
-        leading = drain if self._agree.leads else None
+        leading = drain if self._ranks.leads else None
         with leading.hurry() if leading else contextlib.nullcontext():
             over = self._wait_together(end, leading.is_over if leading else lambda _: True)
         if over:
-            self._agree.first("wait: copies", leading.tell if leading else lambda: None)
+            self._ranks.first("wait: copies", leading.tell if leading else lambda: None)
 
     def _wait_together(
         self, end: float, is_over: Callable[[float], bool], watch: Callable[[], None] | None = None
@@ -328,7 +328,7 @@ class Boundary(Run):
                 self._settle()
             if agreed.signals or agreed.over:
                 return agreed.over
-            if end < math.inf and self._agree.first("wait: timeout", lambda: time.monotonic() >= end):
+            if end < math.inf and self._ranks.first("wait: timeout", lambda: time.monotonic() >= end):
                 raise TimeoutError(f"wait: {self.directory}: what is in flight is not done in time; it goes on")
             pause = min(2 * pause, _LAST_LOOK)
 
