@@ -22,7 +22,6 @@ import fastckpt
 from fastckpt import _core, keep
 from fastckpt._manager import drain as draining
 from fastckpt._manager import prefix
-from fastckpt._manager.catalogue import Catalogue
 from fastckpt._manager.directory import Directory, Names
 from fastckpt._manager.place import place_at
 from fastckpt._manager.tier import Tier
@@ -85,12 +84,9 @@ class Run:
         self.local = Directory(str(root / "local"), NAMES)
         self.tier = Tier(place_at("test", remote, NAMES), policies)
         self.settled = 0
-        self.drain = draining.Drain(
-            self.local,
-            Catalogue(self.local),
-            self.tier,
-            **{"limit": None, "settled": self._settle, "deadline": lambda: float("inf"), **options},
-        )
+        local = Tier(self.local, [])
+        local.retention.again = self._settle
+        self.drain = draining.Drain(local, self.tier, **{"limit": None, "deadline": lambda: float("inf"), **options})
 
     def _settle(self):
         self.settled += 1
@@ -568,7 +564,6 @@ def copy(sources, target, **options):
         time.sleep(0.001)
     return real(sources, target, **options)
 drain.copy_checkpoint = copy
-from fastckpt._manager.catalogue import Catalogue
 from fastckpt._manager.directory import Directory, Names
 from fastckpt._manager.place import place_at
 from fastckpt._manager.tier import Tier
@@ -576,8 +571,8 @@ names = Names("step-{step:08d}")
 local = Directory(sys.argv[1] + "/local", names)
 fastckpt.save({"w": np.arange(10)}, local.path_of(1))
 made = drain.Drain(
-    local, Catalogue(local), Tier(place_at("test", sys.argv[1] + "/remote", names), []),
-    limit=None, settled=lambda: None, deadline=lambda: 0.0 if sys.argv[2] == "hangs" else float("inf"),
+    Tier(local, []), Tier(place_at("test", sys.argv[1] + "/remote", names), []),
+    limit=None, deadline=lambda: 0.0 if sys.argv[2] == "hangs" else float("inf"),
 )
 made.add(1)
 made.start()

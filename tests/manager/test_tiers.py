@@ -216,31 +216,33 @@ def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(loca
 
 def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, remote, monkeypatch):
     fill(local, remote, [1], remote_keep=1)
-    bring = fetching.Fetch.bring
+    manager = fastckpt.Manager(local / "none", remote=remote, read_only=True)
+    load = manager._calls.load
 
-    def slow(self, step, **how):
-        if step == 1:
+    def slow(path, how):
+        if path.endswith("1"):
             fill(local, remote, [2], remote_keep=1)
-        return bring(self, step, **how)
+        return load(path, how)
 
-    monkeypatch.setattr(fetching.Fetch, "bring", slow)
-    found = fastckpt.Manager(local / "none", remote=remote, read_only=True).restore()
+    monkeypatch.setattr(manager._calls, "load", slow)
+    found = manager.restore()
     assert is_of(found, 2)
     assert found.skipped == ()
 
 
 def test_a_remote_that_does_not_answer_is_left_out(local, remote, monkeypatch):
-    def silent(self):
+    def silent():
         raise OSError(errno.ETIMEDOUT, "no route to the store")
 
     fill(local, remote, [1, 2])
-    monkeypatch.setattr(fetching.Fetch, "steps", silent)
+    manager = fastckpt.Manager(local, remote=remote)
+    monkeypatch.setattr(manager._remote.place, "look", silent)
     with pytest.warns(RuntimeWarning, match=r"does not answer, and is left out: .*no route"):
-        assert is_of(fastckpt.Manager(local, remote=remote).restore(), 2)
+        assert is_of(manager.restore(), 2)
     shutil.rmtree(local)
     # No new beginning.
     with pytest.raises(OSError, match="no route"):
-        fastckpt.Manager(local, remote=remote).restore()
+        manager.restore()
 
 
 def test_what_cannot_be_fetched_is_skipped(local, remote, monkeypatch):

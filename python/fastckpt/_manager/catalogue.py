@@ -48,15 +48,15 @@ class Entry(NamedTuple):
 
 
 class Catalogue:
-    """What the checkpoints of a directory say of themselves.
+    """What the checkpoints of a tier say of themselves.
 
     Args:
-        directory: the run.
+        place: where they lie.
         keep: the policies in force, as text; None where one of them has no text, or where nobody says.
     """
 
-    def __init__(self, directory: Place, keep: Sequence[str] | None = None) -> None:
-        self.directory = directory
+    def __init__(self, place: Place, keep: Sequence[str] | None = None) -> None:
+        self._place = place
         # Reentrant: a signal handler that saves may come in between.
         self._lock = threading.RLock()
         self._known: dict[str, tuple[Identity, Entry]] = {}
@@ -74,8 +74,8 @@ class Catalogue:
             found: dict[int, Entry | None] = {}
             unknown: list[tuple[int, str, Identity]] = []
             for step in steps:
-                name = self.directory.names.name_of(step)
-                identity = self.directory.identity(name)
+                name = self._place.names.name_of(step)
+                identity = self._place.identity(name)
                 known = self._known.get(name)
                 found[step] = known[1] if known is not None and known[0] == identity else None
                 if found[step] is None and identity is not None:
@@ -111,8 +111,8 @@ class Catalogue:
     def add(self, entry: Entry) -> None:
         """Note a checkpoint that has just been saved."""
         with self._lock:
-            name = self.directory.names.name_of(entry.saved.step)
-            identity = self.directory.identity(name)
+            name = self._place.names.name_of(entry.saved.step)
+            identity = self._place.identity(name)
             if identity is not None:
                 self._note(name, identity, entry)
 
@@ -143,7 +143,7 @@ class Catalogue:
             OSError: it cannot be written.
         """
         with self._lock:
-            names = {self.directory.names.name_of(step) for step in steps}
+            names = {self._place.names.name_of(step) for step in steps}
             gone = self._known.keys() - names
             for name in gone:
                 del self._known[name]
@@ -154,7 +154,7 @@ class Catalogue:
                 for name, (identity, (saved, place)) in list(self._known.items())
             }
             document = {"version": _VERSION, "keep": self.keep, "last": self.last, "checkpoints": known}
-            self.directory.replace(FILE, json.dumps(document).encode(), durable=durable)
+            self._place.replace(FILE, json.dumps(document).encode(), durable=durable)
             self._changed = False
 
     def _note(self, name: str, identity: Identity, entry: Entry) -> None:
@@ -165,7 +165,7 @@ class Catalogue:
     def _read_one(self, one: tuple[int, str, Identity]) -> Entry | None:
         step, name, identity = one
         try:
-            entry = read(self.directory.path_of(step), step)
+            entry = read(self._place.path_of(step), step)
         except (CheckpointError, OSError):
             return None
         self._note(name, identity, entry)
@@ -173,11 +173,11 @@ class Catalogue:
 
     def _read(self) -> list[str] | None:
         try:
-            document = json.loads(self.directory.read(FILE))
+            document = json.loads(self._place.read(FILE))
             if document["version"] != _VERSION:
                 return None
             for name, (changed, inode, written, *about) in document["checkpoints"].items():
-                step = self.directory.names.step_of(name)
+                step = self._place.names.step_of(name)
                 if step is not None:
                     created, metrics, place, share = about
                     saved = Saved(step, float(created), _numbers(metrics), _numbers(share))

@@ -173,10 +173,6 @@ class Directory:
         remove(path, files=files)
         return f"{', '.join(strange)} lie in {aside}" if strange else ""
 
-    def write_latest(self, step: int) -> None:
-        """Have ``latest`` name the checkpoint of a step."""
-        self.replace(LATEST, f"{self.names.name_of(step)}\n".encode(), durable=True)
-
     def read(self, name: str) -> bytes:
         """The content of a small file of the run.
 

@@ -22,13 +22,11 @@ from .arguments import keep_of, metadata_of, step_of, told, when_of
 from .calls import Calls
 from .directory import Directory, Names
 from .drain import Drain
-from .fetch import Fetch
-from .place import place_at
 from .preemption import Preemption
 from .ranks import Ranks
-from .restore import Restored, Source
+from .restore import Loader, Restored
 from .schedule import Schedule
-from .tier import Tier
+from .tier import Tier, remote_tier
 
 logger = logging.getLogger("fastckpt")
 
@@ -134,12 +132,11 @@ class Manager(Preemption):
         calls = Calls(save_options, ranks, asdict(policy))
         if stale not in {"warn", "raise", "ignore"}:
             raise ValueError(f'Manager: stale must be "warn", "raise" or "ignore", not {stale!r}')
-        where = Directory(path, Names(name))
-        super().__init__(where, policies, ranks, calls, Schedule(when), read_only=bool(read_only), stale=stale)
-        self._tier = _tier(self._directory, remote, remote_keep)
+        local = Tier(Directory(path, Names(name)), policies or (), read_only=bool(read_only))
+        far = remote_tier(remote, remote_keep, local.place)
+        super().__init__(local, policies, ranks, far, calls, Schedule(when), read_only=bool(read_only), stale=stale)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
-        fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
-        self._source = Source(self._directory, self._catalogue, ranks, calls, fetch)
+        self._loader = Loader(local, far, ranks, calls, read_only=self._read_only)
         self._async = bool(async_save)
         ranks.begin(
             {
@@ -149,15 +146,18 @@ class Manager(Preemption):
                 "name": name,
                 "read_only": str(self._read_only),
                 "stale": stale,
-                "remote": "None" if self._tier is None else self._tier.place.path,
-                "remote_keep": told(() if self._tier is None else self._tier.policies),
+                "remote": "None" if far is None else far.place.path,
+                "remote_keep": told(() if far is None else far.policies),
             }
         )
         if ranks.leads and not self._read_only:
             self._directory.sweep()
             self._leftovers.begin()
-        if not self._read_only and self._tier is not None and ranks.share is not None:
-            self._begin_drain(self._tier, bandwidth, ranks.share)
+        if not self._read_only and far is not None and ranks.share is not None:
+            self._drain = self._after_save.drain = Drain(
+                local, far, limit=bandwidth, share=ranks.share, deadline=lambda: self._signals.end
+            )
+            self._drain.resume()
 
     # Saving.
 
@@ -288,9 +288,9 @@ class Manager(Preemption):
                 raise ValueError("restore: discard_newer: give step=, too")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = self._source.at(step_of("restore", step), how, stacklevel=3)
+            found = self._loader.at(step_of("restore", step), how, stacklevel=3)
         else:
-            newest = self._source.newest(how, fresh=bool(fresh), stacklevel=3)
+            newest = self._loader.newest(how, fresh=bool(fresh), stacklevel=3)
             if newest is None:
                 return None
             found = newest
@@ -300,7 +300,7 @@ class Manager(Preemption):
             self._ranks.first("restore: discard_newer", lambda: self._discard_beyond(found.step))
         self._history.resume(found.step, found.lineage)
         self._after_save.resume(found.step, found.path)
-        self._history.see(self._source.order)
+        self._history.see(self._loader.candidates.order)
         self._retention.damaged.update(number for number, _ in found.skipped)
         self._saved = found.step
         self._timing.resume(found.step)
@@ -394,33 +394,11 @@ class Manager(Preemption):
             Exception: the remote tier lacks the step, and it cannot be copied.
             OSError: the remote tier does not answer, or something cannot be removed.
         """
-        if self._tier is not None:
-            if self._drain is not None:
-                self._drain.forget_beyond(step)
-                here, there = (
-                    [entry.lineage.order for entry in each.entries([step]).values()]
-                    for each in (self._catalogue, self._tier.retention.catalogue)
-                )
-                if there < here:
-                    # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
-                    self._drain.again(step)
-                    self._drain.wait(math.inf, lambda: False)
-            self._tier.retention.remove_beyond(step)
+        if self._drain is not None:
+            self._drain.go_back(step)
+        if self._remote is not None:
+            self._remote.retention.remove_beyond(step)
         self._retention.remove_beyond(step)
-
-    def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
-        """From here on this process copies to the remote tier, first what an earlier one has left."""
-        self._drain = self._after_save.drain = Drain(
-            self._directory,
-            self._catalogue,
-            tier,
-            limit=limit,
-            share=share,
-            settled=self._retention.again,
-            deadline=lambda: self._signals.end,
-        )
-        self._retention.held = self._drain.holds
-        self._drain.resume()
 
     def _begun(self, about: dict[str, Any], began: float, pending: PendingSave) -> None:
         step = about["step"]
@@ -431,16 +409,3 @@ class Manager(Preemption):
                 self._saved = None
 
         self._after_save.follow(about, began, pending, failed)
-
-
-def _tier(directory: Directory, remote: AnyPath | None, keep: Any) -> Tier | None:
-    """``remote=`` and ``remote_keep=``."""
-    policies = [] if keep is None else keep_of(keep, "remote_keep")
-    if remote is None:
-        if policies:
-            raise ValueError("Manager: remote_keep: give remote=, too")
-        return None
-    place = place_at("Manager", remote, directory.names)
-    if os.path.realpath(place.path) == os.path.realpath(directory.path):
-        raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
-    return Tier(place, policies)

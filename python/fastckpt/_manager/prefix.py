@@ -119,10 +119,6 @@ class Prefix:
         strange = remove(self.path_of(step), everything=False, files=files, leave=True)
         return f"{', '.join(strange)} stay in {self.path_of(step)}" if strange else ""
 
-    def write_latest(self, step: int) -> None:
-        """Have ``latest`` name the checkpoint of a step."""
-        self.replace(LATEST, f"{self.names.name_of(step)}\n".encode(), durable=True)
-
     def read(self, name: str) -> bytes:
         """The content of a small object of the run.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,29 +11,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._api.checkpoint import Checkpoint
-from fastckpt._api.manage import leftovers
-from fastckpt._api.manage import list as listed
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.verify import verify
-from fastckpt.exceptions import (
-    CheckpointError,
-    CorruptCheckpointError,
-    NotACheckpointError,
-    RankFailure,
-    RanksError,
-)
+from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
 
-from . import earlier_run, lineage
-from .catalogue import FILE
-from .directory import Directory
+from . import lineage
+from .candidates import Candidates
+from .fetch import fetch
 from .lineage import Lineage
 from .ranks import is_told
 
 if TYPE_CHECKING:
     from .calls import Calls
-    from .catalogue import Catalogue, Entry
-    from .fetch import Fetch
+    from .directory import Directory
+    from .place import Place
     from .ranks import Ranks
+    from .tier import Tier
 
 
 logger = logging.getLogger("fastckpt")
@@ -79,44 +71,29 @@ class Restored:
     lineage: Lineage = _NOWHERE
 
 
-def candidates(directory: Directory) -> list[int]:
-    """The steps to try, the newest first.
-
-    Also those whose directory a killed save took aside to replace it: a load puts it back, where the compiled core is.
-    """
-    steps = set(directory.look().steps)
-    step_of = directory.names.step_of
-    try:
-        left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
-        # A full list opens every manifest, so only where something lies under a temporary name and not under its own.
-        aside = [one.name for one in listed(directory.path) if one.aside] if left else []
-    except (FileNotFoundError, NotImplementedError):
-        aside = []
-    steps.update(step for step in map(step_of, aside) if step is not None)
-    return sorted(steps, reverse=True)
-
-
-class Source:
-    """The checkpoints of a run, as all ranks load them.
+class Loader:
+    """Loads checkpoints of a run on all ranks.
 
     Args:
-        directory: the run.
-        catalogue: what its checkpoints say of themselves.
+        local: the local tier.
+        remote: the remote one, if there is one.
         ranks: the ranks.
         calls: what loads.
-        fetch: what the remote tier has.
+        read_only: whether nothing may be written.
+
+    Attributes:
+        candidates: what there is to load.
     """
 
     def __init__(
-        self, directory: Directory, catalogue: Catalogue, ranks: Ranks, calls: Calls, fetch: Fetch | None
+        self, local: Tier[Directory], remote: Tier[Place] | None, ranks: Ranks, calls: Calls, *, read_only: bool
     ) -> None:
-        self._directory = directory
-        self._catalogue = catalogue
+        self._directory = local.place
+        self._remote = None if remote is None else remote.place
+        self._read_only = read_only
         self._ranks = ranks
-        #: The order of the last save that a look has found.
-        self.order = 0
         self._calls = calls
-        self._fetch = fetch
+        self.candidates = Candidates(local, remote)
 
     def at(self, step: int, how: Mapping[str, Any], *, stacklevel: int) -> Restored:
         """Load the checkpoint of a step, on all ranks or on none.
@@ -134,7 +111,7 @@ class Source:
         failures = self._failures(error)
         if found is not None and not failures:
             return found
-        if self._fetch is not None and all(failure.skips for failure in failures):
+        if self._remote is not None and all(failure.skips for failure in failures):
             if not failures[0].gone:
                 self._warn(step, failures[0], stacklevel + 1, last=False)
             found, late = self._try(step, (), how, far=True)
@@ -142,7 +119,7 @@ class Source:
             if found is not None and not further:
                 return found
             if not all(failure.gone for failure in further):
-                raise late or _of_others(self._fetch.path, further)
+                raise late or _of_others(self._remote.path, further)
         raise error or _of_others(self._directory.path_of(step), failures)
 
     def newest(self, how: Mapping[str, Any], *, fresh: bool, stacklevel: int) -> Restored | None:
@@ -160,9 +137,10 @@ class Source:
         """
         skipped: dict[int, str] = {}
         kinds: set[str] = set()
-        tries, looks = self._find(stacklevel + 1), 1
+        look = partial(self._ranks.first, "restore", lambda: self.candidates.look(stacklevel + 3))
+        tries, looks = look(), 1
         if not tries:
-            self._ranks.first("restore: earlier run", lambda: None if fresh else self._refuse_new_beginning())
+            self._ranks.first("restore: earlier run", lambda: None if fresh else self.candidates.refuse_new_beginning())
             return None
         while tries:
             step, far, alone = tries.pop(0)
@@ -172,9 +150,9 @@ class Source:
             if found is not None and not failures:
                 return found
             # Where another writes and removes, the first rank's view counts.
-            if looks < _LOOKS and self._ranks.first("restore: look", partial(self._is_gone, step, far=far)):
+            if looks < _LOOKS and self._ranks.first("restore: look", partial(self.candidates.is_gone, step, far=far)):
                 # It was removed for one that became durable after the look.
-                tries, looks = [one for one in self._find(stacklevel + 1) if one[0] not in skipped], looks + 1
+                tries, looks = [one for one in look() if one[0] not in skipped], looks + 1
                 continue
             if not all(failure.skips for failure in failures):
                 raise error or _of_others(path, failures)
@@ -196,20 +174,6 @@ class Source:
             f"restore: {self._directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
             "(to start anew, move them away, or give the manager another directory)"
         )
-
-    def _refuse_new_beginning(self) -> None:
-        """Nobody takes for a new beginning what is not one."""
-        places = [self._directory, *([] if self._fetch is None else [self._fetch.place])]
-        for place in places:
-            evidence = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
-            if evidence is None and place is self._directory and self._catalogue.last.order:
-                evidence = earlier_run.Evidence(f"{FILE} tells of a checkpoint that is not there")
-            if evidence is not None:
-                kind = NotACheckpointError if evidence.is_foreign else CheckpointError
-                raise kind(
-                    f"restore: {place.path}: no checkpoint is here under the names of this manager, but a run was: "
-                    f"{evidence.what} (to begin anew all the same, restore(fresh=True))"
-                )
 
     def _load(self, path: str, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
         loaded = self._calls.load(path, how)
@@ -234,58 +198,9 @@ class Source:
         """Say on the first rank why the checkpoint of a step is not loaded as it is."""
         if self._ranks.leads:
             what = "is gone" if failure.gone else "cannot be loaded"
-            then = "skipped" if last or self._fetch is None else f"fetched from {self._fetch.path}"
+            then = "skipped" if last or self._remote is None else f"fetched from {self._remote.path}"
             text = f"fastckpt: restore: {self._directory.path_of(step)} {what} and is {then}: {failure.why}"
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
-
-    def _find(self, stacklevel: int) -> list[list[Any]]:
-        """What to try of the branch that saved last, the highest step first.
-
-        Each with whether it is the remote tier's, which comes second, and whether that is a later save of the step than
-        the local tier's.
-        """
-
-        def find() -> list[list[Any]]:
-            here = candidates(self._directory)
-            there: list[int] = []
-            far: dict[int, Entry] = {}
-            if self._fetch is not None:
-                try:
-                    there = self._fetch.steps()
-                    far = self._fetch.catalogue.entries(there)
-                except OSError as error:
-                    if not here:
-                        raise
-                    text = f"fastckpt: restore: {self._fetch.path} does not answer, and is left out: {error}"
-                    warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 2)
-            near = self._catalogue.entries(here)
-            tip = self._catalogue.tip(near)
-            if self._fetch is not None and far:
-                tip = lineage.last([tip, self._fetch.catalogue.tip(far)])
-            self.order = tip.order
-
-            def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
-                return step not in entries or not tip.has_left(step, entries[step].lineage)
-
-            def is_later(step: int) -> bool:
-                return step in near and step in far and near[step].lineage.order < far[step].lineage.order
-
-            tries = [
-                *([step, False, False] for step in here if is_own(step, near)),
-                *([step, True, is_later(step)] for step in there if is_own(step, far)),
-            ]
-            return sorted(tries, key=lambda one: (-one[0], one[1]))
-
-        return self._ranks.first("restore", find)
-
-    def _is_gone(self, step: int, *, far: bool) -> bool:
-        """Whether there is nothing of a step any more."""
-        if not far:
-            return not os.path.lexists(self._directory.path_of(step))
-        try:
-            return self._fetch is not None and step not in self._fetch.steps()
-        except OSError:
-            return False
 
     def _try(
         self,
@@ -308,10 +223,9 @@ class Source:
             first: others may be tried after it.
         """
         try:
-            fetch = self._fetch
-            path = self._directory.path_of(step)
-            if far and fetch:
-                path = self._ranks.first("restore: fetch", lambda: fetch.bring(step, alone=alone))
+            path, remote = self._directory.path_of(step), self._remote
+            if far and remote:
+                path = self._ranks.first("restore: fetch", lambda: self._fetch(remote, step, alone=alone))
             if first and how.get("into") is not None and not how.get("strict", True):
                 # What an older one lacks would keep what a damaged one has left in `into`.
                 self._ranks.first("restore: verify", lambda: verified(path))
@@ -322,6 +236,9 @@ class Source:
             return None, error
         except Exception as error:  # noqa: BLE001 - the ranks decide what it means
             return None, error
+
+    def _fetch(self, remote: Place, step: int, *, alone: bool) -> str:
+        return remote.path_of(step) if self._read_only else fetch(self._directory, remote, step, alone=alone)
 
     def _failures(self, error: Exception | None, *, far: bool = False) -> list[_Failure]:
         """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 
 from fastckpt.exceptions import CheckpointError, NotACheckpointError
 
+from .directory import LATEST
+
 if TYPE_CHECKING:
     from fastckpt.keep import Policy, Saved
 
@@ -66,30 +68,39 @@ def reasons_on_branch(
     return found | {step: ["pinned"] if step in pinned else [] for step in left}
 
 
-def write_hint(directory: Place, step: int) -> None:
-    """Have ``latest`` name the checkpoint of a step; that it cannot be written is logged."""
+def write_latest(place: Place, step: int) -> None:
+    """Have ``latest`` name the checkpoint of a step.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    place.replace(LATEST, f"{place.names.name_of(step)}\n".encode(), durable=True)
+
+
+def write_hint(place: Place, step: int) -> None:
+    """Likewise; that it cannot be written is logged."""
     try:
-        directory.write_latest(step)
+        write_latest(place, step)
     except OSError as error:
-        logger.warning("%s: the file latest is not written: %s", directory.path, error)
+        logger.warning("%s: the file latest is not written: %s", place.path, error)
 
 
 class Retention:
     """Removes what no policy wants to keep, after a checkpoint has become durable.
 
     Args:
-        directory: the run.
-        catalogue: what its checkpoints say of themselves.
+        place: where the checkpoints lie.
+        catalogue: what they say of themselves.
         policies: what is to stay; without one all stays.
     """
 
-    def __init__(self, directory: Place, catalogue: Catalogue, policies: Sequence[Policy]) -> None:
-        self._directory = directory
+    def __init__(self, place: Place, catalogue: Catalogue, policies: Sequence[Policy]) -> None:
+        self._place = place
         self.catalogue = catalogue
         self._policies = policies
         self._lock = threading.Lock()
         #: Held while one loses its name: who sets a pin waits.
-        self.removing = threading.Lock()
+        self._removing = threading.Lock()
         #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
         self.damaged: set[int] = set()
         self._warned: set[int] = set()
@@ -98,12 +109,38 @@ class Retention:
         #: Whether a step must stay for another reason: it is still to be copied.
         self.held: Callable[[int], bool] = lambda step: False  # noqa: ARG005 - what is asked
 
+    def kept(self, policies: Sequence[Policy]) -> dict[int, list[str]]:
+        """Why each checkpoint stays if these policies decide; one without a reason goes after the next save."""
+        steps, pinned = self._place.look()
+        entries = self.catalogue.entries(steps)
+        found = reasons_on_branch(entries, self.catalogue.tip(entries), policies, pinned, time.time())
+        newest = self.catalogue.newest(entries)
+        for step, why in found.items():
+            if not why and self.held(step):
+                why.append("not yet at the remote")
+            if not why and (newest is None or step > newest):
+                why.append("left behind, until the run has passed it")
+        return found
+
+    def pin(self, step: int) -> bool:
+        """Pin a checkpoint; whether it is there."""
+        # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
+        name = self._place.names.name_of(step)
+        with self._removing:
+            if self._place.identity(name) is None:
+                return False
+            self._place.pin(step)
+            there = self._place.identity(name) is not None
+            if not there:
+                self._place.unpin(step)
+            return there
+
     def clear(self, durable: int) -> None:
         """Remove what is older than the checkpoint of step ``durable`` and is not kept; failures are logged."""
         with self._lock:
             self._durable = durable
             self.damaged.discard(durable)
-            steps, pinned = self._directory.look()
+            steps, pinned = self._place.look()
             if self._policies and durable in steps:
                 older = [step for step in steps if step <= durable and step not in self.damaged]
                 entries = self.catalogue.entries(older)
@@ -113,14 +150,14 @@ class Retention:
                         tip = entries[durable].lineage
                         kept = reasons_on_branch(entries, tip, self._policies, pinned, time.time())
                     except Exception:  # a policy of the caller's
-                        logger.exception("%s: a policy raised, and nothing is removed", self._directory.path)
+                        logger.exception("%s: a policy raised, and nothing is removed", self._place.path)
                         return
                     go = [step for step, why in kept.items() if not why]
                     steps = self._remove(steps, {step: entries[step].lineage.files for step in go})
             try:
                 self.catalogue.write(steps)
             except OSError as error:
-                logger.warning("%s: what its checkpoints say is not cached: %s", self._directory.path, error)
+                logger.warning("%s: what its checkpoints say is not cached: %s", self._place.path, error)
 
     def again(self) -> None:
         """Remove what may go now that fewer are held."""
@@ -130,11 +167,11 @@ class Retention:
     def _remove(self, steps: list[int], go: Mapping[int, Collection[str]]) -> list[int]:
         gone = set()
         for step, files in go.items():
-            path = self._directory.path_of(step)
+            path = self._place.path_of(step)
             try:
-                with self.removing:
+                with self._removing:
                     # It may have been pinned meanwhile: removals take a while.
-                    if self._directory.is_pinned(step) or self.held(step):
+                    if self._place.is_pinned(step) or self.held(step):
                         continue
                     self._take(step, files)
             except (CheckpointError, OSError) as error:
@@ -153,7 +190,7 @@ class Retention:
         Raises:
             OSError: one cannot be removed, or the place does not answer.
         """
-        steps, pinned = self._directory.look()
+        steps, pinned = self._place.look()
         entries = self.catalogue.entries(steps)
         beyond = [one for one in steps if one > step]
         if beyond:
@@ -166,13 +203,13 @@ class Retention:
                     continue
                 except NotACheckpointError as error:
                     why = str(error)
-            logger.warning("%s stays: %s", self._directory.path_of(one), why)
+            logger.warning("%s stays: %s", self._place.path_of(one), why)
         if step in steps:
-            write_hint(self._directory, step)
+            write_hint(self._place, step)
 
     def _take(self, step: int, files: Collection[str]) -> None:
         with contextlib.suppress(FileNotFoundError):  # another manager was first
-            kept = self._directory.remove(step, files)
+            kept = self._place.remove(step, files)
             if kept:
-                path = self._directory.path_of(step)
+                path = self._place.path_of(step)
                 logger.warning("%s: removed but for what fastckpt did not write: %s", path, kept)

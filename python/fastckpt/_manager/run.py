@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from fastckpt import keep as keeping
-
-from .arguments import have_text
-from .catalogue import Catalogue
-from .retention import Retention, reasons_on_branch
 
 if TYPE_CHECKING:
     from .directory import Directory
@@ -26,23 +21,28 @@ class Run:
     """What a manager knows without saving.
 
     Args:
-        directory: the run.
+        local: the local tier.
         policies: what is to be kept; None where the caller does not say.
         ranks: the ranks for which it acts.
+        remote: the remote tier, if there is one.
         read_only: whether nothing may be written.
     """
 
     def __init__(
-        self, directory: Directory, policies: Sequence[keeping.Policy] | None, ranks: Ranks, *, read_only: bool
+        self,
+        local: Tier[Directory],
+        policies: Sequence[keeping.Policy] | None,
+        ranks: Ranks,
+        remote: Tier[Place] | None,
+        *,
+        read_only: bool,
     ) -> None:
-        self._directory = directory
+        self._local = local
+        self._directory, self._catalogue, self._retention = local.place, local.catalogue, local.retention
         self._ranks = ranks
         self._keep = policies
-        texts = None if read_only or not have_text(policies or ()) else [str(policy) for policy in policies or ()]
-        self._catalogue = Catalogue(directory, texts)
-        self._retention = Retention(directory, self._catalogue, policies or ())
-        #: The remote tier, and what copies checkpoints there.
-        self._tier: Tier | None = None
+        self._remote = remote
+        #: What copies checkpoints to the remote tier.
         self._drain: Drain | None = None
         self._read_only = read_only
         self._process = os.getpid()
@@ -70,9 +70,9 @@ class Run:
             OSError: the remote tier does not answer.
             ValueError: the manager has none.
         """
-        if self._tier is None:
+        if self._remote is None:
             raise ValueError(f"remote_steps: {self.directory}: the manager has no remote=")
-        return self._tier.place.look().steps
+        return self._remote.place.look().steps
 
     def latest(self) -> int | None:
         """The newest step of the branch that saved last, or None. :meth:`restore` finds out whether it loads."""
@@ -99,17 +99,7 @@ class Run:
         Raises:
             ValueError: as for :attr:`policies`.
         """
-        steps, pinned = self._directory.look()
-        entries = self._catalogue.entries(steps)
-        tip = self._catalogue.tip(entries)
-        found = reasons_on_branch(entries, tip, self.policies, pinned, time.time())
-        newest = self._catalogue.newest(entries)
-        for step, why in found.items():
-            if not why and os.getpid() == self._process and self._retention.held(step):
-                why.append("not yet at the remote")
-            if not why and (newest is None or step > newest):
-                why.append("left behind, until the run has passed it")
-        return found
+        return self._retention.kept(self.policies)
 
     def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """The step of the branch that saved last whose checkpoint has the best metric, or None where none has it.
@@ -151,9 +141,9 @@ class Run:
             RuntimeError: the manager is read-only.
         """
         self._check("pin")
-        there = self._pin(self._directory, self._retention, step)
-        if self._tier is not None:
-            there = self._pin(self._tier.place, self._tier.retention, step) or there
+        there = self._retention.pin(step)
+        if self._remote is not None:
+            there = self._remote.retention.pin(step) or there
         if self._drain is not None and self._directory.is_pinned(step):
             # The remote may have let it go, or not have wanted it.
             self._drain.again(step)
@@ -169,21 +159,8 @@ class Run:
         """
         self._check("unpin")
         self._directory.unpin(step)
-        if self._tier is not None:
-            self._tier.place.unpin(step)
-
-    def _pin(self, place: Place, retention: Retention, step: int) -> bool:
-        """Pin a step in one place; whether it is there."""
-        # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
-        name = place.names.name_of(step)
-        with retention.removing:
-            if place.identity(name) is None:
-                return False
-            place.pin(step)
-            there = place.identity(name) is not None
-            if not there:
-                place.unpin(step)
-            return there
+        if self._remote is not None:
+            self._remote.place.unpin(step)
 
     def _check(self, operation: str) -> None:
         if self._read_only:

@@ -29,8 +29,10 @@ if TYPE_CHECKING:
 
     from .calls import Calls
     from .directory import Directory
+    from .place import Place
     from .ranks import Agreed, Ranks
     from .schedule import Schedule
+    from .tier import Tier
 
 logger = logging.getLogger("fastckpt")
 
@@ -46,9 +48,10 @@ class Boundary(Run):
     """What a manager knows between two steps.
 
     Args:
-        directory: as for :class:`.run.Run`.
+        local: as for :class:`.run.Run`.
         policies: likewise.
         ranks: likewise.
+        remote: likewise.
         calls: what saves.
         when: which steps are saved.
         read_only: whether nothing may be written.
@@ -57,23 +60,24 @@ class Boundary(Run):
 
     def __init__(
         self,
-        directory: Directory,
+        local: Tier[Directory],
         policies: Sequence[keeping.Policy] | None,
         ranks: Ranks,
+        remote: Tier[Place] | None,
         calls: Calls,
         when: Schedule,
         *,
         read_only: bool,
         stale: str,
     ) -> None:
-        super().__init__(directory, policies, ranks, read_only=read_only)
+        super().__init__(local, policies, ranks, remote, read_only=read_only)
         self._calls = calls
         self._schedule = when
         self._timing = StepTiming()
         self._stale = stale
-        self._leftovers = Leftovers(directory)
+        self._leftovers = Leftovers(local.place)
         self._after_save = AfterSave(
-            directory,
+            local.place,
             self._catalogue,
             self._retention,
             self._timing,
@@ -289,7 +293,7 @@ class Boundary(Run):
 
     def _wait_for_copies(self, end: float) -> None:
         """Wait until all that waits is at the remote tier."""
-        if self._tier is None or self._read_only:
+        if self._remote is None or self._read_only:
             return
         drain = self._drain
         if not self._is_shared:

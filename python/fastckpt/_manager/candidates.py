@@ -1,0 +1,121 @@
+"""Which checkpoints a restore tries, and in which order; and whether a run may begin anew where there are none."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._api.manage import leftovers
+from fastckpt._api.manage import list as listed
+from fastckpt.exceptions import CheckpointError, NotACheckpointError
+
+from . import earlier_run, lineage
+from .catalogue import FILE
+from .directory import Directory
+
+if TYPE_CHECKING:
+    from .catalogue import Entry
+    from .place import Place
+    from .tier import Tier
+
+
+class Candidates:
+    """The checkpoints that may be restored.
+
+    Args:
+        local: the local tier.
+        remote: the remote one, if there is one.
+
+    Attributes:
+        order: that of the last save that a look has found (:mod:`.lineage`).
+    """
+
+    def __init__(self, local: Tier[Directory], remote: Tier[Place] | None) -> None:
+        self._local, self._remote = local, remote
+        self.order = 0
+
+    def look(self, stacklevel: int) -> list[list[Any]]:
+        """What to try of the branch that saved last, the highest step first.
+
+        Each with whether it is the remote tier's, which comes second, and whether that is a later save of the step than
+        the local tier's.
+
+        Args:
+            stacklevel: as for ``warnings.warn``.
+
+        Raises:
+            OSError: there is none in the directory, and the remote tier does not answer.
+        """
+        here = self._here()
+        there: list[int] = []
+        far: dict[int, Entry] = {}
+        if self._remote is not None:
+            try:
+                there = self._remote.place.look().steps
+                far = self._remote.catalogue.entries(there)
+            except OSError as error:
+                if not here:
+                    raise
+                text = f"fastckpt: restore: {self._remote.place.path} does not answer, and is left out: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+        near = self._local.catalogue.entries(here)
+        tip = self._local.catalogue.tip(near)
+        if self._remote is not None and far:
+            tip = lineage.last([tip, self._remote.catalogue.tip(far)])
+        self.order = tip.order
+
+        def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
+            return step not in entries or not tip.has_left(step, entries[step].lineage)
+
+        def is_later(step: int) -> bool:
+            return step in near and step in far and near[step].lineage.order < far[step].lineage.order
+
+        tries = [
+            *([step, False, False] for step in here if is_own(step, near)),
+            *([step, True, is_later(step)] for step in there if is_own(step, far)),
+        ]
+        return sorted(tries, key=lambda one: (-one[0], one[1]))
+
+    def is_gone(self, step: int, *, far: bool) -> bool:
+        """Whether there is nothing of a step any more, on the remote tier or on the local one."""
+        if not far:
+            return not os.path.lexists(self._local.place.path_of(step))
+        try:
+            return self._remote is not None and step not in self._remote.place.look().steps
+        except OSError:
+            return False
+
+    def refuse_new_beginning(self) -> None:
+        """Nobody takes for a new beginning what is not one.
+
+        Raises:
+            CheckpointError: a run was here; NotACheckpointError: it was another program's.
+        """
+        for place in [self._local.place, *([] if self._remote is None else [self._remote.place])]:
+            evidence = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
+            if evidence is None and place is self._local.place and self._local.catalogue.last.order:
+                evidence = earlier_run.Evidence(f"{FILE} tells of a checkpoint that is not there")
+            if evidence is not None:
+                kind = NotACheckpointError if evidence.is_foreign else CheckpointError
+                raise kind(
+                    f"restore: {place.path}: no checkpoint is here under the names of this manager, but a run was: "
+                    f"{evidence.what} (to begin anew all the same, restore(fresh=True))"
+                )
+
+    def _here(self) -> list[int]:
+        """The steps of the local tier, and those whose directory a killed save took aside to replace it.
+
+        A load puts the latter back, where the compiled core is.
+        """
+        directory = self._local.place
+        steps, step_of = {*directory.look().steps}, directory.names.step_of
+        try:
+            left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
+            # A full list opens every manifest, so only where something lies under a temporary name and not its own.
+            aside = [one.name for one in listed(directory.path) if one.aside] if left else []
+        except (FileNotFoundError, NotImplementedError):
+            aside = []
+        steps.update(step for step in map(step_of, aside) if step is not None)
+        return sorted(steps, reverse=True)
