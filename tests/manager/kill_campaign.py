@@ -146,7 +146,7 @@ def train(directory, remote, tell, plan):
     branch, step = place_of(found) if found else NOTHING
     if plan.back is not None:
         tell("rollback", NOTHING)
-        older = [one for one in run._catalogue.branch(run.steps()) if one < step]
+        older = [one for one in run._local.catalogue.branch(run.steps()) if one < step]
         if older:
             found = run.restore(step=plan.back.choice(sorted(older)))
             if plan.back.random() < 0.5:
@@ -162,7 +162,7 @@ def train(directory, remote, tell, plan):
             tell("save", NOTHING)
             run.save(step, state(branch, step))
             if step % 2:
-                run._pending and run._pending.result()
+                run._saves.pending and run._saves.pending.result()
                 tell("acknowledged", (branch, step))
     except SystemExit:
         tell("acknowledged", (branch, step))

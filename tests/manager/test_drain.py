@@ -23,8 +23,7 @@ from fastckpt import _core, keep
 from fastckpt._manager import drain as draining
 from fastckpt._manager import prefix
 from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.place import place_at
-from fastckpt._manager.tier import Tier
+from fastckpt._manager.tier import Tier, remote_tier
 from fastckpt._portable.manifest import own_checksum
 from fastckpt._stores.objects import Objects
 from harness.s3 import BUCKET
@@ -82,7 +81,7 @@ class Run:
 
     def __init__(self, root, remote, policies=(), **options):
         self.local = Directory(str(root / "local"), NAMES)
-        self.tier = Tier(place_at("test", remote, NAMES), policies)
+        self.tier = remote_tier(remote, policies, self.local)
         self.settled = 0
         local = Tier(self.local, [])
         local.retention.again = self._settle
@@ -291,7 +290,7 @@ def test_a_step_that_cannot_be_looked_at_is_not_gone(run, monkeypatch):
 
 
 def test_a_look_at_a_store_misses_no_step_that_takes_the_place_of_another(tmp_path, monkeypatch):
-    place = place_at("test", f"memory://{tmp_path.name}/run", NAMES)
+    place = prefix.Prefix(Objects.at("test", f"memory://{tmp_path.name}/run"), NAMES)
     place.replace("step-00000001/fastckpt.json", b"{}", durable=True)
     children, turns = place._objects.children, []
 
@@ -565,13 +564,12 @@ def copy(sources, target, **options):
     return real(sources, target, **options)
 drain.copy_checkpoint = copy
 from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.place import place_at
-from fastckpt._manager.tier import Tier
+from fastckpt._manager.tier import Tier, remote_tier
 names = Names("step-{step:08d}")
 local = Directory(sys.argv[1] + "/local", names)
 fastckpt.save({"w": np.arange(10)}, local.path_of(1))
 made = drain.Drain(
-    Tier(local, []), Tier(place_at("test", sys.argv[1] + "/remote", names), []),
+    Tier(local, []), remote_tier(sys.argv[1] + "/remote", [], local),
     limit=None, deadline=lambda: 0.0 if sys.argv[2] == "hangs" else float("inf"),
 )
 made.add(1)

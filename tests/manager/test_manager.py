@@ -405,7 +405,7 @@ def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path, monkeypatch):
         refused.append(1)
 
     def remove(path, **options):
-        assert manager._retention._removing.locked()
+        assert manager._local.retention._removing.locked()
         pinning.start()
         real(path, **options)
 
@@ -420,13 +420,13 @@ def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path, monkeypatch):
 
 def test_a_pin_of_what_another_process_removes_meanwhile_is_refused(tmp_path, monkeypatch):
     manager = fill(tmp_path, [1, 2])
-    pin = manager._directory.pin
+    pin = manager._local.place.pin
 
     def late(step):
         fastckpt.remove(manager.path(step))
         pin(step)
 
-    monkeypatch.setattr(manager._directory, "pin", late)
+    monkeypatch.setattr(manager._local.place, "pin", late)
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         manager.pin(1)
     assert not list(tmp_path.glob("*.pin"))
@@ -602,7 +602,7 @@ def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path, monkeypatch):
         raise SystemExit
 
     # Killed before it could give the file its name.
-    directory = fastckpt.Manager(tmp_path)._directory
+    directory = fastckpt.Manager(tmp_path)._local.place
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", die)
         patched.setattr(Path, "unlink", die)
@@ -628,7 +628,7 @@ def test_a_file_that_is_swept_while_it_is_written_is_written_again(tmp_path, mon
             fastckpt.Manager(tmp_path)
 
     monkeypatch.setattr(os, "fsync", another_manager_starts)
-    manager._directory.replace("latest", b"step-00000007\n", durable=True)
+    manager._local.place.replace("latest", b"step-00000007\n", durable=True)
     assert len(swept) == 3
     assert (tmp_path / "latest").read_text() == "step-00000007\n"
     assert not list(tmp_path.glob(".*.new"))
@@ -636,7 +636,7 @@ def test_a_file_that_is_swept_while_it_is_written_is_written_again(tmp_path, mon
     (tmp_path / "latest").unlink()
     monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in tmp_path.glob(".*.new")])
     with pytest.raises(FileNotFoundError):
-        manager._directory.replace("latest", b"", durable=True)
+        manager._local.place.replace("latest", b"", durable=True)
 
 
 def test_a_hint_that_cannot_be_written_does_not_fail_the_save(tmp_path, caplog):

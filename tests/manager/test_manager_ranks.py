@@ -58,7 +58,7 @@ def train(out, steps, options):
                     saved.append(step)
             manager.wait()
             here = found and (found.step, found.state["step"], float(found.state["w"].to_local().min()), found.per_rank)
-            return here, saved, len(removed), manager.steps(), manager.best("loss"), manager._saved
+            return here, saved, len(removed), manager.steps(), manager.best("loss"), manager._saves.step
     finally:
         directory.remove = real
 
@@ -214,10 +214,10 @@ def fail_once(out, async_save):
             manager.wait()
         except (OSError, fastckpt.RanksError) as error:
             told = f"{type(error).__name__}: {error}"
-        between = manager._saved if async_save else None
+        between = manager._saves.step if async_save else None
         again = manager.save(2, state(2))
         manager.wait()
-        return told, between, again, manager.steps(), manager._saved
+        return told, between, again, manager.steps(), manager._saves.step
 
 
 @pytest.mark.parametrize("async_save", [True, False])

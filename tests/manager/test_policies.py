@@ -302,17 +302,17 @@ def test_auto_is_what_plan_computes():
 
 def test_a_manager_takes_auto_with_its_measure(tmp_path):
     manager = fastckpt.Manager(tmp_path, save_when="auto", mttf="6h", overhead=0.02)
-    (policy,) = manager._schedule.policies
+    (policy,) = manager._boundary.schedule.policies
     assert (policy.mttf, policy.overhead) == (6 * 3600.0, 0.02)
     both = fastckpt.Manager(tmp_path, save_when=["auto", 100, save_when.First()])
-    assert [type(one) for one in both._schedule.policies] == [save_when.Auto, save_when.Every, save_when.First]
-    assert both._schedule.policies[0].mttf == 50_000 * 3600.0
+    assert [type(one) for one in both._boundary.schedule.policies] == [save_when.Auto, save_when.Every, save_when.First]
+    assert both._boundary.schedule.policies[0].mttf == 50_000 * 3600.0
 
 
 def test_auto_in_a_real_run_saves_the_second_step_and_measures(tmp_path):
     with fastckpt.Manager(tmp_path, save_when="auto", mttf="1h") as manager:
         saved = [step for step in range(1, 4) if manager.save(step, {"a": step}) and manager.wait()]
         assert saved[0] == 2
-        moment = manager._timing.moment(in_flight=False)
+        moment = manager._saves.timing.moment(in_flight=False)
     assert moment.cost is not None
     assert moment.durable_seconds >= moment.cost > 0

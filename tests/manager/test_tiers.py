@@ -217,14 +217,14 @@ def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(loca
 def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, remote, monkeypatch):
     fill(local, remote, [1], remote_keep=1)
     manager = fastckpt.Manager(local / "none", remote=remote, read_only=True)
-    load = manager._calls.load
+    load = manager._loader._calls.load
 
     def slow(path, how):
         if path.endswith("1"):
             fill(local, remote, [2], remote_keep=1)
         return load(path, how)
 
-    monkeypatch.setattr(manager._calls, "load", slow)
+    monkeypatch.setattr(manager._loader._calls, "load", slow)
     found = manager.restore()
     assert is_of(found, 2)
     assert found.skipped == ()
@@ -298,7 +298,7 @@ def test_what_waits_is_not_removed_here(local, remote, monkeypatch):
     with fastckpt.Manager(local, remote=remote, keep=1, **OPTIONS) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step), {"loss": abs(step - 3)})
-            manager._pending.result()
+            manager._saves.pending.result()
             manager._after_save.wait(time.monotonic() + LONG)
         assert manager.steps() == [1, 2, 3]
         assert manager.kept()[1] == ["not yet at the remote"]
@@ -504,7 +504,7 @@ def test_a_signal_ends_a_wait_for_copies(local, tmp_path, monkeypatch):
             manager.save_on_signal(signal.SIGUSR1, grace=2 * LONG)
             manager.save(1, state(1))
             assert gate.began.wait(LONG)
-            manager._pending.result()
+            manager._saves.pending.result()
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             manager.wait()
             assert manager._signals.pending

@@ -1,8 +1,11 @@
-"""The checkpoints of one run: ``manager.py`` is what users call, the others own one decision each.
+"""The checkpoints of one run. ``manager.py`` is what users call: it owns parts, and each part owns one decision.
 
-``directory`` knows names, pins and the file ``latest``; ``catalogue`` what each checkpoint says of itself;
-``run`` tells what is there and why; ``retention`` which of them go; ``step_timing`` measures what policies ask about;
-``schedule`` asks these policies; ``step_boundary`` is what happens between two steps; ``signals`` hears that the end is
-near, and ``preemption`` saves before it; ``restore`` finds what can be loaded. What all ranks of a job must decide
-alike goes through ``ranks``, and what saves and loads their states through ``calls``.
+``directory`` and ``prefix`` know names, pins and the file ``latest``, in a directory or below a URL; ``catalogue`` what
+each checkpoint says of itself; ``retention`` what is removed, and why the rest stays; ``tier`` has all three for one
+place. ``schedule`` asks the policies which steps are saved, and ``step_timing`` measures for them. ``saves`` has the
+save in flight, ``after_save`` what follows one. ``preemption`` says what a signal does, ``step_boundary`` what ranks do
+between two steps, ``completion`` how a run waits, and ends. ``candidates`` finds what may be restored, and ``restore``
+loads it. What ranks decide alike, and what they hear of one that has left, goes through ``ranks``; ``calls`` has the
+functions that save and load. ``drain`` copies to the remote tier, ``remote`` says what that is to hold, and ``fetch``
+brings checkpoints back.
 """

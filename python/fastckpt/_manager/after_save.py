@@ -2,36 +2,30 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastckpt import _core
 from fastckpt._api.event import Event
-from fastckpt._api.reports import SaveReport
-from fastckpt._background.pending import PendingSave
-from fastckpt.exceptions import CheckpointError
 from fastckpt.keep import Saved
 
 from . import lineage
 from .catalogue import Entry
 from .retention import write_hint
-from .stale import Sums, alarm, changed, sums_of
 
 if TYPE_CHECKING:
-    from .catalogue import Catalogue
+    from fastckpt._api.reports import SaveReport
+    from fastckpt._background.pending import PendingSave
+
     from .directory import Directory
     from .drain import Drain
     from .leftovers import Leftovers
-    from .retention import Retention
+    from .stale import StaleAlarm
     from .step_timing import StepTiming
-
-
-logger = logging.getLogger("fastckpt")
+    from .tier import Tier
 
 
 def left_until(end: float) -> float | None:
@@ -39,55 +33,27 @@ def left_until(end: float) -> float | None:
     return None if end == math.inf else max(0.0, end - time.monotonic())
 
 
+@dataclass(slots=True, eq=False)
 class AfterSave:
     """Does what follows a durable save, outside the thread that trains wherever it can.
 
-    Args:
-        directory: the run.
-        catalogue: what its checkpoints say of themselves.
-        retention: what removes older ones.
-        timing: what measures.
-        leftovers: what watches those of killed saves.
+    Attributes:
+        drain: copies to the remote tier; None where this process does not.
         leads: whether this rank writes and removes; the others measure.
-        stale: what follows where a trained group has not changed: ``warn``, ``raise`` or ``ignore``.
-        frozen: patterns of tensors that are not trained.
     """
 
-    def __init__(
-        self,
-        directory: Directory,
-        catalogue: Catalogue,
-        retention: Retention,
-        timing: StepTiming,
-        leftovers: Leftovers,
-        *,
-        leads: bool,
-        stale: str,
-        frozen: Sequence[str] | str,
-    ) -> None:
-        self._directory = directory
-        self._catalogue = catalogue
-        self._retention = retention
-        self._timing = timing
-        self._leftovers = leftovers
-        self._leads = leads
-        self._stale = stale
-        self._frozen = frozen
-        #: The last step that was saved or restored, and where it lies, or its checksums.
-        self._before: tuple[int, str | Sums] | None = None
-        #: The last step that was compared with the one before, and the share of each group that has changed.
-        self.changed: tuple[int | None, dict[str, float]] = None, {}
-        #: What was not as it should be, for the report; and not yet raised.
-        self.said: str | None = None
-        self._alarm: str | None = None
-        #: What copies checkpoints to the remote tier.
-        self.drain: Drain | None = None
-        #: What is under way.
-        self._open: list[Event] = []
-        # Reentrant: a signal handler that saves may come in between.
-        self._lock = threading.RLock()
-        #: When the save began that the file ``latest`` names.
-        self._latest = -math.inf
+    local: Tier[Directory]
+    timing: StepTiming
+    alarm: StaleAlarm
+    leftovers: Leftovers
+    drain: Drain | None
+    leads: bool
+    #: What is under way.
+    _open: list[Event] = field(default_factory=list, init=False)
+    # Reentrant: a signal handler that saves may come in between.
+    _lock: Any = field(default_factory=threading.RLock, init=False)
+    #: When the save began that the file ``latest`` names.
+    _latest: float = field(default=-math.inf, init=False)
 
     def follow(self, about: dict[str, Any], began: float, pending: PendingSave, failed: Callable[[], None]) -> None:
         """When a save in the background is durable, do what follows in its thread; if it fails, call ``failed``."""
@@ -100,8 +66,7 @@ class AfterSave:
                     report = pending.result()
                     self.note(about, began, report, report.stall)
                     self._copy()
-                    if self._leads:
-                        self._clear(about)
+                    self._clear(about["step"])
                 else:
                     failed()
             finally:
@@ -113,13 +78,13 @@ class AfterSave:
         """A save of the calling thread is durable: what follows, with the removals in another thread."""
         self.note(about, began, report, report.seconds)
         self._copy()
-        if not self._leads:
+        if not self.leads:
             return
         done = self._begin()
 
         def clear() -> None:
             try:
-                self._clear(about)
+                self._clear(about["step"])
             finally:
                 done.set()
 
@@ -134,54 +99,16 @@ class AfterSave:
         if self.drain is not None:
             self.drain.add(step)
         with self._lock:
-            self._timing.durable(began, stall)
-            if not self._leads:
+            self.timing.durable(began, stall)
+            if not self.leads:
                 return
             created = time.time() - report.seconds
-            self._catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
+            self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
             # Two saves may end at nearly the same time, and the later one may be here first.
             if began < self._latest:
                 return
             self._latest = began
-            write_hint(self._directory, step)
-
-    def resume(self, step: int, path: str) -> None:
-        """Training goes on from the checkpoint of a step, which lies at ``path``."""
-        self._before = step, path
-
-    def tell(self) -> None:
-        """Raise once what is to be raised.
-
-        Raises:
-            CheckpointError: a trained group has not changed.
-        """
-        text, self._alarm = self._alarm, None
-        if text is not None and self._stale == "raise":
-            raise CheckpointError(text)
-
-    def _watch(self, about: dict[str, Any]) -> None:
-        """Compare a checkpoint with the one before it."""
-        step, path = about["step"], self._directory.path_of(about["step"])
-        try:
-            now, before = sums_of(path, frozen=self._frozen), self._before
-            # Of two saves that end at nearly the same time the earlier one may be here last.
-            if before is None or step > before[0]:
-                self._before = step, now
-            if before is None or step <= before[0]:
-                return
-            since, sums = before
-            shares = changed(sums_of(sums, frozen=self._frozen) if isinstance(sums, str) else sums, now)
-        except (CheckpointError, OSError) as error:
-            logger.debug("%s: not compared with the one before: %s", path, error)
-            return
-        self.changed = step, shares
-        _core.set_changed(step, shares.get("model"), shares.get("optimizer"))
-        for entry in self._catalogue.entries([step]).values():
-            self._catalogue.add(entry._replace(saved=replace(entry.saved, changed=shares)))
-        self.said = None if self._stale == "ignore" else alarm(path, since, now, shares)
-        if self.said is not None:
-            self._alarm = self.said
-            logger.warning("%s", self.said)
+            write_hint(self.local.place, step)
 
     def is_over(self, end: float) -> bool:
         """Whether all of it is done by then."""
@@ -194,12 +121,19 @@ class AfterSave:
             TimeoutError: not by then.
         """
         if not self.is_over(end):
-            raise TimeoutError(f"wait: {self._directory.path}: old checkpoints are still being removed; it goes on")
+            raise TimeoutError(f"wait: {self.local.place.path}: old checkpoints are still being removed; it goes on")
 
-    def _clear(self, about: dict[str, Any]) -> None:
-        self._watch(about)
-        self._retention.clear(about["step"])
-        self._leftovers.clear()
+    def warnings(self) -> list[str]:
+        """What the report of the last save is to say."""
+        found = [self.alarm.warning, self.leftovers.said]
+        self.leftovers.said = None
+        return [text for text in found if text is not None]
+
+    def _clear(self, step: int) -> None:
+        if self.leads:
+            self.alarm.compare(step)
+            self.local.retention.clear(step)
+            self.leftovers.clear()
 
     def _copy(self) -> None:
         if self.drain is not None:

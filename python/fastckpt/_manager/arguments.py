@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
@@ -23,8 +23,26 @@ def step_of(operation: str, step: int) -> int:
     return number
 
 
-def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a checkpoint's metadata holds."""
+class StepState(NamedTuple):
+    """The state of a step, as a program gives it.
+
+    Attributes:
+        step: its number.
+        state: that of all ranks.
+        per_rank: that of this rank alone.
+        metadata: of the checkpoint.
+    """
+
+    step: int
+    state: Any
+    per_rank: Any
+    metadata: dict[str, Any]
+
+
+def state_of(
+    step: int, state: Any, metrics: Mapping[str, Any] | None, more: Mapping[str, Any] | None, per_rank: Any
+) -> StepState:
+    """A state with its metadata, as ``save`` and ``steady`` take them."""
     found = {}
     for name, value in (metrics or {}).items():
         try:
@@ -34,7 +52,7 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str,
     taken = {"step", "metrics", KEY} & set(more or {})
     if taken:
         raise ValueError(f"save: metadata: {' and '.join(sorted(taken))} are names that the manager uses itself")
-    return {**(more or {}), "step": step, "metrics": found}
+    return StepState(step, state, per_rank, {**(more or {}), "step": step, "metrics": found})
 
 
 def keep_of(keep: Any, what: str = "keep") -> list[keeping.Policy]:

@@ -17,7 +17,7 @@ from .directory import Directory
 
 if TYPE_CHECKING:
     from .catalogue import Entry
-    from .place import Place
+    from .prefix import Place
     from .tier import Tier
 
 

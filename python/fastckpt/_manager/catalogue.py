@@ -26,7 +26,7 @@ from .lineage import Lineage
 
 if TYPE_CHECKING:
     from .directory import Identity
-    from .place import Place
+    from .prefix import Place
 
 
 FILE = ".fastckpt-run.json"

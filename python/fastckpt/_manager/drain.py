@@ -31,7 +31,7 @@ from .remote import Remote
 
 if TYPE_CHECKING:
     from .directory import Directory
-    from .place import Place
+    from .prefix import Place
     from .tier import Tier
 
 logger = logging.getLogger("fastckpt")

@@ -12,7 +12,7 @@ from fastckpt.exceptions import CorruptCheckpointError
 
 if TYPE_CHECKING:
     from .directory import Directory
-    from .place import Place
+    from .prefix import Place
 
 logger = logging.getLogger("fastckpt")
 

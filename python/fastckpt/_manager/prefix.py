@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from fastckpt import _crc64
 from fastckpt._stores.checkpoints import remove_leftovers
 
-from .directory import LATEST, MANIFEST, PIN, Listing, Names
+from .directory import LATEST, MANIFEST, PIN, Directory, Listing, Names
 
 if TYPE_CHECKING:
     from fastckpt._stores.objects import Objects
@@ -195,3 +195,7 @@ class Prefix:
 
     def _pin(self, step: int) -> str:
         return self.names.name_of(step) + PIN
+
+
+#: Where the checkpoints of a run lie.
+Place: TypeAlias = Directory | Prefix

@@ -13,7 +13,7 @@ from .retention import reasons_on_branch, write_latest
 
 if TYPE_CHECKING:
     from .directory import Directory
-    from .place import Place
+    from .prefix import Place
     from .tier import Tier
 
 logger = logging.getLogger("fastckpt")

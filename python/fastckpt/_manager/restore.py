@@ -24,7 +24,7 @@ from .ranks import is_told
 if TYPE_CHECKING:
     from .calls import Calls
     from .directory import Directory
-    from .place import Place
+    from .prefix import Place
     from .ranks import Ranks
     from .tier import Tier
 

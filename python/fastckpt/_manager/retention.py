@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
     from .catalogue import Catalogue, Entry
     from .lineage import Lineage
-    from .place import Place
+    from .prefix import Place
 
 
 logger = logging.getLogger("fastckpt")

@@ -5,22 +5,19 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from fastckpt._paths import AnyPath
+from fastckpt._paths import AnyPath, is_url
+from fastckpt._stores.urls import place_of
 from fastckpt.keep import Policy
 
 from .arguments import have_text, keep_of
 from .catalogue import Catalogue
 from .directory import Directory
-from .place import place_at
-from .prefix import Prefix
+from .prefix import Place, Prefix
 from .retention import Retention
 
-if TYPE_CHECKING:
-    from .place import Place
-
-_P = TypeVar("_P", bound=Directory | Prefix)
+_P = TypeVar("_P", bound=Place)
 
 
 class Tier(Generic[_P]):
@@ -70,7 +67,12 @@ def remote_tier(remote: AnyPath | None, keep: Any, local: Directory) -> Tier[Pla
         if policies:
             raise ValueError("Manager: remote_keep: give remote=, too")
         return None
-    place = place_at("Manager", remote, local.names)
+    where = place_of("Manager", remote)
+    place: Place = Directory(where, local.names)
+    if is_url(where):
+        from fastckpt._stores.objects import Objects  # noqa: PLC0415 - needs a package that not everybody has
+
+        place = Prefix(Objects.at("Manager", where), local.names)
     if os.path.realpath(place.path) == os.path.realpath(local.path):
         raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
     return Tier(place, policies)
