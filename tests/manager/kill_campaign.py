@@ -47,7 +47,8 @@ from typing import NamedTuple
 import numpy as np
 
 import fastckpt
-from fastckpt._manager import drain, fetch, manager, retention
+from fastckpt._manager import drain, manager, retention
+from fastckpt._manager import remote as remote_tier
 from fastckpt._paths import is_url
 
 PHASES = ("restore", "rollback", "save", "retention")
@@ -134,7 +135,7 @@ def train(directory, remote, tell, plan):
                 tell(kind, place)
 
     tell_of_copies(drain, tell_unless_discarded, "drain", "drained", branches=plan.alone)
-    tell_of_copies(fetch, tell, "fetch")
+    tell_of_copies(remote_tier, tell, "fetch")
     how = {"keep": plan.keep, "async_save": plan.asynchronous, "save_options": {"shard_size": 160_000}}
     if remote is not None:
         how |= {"remote": remote, "remote_keep": 1 if is_url(remote) else 2}

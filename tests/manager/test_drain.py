@@ -23,7 +23,8 @@ from fastckpt import _core, keep
 from fastckpt._manager import drain as draining
 from fastckpt._manager import prefix
 from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.tier import Tier, remote_tier
+from fastckpt._manager.remote import remote_of
+from fastckpt._manager.tier import Tier
 from fastckpt._portable.manifest import own_checksum
 from fastckpt._stores.objects import Objects
 from harness.s3 import BUCKET
@@ -81,9 +82,9 @@ class Run:
 
     def __init__(self, root, remote, policies=(), **options):
         self.local = Directory(str(root / "local"), NAMES)
-        self.tier = remote_tier(remote, policies, self.local)
-        self.settled = 0
         local = Tier(self.local, [])
+        self.tier = remote_of(remote, policies, local)
+        self.settled = 0
         local.retention.again = self._settle
         self.drain = draining.Drain(local, self.tier, **{"limit": None, "deadline": lambda: float("inf"), **options})
 
@@ -564,12 +565,13 @@ def copy(sources, target, **options):
     return real(sources, target, **options)
 drain.copy_checkpoint = copy
 from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.tier import Tier, remote_tier
+from fastckpt._manager.remote import remote_of
+from fastckpt._manager.tier import Tier
 names = Names("step-{step:08d}")
-local = Directory(sys.argv[1] + "/local", names)
-fastckpt.save({"w": np.arange(10)}, local.path_of(1))
+local = Tier(Directory(sys.argv[1] + "/local", names), [])
+fastckpt.save({"w": np.arange(10)}, local.place.path_of(1))
 made = drain.Drain(
-    Tier(local, []), remote_tier(sys.argv[1] + "/remote", [], local),
+    local, remote_of(sys.argv[1] + "/remote", [], local),
     limit=None, deadline=lambda: 0.0 if sys.argv[2] == "hangs" else float("inf"),
 )
 made.add(1)

@@ -22,7 +22,7 @@ import pytest
 import fastckpt
 from fastckpt import keep
 from fastckpt._manager import drain as draining
-from fastckpt._manager import fetch as fetching
+from fastckpt._manager import remote as remote_tier
 from fastckpt._portable.manifest import own_checksum
 
 #: A deadline of a test: reached only by what hangs.
@@ -155,7 +155,7 @@ def test_a_disk_without_room_is_passed_over(local, remote, monkeypatch, number, 
     def full(*_arguments, **_options):
         raise OSError(number, os.strerror(number), str(local / "step-00000002"))
 
-    monkeypatch.setattr(fetching, "copy_checkpoint", full)
+    monkeypatch.setattr(remote_tier, "copy_checkpoint", full)
     manager = fastckpt.Manager(local, remote=remote)
     found = manager.restore()
     assert is_of(found, 2)
@@ -217,14 +217,14 @@ def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(loca
 def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, remote, monkeypatch):
     fill(local, remote, [1], remote_keep=1)
     manager = fastckpt.Manager(local / "none", remote=remote, read_only=True)
-    load = manager._loader._calls.load
+    load = manager._loader.calls.load
 
     def slow(path, how):
         if path.endswith("1"):
             fill(local, remote, [2], remote_keep=1)
         return load(path, how)
 
-    monkeypatch.setattr(manager._loader._calls, "load", slow)
+    monkeypatch.setattr(manager._loader.calls, "load", slow)
     found = manager.restore()
     assert is_of(found, 2)
     assert found.skipped == ()
@@ -251,7 +251,7 @@ def test_what_cannot_be_fetched_is_skipped(local, remote, monkeypatch):
 
     fill(local, remote, [1, 2])
     shutil.rmtree(local / "step-00000002")
-    monkeypatch.setattr(fetching, "copy_checkpoint", silent)
+    monkeypatch.setattr(remote_tier, "copy_checkpoint", silent)
     with pytest.warns(RuntimeWarning, match="hung up"):
         found = fastckpt.Manager(local, remote=remote).restore()
     assert is_of(found, 1)

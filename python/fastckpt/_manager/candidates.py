@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from fastckpt._api.manage import leftovers
 from fastckpt._api.manage import list as listed
@@ -17,30 +18,38 @@ from .directory import Directory
 
 if TYPE_CHECKING:
     from .catalogue import Entry
-    from .prefix import Place
+    from .remote import Remote
     from .tier import Tier
 
 
-class Candidates:
-    """The checkpoints that may be restored.
+class Candidate(NamedTuple):
+    """A checkpoint that may be restored.
 
-    Args:
-        local: the local tier.
-        remote: the remote one, if there is one.
+    Attributes:
+        step: its step.
+        far: whether it is that of the remote tier.
+        alone: whether nothing of the local tier's belongs to that: it is a later save of the step.
+    """
+
+    step: int
+    far: bool = False
+    alone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Candidates:
+    """The checkpoints that may be restored, of the local tier and of the remote one.
 
     Attributes:
         order: that of the last save that a look has found (:mod:`.lineage`).
     """
 
-    def __init__(self, local: Tier[Directory], remote: Tier[Place] | None) -> None:
-        self._local, self._remote = local, remote
-        self.order = 0
+    local: Tier[Directory]
+    remote: Remote | None
+    order: int = 0
 
-    def look(self, stacklevel: int) -> list[list[Any]]:
-        """What to try of the branch that saved last, the highest step first.
-
-        Each with whether it is the remote tier's, which comes second, and whether that is a later save of the step than
-        the local tier's.
+    def look(self, stacklevel: int) -> list[Candidate]:
+        """What to try of the branch that saved last: the highest step first, and of one step the local tier's.
 
         Args:
             stacklevel: as for ``warnings.warn``.
@@ -51,19 +60,19 @@ class Candidates:
         here = self._here()
         there: list[int] = []
         far: dict[int, Entry] = {}
-        if self._remote is not None:
+        if self.remote is not None:
             try:
-                there = self._remote.place.look().steps
-                far = self._remote.catalogue.entries(there)
+                there = self.remote.place.look().steps
+                far = self.remote.catalogue.entries(there)
             except OSError as error:
                 if not here:
                     raise
-                text = f"fastckpt: restore: {self._remote.place.path} does not answer, and is left out: {error}"
+                text = f"fastckpt: restore: {self.remote.place.path} does not answer, and is left out: {error}"
                 warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
-        near = self._local.catalogue.entries(here)
-        tip = self._local.catalogue.tip(near)
-        if self._remote is not None and far:
-            tip = lineage.last([tip, self._remote.catalogue.tip(far)])
+        near = self.local.catalogue.entries(here)
+        tip = self.local.catalogue.tip(near)
+        if self.remote is not None and far:
+            tip = lineage.last([tip, self.remote.catalogue.tip(far)])
         self.order = tip.order
 
         def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
@@ -73,17 +82,17 @@ class Candidates:
             return step in near and step in far and near[step].lineage.order < far[step].lineage.order
 
         tries = [
-            *([step, False, False] for step in here if is_own(step, near)),
-            *([step, True, is_later(step)] for step in there if is_own(step, far)),
+            *(Candidate(step) for step in here if is_own(step, near)),
+            *(Candidate(step, True, is_later(step)) for step in there if is_own(step, far)),
         ]
-        return sorted(tries, key=lambda one: (-one[0], one[1]))
+        return sorted(tries, key=lambda one: (-one.step, one.far))
 
-    def is_gone(self, step: int, *, far: bool) -> bool:
-        """Whether there is nothing of a step any more, on the remote tier or on the local one."""
-        if not far:
-            return not os.path.lexists(self._local.place.path_of(step))
+    def is_gone(self, one: Candidate) -> bool:
+        """Whether there is nothing of a checkpoint any more."""
+        if not one.far:
+            return not os.path.lexists(self.local.place.path_of(one.step))
         try:
-            return self._remote is not None and step not in self._remote.place.look().steps
+            return self.remote is not None and one.step not in self.remote.place.look().steps
         except OSError:
             return False
 
@@ -93,9 +102,9 @@ class Candidates:
         Raises:
             CheckpointError: a run was here; NotACheckpointError: it was another program's.
         """
-        for place in [self._local.place, *([] if self._remote is None else [self._remote.place])]:
+        for place in [self.local.place, *([] if self.remote is None else [self.remote.place])]:
             evidence = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
-            if evidence is None and place is self._local.place and self._local.catalogue.last.order:
+            if evidence is None and place is self.local.place and self.local.catalogue.last.order:
                 evidence = earlier_run.Evidence(f"{FILE} tells of a checkpoint that is not there")
             if evidence is not None:
                 kind = NotACheckpointError if evidence.is_foreign else CheckpointError
@@ -109,7 +118,7 @@ class Candidates:
 
         A load puts the latter back, where the compiled core is.
         """
-        directory = self._local.place
+        directory = self.local.place
         steps, step_of = {*directory.look().steps}, directory.names.step_of
         try:
             left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}

@@ -27,11 +27,10 @@ from fastckpt._copy.copy import copy_checkpoint
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
 from .directory import MANIFEST
-from .remote import Remote
 
 if TYPE_CHECKING:
     from .directory import Directory
-    from .prefix import Place
+    from .remote import Remote
     from .tier import Tier
 
 logger = logging.getLogger("fastckpt")
@@ -76,14 +75,14 @@ class Drain:
     def __init__(
         self,
         local: Tier[Directory],
-        remote: Tier[Place],
+        remote: Remote,
         *,
         limit: float | None,
         share: tuple[int, int] = (0, 1),
         deadline: Callable[[], float],
     ) -> None:
         self._local = local
-        self._remote = Remote(local, remote)
+        self._remote = remote
         self._from, self._to = local.place, remote.place
         local.retention.held = self.holds
         self._limit = limit

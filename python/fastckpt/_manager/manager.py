@@ -22,19 +22,21 @@ from fastckpt._units import seconds
 from .after_save import AfterSave
 from .arguments import keep_of, step_of, told, when_of
 from .calls import Calls
+from .candidates import Candidates
 from .completion import Completion
 from .directory import Directory, Names
 from .drain import Drain
 from .leftovers import Leftovers
 from .preemption import Preemption, Signals
 from .ranks import Ranks
+from .remote import remote_of
 from .restore import Loader, Restored
 from .saves import Saves
 from .schedule import Schedule
 from .stale import StaleAlarm
 from .step_boundary import StepBoundary
 from .step_timing import StepTiming
-from .tier import Tier, remote_tier
+from .tier import Tier
 
 #: Seconds for which a rank may make no progress.
 TIMEOUT = 600.0
@@ -138,9 +140,9 @@ class Manager:
         calls = Calls(save_options, ranks, asdict(policy))
         local = Tier(Directory(path, Names(name)), policies or (), read_only=bool(read_only))
         alarm = StaleAlarm(local, stale, calls.options.get("frozen") or ())
-        remote_ = remote_tier(remote, remote_keep, local.place)
+        far = remote_of(remote, remote_keep, local)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
-        self._local, self._remote, self._ranks, self._keep = local, remote_, ranks, policies
+        self._local, self._remote, self._ranks, self._keep = local, far, ranks, policies
         self._read_only = bool(read_only)
         self._process = os.getpid()
         ranks.begin(
@@ -151,8 +153,8 @@ class Manager:
                 "name": name,
                 "read_only": str(self._read_only),
                 "stale": stale,
-                "remote": "None" if remote_ is None else remote_.place.path,
-                "remote_keep": told(() if remote_ is None else remote_.policies),
+                "remote": "None" if far is None else far.place.path,
+                "remote_keep": told(() if far is None else far.policies),
             }
         )
         self._assemble(calls, Schedule(when), alarm, bandwidth, asynchronous=bool(async_save))
@@ -172,7 +174,7 @@ class Manager:
             drain = Drain(local, remote, limit=limit, share=ranks.share, deadline=lambda: signals.end)
             drain.resume()
         self._drain = drain
-        self._loader = Loader(local, remote, ranks, calls, read_only=self._read_only)
+        self._loader = Loader(Candidates(local, remote), ranks, calls)
         self._after_save = after_save = AfterSave(local, timing, alarm, leftovers, drain, ranks.leads)
         self._saves = saves = Saves(local, calls, timing, alarm, after_save, asynchronous)
         preemption = Preemption(path, signals, saves, ranks)

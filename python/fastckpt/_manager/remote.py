@@ -1,51 +1,93 @@
-"""What the remote tier is to hold: which checkpoints it is better off without, and what follows when it has one."""
+"""The remote tier: what it is to hold, what follows when it has a checkpoint, and what a restore gets from it."""
 
 from __future__ import annotations
 
+import errno
 import logging
 import math
+import os
 import time
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._copy.copy import copy_checkpoint
+from fastckpt._paths import AnyPath, is_url
+from fastckpt._stores.urls import place_of
+from fastckpt.exceptions import CorruptCheckpointError
 
 from . import lineage
+from .arguments import keep_of
+from .directory import Directory
+from .prefix import Place, Prefix
 from .retention import reasons_on_branch, write_latest
+from .tier import Tier
 
 if TYPE_CHECKING:
-    from .directory import Directory
-    from .prefix import Place
-    from .tier import Tier
+    from fastckpt.keep import Policy
 
 logger = logging.getLogger("fastckpt")
 
+#: What a local tier answers that has no room for a checkpoint, or takes none, or not in place of what lies there.
+_NO_ROOM = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG", "EEXIST", "ENOTDIR", "ELOOP")
+    if hasattr(errno, name)
+}
 
-class Remote:
-    """The remote tier, as the drain sees it.
+
+def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remote | None:
+    """The tier of ``remote=`` and ``remote_keep=``; None without the former.
+
+    Raises:
+        ImportError: it is a URL, and the package for those is not there.
+        TypeError: one of these is of another type.
+        ValueError: it is no place for checkpoints, or the local one.
+    """
+    policies = [] if keep is None else keep_of(keep, "remote_keep")
+    if remote is None:
+        if policies:
+            raise ValueError("Manager: remote_keep: give remote=, too")
+        return None
+    names, where = local.place.names, place_of("Manager", remote)
+    place: Place = Directory(where, names)
+    if is_url(where):
+        from fastckpt._stores.objects import Objects  # noqa: PLC0415 - needs a package that not everybody has
+
+        place = Prefix(Objects.at("Manager", where), names)
+    if os.path.realpath(place.path) == os.path.realpath(local.place.path):
+        raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
+    return Remote(place, policies, local)
+
+
+class Remote(Tier[Place]):
+    """The remote tier.
 
     Args:
+        place: where it lies.
+        policies: what is to stay there; without one all stays.
         local: the tier that checkpoints are copied from.
-        tier: the one that they are copied to.
     """
 
-    def __init__(self, local: Tier[Directory], tier: Tier[Place]) -> None:
-        self._local, self._tier = local, tier
-        self.place = tier.place
+    def __init__(self, place: Place, policies: Sequence[Policy], local: Tier[Directory]) -> None:
+        super().__init__(place, policies)
+        self._local = local
         #: The number of the step that its ``latest`` names, in the order in which steps were queued.
         self._latest = -math.inf
         #: The last step that became durable there by this process.
         self._durable: int | None = None
 
+    # For the drain.
+
     def is_older(self, step: int) -> bool:
         """Whether it lacks a step, or has an earlier save of it than the local tier."""
         here, there = (
-            [entry.lineage.order for entry in tier.catalogue.entries([step]).values()]
-            for tier in (self._local, self._tier)
+            [entry.lineage.order for entry in tier.catalogue.entries([step]).values()] for tier in (self._local, self)
         )
         return there < here
 
     def is_better(self, step: int) -> bool:
         """Whether it has a later save of a step, or one of the branch that goes on, which left the local one."""
-        tiers = self._local, self._tier
+        tiers = self._local, self
         here, there = (tier.catalogue.entries([step]).get(step) for tier in tiers)
         if here is None or there is None or there.lineage.order == here.lineage.order:
             return False
@@ -59,18 +101,18 @@ class Remote:
         Raises:
             OSError: it does not answer.
         """
-        if not self._tier.policies:
+        if not self.policies:
             return []
         # What an earlier run saved beyond it counts for nothing, as for the local tier.
         top = max(waiting, key=lambda step: waiting[step])
         there, pinned = self.place.look()
-        known = self._tier.catalogue.entries(step for step in there if step <= top)
+        known = self.catalogue.entries(step for step in there if step <= top)
         known.update(self._local.catalogue.entries(step for step in waiting if step <= top))
         known = {step: known[step] for step in sorted(known)}
         pinned = {*pinned, *self._local.place.look().pinned}
         try:
             tip = self._local.catalogue.tip(known)
-            wanted = reasons_on_branch(known, tip, self._tier.policies, pinned, time.time())
+            wanted = reasons_on_branch(known, tip, self.policies, pinned, time.time())
         except Exception:  # a policy of the caller's
             logger.exception("%s: a policy raised, and everything is copied", self.place.path)
             return []
@@ -97,8 +139,8 @@ class Remote:
                 # One of thousands, perhaps, that an earlier run has copied: nothing has changed.
                 return
             durable = step if self._durable is None else self._durable
-            if self._tier.policies:
-                self._tier.retention.clear(durable)
+            if self.policies:
+                self.retention.clear(durable)
             for each in (place, local):
                 each.sweep_copies(lambda one: one < durable and not waits(one))
         except OSError as error:
@@ -107,3 +149,40 @@ class Remote:
     def go_back(self) -> None:
         """Steps are removed: nothing older goes for what was durable until now."""
         self._durable, self._latest = None, -math.inf
+
+    # For a restore.
+
+    def fetch(self, step: int, *, alone: bool) -> str:
+        """Have the local tier hold what this one has of a step; where the checkpoint is to be loaded from.
+
+        What of it is good on the local tier is not fetched. Where the local tier has no room, or may or can not be
+        written, this one is read in its place.
+
+        Args:
+            step: which.
+            alone: the local tier has another save of the step: nothing of that is taken.
+
+        Raises:
+            CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.
+            OSError: this tier does not answer, or has no such checkpoint.
+        """
+        here, there = self._local.place.path_of(step), self.place.path_of(step)
+        if self._local.read_only:
+            return there
+        sources = [here, there] if os.path.lexists(here) and not alone else [there]
+        try:
+            copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
+        except CorruptCheckpointError:
+            if len(sources) == 1:
+                raise
+            # The two are not the same: the step was saved again, and not copied again.
+            return there
+        except (OSError, ValueError) as error:
+            # With a ValueError, what lies there cannot be copied.
+            fails_here = str(getattr(error, "filename", None)).startswith(self._local.place.path + os.sep)
+            if isinstance(error, OSError) and error.errno not in _NO_ROOM and not fails_here:
+                raise
+            logger.warning("%s: it is loaded from %s: %s", here, there, error)
+            return there
+        logger.info("%s: fetched from %s: %.3f GB in %.2f s", here, there, copied.bytes / 1e9, copied.seconds)
+        return here

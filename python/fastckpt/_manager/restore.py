@@ -16,17 +16,14 @@ from fastckpt._api.verify import verify
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
 
 from . import lineage
-from .candidates import Candidates
-from .fetch import fetch
+from .candidates import Candidate
 from .lineage import Lineage
 from .ranks import is_told
 
 if TYPE_CHECKING:
     from .calls import Calls
-    from .directory import Directory
-    from .prefix import Place
+    from .candidates import Candidates
     from .ranks import Ranks
-    from .tier import Tier
 
 
 logger = logging.getLogger("fastckpt")
@@ -71,29 +68,13 @@ class Restored:
     lineage: Lineage = _NOWHERE
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class Loader:
-    """Loads checkpoints of a run on all ranks.
+    """Loads checkpoints of a run on all ranks."""
 
-    Args:
-        local: the local tier.
-        remote: the remote one, if there is one.
-        ranks: the ranks.
-        calls: what loads.
-        read_only: whether nothing may be written.
-
-    Attributes:
-        candidates: what there is to load.
-    """
-
-    def __init__(
-        self, local: Tier[Directory], remote: Tier[Place] | None, ranks: Ranks, calls: Calls, *, read_only: bool
-    ) -> None:
-        self._directory = local.place
-        self._remote = None if remote is None else remote.place
-        self._read_only = read_only
-        self._ranks = ranks
-        self._calls = calls
-        self.candidates = Candidates(local, remote)
+    candidates: Candidates
+    ranks: Ranks
+    calls: Calls
 
     def at(self, step: int, how: Mapping[str, Any], *, stacklevel: int) -> Restored:
         """Load the checkpoint of a step, on all ranks or on none.
@@ -106,21 +87,17 @@ class Loader:
         Raises:
             FileNotFoundError: there is none.
         """
-        self._ranks.first("restore: step", lambda: None)
-        found, error = self._try(step, (), how, far=False)
-        failures = self._failures(error)
-        if found is not None and not failures:
-            return found
-        if self._remote is not None and all(failure.skips for failure in failures):
+        self.ranks.first("restore: step", lambda: None)
+        found, failures, error = self._try(Candidate(step), (), how)
+        if found is None and self.candidates.remote is not None and all(failure.skips for failure in failures):
             if not failures[0].gone:
                 self._warn(step, failures[0], stacklevel + 1, last=False)
-            found, late = self._try(step, (), how, far=True)
-            further = self._failures(late, far=True)
-            if found is not None and not further:
-                return found
+            found, further, late = self._try(Candidate(step, far=True), (), how)
             if not all(failure.gone for failure in further):
-                raise late or _of_others(self._remote.path, further)
-        raise error or _of_others(self._directory.path_of(step), failures)
+                error = late
+        if found is None:
+            raise error
+        return found
 
     def newest(self, how: Mapping[str, Any], *, fresh: bool, stacklevel: int) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
@@ -137,54 +114,90 @@ class Loader:
         """
         skipped: dict[int, str] = {}
         kinds: set[str] = set()
-        look = partial(self._ranks.first, "restore", lambda: self.candidates.look(stacklevel + 3))
+
+        def look() -> list[Candidate]:
+            listed = self.ranks.first("restore", lambda: self.candidates.look(stacklevel + 4))
+            return [Candidate(*one) for one in listed if one[0] not in skipped]
+
         tries, looks = look(), 1
         if not tries:
-            self._ranks.first("restore: earlier run", lambda: None if fresh else self.candidates.refuse_new_beginning())
+            self.ranks.first("restore: earlier run", lambda: None if fresh else self.candidates.refuse_new_beginning())
             return None
         while tries:
-            step, far, alone = tries.pop(0)
-            path = self._directory.path_of(step)
-            found, error = self._try(step, tuple(skipped.items()), how, far=far, alone=alone, first=True)
-            failures = self._failures(error, far=far)
-            if found is not None and not failures:
+            one = tries.pop(0)
+            found, failures, error = self._try(one, tuple(skipped.items()), how, more=True)
+            if found is not None:
                 return found
             # Where another writes and removes, the first rank's view counts.
-            if looks < _LOOKS and self._ranks.first("restore: look", partial(self.candidates.is_gone, step, far=far)):
+            if looks < _LOOKS and self.ranks.first("restore: look", partial(self.candidates.is_gone, one)):
                 # It was removed for one that became durable after the look.
-                tries, looks = [one for one in look() if one[0] not in skipped], looks + 1
+                tries, looks = look(), looks + 1
                 continue
             if not all(failure.skips for failure in failures):
-                raise error or _of_others(path, failures)
+                raise error
             # What the remote tier has of it comes next.
-            is_last = not any(other == step for other, _, _ in tries)
+            is_last = not any(other.step == one.step for other in tries)
             if is_last:
-                skipped[step] = failures[0].why
+                skipped[one.step] = failures[0].why
                 kinds.update(failure.kind for failure in failures)
-            self._warn(step, failures[0], stacklevel + 1, last=is_last)
+            self._warn(one.step, failures[0], stacklevel + 1, last=is_last)
+        path = self.candidates.local.place.path
         newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
         if kinds == {NotACheckpointError.__name__}:
             if fresh:
                 return None
             raise NotACheckpointError(
-                f"restore: {self._directory.path}: none of {len(skipped)} directories with the name of a step is a "
-                f"checkpoint; {newest} (to start anew beside them, restore(fresh=True))"
+                f"restore: {path}: none of {len(skipped)} directories with the name of a step is a checkpoint; "
+                f"{newest} (to start anew beside them, restore(fresh=True))"
             )
         raise CorruptCheckpointError(
-            f"restore: {self._directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
+            f"restore: {path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
             "(to start anew, move them away, or give the manager another directory)"
         )
 
-    def _load(self, path: str, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
-        loaded = self._calls.load(path, how)
+    def _try(
+        self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool = False
+    ) -> tuple[Restored | None, list[_Failure], Exception]:
+        """Load a checkpoint on all ranks; or why ranks cannot, and what this rank may raise.
+
+        Args:
+            one: which.
+            skipped: those before it.
+            how: arguments for the load.
+            more: others may be tried after it.
+        """
+        found: Restored | None = None
+        error: Exception | None = None
+        try:
+            found = self._load(one, skipped, how, more=more)
+        except RanksError as told:
+            if not is_told(told):
+                raise
+            error = told
+        except Exception as failed:  # noqa: BLE001 - the ranks decide what it means
+            error = failed
+        failures = self._failures(error, far=one.far)
+        of_others = _of_others(self.candidates.local.place.path_of(one.step), failures)
+        return None if failures else found, failures, error or of_others
+
+    def _load(
+        self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool
+    ) -> Restored:
+        path, remote = self.candidates.local.place.path_of(one.step), self.candidates.remote
+        if one.far and remote is not None:
+            path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, alone=one.alone))
+        if more and how.get("into") is not None and not how.get("strict", True):
+            # What an older one lacks would keep what a damaged one has left in `into`.
+            self.ranks.first("restore: verify", lambda: _verify(path))
+        loaded = self.calls.load(path, how)
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
-        per_rank = self._calls.load_own(path, ranks)
-        if ranks not in {0, self._ranks.size} and self._ranks.leads:
+        per_rank = self.calls.load_own(path, ranks)
+        if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(
                 "%s: %d ranks saved states of their own, and there are %d now: "
                 "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
-                *(path, ranks, self._ranks.size),
+                *(path, ranks, self.ranks.size),
             )
         about = dict(about) if type(about) is dict else {"metadata": about} if about is not None else {}
         metrics = about.pop("metrics", None)
@@ -192,55 +205,18 @@ class Loader:
         for name in ("step", lineage.KEY):
             about.pop(name, None)
         metrics = dict(metrics) if type(metrics) is dict else {}
-        return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
+        return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
 
     def _warn(self, step: int, failure: _Failure, stacklevel: int, *, last: bool) -> None:
         """Say on the first rank why the checkpoint of a step is not loaded as it is."""
-        if self._ranks.leads:
+        local, remote = self.candidates.local.place, self.candidates.remote
+        if self.ranks.leads:
             what = "is gone" if failure.gone else "cannot be loaded"
-            then = "skipped" if last or self._remote is None else f"fetched from {self._remote.path}"
-            text = f"fastckpt: restore: {self._directory.path_of(step)} {what} and is {then}: {failure.why}"
+            then = "skipped" if last or remote is None else f"fetched from {remote.place.path}"
+            text = f"fastckpt: restore: {local.path_of(step)} {what} and is {then}: {failure.why}"
             warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
 
-    def _try(
-        self,
-        step: int,
-        skipped: tuple[tuple[int, str], ...],
-        how: Mapping[str, Any],
-        *,
-        far: bool,
-        alone: bool = False,
-        first: bool = False,
-    ) -> tuple[Restored | None, Exception | None]:
-        """Load the checkpoint of a step, or say why it cannot be loaded.
-
-        Args:
-            step: which.
-            skipped: those before it.
-            how: arguments for the load.
-            far: that of the remote tier.
-            alone: nothing of the local tier belongs to that.
-            first: others may be tried after it.
-        """
-        try:
-            path, remote = self._directory.path_of(step), self._remote
-            if far and remote:
-                path = self._ranks.first("restore: fetch", lambda: self._fetch(remote, step, alone=alone))
-            if first and how.get("into") is not None and not how.get("strict", True):
-                # What an older one lacks would keep what a damaged one has left in `into`.
-                self._ranks.first("restore: verify", lambda: verified(path))
-            return self._load(path, step, skipped, how), None
-        except RanksError as error:
-            if not is_told(error):
-                raise
-            return None, error
-        except Exception as error:  # noqa: BLE001 - the ranks decide what it means
-            return None, error
-
-    def _fetch(self, remote: Place, step: int, *, alone: bool) -> str:
-        return remote.path_of(step) if self._read_only else fetch(self._directory, remote, step, alone=alone)
-
-    def _failures(self, error: Exception | None, *, far: bool = False) -> list[_Failure]:
+    def _failures(self, error: Exception | None, *, far: bool) -> list[_Failure]:
         """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.
 
         Whatever keeps one from reaching the remote tier, an older checkpoint may be loaded instead.
@@ -250,8 +226,8 @@ class Loader:
             gone = isinstance(error, FileNotFoundError)
             damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError))
             skips = damaged or (isinstance(error, OSError) and (far or gone or error.errno in _DAMAGE))
-            own = [self._ranks.host, type(error).__name__, str(error), skips, gone]
-        said = self._ranks.each(own)
+            own = [self.ranks.host, type(error).__name__, str(error), skips, gone]
+        said = self.ranks.each(own)
         failures = [_Failure(rank, *of) for rank, of in enumerate(said) if of is not None]
         return [one for one in failures if one.kind != RanksError.__name__] or failures
 
@@ -282,12 +258,7 @@ def _of_others(path: str, failures: list[_Failure]) -> RanksError:
     return RanksError(f"restore: {path}: {'; '.join(map(str, listed))}: nothing was restored", listed)
 
 
-def verified(path: str) -> None:
-    """Verify the checkpoint at ``path``.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-    """
+def _verify(path: str) -> None:
     report = verify(path)
     if not report.ok:
         raise CorruptCheckpointError(f"restore: {path}: {report.damage[0]}")

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Sequence
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
-from fastckpt._paths import AnyPath, is_url
-from fastckpt._stores.urls import place_of
 from fastckpt.keep import Policy
 
-from .arguments import have_text, keep_of
+from .arguments import have_text
 from .catalogue import Catalogue
-from .directory import Directory
-from .prefix import Place, Prefix
+from .prefix import Place
 from .retention import Retention
 
 _P = TypeVar("_P", bound=Place)
@@ -32,7 +28,7 @@ class Tier(Generic[_P]):
     def __init__(self, place: _P, policies: Sequence[Policy], *, read_only: bool = False) -> None:
         self.place = place
         self.policies = policies
-        self._read_only = read_only
+        self.read_only = read_only
         self._lock = threading.Lock()
         self._retention: Retention | None = None
 
@@ -43,7 +39,7 @@ class Tier(Generic[_P]):
         if self._retention is None:
             with self._lock:
                 if self._retention is None:
-                    known = not self._read_only and have_text(self.policies)
+                    known = not self.read_only and have_text(self.policies)
                     texts = [str(policy) for policy in self.policies] if known else None
                     self._retention = Retention(self.place, Catalogue(self.place, texts), self.policies)
         return self._retention
@@ -52,27 +48,3 @@ class Tier(Generic[_P]):
     def catalogue(self) -> Catalogue:
         """What its checkpoints say of themselves."""
         return self.retention.catalogue
-
-
-def remote_tier(remote: AnyPath | None, keep: Any, local: Directory) -> Tier[Place] | None:
-    """The tier of ``remote=`` and ``remote_keep=``; None without the former.
-
-    Raises:
-        ImportError: it is a URL, and the package for those is not there.
-        TypeError: one of these is of another type.
-        ValueError: it is no place for checkpoints, or that of ``local``.
-    """
-    policies = [] if keep is None else keep_of(keep, "remote_keep")
-    if remote is None:
-        if policies:
-            raise ValueError("Manager: remote_keep: give remote=, too")
-        return None
-    where = place_of("Manager", remote)
-    place: Place = Directory(where, local.names)
-    if is_url(where):
-        from fastckpt._stores.objects import Objects  # noqa: PLC0415 - needs a package that not everybody has
-
-        place = Prefix(Objects.at("Manager", where), local.names)
-    if os.path.realpath(place.path) == os.path.realpath(local.path):
-        raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
-    return Tier(place, policies)
