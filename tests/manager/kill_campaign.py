@@ -47,7 +47,7 @@ from typing import NamedTuple
 import numpy as np
 
 import fastckpt
-from fastckpt._manager import drain, manager, retention
+from fastckpt._manager import drain, manager, tier
 from fastckpt._manager import remote as remote_tier
 from fastckpt._paths import is_url
 
@@ -119,13 +119,13 @@ class Plan(NamedTuple):
 
 def train(directory, remote, tell, plan):
     """Restore, perhaps go back, and save and remove for ever, or until it is preempted."""
-    clear = retention.Retention.clear
+    clear = tier.Tier.clear
 
     def told(self, durable):
         tell("retention", NOTHING)
         clear(self, durable)
 
-    retention.Retention.clear = told
+    tier.Tier.clear = told
     discarded, telling = [], threading.Lock()
 
     def tell_unless_discarded(kind, place):
@@ -147,7 +147,7 @@ def train(directory, remote, tell, plan):
     branch, step = place_of(found) if found else NOTHING
     if plan.back is not None:
         tell("rollback", NOTHING)
-        older = [one for one in run._local.catalogue.branch(run.steps()) if one < step]
+        older = [one for one in run._catalogue.own(run._catalogue.entries(run.steps())) if one < step]
         if older:
             found = run.restore(step=plan.back.choice(sorted(older)))
             if plan.back.random() < 0.5:

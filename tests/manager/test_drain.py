@@ -85,7 +85,7 @@ class Run:
         local = Tier(self.local, [])
         self.tier = remote_of(remote, policies, local)
         self.settled = 0
-        local.retention.again = self._settle
+        local.again = self._settle
         self.drain = draining.Drain(local, self.tier, **{"limit": None, "deadline": lambda: float("inf"), **options})
 
     def _settle(self):
@@ -312,8 +312,8 @@ def test_what_was_there_takes_one_look_at_what_follows(tmp_path, copier, monkeyp
     run.save(1, 2, 3)
     run.wait()
     other = Run(tmp_path, tmp_path / "remote", [keep.Last(9)])
-    followed, clear = [], other.tier.retention.clear
-    monkeypatch.setattr(other.tier.retention, "clear", lambda step: followed.append(step) or clear(step))
+    followed, clear = [], other.tier.clear
+    monkeypatch.setattr(other.tier, "clear", lambda step: followed.append(step) or clear(step))
     other.local.pin(1)
     other.drain.resume()
     other.wait()

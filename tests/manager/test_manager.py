@@ -405,7 +405,7 @@ def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path, monkeypatch):
         refused.append(1)
 
     def remove(path, **options):
-        assert manager._local.retention._removing.locked()
+        assert manager._local._removing.locked()
         pinning.start()
         real(path, **options)
 

@@ -13,8 +13,8 @@ import pytest
 import fastckpt
 from fastckpt import keep, save_when
 from fastckpt._interval import best_interval
-from fastckpt._manager.retention import reasons
 from fastckpt._manager.step_timing import StepTiming
+from fastckpt._manager.tier import reasons
 from fastckpt.keep import Saved
 
 MINUTE = 60.0

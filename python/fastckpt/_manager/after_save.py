@@ -14,7 +14,7 @@ from fastckpt.keep import Saved
 
 from . import lineage
 from .catalogue import Entry
-from .retention import write_hint
+from .tier import write_hint
 
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
@@ -132,7 +132,7 @@ class AfterSave:
     def _clear(self, step: int) -> None:
         if self.leads:
             self.alarm.compare(step)
-            self.local.retention.clear(step)
+            self.local.clear(step)
             self.leftovers.clear()
 
     def _copy(self) -> None:

@@ -48,11 +48,8 @@ class Candidates:
     remote: Remote | None
     order: int = 0
 
-    def look(self, stacklevel: int) -> list[Candidate]:
+    def look(self) -> list[Candidate]:
         """What to try of the branch that saved last: the highest step first, and of one step the local tier's.
-
-        Args:
-            stacklevel: as for ``warnings.warn``.
 
         Raises:
             OSError: there is none in the directory, and the remote tier does not answer.
@@ -68,7 +65,7 @@ class Candidates:
                 if not here:
                     raise
                 text = f"fastckpt: restore: {self.remote.place.path} does not answer, and is left out: {error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+                warnings.warn(text, RuntimeWarning, stacklevel=6)  # of the caller of Manager.restore
         near = self.local.catalogue.entries(here)
         tip = self.local.catalogue.tip(near)
         if self.remote is not None and far:

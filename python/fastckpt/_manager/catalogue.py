@@ -36,12 +36,7 @@ _AT_A_TIME = 16
 
 
 class Entry(NamedTuple):
-    """What is known of one checkpoint.
-
-    Attributes:
-        saved: what policies are told.
-        lineage: its place in the run.
-    """
+    """What is known of one checkpoint: what policies are told, and its place in the run."""
 
     saved: Saved
     lineage: Lineage
@@ -88,25 +83,14 @@ class Catalogue:
             found.update((step, entry) for (step, _, _), entry in zip(unknown, fresh, strict=True))
             return {step: entry for step, entry in found.items() if entry is not None}
 
-    def of(self, steps: Iterable[int]) -> list[Saved]:
-        """What policies are told of these checkpoints, in the same order."""
-        return [entry.saved for entry in self.entries(steps).values()]
-
-    def branch(self, steps: Iterable[int]) -> set[int]:
-        """Which of these checkpoints belong to the branch that saved last, or may, as far as they tell."""
-        listed = [*steps]
-        entries = self.entries(listed)
-        tip = self.tip(entries)
-        return {*listed} - {step for step, entry in entries.items() if tip.has_left(step, entry.lineage)}
-
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
         """The place of the save that was the last."""
         return lineage.last([self.last, *(entry.lineage for entry in entries.values())])
 
-    def newest(self, entries: Mapping[int, Entry]) -> int | None:
-        """The highest step of the branch that saved last, or None."""
+    def own(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
+        """Those of the branch that saved last, or that may be, as far as they tell."""
         tip = self.tip(entries)
-        return max((step for step, entry in entries.items() if not tip.has_left(step, entry.lineage)), default=None)
+        return {step: entry for step, entry in entries.items() if not tip.has_left(step, entry.lineage)}
 
     def add(self, entry: Entry) -> None:
         """Note a checkpoint that has just been saved."""

@@ -84,9 +84,9 @@ class Drain:
         self._local = local
         self._remote = remote
         self._from, self._to = local.place, remote.place
-        local.retention.held = self.holds
+        local.held = self.holds
         self._limit = limit
-        self._share = share
+        self._share, self._leads = share, share[0] == 0
         self._deadline = deadline
         self._process = os.getpid()
         # Reentrant: a signal handler that saves may come in between.
@@ -233,7 +233,7 @@ class Drain:
             logger.error("%s: not copied to %s: %s", self._from.path, self._to.path, error)  # noqa: TRY400
         waiting = self._stop()
         self._stopped = False
-        if waiting and not self._share[0]:
+        if waiting and self._leads:
             logger.warning(
                 "%s: not yet at %s, and left to the next run: %s",
                 *(self._from.path, self._to.path, ", ".join(map(str, waiting))),
@@ -366,12 +366,11 @@ class Drain:
         if self._delay != _FIRST:
             logger.info("%s: %s answers again", self._from.path, self._to.path)
         self._delay = _FIRST
-        leads = self._share[0] == 0
-        if leads:
+        if self._leads:
             self._remote.follow(step, number or 0, was_there=copied.was_there, waits=lambda one: one in self._waiting)
         self._drop(step, number)
-        if leads:
-            self._local.retention.again()
+        if self._leads:
+            self._local.again()
 
     def _skip(self) -> None:
         """Drop the steps that the remote would not keep."""
@@ -385,11 +384,11 @@ class Drain:
             raise
         for step in unwanted:
             self._drop(step, waiting[step])
-            if not self._share[0]:
+            if self._leads:
                 self._to.forget(step)
             logger.debug("%s: step %d is not copied: no policy of the remote wants it", self._from.path, step)
-        if unwanted and not self._share[0]:
-            self._local.retention.again()
+        if unwanted and self._leads:
+            self._local.again()
 
     def _is_gone(self, step: int) -> bool:
         """Whether the local tier has no such checkpoint. One that cannot be looked at is not gone."""
@@ -404,7 +403,7 @@ class Drain:
     def _note(self, step: int, number: int | None, error: Exception) -> None:
         """An attempt failed: what becomes of the step."""
         where = self._from.path, self._to.path
-        if self._share[0]:
+        if not self._leads:
             # The first brings what is missing.
             logger.warning("%s: this process did not bring its share of step %d: %s", where[0], step, error)
             self._drop(step, number)
@@ -415,7 +414,7 @@ class Drain:
             self._drop(step, number)
             if step in self._own:
                 self._failed[step] = error
-            self._local.retention.again()
+            self._local.again()
             return
         with self._lock:
             if self._waiting.get(step) != number:

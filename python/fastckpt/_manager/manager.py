@@ -143,6 +143,7 @@ class Manager:
         far = remote_of(remote, remote_keep, local)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
         self._local, self._remote, self._ranks, self._keep = local, far, ranks, policies
+        self._catalogue = local.catalogue
         self._read_only = bool(read_only)
         self._process = os.getpid()
         ranks.begin(
@@ -393,9 +394,9 @@ class Manager:
                 raise ValueError("restore: discard_newer: give step=, too")
         how = {**options, "into": into, "exclude": exclude}
         if step is not None:
-            found = self._loader.at(step_of("restore", step), how, stacklevel=3)
+            found = self._loader.at(step_of("restore", step), how)
         else:
-            newest = self._loader.newest(how, fresh=bool(fresh), stacklevel=3)
+            newest = self._loader.newest(how, fresh=bool(fresh))
             if newest is None:
                 return None
             found = newest
@@ -403,7 +404,7 @@ class Manager:
             # What is in flight would come after the removal; whether it fails, the next save or wait tells.
             self._after_save.wait(math.inf)
             self._ranks.first("restore: discard_newer", lambda: self._discard_beyond(found.step))
-        self._local.retention.damaged.update(number for number, _ in found.skipped)
+        self._local.damaged.update(number for number, _ in found.skipped)
         self._saves.resume(found.step, found.path, found.lineage, self._loader.candidates.order)
         return found
 
@@ -447,7 +448,7 @@ class Manager:
 
     def latest(self) -> int | None:
         """The newest step of the branch that saved last, or None. :meth:`restore` finds out whether it loads."""
-        return self._local.catalogue.newest(self._local.catalogue.entries(self.steps()))
+        return max(self._catalogue.own(self._catalogue.entries(self.steps())), default=None)
 
     @property
     def policies(self) -> list[keeping.Policy]:
@@ -458,11 +459,11 @@ class Manager:
         """
         if self._keep is not None or not self._read_only:
             return [*(self._keep or ())]
-        return [keeping.parse(text) for text in self._local.catalogue.keep or ()]
+        return [keeping.parse(text) for text in self._catalogue.keep or ()]
 
     def saved(self) -> list[keeping.Saved]:
         """Step, time and metrics of each checkpoint, by rising step; those that cannot be opened are left out."""
-        return self._local.catalogue.of(self.steps())
+        return [entry.saved for entry in self._catalogue.entries(self.steps()).values()]
 
     def kept(self) -> dict[int, list[str]]:
         """Why each checkpoint of :meth:`saved` stays, by step; one without a reason goes after the next save.
@@ -470,7 +471,7 @@ class Manager:
         Raises:
             ValueError: as for :attr:`policies`.
         """
-        return self._local.retention.kept(self.policies)
+        return self._local.kept(self.policies)
 
     def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """The step of the branch that saved last whose checkpoint has the best metric, or None where none has it.
@@ -489,12 +490,12 @@ class Manager:
             metric = known.metric if known is not None else ""
         if mode is None:
             mode = known.mode if known is not None and known.metric == metric else "min"
-        steps = self.steps()
-        own = self._local.catalogue.branch(steps)
-        ranked = keeping.Best(1, metric, mode).ranked(self._local.catalogue.of(sorted(own)))
+        steps, catalogue = self.steps(), self._catalogue
+        own = catalogue.own(catalogue.entries(steps))
+        ranked = keeping.Best(1, metric, mode).ranked([entry.saved for entry in own.values()])
         if self._ranks.leads and not self._read_only:
             with contextlib.suppress(OSError):
-                self._local.catalogue.write(steps)
+                catalogue.write(steps)
         return ranked[0].step if ranked else None
 
     def pinned(self) -> list[int]:
@@ -512,9 +513,9 @@ class Manager:
             RuntimeError: the manager is read-only.
         """
         self._check("pin")
-        there = self._local.retention.pin(step)
+        there = self._local.pin(step)
         if self._remote is not None:
-            there = self._remote.retention.pin(step) or there
+            there = self._remote.pin(step) or there
         if self._drain is not None and self._local.place.is_pinned(step):
             # The remote may have let it go, or not have wanted it.
             self._drain.again(step)
@@ -538,7 +539,7 @@ class Manager:
             self._drain.go_back(step)
         for tier in (self._remote, self._local):
             if tier is not None:
-                tier.retention.remove_beyond(step)
+                tier.remove_beyond(step)
 
     def _check(self, operation: str) -> None:
         if self._read_only:

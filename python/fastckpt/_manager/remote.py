@@ -19,8 +19,7 @@ from . import lineage
 from .arguments import keep_of
 from .directory import Directory
 from .prefix import Place, Prefix
-from .retention import reasons_on_branch, write_latest
-from .tier import Tier
+from .tier import Tier, reasons_on_branch, write_latest
 
 if TYPE_CHECKING:
     from fastckpt.keep import Policy
@@ -140,7 +139,7 @@ class Remote(Tier[Place]):
                 return
             durable = step if self._durable is None else self._durable
             if self.policies:
-                self.retention.clear(durable)
+                self.clear(durable)
             for each in (place, local):
                 each.sweep_copies(lambda one: one < durable and not waits(one))
         except OSError as error:

@@ -76,13 +76,12 @@ class Loader:
     ranks: Ranks
     calls: Calls
 
-    def at(self, step: int, how: Mapping[str, Any], *, stacklevel: int) -> Restored:
+    def at(self, step: int, how: Mapping[str, Any]) -> Restored:
         """Load the checkpoint of a step, on all ranks or on none.
 
         Args:
             step: its number.
             how: arguments for the load.
-            stacklevel: as for ``warnings.warn``.
 
         Raises:
             FileNotFoundError: there is none.
@@ -91,7 +90,7 @@ class Loader:
         found, failures, error = self._try(Candidate(step), (), how)
         if found is None and self.candidates.remote is not None and all(failure.skips for failure in failures):
             if not failures[0].gone:
-                self._warn(step, failures[0], stacklevel + 1, last=False)
+                self._warn(step, failures[0], last=False)
             found, further, late = self._try(Candidate(step, far=True), (), how)
             if not all(failure.gone for failure in further):
                 error = late
@@ -99,13 +98,12 @@ class Loader:
             raise error
         return found
 
-    def newest(self, how: Mapping[str, Any], *, fresh: bool, stacklevel: int) -> Restored | None:
+    def newest(self, how: Mapping[str, Any], *, fresh: bool) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
 
         Args:
             how: arguments for the load.
             fresh: None also where a run was, and nothing of it is a checkpoint.
-            stacklevel: as for ``warnings.warn``.
 
         Raises:
             CheckpointError: there is none, and a run was here.
@@ -116,7 +114,7 @@ class Loader:
         kinds: set[str] = set()
 
         def look() -> list[Candidate]:
-            listed = self.ranks.first("restore", lambda: self.candidates.look(stacklevel + 4))
+            listed = self.ranks.first("restore", self.candidates.look)
             return [Candidate(*one) for one in listed if one[0] not in skipped]
 
         tries, looks = look(), 1
@@ -140,7 +138,7 @@ class Loader:
             if is_last:
                 skipped[one.step] = failures[0].why
                 kinds.update(failure.kind for failure in failures)
-            self._warn(one.step, failures[0], stacklevel + 1, last=is_last)
+            self._warn(one.step, failures[0], last=is_last)
         path = self.candidates.local.place.path
         newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
         if kinds == {NotACheckpointError.__name__}:
@@ -207,14 +205,14 @@ class Loader:
         metrics = dict(metrics) if type(metrics) is dict else {}
         return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
 
-    def _warn(self, step: int, failure: _Failure, stacklevel: int, *, last: bool) -> None:
+    def _warn(self, step: int, failure: _Failure, *, last: bool) -> None:
         """Say on the first rank why the checkpoint of a step is not loaded as it is."""
         local, remote = self.candidates.local.place, self.candidates.remote
         if self.ranks.leads:
             what = "is gone" if failure.gone else "cannot be loaded"
             then = "skipped" if last or remote is None else f"fetched from {remote.place.path}"
             text = f"fastckpt: restore: {local.path_of(step)} {what} and is {then}: {failure.why}"
-            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+            warnings.warn(text, RuntimeWarning, stacklevel=4)  # of the caller of Manager.restore
 
     def _failures(self, error: Exception | None, *, far: bool) -> list[_Failure]:
         """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.
