@@ -154,7 +154,7 @@ def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path,
     far = tmp_path / "far"
     save(tmp_path / "one", [10, 20, 30], remote=far)
     with monkeypatch.context() as lagging:
-        lagging.setattr(drain.Drain, "_start", lambda _: None)
+        lagging.setattr(drain.Drain, "start", lambda _: None)
         save(tmp_path / "one", [20], "b", at=10, remote=far)
     save(tmp_path / "two", [40], remote=far)
     with fastckpt.Manager(tmp_path / "one", remote=far) as manager:

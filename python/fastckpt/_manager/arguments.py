@@ -65,9 +65,9 @@ def keep_of(keep: Any, what: str = "keep") -> list[keeping.Policy]:
     return found
 
 
-def have_text(policies: Sequence[keeping.Policy]) -> bool:
-    """Whether the command line can name all of these policies."""
-    return all(type(one).__module__ == keeping.__name__ for one in policies)
+def texts_of(policies: Sequence[keeping.Policy]) -> list[str] | None:
+    """Policies as the command line names them; None where it has no name for one."""
+    return [str(one) for one in policies] if all(type(one).__module__ == keeping.__name__ for one in policies) else None
 
 
 def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:

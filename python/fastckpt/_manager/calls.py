@@ -33,9 +33,6 @@ class Calls:
         options: ``save_options=``.
         ranks: who saves and loads.
         policy: what saves of several ranks are given beside, unless ``options`` say otherwise.
-
-    Attributes:
-        options: further arguments for each save.
     """
 
     def __init__(self, options: Mapping[str, Any] | None, ranks: Ranks, policy: Mapping[str, str]) -> None:

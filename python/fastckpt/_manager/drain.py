@@ -124,7 +124,7 @@ class Drain:
             # The one that was saved last counts as the last; what says nothing of itself comes behind.
             for step in sorted(steps, key=lambda step: (step in entries and entries[step].lineage.order, step)):
                 self._queue(step)
-            self._start()
+            self.start()
 
     def add(self, step: int) -> None:
         """Queue a step that is durable on the local tier; in a signal handler, too."""
@@ -135,7 +135,16 @@ class Drain:
     def start(self) -> None:
         """See to it that what waits is copied; not in a signal handler, where no thread can be started."""
         with self._lock:
-            self._start()
+            if self._stopped or not self._waiting or not self._idle.is_set():
+                return
+            self._idle = Event()
+            _running.add(self)
+            try:
+                threading.Thread(target=self._run, name="fastckpt-drain").start()
+            except RuntimeError as error:  # no more threads, or the interpreter is ending
+                _running.discard(self)
+                self._idle.set()
+                logger.warning("%s: nothing is copied to %s: %s", self._from.path, self._to.path, error)
 
     def holds(self, step: int) -> bool:
         """Whether a step must stay on the local tier for now."""
@@ -145,7 +154,7 @@ class Drain:
             # Another process may have saved it, or a save that ended a moment ago.
             if step not in self._seen:
                 self._queue(step, next(self._late))
-                self._start()
+                self.start()
             return step in self._waiting
 
     def again(self, step: int) -> None:
@@ -153,7 +162,7 @@ class Drain:
         with self._lock:
             if step not in self._waiting:
                 self._queue(step, next(self._late))
-            self._start()
+            self.start()
 
     def go_back(self, step: int) -> None:
         """Give up what is being copied, and copy nothing above a step that is here now; the remote has that one then.
@@ -167,7 +176,7 @@ class Drain:
             self._stopped = False
             self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
             self._remote.go_back()
-            self._start()
+            self.start()
         if self._remote.is_older(step):
             # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
             self.again(step)
@@ -180,7 +189,7 @@ class Drain:
             self._hurry = True
             self._forgive()
             self._wake.set()
-            self._start()
+            self.start()
         try:
             yield
         finally:
@@ -199,7 +208,7 @@ class Drain:
         with self._lock:
             failed = next(iter(self._failed), None)
             error = None if failed is None else self._failed.pop(failed)
-            self._start()
+            self.start()
         if error is not None:
             raise error
 
@@ -219,10 +228,8 @@ class Drain:
                 if must_leave():
                     return
                 if time.monotonic() >= end:
-                    place = self._to.path
-                    raise TimeoutError(
-                        f"wait: {self._from.path}: checkpoints are still being copied to {place}; it goes on"
-                    )
+                    here, there = self._from.path, self._to.path
+                    raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; it goes on")
         self.tell()
 
     def leave(self, end: float) -> None:
@@ -240,7 +247,7 @@ class Drain:
             )
 
     def end(self) -> None:
-        """The process ends: wait for the thread."""
+        """Wait for the thread, without a pause after a failure."""
         with self._lock:
             self._wake.set()
             idle = self._idle
@@ -250,9 +257,8 @@ class Drain:
         """Give up what is being copied, and wait for the thread; the steps that wait. It stays stopped."""
         with self._lock:
             self._stopped = True
-            self._wake.set()
-            idle, waiting = self._idle, sorted(self._waiting)
-        idle.wait()
+            waiting = sorted(self._waiting)
+        self.end()
         return waiting
 
     # The queue.
@@ -263,18 +269,6 @@ class Drain:
         self._failed.pop(step, None)
         self._changed = True
         self._wake.set()
-
-    def _start(self) -> None:
-        if self._stopped or not self._waiting or not self._idle.is_set():
-            return
-        self._idle = Event()
-        _running.add(self)
-        try:
-            threading.Thread(target=self._run, name="fastckpt-drain").start()
-        except RuntimeError as error:  # no more threads, or the interpreter is ending
-            _running.discard(self)
-            self._idle.set()
-            logger.warning("%s: nothing is copied to %s: %s", self._from.path, self._to.path, error)
 
     def _next(self) -> int | None:
         """The step to copy; None ends the thread."""

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
@@ -180,7 +181,8 @@ class Manager:
         self._saves = saves = Saves(local, calls, timing, alarm, after_save, asynchronous)
         preemption = Preemption(path, signals, saves, ranks)
         self._boundary = StepBoundary(ranks, schedule, timing, saves, alarm, preemption)
-        copies, shared = (each and not self._read_only for each in (remote is not None, ranks.size > 1))
+        copies = remote is not None and not self._read_only
+        shared = ranks.size > 1 and not self._read_only
         self._completion = Completion(path, ranks, saves, after_save, drain, preemption, self._boundary, copies, shared)
 
     # Saving.
@@ -393,17 +395,16 @@ class Manager:
             if step is None:
                 raise ValueError("restore: discard_newer: give step=, too")
         how = {**options, "into": into, "exclude": exclude}
-        if step is not None:
-            found = self._loader.at(step_of("restore", step), how)
+        if step is None:
+            found = self._loader.newest(how, fresh=bool(fresh))
         else:
-            newest = self._loader.newest(how, fresh=bool(fresh))
-            if newest is None:
-                return None
-            found = newest
+            found = self._loader.at(step_of("restore", step), how)
+        if found is None:
+            return None
         if discard_newer:
             # What is in flight would come after the removal; whether it fails, the next save or wait tells.
             self._after_save.wait(math.inf)
-            self._ranks.first("restore: discard_newer", lambda: self._discard_beyond(found.step))
+            self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found.step))
         self._local.damaged.update(number for number, _ in found.skipped)
         self._saves.resume(found.step, found.path, found.lineage, self._loader.candidates.order)
         return found
@@ -484,10 +485,10 @@ class Manager:
             ValueError: no metric is given, and no policy names one.
         """
         known = next((one for one in self.policies if isinstance(one, keeping.Best)), None)
-        if metric is None and known is None:
-            raise ValueError("best: give the name of a metric: no policy keep.Best names one")
         if metric is None:
-            metric = known.metric if known is not None else ""
+            if known is None:
+                raise ValueError("best: give the name of a metric: no policy keep.Best names one")
+            metric = known.metric
         if mode is None:
             mode = known.mode if known is not None and known.metric == metric else "min"
         steps, catalogue = self.steps(), self._catalogue

@@ -36,12 +36,7 @@ _UNDER_WAY = timedelta(days=1)
 
 
 class Prefix:
-    """The run below a URL.
-
-    Args:
-        objects: what lies there.
-        names: the names of its checkpoints.
-    """
+    """The objects of a run, and the names of its checkpoints."""
 
     def __init__(self, objects: Objects, names: Names) -> None:
         self._objects = objects
@@ -94,7 +89,11 @@ class Prefix:
 
     def is_pinned(self, step: int) -> bool:
         """Whether there is a pin, as of now."""
-        return self._has(self._pin(step))
+        try:
+            self._objects.size(self._pin(step))
+        except FileNotFoundError:
+            return False
+        return True
 
     def unpin(self, step: int) -> None:
         """Take the pin off."""
@@ -185,13 +184,6 @@ class Prefix:
             found = dict(zip(names, threads.map(self._identity, names.values()), strict=True))
         self._looked = {names[step]: identity for step, identity in found.items() if identity is not None}
         return [step for step, identity in found.items() if identity is not None]
-
-    def _has(self, name: str) -> bool:
-        try:
-            self._objects.size(name)
-        except FileNotFoundError:
-            return False
-        return True
 
     def _pin(self, step: int) -> str:
         return self.names.name_of(step) + PIN

@@ -65,13 +65,8 @@ class Asked:
 class Agreed:
     """What all ranks know of a boundary.
 
-    Attributes:
-        signals: those that have come on any rank.
-        left: the least that is left on any.
-        saved: what the first rank says.
-        due: likewise.
-        over: whether no rank waits for anything.
-        plan: where it is due, what the first rank says.
+    The signals that have come on any rank, the least time that is left on any, and whether no rank waits for anything;
+    of ``saved``, ``due``, and the plan of what is due, what the first rank says.
     """
 
     signals: tuple[int, ...]

@@ -62,14 +62,7 @@ class Saves:
         return self.pending is not None and not self.pending.done()
 
     def resume(self, step: int, path: str, place: Lineage, order: int) -> None:
-        """Training goes on from a checkpoint.
-
-        Args:
-            step: its step.
-            path: where it was loaded from.
-            place: its place in the run.
-            order: that of the last save of the run.
-        """
+        """Training goes on from the checkpoint at ``path``; ``order`` is that of the last save of the run."""
         self._history.resume(step, place)
         self._history.see(order)
         self.alarm.resume(step, path)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from fastckpt.exceptions import CheckpointError, NotACheckpointError
 
-from .arguments import have_text
+from .arguments import texts_of
 from .catalogue import Catalogue
 from .directory import LATEST
 from .prefix import Place
@@ -117,7 +117,7 @@ class Tier(Generic[_P]):
         # That of the local tier is made with the manager: no signal handler waits here for the thread below it.
         if self._catalogue is None:
             with self._making:
-                texts = None if self.read_only or not have_text(self.policies) else [str(one) for one in self.policies]
+                texts = None if self.read_only else texts_of(self.policies)
                 self._catalogue = self._catalogue or Catalogue(self.place, texts)
         return self._catalogue
 
