@@ -159,10 +159,10 @@ class Manager:
                 "remote_keep": told(() if far is None else far.policies),
             }
         )
-        self._assemble(calls, Schedule(when), alarm, bandwidth, asynchronous=bool(async_save))
+        self._assemble(calls, when, alarm, bandwidth, asynchronous=bool(async_save))
 
     def _assemble(
-        self, calls: Calls, schedule: Schedule, alarm: StaleAlarm, limit: int | None, *, asynchronous: bool
+        self, calls: Calls, when: list[saving.Policy], alarm: StaleAlarm, limit: int | None, *, asynchronous: bool
     ) -> None:
         """Make the parts. Each knows some of those before it, and none of those behind it."""
         local, remote, ranks, path = self._local, self._remote, self._ranks, self.directory
@@ -180,7 +180,7 @@ class Manager:
         self._after_save = after_save = AfterSave(local, timing, alarm, leftovers, drain, ranks.leads)
         self._saves = saves = Saves(local, calls, timing, alarm, after_save, asynchronous)
         preemption = Preemption(path, signals, saves, ranks)
-        self._boundary = StepBoundary(ranks, schedule, timing, saves, alarm, preemption)
+        self._boundary = StepBoundary(ranks, Schedule(when, timing), timing, saves, alarm, preemption)
         copies = remote is not None and not self._read_only
         shared = ranks.size > 1 and not self._read_only
         self._completion = Completion(path, ranks, saves, after_save, drain, preemption, self._boundary, copies, shared)

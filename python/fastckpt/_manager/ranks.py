@@ -196,6 +196,9 @@ class Ranks:
         Raises:
             RanksError: a rank does not answer, has ended, or is at another step.
         """
+        if self._peers is None:
+            due = bool(asked.signals) or asked.due()
+            return Agreed(asked.signals, asked.left, asked.saved, due, asked.over, asked.plan() if due else None)
 
         def combine(values: list[Any]) -> list[Any]:
             least, most, signals, left, over = values[0]
@@ -311,7 +314,7 @@ class Ranks:
         """
         now = time.monotonic()
         before, self._asked = self._asked, now
-        if before is None or apart <= 0 or self._peers is None:
+        if before is None or apart <= 0:
             return 0
         each = max(now - before, 1e-6) / (self._passed + 1)
         return min(max(0, int(apart / each) - 1), 2 * self._passed + 1)

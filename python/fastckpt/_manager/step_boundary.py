@@ -46,14 +46,12 @@ class StepBoundary:
         """Whether all ranks save the step, for a policy or for a signal."""
         self._reach(step)
         self._wanted = None
-        if not (force or self.schedule.due_by_step(self.timing.place())) and self.ranks.skips():
+        if not (force or self.schedule.due_by_step()) and self.ranks.skips():
             return False
         saves = self.saves
 
         def due() -> bool:
-            if force:
-                return True
-            return step != saves.step and self.schedule.due(self.timing.moment(in_flight=saves.in_flight))
+            return force or (step != saves.step and self.schedule.due(in_flight=saves.in_flight))
 
         apart = _APART if self.schedule.may_wait else 0.0
         agreed = self.ask("should_save", step, due, apart, plan=lambda: saves.plan(step, look=True))
