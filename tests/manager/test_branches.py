@@ -12,10 +12,13 @@ import pytest
 
 import fastckpt
 from fastckpt import keep
-from fastckpt._manager import catalogue, drain, earlier_run
+from fastckpt._manager import drain, earlier_run
 from harness import manifest
 
 FORM = "step-{step:08d}"
+
+#: What Manager caches beside its checkpoints (docs/manager.md).
+CACHE = ".fastckpt-run.json"
 
 
 def state(step, branch="a"):
@@ -70,7 +73,7 @@ def test_a_newest_without_manifest_or_cache_falls_back_within_its_branch(rolled)
     with pytest.warns(RuntimeWarning, match="step-00002100"):
         assert restored(rolled) == (2000, "a")
     manifest.write_bytes(whole)
-    (rolled / catalogue.FILE).unlink()
+    (rolled / CACHE).unlink()
     assert restored(rolled) == (2100, "b")
 
 
@@ -245,7 +248,7 @@ def test_a_checkpoint_that_is_written_again_by_other_means_stays_on_its_branch(t
     fastckpt.save(state(10, "again"), tmp_path / FORM.format(step=10), overwrite=True)
     save(tmp_path, [21], "b", at=20)
     fastckpt.save(state(20, "again"), tmp_path / FORM.format(step=20), overwrite=True)
-    for name in (catalogue.FILE, None):
+    for name in (CACHE, None):
         if name is not None:
             (tmp_path / name).unlink()
         manager = fastckpt.Manager(tmp_path, keep=3, read_only=True)
@@ -297,12 +300,12 @@ def test_another_form_of_names_is_no_new_beginning(tmp_path):
     begin(tmp_path, "step-00001000 is a checkpoint, and no name that the manager gives", name="step-{step}")
 
 
-@pytest.mark.parametrize("kept", ["latest", catalogue.FILE, "step-00000001.pin"])
+@pytest.mark.parametrize("kept", ["latest", CACHE, "step-00000001.pin"])
 def test_a_lost_checkpoint_is_no_new_beginning(tmp_path, kept):
     save(tmp_path, [1], keep=1)
     fastckpt.Manager(tmp_path).pin(1)
     fastckpt.remove(tmp_path / "step-00000001")
-    for name in ("latest", catalogue.FILE, "step-00000001.pin"):
+    for name in ("latest", CACHE, "step-00000001.pin"):
         if name != kept:
             (tmp_path / name).unlink()
     begin(tmp_path, kept.replace(".", r"\."))

@@ -85,7 +85,7 @@ class Run:
         local = Tier(self.local, [])
         self.tier = remote_of(remote, policies, local)
         self.settled = 0
-        local.again = self._settle
+        local.clear_again = self._settle
         self.drain = draining.Drain(local, self.tier, **{"limit": None, "deadline": lambda: float("inf"), **options})
 
     def _settle(self):

@@ -18,7 +18,10 @@ import pytest
 import fastckpt
 from fastckpt import keep, save_when
 from fastckpt._api import manage
-from fastckpt._manager import after_save, catalogue, directory
+from fastckpt._manager import after_save, directory
+
+#: What Manager caches beside its checkpoints (docs/manager.md).
+CACHE = ".fastckpt-run.json"
 
 
 def state(step):
@@ -440,7 +443,7 @@ def test_a_reader_knows_what_is_kept_and_why(tmp_path):
     assert reader.kept() == {3: ["best=1:loss:min"], 4: ["last=2"], 5: ["last=2"]}
     assert reader.best() == 3
     assert fastckpt.Manager(tmp_path, keep=1, read_only=True).kept() == {3: [], 4: [], 5: ["last=1"]}
-    cache = tmp_path / catalogue.FILE
+    cache = tmp_path / CACHE
     cache.write_text(cache.read_text().replace("last=2", "of=tomorrow"))
     with pytest.raises(ValueError, match="of=tomorrow"):
         fastckpt.Manager(tmp_path, read_only=True).kept()
@@ -448,7 +451,7 @@ def test_a_reader_knows_what_is_kept_and_why(tmp_path):
 
 def test_the_best_is_known_without_the_cache_and_with_a_damaged_one(tmp_path):
     fill(tmp_path, range(1, 6), keep=keep.Last(9))
-    cache = tmp_path / catalogue.FILE
+    cache = tmp_path / CACHE
     whole = json.loads(cache.read_text())
     assert len(whole["checkpoints"]) == 5
     for content in (None, b"", b"{", b"[]", b'{"version": 1, "keep": 3, "checkpoints": {"step-00000001": 7}}'):
@@ -606,7 +609,7 @@ def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", die)
         patched.setattr(Path, "unlink", die)
-        for name in (catalogue.FILE, "latest"):
+        for name in (CACHE, "latest"):
             with pytest.raises(SystemExit):
                 directory.replace(name, b"", durable=True)
     left = list(tmp_path.glob(".*.new"))
@@ -695,7 +698,7 @@ def test_no_warning_in_an_ordinary_run(tmp_path):
         warnings.simplefilter("error")
         fill(tmp_path, range(1, 6), keep=2)
         assert fastckpt.Manager(tmp_path).restore().step == 5
-    assert after_save.left_until(float("inf")) is None
+    assert after_save.seconds_until(float("inf")) is None
 
 
 def test_a_checkpoint_of_an_adapter_alone_does_not_pass_for_the_model(tmp_path):

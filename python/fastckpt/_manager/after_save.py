@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .tier import Tier
 
 
-def left_until(end: float) -> float | None:
+def seconds_until(end: float) -> float | None:
     """Seconds from now to ``end``, by ``time.monotonic``; None if it never comes."""
     return None if end == math.inf else max(0.0, end - time.monotonic())
 
@@ -112,7 +112,7 @@ class AfterSave:
 
     def is_over(self, end: float) -> bool:
         """Whether all of it is done by then."""
-        return all(done.wait(left_until(end)) for done in tuple(self._open))
+        return all(done.wait(seconds_until(end)) for done in tuple(self._open))
 
     def wait(self, end: float) -> None:
         """Wait until all of it is done.
@@ -125,8 +125,8 @@ class AfterSave:
 
     def warnings(self) -> list[str]:
         """What the report of the last save is to say."""
-        found = [self.alarm.warning, self.leftovers.said]
-        self.leftovers.said = None
+        found = [self.alarm.warning, self.leftovers.warning]
+        self.leftovers.warning = None
         return [text for text in found if text is not None]
 
     def _clear(self, step: int) -> None:

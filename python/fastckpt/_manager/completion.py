@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 from fastckpt.exceptions import RanksError
 
-from .after_save import left_until
-from .ranks import SaveFailed, failed_of
+from .after_save import seconds_until
+from .ranks import SaveFailed, failed_with
 
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
@@ -62,7 +62,7 @@ class Completion:
                 self.saves.wait(pending, end)
         self.after_save.wait(end)
         self._wait_for_copies(end)
-        self.boundary.tell_stale()
+        self.boundary.raise_stale()
         return self.saves.last_report()
 
     def end_block(self, error: BaseException | None) -> None:
@@ -116,7 +116,7 @@ class Completion:
 
         def has_failed(limit: float) -> BaseException | None:
             with contextlib.suppress(TimeoutError, CancelledError):
-                return None if pending is None else pending.exception(left_until(limit))
+                return None if pending is None else pending.exception(seconds_until(limit))
             return None
 
         def watch() -> None:
@@ -125,16 +125,16 @@ class Completion:
                 raise SaveFailed(f"the save that it waited for has failed: {failure}")
 
         def is_saved(limit: float) -> bool:
-            saved = pending is None or pending.finished.wait(left_until(limit))
+            saved = pending is None or pending.finished.wait(seconds_until(limit))
             return saved and self.after_save.is_over(limit)
 
         try:
             self._wait_together(end, is_saved, watch)
         except SaveFailed:
             return
-        except RanksError as told:
-            # What has failed on all, this rank hears of itself, or has been told already.
-            if not failed_of(told, SaveFailed) or (pending is not None and has_failed(end) is None):
+        except RanksError as reported:
+            # What has failed on all, this rank hears of itself, or has told already.
+            if not failed_with(reported, SaveFailed) or (pending is not None and has_failed(end) is None):
                 raise
 
     def _wait_for_copies(self, end: float) -> None:
@@ -152,7 +152,7 @@ class Completion:
         with leading.hurry() if leading else contextlib.nullcontext():
             over = self._wait_together(end, leading.is_over if leading else lambda _: True)
         if over:
-            self.ranks.first("wait: copies", leading.tell if leading else lambda: None)
+            self.ranks.first("wait: copies", leading.raise_failure if leading else lambda: None)
 
     def _wait_together(
         self, end: float, is_over: Callable[[float], bool], watch: Callable[[], None] | None = None

@@ -199,7 +199,7 @@ class Drain:
         """Whether the thread has ended, by ``limit`` of ``time.monotonic``."""
         return self._idle.wait(max(0.0, limit - time.monotonic()))
 
-    def tell(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what the last attempts ended with; what waits is tried again.
 
         Raises:
@@ -230,7 +230,7 @@ class Drain:
                 if time.monotonic() >= end:
                     here, there = self._from.path, self._to.path
                     raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; it goes on")
-        self.tell()
+        self.raise_failure()
 
     def leave(self, end: float) -> None:
         """Wait until ``end``; then give up what is being copied, and leave it to the next save or the next run."""
@@ -364,7 +364,7 @@ class Drain:
             self._remote.follow(step, number or 0, was_there=copied.was_there, waits=lambda one: one in self._waiting)
         self._drop(step, number)
         if self._leads:
-            self._local.again()
+            self._local.clear_again()
 
     def _skip(self) -> None:
         """Drop the steps that the remote would not keep."""
@@ -382,7 +382,7 @@ class Drain:
                 self._to.forget(step)
             logger.debug("%s: step %d is not copied: no policy of the remote wants it", self._from.path, step)
         if unwanted and self._leads:
-            self._local.again()
+            self._local.clear_again()
 
     def _is_gone(self, step: int) -> bool:
         """Whether the local tier has no such checkpoint. One that cannot be looked at is not gone."""
@@ -408,7 +408,7 @@ class Drain:
             self._drop(step, number)
             if step in self._own:
                 self._failed[step] = error
-            self._local.again()
+            self._local.clear_again()
             return
         with self._lock:
             if self._waiting.get(step) != number:

@@ -43,7 +43,7 @@ class Leftovers:
         #: As they were seen, and when they were first seen so.
         self._seen: dict[str, tuple[Leftover, float]] = {}
         #: What the report of the next save is to say.
-        self.said: str | None = None
+        self.warning: str | None = None
 
     def begin(self) -> None:
         """Begin to watch them, and tell how much they take."""
@@ -52,12 +52,12 @@ class Leftovers:
             unsure = self._look()[0]
             if unsure:
                 hosts = ", ".join(sorted({one.host for one in unsure if one.host})) or "another machine"
-                self.said = (
+                self.warning = (
                     f"{self._directory.path}: {count(len(unsure), 'leftover')} of killed saves on {hosts} with "
                     f"{size(sum(one.bytes for one in unsure))}; nothing proves that no process writes there: this "
                     f"manager removes them after a save if nothing has changed in them for {UNCHANGED / 60:.0f} minutes"
                 )
-                logger.warning("%s", self.said)
+                logger.warning("%s", self.warning)
 
     def clear(self) -> None:
         """Remove those that have stood still since they were first seen, if there were any at the beginning."""

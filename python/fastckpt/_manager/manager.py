@@ -21,7 +21,7 @@ from fastckpt._ranks.replicas import Policy
 from fastckpt._units import seconds
 
 from .after_save import AfterSave
-from .arguments import keep_of, step_of, told, when_of
+from .arguments import keep_of, policies_text, step_of, when_of
 from .calls import Calls
 from .candidates import Candidates
 from .completion import Completion
@@ -149,14 +149,14 @@ class Manager:
         self._process = os.getpid()
         ranks.begin(
             {
-                "keep": told(policies or ()),
-                "save_when": told(when),
+                "keep": policies_text(policies or ()),
+                "save_when": policies_text(when),
                 "async_save": str(bool(async_save)),
                 "name": name,
                 "read_only": str(self._read_only),
                 "stale": stale,
                 "remote": "None" if far is None else far.place.path,
-                "remote_keep": told(() if far is None else far.policies),
+                "remote_keep": policies_text(() if far is None else far.policies),
             }
         )
         self._assemble(calls, when, alarm, bandwidth, asynchronous=bool(async_save))

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._api.progress import until
 
-from .ranks import failed_of
+from .ranks import failed_with
 
 if TYPE_CHECKING:
     from .arguments import StepState
@@ -243,7 +243,7 @@ class Preemption:
                     # In this thread: Python's threads cannot be started reliably in a signal handler.
                     saves.save_in_time(given, saved, plan)
         except Exception as error:
-            if failed_of(error, TimeoutError):
+            if failed_with(error, TimeoutError):
                 self._given_up(f"step {step}: {error}")
             else:
                 # The end of the process may hide it.

@@ -271,8 +271,8 @@ class Ranks:
     def leave(self, why: str) -> None:
         """This rank goes on or ends without the others, which hear of it when they next ask."""
         if self._peers is not None:
-            with contextlib.suppress(RanksError, Ended), self._turn(self._peers, ""):
-                raise Ended(why)
+            with contextlib.suppress(RanksError, RankLeft), self._turn(self._peers, ""):
+                raise RankLeft(why)
 
     def miss_save(self, path: str, why: str) -> None:
         """This rank does not take part in the save that the others begin now; it hardly waits for them."""
@@ -282,8 +282,8 @@ class Ranks:
         known = self._session.peers.has_met
         call = Call("save", self._session, path, self._timeout if known else min(_MEETING, self._timeout))
         # What this rank does with its own error, the caller decides.
-        with contextlib.suppress(Exception, Ended), call.operation:
-            raise Ended(why) if known else RuntimeError(why)
+        with contextlib.suppress(Exception, RankLeft), call.operation:
+            raise RankLeft(why) if known else RuntimeError(why)
 
     # How they ask.
 
@@ -320,11 +320,11 @@ class Ranks:
         return min(max(0, int(apart / each) - 1), 2 * self._passed + 1)
 
 
-class Ended(BaseException):
+class RankLeft(BaseException):
     """A rank leaves the others alone. No ``Exception``: it does so without waiting for an answer."""
 
 
-class SaveFailed(Ended):
+class SaveFailed(RankLeft):
     """The save that a rank has waited for has failed."""
 
 
@@ -359,7 +359,7 @@ def _difference(rank: int, own: Mapping[str, str], other: int, theirs: Mapping[s
     return None
 
 
-def failed_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+def failed_with(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     """Whether an error is of one of these kinds, or another rank has failed with one."""
     names = tuple(f"failed: {kind.__name__}" for kind in kinds)
     return isinstance(error, kinds) or any(
@@ -367,6 +367,6 @@ def failed_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     )
 
 
-def is_told(error: RanksError) -> bool:
+def is_reported(error: RanksError) -> bool:
     """Whether a rank that lives has told the failure: then it takes part in the next round."""
     return any(failure.message.startswith("failed: ") for failure in error.failures)

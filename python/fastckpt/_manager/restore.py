@@ -18,7 +18,7 @@ from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, Ran
 from . import lineage
 from .candidates import Candidate
 from .lineage import Lineage
-from .ranks import is_told
+from .ranks import is_reported
 
 if TYPE_CHECKING:
     from .calls import Calls
@@ -168,10 +168,10 @@ class Loader:
         error: Exception | None = None
         try:
             found = self._load(one, skipped, how, more=more)
-        except RanksError as told:
-            if not is_told(told):
+        except RanksError as reported:
+            if not is_reported(reported):
                 raise
-            error = told
+            error = reported
         except Exception as failed:  # noqa: BLE001 - the ranks decide what it means
             error = failed
         failures = self._failures(error, far=one.far)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from . import lineage
-from .after_save import left_until
+from .after_save import seconds_until
 from .lineage import History, Lineage
-from .ranks import failed_of
+from .ranks import failed_with
 
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
@@ -120,11 +120,11 @@ class Saves:
         if pending is None:
             return None
         try:
-            if pending.exception(left_until(end)) is not None:
+            if pending.exception(seconds_until(end)) is not None:
                 self.step = None
         except TimeoutError:
             # Where several ranks cancel it, one of them may hear of another's first.
-            if pending.cancel() or failed_of(pending.exception(), CancelledError):
+            if pending.cancel() or failed_with(pending.exception(), CancelledError):
                 self.pending = self.step = None
                 return pending.path
         return None
@@ -138,7 +138,7 @@ class Saves:
             Exception: it failed.
         """
         try:
-            self.report = pending.result(left_until(end))
+            self.report = pending.result(seconds_until(end))
         except Exception as error:
             # Once it is known to have failed, its step may be saved again, and is not a base.
             with contextlib.suppress(TimeoutError):
@@ -146,7 +146,7 @@ class Saves:
             if pending.done() and self.pending is pending:
                 # The first rank may have told the others of the step after this one had heard of the failure.
                 self.step = None
-            if failed_of(error, CancelledError) and not isinstance(error, CancelledError):
+            if failed_with(error, CancelledError) and not isinstance(error, CancelledError):
                 # Given up on all ranks, and this one has heard of another's first.
                 raise CancelledError(str(error)) from error
             raise

@@ -149,7 +149,7 @@ class StaleAlarm:
             self._error = self.warning
             logger.warning("%s", self.warning)
 
-    def tell(self) -> None:
+    def raise_once(self) -> None:
         """Raise once what is to be raised.
 
         Raises:

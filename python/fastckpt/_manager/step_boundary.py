@@ -94,7 +94,7 @@ class StepBoundary:
         self._wanted = None
         if self.preemption.signals.called:
             return self.preemption.answer(step, given)
-        self.tell_stale()
+        self.raise_stale()
         self.saves.begin(given, self._base, self._plan)
         return True
 
@@ -142,10 +142,10 @@ class StepBoundary:
             self.saves.step = agreed.saved
         return agreed
 
-    def tell_stale(self) -> None:
+    def raise_stale(self) -> None:
         """Raise on all ranks what is to be raised of the last save."""
         if self.alarm.raises:
-            self.ranks.first("stale", self.alarm.tell)
+            self.ranks.first("stale", self.alarm.raise_once)
 
     def miss(self, why: str) -> None:
         """This rank does not save the step that all have agreed to save: the others, which do, hear why."""

@@ -171,7 +171,7 @@ class Tier(Generic[_P]):
             except OSError as error:
                 logger.warning("%s: what its checkpoints say is not cached: %s", self.place.path, error)
 
-    def again(self) -> None:
+    def clear_again(self) -> None:
         """Remove what may go now that fewer are held."""
         if self._durable is not None:
             self.clear(self._durable)
