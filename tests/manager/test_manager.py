@@ -96,10 +96,10 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
 
 def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeypatch, recwarn):
     """Each time the reader has chosen one, the writer has a newer one and removes that."""
-    from fastckpt._manager import calls
+    from fastckpt._manager import restore
 
     writer = fill(tmp_path, [1], keep=1)
-    real = calls.load
+    real = restore.load
 
     def load(path, **options):
         step = writer.latest() + 1
@@ -108,14 +108,14 @@ def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeyp
             writer.wait()
         return real(path, **options)
 
-    monkeypatch.setattr(calls, "load", load)
+    monkeypatch.setattr(restore, "load", load)
     found = fastckpt.Manager(tmp_path, read_only=True).restore()
     assert (found.step, found.skipped) == (5, ())
     assert not recwarn.list
 
 
 def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
-    from fastckpt._manager import calls, restore
+    from fastckpt._manager import restore
 
     fill(tmp_path, [1])
 
@@ -125,7 +125,7 @@ def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     looks = []
-    monkeypatch.setattr(calls, "load", load)
+    monkeypatch.setattr(restore, "load", load)
     with (
         pytest.warns(RuntimeWarning, match="is gone"),
         pytest.raises(fastckpt.CorruptCheckpointError, match="none of 1"),
@@ -145,17 +145,17 @@ def test_nothing_that_verifies_is_an_error_and_not_a_new_beginning(tmp_path):
 
 
 def test_storage_that_refuses_is_an_error_and_not_a_reason_to_skip(tmp_path, monkeypatch):
-    from fastckpt._manager import calls
+    from fastckpt._manager import restore
 
     fill(tmp_path, [1, 2])
-    real = calls.load
+    real = restore.load
 
     def load(path, **options):
         if path.endswith("2"):
             raise OSError(failure, os.strerror(failure), path)
         return real(path, **options)
 
-    monkeypatch.setattr(calls, "load", load)
+    monkeypatch.setattr(restore, "load", load)
     failure = errno.EACCES
     with pytest.raises(PermissionError):
         fastckpt.Manager(tmp_path).restore()

@@ -210,7 +210,7 @@ def test_what_is_saved_already_is_not_saved_again(manager, tmp_path):
 
 def test_a_save_in_flight_becomes_durable_before_the_signal_is_passed_on(manager):
     manager.save_on_signal(signal.SIGUSR1)
-    manager._saves.calls.options["bandwidth_limit"] = "2MB"
+    manager._saves.options["bandwidth_limit"] = "2MB"
     manager.save(1, {"a": np.zeros(100_000)})
     assert manager._saves.in_flight
     raise_signal(signal.SIGUSR1)

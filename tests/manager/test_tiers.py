@@ -23,6 +23,7 @@ import fastckpt
 from fastckpt import keep
 from fastckpt._manager import drain as draining
 from fastckpt._manager import remote as remote_tier
+from fastckpt._manager import restore
 from fastckpt._portable.manifest import own_checksum
 
 #: A deadline of a test: reached only by what hangs.
@@ -216,16 +217,15 @@ def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(loca
 
 def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, remote, monkeypatch):
     fill(local, remote, [1], remote_keep=1)
-    manager = fastckpt.Manager(local / "none", remote=remote, read_only=True)
-    load = manager._loader.calls.load
+    real = restore.load
 
-    def slow(path, how):
+    def load(path, **how):
         if path.endswith("1"):
             fill(local, remote, [2], remote_keep=1)
-        return load(path, how)
+        return real(path, **how)
 
-    monkeypatch.setattr(manager._loader.calls, "load", slow)
-    found = manager.restore()
+    monkeypatch.setattr(restore, "load", load)
+    found = fastckpt.Manager(local / "none", remote=remote, read_only=True).restore()
     assert is_of(found, 2)
     assert found.skipped == ()
 

@@ -8,8 +8,15 @@ from typing import Any, NamedTuple
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
+from fastckpt._api.save_settings import SaveSettings
+from fastckpt._api.settings import Settings
+from fastckpt._background.settings import BackgroundSettings, CopySettings
+from fastckpt._ranks.replicas import Policy
 
 from .lineage import KEY
+
+#: What the manager gives to a save itself.
+_OWN = {"overwrite", "on_error"}
 
 
 def step_of(operation: str, step: int) -> int:
@@ -88,3 +95,16 @@ def policies_text(policies: Sequence[Any]) -> str:
     """Policies as ranks compare them: a policy of the caller's by its type, for its text may have an address."""
     ours = {keeping.__name__, saving.__name__}
     return ", ".join(str(one) if type(one).__module__ in ours else type(one).__qualname__ for one in policies) or "none"
+
+
+def save_options_of(
+    options: Mapping[str, Any] | None, comparison: Mapping[str, Any], *, grouped: bool
+) -> dict[str, Any]:
+    """``save_options=``, with what only saves of several ranks take beside: how they compare what several hold."""
+    kinds: list[type[Settings]] = [SaveSettings]
+    kinds += [CopySettings, Policy] if grouped else [BackgroundSettings]
+    known = {name for kind in kinds for name in kind.options()} - _OWN
+    unknown = sorted(set(options or {}) - known)
+    if unknown:
+        raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+    return {**(comparison if grouped else {}), **(options or {})}

@@ -21,8 +21,7 @@ from fastckpt._ranks.replicas import Policy
 from fastckpt._units import seconds
 
 from .after_save import AfterSave
-from .arguments import keep_of, policies_text, step_of, when_of
-from .calls import Calls
+from .arguments import keep_of, policies_text, save_options_of, step_of, when_of
 from .candidates import Candidates
 from .completion import Completion
 from .directory import Directory, Names
@@ -138,9 +137,9 @@ class Manager:
         policies = None if keep is None else keep_of(keep)
         when = when_of(save_when, saving.Auto(_MTTF_HOURS / ranks.size if mttf is None else mttf, overhead))
         policy = Policy.of("Manager", {"replicas": replicas, "on_difference": on_difference})
-        calls = Calls(save_options, ranks, asdict(policy))
+        save_options = save_options_of(save_options, asdict(policy), grouped=ranks.grouped)
         local = Tier(Directory(path, Names(name)), policies or (), read_only=bool(read_only))
-        alarm = StaleAlarm(local, stale, calls.options.get("frozen") or ())
+        alarm = StaleAlarm(local, stale, save_options.get("frozen") or ())
         far = remote_of(remote, remote_keep, local)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
         self._local, self._remote, self._ranks, self._keep = local, far, ranks, policies
@@ -159,10 +158,16 @@ class Manager:
                 "remote_keep": policies_text(() if far is None else far.policies),
             }
         )
-        self._assemble(calls, when, alarm, bandwidth, asynchronous=bool(async_save))
+        self._assemble(save_options, when, alarm, bandwidth, asynchronous=bool(async_save))
 
     def _assemble(
-        self, calls: Calls, when: list[saving.Policy], alarm: StaleAlarm, limit: int | None, *, asynchronous: bool
+        self,
+        options: Mapping[str, Any],
+        when: list[saving.Policy],
+        alarm: StaleAlarm,
+        limit: int | None,
+        *,
+        asynchronous: bool,
     ) -> None:
         """Make the parts. Each knows some of those before it, and none of those behind it."""
         local, remote, ranks, path = self._local, self._remote, self._ranks, self.directory
@@ -176,9 +181,9 @@ class Manager:
             drain = Drain(local, remote, limit=limit, share=ranks.share, deadline=lambda: signals.end)
             drain.resume()
         self._drain = drain
-        self._loader = Loader(Candidates(local, remote), ranks, calls)
+        self._loader = Loader(Candidates(local, remote), ranks)
         self._after_save = after_save = AfterSave(local, timing, alarm, leftovers, drain, ranks.leads)
-        self._saves = saves = Saves(local, calls, timing, alarm, after_save, asynchronous)
+        self._saves = saves = Saves(local, ranks, options, timing, alarm, after_save, asynchronous)
         preemption = Preemption(path, signals, saves, ranks)
         self._boundary = StepBoundary(ranks, Schedule(when, timing), timing, saves, alarm, preemption)
         copies = remote is not None and not self._read_only
@@ -394,7 +399,7 @@ class Manager:
             self._check("restore: discard_newer")
             if step is None:
                 raise ValueError("restore: discard_newer: give step=, too")
-        how = {**options, "into": into, "exclude": exclude}
+        how = {**options, "into": into, "exclude": exclude, "report": True}
         if step is None:
             found = self._loader.newest(how, fresh=bool(fresh))
         else:

@@ -10,9 +10,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastckpt import distributed
 from fastckpt._api.checkpoint import Checkpoint
+from fastckpt._api.load import load
+from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.verify import verify
+from fastckpt._ranks.calls import marked
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
 
 from . import lineage
@@ -21,7 +25,6 @@ from .lineage import Lineage
 from .ranks import is_reported
 
 if TYPE_CHECKING:
-    from .calls import Calls
     from .candidates import Candidates
     from .ranks import Ranks
 
@@ -74,7 +77,6 @@ class Loader:
 
     candidates: Candidates
     ranks: Ranks
-    calls: Calls
 
     def at(self, step: int, how: Mapping[str, Any]) -> Restored:
         """Load the checkpoint of a step, on all ranks or on none.
@@ -187,10 +189,15 @@ class Loader:
         if more and how.get("into") is not None and not how.get("strict", True):
             # What an older one lacks would keep what a damaged one has left in `into`.
             self.ranks.first("restore: verify", lambda: _verify(path))
-        loaded = self.calls.load(path, how)
+        if self.ranks.grouped:
+            with marked(self.ranks.answered):
+                loaded = distributed.load(path, **self.ranks.arguments, **how)
+        else:
+            loaded = load(path, **how)
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
-        per_rank = self.calls.load_own(path, ranks)
+        # Where another number of ranks has saved, none of them is this one.
+        per_rank = load_state_of(path, None, (self.ranks.rank, ranks)) if ranks == self.ranks.size else None
         if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(
                 "%s: %d ranks saved states of their own, and there are %d now: "

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+from fastckpt import distributed
+from fastckpt._api.save import save
+from fastckpt._background.save_async import save_async
+from fastckpt._background.settings import BackgroundSettings
 
 from . import lineage
 from .after_save import seconds_until
@@ -20,8 +25,8 @@ if TYPE_CHECKING:
 
     from .after_save import AfterSave
     from .arguments import StepState
-    from .calls import Calls
     from .directory import Directory
+    from .ranks import Ranks
     from .stale import StaleAlarm
     from .step_timing import StepTiming
     from .tier import Tier
@@ -34,6 +39,7 @@ class Saves:
     """The saves that this process has begun.
 
     Attributes:
+        options: further arguments for each save.
         asynchronous: whether they go on in the background.
         pending: the last one in the background, until it is known to be over.
         step: the step that needs no further save: saved, being saved, or restored.
@@ -41,7 +47,8 @@ class Saves:
     """
 
     local: Tier[Directory]
-    calls: Calls
+    ranks: Ranks
+    options: Mapping[str, Any]
     timing: StepTiming
     alarm: StaleAlarm
     after_save: AfterSave
@@ -89,7 +96,7 @@ class Saves:
                     "this run; restore(step=..., discard_newer=True) removes what it replaces",
                     *(place.path, step, steps[-1]),
                 )
-        files = sorted(self.calls.options.get("files") or ())
+        files = sorted(self.options.get("files") or ())
         of, shares = self.alarm.changed
         return {**self._history.plan(step), "files": files, "changed_of": of, "changed": dict(shares)}
 
@@ -169,22 +176,27 @@ class Saves:
             self._history.begin(given.step, plan)
         # Of a failed save nothing is there: then everything is written once.
         path = None if base is None else self.path_of(base)
-        return {"base": path, **self.calls.options, "metadata": given.metadata}
+        how = {"base": path, **self.options, "metadata": given.metadata}
+        together = self.ranks.grouped or given.per_rank is not None
+        return how | {"per_rank": given.per_rank, **self.ranks.arguments} if together else how
 
     def _save(
         self, given: StepState, base: int | None, plan: Mapping[str, Any], **more: Any
     ) -> tuple[float, SaveReport]:
         how = self._how(given, base, plan) | more
+        at_once = {name: value for name, value in how.items() if name not in BackgroundSettings.options()}
+        call: Callable[..., SaveReport] = distributed.save if "per_rank" in how else save
         began = self.timing.begin()
-        report = self.calls.save(given.state, self.path_of(given.step), given.per_rank, how)
+        report = call(given.state, self.path_of(given.step), **at_once)
         self.pending, self.report, self.step = None, report, given.step
         return began, report
 
     def _save_async(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
         how = self._how(given, base, plan)
+        call: Callable[..., PendingSave] = distributed.save_async if "per_rank" in how else save_async
         began = self.timing.begin()
         try:
-            pending = self.calls.save_async(given.state, self.path_of(given.step), given.per_rank, how)
+            pending = call(given.state, self.path_of(given.step), **how)
         except BaseException as error:
             # An earlier save has failed, and this one has begun.
             begun = getattr(error, "pending_save", None)
