@@ -31,14 +31,7 @@ def step_of(operation: str, step: int) -> int:
 
 
 class StepState(NamedTuple):
-    """The state of a step, as a program gives it.
-
-    Attributes:
-        step: its number.
-        state: that of all ranks.
-        per_rank: that of this rank alone.
-        metadata: of the checkpoint.
-    """
+    """What a program gives to a save: the state of a step, what belongs to this rank alone, and the metadata."""
 
     step: int
     state: Any

@@ -25,10 +25,7 @@ if TYPE_CHECKING:
 class Candidate(NamedTuple):
     """A checkpoint that may be restored.
 
-    Attributes:
-        step: its step.
-        far: whether it is that of the remote tier.
-        alone: whether nothing of the local tier's belongs to that: it is a later save of the step.
+    It is that of the remote tier if it is ``far``, and a later save than the local tier's if it is ``alone``.
     """
 
     step: int
@@ -94,7 +91,7 @@ class Candidates:
             return False
 
     def refuse_new_beginning(self) -> None:
-        """Nobody takes for a new beginning what is not one.
+        """Refuse to begin anew where a run was.
 
         Raises:
             CheckpointError: a run was here; NotACheckpointError: it was another program's.

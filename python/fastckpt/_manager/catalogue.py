@@ -103,11 +103,7 @@ class Catalogue:
     def go_back(self, step: int, steps: Iterable[int]) -> None:
         """Note, durably, that the run goes on from a step: nobody follows what is above it any more.
 
-        Pinned ones may stay there, and until the next save nothing else would tell.
-
-        Args:
-            step: the one.
-            steps: all that there are.
+        Pinned ones may stay there, and until the next save nothing else would tell. ``steps`` are all that there are.
 
         Raises:
             OSError: the file cannot be written.

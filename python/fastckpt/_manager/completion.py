@@ -159,11 +159,6 @@ class Completion:
     ) -> bool:
         """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
 
-        Args:
-            end: until when, by ``time.monotonic``.
-            is_over: whether it is over on this rank by such a time.
-            watch: as :attr:`.ranks.Asked.watch`.
-
         Returns:
             Whether it is over.
 

@@ -133,9 +133,7 @@ class Directory:
     def remove(self, step: int, files: Collection[str]) -> str:
         """Remove the checkpoint of a step; what it did not bring is moved into a directory beside it first.
 
-        Args:
-            step: which.
-            files: the names of what ``files=`` has put into it.
+        ``files`` are the names of what ``files=`` has put into it.
 
         Returns:
             What was moved, and to where, in words; empty where nothing was.

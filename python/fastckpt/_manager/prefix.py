@@ -103,9 +103,7 @@ class Prefix:
     def remove(self, step: int, files: Collection[str]) -> str:
         """Remove the checkpoint of a step; what it did not bring stays where it is.
 
-        Args:
-            step: which.
-            files: the names of what ``files=`` has put into it.
+        ``files`` are the names of what ``files=`` has put into it.
 
         Returns:
             What stays, in words; empty where nothing does.

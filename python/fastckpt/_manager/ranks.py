@@ -230,10 +230,8 @@ class Ranks:
     def first(self, operation: str, find: Callable[[], _T]) -> _T:
         """What the first rank finds; the others wait for as long as it takes.
 
-        Args:
-            operation: the operation and the question, as no other question: a rank that has given one up alone must not
-                take the answer to another.
-            find: finds it.
+        No other question has the same ``operation``: a rank that has given one up alone must not take the answer to
+        another.
 
         Raises:
             RanksError: it failed.

@@ -59,21 +59,13 @@ def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remo
 
 
 class Remote(Tier[Place]):
-    """The remote tier.
-
-    Args:
-        place: where it lies.
-        policies: what is to stay there; without one all stays.
-        local: the tier that checkpoints are copied from.
-    """
+    """The remote tier, to which checkpoints of the local one are copied."""
 
     def __init__(self, place: Place, policies: Sequence[Policy], local: Tier[Directory]) -> None:
         super().__init__(place, policies)
         self._local = local
         #: The number of the step that its ``latest`` names, in the order in which steps were queued.
         self._latest = -math.inf
-        #: The last step that became durable there by this process.
-        self._durable: int | None = None
 
     # For the drain.
 
@@ -120,11 +112,8 @@ class Remote(Tier[Place]):
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
         """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and what copies left.
 
-        Args:
-            step: which.
-            number: its number among the steps that were queued.
-            was_there: whether nothing had to be copied.
-            waits: whether a step is still to be copied.
+        It had this ``number`` among the steps that were queued, and was there before if nothing had to be copied. A
+        step that ``waits`` is still to be copied.
         """
         local, place = self._local.place, self.place
         try:
@@ -154,12 +143,8 @@ class Remote(Tier[Place]):
     def fetch(self, step: int, *, alone: bool) -> str:
         """Have the local tier hold what this one has of a step; where the checkpoint is to be loaded from.
 
-        What of it is good on the local tier is not fetched. Where the local tier has no room, or may or can not be
-        written, this one is read in its place.
-
-        Args:
-            step: which.
-            alone: the local tier has another save of the step: nothing of that is taken.
+        What of it is good on the local tier is not fetched, unless that has another save of the step (``alone``). Where
+        the local tier has no room, or may or can not be written, this one is read in its place.
 
         Raises:
             CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.

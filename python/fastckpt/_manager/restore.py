@@ -79,11 +79,7 @@ class Loader:
     ranks: Ranks
 
     def at(self, step: int, how: Mapping[str, Any]) -> Restored:
-        """Load the checkpoint of a step, on all ranks or on none.
-
-        Args:
-            step: its number.
-            how: arguments for the load.
+        """Load the checkpoint of a step, on all ranks or on none; ``how`` has arguments for the load.
 
         Raises:
             FileNotFoundError: there is none.
@@ -103,9 +99,7 @@ class Loader:
     def newest(self, how: Mapping[str, Any], *, fresh: bool) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
 
-        Args:
-            how: arguments for the load.
-            fresh: None also where a run was, and nothing of it is a checkpoint.
+        With ``fresh``, None also where a run was, and nothing of it is a checkpoint.
 
         Raises:
             CheckpointError: there is none, and a run was here.
@@ -158,13 +152,9 @@ class Loader:
     def _try(
         self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool = False
     ) -> tuple[Restored | None, list[_Failure], Exception]:
-        """Load a checkpoint on all ranks; or why ranks cannot, and what this rank may raise.
+        """Load a checkpoint on all ranks, or say why ranks cannot, and what this one may raise.
 
-        Args:
-            one: which.
-            skipped: those before it.
-            how: arguments for the load.
-            more: others may be tried after it.
+        Before it others were ``skipped``; after it ``more`` may be tried.
         """
         found: Restored | None = None
         error: Exception | None = None
@@ -238,15 +228,9 @@ class Loader:
 
 
 class _Failure(NamedTuple):
-    """Why a rank could not load a checkpoint.
+    """Why a rank could not load a checkpoint: the name of the exception, and its text.
 
-    Attributes:
-        rank: which.
-        host: where it runs.
-        kind: the name of the exception.
-        why: its text.
-        skips: whether an older checkpoint may be loaded instead.
-        gone: whether there is nothing any more.
+    An older checkpoint may be loaded instead if it ``skips``; if it is ``gone``, there is nothing any more.
     """
 
     rank: int

@@ -77,12 +77,7 @@ class Saves:
         self.step = step
 
     def plan(self, step: int, *, look: bool = False) -> dict[str, Any]:
-        """What the metadata of a save of a step note of its place in the run.
-
-        Args:
-            step: the step.
-            look: whether there is time to look at what is there, if that was not done before.
-        """
+        """What the metadata of a save of a step note of its place in the run; ``look`` if there is time for it."""
         if look and not self._looked:
             self._looked = True
             place, catalogue = self.local.place, self.local.catalogue
@@ -101,13 +96,7 @@ class Saves:
         return {**self._history.plan(step), "files": files, "changed_of": of, "changed": dict(shares)}
 
     def begin(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
-        """Save a state, in the background or at once.
-
-        Args:
-            given: the state.
-            base: the step that the save may take files from.
-            plan: what it notes of its place in the run.
-        """
+        """Save a state, in the background or at once, with files of the step ``base``, and note its ``plan``."""
         try:
             if self.asynchronous:
                 self._save_async(given, base, plan)

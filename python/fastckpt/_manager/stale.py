@@ -93,12 +93,7 @@ def _alarm(path: str, since: int, now: Sums, shares: Mapping[str, float]) -> str
 
 
 class StaleAlarm:
-    """Compares the checkpoints of a run.
-
-    Args:
-        local: the local tier.
-        stale: what follows where a trained group has not changed: ``warn``, ``raise`` or ``ignore``.
-        frozen: patterns of tensors that are not trained.
+    """Compares each checkpoint of a run with the one before it; ``stale`` and ``frozen`` are the manager's.
 
     Attributes:
         raises: whether it is an error.

@@ -89,12 +89,9 @@ def write_hint(place: Place, step: int) -> None:
 
 
 class Tier(Generic[_P]):
-    """One tier. Nothing is asked of its place before somebody needs to know: it may be far away.
+    """One tier: a place, and the policies of what is to stay there; without one all stays.
 
-    Args:
-        place: where the checkpoints lie.
-        policies: what is to stay; without one all stays.
-        read_only: whether nothing may be written.
+    Nothing is asked of the place before somebody needs to know: it may be far away.
     """
 
     def __init__(self, place: _P, policies: Sequence[Policy], *, read_only: bool = False) -> None:
@@ -106,7 +103,7 @@ class Tier(Generic[_P]):
         #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
         self.damaged: set[int] = set()
         self._warned: set[int] = set()
-        #: The step that became durable last.
+        #: The step that this process has made durable last.
         self._durable: int | None = None
         #: Whether a step must stay for another reason: it is still to be copied.
         self.held: Callable[[int], bool] = lambda step: False  # noqa: ARG005 - what is asked
