@@ -47,7 +47,8 @@ from typing import NamedTuple
 import numpy as np
 
 import fastckpt
-from fastckpt._manager import drain, fetch, manager, retention
+from fastckpt._manager import drain, manager, tier
+from fastckpt._manager import remote as remote_tier
 from fastckpt._paths import is_url
 
 PHASES = ("restore", "rollback", "save", "retention")
@@ -118,13 +119,13 @@ class Plan(NamedTuple):
 
 def train(directory, remote, tell, plan):
     """Restore, perhaps go back, and save and remove for ever, or until it is preempted."""
-    clear = retention.Retention.clear
+    clear = tier.Tier.clear
 
     def told(self, durable):
         tell("retention", NOTHING)
         clear(self, durable)
 
-    retention.Retention.clear = told
+    tier.Tier.clear = told
     discarded, telling = [], threading.Lock()
 
     def tell_unless_discarded(kind, place):
@@ -134,7 +135,7 @@ def train(directory, remote, tell, plan):
                 tell(kind, place)
 
     tell_of_copies(drain, tell_unless_discarded, "drain", "drained", branches=plan.alone)
-    tell_of_copies(fetch, tell, "fetch")
+    tell_of_copies(remote_tier, tell, "fetch")
     how = {"keep": plan.keep, "async_save": plan.asynchronous, "save_options": {"shard_size": 160_000}}
     if remote is not None:
         how |= {"remote": remote, "remote_keep": 1 if is_url(remote) else 2}
@@ -146,7 +147,7 @@ def train(directory, remote, tell, plan):
     branch, step = place_of(found) if found else NOTHING
     if plan.back is not None:
         tell("rollback", NOTHING)
-        older = [one for one in run._catalogue.branch(run.steps()) if one < step]
+        older = [one for one in run._catalogue.own(run._catalogue.entries(run.steps())) if one < step]
         if older:
             found = run.restore(step=plan.back.choice(sorted(older)))
             if plan.back.random() < 0.5:
@@ -162,7 +163,7 @@ def train(directory, remote, tell, plan):
             tell("save", NOTHING)
             run.save(step, state(branch, step))
             if step % 2:
-                run._pending and run._pending.result()
+                run._saves.pending and run._saves.pending.result()
                 tell("acknowledged", (branch, step))
     except SystemExit:
         tell("acknowledged", (branch, step))

@@ -12,10 +12,13 @@ import pytest
 
 import fastckpt
 from fastckpt import keep
-from fastckpt._manager import catalogue, drain, traces
+from fastckpt._manager import drain, earlier_run
 from harness import manifest
 
 FORM = "step-{step:08d}"
+
+#: What Manager caches beside its checkpoints (docs/manager.md).
+CACHE = ".fastckpt-run.json"
 
 
 def state(step, branch="a"):
@@ -70,7 +73,7 @@ def test_a_newest_without_manifest_or_cache_falls_back_within_its_branch(rolled)
     with pytest.warns(RuntimeWarning, match="step-00002100"):
         assert restored(rolled) == (2000, "a")
     manifest.write_bytes(whole)
-    (rolled / catalogue.FILE).unlink()
+    (rolled / CACHE).unlink()
     assert restored(rolled) == (2100, "b")
 
 
@@ -154,7 +157,7 @@ def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path,
     far = tmp_path / "far"
     save(tmp_path / "one", [10, 20, 30], remote=far)
     with monkeypatch.context() as lagging:
-        lagging.setattr(drain.Drain, "_start", lambda _: None)
+        lagging.setattr(drain.Drain, "start", lambda _: None)
         save(tmp_path / "one", [20], "b", at=10, remote=far)
     save(tmp_path / "two", [40], remote=far)
     with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
@@ -245,7 +248,7 @@ def test_a_checkpoint_that_is_written_again_by_other_means_stays_on_its_branch(t
     fastckpt.save(state(10, "again"), tmp_path / FORM.format(step=10), overwrite=True)
     save(tmp_path, [21], "b", at=20)
     fastckpt.save(state(20, "again"), tmp_path / FORM.format(step=20), overwrite=True)
-    for name in (catalogue.FILE, None):
+    for name in (CACHE, None):
         if name is not None:
             (tmp_path / name).unlink()
         manager = fastckpt.Manager(tmp_path, keep=3, read_only=True)
@@ -297,12 +300,12 @@ def test_another_form_of_names_is_no_new_beginning(tmp_path):
     begin(tmp_path, "step-00001000 is a checkpoint, and no name that the manager gives", name="step-{step}")
 
 
-@pytest.mark.parametrize("kept", ["latest", catalogue.FILE, "step-00000001.pin"])
+@pytest.mark.parametrize("kept", ["latest", CACHE, "step-00000001.pin"])
 def test_a_lost_checkpoint_is_no_new_beginning(tmp_path, kept):
     save(tmp_path, [1], keep=1)
     fastckpt.Manager(tmp_path).pin(1)
     fastckpt.remove(tmp_path / "step-00000001")
-    for name in ("latest", catalogue.FILE, "step-00000001.pin"):
+    for name in ("latest", CACHE, "step-00000001.pin"):
         if name != kept:
             (tmp_path / name).unlink()
     begin(tmp_path, kept.replace(".", r"\."))
@@ -313,7 +316,7 @@ def test_a_disk_that_is_not_mounted_is_no_new_beginning(tmp_path, monkeypatch):
     begin(tmp_path / "runs" / "gpt", "symbolic link to .*/disk/runs, where nothing is")
     table = tmp_path / "fstab"
     table.write_text(f"# a disk\nLABEL=data {tmp_path}/my\\040disk ext4 defaults 0 2\n")
-    monkeypatch.setattr(traces, "_MOUNTS", table)
+    monkeypatch.setattr(earlier_run, "_MOUNTS", table)
     begin(tmp_path / "my disk" / "gpt", "fstab names .*/my disk, where nothing is mounted")
     assert fastckpt.Manager(tmp_path / "other").restore() is None
 

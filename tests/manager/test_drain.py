@@ -22,9 +22,8 @@ import fastckpt
 from fastckpt import _core, keep
 from fastckpt._manager import drain as draining
 from fastckpt._manager import prefix
-from fastckpt._manager.catalogue import Catalogue
 from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.place import place_at
+from fastckpt._manager.remote import remote_of
 from fastckpt._manager.tier import Tier
 from fastckpt._portable.manifest import own_checksum
 from fastckpt._stores.objects import Objects
@@ -83,14 +82,11 @@ class Run:
 
     def __init__(self, root, remote, policies=(), **options):
         self.local = Directory(str(root / "local"), NAMES)
-        self.tier = Tier(place_at("test", remote, NAMES), policies)
+        local = Tier(self.local, [])
+        self.tier = remote_of(remote, policies, local)
         self.settled = 0
-        self.drain = draining.Drain(
-            self.local,
-            Catalogue(self.local),
-            self.tier,
-            **{"limit": None, "settled": self._settle, "deadline": lambda: float("inf"), **options},
-        )
+        local.clear_again = self._settle
+        self.drain = draining.Drain(local, self.tier, **{"limit": None, "deadline": lambda: float("inf"), **options})
 
     def _settle(self):
         self.settled += 1
@@ -295,7 +291,7 @@ def test_a_step_that_cannot_be_looked_at_is_not_gone(run, monkeypatch):
 
 
 def test_a_look_at_a_store_misses_no_step_that_takes_the_place_of_another(tmp_path, monkeypatch):
-    place = place_at("test", f"memory://{tmp_path.name}/run", NAMES)
+    place = prefix.Prefix(Objects.at("test", f"memory://{tmp_path.name}/run"), NAMES)
     place.replace("step-00000001/fastckpt.json", b"{}", durable=True)
     children, turns = place._objects.children, []
 
@@ -316,8 +312,8 @@ def test_what_was_there_takes_one_look_at_what_follows(tmp_path, copier, monkeyp
     run.save(1, 2, 3)
     run.wait()
     other = Run(tmp_path, tmp_path / "remote", [keep.Last(9)])
-    followed, clear = [], other.tier.retention.clear
-    monkeypatch.setattr(other.tier.retention, "clear", lambda step: followed.append(step) or clear(step))
+    followed, clear = [], other.tier.clear
+    monkeypatch.setattr(other.tier, "clear", lambda step: followed.append(step) or clear(step))
     other.local.pin(1)
     other.drain.resume()
     other.wait()
@@ -568,16 +564,15 @@ def copy(sources, target, **options):
         time.sleep(0.001)
     return real(sources, target, **options)
 drain.copy_checkpoint = copy
-from fastckpt._manager.catalogue import Catalogue
 from fastckpt._manager.directory import Directory, Names
-from fastckpt._manager.place import place_at
+from fastckpt._manager.remote import remote_of
 from fastckpt._manager.tier import Tier
 names = Names("step-{step:08d}")
-local = Directory(sys.argv[1] + "/local", names)
-fastckpt.save({"w": np.arange(10)}, local.path_of(1))
+local = Tier(Directory(sys.argv[1] + "/local", names), [])
+fastckpt.save({"w": np.arange(10)}, local.place.path_of(1))
 made = drain.Drain(
-    local, Catalogue(local), Tier(place_at("test", sys.argv[1] + "/remote", names), []),
-    limit=None, settled=lambda: None, deadline=lambda: 0.0 if sys.argv[2] == "hangs" else float("inf"),
+    local, remote_of(sys.argv[1] + "/remote", [], local),
+    limit=None, deadline=lambda: 0.0 if sys.argv[2] == "hangs" else float("inf"),
 )
 made.add(1)
 made.start()

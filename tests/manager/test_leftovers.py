@@ -62,8 +62,8 @@ def test_a_start_tells_what_nobody_may_remove(tmp_path, caplog):
 def test_a_save_removes_what_has_stood_still(tmp_path, async_save):
     path, other = leave(tmp_path), leave(tmp_path, "somebodys")
     with fastckpt.Manager(tmp_path, async_save=async_save) as manager:
-        clock = manager._leftovers._clock = Clock()
-        manager._leftovers.begin()
+        clock = manager._after_save.leftovers._clock = Clock()
+        manager._after_save.leftovers.begin()
         manager.save(3, STATE)
         manager.wait()
         assert path.exists()

@@ -18,7 +18,10 @@ import pytest
 import fastckpt
 from fastckpt import keep, save_when
 from fastckpt._api import manage
-from fastckpt._manager import aftermath, catalogue, directory
+from fastckpt._manager import after_save, directory
+
+#: What Manager caches beside its checkpoints (docs/manager.md).
+CACHE = ".fastckpt-run.json"
 
 
 def state(step):
@@ -93,10 +96,10 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
 
 def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeypatch, recwarn):
     """Each time the reader has chosen one, the writer has a newer one and removes that."""
-    from fastckpt._manager import calls
+    from fastckpt._manager import restore
 
     writer = fill(tmp_path, [1], keep=1)
-    real = calls.load
+    real = restore.load
 
     def load(path, **options):
         step = writer.latest() + 1
@@ -105,14 +108,14 @@ def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeyp
             writer.wait()
         return real(path, **options)
 
-    monkeypatch.setattr(calls, "load", load)
+    monkeypatch.setattr(restore, "load", load)
     found = fastckpt.Manager(tmp_path, read_only=True).restore()
     assert (found.step, found.skipped) == (5, ())
     assert not recwarn.list
 
 
 def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
-    from fastckpt._manager import calls, restore
+    from fastckpt._manager import restore
 
     fill(tmp_path, [1])
 
@@ -122,7 +125,7 @@ def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     looks = []
-    monkeypatch.setattr(calls, "load", load)
+    monkeypatch.setattr(restore, "load", load)
     with (
         pytest.warns(RuntimeWarning, match="is gone"),
         pytest.raises(fastckpt.CorruptCheckpointError, match="none of 1"),
@@ -142,17 +145,17 @@ def test_nothing_that_verifies_is_an_error_and_not_a_new_beginning(tmp_path):
 
 
 def test_storage_that_refuses_is_an_error_and_not_a_reason_to_skip(tmp_path, monkeypatch):
-    from fastckpt._manager import calls
+    from fastckpt._manager import restore
 
     fill(tmp_path, [1, 2])
-    real = calls.load
+    real = restore.load
 
     def load(path, **options):
         if path.endswith("2"):
             raise OSError(failure, os.strerror(failure), path)
         return real(path, **options)
 
-    monkeypatch.setattr(calls, "load", load)
+    monkeypatch.setattr(restore, "load", load)
     failure = errno.EACCES
     with pytest.raises(PermissionError):
         fastckpt.Manager(tmp_path).restore()
@@ -405,7 +408,7 @@ def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path, monkeypatch):
         refused.append(1)
 
     def remove(path, **options):
-        assert manager._retention.removing.locked()
+        assert manager._local._removing.locked()
         pinning.start()
         real(path, **options)
 
@@ -420,13 +423,13 @@ def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path, monkeypatch):
 
 def test_a_pin_of_what_another_process_removes_meanwhile_is_refused(tmp_path, monkeypatch):
     manager = fill(tmp_path, [1, 2])
-    pin = manager._directory.pin
+    pin = manager._local.place.pin
 
     def late(step):
         fastckpt.remove(manager.path(step))
         pin(step)
 
-    monkeypatch.setattr(manager._directory, "pin", late)
+    monkeypatch.setattr(manager._local.place, "pin", late)
     with pytest.raises(FileNotFoundError, match="no such checkpoint"):
         manager.pin(1)
     assert not list(tmp_path.glob("*.pin"))
@@ -440,7 +443,7 @@ def test_a_reader_knows_what_is_kept_and_why(tmp_path):
     assert reader.kept() == {3: ["best=1:loss:min"], 4: ["last=2"], 5: ["last=2"]}
     assert reader.best() == 3
     assert fastckpt.Manager(tmp_path, keep=1, read_only=True).kept() == {3: [], 4: [], 5: ["last=1"]}
-    cache = tmp_path / catalogue.FILE
+    cache = tmp_path / CACHE
     cache.write_text(cache.read_text().replace("last=2", "of=tomorrow"))
     with pytest.raises(ValueError, match="of=tomorrow"):
         fastckpt.Manager(tmp_path, read_only=True).kept()
@@ -448,7 +451,7 @@ def test_a_reader_knows_what_is_kept_and_why(tmp_path):
 
 def test_the_best_is_known_without_the_cache_and_with_a_damaged_one(tmp_path):
     fill(tmp_path, range(1, 6), keep=keep.Last(9))
-    cache = tmp_path / catalogue.FILE
+    cache = tmp_path / CACHE
     whole = json.loads(cache.read_text())
     assert len(whole["checkpoints"]) == 5
     for content in (None, b"", b"{", b"[]", b'{"version": 1, "keep": 3, "checkpoints": {"step-00000001": 7}}'):
@@ -602,11 +605,11 @@ def test_what_a_killed_process_left_of_a_file_is_swept(tmp_path, monkeypatch):
         raise SystemExit
 
     # Killed before it could give the file its name.
-    directory = fastckpt.Manager(tmp_path)._directory
+    directory = fastckpt.Manager(tmp_path)._local.place
     with monkeypatch.context() as patched:
         patched.setattr(Path, "replace", die)
         patched.setattr(Path, "unlink", die)
-        for name in (catalogue.FILE, "latest"):
+        for name in (CACHE, "latest"):
             with pytest.raises(SystemExit):
                 directory.replace(name, b"", durable=True)
     left = list(tmp_path.glob(".*.new"))
@@ -628,7 +631,7 @@ def test_a_file_that_is_swept_while_it_is_written_is_written_again(tmp_path, mon
             fastckpt.Manager(tmp_path)
 
     monkeypatch.setattr(os, "fsync", another_manager_starts)
-    manager._directory.replace("latest", b"step-00000007\n", durable=True)
+    manager._local.place.replace("latest", b"step-00000007\n", durable=True)
     assert len(swept) == 3
     assert (tmp_path / "latest").read_text() == "step-00000007\n"
     assert not list(tmp_path.glob(".*.new"))
@@ -636,7 +639,7 @@ def test_a_file_that_is_swept_while_it_is_written_is_written_again(tmp_path, mon
     (tmp_path / "latest").unlink()
     monkeypatch.setattr(os, "fsync", lambda _: [path.unlink() for path in tmp_path.glob(".*.new")])
     with pytest.raises(FileNotFoundError):
-        manager._directory.replace("latest", b"", durable=True)
+        manager._local.place.replace("latest", b"", durable=True)
 
 
 def test_a_hint_that_cannot_be_written_does_not_fail_the_save(tmp_path, caplog):
@@ -652,9 +655,9 @@ def test_the_hint_goes_forward_only(tmp_path):
     manager = fill(tmp_path, [1, 2])
     report = fastckpt.save(state(1), manager.path(1))
     about = {"step": 1, "metrics": {}}
-    manager._aftermath.note(about, time.monotonic(), report, 0.1)
+    manager._after_save.note(about, time.monotonic(), report, 0.1)
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
-    manager._aftermath.note({**about, "step": 2}, 0.0, report, 0.1)
+    manager._after_save.note({**about, "step": 2}, 0.0, report, 0.1)
     assert (tmp_path / "latest").read_text() == "step-00000001\n"
 
 
@@ -695,7 +698,7 @@ def test_no_warning_in_an_ordinary_run(tmp_path):
         warnings.simplefilter("error")
         fill(tmp_path, range(1, 6), keep=2)
         assert fastckpt.Manager(tmp_path).restore().step == 5
-    assert aftermath.left_until(float("inf")) is None
+    assert after_save.seconds_until(float("inf")) is None
 
 
 def test_a_checkpoint_of_an_adapter_alone_does_not_pass_for_the_model(tmp_path):

@@ -58,7 +58,7 @@ def train(out, steps, options):
                     saved.append(step)
             manager.wait()
             here = found and (found.step, found.state["step"], float(found.state["w"].to_local().min()), found.per_rank)
-            return here, saved, len(removed), manager.steps(), manager.best("loss"), manager._saved
+            return here, saved, len(removed), manager.steps(), manager.best("loss"), manager._saves.step
     finally:
         directory.remove = real
 
@@ -191,8 +191,8 @@ def count_rounds(out, calls):
     with fastckpt.Manager(out, timeout=TIMEOUT, save_when=[save_when.Steps(calls - 1), save_when.Every(time="1h")]) as (
         manager
     ):
-        decide = manager._agree.decide
-        manager._agree.decide = lambda *given: (asked.append(given[1].step), decide(*given))[1]
+        decide = manager._ranks.decide
+        manager._ranks.decide = lambda *given: (asked.append(given[1].step), decide(*given))[1]
         saved = [step for step in range(1, calls) if manager.should_save(step)]
     return len(asked), saved
 
@@ -214,10 +214,10 @@ def fail_once(out, async_save):
             manager.wait()
         except (OSError, fastckpt.RanksError) as error:
             told = f"{type(error).__name__}: {error}"
-        between = manager._saved if async_save else None
+        between = manager._saves.step if async_save else None
         again = manager.save(2, state(2))
         manager.wait()
-        return told, between, again, manager.steps(), manager._saved
+        return told, between, again, manager.steps(), manager._saves.step
 
 
 @pytest.mark.parametrize("async_save", [True, False])
@@ -457,7 +457,7 @@ def test_metrics_and_metadata_are_those_of_the_first_rank(four, tmp_path):
 
 def hosts(out, size):
     socket.gethostname = lambda: f"node{dist.get_rank() // size}"
-    return fastckpt.Manager(out, timeout=TIMEOUT)._agree.share
+    return fastckpt.Manager(out, timeout=TIMEOUT)._ranks.share
 
 
 def test_one_rank_of_each_host_brings_a_share(forge, tmp_path):

@@ -13,8 +13,8 @@ import pytest
 import fastckpt
 from fastckpt import keep, save_when
 from fastckpt._interval import best_interval
-from fastckpt._manager.cadence import Cadence
-from fastckpt._manager.retention import reasons
+from fastckpt._manager.step_timing import StepTiming
+from fastckpt._manager.tier import reasons
 from fastckpt.keep import Saved
 
 MINUTE = 60.0
@@ -157,7 +157,7 @@ class Training:
 
     def __init__(self, policy, *, step=1.0, stall=0.5, durable=4.0, slower=1.0):
         self.clock = Clock()
-        self.cadence = Cadence(self.clock)
+        self.timing = StepTiming(self.clock)
         self.policy = policy
         self.step_seconds, self.stall, self.durable_seconds, self.slower = step, stall, durable, slower
         self.step = 0
@@ -173,16 +173,16 @@ class Training:
             self.clock.now += self.step_seconds * (self.slower if in_flight else 1.0)
             if self.began is not None and self.clock.now >= self.began + self.durable_seconds:
                 now, self.clock.now = self.clock.now, self.began + self.durable_seconds
-                self.cadence.durable(self.began, self.stall)
+                self.timing.durable(self.began, self.stall)
                 self.clock.now, self.began = now, None
-            self.cadence.reach(self.step, in_flight=in_flight)
-            self.cadence.reach(self.step, in_flight=in_flight)  # asked twice, a step is one step
-            if self.policy.due(self.cadence.moment(in_flight=self.began is not None)):
-                assert self.policy.due(self.cadence.moment(in_flight=self.began is not None))
+            self.timing.reach(self.step, in_flight=in_flight)
+            self.timing.reach(self.step, in_flight=in_flight)  # asked twice, a step is one step
+            if self.policy.due(self.timing.moment(in_flight=self.began is not None)):
+                assert self.policy.due(self.timing.moment(in_flight=self.began is not None))
                 self.saved.append((self.step, self.clock.now))
-                self.began = self.cadence.begin()
+                self.began = self.timing.begin()
                 self.clock.now += self.stall
-                self.cadence.leave()
+                self.timing.leave()
 
     @property
     def gaps(self):
@@ -194,11 +194,11 @@ def test_every_steps_also_in_larger_strides():
     training = Training(save_when.Every(steps=10))
     training.run(60)
     assert [step for step, _ in training.saved] == [10, 20, 30, 40, 50]
-    cadence = Cadence()
+    timing = StepTiming()
     found = []
     for step in range(0, 100, 7):
-        cadence.reach(step, in_flight=False)
-        if save_when.Every(steps=20).due(cadence.moment(in_flight=False)):
+        timing.reach(step, in_flight=False)
+        if save_when.Every(steps=20).due(timing.moment(in_flight=False)):
             found.append(step)
     assert found == [21, 42, 63, 84]
 
@@ -281,9 +281,9 @@ def test_auto_counts_what_steps_take_longer_while_a_save_is_written():
     slowed = Training(save_when.Auto(mttf="2h"), stall=0.5, durable=40.0, slower=1.25)
     alone.run(4000)
     slowed.run(4000)
-    assert alone.cadence.cost == pytest.approx(0.5)
+    assert alone.timing.cost == pytest.approx(0.5)
     # A fifth of the time in which the save is written is lost.
-    assert slowed.cadence.cost == pytest.approx(0.5 + 39.5 * 0.2, rel=0.01)
+    assert slowed.timing.cost == pytest.approx(0.5 + 39.5 * 0.2, rel=0.01)
     assert slowed.gaps[-1] > 3 * alone.gaps[-1]
 
 
@@ -292,7 +292,7 @@ def test_an_evaluation_is_no_step():
     training.run(20)
     training.clock.now += 500
     training.run(8)
-    assert training.cadence.step_seconds == pytest.approx(1.0)
+    assert training.timing.step_seconds == pytest.approx(1.0)
 
 
 def test_auto_is_what_plan_computes():
@@ -302,17 +302,17 @@ def test_auto_is_what_plan_computes():
 
 def test_a_manager_takes_auto_with_its_measure(tmp_path):
     manager = fastckpt.Manager(tmp_path, save_when="auto", mttf="6h", overhead=0.02)
-    (policy,) = manager._when.policies
+    (policy,) = manager._boundary.schedule.policies
     assert (policy.mttf, policy.overhead) == (6 * 3600.0, 0.02)
     both = fastckpt.Manager(tmp_path, save_when=["auto", 100, save_when.First()])
-    assert [type(one) for one in both._when.policies] == [save_when.Auto, save_when.Every, save_when.First]
-    assert both._when.policies[0].mttf == 50_000 * 3600.0
+    assert [type(one) for one in both._boundary.schedule.policies] == [save_when.Auto, save_when.Every, save_when.First]
+    assert both._boundary.schedule.policies[0].mttf == 50_000 * 3600.0
 
 
 def test_auto_in_a_real_run_saves_the_second_step_and_measures(tmp_path):
     with fastckpt.Manager(tmp_path, save_when="auto", mttf="1h") as manager:
         saved = [step for step in range(1, 4) if manager.save(step, {"a": step}) and manager.wait()]
         assert saved[0] == 2
-        moment = manager._cadence.moment(in_flight=False)
+        moment = manager._saves.timing.moment(in_flight=False)
     assert moment.cost is not None
     assert moment.durable_seconds >= moment.cost > 0

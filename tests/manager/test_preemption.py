@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 import fastckpt
+from fastckpt._manager.completion import Completion
 
 DEADLINE = 60
 
@@ -209,9 +210,9 @@ def test_what_is_saved_already_is_not_saved_again(manager, tmp_path):
 
 def test_a_save_in_flight_becomes_durable_before_the_signal_is_passed_on(manager):
     manager.save_on_signal(signal.SIGUSR1)
-    manager._calls.options["bandwidth_limit"] = "2MB"
+    manager._saves.options["bandwidth_limit"] = "2MB"
     manager.save(1, {"a": np.zeros(100_000)})
-    assert manager._in_flight
+    assert manager._saves.in_flight
     raise_signal(signal.SIGUSR1)
     assert not manager.should_save(1)
     assert manager.told == [(signal.SIGUSR1, 1)]
@@ -256,8 +257,8 @@ def test_what_is_given_up_at_the_end_is_told_by_the_log_alone(tmp_path, manager,
     other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
     other.save_on_signal(signal.SIGUSR1, grace="100ms")
     other.save(1, {"a": np.zeros(200_000)})
-    waiting = other._pending.result
-    other._pending.result = lambda *limit: (raise_signal(signal.SIGUSR1), waiting(*limit))
+    waiting = other._saves.pending.result
+    other._saves.pending.result = lambda *limit: (raise_signal(signal.SIGUSR1), waiting(*limit))
     with caplog.at_level(logging.ERROR, "fastckpt"), other:
         pass
     assert "was not durable in time" in caplog.text
@@ -275,14 +276,14 @@ def test_a_signal_behind_the_last_boundary_is_passed_on_at_the_end(tmp_path, man
     assert other.preempted == signal.SIGUSR1
 
 
-def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, manager, caplog):
+def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, manager, caplog, monkeypatch):
     """The save would take 80 s."""
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
     other.save_on_signal(signal.SIGUSR2, grace="100ms")
     other.save(1, {"a": np.zeros(200_000)})
-    waiting = other.wait
-    other.wait = lambda: (raise_signal(signal.SIGUSR2), waiting())
+    waiting = Completion.wait
+    monkeypatch.setattr(Completion, "wait", lambda self: (raise_signal(signal.SIGUSR2), waiting(self)))
     with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(SystemExit):
         other.__exit__(None, None, None)
     assert "is given up" in caplog.text
@@ -366,7 +367,7 @@ def test_a_step_whose_save_in_flight_fails_is_saved_again(manager, monkeypatch):
         def done(self):
             return True
 
-    manager._pending = Failed()
+    manager._saves.pending = Failed()
     raise_signal(signal.SIGUSR1)
     assert manager.should_save(1)
     assert manager.told == []

@@ -78,8 +78,8 @@ def test_it_is_raised_once_by_what_comes_next_or_ignored(tmp_path, caplog):
         manager.save(3, state(3))
         manager.wait()
         manager.save(4, state(3))
-        manager._pending.finished.wait(60)
-        manager._aftermath.wait(float("inf"))
+        manager._saves.pending.finished.wait(60)
+        manager._after_save.wait(float("inf"))
         with pytest.raises(fastckpt.CheckpointError, match="since step 3"):
             manager.save(5, state(5))
         manager.save(5, state(5))

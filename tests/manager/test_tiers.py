@@ -22,7 +22,8 @@ import pytest
 import fastckpt
 from fastckpt import keep
 from fastckpt._manager import drain as draining
-from fastckpt._manager import fetch as fetching
+from fastckpt._manager import remote as remote_tier
+from fastckpt._manager import restore
 from fastckpt._portable.manifest import own_checksum
 
 #: A deadline of a test: reached only by what hangs.
@@ -155,7 +156,7 @@ def test_a_disk_without_room_is_passed_over(local, remote, monkeypatch, number, 
     def full(*_arguments, **_options):
         raise OSError(number, os.strerror(number), str(local / "step-00000002"))
 
-    monkeypatch.setattr(fetching, "copy_checkpoint", full)
+    monkeypatch.setattr(remote_tier, "copy_checkpoint", full)
     manager = fastckpt.Manager(local, remote=remote)
     found = manager.restore()
     assert is_of(found, 2)
@@ -216,31 +217,32 @@ def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(loca
 
 def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, remote, monkeypatch):
     fill(local, remote, [1], remote_keep=1)
-    bring = fetching.Fetch.bring
+    real = restore.load
 
-    def slow(self, step, **how):
-        if step == 1:
+    def load(path, **how):
+        if path.endswith("1"):
             fill(local, remote, [2], remote_keep=1)
-        return bring(self, step, **how)
+        return real(path, **how)
 
-    monkeypatch.setattr(fetching.Fetch, "bring", slow)
+    monkeypatch.setattr(restore, "load", load)
     found = fastckpt.Manager(local / "none", remote=remote, read_only=True).restore()
     assert is_of(found, 2)
     assert found.skipped == ()
 
 
 def test_a_remote_that_does_not_answer_is_left_out(local, remote, monkeypatch):
-    def silent(self):
+    def silent():
         raise OSError(errno.ETIMEDOUT, "no route to the store")
 
     fill(local, remote, [1, 2])
-    monkeypatch.setattr(fetching.Fetch, "steps", silent)
+    manager = fastckpt.Manager(local, remote=remote)
+    monkeypatch.setattr(manager._remote.place, "look", silent)
     with pytest.warns(RuntimeWarning, match=r"does not answer, and is left out: .*no route"):
-        assert is_of(fastckpt.Manager(local, remote=remote).restore(), 2)
+        assert is_of(manager.restore(), 2)
     shutil.rmtree(local)
     # No new beginning.
     with pytest.raises(OSError, match="no route"):
-        fastckpt.Manager(local, remote=remote).restore()
+        manager.restore()
 
 
 def test_what_cannot_be_fetched_is_skipped(local, remote, monkeypatch):
@@ -249,7 +251,7 @@ def test_what_cannot_be_fetched_is_skipped(local, remote, monkeypatch):
 
     fill(local, remote, [1, 2])
     shutil.rmtree(local / "step-00000002")
-    monkeypatch.setattr(fetching, "copy_checkpoint", silent)
+    monkeypatch.setattr(remote_tier, "copy_checkpoint", silent)
     with pytest.warns(RuntimeWarning, match="hung up"):
         found = fastckpt.Manager(local, remote=remote).restore()
     assert is_of(found, 1)
@@ -296,8 +298,8 @@ def test_what_waits_is_not_removed_here(local, remote, monkeypatch):
     with fastckpt.Manager(local, remote=remote, keep=1, **OPTIONS) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step), {"loss": abs(step - 3)})
-            manager._pending.result()
-            manager._aftermath.wait(time.monotonic() + LONG)
+            manager._saves.pending.result()
+            manager._after_save.wait(time.monotonic() + LONG)
         assert manager.steps() == [1, 2, 3]
         assert manager.kept()[1] == ["not yet at the remote"]
         gate.open.set()
@@ -502,7 +504,7 @@ def test_a_signal_ends_a_wait_for_copies(local, tmp_path, monkeypatch):
             manager.save_on_signal(signal.SIGUSR1, grace=2 * LONG)
             manager.save(1, state(1))
             assert gate.began.wait(LONG)
-            manager._pending.result()
+            manager._saves.pending.result()
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGUSR1)).start()
             manager.wait()
             assert manager._signals.pending

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import fastckpt
 from fastckpt._manager import drain as draining
-from fastckpt._manager import fetch as fetching
+from fastckpt._manager import remote as remote_tier
 from harness import groups
 
 TIMEOUT = 60.0
@@ -126,13 +126,13 @@ def test_all_ranks_hear_what_keeps_a_step_from_the_remote(four, tmp_path):
 
 
 def fail_to_fetch(root):
-    real, fetching.copy_checkpoint = fetching.copy_checkpoint, hung_up
+    real, remote_tier.copy_checkpoint = remote_tier.copy_checkpoint, hung_up
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT).restore().step
     finally:
-        fetching.copy_checkpoint = real
+        remote_tier.copy_checkpoint = real
 
 
 def test_ranks_take_an_older_step_where_the_newest_cannot_be_fetched(four, tmp_path):

@@ -171,8 +171,7 @@ class Managed:
     def call(self, number, timeout, bad):
         """What a program does at one step."""
         manager, step = self.manager, number + 1
-        manager._agree._timeout = timeout
-        manager._calls._ranks["timeout"] = timeout
+        manager._ranks._timeout = timeout
         if self.entry == "restore":
             found = manager.restore()
             if found.state["step"] != found.step:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
 from fastckpt import distributed
-from fastckpt._manager import fetch
+from fastckpt._manager import remote as remote_tier
 from fastckpt._stores.objects import Objects
 from harness import s3 as harness
 
@@ -157,9 +157,9 @@ def full(*_arguments, **_options):
 def restore(env, root, remote, how):
     """What a rank restores of a run, of which the local tier cannot be written in all ways but one."""
     os.environ.update(env)
-    real = fetch.copy_checkpoint
+    real = remote_tier.copy_checkpoint
     if how == "full":
-        fetch.copy_checkpoint = full
+        remote_tier.copy_checkpoint = full
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
@@ -167,7 +167,7 @@ def restore(env, root, remote, how):
             found = manager.restore()
             older = manager.restore(step=1)
     finally:
-        fetch.copy_checkpoint = real
+        remote_tier.copy_checkpoint = real
     whole = all((found.state["model"][f"w{index}"] == 2 + index).all() for index in range(4))
     return found.step, found.state["step"], whole, str(found.path), found.metrics, older.state["step"]
 

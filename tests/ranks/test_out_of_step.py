@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 import fastckpt.distributed
-from fastckpt._manager.agreement import Together
+from fastckpt._manager.ranks import Ranks
 from fastckpt._ranks import protocol
 from harness import groups, machines, parallel
 
@@ -256,14 +256,14 @@ def fails_in_the_save(out: str, *, late: bool) -> list[str]:
     """
     told = []
     rank, asking = dist.get_rank(), [Path(f"{out}-asks-{rank}") for rank in range(dist.get_world_size())]
-    ask = Together.decide
+    ask = Ranks.decide
 
     def decide(self, operation, asked):
         if operation == "wait":
             asking[rank].touch()
         return ask(self, operation, asked)
 
-    Together.decide = decide
+    Ranks.decide = decide
     with fastckpt.Manager(out, timeout=LONG) as manager:
         for step in (1, 2):
             given = state(step)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
+from fastckpt._api.save_settings import SaveSettings
+from fastckpt._api.settings import Settings
+from fastckpt._background.settings import BackgroundSettings, CopySettings
+from fastckpt._ranks.replicas import Policy
 
 from .lineage import KEY
+
+#: What the manager gives to a save itself.
+_OWN = {"overwrite", "on_error"}
 
 
 def step_of(operation: str, step: int) -> int:
@@ -23,8 +30,19 @@ def step_of(operation: str, step: int) -> int:
     return number
 
 
-def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What a checkpoint's metadata holds."""
+class StepState(NamedTuple):
+    """What a program gives to a save: the state of a step, what belongs to this rank alone, and the metadata."""
+
+    step: int
+    state: Any
+    per_rank: Any
+    metadata: dict[str, Any]
+
+
+def state_of(
+    step: int, state: Any, metrics: Mapping[str, Any] | None, more: Mapping[str, Any] | None, per_rank: Any
+) -> StepState:
+    """A state with its metadata, as ``save`` and ``steady`` take them."""
     found = {}
     for name, value in (metrics or {}).items():
         try:
@@ -34,7 +52,7 @@ def metadata_of(step: int, metrics: Mapping[str, Any] | None, more: Mapping[str,
     taken = {"step", "metrics", KEY} & set(more or {})
     if taken:
         raise ValueError(f"save: metadata: {' and '.join(sorted(taken))} are names that the manager uses itself")
-    return {**(more or {}), "step": step, "metrics": found}
+    return StepState(step, state, per_rank, {**(more or {}), "step": step, "metrics": found})
 
 
 def keep_of(keep: Any, what: str = "keep") -> list[keeping.Policy]:
@@ -47,9 +65,9 @@ def keep_of(keep: Any, what: str = "keep") -> list[keeping.Policy]:
     return found
 
 
-def have_text(policies: Sequence[keeping.Policy]) -> bool:
-    """Whether the command line can name all of these policies."""
-    return all(type(one).__module__ == keeping.__name__ for one in policies)
+def texts_of(policies: Sequence[keeping.Policy]) -> list[str] | None:
+    """Policies as the command line names them; None where it has no name for one."""
+    return [str(one) for one in policies] if all(type(one).__module__ == keeping.__name__ for one in policies) else None
 
 
 def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:
@@ -66,7 +84,20 @@ def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:
     return found
 
 
-def told(policies: Sequence[Any]) -> str:
+def policies_text(policies: Sequence[Any]) -> str:
     """Policies as ranks compare them: a policy of the caller's by its type, for its text may have an address."""
     ours = {keeping.__name__, saving.__name__}
     return ", ".join(str(one) if type(one).__module__ in ours else type(one).__qualname__ for one in policies) or "none"
+
+
+def save_options_of(
+    options: Mapping[str, Any] | None, comparison: Mapping[str, Any], *, grouped: bool
+) -> dict[str, Any]:
+    """``save_options=``, with what only saves of several ranks take beside: how they compare what several hold."""
+    kinds: list[type[Settings]] = [SaveSettings]
+    kinds += [CopySettings, Policy] if grouped else [BackgroundSettings]
+    known = {name for kind in kinds for name in kind.options()} - _OWN
+    unknown = sorted(set(options or {}) - known)
+    if unknown:
+        raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+    return {**(comparison if grouped else {}), **(options or {})}

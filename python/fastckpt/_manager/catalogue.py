@@ -26,7 +26,7 @@ from .lineage import Lineage
 
 if TYPE_CHECKING:
     from .directory import Identity
-    from .place import Place
+    from .prefix import Place
 
 
 FILE = ".fastckpt-run.json"
@@ -36,27 +36,22 @@ _AT_A_TIME = 16
 
 
 class Entry(NamedTuple):
-    """What is known of one checkpoint.
-
-    Attributes:
-        saved: what policies are told.
-        lineage: its place in the run.
-    """
+    """What is known of one checkpoint: what policies are told, and its place in the run."""
 
     saved: Saved
     lineage: Lineage
 
 
 class Catalogue:
-    """What the checkpoints of a directory say of themselves.
+    """What the checkpoints of a tier say of themselves.
 
     Args:
-        directory: the run.
+        place: where they lie.
         keep: the policies in force, as text; None where one of them has no text, or where nobody says.
     """
 
-    def __init__(self, directory: Place, keep: Sequence[str] | None = None) -> None:
-        self.directory = directory
+    def __init__(self, place: Place, keep: Sequence[str] | None = None) -> None:
+        self._place = place
         # Reentrant: a signal handler that saves may come in between.
         self._lock = threading.RLock()
         self._known: dict[str, tuple[Identity, Entry]] = {}
@@ -74,8 +69,8 @@ class Catalogue:
             found: dict[int, Entry | None] = {}
             unknown: list[tuple[int, str, Identity]] = []
             for step in steps:
-                name = self.directory.names.name_of(step)
-                identity = self.directory.identity(name)
+                name = self._place.names.name_of(step)
+                identity = self._place.identity(name)
                 known = self._known.get(name)
                 found[step] = known[1] if known is not None and known[0] == identity else None
                 if found[step] is None and identity is not None:
@@ -88,42 +83,27 @@ class Catalogue:
             found.update((step, entry) for (step, _, _), entry in zip(unknown, fresh, strict=True))
             return {step: entry for step, entry in found.items() if entry is not None}
 
-    def of(self, steps: Iterable[int]) -> list[Saved]:
-        """What policies are told of these checkpoints, in the same order."""
-        return [entry.saved for entry in self.entries(steps).values()]
-
-    def branch(self, steps: Iterable[int]) -> set[int]:
-        """Which of these checkpoints belong to the branch that saved last, or may, as far as they tell."""
-        listed = [*steps]
-        entries = self.entries(listed)
-        tip = self.tip(entries)
-        return {*listed} - {step for step, entry in entries.items() if tip.has_left(step, entry.lineage)}
-
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
         """The place of the save that was the last."""
         return lineage.last([self.last, *(entry.lineage for entry in entries.values())])
 
-    def newest(self, entries: Mapping[int, Entry]) -> int | None:
-        """The highest step of the branch that saved last, or None."""
+    def own(self, entries: Mapping[int, Entry]) -> dict[int, Entry]:
+        """Those of the branch that saved last, or that may be, as far as they tell."""
         tip = self.tip(entries)
-        return max((step for step, entry in entries.items() if not tip.has_left(step, entry.lineage)), default=None)
+        return {step: entry for step, entry in entries.items() if not tip.has_left(step, entry.lineage)}
 
     def add(self, entry: Entry) -> None:
         """Note a checkpoint that has just been saved."""
         with self._lock:
-            name = self.directory.names.name_of(entry.saved.step)
-            identity = self.directory.identity(name)
+            name = self._place.names.name_of(entry.saved.step)
+            identity = self._place.identity(name)
             if identity is not None:
                 self._note(name, identity, entry)
 
     def go_back(self, step: int, steps: Iterable[int]) -> None:
         """Note, durably, that the run goes on from a step: nobody follows what is above it any more.
 
-        Pinned ones may stay there, and until the next save nothing else would tell.
-
-        Args:
-            step: the one.
-            steps: all that there are.
+        Pinned ones may stay there, and until the next save nothing else would tell. ``steps`` are all that there are.
 
         Raises:
             OSError: the file cannot be written.
@@ -143,7 +123,7 @@ class Catalogue:
             OSError: it cannot be written.
         """
         with self._lock:
-            names = {self.directory.names.name_of(step) for step in steps}
+            names = {self._place.names.name_of(step) for step in steps}
             gone = self._known.keys() - names
             for name in gone:
                 del self._known[name]
@@ -154,7 +134,7 @@ class Catalogue:
                 for name, (identity, (saved, place)) in list(self._known.items())
             }
             document = {"version": _VERSION, "keep": self.keep, "last": self.last, "checkpoints": known}
-            self.directory.replace(FILE, json.dumps(document).encode(), durable=durable)
+            self._place.replace(FILE, json.dumps(document).encode(), durable=durable)
             self._changed = False
 
     def _note(self, name: str, identity: Identity, entry: Entry) -> None:
@@ -165,7 +145,7 @@ class Catalogue:
     def _read_one(self, one: tuple[int, str, Identity]) -> Entry | None:
         step, name, identity = one
         try:
-            entry = read(self.directory.path_of(step), step)
+            entry = read(self._place.path_of(step), step)
         except (CheckpointError, OSError):
             return None
         self._note(name, identity, entry)
@@ -173,11 +153,11 @@ class Catalogue:
 
     def _read(self) -> list[str] | None:
         try:
-            document = json.loads(self.directory.read(FILE))
+            document = json.loads(self._place.read(FILE))
             if document["version"] != _VERSION:
                 return None
             for name, (changed, inode, written, *about) in document["checkpoints"].items():
-                step = self.directory.names.step_of(name)
+                step = self._place.names.step_of(name)
                 if step is not None:
                     created, metrics, place, share = about
                     saved = Saved(step, float(created), _numbers(metrics), _numbers(share))

@@ -79,28 +79,17 @@ class Names:
 
 
 class Listing(NamedTuple):
-    """What a look at the directory shows.
-
-    Attributes:
-        steps: the steps that have a checkpoint, rising.
-        pinned: those of them that are pinned.
-    """
+    """The steps that have a checkpoint, rising, and those of them that are pinned."""
 
     steps: list[int]
     pinned: set[int]
 
 
 class Directory:
-    """The directory of a run.
-
-    Args:
-        path: absolute.
-        names: the names of its checkpoints.
-    """
+    """The directory of a run, by its absolute path, and the names of its checkpoints."""
 
     def __init__(self, path: str, names: Names) -> None:
-        self.path = path
-        self.names = names
+        self.path, self.names = path, names
 
     def path_of(self, step: int) -> str:
         """The path of the checkpoint of a step."""
@@ -129,7 +118,7 @@ class Directory:
         """Pin the checkpoint of a step, durably."""
         with Path(self.path_of(step) + PIN).open("ab") as file:
             os.fsync(file.fileno())
-        self._sync()
+        _sync(self.path)
 
     def is_pinned(self, step: int) -> bool:
         """Whether there is a pin, as of now."""
@@ -139,14 +128,12 @@ class Directory:
         """Take the pin off."""
         with contextlib.suppress(FileNotFoundError):
             Path(self.path_of(step) + PIN).unlink()
-        self._sync()
+        _sync(self.path)
 
     def remove(self, step: int, files: Collection[str]) -> str:
         """Remove the checkpoint of a step; what it did not bring is moved into a directory beside it first.
 
-        Args:
-            step: which.
-            files: the names of what ``files=`` has put into it.
+        ``files`` are the names of what ``files=`` has put into it.
 
         Returns:
             What was moved, and to where, in words; empty where nothing was.
@@ -168,14 +155,10 @@ class Directory:
                 Path(path, name).rename(Path(aside, name))
             for inside in {str(Path(aside, name).parent) for name in strange} | {aside}:
                 _sync(inside)
-            self._sync()
+            _sync(self.path)
         # What comes at this moment keeps it.
         remove(path, files=files)
         return f"{', '.join(strange)} lie in {aside}" if strange else ""
-
-    def write_latest(self, step: int) -> None:
-        """Have ``latest`` name the checkpoint of a step."""
-        self.replace(LATEST, f"{self.names.name_of(step)}\n".encode(), durable=True)
 
     def read(self, name: str) -> bytes:
         """The content of a small file of the run.
@@ -249,9 +232,6 @@ class Directory:
 
     def forget(self, step: int) -> None:
         """Nobody goes on with a copy of a step. What is left of it :meth:`sweep_copies` finds."""
-
-    def _sync(self) -> None:
-        _sync(self.path)
 
 
 def _sync(path: str) -> None:

@@ -26,13 +26,11 @@ from fastckpt._api.event import Event
 from fastckpt._copy.copy import copy_checkpoint
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
-from . import lineage
 from .directory import MANIFEST
-from .retention import reasons_on_branch
 
 if TYPE_CHECKING:
-    from .catalogue import Catalogue
     from .directory import Directory
+    from .remote import Remote
     from .tier import Tier
 
 logger = logging.getLogger("fastckpt")
@@ -67,33 +65,30 @@ class Drain:
     """Copies the checkpoints of a run from the local tier to the remote one.
 
     Args:
-        directory: the local tier.
-        catalogue: what its checkpoints say of themselves.
-        tier: the remote one.
+        local: the tier that is copied from. What waits is not removed there.
+        remote: the one that is copied to.
         limit: the most bytes per second; None without limit.
         share: which of how many processes this one is that copy each checkpoint together; the first commits.
-        settled: called in the drain's thread when local checkpoints no longer wait.
         deadline: until when, by ``time.monotonic``, it may go on when the process ends.
     """
 
     def __init__(
         self,
-        directory: Directory,
-        catalogue: Catalogue,
-        tier: Tier,
+        local: Tier[Directory],
+        remote: Remote,
         *,
         limit: float | None,
         share: tuple[int, int] = (0, 1),
-        settled: Callable[[], None],
         deadline: Callable[[], float],
     ) -> None:
-        self._directory = directory
-        self._catalogue = catalogue
-        self._tier = tier
+        self._local = local
+        self._remote = remote
+        self._from, self._to = local.place, remote.place
+        local.held = self.holds
         self._limit = limit
-        self._share = share
-        self._settled = settled
+        self._share, self._leads = share, share[0] == 0
         self._deadline = deadline
+        self._process = os.getpid()
         # Reentrant: a signal handler that saves may come in between.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
@@ -118,22 +113,18 @@ class Drain:
         #: Somebody waits: each step is tried once, without pauses.
         self._hurry = False
         self._stopped = False
-        #: The number of the step that the remote's ``latest`` names.
-        self._latest = -math.inf
-        #: The last step that this drain has made durable at the remote.
-        self._durable: int | None = None
 
     # What others ask.
 
     def resume(self) -> None:
         """Queue what lies on the local tier: an earlier process may have ended before it was copied."""
         with self._lock:
-            steps = self._directory.look().steps
-            entries = self._catalogue.entries(steps)
+            steps = self._from.look().steps
+            entries = self._local.catalogue.entries(steps)
             # The one that was saved last counts as the last; what says nothing of itself comes behind.
             for step in sorted(steps, key=lambda step: (step in entries and entries[step].lineage.order, step)):
                 self._queue(step)
-            self._start()
+            self.start()
 
     def add(self, step: int) -> None:
         """Queue a step that is durable on the local tier; in a signal handler, too."""
@@ -144,15 +135,26 @@ class Drain:
     def start(self) -> None:
         """See to it that what waits is copied; not in a signal handler, where no thread can be started."""
         with self._lock:
-            self._start()
+            if self._stopped or not self._waiting or not self._idle.is_set():
+                return
+            self._idle = Event()
+            _running.add(self)
+            try:
+                threading.Thread(target=self._run, name="fastckpt-drain").start()
+            except RuntimeError as error:  # no more threads, or the interpreter is ending
+                _running.discard(self)
+                self._idle.set()
+                logger.warning("%s: nothing is copied to %s: %s", self._from.path, self._to.path, error)
 
     def holds(self, step: int) -> bool:
         """Whether a step must stay on the local tier for now."""
+        if os.getpid() != self._process:
+            return False
         with self._lock:
             # Another process may have saved it, or a save that ended a moment ago.
             if step not in self._seen:
                 self._queue(step, next(self._late))
-                self._start()
+                self.start()
             return step in self._waiting
 
     def again(self, step: int) -> None:
@@ -160,21 +162,25 @@ class Drain:
         with self._lock:
             if step not in self._waiting:
                 self._queue(step, next(self._late))
-            self._start()
+            self.start()
 
-    def forget_beyond(self, step: int) -> None:
-        """Give up what is being copied, and copy nothing above a step that is here now."""
-        with self._lock:
-            self._stopped = True
-            self._wake.set()
-            idle = self._idle
-        idle.wait()
+    def go_back(self, step: int) -> None:
+        """Give up what is being copied, and copy nothing above a step that is here now; the remote has that one then.
+
+        Raises:
+            Exception: it cannot be copied.
+            OSError: the remote does not answer.
+        """
+        self._stop()
         with self._lock:
             self._stopped = False
             self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
-            # What is removed has nothing older removed.
-            self._durable, self._latest = None, -math.inf
-            self._start()
+            self._remote.go_back()
+            self.start()
+        if self._remote.is_older(step):
+            # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
+            self.again(step)
+            self.wait(math.inf, lambda: False)
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
@@ -183,7 +189,7 @@ class Drain:
             self._hurry = True
             self._forgive()
             self._wake.set()
-            self._start()
+            self.start()
         try:
             yield
         finally:
@@ -193,7 +199,7 @@ class Drain:
         """Whether the thread has ended, by ``limit`` of ``time.monotonic``."""
         return self._idle.wait(max(0.0, limit - time.monotonic()))
 
-    def tell(self) -> None:
+    def raise_failure(self) -> None:
         """Raise what the last attempts ended with; what waits is tried again.
 
         Raises:
@@ -202,7 +208,7 @@ class Drain:
         with self._lock:
             failed = next(iter(self._failed), None)
             error = None if failed is None else self._failed.pop(failed)
-            self._start()
+            self.start()
         if error is not None:
             raise error
 
@@ -222,37 +228,38 @@ class Drain:
                 if must_leave():
                     return
                 if time.monotonic() >= end:
-                    place = self._tier.place.path
-                    raise TimeoutError(
-                        f"wait: {self._directory.path}: checkpoints are still being copied to {place}; it goes on"
-                    )
-        self.tell()
+                    here, there = self._from.path, self._to.path
+                    raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; it goes on")
+        self.raise_failure()
 
     def leave(self, end: float) -> None:
         """Wait until ``end``; then give up what is being copied, and leave it to the next save or the next run."""
         try:
             self.wait(math.inf, lambda: time.monotonic() >= end)
         except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason
-            logger.error("%s: not copied to %s: %s", self._directory.path, self._tier.place.path, error)  # noqa: TRY400
-        with self._lock:
-            self._stopped = True
-            self._wake.set()
-            idle, waiting = self._idle, sorted(self._waiting)
-        idle.wait()
-        with self._lock:
-            self._stopped = False
-        if waiting and not self._share[0]:
+            logger.error("%s: not copied to %s: %s", self._from.path, self._to.path, error)  # noqa: TRY400
+        waiting = self._stop()
+        self._stopped = False
+        if waiting and self._leads:
             logger.warning(
                 "%s: not yet at %s, and left to the next run: %s",
-                *(self._directory.path, self._tier.place.path, ", ".join(map(str, waiting))),
+                *(self._from.path, self._to.path, ", ".join(map(str, waiting))),
             )
 
     def end(self) -> None:
-        """The process ends: wait for the thread."""
+        """Wait for the thread, without a pause after a failure."""
         with self._lock:
             self._wake.set()
             idle = self._idle
         idle.wait()
+
+    def _stop(self) -> list[int]:
+        """Give up what is being copied, and wait for the thread; the steps that wait. It stays stopped."""
+        with self._lock:
+            self._stopped = True
+            waiting = sorted(self._waiting)
+        self.end()
+        return waiting
 
     # The queue.
 
@@ -262,18 +269,6 @@ class Drain:
         self._failed.pop(step, None)
         self._changed = True
         self._wake.set()
-
-    def _start(self) -> None:
-        if self._stopped or not self._waiting or not self._idle.is_set():
-            return
-        self._idle = Event()
-        _running.add(self)
-        try:
-            threading.Thread(target=self._run, name="fastckpt-drain").start()
-        except RuntimeError as error:  # no more threads, or the interpreter is ending
-            _running.discard(self)
-            self._idle.set()
-            logger.warning("%s: nothing is copied to %s: %s", self._directory.path, self._tier.place.path, error)
 
     def _next(self) -> int | None:
         """The step to copy; None ends the thread."""
@@ -308,7 +303,7 @@ class Drain:
             while (step := self._next()) is not None:
                 self._try(step)
         except CancelledError:
-            logger.debug("%s: the copy to %s is given up", self._directory.path, self._tier.place.path)
+            logger.debug("%s: the copy to %s is given up", self._from.path, self._to.path)
         finally:
             if not idle.is_set():
                 _running.discard(self)
@@ -321,8 +316,8 @@ class Drain:
             CancelledError: it was given up.
         """
         number = self._waiting.get(step)
-        name = self._directory.names.name_of(step)
-        before = self._directory.identity(name)
+        name = self._from.names.name_of(step)
+        before = self._from.identity(name)
         try:
             if self._changed:
                 self._skip()
@@ -332,20 +327,20 @@ class Drain:
             # otherwise have nothing copied.
             if before is None and self._is_gone(step):
                 self._drop(step, number)
-                logger.info("%s: step %d was removed before it was copied", self._directory.path, step)
+                logger.info("%s: step %d was removed before it was copied", self._from.path, step)
             else:
                 self._copy(step, number)
         except CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, others are tried
             # That it was replaced or removed beneath the copy is not a failure.
-            if self._directory.identity(name) == before:
+            if self._from.identity(name) == before:
                 self._note(step, number, error)
 
     def _copy(self, step: int, number: int | None) -> None:
-        source, target = self._directory.path_of(step), self._tier.place.path_of(step)
-        if self._is_better_there(step):
-            logger.info("%s: step %d is not copied: %s has a better save of it", self._directory.path, step, target)
+        source, target = self._from.path_of(step), self._to.path_of(step)
+        if self._remote.is_better(step):
+            logger.info("%s: step %d is not copied: %s has a better save of it", self._from.path, step, target)
             self._drop(step, number)
             return
         copied = copy_checkpoint(
@@ -359,87 +354,40 @@ class Drain:
         )
         logger.info(
             "%s: step %d is at %s: %.3f GB in %.2f s, %.2f GB/s, %.3f GB were there",
-            *(self._directory.path, step, target, copied.bytes / 1e9, copied.seconds),
+            *(self._from.path, step, target, copied.bytes / 1e9, copied.seconds),
             *(copied.bytes / 1e9 / max(copied.seconds, 1e-9), copied.reused_bytes / 1e9),
         )
         if self._delay != _FIRST:
-            logger.info("%s: %s answers again", self._directory.path, self._tier.place.path)
+            logger.info("%s: %s answers again", self._from.path, self._to.path)
         self._delay = _FIRST
-        leads = self._share[0] == 0
-        if leads:
-            self._follow(step, number or 0, was_there=copied.was_there)
+        if self._leads:
+            self._remote.follow(step, number or 0, was_there=copied.was_there, waits=lambda one: one in self._waiting)
         self._drop(step, number)
-        if leads:
-            self._settled()
-
-    def _is_better_there(self, step: int) -> bool:
-        """Whether the remote has a later save of a step, or one of the branch that goes on, which left the other."""
-        near, far = self._catalogue, self._tier.retention.catalogue
-        here, there = (each.entries([step]).get(step) for each in (near, far))
-        if here is None or there is None or there.lineage.order == here.lineage.order:
-            return False
-        places = (near, self._directory), (far, self._tier.place)
-        tip = lineage.last(catalogue.tip(catalogue.entries(place.look().steps)) for catalogue, place in places)
-        left = [tip.has_left(step, each.lineage) for each in (here, there)]
-        return left == [True, False] or (left[0] == left[1] and there.lineage.order > here.lineage.order)
-
-    def _follow(self, step: int, number: int, *, was_there: bool) -> None:
-        """What follows at the remote when a checkpoint is whole there."""
-        place = self._tier.place
-        try:
-            is_latest = number > self._latest
-            if is_latest:
-                place.write_latest(step)
-                self._latest, self._durable = number, step
-            if self._directory.is_pinned(step) and not place.is_pinned(step):
-                place.pin(step)
-            if was_there and not is_latest:
-                # One of thousands, perhaps, that an earlier run has copied: nothing has changed.
-                return
-            durable = step if self._durable is None else self._durable
-            if self._tier.policies:
-                self._tier.retention.clear(durable)
-            for each in (place, self._directory):
-                each.sweep_copies(lambda one: one < durable and one not in self._waiting)
-        except OSError as error:
-            logger.warning("%s: what follows the copy of step %d failed: %s", place.path, step, error)
+        if self._leads:
+            self._local.clear_again()
 
     def _skip(self) -> None:
         """Drop the steps that the remote would not keep."""
         with self._lock:
             self._changed = False
             waiting = dict(self._waiting)
-        if not self._tier.policies:
-            return
-        # What an earlier run saved beyond it counts for nothing, as for the local tier.
-        top = max(waiting, key=lambda step: waiting[step])
         try:
-            there, pinned = self._tier.place.look()
-            known = self._tier.retention.catalogue.entries(step for step in there if step <= top)
+            unwanted = self._remote.unwanted(waiting)
         except OSError:
             self._changed = True
             raise
-        known.update(self._catalogue.entries(step for step in waiting if step <= top))
-        known = {step: known[step] for step in sorted(known)}
-        pinned = {*pinned, *self._directory.look().pinned}
-        try:
-            wanted = reasons_on_branch(known, self._catalogue.tip(known), self._tier.policies, pinned, time.time())
-        except Exception:  # a policy of the caller's
-            logger.exception("%s: a policy raised, and everything is copied", self._tier.place.path)
-            return
-        dropped = [step for step in waiting if step in wanted and not wanted[step]]
-        for step in dropped:
+        for step in unwanted:
             self._drop(step, waiting[step])
-            if not self._share[0]:
-                self._tier.place.forget(step)
-            logger.debug("%s: step %d is not copied: no policy of the remote wants it", self._directory.path, step)
-        if dropped and self._share[0] == 0:
-            self._settled()
+            if self._leads:
+                self._to.forget(step)
+            logger.debug("%s: step %d is not copied: no policy of the remote wants it", self._from.path, step)
+        if unwanted and self._leads:
+            self._local.clear_again()
 
     def _is_gone(self, step: int) -> bool:
         """Whether the local tier has no such checkpoint. One that cannot be looked at is not gone."""
         try:
-            Path(self._directory.path_of(step), MANIFEST).lstat()
+            Path(self._from.path_of(step), MANIFEST).lstat()
         except (FileNotFoundError, NotADirectoryError):
             return True
         except OSError:
@@ -448,8 +396,8 @@ class Drain:
 
     def _note(self, step: int, number: int | None, error: Exception) -> None:
         """An attempt failed: what becomes of the step."""
-        where = self._directory.path, self._tier.place.path
-        if self._share[0]:
+        where = self._from.path, self._to.path
+        if not self._leads:
             # The first brings what is missing.
             logger.warning("%s: this process did not bring its share of step %d: %s", where[0], step, error)
             self._drop(step, number)
@@ -460,7 +408,7 @@ class Drain:
             self._drop(step, number)
             if step in self._own:
                 self._failed[step] = error
-            self._settled()
+            self._local.clear_again()
             return
         with self._lock:
             if self._waiting.get(step) != number:

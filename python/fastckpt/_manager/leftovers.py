@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from fastckpt._api.manage import leftovers, remove_leftover
 from fastckpt._text import count, size
@@ -29,14 +29,6 @@ logger = logging.getLogger("fastckpt")
 UNCHANGED = 600.0
 
 
-class _Seen(NamedTuple):
-    """A leftover as it was seen, and when it was first seen so."""
-
-    changed: int
-    nbytes: int
-    since: float
-
-
 class Leftovers:
     """Those in the directory of a run that have the names of its checkpoints.
 
@@ -48,9 +40,10 @@ class Leftovers:
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        self._seen: dict[str, _Seen] = {}
+        #: As they were seen, and when they were first seen so.
+        self._seen: dict[str, tuple[Leftover, float]] = {}
         #: What the report of the next save is to say.
-        self.said: str | None = None
+        self.warning: str | None = None
 
     def begin(self) -> None:
         """Begin to watch them, and tell how much they take."""
@@ -59,12 +52,12 @@ class Leftovers:
             unsure = self._look()[0]
             if unsure:
                 hosts = ", ".join(sorted({one.host for one in unsure if one.host})) or "another machine"
-                self.said = (
+                self.warning = (
                     f"{self._directory.path}: {count(len(unsure), 'leftover')} of killed saves on {hosts} with "
                     f"{size(sum(one.bytes for one in unsure))}; nothing proves that no process writes there: this "
                     f"manager removes them after a save if nothing has changed in them for {UNCHANGED / 60:.0f} minutes"
                 )
-                logger.warning("%s", self.said)
+                logger.warning("%s", self.warning)
 
     def clear(self) -> None:
         """Remove those that have stood still since they were first seen, if there were any at the beginning."""
@@ -74,7 +67,7 @@ class Leftovers:
             unsure, kept = self._look()
             for one in unsure:
                 # What an old checkpoint is put back by goes with it or not at all.
-                if one.checkpoint in kept or self._clock() - self._seen[one.name].since < UNCHANGED:
+                if one.checkpoint in kept or self._clock() - self._seen[one.name][1] < UNCHANGED:
                     continue
                 if remove_leftover(self._directory.path, one.name, force=True):
                     logger.warning("%s: removed %s, in which nothing changed", self._directory.path, one.name)
@@ -87,11 +80,10 @@ class Leftovers:
         unsure = [
             one for one in found if one.state == "unknown" and self._directory.names.step_of(one.checkpoint) is not None
         ]
-        self._seen = {one.name: self._as_seen(one) for one in unsure}
+        before, now = self._seen, self._clock()
+        self._seen = {}
+        for one in unsure:
+            known, since = before.get(one.name, (one, now))
+            is_same = (known.changed, known.bytes) == (one.changed, one.bytes)
+            self._seen[one.name] = one, since if is_same else now
         return unsure, {one.checkpoint for one in found if one.state == "kept"}
-
-    def _as_seen(self, one: Leftover) -> _Seen:
-        before = self._seen.get(one.name)
-        if before is not None and (before.changed, before.nbytes) == (one.changed, one.bytes):
-            return before
-        return _Seen(one.changed, one.bytes, self._clock())

@@ -2,35 +2,41 @@
 
 from __future__ import annotations
 
-import logging
+import contextlib
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 from fastckpt import keep as keeping
 from fastckpt import save_when as saving
 from fastckpt._api.options import check_bandwidth
-from fastckpt._background.pending import PendingSave
+from fastckpt._api.reports import SaveReport
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
 from fastckpt._ranks.replicas import Policy
+from fastckpt._units import seconds
 
-from .agreement import agreement
-from .arguments import keep_of, metadata_of, step_of, told, when_of
-from .calls import Calls
+from .after_save import AfterSave
+from .arguments import keep_of, policies_text, save_options_of, step_of, when_of
+from .candidates import Candidates
+from .completion import Completion
 from .directory import Directory, Names
 from .drain import Drain
-from .fetch import Fetch
-from .place import place_at
-from .preemption import Preemption
-from .restore import Restored, Source
+from .leftovers import Leftovers
+from .preemption import Preemption, Signals
+from .ranks import Ranks
+from .remote import remote_of
+from .restore import Loader, Restored
+from .saves import Saves
+from .schedule import Schedule
+from .stale import StaleAlarm
+from .step_boundary import StepBoundary
+from .step_timing import StepTiming
 from .tier import Tier
-from .when import When
-
-logger = logging.getLogger("fastckpt")
 
 #: Seconds for which a rank may make no progress.
 TIMEOUT = 600.0
@@ -39,7 +45,7 @@ TIMEOUT = 600.0
 _MTTF_HOURS = 50_000.0
 
 
-class Manager(Preemption):
+class Manager:
     """The checkpoints of one run, in one directory.
 
     with fastckpt.Manager("runs/gpt", keep=3, save_when=1000) as manager:
@@ -127,38 +133,62 @@ class Manager(Preemption):
     ) -> None:
         path = path_of("Manager", directory)
         limit = timeout_of("Manager", timeout)
-        agree = agreement("Manager", process_group, path, limit, alone=bool(alone))
+        ranks = Ranks(process_group, path, limit, alone=bool(alone))
         policies = None if keep is None else keep_of(keep)
-        when = when_of(save_when, saving.Auto(_MTTF_HOURS / agree.size if mttf is None else mttf, overhead))
-        ranks = None if alone else {"process_group": process_group, "timeout": limit}
+        when = when_of(save_when, saving.Auto(_MTTF_HOURS / ranks.size if mttf is None else mttf, overhead))
         policy = Policy.of("Manager", {"replicas": replicas, "on_difference": on_difference})
-        calls = Calls(save_options, ranks, agree, asdict(policy))
-        if stale not in {"warn", "raise", "ignore"}:
-            raise ValueError(f'Manager: stale must be "warn", "raise" or "ignore", not {stale!r}')
-        where = Directory(path, Names(name))
-        super().__init__(where, policies, agree, calls, When(when), read_only=bool(read_only), stale=stale)
-        self._tier = _tier(self._directory, remote, remote_keep)
+        save_options = save_options_of(save_options, asdict(policy), grouped=ranks.grouped)
+        local = Tier(Directory(path, Names(name)), policies or (), read_only=bool(read_only))
+        alarm = StaleAlarm(local, stale, save_options.get("frozen") or ())
+        far = remote_of(remote, remote_keep, local)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
-        fetch = None if self._tier is None else Fetch(self._directory, self._tier, read_only=self._read_only)
-        self._source = Source(self._directory, self._catalogue, agree, calls, fetch)
-        self._async = bool(async_save)
-        agree.begin(
+        self._local, self._remote, self._ranks, self._keep = local, far, ranks, policies
+        self._catalogue = local.catalogue
+        self._read_only = bool(read_only)
+        self._process = os.getpid()
+        ranks.begin(
             {
-                "keep": told(policies or ()),
-                "save_when": told(when),
-                "async_save": str(self._async),
+                "keep": policies_text(policies or ()),
+                "save_when": policies_text(when),
+                "async_save": str(bool(async_save)),
                 "name": name,
                 "read_only": str(self._read_only),
                 "stale": stale,
-                "remote": "None" if self._tier is None else self._tier.place.path,
-                "remote_keep": told(() if self._tier is None else self._tier.policies),
+                "remote": "None" if far is None else far.place.path,
+                "remote_keep": policies_text(() if far is None else far.policies),
             }
         )
-        if agree.leads and not self._read_only:
-            self._directory.sweep()
-            self._leftovers.begin()
-        if not self._read_only and self._tier is not None and agree.share is not None:
-            self._begin_drain(self._tier, bandwidth, agree.share)
+        self._assemble(save_options, when, alarm, bandwidth, asynchronous=bool(async_save))
+
+    def _assemble(
+        self,
+        options: Mapping[str, Any],
+        when: list[saving.Policy],
+        alarm: StaleAlarm,
+        limit: int | None,
+        *,
+        asynchronous: bool,
+    ) -> None:
+        """Make the parts. Each knows some of those before it, and none of those behind it."""
+        local, remote, ranks, path = self._local, self._remote, self._ranks, self.directory
+        timing, leftovers = StepTiming(), Leftovers(local.place)
+        signals = self._signals = Signals(shared=ranks.size > 1)
+        drain = None
+        if ranks.leads and not self._read_only:
+            local.place.sweep()
+            leftovers.begin()
+        if ranks.share is not None and remote is not None and not self._read_only:
+            drain = Drain(local, remote, limit=limit, share=ranks.share, deadline=lambda: signals.end)
+            drain.resume()
+        self._drain = drain
+        self._loader = Loader(Candidates(local, remote), ranks)
+        self._after_save = after_save = AfterSave(local, timing, alarm, leftovers, drain, ranks.leads)
+        self._saves = saves = Saves(local, ranks, options, timing, alarm, after_save, asynchronous)
+        preemption = Preemption(path, signals, saves, ranks)
+        self._boundary = StepBoundary(ranks, Schedule(when, timing), timing, saves, alarm, preemption)
+        copies = remote is not None and not self._read_only
+        shared = ranks.size > 1 and not self._read_only
+        self._completion = Completion(path, ranks, saves, after_save, drain, preemption, self._boundary, copies, shared)
 
     # Saving.
 
@@ -184,7 +214,7 @@ class Manager(Preemption):
         if self._read_only:
             return False
         self._check("should_save")
-        return self._is_wanted(step, force=False)
+        return self._boundary.should_save(step)
 
     def save(
         self,
@@ -225,10 +255,92 @@ class Manager(Preemption):
         """
         self._check("save")
         try:
-            return self._save(step, state, metrics, force=force, metadata=metadata, per_rank=per_rank)
+            return self._boundary.save(step, state, metrics, metadata, per_rank, force=force)
         except BaseException as error:
-            self._miss(f"its save has ended with {type(error).__name__}: {error}")
+            self._boundary.miss(f"its save has ended with {type(error).__name__}: {error}")
             raise
+
+    def wait(self, timeout: float | None = None) -> SaveReport | None:
+        """Wait until the last save is durable, and copied to the remote tier, and what is not kept is removed.
+
+        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; it
+        does not wait for copies then, which go on. Among several ranks all of them call it, and it returns when that
+        holds on all.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Returns:
+            The report of the last save that became durable, or None.
+
+        Raises:
+            TimeoutError: it is not done in time. It goes on.
+            CancelledError: it was given up for a signal.
+            CheckpointError: with ``stale="raise"``, a trained group has not changed with the last save.
+            Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
+        """
+        return self._completion.wait(timeout)
+
+    # Preemption.
+
+    def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
+        """Save when one of these signals comes, at the next step boundary, and then do what the signal would have done.
+
+        At the next call of :meth:`should_save` or :meth:`save` the step is saved; within :meth:`steady`, at once. When
+        the checkpoint is durable, or given up, the handler that the signal had before is called. Without one the
+        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal does what
+        it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
+        installed their handlers.
+
+        Among several ranks, a signal to one of them is answered by all, which save the same step; each then does what
+        it would have done had the signal come to itself.
+
+        Args:
+            signals: numbers; SIGTERM without any.
+            grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
+                that is not durable after nine tenths of it is given up, and nothing of it stays. None: without limit.
+            exit: False: where there was no handler, go on; the loop ends when :attr:`preempted` says so.
+
+        Raises:
+            RuntimeError: not the main thread, or the manager is read-only.
+            ValueError: a number is of no signal that Python has a name for.
+        """
+        self._check("save_on_signal")
+        from signal import SIGTERM  # noqa: PLC0415 - beside the argument of that name
+
+        limit = None if grace is None else seconds("save_on_signal: grace", grace)
+        self._signals.install(tuple(signals) or (SIGTERM,), limit, exits=bool(exit))
+
+    @property
+    def preempted(self) -> int | None:
+        """The first signal of :meth:`save_on_signal` that was answered, or None: now the loop may end.
+
+        Not before the checkpoint is durable, or given up: a loop that ends when it is set has saved.
+        """
+        return self._signals.first
+
+    @contextlib.contextmanager
+    def steady(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None = None,
+        *,
+        metadata: Mapping[str, Any] | None = None,
+        per_rank: Any = None,
+    ) -> Iterator[None]:
+        """A stretch in which ``state`` does not change: an evaluation, a wait for data, a compilation.
+
+        A signal that comes in it, or has come before it, is answered at once, from the signal handler: ``state`` is
+        saved as the checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step
+        is half done. Give the state as :meth:`save` gets it, made at its beginning.
+
+        Among several ranks no handler can act alone: there all of them answer a signal together, at the beginning or
+        the end of the stretch.
+        """
+        self._check("steady")
+        with self._boundary.steady(step, state, metrics, metadata, per_rank):
+            yield
 
     # Coming back.
 
@@ -279,32 +391,27 @@ class Manager(Preemption):
             RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
                 answer.
         """
-        self._agree.check("restore")
-        self._miss("it has called restore without the save")
+        self._ranks.check("restore")
+        self._boundary.miss("it has called restore without the save")
         if "report" in options:
             raise TypeError("restore: report: leave it out: what is returned has the report as its attribute")
         if discard_newer:
             self._check("restore: discard_newer")
             if step is None:
                 raise ValueError("restore: discard_newer: give step=, too")
-        how = {**options, "into": into, "exclude": exclude}
-        if step is not None:
-            found = self._source.at(step_of("restore", step), how, stacklevel=3)
+        how = {**options, "into": into, "exclude": exclude, "report": True}
+        if step is None:
+            found = self._loader.newest(how, fresh=bool(fresh))
         else:
-            newest = self._source.newest(how, fresh=bool(fresh), stacklevel=3)
-            if newest is None:
-                return None
-            found = newest
+            found = self._loader.at(step_of("restore", step), how)
+        if found is None:
+            return None
         if discard_newer:
             # What is in flight would come after the removal; whether it fails, the next save or wait tells.
-            self._aftermath.wait(math.inf)
-            self._agree.first("restore: discard_newer", lambda: self._discard_beyond(found.step))
-        self._history.resume(found.step, found.lineage)
-        self._aftermath.resume(found.step, found.path)
-        self._history.see(self._source.order)
-        self._retention.damaged.update(number for number, _ in found.skipped)
-        self._saved = found.step
-        self._cadence.resume(found.step)
+            self._after_save.wait(math.inf)
+            self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found.step))
+        self._local.damaged.update(number for number, _ in found.skipped)
+        self._saves.resume(found.step, found.path, found.lineage, self._loader.candidates.order)
         return found
 
     def __enter__(self) -> Manager:  # noqa: PYI034 - Self is not in Python 3.10
@@ -313,135 +420,136 @@ class Manager(Preemption):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Wait for what is in flight, and put the signal handlers back.
+        if os.getpid() == self._process:
+            self._completion.end_block(error)
 
-        A signal that comes meanwhile, or has come since the last step boundary, is answered: what is in flight becomes
-        durable or is given up, and the signal is passed on.
-        """
-        try:
-            if os.getpid() == self._process:
-                if error is not None or not self._is_shared:
-                    self._steady = self._answer_at_end
-                    self._signal_came()
-                self._end(error)
-        finally:
-            try:
-                if self._drain is not None and os.getpid() == self._process:
-                    # Where nothing ended the block, all is done, or has failed.
-                    came = error is not None or self._signals.first is not None
-                    self._drain.leave(self._signals.end if came else 0.0)
-            finally:
-                self._steady = None
-                self._signals.uninstall()
+    # What is there.
 
-    # What happens.
+    def __repr__(self) -> str:
+        return f"<fastckpt.Manager {self.directory!r}{' read-only' if self._read_only else ''}>"
 
-    def _save(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None,
-        *,
-        force: bool,
-        metadata: Mapping[str, Any] | None,
-        per_rank: Any,
-    ) -> bool:
-        step = step_of("save", step)
-        try:
-            about = metadata_of(step, metrics, metadata)
-        except Exception:
-            if self._is_shared and step != self._wanted:
-                # The others ask whether the step is to be saved, and wait for this rank.
-                self._is_wanted(step, force=force)
-            raise
-        # Ranks ask each other once about a step that is to be saved; one process looks again.
-        if (self._agree.size == 1 or step != self._wanted) and not self._is_wanted(step, force=force):
-            return False
-        if self._signals.called:
-            self._wanted = None
-            return self._answer(step, state, about, per_rank)
-        if self._stale == "raise":
-            # All ranks raise, or none does: nobody waits for the save.
-            self._wanted = None
-            self._tell_stale()
-        how = self._how(about, self._base, self._planned)
-        path = self.path(step)
-        began = self._cadence.begin()
-        # Whatever happens from here on, the others hear of it from the save.
-        self._wanted = None
-        try:
-            if not self._async:
-                report = self._calls.save(state, path, per_rank, how)
-                self._pending, self._report, self._saved = None, report, step
-                self._aftermath.after(about, began, report)
-                return True
-            try:
-                pending = self._calls.save_async(state, path, per_rank, how)
-            except BaseException as error:
-                # An earlier save has failed, and this one has begun.
-                begun = getattr(error, "pending_save", None)
-                if begun is not None:
-                    self._begun(about, began, begun)
-                raise
-            self._begun(about, began, pending)
-            return True
-        finally:
-            self._cadence.leave()
+    @property
+    def directory(self) -> str:
+        """The directory, absolute."""
+        return self._local.place.path
 
-    def _discard_beyond(self, step: int) -> None:
-        """Remove all steps above one, the highest first; pinned ones stay.
+    def path(self, step: int) -> str:
+        """The path of the checkpoint of a step, whether there is one or not."""
+        return self._local.place.path_of(step)
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, rising; by the names of the directories, without a look inside."""
+        return self._local.place.look().steps
+
+    def remote_steps(self) -> list[int]:
+        """The steps that have a whole checkpoint at the remote tier, rising.
 
         Raises:
-            Exception: the remote tier lacks the step, and it cannot be copied.
-            OSError: the remote tier does not answer, or something cannot be removed.
+            OSError: the remote tier does not answer.
+            ValueError: the manager has none.
         """
-        if self._tier is not None:
-            if self._drain is not None:
-                self._drain.forget_beyond(step)
-                here, there = (
-                    [entry.lineage.order for entry in each.entries([step]).values()]
-                    for each in (self._catalogue, self._tier.retention.catalogue)
-                )
-                if there < here:
-                    # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
-                    self._drain.again(step)
-                    self._drain.wait(math.inf, lambda: False)
-            self._tier.retention.remove_beyond(step)
-        self._retention.remove_beyond(step)
+        if self._remote is None:
+            raise ValueError(f"remote_steps: {self.directory}: the manager has no remote=")
+        return self._remote.place.look().steps
 
-    def _begin_drain(self, tier: Tier, limit: float | None, share: tuple[int, int]) -> None:
-        """From here on this process copies to the remote tier, first what an earlier one has left."""
-        self._drain = self._aftermath.drain = Drain(
-            self._directory,
-            self._catalogue,
-            tier,
-            limit=limit,
-            share=share,
-            settled=self._retention.again,
-            deadline=lambda: self._signals.end,
-        )
-        self._retention.held = self._drain.holds
-        self._drain.resume()
+    def latest(self) -> int | None:
+        """The newest step of the branch that saved last, or None. :meth:`restore` finds out whether it loads."""
+        return max(self._catalogue.own(self._catalogue.entries(self.steps())), default=None)
 
-    def _begun(self, about: dict[str, Any], began: float, pending: PendingSave) -> None:
-        step = about["step"]
-        self._pending, self._saved = pending, step
+    @property
+    def policies(self) -> list[keeping.Policy]:
+        """What is kept: the policies of ``keep=``. A read-only manager without any has those of the run's own manager.
 
-        def failed() -> None:
-            if self._saved == step:
-                self._saved = None
+        Raises:
+            ValueError: a later release has written them, and this one does not know them.
+        """
+        if self._keep is not None or not self._read_only:
+            return [*(self._keep or ())]
+        return [keeping.parse(text) for text in self._catalogue.keep or ()]
 
-        self._aftermath.follow(about, began, pending, failed)
+    def saved(self) -> list[keeping.Saved]:
+        """Step, time and metrics of each checkpoint, by rising step; those that cannot be opened are left out."""
+        return [entry.saved for entry in self._catalogue.entries(self.steps()).values()]
 
+    def kept(self) -> dict[int, list[str]]:
+        """Why each checkpoint of :meth:`saved` stays, by step; one without a reason goes after the next save.
 
-def _tier(directory: Directory, remote: AnyPath | None, keep: Any) -> Tier | None:
-    """``remote=`` and ``remote_keep=``."""
-    policies = [] if keep is None else keep_of(keep, "remote_keep")
-    if remote is None:
-        if policies:
-            raise ValueError("Manager: remote_keep: give remote=, too")
-        return None
-    place = place_at("Manager", remote, directory.names)
-    if os.path.realpath(place.path) == os.path.realpath(directory.path):
-        raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
-    return Tier(place, policies)
+        Raises:
+            ValueError: as for :attr:`policies`.
+        """
+        return self._local.kept(self.policies)
+
+    def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
+        """The step of the branch that saved last whose checkpoint has the best metric, or None where none has it.
+
+        Args:
+            metric: its name; by default that of the first :class:`fastckpt.keep.Best` among the policies.
+            mode: ``min`` or ``max``; by default that policy's, or ``min``.
+
+        Raises:
+            ValueError: no metric is given, and no policy names one.
+        """
+        known = next((one for one in self.policies if isinstance(one, keeping.Best)), None)
+        if metric is None:
+            if known is None:
+                raise ValueError("best: give the name of a metric: no policy keep.Best names one")
+            metric = known.metric
+        if mode is None:
+            mode = known.mode if known is not None and known.metric == metric else "min"
+        steps, catalogue = self.steps(), self._catalogue
+        own = catalogue.own(catalogue.entries(steps))
+        ranked = keeping.Best(1, metric, mode).ranked([entry.saved for entry in own.values()])
+        if self._ranks.leads and not self._read_only:
+            with contextlib.suppress(OSError):
+                catalogue.write(steps)
+        return ranked[0].step if ranked else None
+
+    def pinned(self) -> list[int]:
+        """The steps whose checkpoints are pinned, rising."""
+        return sorted(self._local.place.look().pinned)
+
+    def pin(self, step: int) -> None:
+        """Keep the checkpoint of a step whatever the policies say, until :meth:`unpin`; durably, on each tier.
+
+        What only the local tier has is copied to the remote one, and pinned there then.
+
+        Raises:
+            FileNotFoundError: there is none.
+            OSError: the remote tier does not answer; what is on the local one is pinned.
+            RuntimeError: the manager is read-only.
+        """
+        self._check("pin")
+        there = self._local.pin(step)
+        if self._remote is not None:
+            there = self._remote.pin(step) or there
+        if self._drain is not None and self._local.place.is_pinned(step):
+            # The remote may have let it go, or not have wanted it.
+            self._drain.again(step)
+        if not there:
+            raise FileNotFoundError(2, "pin: there is no such checkpoint", self.path(step))
+
+    def unpin(self, step: int) -> None:
+        """Let the policies decide on the checkpoint of a step again, after the next save.
+
+        Raises:
+            OSError: the remote tier does not answer; on the local one the pin is off.
+            RuntimeError: the manager is read-only.
+        """
+        self._check("unpin")
+        self._local.place.unpin(step)
+        if self._remote is not None:
+            self._remote.place.unpin(step)
+
+    def _discard_beyond(self, step: int) -> None:
+        if self._drain is not None:
+            self._drain.go_back(step)
+        for tier in (self._remote, self._local):
+            if tier is not None:
+                tier.remove_beyond(step)
+
+    def _check(self, operation: str) -> None:
+        if self._read_only:
+            raise RuntimeError(f"{operation}: {self.directory}: the manager is read-only")
+        if os.getpid() != self._process:
+            raise RuntimeError(f"{operation}: the manager belongs to the process that this one was forked from")
+        self._ranks.check(operation)

@@ -1,210 +1,272 @@
-"""A run that may be ended from outside: it saves first, where the state is whole."""
+"""What a signal does that announces the end of a run: it is noted when it comes, answered, and then passed on.
+
+It is answered where the state is whole, and within the grace period: the step is saved, or what is in flight becomes
+durable or is given up. To pass it on is to do what it would have done without the manager. ``step_boundary`` says where
+the state is whole, ``completion`` what else waits.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import math
+import os
+import signal
+import threading
 import time
-from collections.abc import Iterator, Mapping
-from concurrent.futures import CancelledError
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
 from fastckpt._api.progress import until
-from fastckpt._units import seconds
 
-from .agreement import failed_of
-from .arguments import metadata_of, step_of
-from .boundary import APART, Boundary
+from .ranks import failed_with
+
+if TYPE_CHECKING:
+    from .arguments import StepState
+    from .ranks import Ranks
+    from .saves import Saves
 
 logger = logging.getLogger("fastckpt")
 
+#: The share of the grace period for saving; the rest is for undoing a save that takes longer, and for the end.
+_SHARE = 0.9
 #: Seconds that a save gets which all ranks have begun in time.
 _LEAST = 0.01
 
 
-class Preemption(Boundary):
-    """What a manager does when a signal comes; the arguments are those of :class:`.boundary.Boundary`."""
+class Signals:
+    """The signals that a manager answers.
 
-    def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
-        """Save when one of these signals comes, at the next step boundary, and then do what the signal would have done.
+    The handler takes no lock and logs nothing: it runs on top of whatever the main thread was doing.
 
-        At the next call of :meth:`should_save` or :meth:`save` the step is saved; within :meth:`steady`, at once. When
-        the checkpoint is durable, or given up, the handler that the signal had before is called. Without one the
-        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal does what
-        it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
-        installed their handlers.
+    Args:
+        shared: whether only those are answered on which all ranks have agreed.
 
-        Among several ranks, a signal to one of them is answered by all, which save the same step; each then does what
-        it would have done had the signal come to itself.
+    Attributes:
+        answer: what answers a signal as it comes, in the handler; None where the state may be half new.
+    """
 
-        Args:
-            signals: numbers; SIGTERM without any.
-            grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
-                that is not durable after nine tenths of it is given up, and nothing of it stays. None: without limit.
-            exit: False: where there was no handler, go on; the loop ends when :attr:`preempted` says so.
+    def __init__(self, *, shared: bool) -> None:
+        self.answer: Callable[[], object] | None = None
+        self._process = os.getpid()
+        self._before: dict[int, Any] = {}
+        self.grace = math.inf
+        self._exits = True
+        self._over = False
+        #: Signals that have come and were not answered, in their order.
+        self._pending: list[int] = []
+        #: Those that are to be answered.
+        self._called: list[int] = [] if shared else self._pending
+        #: When a save for them must be done.
+        self._deadline = math.inf
+        #: Whether one of them has ended the run.
+        self.exiting = False
+        #: What it was for those that were answered last.
+        self._end = math.inf
+        #: The first signal that was answered.
+        self.first: signal.Signals | None = None
 
-        Raises:
-            RuntimeError: not the main thread, or the manager is read-only.
-            ValueError: a number is of no signal that Python has a name for.
-        """
-        self._check("save_on_signal")
-        from signal import SIGTERM  # noqa: PLC0415 - beside the argument of that name
+    def install(self, numbers: tuple[int, ...], grace: float | None, *, exits: bool) -> None:
+        """Answer these signals from now on."""
+        if threading.current_thread() is not threading.main_thread():
+            raise RuntimeError("save_on_signal: Python installs signal handlers in the main thread only: call it there")
+        named = [signal.Signals(number) for number in numbers]
+        self.grace = math.inf if grace is None else grace * _SHARE
+        self._exits = exits
+        for number in named:
+            before = signal.signal(number, self._handle)
+            if before != self._handle and (self._over or number not in self._before):
+                self._before[number] = before
+        self._over = False
 
-        limit = None if grace is None else seconds("save_on_signal: grace", grace)
-        self._signals.install(tuple(signals) or (SIGTERM,), limit, exits=bool(exit))
-
-    @property
-    def preempted(self) -> int | None:
-        """The first signal of :meth:`save_on_signal` that was answered, or None: now the loop may end.
-
-        Not before the checkpoint is durable, or given up: a loop that ends when it is set has saved.
-        """
-        return self._signals.first
+    def uninstall(self) -> None:
+        """Put the earlier handlers back, where nobody has installed another one since."""
+        if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
+            return
+        self._over = True
+        for number, before in self._before.items():
+            if signal.getsignal(number) == self._handle:
+                # None is a handler that was not installed from Python: there is no way back to it.
+                signal.signal(number, signal.SIG_DFL if before is None else before)
 
     @contextlib.contextmanager
-    def steady(
-        self,
-        step: int,
-        state: Any,
-        metrics: Mapping[str, Any] | None = None,
-        *,
-        metadata: Mapping[str, Any] | None = None,
-        per_rank: Any = None,
-    ) -> Iterator[None]:
-        """A stretch in which ``state`` does not change: an evaluation, a wait for data, a compilation.
-
-        A signal that comes in it, or has come before it, is answered at once, from the signal handler: ``state`` is
-        saved as the checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step
-        is half done. Give the state as :meth:`save` gets it, made at its beginning.
-
-        Among several ranks no handler can act alone: there all of them answer a signal together, at the beginning or
-        the end of the stretch.
-        """
-        self._check("steady")
-        about = metadata_of(step_of("steady", step), metrics, metadata)
-        self._cadence.reach(step, in_flight=self._in_flight)
-        if self._is_shared:
-            if step != self._wanted:
-                self._miss(f"it has gone on to step {step} without the save")
-            self._answer_together(step, state, about, per_rank)
-            yield
-            self._answer_together(step, state, about, per_rank)
-            return
-        around, self._steady = self._steady, lambda: self._answer(step, state, about, per_rank)
+    def answered_by(self, answer: Callable[[], object]) -> Iterator[None]:
+        """Within this block a signal is answered as it comes."""
+        around, self.answer = self.answer, answer
         try:
-            # It may have come before.
-            self._signal_came()
             yield
         finally:
-            self._steady = around
+            self.answer = around
 
-    # What happens.
+    def answer_now(self) -> None:
+        """Answer what has come, if it can be answered here: in the handler, or at the begin of such a block."""
+        answer = self.answer
+        if answer is not None and self._pending:
+            # A second signal meanwhile is only noted.
+            self.answer = None
+            try:
+                answer()
+            finally:
+                self.answer = answer
 
-    def _is_wanted(self, step: int, *, force: bool) -> bool:
-        """Whether all ranks save the step, for a policy or for a signal; it is a step boundary."""
-        self._cadence.reach(step, in_flight=self._in_flight)
-        if step != self._wanted:
-            self._miss(f"it has gone on to step {step} without the save")
-        self._wanted = None
-        if not (force or self._when.due_by_step(self._cadence.place())) and self._agree.skips():
-            return False
+    @property
+    def pending(self) -> tuple[int, ...]:
+        """The signals that have come and were not answered."""
+        return tuple(self._pending)
 
-        def due() -> bool:
-            return force or (step != self._saved and self._when.due(self._cadence.moment(in_flight=self._in_flight)))
+    @property
+    def called(self) -> bool:
+        """Whether there is a signal to be answered."""
+        return bool(self._called)
 
-        apart = APART if self._when.may_wait else 0.0
-        agreed = self._ask("should_save", step, due, apart, plan=lambda: self._plan_first(step))
-        if agreed.signals:
-            if step == agreed.saved:
-                self._settle()
-            # What was being saved may have failed.
-            if not self._agree.first(
-                "should_save: signal", lambda: step != self._saved and time.monotonic() < self._signals.deadline
-            ):
-                self._answer(step, None)
-                return force
-        self._wanted, self._planned = (step, agreed.plan) if agreed.due else (None, {})
-        return agreed.due
+    @property
+    def deadline(self) -> float:
+        """When a save for the signals that have come must be done, by ``time.monotonic``."""
+        return self._deadline if self._pending or self._called else math.inf
 
-    def _answer_together(self, step: int, state: Any, about: dict[str, Any], per_rank: Any) -> None:
-        """Answer what has come to any rank, at a place to which all of them come."""
-        if not self._agree.skips() and self._ask("steady", step, lambda: False, APART).signals:
-            self._answer(step, state, about, per_rank)
+    @property
+    def end(self) -> float:
+        """Until when there is time for more, after the signals that were answered; it never comes once all of the grace
+        period is over, and the process lives.
+        """  # noqa: D205 - two sentences that belong together
+        over = self._end + self.grace * (1 / _SHARE - 1)
+        return self._end if time.monotonic() < over else math.inf
 
-    def _answer(self, step: int, state: Any, about: dict[str, Any] | None = None, per_rank: Any = None) -> bool:
-        """Save for the signals that have come, unless it is saved, and pass them on; whether it is durable.
+    def agree(self, numbers: tuple[int, ...], left: float | None) -> None:
+        """These are to be answered on all ranks, wherever they have come; ``left`` seconds are left for a save."""
+        if self._called is self._pending:
+            return
+        deadline = min(self.deadline, math.inf if left is None else time.monotonic() + left)
+        self._called[:] = numbers
+        self._deadline = deadline
 
-        Without ``about`` no time is left to save.
+    def names(self) -> str:
+        """The signals that have come, for people."""
+        return " and ".join(signal.Signals(number).name for number in self._called or self._pending)
+
+    def pass_on(self) -> None:
+        """Do what the signals would have done without us, each once.
+
+        Raises:
+            SystemExit: nobody had a handler for one whose default is to end the process.
         """
-        names, deadline = self._signals.names(), self._signals.deadline
+        if self._called:
+            self._end = self.deadline
+        while self._called:
+            number = self._called.pop(0)
+            if number in self._pending and self._called is not self._pending:
+                self._pending.remove(number)
+            if self.first is None:
+                self.first = signal.Signals(number)
+            before = self._before.get(number)
+            if callable(before):
+                before(number, None)
+            elif before != signal.SIG_IGN and self._exits:
+                self._called.clear()
+                self._pending.clear()
+                self.exiting = True
+                raise SystemExit(128 + number)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:
+            self._in_child(number, frame)
+            return
+        if self._over:
+            # Whoever installed a handler after this one has put this one back.
+            self._default(number, frame)
+            return
+        if not self._pending:
+            self._deadline = min(self.deadline, time.monotonic() + self.grace)
+        if number not in self._pending:
+            self._pending.append(number)
+        self.answer_now()
+
+    def _in_child(self, number: int, frame: FrameType | None) -> None:
+        """A forked child saves nothing; whoever ends it may do so.
+
+        A notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not end it, though: the
+        program would lose its data-loader workers before it has saved.
+        """
+        ends = {signal.SIGTERM, signal.SIGINT, getattr(signal, "SIGHUP", None)}
+        if number in ends or callable(self._before.get(number)):
+            self._default(number, frame)
+
+    def _default(self, number: int, frame: FrameType | None) -> None:
+        """Do what the signal would do without this handler."""
+        before = self._before.get(number)
+        if callable(before):
+            before(number, frame)
+        elif before != signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Preemption:
+    """Answers signals in a run, which has a directory, on all ranks alike."""
+
+    directory: str
+    signals: Signals
+    saves: Saves
+    ranks: Ranks
+
+    def settle(self) -> None:
+        """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""
+        path = self.saves.settle(self.signals.deadline)
+        if path is not None:
+            self._given_up(f"{path} was not durable in time")
+
+    def answer(self, step: int, given: StepState | None) -> bool:
+        """Save for the signals that have come, unless the step is saved, and pass them on; whether it is durable.
+
+        Args:
+            step: the step.
+            given: its state; None where no time is left to save.
+        """
+        signals, saves = self.signals, self.saves
+        names, deadline = signals.names(), signals.deadline
         try:
-            self._settle()
-            saved, in_time = self._saved, False
-            plan: dict[str, Any] = {}
-            if about is not None:
-                saved, in_time, plan = self._agree.first(
-                    "steady: signal", lambda: (self._saved, time.monotonic() < deadline, self._plan(step))
+            self.settle()
+            saved, in_time, plan = saves.step, False, dict[str, Any]()
+            if given is not None:
+                saved, in_time, plan = self.ranks.first(
+                    "steady: signal", lambda: (saves.step, time.monotonic() < deadline, saves.plan(step))
                 )
             if saved != step:
+                if given is None or not in_time:
+                    raise TimeoutError("no time is left")  # noqa: TRY301 - as a save does that is given up
                 # Who has agreed to save takes part: the others wait for this rank.
-                with until(max(deadline, time.monotonic() + _LEAST) if in_time else 0.0):
+                with until(max(deadline, time.monotonic() + _LEAST)):
                     logger.info("%s: saving step %d for %s", self.directory, step, names)
-                    began = self._cadence.begin()
                     # In this thread: Python's threads cannot be started reliably in a signal handler.
-                    how = {**self._how(about or {}, saved, plan), "bandwidth_limit": None}
-                    report = self._calls.save(state, self.path(step), per_rank, how)
-                self._pending, self._report, self._saved = None, report, step
-                # Removing old checkpoints is left to the next run: time is short.
-                self._aftermath.note(about or {}, began, report, report.seconds)
+                    saves.save_in_time(given, saved, plan)
         except Exception as error:
-            if failed_of(error, TimeoutError):
+            if failed_with(error, TimeoutError):
                 self._given_up(f"step {step}: {error}")
             else:
                 # The end of the process may hide it.
                 logger.error("%s: the save for %s failed: %s", self.directory, names, error)  # noqa: TRY400 - it is raised
                 raise
         finally:
-            self._signals.pass_on()
-        return self._saved == step
+            signals.pass_on()
+        return saves.step == step
 
-    def _end_together(self, failure: BaseException | None) -> None:
-        """The block has ended, with ``failure`` on this rank: tell the others, and pass on what has come."""
-        signals = self._signals
-        if not self._is_shared or signals.exiting:
-            return
-        if failure is not None:
-            why = f"its block has ended with {type(failure).__name__}: {failure}"
-            self._agree.leave(why)
-            self._miss(why)
-        # On what had come to any rank, all have agreed in `wait`; what has come to this one since is its own.
-        signals.pass_on()
-        signals.agree(signals.pending, None)
-        signals.pass_on()
-
-    def _end(self, error: BaseException | None) -> None:
-        """Wait for what is in flight; ``error`` has ended the block."""
-        failure = error
-        try:
-            if error is None or not self._is_shared:
-                self.wait()
-            else:
-                # The others may be elsewhere.
-                self._settle()
-                self._aftermath.wait(math.inf)
-        except Exception as failed:  # noqa: BLE001 - it is raised below, or in the log
-            # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
-            # not be lost.
-            if error is None and not isinstance(failed, CancelledError):
-                failure = failed
-        self._end_together(failure)
-        if failure is not error and failure is not None:
-            raise failure
-
-    def _answer_at_end(self) -> None:
+    def answer_at_end(self) -> None:
         """Pass on the signals that have come when there will be no further step; among several ranks, not yet."""
         try:
-            self._settle()
+            self.settle()
         finally:
-            if self._agree.size == 1:
-                self._signals.pass_on()
+            if self.ranks.size == 1:
+                self.signals.pass_on()
+
+    def pass_on_at_end(self) -> None:
+        """Likewise among several ranks, which have told each other all that they will."""
+        # On what had come to any rank, all have agreed in `wait`; what has come to this one since is its own.
+        self.signals.pass_on()
+        self.signals.agree(self.signals.pending, None)
+        self.signals.pass_on()
+
+    def _given_up(self, what: str) -> None:
+        logger.error("%s: the save for %s is given up: %s", self.directory, self.signals.names(), what)

@@ -11,12 +11,12 @@ import logging
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 from fastckpt import _crc64
 from fastckpt._stores.checkpoints import remove_leftovers
 
-from .directory import LATEST, MANIFEST, PIN, Listing, Names
+from .directory import LATEST, MANIFEST, PIN, Directory, Listing, Names
 
 if TYPE_CHECKING:
     from fastckpt._stores.objects import Objects
@@ -36,12 +36,7 @@ _UNDER_WAY = timedelta(days=1)
 
 
 class Prefix:
-    """The run below a URL.
-
-    Args:
-        objects: what lies there.
-        names: the names of its checkpoints.
-    """
+    """The objects of a run, and the names of its checkpoints."""
 
     def __init__(self, objects: Objects, names: Names) -> None:
         self._objects = objects
@@ -94,7 +89,11 @@ class Prefix:
 
     def is_pinned(self, step: int) -> bool:
         """Whether there is a pin, as of now."""
-        return self._has(self._pin(step))
+        try:
+            self._objects.size(self._pin(step))
+        except FileNotFoundError:
+            return False
+        return True
 
     def unpin(self, step: int) -> None:
         """Take the pin off."""
@@ -104,9 +103,7 @@ class Prefix:
     def remove(self, step: int, files: Collection[str]) -> str:
         """Remove the checkpoint of a step; what it did not bring stays where it is.
 
-        Args:
-            step: which.
-            files: the names of what ``files=`` has put into it.
+        ``files`` are the names of what ``files=`` has put into it.
 
         Returns:
             What stays, in words; empty where nothing does.
@@ -118,10 +115,6 @@ class Prefix:
 
         strange = remove(self.path_of(step), everything=False, files=files, leave=True)
         return f"{', '.join(strange)} stay in {self.path_of(step)}" if strange else ""
-
-    def write_latest(self, step: int) -> None:
-        """Have ``latest`` name the checkpoint of a step."""
-        self.replace(LATEST, f"{self.names.name_of(step)}\n".encode(), durable=True)
 
     def read(self, name: str) -> bytes:
         """The content of a small object of the run.
@@ -190,12 +183,9 @@ class Prefix:
         self._looked = {names[step]: identity for step, identity in found.items() if identity is not None}
         return [step for step, identity in found.items() if identity is not None]
 
-    def _has(self, name: str) -> bool:
-        try:
-            self._objects.size(name)
-        except FileNotFoundError:
-            return False
-        return True
-
     def _pin(self, step: int) -> str:
         return self.names.name_of(step) + PIN
+
+
+#: Where the checkpoints of a run lie.
+Place: TypeAlias = Directory | Prefix

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import errno
 import logging
-import os
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from fastckpt import distributed
 from fastckpt._api.checkpoint import Checkpoint
-from fastckpt._api.manage import leftovers
-from fastckpt._api.manage import list as listed
+from fastckpt._api.load import load
+from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.verify import verify
-from fastckpt.exceptions import (
-    CheckpointError,
-    CorruptCheckpointError,
-    NotACheckpointError,
-    RankFailure,
-    RanksError,
-)
+from fastckpt._ranks.calls import marked
+from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
 
-from . import lineage, traces
-from .agreement import is_told
-from .catalogue import FILE
-from .directory import Directory
+from . import lineage
+from .candidates import Candidate
 from .lineage import Lineage
+from .ranks import is_reported
 
 if TYPE_CHECKING:
-    from .agreement import Alone
-    from .calls import Calls
-    from .catalogue import Catalogue, Entry
-    from .fetch import Fetch
+    from .candidates import Candidates
+    from .ranks import Ranks
 
 
 logger = logging.getLogger("fastckpt")
@@ -79,79 +71,35 @@ class Restored:
     lineage: Lineage = _NOWHERE
 
 
-def candidates(directory: Directory) -> list[int]:
-    """The steps to try, the newest first.
+@dataclass(frozen=True, slots=True, eq=False)
+class Loader:
+    """Loads checkpoints of a run on all ranks."""
 
-    Also those whose directory a killed save took aside to replace it: a load puts it back, where the compiled core is.
-    """
-    steps = set(directory.look().steps)
-    step_of = directory.names.step_of
-    try:
-        left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
-        # A full list opens every manifest, so only where something lies under a temporary name and not under its own.
-        aside = [one.name for one in listed(directory.path) if one.aside] if left else []
-    except (FileNotFoundError, NotImplementedError):
-        aside = []
-    steps.update(step for step in map(step_of, aside) if step is not None)
-    return sorted(steps, reverse=True)
+    candidates: Candidates
+    ranks: Ranks
 
-
-class Source:
-    """The checkpoints of a run, as all ranks load them.
-
-    Args:
-        directory: the run.
-        catalogue: what its checkpoints say of themselves.
-        agree: the ranks.
-        calls: what loads.
-        fetch: what the remote tier has.
-    """
-
-    def __init__(
-        self, directory: Directory, catalogue: Catalogue, agree: Alone, calls: Calls, fetch: Fetch | None
-    ) -> None:
-        self._directory = directory
-        self._catalogue = catalogue
-        self._agree = agree
-        #: The order of the last save that a look has found.
-        self.order = 0
-        self._calls = calls
-        self._fetch = fetch
-
-    def at(self, step: int, how: Mapping[str, Any], *, stacklevel: int) -> Restored:
-        """Load the checkpoint of a step, on all ranks or on none.
-
-        Args:
-            step: its number.
-            how: arguments for the load.
-            stacklevel: as for ``warnings.warn``.
+    def at(self, step: int, how: Mapping[str, Any]) -> Restored:
+        """Load the checkpoint of a step, on all ranks or on none; ``how`` has arguments for the load.
 
         Raises:
             FileNotFoundError: there is none.
         """
-        self._agree.first("restore: step", lambda: None)
-        found, error = self._try(step, (), how, far=False)
-        failures = self._failures(error)
-        if found is not None and not failures:
-            return found
-        if self._fetch is not None and all(failure.skips for failure in failures):
+        self.ranks.first("restore: step", lambda: None)
+        found, failures, error = self._try(Candidate(step), (), how)
+        if found is None and self.candidates.remote is not None and all(failure.skips for failure in failures):
             if not failures[0].gone:
-                self._warn(step, failures[0], stacklevel + 1, last=False)
-            found, late = self._try(step, (), how, far=True)
-            further = self._failures(late, far=True)
-            if found is not None and not further:
-                return found
+                self._warn(step, failures[0], last=False)
+            found, further, late = self._try(Candidate(step, far=True), (), how)
             if not all(failure.gone for failure in further):
-                raise late or _of_others(self._fetch.path, further)
-        raise error or _of_others(self._directory.path_of(step), failures)
+                error = late
+        if found is None:
+            raise error
+        return found
 
-    def newest(self, how: Mapping[str, Any], *, fresh: bool, stacklevel: int) -> Restored | None:
+    def newest(self, how: Mapping[str, Any], *, fresh: bool) -> Restored | None:
         """Load the newest checkpoint that can be loaded, and warn of each before it; None where there is none at all.
 
-        Args:
-            how: arguments for the load.
-            fresh: None also where a run was, and nothing of it is a checkpoint.
-            stacklevel: as for ``warnings.warn``.
+        With ``fresh``, None also where a run was, and nothing of it is a checkpoint.
 
         Raises:
             CheckpointError: there is none, and a run was here.
@@ -160,67 +108,91 @@ class Source:
         """
         skipped: dict[int, str] = {}
         kinds: set[str] = set()
-        tries, looks = self._find(stacklevel + 1), 1
+
+        def look() -> list[Candidate]:
+            listed = self.ranks.first("restore", self.candidates.look)
+            return [Candidate(*one) for one in listed if one[0] not in skipped]
+
+        tries, looks = look(), 1
         if not tries:
-            self._agree.first("restore: traces", lambda: None if fresh else self._refuse_traces())
+            self.ranks.first("restore: earlier run", lambda: None if fresh else self.candidates.refuse_new_beginning())
             return None
         while tries:
-            step, far, alone = tries.pop(0)
-            path = self._directory.path_of(step)
-            found, error = self._try(step, tuple(skipped.items()), how, far=far, alone=alone, first=True)
-            failures = self._failures(error, far=far)
-            if found is not None and not failures:
+            one = tries.pop(0)
+            found, failures, error = self._try(one, tuple(skipped.items()), how, more=True)
+            if found is not None:
                 return found
             # Where another writes and removes, the first rank's view counts.
-            if looks < _LOOKS and self._agree.first("restore: look", partial(self._is_gone, step, far=far)):
+            if looks < _LOOKS and self.ranks.first("restore: look", partial(self.candidates.is_gone, one)):
                 # It was removed for one that became durable after the look.
-                tries, looks = [one for one in self._find(stacklevel + 1) if one[0] not in skipped], looks + 1
+                tries, looks = look(), looks + 1
                 continue
             if not all(failure.skips for failure in failures):
-                raise error or _of_others(path, failures)
+                raise error
             # What the remote tier has of it comes next.
-            is_last = not any(other == step for other, _, _ in tries)
+            is_last = not any(other.step == one.step for other in tries)
             if is_last:
-                skipped[step] = failures[0].why
+                skipped[one.step] = failures[0].why
                 kinds.update(failure.kind for failure in failures)
-            self._warn(step, failures[0], stacklevel + 1, last=is_last)
+            self._warn(one.step, failures[0], last=is_last)
+        path = self.candidates.local.place.path
         newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
         if kinds == {NotACheckpointError.__name__}:
             if fresh:
                 return None
             raise NotACheckpointError(
-                f"restore: {self._directory.path}: none of {len(skipped)} directories with the name of a step is a "
-                f"checkpoint; {newest} (to start anew beside them, restore(fresh=True))"
+                f"restore: {path}: none of {len(skipped)} directories with the name of a step is a checkpoint; "
+                f"{newest} (to start anew beside them, restore(fresh=True))"
             )
         raise CorruptCheckpointError(
-            f"restore: {self._directory.path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
+            f"restore: {path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
             "(to start anew, move them away, or give the manager another directory)"
         )
 
-    def _refuse_traces(self) -> None:
-        """Nobody takes for a new beginning what is not one."""
-        places = [self._directory, *([] if self._fetch is None else [self._fetch.place])]
-        for place in places:
-            trace = traces.in_directory(place) if isinstance(place, Directory) else traces.in_store(place)
-            if trace is None and place is self._directory and self._catalogue.last.order:
-                trace = traces.Trace(f"{FILE} tells of a checkpoint that is not there")
-            if trace is not None:
-                kind = NotACheckpointError if trace.is_foreign else CheckpointError
-                raise kind(
-                    f"restore: {place.path}: no checkpoint is here under the names of this manager, but a run was: "
-                    f"{trace.what} (to begin anew all the same, restore(fresh=True))"
-                )
+    def _try(
+        self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool = False
+    ) -> tuple[Restored | None, list[_Failure], Exception]:
+        """Load a checkpoint on all ranks, or say why ranks cannot, and what this one may raise.
 
-    def _load(self, path: str, step: int, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any]) -> Restored:
-        loaded = self._calls.load(path, how)
+        Before it others were ``skipped``; after it ``more`` may be tried.
+        """
+        found: Restored | None = None
+        error: Exception | None = None
+        try:
+            found = self._load(one, skipped, how, more=more)
+        except RanksError as reported:
+            if not is_reported(reported):
+                raise
+            error = reported
+        except Exception as failed:  # noqa: BLE001 - the ranks decide what it means
+            error = failed
+        failures = self._failures(error, far=one.far)
+        of_others = _of_others(self.candidates.local.place.path_of(one.step), failures)
+        return None if failures else found, failures, error or of_others
+
+    def _load(
+        self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool
+    ) -> Restored:
+        path, remote = self.candidates.local.place.path_of(one.step), self.candidates.remote
+        if one.far and remote is not None:
+            path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, alone=one.alone))
+        if more and how.get("into") is not None and not how.get("strict", True):
+            # What an older one lacks would keep what a damaged one has left in `into`.
+            self.ranks.first("restore: verify", lambda: _verify(path))
+        if self.ranks.grouped:
+            with marked(self.ranks.answered):
+                loaded = distributed.load(path, **self.ranks.arguments, **how)
+        else:
+            loaded = load(path, **how)
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
-        per_rank = self._calls.load_own(path, ranks)
-        if ranks not in {0, self._agree.size} and self._agree.leads:
+        # Where another number of ranks has saved, none of them is this one.
+        per_rank = load_state_of(path, None, (self.ranks.rank, ranks)) if ranks == self.ranks.size else None
+        if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(
                 "%s: %d ranks saved states of their own, and there are %d now: "
                 "fastckpt.distributed.load_per_rank(path, rank=...) gives them",
-                *(path, ranks, self._agree.size),
+                *(path, ranks, self.ranks.size),
             )
         about = dict(about) if type(about) is dict else {"metadata": about} if about is not None else {}
         metrics = about.pop("metrics", None)
@@ -228,102 +200,18 @@ class Source:
         for name in ("step", lineage.KEY):
             about.pop(name, None)
         metrics = dict(metrics) if type(metrics) is dict else {}
-        return Restored(step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
+        return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
 
-    def _warn(self, step: int, failure: _Failure, stacklevel: int, *, last: bool) -> None:
+    def _warn(self, step: int, failure: _Failure, *, last: bool) -> None:
         """Say on the first rank why the checkpoint of a step is not loaded as it is."""
-        if self._agree.leads:
+        local, remote = self.candidates.local.place, self.candidates.remote
+        if self.ranks.leads:
             what = "is gone" if failure.gone else "cannot be loaded"
-            then = "skipped" if last or self._fetch is None else f"fetched from {self._fetch.path}"
-            text = f"fastckpt: restore: {self._directory.path_of(step)} {what} and is {then}: {failure.why}"
-            warnings.warn(text, RuntimeWarning, stacklevel=stacklevel)
+            then = "skipped" if last or remote is None else f"fetched from {remote.place.path}"
+            text = f"fastckpt: restore: {local.path_of(step)} {what} and is {then}: {failure.why}"
+            warnings.warn(text, RuntimeWarning, stacklevel=4)  # of the caller of Manager.restore
 
-    def _find(self, stacklevel: int) -> list[list[Any]]:
-        """What to try of the branch that saved last, the highest step first.
-
-        Each with whether it is the remote tier's, which comes second, and whether that is a later save of the step than
-        the local tier's.
-        """
-
-        def find() -> list[list[Any]]:
-            here = candidates(self._directory)
-            there: list[int] = []
-            far: dict[int, Entry] = {}
-            if self._fetch is not None:
-                try:
-                    there = self._fetch.steps()
-                    far = self._fetch.catalogue.entries(there)
-                except OSError as error:
-                    if not here:
-                        raise
-                    text = f"fastckpt: restore: {self._fetch.path} does not answer, and is left out: {error}"
-                    warnings.warn(text, RuntimeWarning, stacklevel=stacklevel + 2)
-            near = self._catalogue.entries(here)
-            tip = self._catalogue.tip(near)
-            if self._fetch is not None and far:
-                tip = lineage.last([tip, self._fetch.catalogue.tip(far)])
-            self.order = tip.order
-
-            def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
-                return step not in entries or not tip.has_left(step, entries[step].lineage)
-
-            def is_later(step: int) -> bool:
-                return step in near and step in far and near[step].lineage.order < far[step].lineage.order
-
-            tries = [
-                *([step, False, False] for step in here if is_own(step, near)),
-                *([step, True, is_later(step)] for step in there if is_own(step, far)),
-            ]
-            return sorted(tries, key=lambda one: (-one[0], one[1]))
-
-        return self._agree.first("restore", find)
-
-    def _is_gone(self, step: int, *, far: bool) -> bool:
-        """Whether there is nothing of a step any more."""
-        if not far:
-            return not os.path.lexists(self._directory.path_of(step))
-        try:
-            return self._fetch is not None and step not in self._fetch.steps()
-        except OSError:
-            return False
-
-    def _try(
-        self,
-        step: int,
-        skipped: tuple[tuple[int, str], ...],
-        how: Mapping[str, Any],
-        *,
-        far: bool,
-        alone: bool = False,
-        first: bool = False,
-    ) -> tuple[Restored | None, Exception | None]:
-        """Load the checkpoint of a step, or say why it cannot be loaded.
-
-        Args:
-            step: which.
-            skipped: those before it.
-            how: arguments for the load.
-            far: that of the remote tier.
-            alone: nothing of the local tier belongs to that.
-            first: others may be tried after it.
-        """
-        try:
-            fetch = self._fetch
-            path = self._directory.path_of(step)
-            if far and fetch:
-                path = self._agree.first("restore: fetch", lambda: fetch.bring(step, alone=alone))
-            if first and how.get("into") is not None and not how.get("strict", True):
-                # What an older one lacks would keep what a damaged one has left in `into`.
-                self._agree.first("restore: verify", lambda: verified(path))
-            return self._load(path, step, skipped, how), None
-        except RanksError as error:
-            if not is_told(error):
-                raise
-            return None, error
-        except Exception as error:  # noqa: BLE001 - the ranks decide what it means
-            return None, error
-
-    def _failures(self, error: Exception | None, *, far: bool = False) -> list[_Failure]:
+    def _failures(self, error: Exception | None, *, far: bool) -> list[_Failure]:
         """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.
 
         Whatever keeps one from reaching the remote tier, an older checkpoint may be loaded instead.
@@ -333,22 +221,16 @@ class Source:
             gone = isinstance(error, FileNotFoundError)
             damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError))
             skips = damaged or (isinstance(error, OSError) and (far or gone or error.errno in _DAMAGE))
-            own = [self._agree.host, type(error).__name__, str(error), skips, gone]
-        said = self._agree.each(own)
+            own = [self.ranks.host, type(error).__name__, str(error), skips, gone]
+        said = self.ranks.each(own)
         failures = [_Failure(rank, *of) for rank, of in enumerate(said) if of is not None]
         return [one for one in failures if one.kind != RanksError.__name__] or failures
 
 
 class _Failure(NamedTuple):
-    """Why a rank could not load a checkpoint.
+    """Why a rank could not load a checkpoint: the name of the exception, and its text.
 
-    Attributes:
-        rank: which.
-        host: where it runs.
-        kind: the name of the exception.
-        why: its text.
-        skips: whether an older checkpoint may be loaded instead.
-        gone: whether there is nothing any more.
+    An older checkpoint may be loaded instead if it ``skips``; if it is ``gone``, there is nothing any more.
     """
 
     rank: int
@@ -365,12 +247,7 @@ def _of_others(path: str, failures: list[_Failure]) -> RanksError:
     return RanksError(f"restore: {path}: {'; '.join(map(str, listed))}: nothing was restored", listed)
 
 
-def verified(path: str) -> None:
-    """Verify the checkpoint at ``path``.
-
-    Raises:
-        CorruptCheckpointError: it is damaged.
-    """
+def _verify(path: str) -> None:
     report = verify(path)
     if not report.ok:
         raise CorruptCheckpointError(f"restore: {path}: {report.damage[0]}")

@@ -6,11 +6,20 @@ state for days. No data is read for this: manifests have a checksum for each ten
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, TypeAlias
 
 from fastckpt._stores.reader import open_reader
+from fastckpt.exceptions import CheckpointError
+
+if TYPE_CHECKING:
+    from .directory import Directory
+    from .tier import Tier
+
+logger = logging.getLogger("fastckpt")
 
 #: The trained groups of a checkpoint: each tensor's bytes and checksum by its name.
 Sums: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
@@ -69,7 +78,7 @@ def changed(before: Sums, now: Sums) -> dict[str, float]:
     return shares
 
 
-def alarm(path: str, since: int, now: Sums, shares: Mapping[str, float]) -> str | None:
+def _alarm(path: str, since: int, now: Sums, shares: Mapping[str, float]) -> str | None:
     """What is to be said where a whole group has not changed since a step."""
     still = [group for group, share in shares.items() if share == 0]
     if not still:
@@ -81,3 +90,66 @@ def alarm(path: str, since: int, now: Sums, shares: Mapping[str, float]) -> str 
         f"{', '.join(names[:_SHOWN])}{more}: does the optimizer step, and is this the state that it trains? "
         '(stale="ignore" where it is meant)'
     )
+
+
+class StaleAlarm:
+    """Compares each checkpoint of a run with the one before it; ``stale`` and ``frozen`` are the manager's.
+
+    Attributes:
+        raises: whether it is an error.
+        changed: the last step that was compared with the one before, and the share of each group that has changed.
+        warning: what was not as it should be with that step, for the report.
+    """
+
+    def __init__(self, local: Tier[Directory], stale: str, frozen: Sequence[str] | str) -> None:
+        if stale not in {"warn", "raise", "ignore"}:
+            raise ValueError(f'Manager: stale must be "warn", "raise" or "ignore", not {stale!r}')
+        self._local = local
+        self._frozen = frozen
+        self.raises, self._ignores = stale == "raise", stale == "ignore"
+        self.changed: tuple[int | None, dict[str, float]] = None, {}
+        self.warning: str | None = None
+        #: What is still to be raised.
+        self._error: str | None = None
+        #: The last step that was saved or restored, and where it lies, or its checksums.
+        self._before: tuple[int, str | Sums] | None = None
+
+    def resume(self, step: int, path: str) -> None:
+        """Training goes on from the checkpoint of a step, which lies at ``path``."""
+        self._before = step, path
+
+    def compare(self, step: int) -> None:
+        """Compare the checkpoint of a step with the one before it."""
+        path, catalogue = self._local.place.path_of(step), self._local.catalogue
+        try:
+            now, before = sums_of(path, frozen=self._frozen), self._before
+            # Of two saves that end at nearly the same time the earlier one may be here last.
+            if before is None or step > before[0]:
+                self._before = step, now
+            if before is None or step <= before[0]:
+                return
+            since, sums = before
+            shares = changed(sums_of(sums, frozen=self._frozen) if isinstance(sums, str) else sums, now)
+        except (CheckpointError, OSError) as error:
+            logger.debug("%s: not compared with the one before: %s", path, error)
+            return
+        self.changed = step, shares
+        from fastckpt import _core  # noqa: PLC0415 - the command line imports this file, likewise
+
+        _core.set_changed(step, shares.get("model"), shares.get("optimizer"))
+        for entry in catalogue.entries([step]).values():
+            catalogue.add(entry._replace(saved=replace(entry.saved, changed=shares)))
+        self.warning = None if self._ignores else _alarm(path, since, now, shares)
+        if self.warning is not None:
+            self._error = self.warning
+            logger.warning("%s", self.warning)
+
+    def raise_once(self) -> None:
+        """Raise once what is to be raised.
+
+        Raises:
+            CheckpointError: a trained group has not changed.
+        """
+        text, self._error = self._error, None
+        if text is not None and self.raises:
+            raise CheckpointError(text)

@@ -1,42 +1,224 @@
-"""The remote tier of a run: a second place for its checkpoints, and what is removed there."""
+"""A tier of a run, local or remote: a place for checkpoints, what is removed there, and why the rest stays.
+
+Nothing is removed but older steps than a checkpoint that has just become durable, so whatever happens to the removal,
+and however many managers work on one directory, the newest durable checkpoint is there: each of them removes only what
+is older than one of its own, and that one is still there or has a newer one above it.
+
+``fastckpt.remove`` renames first, in one durable step, and removes the files after that: half a checkpoint never has
+its name, and what a killed process leaves the next save sweeps. What others have put into a checkpoint is kept.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Generic, TypeVar
 
-from fastckpt.keep import Policy
+from fastckpt.exceptions import CheckpointError, NotACheckpointError
 
-from .arguments import have_text
+from .arguments import texts_of
 from .catalogue import Catalogue
-from .retention import Retention
+from .directory import LATEST
+from .prefix import Place
 
 if TYPE_CHECKING:
-    from .place import Place
+    from fastckpt.keep import Policy, Saved
+
+    from .catalogue import Entry
+    from .lineage import Lineage
+
+_P = TypeVar("_P", bound=Place)
+
+logger = logging.getLogger("fastckpt")
 
 
-class Tier:
-    """The remote tier.
-
-    Nothing is asked of it before somebody needs to know: it may be far away.
+def reasons(
+    saved: Sequence[Saved], policies: Sequence[Policy], pinned: Collection[int], now: float
+) -> dict[int, list[str]]:
+    """Why each checkpoint stays; one without a reason may go.
 
     Args:
-        place: where it lies.
-        policies: what is to stay there; without one all stays.
+        saved: the checkpoints that count, by rising step; the last of them is durable.
+        policies: what is to stay; without one all stay.
+        pinned: steps that stay anyway.
+        now: seconds since 1970.
+    """
+    found: dict[int, list[str]] = {one.step: [] for one in saved}
+    for policy in policies:
+        for step in policy.kept(saved, now):
+            if step in found:
+                found[step].append(str(policy))
+    for step in pinned:
+        if step in found:
+            found[step].append("pinned")
+    if saved and not found[saved[-1].step]:
+        found[saved[-1].step].append("newest")
+    if not policies:
+        for why in found.values():
+            why.append("no policy")
+    return found
+
+
+def reasons_on_branch(
+    entries: Mapping[int, Entry], tip: Lineage, policies: Sequence[Policy], pinned: Collection[int], now: float
+) -> dict[int, list[str]]:
+    """Likewise, where what the branch of ``tip`` has left behind counts for nothing, and stays if it is pinned."""
+    left = {step for step, entry in entries.items() if tip.has_left(step, entry.lineage)}
+    found = reasons([entry.saved for step, entry in entries.items() if step not in left], policies, pinned, now)
+    return found | {step: ["pinned"] if step in pinned else [] for step in left}
+
+
+def write_latest(place: Place, step: int) -> None:
+    """Have ``latest`` name the checkpoint of a step.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    place.replace(LATEST, f"{place.names.name_of(step)}\n".encode(), durable=True)
+
+
+def write_hint(place: Place, step: int) -> None:
+    """Likewise; that it cannot be written is logged."""
+    try:
+        write_latest(place, step)
+    except OSError as error:
+        logger.warning("%s: the file latest is not written: %s", place.path, error)
+
+
+class Tier(Generic[_P]):
+    """One tier: a place, and the policies of what is to stay there; without one all stays.
+
+    Nothing is asked of the place before somebody needs to know: it may be far away.
     """
 
-    def __init__(self, place: Place, policies: Sequence[Policy]) -> None:
-        self.place = place
-        self.policies = policies
-        self._lock = threading.Lock()
-        self._retention: Retention | None = None
+    def __init__(self, place: _P, policies: Sequence[Policy], *, read_only: bool = False) -> None:
+        self.place, self.policies, self.read_only = place, policies, read_only
+        self._catalogue: Catalogue | None = None
+        self._making, self._lock = threading.Lock(), threading.Lock()
+        #: Held while one loses its name: who sets a pin waits.
+        self._removing = threading.Lock()
+        #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
+        self.damaged: set[int] = set()
+        self._warned: set[int] = set()
+        #: The step that this process has made durable last.
+        self._durable: int | None = None
+        #: Whether a step must stay for another reason: it is still to be copied.
+        self.held: Callable[[int], bool] = lambda step: False  # noqa: ARG005 - what is asked
 
     @property
-    def retention(self) -> Retention:
-        """What removes older ones."""
+    def catalogue(self) -> Catalogue:
+        """What the checkpoints say of themselves."""
+        # That of the local tier is made with the manager: no signal handler waits here for the thread below it.
+        if self._catalogue is None:
+            with self._making:
+                texts = None if self.read_only else texts_of(self.policies)
+                self._catalogue = self._catalogue or Catalogue(self.place, texts)
+        return self._catalogue
+
+    def kept(self, policies: Sequence[Policy]) -> dict[int, list[str]]:
+        """Why each checkpoint stays if these policies decide; one without a reason goes after the next save."""
+        steps, pinned = self.place.look()
+        entries = self.catalogue.entries(steps)
+        found = reasons_on_branch(entries, self.catalogue.tip(entries), policies, pinned, time.time())
+        newest = max(self.catalogue.own(entries), default=-1)
+        for step, why in found.items():
+            if not why and self.held(step):
+                why.append("not yet at the remote")
+            if not why and step > newest:
+                why.append("left behind, until the run has passed it")
+        return found
+
+    def pin(self, step: int) -> bool:
+        """Pin a checkpoint; whether it is there."""
+        # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
+        name = self.place.names.name_of(step)
+        with self._removing:
+            if self.place.identity(name) is None:
+                return False
+            self.place.pin(step)
+            there = self.place.identity(name) is not None
+            if not there:
+                self.place.unpin(step)
+            return there
+
+    def clear(self, durable: int) -> None:
+        """Remove what is older than the checkpoint of step ``durable`` and is not kept; failures are logged."""
         with self._lock:
-            if self._retention is None:
-                texts = [str(policy) for policy in self.policies] if have_text(self.policies) else None
-                self._retention = Retention(self.place, Catalogue(self.place, texts), self.policies)
-            return self._retention
+            self._durable = durable
+            self.damaged.discard(durable)
+            steps, pinned = self.place.look()
+            if self.policies and durable in steps:
+                older = [step for step in steps if step <= durable and step not in self.damaged]
+                entries = self.catalogue.entries(older)
+                # Unless it was replaced or removed at this moment.
+                if durable in entries:
+                    try:
+                        tip = entries[durable].lineage
+                        kept = reasons_on_branch(entries, tip, self.policies, pinned, time.time())
+                    except Exception:  # a policy of the caller's
+                        logger.exception("%s: a policy raised, and nothing is removed", self.place.path)
+                        return
+                    go = [step for step, why in kept.items() if not why]
+                    steps = self._remove(steps, {step: entries[step].lineage.files for step in go})
+            try:
+                self.catalogue.write(steps)
+            except OSError as error:
+                logger.warning("%s: what its checkpoints say is not cached: %s", self.place.path, error)
+
+    def clear_again(self) -> None:
+        """Remove what may go now that fewer are held."""
+        if self._durable is not None:
+            self.clear(self._durable)
+
+    def _remove(self, steps: list[int], go: Mapping[int, Collection[str]]) -> list[int]:
+        gone = set()
+        for step, files in go.items():
+            path = self.place.path_of(step)
+            try:
+                with self._removing:
+                    # It may have been pinned meanwhile: removals take a while.
+                    if self.place.is_pinned(step) or self.held(step):
+                        continue
+                    self._take(step, files)
+            except (CheckpointError, OSError) as error:
+                # It is tried again after each save.
+                if step not in self._warned:
+                    self._warned.add(step)
+                    logger.warning("%s: not kept, but it cannot be removed: %s", path, error)
+            else:
+                gone.add(step)
+                logger.info("%s: removed, no policy keeps it", path)
+        return [step for step in steps if step not in gone]
+
+    def remove_beyond(self, step: int) -> None:
+        """Remove all checkpoints above a step, the highest first, but pinned ones, and have ``latest`` name the step.
+
+        Raises:
+            OSError: one cannot be removed, or the place does not answer.
+        """
+        steps, pinned = self.place.look()
+        entries = self.catalogue.entries(steps)
+        beyond = [one for one in steps if one > step]
+        if beyond:
+            self.catalogue.go_back(step, steps)
+        for one in reversed(beyond):
+            why = "it is pinned"
+            if one not in pinned:
+                try:
+                    self._take(one, entries[one].lineage.files if one in entries else ())
+                    continue
+                except NotACheckpointError as error:
+                    why = str(error)
+            logger.warning("%s stays: %s", self.place.path_of(one), why)
+        if step in steps:
+            write_hint(self.place, step)
+
+    def _take(self, step: int, files: Collection[str]) -> None:
+        with contextlib.suppress(FileNotFoundError):  # another manager was first
+            kept = self.place.remove(step, files)
+            if kept:
+                path = self.place.path_of(step)
+                logger.warning("%s: removed but for what fastckpt did not write: %s", path, kept)

@@ -8,32 +8,37 @@ from typing import TYPE_CHECKING
 from fastckpt import save_when as saving
 
 if TYPE_CHECKING:
-    from fastckpt.save_when import Moment, Policy
+    from fastckpt.save_when import Policy
+
+    from .step_timing import StepTiming
 
 
-class When:
+class Schedule:
     """The policies of ``save_when=``.
 
     Args:
         policies: one of them is enough; without any, each step that is asked about is wanted.
+        timing: measures for them.
 
     Attributes:
         may_wait: whether a step that no policy wants by its number may pass without a question: time passes meanwhile,
             and a policy by time wants the next one as well. What a policy of the caller's goes by, nobody knows.
     """
 
-    def __init__(self, policies: Sequence[Policy]) -> None:
-        self.policies = list(policies)
+    def __init__(self, policies: Sequence[Policy], timing: StepTiming) -> None:
+        self.policies, self._timing = list(policies), timing
         self._by_step = [one for one in policies if _goes_by_step(one)]
         by_time = (saving.Every, saving.Continuously, saving.Auto)
         self.may_wait = all(type(one) in by_time or one in self._by_step for one in policies)
 
-    def due(self, moment: Moment) -> bool:
+    def due(self, *, in_flight: bool) -> bool:
         """Whether the step is wanted."""
+        moment = self._timing.moment(in_flight=in_flight)
         return not self.policies or any(policy.due(moment) for policy in self.policies)
 
-    def due_by_step(self, moment: Moment) -> bool:
+    def due_by_step(self) -> bool:
         """Whether the step is wanted for its number, which is the same on all ranks."""
+        moment = self._timing.moment(in_flight=False, measured=False)
         return not self.policies or any(policy.due(moment) for policy in self._by_step)
 
 

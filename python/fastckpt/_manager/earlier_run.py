@@ -23,7 +23,7 @@ _MOUNTS = Path("/etc/fstab")
 _MOST = 32
 
 
-class Trace(NamedTuple):
+class Evidence(NamedTuple):
     """What shows that a run was here.
 
     Attributes:
@@ -35,49 +35,49 @@ class Trace(NamedTuple):
     is_foreign: bool = False
 
 
-def in_directory(directory: Directory) -> Trace | None:
+def in_directory(directory: Directory) -> Evidence | None:
     """What shows that a run was in a directory that has no checkpoint under the names of its manager."""
     path = Path(directory.path)
     mounts = _mount_points()
     for each in (path, *path.parents):
         if each.is_symlink() and not each.exists():
-            return Trace(f"{each} is a symbolic link to {each.readlink()}, where nothing is: is a disk not mounted?")
+            return Evidence(f"{each} is a symbolic link to {each.readlink()}, where nothing is: is a disk not mounted?")
         if str(each) in mounts and not each.is_mount():
-            return Trace(f"{_MOUNTS} names {each}, where nothing is mounted")
+            return Evidence(f"{_MOUNTS} names {each}, where nothing is mounted")
     try:
         with os.scandir(path) as entries:
             names = sorted(entry.name for entry in entries)
     except FileNotFoundError:
         return None
-    foreign: Trace | None = None
+    foreign: Evidence | None = None
     for name in names:
         if name.startswith("."):
             step = directory.names.step_of(name[1:].partition(".copy-")[0])
-            foreign = foreign or (None if step is None else Trace(f"{name} is a part of a checkpoint"))
+            foreign = foreign or (None if step is None else Evidence(f"{name} is a part of a checkpoint"))
             continue
         if _numbered(name) and (path / name / MANIFEST).exists():
-            return Trace(f"{name} is a checkpoint, and no name that the manager gives (name=)")
+            return Evidence(f"{name} is a checkpoint, and no name that the manager gives (name=)")
         what = of_distributed(path / name)
-        foreign = foreign or (Trace(f"{name}: {what}", is_foreign=True) if what else None)
+        foreign = foreign or (Evidence(f"{name}: {what}", is_foreign=True) if what else None)
     return foreign or _small(names)
 
 
-def in_store(prefix: Prefix) -> Trace | None:
+def in_store(prefix: Prefix) -> Evidence | None:
     """What shows that a run was below a URL that has no checkpoint under the names of its manager."""
     names, objects = prefix.names_below()
     numbered = [name for name in names if _numbered(name)]
     for name in numbered[-_MOST:]:
         if prefix.names.step_of(name) is not None:
-            return Trace(f"objects lie below {name}/, and no manifest is among them")
+            return Evidence(f"objects lie below {name}/, and no manifest is among them")
         if prefix.identity(name) is not None:
-            return Trace(f"{name} is a checkpoint, and no name that the manager gives (name=)")
+            return Evidence(f"{name} is a checkpoint, and no name that the manager gives (name=)")
     return _small(objects)
 
 
-def _small(names: list[str]) -> Trace | None:
+def _small(names: list[str]) -> Evidence | None:
     """The files that a manager writes beside checkpoints, but its cache, which it writes before the first one."""
     kept = next((name for name in names if name == LATEST or (name.endswith(PIN) and not name.startswith("."))), None)
-    return Trace(f"the file {kept} names a checkpoint that is not there") if kept else None
+    return Evidence(f"the file {kept} names a checkpoint that is not there") if kept else None
 
 
 def _mount_points() -> set[str]:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 
 from fastckpt.save_when import Moment
 
@@ -16,7 +15,7 @@ _STEPS = 15
 _WEIGHT = 0.5
 
 
-class Cadence:
+class StepTiming:
     """The clock of a run.
 
     Args:
@@ -67,29 +66,18 @@ class Cadence:
         self._durable = _mean(self._durable, self._clock() - began)
         self._stall = _mean(self._stall, stall)
 
-    def place(self) -> Moment:
-        """What policies are told at this boundary that go by steps alone, for which nothing is measured."""
+    def moment(self, *, in_flight: bool, measured: bool = True) -> Moment:
+        """What policies are told at this boundary; those that go by steps alone need nothing that is measured."""
         step = self._step if self._step is not None else 0
         return Moment(
             step=step,
             previous=self._previous,
             first=step if self._first is None else self._first,
-            since=0.0,
-            in_flight=False,
-            step_seconds=None,
-            cost=None,
-            durable_seconds=None,
-        )
-
-    def moment(self, *, in_flight: bool) -> Moment:
-        """What policies are told at this boundary."""
-        return replace(
-            self.place(),
-            since=self._clock() - self._began,
+            since=self._clock() - self._began if measured else 0.0,
             in_flight=in_flight,
-            step_seconds=self.step_seconds,
-            cost=self.cost,
-            durable_seconds=self._durable,
+            step_seconds=self.step_seconds if measured else None,
+            cost=self.cost if measured else None,
+            durable_seconds=self._durable if measured else None,
         )
 
     @property

@@ -1,8 +1,8 @@
-"""What all ranks of a job must decide alike.
+"""What all ranks of a job decide alike, and what they hear of one that does not go on.
 
-The manager takes each decision that ranks share through :class:`Alone` or :class:`Together`, and knows nothing else of
-ranks. All ranks call the methods of :class:`Together` in the same order. Its rounds have turns of their own in the
-store of the process group, so they never wait for a save or load.
+The manager takes each decision that ranks share through :class:`Ranks`, and knows nothing else of ranks. All ranks call
+its methods in the same order. Its rounds have turns of their own in the store of the process group, so they never wait
+for a save or load. A process alone is a job of one rank.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastckpt._ranks.called import location_of
+from fastckpt._ranks.calls import Call
 from fastckpt._ranks.peers import LAST
 from fastckpt._ranks.session import session
 from fastckpt._ranks.torch_distributed import is_initialised
@@ -23,12 +24,13 @@ from fastckpt.exceptions import RanksError
 
 if TYPE_CHECKING:
     from fastckpt._ranks.peers import Operation, Peers
-    from fastckpt._ranks.session import Session
 
 _T = TypeVar("_T")
 
 #: Seconds between two signs of life of a rank for which others wait.
 _BEAT = 1.0
+#: Seconds for which a rank that cannot take part in the first save waits for the others, to tell them.
+_MEETING = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +65,8 @@ class Asked:
 class Agreed:
     """What all ranks know of a boundary.
 
-    Attributes:
-        signals: those that have come on any rank.
-        left: the least that is left on any.
-        saved: what the first rank says.
-        due: likewise.
-        over: whether no rank waits for anything.
-        plan: where it is due, what the first rank says.
+    The signals that have come on any rank, the least time that is left on any, and whether no rank waits for anything;
+    of ``saved``, ``due``, and the plan of what is due, what the first rank says.
     """
 
     signals: tuple[int, ...]
@@ -80,120 +77,85 @@ class Agreed:
     plan: Any
 
 
-class Alone:
-    """One process agrees with itself.
+class Ranks:
+    """The ranks for which a manager acts: those of a process group, or this process alone, which asks nobody.
 
     Args:
-        watches: whether a process group that appears later is an error.
-        grouped: whether there is a process group, if only of one.
+        process_group: as for :class:`fastckpt.Manager`.
+        directory: the run, the same on all ranks.
+        timeout: seconds of silence after which a rank is taken to be gone.
+        alone: act for this process alone, whatever groups there are.
 
     Attributes:
-        grouped: likewise.
+        grouped: whether there is a process group, if only of one.
         host: the name of this rank's host, for errors.
         rank: the index of this rank.
         size: the number of ranks.
         leads: whether this rank writes the file ``latest`` and removes what is not kept.
-        share: index and count of this rank among those that copy, one on each host; None for the other ranks.
+        share: index and count of this rank among those that copy, one on each host, once they have begun; None for the
+            other ranks.
+
+    Raises:
+        TypeError: ``process_group`` is not a process group.
+        ValueError: this process is not in it, or ``alone`` is given beside it.
     """
 
-    host = ""
-    rank = 0
-    size = 1
-    leads = True
-    share: tuple[int, int] | None = (0, 1)
+    def __init__(self, process_group: Any, directory: str, timeout: float, *, alone: bool) -> None:
+        if alone and process_group is not None:
+            raise ValueError("Manager: process_group and alone=True exclude each other")
+        self._directory, self._process_group, self._timeout = directory, process_group, timeout
+        self._session = None if alone else session("Manager", process_group)
+        group = None if self._session is None else self._session.group
+        self.rank, self.size, self.host = (0, 1, "") if group is None else (group.rank, group.size, group.host)
+        self.grouped = group is not None and is_initialised()
+        self.leads = self.rank == 0
+        self.share: tuple[int, int] | None = None
+        self._peers: Peers | None = None
+        self._place: list[Any] | None = None
+        if self._session is not None and self.size > 1:
+            self._peers = self._session.apart()
+            self._place = location_of(directory, self.host)
+            # At the latest when the interpreter ends, and before the group itself goes.
+            weakref.finalize(self, self._session.end, self._peers)
+        #: Boundaries that all ranks pass without a question, those passed since the last one, and when that was.
+        self._skip = self._passed = 0
+        self._asked: float | None = None
 
-    def __init__(self, *, watches: bool = False, grouped: bool = False) -> None:
-        self._watches = watches
-        self.grouped = grouped
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """By what :mod:`fastckpt.distributed` finds these ranks.
+
+        Raises:
+            ValueError: the manager acts for this process alone.
+        """
+        if self._session is None:
+            raise ValueError("save: per_rank: the manager acts for this process alone: put it into the state")
+        return {"process_group": self._process_group, "timeout": self._timeout}
 
     def check(self, operation: str) -> None:
         """Look whether the ranks are still those that there were.
 
         Raises:
-            RuntimeError: there is a process group now, and the manager knows of none.
+            RuntimeError: the process group has been destroyed, or there is another default one, or the first one.
         """
-        if self._watches and session(operation, None).group.size > 1:
+        if self.size > 1:
+            try:
+                there = session(operation, self._process_group) is self._session
+            except ValueError:
+                there = False
+            if not there:
+                # Each rank would save for itself, all to the same path.
+                raise RuntimeError(
+                    f"{operation}: the process group that the manager was made for is gone: end the manager's block "
+                    "before destroy_process_group"
+                )
+        elif self._session is not None and self._process_group is None and session(operation, None).group.size > 1:
             raise RuntimeError(
                 f"{operation}: the manager was made before the process group, and would act for this process alone: "
                 "make it after init_process_group, or with alone=True"
             )
 
-    def begin(self, arguments: Mapping[str, str]) -> None:
-        """Compare the arguments of the manager on all ranks.
-
-        Raises:
-            ValueError: they differ.
-        """
-
-    def skips(self) -> bool:
-        """Whether all ranks pass this boundary without a question."""
-        return False
-
-    def decide(self, operation: str, asked: Asked) -> Agreed:  # noqa: ARG002 - ranks say it in errors
-        """What holds for all ranks at this boundary."""
-        due = bool(asked.signals) or asked.due()
-        return Agreed(asked.signals, asked.left, asked.saved, due, asked.over, asked.plan() if due else None)
-
-    def first(self, operation: str, find: Callable[[], _T]) -> _T:  # noqa: ARG002 - ranks say it in errors
-        """What the first rank finds: which checkpoints there are. It may take long."""
-        return find()
-
-    def each(self, said: Any) -> list[Any]:
-        """What each rank says, by rank."""
-        return [said]
-
-    @property
-    def answered(self) -> Mapping[str, str]:
-        """What tells a load that follows an answer of :meth:`first` from one like it that follows another answer."""
-        return {}
-
-    def leave(self, why: str) -> None:
-        """This rank goes on or ends without the others, which hear of it when they next ask."""
-
-
-class Together(Alone):
-    """All ranks of a process group.
-
-    Args:
-        ranks: the process group.
-        group: the caller's ``process_group=``.
-        directory: the run, the same on all ranks.
-        timeout: seconds of silence after which a rank is taken to be gone.
-    """
-
-    def __init__(self, ranks: Session, group: Any, directory: str, timeout: float) -> None:
-        super().__init__(grouped=True)
-        self._ranks, self._group = ranks, None if group is None else weakref.ref(group)
-        self._peers: Peers = ranks.apart()
-        # At the latest when the interpreter ends, and before the group itself goes.
-        weakref.finalize(self, ranks.end, self._peers)
-        self.rank, self.size = ranks.group.rank, ranks.group.size
-        self.leads = self.rank == 0
-        self.share = None
-        self._directory = directory
-        self._place = location_of(directory, ranks.group.host)
-        self._timeout = timeout
-        self.host = ranks.group.host
-        #: Boundaries that all ranks pass without a question, those passed since the last one, and when that was.
-        self._skip = self._passed = 0
-        self._asked: float | None = None
-
-    def check(self, operation: str) -> None:
-        """Look whether the ranks are still those that there were.
-
-        Raises:
-            RuntimeError: the process group has been destroyed, or there is another default one.
-        """
-        try:
-            there = session(operation, self._group and self._group()) is self._ranks
-        except ValueError:
-            there = False
-        if not there:
-            # Each rank would save for itself, all to the same path.
-            raise RuntimeError(
-                f"{operation}: the process group that the manager was made for is gone: end the manager's block before "
-                "destroy_process_group"
-            )
+    # What they decide alike.
 
     def begin(self, arguments: Mapping[str, str]) -> None:
         """Compare the arguments of the manager on all ranks.
@@ -234,6 +196,9 @@ class Together(Alone):
         Raises:
             RanksError: a rank does not answer, has ended, or is at another step.
         """
+        if self._peers is None:
+            due = bool(asked.signals) or asked.due()
+            return Agreed(asked.signals, asked.left, asked.saved, due, asked.over, asked.plan() if due else None)
 
         def combine(values: list[Any]) -> list[Any]:
             least, most, signals, left, over = values[0]
@@ -265,15 +230,15 @@ class Together(Alone):
     def first(self, operation: str, find: Callable[[], _T]) -> _T:
         """What the first rank finds; the others wait for as long as it takes.
 
-        Args:
-            operation: the operation and the question, as no other question: a rank that has given one up alone must not
-                take the answer to another.
-            find: finds it.
+        No other question has the same ``operation``: a rank that has given one up alone must not take the answer to
+        another.
 
         Raises:
             RanksError: it failed.
         """
-        with self._turn(operation) as turn:
+        if self._peers is None:
+            return find()
+        with self._turn(self._peers, operation) as turn:
             found = None
             if self.leads:
                 with _beating(turn, self._timeout):
@@ -287,7 +252,7 @@ class Together(Alone):
         Raises:
             RanksError: a rank does not answer.
         """
-        listed = self._round("restore: outcome", [self.rank, said], None, None)
+        listed = self._round("restore: outcome", [[self.rank, said]], _joined)
         return [said for _, said in sorted(listed)]
 
     @property
@@ -297,31 +262,48 @@ class Together(Alone):
         Where a rank has given a question up alone, the others go on with the load that follows, and fail without it. By
         this mark it takes no load of a later restore for that one.
         """
-        return {"question": self._peers.answered}
+        return {} if self._peers is None else {"question": self._peers.answered}
+
+    # What the others hear of a rank that does not go on with them. That one is dead they find out by its silence.
 
     def leave(self, why: str) -> None:
         """This rank goes on or ends without the others, which hear of it when they next ask."""
-        with contextlib.suppress(RanksError, Ended), self._turn(""):
-            raise Ended(why)
+        if self._peers is not None:
+            with contextlib.suppress(RanksError, RankLeft), self._turn(self._peers, ""):
+                raise RankLeft(why)
+
+    def miss_save(self, path: str, why: str) -> None:
+        """This rank does not take part in the save that the others begin now; it hardly waits for them."""
+        if self._session is None:
+            return
+        # Before the first save nobody knows who the others are: who leaves at once would not be heard.
+        known = self._session.peers.has_met
+        call = Call("save", self._session, path, self._timeout if known else min(_MEETING, self._timeout))
+        # What this rank does with its own error, the caller decides.
+        with contextlib.suppress(Exception, RankLeft), call.operation:
+            raise RankLeft(why) if known else RuntimeError(why)
+
+    # How they ask.
 
     def _round(
         self,
         operation: str,
         value: Any,
-        combine: Callable[[list[Any]], Any] | None,
-        decide: Callable[[Any], Any] | None,
+        combine: Callable[[list[Any]], Any],
+        decide: Callable[[Any], Any] = lambda value: value,
         marks: Mapping[str, str] | None = None,
         watch: Callable[[], None] | None = None,
     ) -> Any:
-        with self._turn(operation) as turn:
+        if self._peers is None:
+            return decide(value)
+        with self._turn(self._peers, operation) as turn:
             turn.mark(marks or {})
             if watch is not None:
                 watch()
-            value = value if combine else [value]
-            return turn.round(LAST, value, combine=combine or _joined, decide=decide, watch=watch)
+            return turn.round(LAST, value, combine=combine, decide=decide, watch=watch)
 
-    def _turn(self, operation: str) -> Operation:
-        return self._peers.operation(operation, self._directory, self._timeout, place=self._place)
+    def _turn(self, peers: Peers, operation: str) -> Operation:
+        return peers.operation(operation, self._directory, self._timeout, place=self._place)
 
     def _pace(self, apart: float) -> int:
         """How many boundaries come in so many seconds, as far as the last ones tell.
@@ -336,29 +318,12 @@ class Together(Alone):
         return min(max(0, int(apart / each) - 1), 2 * self._passed + 1)
 
 
-class Ended(BaseException):
+class RankLeft(BaseException):
     """A rank leaves the others alone. No ``Exception``: it does so without waiting for an answer."""
 
 
-class SaveFailed(Ended):
+class SaveFailed(RankLeft):
     """The save that a rank has waited for has failed."""
-
-
-def agreement(operation: str, process_group: Any, directory: str, timeout: float, *, alone: bool) -> Alone:
-    """The ranks for which a manager acts.
-
-    Raises:
-        TypeError: ``process_group`` is not a process group.
-        ValueError: this process is not in it, or ``alone`` is given beside it.
-    """
-    if alone:
-        if process_group is not None:
-            raise ValueError(f"{operation}: process_group and alone=True exclude each other")
-        return Alone()
-    ranks = session(operation, process_group)
-    if ranks.group.size == 1:
-        return Alone(watches=process_group is None, grouped=is_initialised())
-    return Together(ranks, process_group, directory, timeout)
 
 
 @contextlib.contextmanager
@@ -392,7 +357,7 @@ def _difference(rank: int, own: Mapping[str, str], other: int, theirs: Mapping[s
     return None
 
 
-def failed_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
+def failed_with(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     """Whether an error is of one of these kinds, or another rank has failed with one."""
     names = tuple(f"failed: {kind.__name__}" for kind in kinds)
     return isinstance(error, kinds) or any(
@@ -400,6 +365,6 @@ def failed_of(error: BaseException | None, *kinds: type[BaseException]) -> bool:
     )
 
 
-def is_told(error: RanksError) -> bool:
+def is_reported(error: RanksError) -> bool:
     """Whether a rank that lives has told the failure: then it takes part in the next round."""
     return any(failure.message.startswith("failed: ") for failure in error.failures)

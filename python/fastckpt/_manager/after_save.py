@@ -1,0 +1,145 @@
+"""What follows when a checkpoint is durable: the hint, the measurements, and the removal of older ones."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._api.event import Event
+from fastckpt.keep import Saved
+
+from . import lineage
+from .catalogue import Entry
+from .tier import write_hint
+
+if TYPE_CHECKING:
+    from fastckpt._api.reports import SaveReport
+    from fastckpt._background.pending import PendingSave
+
+    from .directory import Directory
+    from .drain import Drain
+    from .leftovers import Leftovers
+    from .stale import StaleAlarm
+    from .step_timing import StepTiming
+    from .tier import Tier
+
+
+def seconds_until(end: float) -> float | None:
+    """Seconds from now to ``end``, by ``time.monotonic``; None if it never comes."""
+    return None if end == math.inf else max(0.0, end - time.monotonic())
+
+
+@dataclass(slots=True, eq=False)
+class AfterSave:
+    """Does what follows a durable save, outside the thread that trains wherever it can.
+
+    Attributes:
+        drain: copies to the remote tier; None where this process does not.
+        leads: whether this rank writes and removes; the others measure.
+    """
+
+    local: Tier[Directory]
+    timing: StepTiming
+    alarm: StaleAlarm
+    leftovers: Leftovers
+    drain: Drain | None
+    leads: bool
+    #: What is under way.
+    _open: list[Event] = field(default_factory=list, init=False)
+    # Reentrant: a signal handler that saves may come in between.
+    _lock: Any = field(default_factory=threading.RLock, init=False)
+    #: When the save began that the file ``latest`` names.
+    _latest: float = field(default=-math.inf, init=False)
+
+    def follow(self, about: dict[str, Any], began: float, pending: PendingSave, failed: Callable[[], None]) -> None:
+        """When a save in the background is durable, do what follows in its thread; if it fails, call ``failed``."""
+        done = self._begin()
+
+        def ended(pending: PendingSave) -> None:
+            try:
+                # Nobody asks for a failure here: the next save, wait, or the end of the process tells it.
+                if pending.progress().phase == "done":
+                    report = pending.result()
+                    self.note(about, began, report, report.stall)
+                    self._copy()
+                    self._clear(about["step"])
+                else:
+                    failed()
+            finally:
+                done.set()
+
+        pending.add_done_callback(ended)
+
+    def after(self, about: dict[str, Any], began: float, report: SaveReport) -> None:
+        """A save of the calling thread is durable: what follows, with the removals in another thread."""
+        self.note(about, began, report, report.seconds)
+        self._copy()
+        if not self.leads:
+            return
+        done = self._begin()
+
+        def clear() -> None:
+            try:
+                self._clear(about["step"])
+            finally:
+                done.set()
+
+        try:
+            threading.Thread(target=clear, name="fastckpt-retention").start()
+        except RuntimeError:  # no more threads, or the interpreter is ending
+            clear()
+
+    def note(self, about: dict[str, Any], began: float, report: SaveReport, stall: float) -> None:
+        """All of it but the removals, and the copies to the remote tier, which this only asks for."""
+        step = about["step"]
+        if self.drain is not None:
+            self.drain.add(step)
+        with self._lock:
+            self.timing.durable(began, stall)
+            if not self.leads:
+                return
+            created = time.time() - report.seconds
+            self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
+            # Two saves may end at nearly the same time, and the later one may be here first.
+            if began < self._latest:
+                return
+            self._latest = began
+            write_hint(self.local.place, step)
+
+    def is_over(self, end: float) -> bool:
+        """Whether all of it is done by then."""
+        return all(done.wait(seconds_until(end)) for done in tuple(self._open))
+
+    def wait(self, end: float) -> None:
+        """Wait until all of it is done.
+
+        Raises:
+            TimeoutError: not by then.
+        """
+        if not self.is_over(end):
+            raise TimeoutError(f"wait: {self.local.place.path}: old checkpoints are still being removed; it goes on")
+
+    def warnings(self) -> list[str]:
+        """What the report of the last save is to say."""
+        found = [self.alarm.warning, self.leftovers.warning]
+        self.leftovers.warning = None
+        return [text for text in found if text is not None]
+
+    def _clear(self, step: int) -> None:
+        if self.leads:
+            self.alarm.compare(step)
+            self.local.clear(step)
+            self.leftovers.clear()
+
+    def _copy(self) -> None:
+        if self.drain is not None:
+            self.drain.start()
+
+    def _begin(self) -> Event:
+        done = Event()
+        self._open = [*(one for one in self._open if not one.is_set()), done]
+        return done

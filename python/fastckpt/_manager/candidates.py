@@ -1,0 +1,124 @@
+"""Which checkpoints a restore tries, and in which order; and whether a run may begin anew where there are none."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from fastckpt._api.manage import leftovers
+from fastckpt._api.manage import list as listed
+from fastckpt.exceptions import CheckpointError, NotACheckpointError
+
+from . import earlier_run, lineage
+from .catalogue import FILE
+from .directory import Directory
+
+if TYPE_CHECKING:
+    from .catalogue import Entry
+    from .remote import Remote
+    from .tier import Tier
+
+
+class Candidate(NamedTuple):
+    """A checkpoint that may be restored.
+
+    It is that of the remote tier if it is ``far``, and a later save than the local tier's if it is ``alone``.
+    """
+
+    step: int
+    far: bool = False
+    alone: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class Candidates:
+    """The checkpoints that may be restored, of the local tier and of the remote one.
+
+    Attributes:
+        order: that of the last save that a look has found (:mod:`.lineage`).
+    """
+
+    local: Tier[Directory]
+    remote: Remote | None
+    order: int = 0
+
+    def look(self) -> list[Candidate]:
+        """What to try of the branch that saved last: the highest step first, and of one step the local tier's.
+
+        Raises:
+            OSError: there is none in the directory, and the remote tier does not answer.
+        """
+        here = self._here()
+        there: list[int] = []
+        far: dict[int, Entry] = {}
+        if self.remote is not None:
+            try:
+                there = self.remote.place.look().steps
+                far = self.remote.catalogue.entries(there)
+            except OSError as error:
+                if not here:
+                    raise
+                text = f"fastckpt: restore: {self.remote.place.path} does not answer, and is left out: {error}"
+                warnings.warn(text, RuntimeWarning, stacklevel=6)  # of the caller of Manager.restore
+        near = self.local.catalogue.entries(here)
+        tip = self.local.catalogue.tip(near)
+        if self.remote is not None and far:
+            tip = lineage.last([tip, self.remote.catalogue.tip(far)])
+        self.order = tip.order
+
+        def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
+            return step not in entries or not tip.has_left(step, entries[step].lineage)
+
+        def is_later(step: int) -> bool:
+            return step in near and step in far and near[step].lineage.order < far[step].lineage.order
+
+        tries = [
+            *(Candidate(step) for step in here if is_own(step, near)),
+            *(Candidate(step, True, is_later(step)) for step in there if is_own(step, far)),
+        ]
+        return sorted(tries, key=lambda one: (-one.step, one.far))
+
+    def is_gone(self, one: Candidate) -> bool:
+        """Whether there is nothing of a checkpoint any more."""
+        if not one.far:
+            return not os.path.lexists(self.local.place.path_of(one.step))
+        try:
+            return self.remote is not None and one.step not in self.remote.place.look().steps
+        except OSError:
+            return False
+
+    def refuse_new_beginning(self) -> None:
+        """Refuse to begin anew where a run was.
+
+        Raises:
+            CheckpointError: a run was here; NotACheckpointError: it was another program's.
+        """
+        for place in [self.local.place, *([] if self.remote is None else [self.remote.place])]:
+            evidence = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
+            if evidence is None and place is self.local.place and self.local.catalogue.last.order:
+                evidence = earlier_run.Evidence(f"{FILE} tells of a checkpoint that is not there")
+            if evidence is not None:
+                kind = NotACheckpointError if evidence.is_foreign else CheckpointError
+                raise kind(
+                    f"restore: {place.path}: no checkpoint is here under the names of this manager, but a run was: "
+                    f"{evidence.what} (to begin anew all the same, restore(fresh=True))"
+                )
+
+    def _here(self) -> list[int]:
+        """The steps of the local tier, and those whose directory a killed save took aside to replace it.
+
+        A load puts the latter back, where the compiled core is.
+        """
+        directory = self.local.place
+        steps, step_of = {*directory.look().steps}, directory.names.step_of
+        try:
+            left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
+            # A full list opens every manifest, so only where something lies under a temporary name and not its own.
+            aside = [one.name for one in listed(directory.path) if one.aside] if left else []
+        except (FileNotFoundError, NotImplementedError):
+            aside = []
+        steps.update(step for step in map(step_of, aside) if step is not None)
+        return sorted(steps, reverse=True)

@@ -1,0 +1,178 @@
+"""How a run waits: until the last save is over on all ranks, until all is copied, and at the end of the block."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fastckpt.exceptions import RanksError
+
+from .after_save import seconds_until
+from .ranks import SaveFailed, failed_with
+
+if TYPE_CHECKING:
+    from fastckpt._api.reports import SaveReport
+
+    from .after_save import AfterSave
+    from .drain import Drain
+    from .preemption import Preemption
+    from .ranks import Ranks
+    from .saves import Saves
+    from .step_boundary import StepBoundary
+
+#: Seconds between two questions of ranks that wait for a save, at first and at most.
+_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """Waits for what a run in a directory has begun.
+
+    Attributes:
+        drain: copies to the remote tier; None where this process does not.
+        copies: whether any process does.
+        shared: whether several ranks save together.
+    """
+
+    directory: str
+    ranks: Ranks
+    saves: Saves
+    after_save: AfterSave
+    drain: Drain | None
+    preemption: Preemption
+    boundary: StepBoundary
+    copies: bool
+    shared: bool
+
+    def wait(self, timeout: float | None = None) -> SaveReport | None:
+        """See :meth:`fastckpt.Manager.wait`."""
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        pending, signals = self.saves.pending, self.preemption.signals
+        if self.shared:
+            self._wait_for_all(end)
+        if pending is not None:
+            with signals.answered_by(signals.answer or self.preemption.settle):
+                if not self.shared:
+                    signals.answer_now()
+                self.saves.wait(pending, end)
+        self.after_save.wait(end)
+        self._wait_for_copies(end)
+        self.boundary.raise_stale()
+        return self.saves.last_report()
+
+    def end_block(self, error: BaseException | None) -> None:
+        """The block of the manager has ended, by ``error`` if there is one: wait for what is in flight.
+
+        A signal that comes meanwhile, or has come since the last step boundary, is answered: what is in flight becomes
+        durable or is given up, and the signal is passed on.
+        """
+        signals = self.preemption.signals
+        try:
+            if error is not None or not self.shared:
+                signals.answer = self.preemption.answer_at_end
+                signals.answer_now()
+            failure = self._finish(error)
+            if self.shared and not signals.exiting:
+                if failure is not None:
+                    why = f"its block has ended with {type(failure).__name__}: {failure}"
+                    self.ranks.leave(why)
+                    self.boundary.miss(why)
+                self.preemption.pass_on_at_end()
+            if failure is not error and failure is not None:
+                raise failure
+        finally:
+            try:
+                if self.drain is not None:
+                    # Where nothing ended the block, all is done, or has failed.
+                    came = error is not None or signals.first is not None
+                    self.drain.leave(signals.end if came else 0.0)
+            finally:
+                signals.answer = None
+                signals.uninstall()
+
+    def _finish(self, error: BaseException | None) -> BaseException | None:
+        """Wait for what is in flight at the end of the block; what the block has failed with."""
+        try:
+            if error is None or not self.shared:
+                self.wait()
+            else:
+                # The others may be elsewhere.
+                self.preemption.settle()
+                self.after_save.wait(math.inf)
+        except Exception as failed:  # noqa: BLE001 - it is raised later, or in the log
+            # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
+            # not be lost.
+            return failed if error is None and not isinstance(failed, CancelledError) else error
+        return error
+
+    def _wait_for_all(self, end: float) -> None:
+        """Wait until the last save is over on all ranks; where it has failed, not for ranks that do not wait for it."""
+        pending = self.saves.pending
+
+        def has_failed(limit: float) -> BaseException | None:
+            with contextlib.suppress(TimeoutError, CancelledError):
+                return None if pending is None else pending.exception(seconds_until(limit))
+            return None
+
+        def watch() -> None:
+            failure = has_failed(0.0)
+            if failure is not None:
+                raise SaveFailed(f"the save that it waited for has failed: {failure}")
+
+        def is_saved(limit: float) -> bool:
+            saved = pending is None or pending.finished.wait(seconds_until(limit))
+            return saved and self.after_save.is_over(limit)
+
+        try:
+            self._wait_together(end, is_saved, watch)
+        except SaveFailed:
+            return
+        except RanksError as reported:
+            # What has failed on all, this rank hears of itself, or has told already.
+            if not failed_with(reported, SaveFailed) or (pending is not None and has_failed(end) is None):
+                raise
+
+    def _wait_for_copies(self, end: float) -> None:
+        """Wait until all that waits is at the remote tier."""
+        drain, signals = self.drain, self.preemption.signals
+        if not self.copies:
+            return
+        if not self.shared:
+            if drain is not None:
+                # Where a signal has come, the step boundary is more urgent; once it is answered, the process's end is.
+                drain.wait(end, lambda: bool(signals.pending) or time.monotonic() >= signals.end)
+            return
+        # The first rank commits, so that what it has done is done.
+        leading = drain if self.ranks.leads else None
+        with leading.hurry() if leading else contextlib.nullcontext():
+            over = self._wait_together(end, leading.is_over if leading else lambda _: True)
+        if over:
+            self.ranks.first("wait: copies", leading.raise_failure if leading else lambda: None)
+
+    def _wait_together(
+        self, end: float, is_over: Callable[[float], bool], watch: Callable[[], None] | None = None
+    ) -> bool:
+        """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
+
+        Returns:
+            Whether it is over.
+
+        Raises:
+            TimeoutError: not by ``end``. It goes on.
+        """
+        pause = _FIRST_LOOK
+        while True:
+            over = is_over(min(end, time.monotonic() + pause))
+            agreed = self.boundary.ask("wait", 0, lambda: False, 0.0, over=over, watch=watch)
+            if agreed.signals:
+                self.preemption.settle()
+            if agreed.signals or agreed.over:
+                return agreed.over
+            if end < math.inf and self.ranks.first("wait: timeout", lambda: time.monotonic() >= end):
+                raise TimeoutError(f"wait: {self.directory}: what is in flight is not done in time; it goes on")
+            pause = min(2 * pause, _LAST_LOOK)

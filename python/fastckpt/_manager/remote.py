@@ -1,0 +1,172 @@
+"""The remote tier: what it is to hold, what follows when it has a checkpoint, and what a restore gets from it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastckpt._copy.copy import copy_checkpoint
+from fastckpt._paths import AnyPath, is_url
+from fastckpt._stores.urls import place_of
+from fastckpt.exceptions import CorruptCheckpointError
+
+from . import lineage
+from .arguments import keep_of
+from .directory import Directory
+from .prefix import Place, Prefix
+from .tier import Tier, reasons_on_branch, write_latest
+
+if TYPE_CHECKING:
+    from fastckpt.keep import Policy
+
+logger = logging.getLogger("fastckpt")
+
+#: What a local tier answers that has no room for a checkpoint, or takes none, or not in place of what lies there.
+_NO_ROOM = {
+    getattr(errno, name)
+    for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG", "EEXIST", "ENOTDIR", "ELOOP")
+    if hasattr(errno, name)
+}
+
+
+def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remote | None:
+    """The tier of ``remote=`` and ``remote_keep=``; None without the former.
+
+    Raises:
+        ImportError: it is a URL, and the package for those is not there.
+        TypeError: one of these is of another type.
+        ValueError: it is no place for checkpoints, or the local one.
+    """
+    policies = [] if keep is None else keep_of(keep, "remote_keep")
+    if remote is None:
+        if policies:
+            raise ValueError("Manager: remote_keep: give remote=, too")
+        return None
+    names, where = local.place.names, place_of("Manager", remote)
+    place: Place = Directory(where, names)
+    if is_url(where):
+        from fastckpt._stores.objects import Objects  # noqa: PLC0415 - needs a package that not everybody has
+
+        place = Prefix(Objects.at("Manager", where), names)
+    if os.path.realpath(place.path) == os.path.realpath(local.place.path):
+        raise ValueError(f"Manager: remote: {place.path} is the manager's directory: give another place")
+    return Remote(place, policies, local)
+
+
+class Remote(Tier[Place]):
+    """The remote tier, to which checkpoints of the local one are copied."""
+
+    def __init__(self, place: Place, policies: Sequence[Policy], local: Tier[Directory]) -> None:
+        super().__init__(place, policies)
+        self._local = local
+        #: The number of the step that its ``latest`` names, in the order in which steps were queued.
+        self._latest = -math.inf
+
+    # For the drain.
+
+    def is_older(self, step: int) -> bool:
+        """Whether it lacks a step, or has an earlier save of it than the local tier."""
+        here, there = (
+            [entry.lineage.order for entry in tier.catalogue.entries([step]).values()] for tier in (self._local, self)
+        )
+        return there < here
+
+    def is_better(self, step: int) -> bool:
+        """Whether it has a later save of a step, or one of the branch that goes on, which left the local one."""
+        tiers = self._local, self
+        here, there = (tier.catalogue.entries([step]).get(step) for tier in tiers)
+        if here is None or there is None or there.lineage.order == here.lineage.order:
+            return False
+        tip = lineage.last(tier.catalogue.tip(tier.catalogue.entries(tier.place.look().steps)) for tier in tiers)
+        left = [tip.has_left(step, each.lineage) for each in (here, there)]
+        return left == [True, False] or (left[0] == left[1] and there.lineage.order > here.lineage.order)
+
+    def unwanted(self, waiting: Mapping[int, int]) -> list[int]:
+        """Those of the steps that wait, each with its number, which its policies would not keep.
+
+        Raises:
+            OSError: it does not answer.
+        """
+        if not self.policies:
+            return []
+        # What an earlier run saved beyond it counts for nothing, as for the local tier.
+        top = max(waiting, key=lambda step: waiting[step])
+        there, pinned = self.place.look()
+        known = self.catalogue.entries(step for step in there if step <= top)
+        known.update(self._local.catalogue.entries(step for step in waiting if step <= top))
+        known = {step: known[step] for step in sorted(known)}
+        pinned = {*pinned, *self._local.place.look().pinned}
+        try:
+            tip = self._local.catalogue.tip(known)
+            wanted = reasons_on_branch(known, tip, self.policies, pinned, time.time())
+        except Exception:  # a policy of the caller's
+            logger.exception("%s: a policy raised, and everything is copied", self.place.path)
+            return []
+        return [step for step in waiting if step in wanted and not wanted[step]]
+
+    def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
+        """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and what copies left.
+
+        It had this ``number`` among the steps that were queued, and was there before if nothing had to be copied. A
+        step that ``waits`` is still to be copied.
+        """
+        local, place = self._local.place, self.place
+        try:
+            is_latest = number > self._latest
+            if is_latest:
+                write_latest(place, step)
+                self._latest, self._durable = number, step
+            if local.is_pinned(step) and not place.is_pinned(step):
+                place.pin(step)
+            if was_there and not is_latest:
+                # One of thousands, perhaps, that an earlier run has copied: nothing has changed.
+                return
+            durable = step if self._durable is None else self._durable
+            if self.policies:
+                self.clear(durable)
+            for each in (place, local):
+                each.sweep_copies(lambda one: one < durable and not waits(one))
+        except OSError as error:
+            logger.warning("%s: what follows the copy of step %d failed: %s", place.path, step, error)
+
+    def go_back(self) -> None:
+        """Steps are removed: nothing older goes for what was durable until now."""
+        self._durable, self._latest = None, -math.inf
+
+    # For a restore.
+
+    def fetch(self, step: int, *, alone: bool) -> str:
+        """Have the local tier hold what this one has of a step; where the checkpoint is to be loaded from.
+
+        What of it is good on the local tier is not fetched, unless that has another save of the step (``alone``). Where
+        the local tier has no room, or may or can not be written, this one is read in its place.
+
+        Raises:
+            CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.
+            OSError: this tier does not answer, or has no such checkpoint.
+        """
+        here, there = self._local.place.path_of(step), self.place.path_of(step)
+        if self._local.read_only:
+            return there
+        sources = [here, there] if os.path.lexists(here) and not alone else [there]
+        try:
+            copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
+        except CorruptCheckpointError:
+            if len(sources) == 1:
+                raise
+            # The two are not the same: the step was saved again, and not copied again.
+            return there
+        except (OSError, ValueError) as error:
+            # With a ValueError, what lies there cannot be copied.
+            fails_here = str(getattr(error, "filename", None)).startswith(self._local.place.path + os.sep)
+            if isinstance(error, OSError) and error.errno not in _NO_ROOM and not fails_here:
+                raise
+            logger.warning("%s: it is loaded from %s: %s", here, there, error)
+            return there
+        logger.info("%s: fetched from %s: %.3f GB in %.2f s", here, there, copied.bytes / 1e9, copied.seconds)
+        return here

@@ -1,0 +1,204 @@
+"""The saves of a run: the one in flight, the step that needs none, and what the next one continues."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from fastckpt import distributed
+from fastckpt._api.save import save
+from fastckpt._background.save_async import save_async
+from fastckpt._background.settings import BackgroundSettings
+
+from . import lineage
+from .after_save import seconds_until
+from .lineage import History, Lineage
+from .ranks import failed_with
+
+if TYPE_CHECKING:
+    from fastckpt._api.reports import SaveReport
+    from fastckpt._background.pending import PendingSave
+
+    from .after_save import AfterSave
+    from .arguments import StepState
+    from .directory import Directory
+    from .ranks import Ranks
+    from .stale import StaleAlarm
+    from .step_timing import StepTiming
+    from .tier import Tier
+
+logger = logging.getLogger("fastckpt")
+
+
+@dataclass(slots=True, eq=False)
+class Saves:
+    """The saves that this process has begun.
+
+    Attributes:
+        options: further arguments for each save.
+        asynchronous: whether they go on in the background.
+        pending: the last one in the background, until it is known to be over.
+        step: the step that needs no further save: saved, being saved, or restored.
+        report: that of the last durable one.
+    """
+
+    local: Tier[Directory]
+    ranks: Ranks
+    options: Mapping[str, Any]
+    timing: StepTiming
+    alarm: StaleAlarm
+    after_save: AfterSave
+    asynchronous: bool
+    pending: PendingSave | None = field(default=None, init=False)
+    step: int | None = field(default=None, init=False)
+    report: SaveReport | None = field(default=None, init=False)
+    _history: History = field(default_factory=History, init=False)
+    _looked: bool = field(default=False, init=False)
+
+    def path_of(self, step: int) -> str:
+        """The path of the checkpoint of a step."""
+        return self.local.place.path_of(step)
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a save goes on in the background."""
+        return self.pending is not None and not self.pending.done()
+
+    def resume(self, step: int, path: str, place: Lineage, order: int) -> None:
+        """Training goes on from the checkpoint at ``path``; ``order`` is that of the last save of the run."""
+        self._history.resume(step, place)
+        self._history.see(order)
+        self.alarm.resume(step, path)
+        self.timing.resume(step)
+        self.step = step
+
+    def plan(self, step: int, *, look: bool = False) -> dict[str, Any]:
+        """What the metadata of a save of a step note of its place in the run; ``look`` if there is time for it."""
+        if look and not self._looked:
+            self._looked = True
+            place, catalogue = self.local.place, self.local.catalogue
+            steps = place.look().steps
+            for entry in catalogue.entries(steps).values():
+                self._history.see(entry.lineage.order)
+            self._history.see(catalogue.last.order)
+            if steps and steps[-1] > step:
+                logger.warning(
+                    "%s: step %d is saved, and step %d of an earlier run is left behind: restore and retention follow "
+                    "this run; restore(step=..., discard_newer=True) removes what it replaces",
+                    *(place.path, step, steps[-1]),
+                )
+        files = sorted(self.options.get("files") or ())
+        of, shares = self.alarm.changed
+        return {**self._history.plan(step), "files": files, "changed_of": of, "changed": dict(shares)}
+
+    def begin(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
+        """Save a state, in the background or at once, with files of the step ``base``, and note its ``plan``."""
+        try:
+            if self.asynchronous:
+                self._save_async(given, base, plan)
+            else:
+                self.after_save.after(given.metadata, *self._save(given, base, plan))
+        finally:
+            self.timing.leave()
+
+    def save_in_time(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
+        """Likewise at once, where time is short: without a limit, and old checkpoints stay for now."""
+        began, report = self._save(given, base, plan, bandwidth_limit=None)
+        self.after_save.note(given.metadata, began, report, report.seconds)
+
+    def settle(self, end: float) -> str | None:
+        """Wait for the save in flight, and give it up if it is not durable by ``end``; the path of such a one."""
+        pending = self.pending
+        if pending is None:
+            return None
+        try:
+            if pending.exception(seconds_until(end)) is not None:
+                self.step = None
+        except TimeoutError:
+            # Where several ranks cancel it, one of them may hear of another's first.
+            if pending.cancel() or failed_with(pending.exception(), CancelledError):
+                self.pending = self.step = None
+                return pending.path
+        return None
+
+    def wait(self, pending: PendingSave, end: float) -> None:
+        """Wait for a save, which was the last.
+
+        Raises:
+            TimeoutError: it is not durable by ``end``. It goes on.
+            CancelledError: it was given up.
+            Exception: it failed.
+        """
+        try:
+            self.report = pending.result(seconds_until(end))
+        except Exception as error:
+            # Once it is known to have failed, its step may be saved again, and is not a base.
+            with contextlib.suppress(TimeoutError):
+                self.after_save.wait(end)
+            if pending.done() and self.pending is pending:
+                # The first rank may have told the others of the step after this one had heard of the failure.
+                self.step = None
+            if failed_with(error, CancelledError) and not isinstance(error, CancelledError):
+                # Given up on all ranks, and this one has heard of another's first.
+                raise CancelledError(str(error)) from error
+            raise
+        finally:
+            # A failure is told once.
+            if pending.done():
+                self.pending = None
+
+    def last_report(self) -> SaveReport | None:
+        """The report of the last durable save, with what has been found since."""
+        if self.report is not None:
+            new = [text for text in self.after_save.warnings() if text not in self.report.warnings]
+            self.report = replace(self.report, warnings=(*self.report.warnings, *new))
+        return self.report
+
+    def _how(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> dict[str, Any]:
+        """What a save gets beside state and path, which begins now."""
+        if plan:
+            given.metadata[lineage.KEY] = plan
+            self._history.begin(given.step, plan)
+        # Of a failed save nothing is there: then everything is written once.
+        path = None if base is None else self.path_of(base)
+        how = {"base": path, **self.options, "metadata": given.metadata}
+        together = self.ranks.grouped or given.per_rank is not None
+        return how | {"per_rank": given.per_rank, **self.ranks.arguments} if together else how
+
+    def _save(
+        self, given: StepState, base: int | None, plan: Mapping[str, Any], **more: Any
+    ) -> tuple[float, SaveReport]:
+        how = self._how(given, base, plan) | more
+        at_once = {name: value for name, value in how.items() if name not in BackgroundSettings.options()}
+        call: Callable[..., SaveReport] = distributed.save if "per_rank" in how else save
+        began = self.timing.begin()
+        report = call(given.state, self.path_of(given.step), **at_once)
+        self.pending, self.report, self.step = None, report, given.step
+        return began, report
+
+    def _save_async(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
+        how = self._how(given, base, plan)
+        call: Callable[..., PendingSave] = distributed.save_async if "per_rank" in how else save_async
+        began = self.timing.begin()
+        try:
+            pending = call(given.state, self.path_of(given.step), **how)
+        except BaseException as error:
+            # An earlier save has failed, and this one has begun.
+            begun = getattr(error, "pending_save", None)
+            if begun is not None:
+                self._follow(given, began, begun)
+            raise
+        self._follow(given, began, pending)
+
+    def _follow(self, given: StepState, began: float, pending: PendingSave) -> None:
+        self.pending, self.step = pending, given.step
+
+        def failed() -> None:
+            if self.step == given.step:
+                self.step = None
+
+        self.after_save.follow(given.metadata, began, pending, failed)

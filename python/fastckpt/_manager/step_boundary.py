@@ -1,0 +1,164 @@
+"""What happens at a step boundary, where the state is whole: all ranks agree on what to save, and answer signals."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from .arguments import state_of, step_of
+from .ranks import Asked
+
+if TYPE_CHECKING:
+    from .preemption import Preemption
+    from .ranks import Agreed, Ranks
+    from .saves import Saves
+    from .schedule import Schedule
+    from .stale import StaleAlarm
+    from .step_timing import StepTiming
+
+#: Seconds for which ranks may go on without asking each other, at most; and into how many parts the grace period is cut
+#: by their questions, at least.
+_APART = 1.0
+_ROUNDS = 20
+
+
+@dataclass(slots=True, eq=False)
+class StepBoundary:
+    """The step boundaries of a run."""
+
+    ranks: Ranks
+    schedule: Schedule
+    timing: StepTiming
+    saves: Saves
+    alarm: StaleAlarm
+    preemption: Preemption
+    #: The step that all ranks have agreed to save next, and what the metadata of that save note of its place.
+    _wanted: int | None = field(default=None, init=False)
+    _plan: dict[str, Any] = field(default_factory=dict, init=False)
+    #: The step that needed no further save at the last boundary, on all ranks: the next one may take files from it.
+    _base: int | None = field(default=None, init=False)
+
+    def should_save(self, step: int, *, force: bool = False) -> bool:
+        """Whether all ranks save the step, for a policy or for a signal."""
+        self._reach(step)
+        self._wanted = None
+        if not (force or self.schedule.due_by_step()) and self.ranks.skips():
+            return False
+        saves = self.saves
+
+        def due() -> bool:
+            return force or (step != saves.step and self.schedule.due(in_flight=saves.in_flight))
+
+        apart = _APART if self.schedule.may_wait else 0.0
+        agreed = self.ask("should_save", step, due, apart, plan=lambda: saves.plan(step, look=True))
+        if agreed.signals:
+            if step == agreed.saved:
+                self.preemption.settle()
+            # What was being saved may have failed.
+            if not self.ranks.first(
+                "should_save: signal",
+                lambda: step != saves.step and time.monotonic() < self.preemption.signals.deadline,
+            ):
+                self.preemption.answer(step, None)
+                return force
+        self._wanted, self._plan = (step, agreed.plan) if agreed.due else (None, {})
+        return agreed.due
+
+    def save(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+        per_rank: Any,
+        *,
+        force: bool,
+    ) -> bool:
+        """See :meth:`fastckpt.Manager.save`."""
+        step = step_of("save", step)
+        try:
+            given = state_of(step, state, metrics, metadata, per_rank)
+        except Exception:
+            if self.ranks.size > 1 and step != self._wanted:
+                # The others ask whether the step is to be saved, and wait for this rank.
+                self.should_save(step, force=force)
+            raise
+        # Ranks ask each other once about a step that is to be saved; one process looks again.
+        if (self.ranks.size == 1 or step != self._wanted) and not self.should_save(step, force=force):
+            return False
+        # Whatever happens from here on, the others hear of it from the save, or all raise.
+        self._wanted = None
+        if self.preemption.signals.called:
+            return self.preemption.answer(step, given)
+        self.raise_stale()
+        self.saves.begin(given, self._base, self._plan)
+        return True
+
+    @contextlib.contextmanager
+    def steady(
+        self,
+        step: int,
+        state: Any,
+        metrics: Mapping[str, Any] | None,
+        metadata: Mapping[str, Any] | None,
+        per_rank: Any,
+    ) -> Iterator[None]:
+        """See :meth:`fastckpt.Manager.steady`."""
+        given = state_of(step_of("steady", step), state, metrics, metadata, per_rank)
+        self._reach(step)
+
+        def answer() -> object:
+            return self.preemption.answer(step, given)
+
+        def answer_together() -> None:
+            if not self.ranks.skips() and self.ask("steady", step, lambda: False, _APART).signals:
+                answer()
+
+        if self.ranks.size > 1:
+            answer_together()
+            yield
+            answer_together()
+            return
+        with self.preemption.signals.answered_by(answer):
+            # It may have come before.
+            self.preemption.signals.answer_now()
+            yield
+
+    def ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, **more: Any) -> Agreed:
+        """Agree with the other ranks on what happens now; the arguments are those of :class:`.ranks.Asked`."""
+        signals = self.preemption.signals
+        left = None if signals.deadline == math.inf else signals.deadline - time.monotonic()
+        apart = min(apart, signals.grace / _ROUNDS)
+        asked = Asked(step, signals.pending, left, self.saves.step, due, apart, **more)
+        agreed = self.ranks.decide(operation, asked)
+        self._base = agreed.saved
+        signals.agree(agreed.signals, agreed.left)
+        if not self.ranks.leads:
+            # What failed in the background, the ranks hear of at different times.
+            self.saves.step = agreed.saved
+        return agreed
+
+    def raise_stale(self) -> None:
+        """Raise on all ranks what is to be raised of the last save."""
+        if self.alarm.raises:
+            self.ranks.first("stale", self.alarm.raise_once)
+
+    def miss(self, why: str) -> None:
+        """This rank does not save the step that all have agreed to save: the others, which do, hear why."""
+        step, self._wanted = self._wanted, None
+        if step is None or self.ranks.size == 1:
+            return
+        if self.preemption.signals.called:
+            # Before they save for a signal they ask once more.
+            self.ranks.leave(why)
+        else:
+            self.ranks.miss_save(self.saves.path_of(step), why)
+
+    def _reach(self, step: int) -> None:
+        self.timing.reach(step, in_flight=self.saves.in_flight)
+        if step != self._wanted:
+            self.miss(f"it has gone on to step {step} without the save")
