@@ -93,11 +93,21 @@ def policies_text(policies: Sequence[Any]) -> str:
 def save_options_of(
     options: Mapping[str, Any] | None, comparison: Mapping[str, Any], *, grouped: bool
 ) -> dict[str, Any]:
-    """``save_options=``, with what only saves of several ranks take beside: how they compare what several hold."""
+    """``save_options=``, with what only saves of several ranks take beside: how they compare what several hold.
+
+    Raises:
+        TypeError: an option is of another type.
+        ValueError: an option is unknown, or out of range.
+    """
+    options = options or {}
     kinds: list[type[Settings]] = [SaveSettings]
     kinds += [CopySettings, Policy] if grouped else [BackgroundSettings]
-    known = {name for kind in kinds for name in kind.options()} - _OWN
-    unknown = sorted(set(options or {}) - known)
+    known = {name: one for kind in kinds for name, one in kind.options().items() if name not in _OWN}
+    unknown = sorted(set(options) - set(known))
     if unknown:
         raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-    return {**(comparison if grouped else {}), **(options or {})}
+    for name, value in options.items():
+        # Files may not be there yet: each save reads them.
+        if name != "files":
+            known[name].check("Manager: save_options", value)
+    return {**(comparison if grouped else {}), **options}

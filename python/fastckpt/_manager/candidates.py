@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastckpt._api.manage import leftovers
 from fastckpt._api.manage import list as listed
+from fastckpt._warn import warn
 from fastckpt.exceptions import CheckpointError, NotACheckpointError
 
 from . import earlier_run, lineage
@@ -62,7 +62,7 @@ class Candidates:
                 if not here:
                     raise
                 text = f"fastckpt: restore: {self.remote.place.path} does not answer, and is left out: {error}"
-                warnings.warn(text, RuntimeWarning, stacklevel=6)  # of the caller of Manager.restore
+                warn(text)
         near = self.local.catalogue.entries(here)
         tip = self.local.catalogue.tip(near)
         if self.remote is not None and far:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import logging
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -17,6 +16,7 @@ from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.verify import verify
 from fastckpt._ranks.calls import marked
+from fastckpt._warn import warn
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
 
 from . import lineage
@@ -209,7 +209,7 @@ class Loader:
             what = "is gone" if failure.gone else "cannot be loaded"
             then = "skipped" if last or remote is None else f"fetched from {remote.place.path}"
             text = f"fastckpt: restore: {local.path_of(step)} {what} and is {then}: {failure.why}"
-            warnings.warn(text, RuntimeWarning, stacklevel=4)  # of the caller of Manager.restore
+            warn(text)
 
     def _failures(self, error: Exception | None, *, far: bool) -> list[_Failure]:
         """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.
