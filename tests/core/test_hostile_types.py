@@ -477,20 +477,27 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize(
-    "items", [[7], [["list", 3], 1, 2, 3], [["tuple", 3], 1, 2, 3], [["dict", 1], "a", ["dict", 0]]]
+    "value",
+    [
+        *([["type", "collections.OrderedDict"], *items] for items in ([7], [["list", 3], 1, 2, 3], [["dict", 0]])),
+        [["ddict", 1], ["list", 2], 1, 2, "k", 1],
+    ],
 )
-def test_a_mapping_with_attributes_without_the_pair(tmp_path, capsys, items):
-    """A conversion to Hugging Face's layout walks over a structure of which nothing is made."""
+def test_malformed_mappings_are_refused_by_all_that_walk_over_them(tmp_path, capsys, value):
+    """A conversion to Hugging Face's layout makes nothing of a structure, and has to look at it all the same."""
     from fastckpt._tools.cli import main
 
     fastckpt.save({"model": {"a": np.zeros(3)}}, tmp_path / "c", model_key="model")
     body = manifest.body_of(tmp_path / "c")
-    body["structure"] = [["dict", 2], "a", ["array", 0], "b", ["type", "collections.OrderedDict"], *items]
+    body["structure"] = [["dict", 2], "a", ["array", 0], "b", *value]
     manifest.forge(tmp_path / "c", body)
-    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--to", "hf"]) == 1
+    assert "malformed at token" in capsys.readouterr().err
+    for how in ({}, {"keys": "*a*"}, {"rename": str.upper}, {"into": {"a": 1}, "strict": False}):
+        with pytest.raises(fastckpt.CorruptCheckpointError, match="malformed at token"):
+            fastckpt.load(tmp_path / "c", **how)
     with pytest.raises(fastckpt.CorruptCheckpointError, match="malformed at token"):
-        fastckpt.load(tmp_path / "c")
-    capsys.readouterr()
+        fastckpt.open(tmp_path / "c")
 
 
 def test_an_error_asks_no_key_how_it_looks(tmp_path):

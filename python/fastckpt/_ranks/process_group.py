@@ -252,13 +252,7 @@ class ProcessGroup:
             if group is not None:
                 exchange = Exchange(group, mail, session.name, attention.limit)
                 attention.exchange = exchange
-            own = {}
-            try:
-                own = _write(engine, exchange, attention, progress)
-                outcome: dict[str, Any] = {"pieces": engine.pieces(), "saved": figures(own)}
-            except LostError as error:
-                # The cause is another rank, which says so itself; where none does, this is the cause.
-                outcome = lost_by(session.name(rank), error)
+            own, outcome = _outcome(engine, exchange, attention, progress, session.name(rank))
             done = time.perf_counter()
             answer = operation.round(
                 "done",
@@ -319,6 +313,22 @@ def _join(session: Session, engine: _core.RankSave, path: str, name: str) -> Non
             "does not see what was made there: give a path that leads to one directory on all hosts"
         )
         raise FileNotFoundError(errno.ENOENT, text, name) from error
+
+
+def _outcome(
+    engine: _core.RankSave,
+    exchange: Exchange | None,
+    attention: Attention,
+    progress: Callable[[int, int], None],
+    name: str,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The core's report of what this rank, which has this ``name``, has written, and what the others hear of it."""
+    try:
+        own = _write(engine, exchange, attention, progress)
+    except LostError as error:
+        # The cause is another rank, which says so itself; where none does, this is the cause.
+        return {}, lost_by(name, error)
+    return own, {"pieces": engine.pieces(), "saved": figures(own)}
 
 
 def _write(

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import __version__, segment, targets
 from fastckpt_top.views.state import SORTS, VIEWS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 _EPILOG: Final = """\
 exit codes: 0 ok; 1 below target (--check); 2 usage; 3 no process or operation found; 4 file not readable
@@ -22,7 +25,17 @@ def parser() -> argparse.ArgumentParser:
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = made.add_argument
+    _add_looks(made.add_argument)
+    _add_segments(made.add_argument)
+    _add_screen(made.add_argument)
+    made.add_argument(
+        "--version", action="version", version=f"fastckpt-top {__version__}, segment layout {segment.MAJOR}.x"
+    )
+    return made
+
+
+def _add_looks(add: Callable[..., object]) -> None:
+    """What is looked at, how often, and what becomes of it."""
     add("--dir", metavar="DIR", help="look there instead of FASTCKPT_TOP_DIR or /dev/shm/fastckpt-UID")
     add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
     add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
@@ -59,10 +72,18 @@ def parser() -> argparse.ArgumentParser:
     add("--demo", action="store_true", help="show a made-up node")
     add("--duration", type=_duration, metavar="S", help="stop after so many seconds")
     add("--count", type=_positive, metavar="N", help="stop after so many looks (line mode and --json)")
+
+
+def _add_segments(add: Callable[..., object]) -> None:
+    """What is done with segments instead."""
     add("--list", action="store_true", help="list the segments found")
     add("--clean", action="store_true", help="remove segments of dead processes older than 10 minutes")
     add("--dump", metavar="SEGMENT", help="print a segment's contents as JSON")
     add("--dump-layout", action="store_true", help="print the segment's layout as JSON")
+
+
+def _add_screen(add: Callable[..., object]) -> None:
+    """How the screen looks."""
     add("--view", choices=VIEWS, help="first view (default: live, or the last one chosen)")
     add("--sort", choices=SORTS, help="first order of the ranks (default: the slowest first, or the last one chosen)")
     add(
@@ -76,8 +97,6 @@ def parser() -> argparse.ArgumentParser:
     add("--no-color", action="store_true", help="shades of grey only, like NO_COLOR=1")
     add("--no-mouse", action="store_true", help="leave the mouse to the terminal")
     add("--inline", action="store_true", help="under the prompt instead of on the whole screen")
-    add("--version", action="version", version=f"fastckpt-top {__version__}, segment layout {segment.MAJOR}.x")
-    return made
 
 
 def _target(word: str) -> targets.Target:

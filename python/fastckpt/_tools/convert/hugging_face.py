@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from fastckpt import _core
 from fastckpt._api.selection import Patterns
 from fastckpt._files import check_files
+from fastckpt._state.builders import Validator
 from fastckpt._state.select import aliases, ends_of
-from fastckpt._state.unflatten import is_tensor, parse
+from fastckpt._state.unflatten import is_tensor, parse, unflatten
 from fastckpt._text import suggest
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
@@ -64,12 +65,14 @@ def write(
 
     Raises:
         CheckpointError: nothing is chosen, or names collide.
+        CorruptCheckpointError: the structure is malformed.
         UnsupportedTypeError: what is chosen is no plain tensor.
         ValueError: a pattern is empty, or a file has a name of fastckpt's own.
     """
     patterns = Patterns("--keys", keys or (), "convert")
     reader = _core.Reader(str(source), keep=True)
     tokens, stored, shards = parse(reader.structure()), reader.tensors(), reader.shards()
+    unflatten(tokens, Validator(stored, strangers=True), operation="convert")
     parts = _parts(tokens)
     chosen: dict[int, str] = {}
     known = []

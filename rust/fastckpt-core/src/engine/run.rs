@@ -96,19 +96,19 @@ pub(super) fn run_on<J: Job>(
         None => (choice.engine, choice.fallback.clone()),
     };
     if let Some(error) = refused.filter(|_| started == 0) {
-        let nice = options.nice.map_or_else(String::new, |nice| format!(", without nice={nice}"));
-        let reason = format!(
-            "no worker thread can be started ({error}): the calling thread did the work{nice}; \
-             see `ulimit -u` and the cgroup's pids.max"
-        );
-        fallback = Some(Fallback::after(
-            fallback,
-            Fell::Workers,
-            error.raw_os_error().unwrap_or(libc::EAGAIN),
-            &reason,
-        ));
+        fallback = Some(without_workers(fallback, &error, options.nice));
     }
     Ok(conclude(moved, (engine, fallback), started.max(1), operation))
+}
+
+/// What a report says where no thread could be started.
+fn without_workers(before: Option<Fallback>, error: &io::Error, nice: Option<u8>) -> Fallback {
+    let nice = nice.map_or_else(String::new, |nice| format!(", without nice={nice}"));
+    let reason = format!(
+        "no worker thread can be started ({error}): the calling thread did the work{nice}; \
+         see `ulimit -u` and the cgroup's pids.max"
+    );
+    Fallback::after(before, Fell::Workers, error.raw_os_error().unwrap_or(libc::EAGAIN), &reason)
 }
 
 /// How many of `threads` workers there is staging memory for, and how they use it.

@@ -1,9 +1,10 @@
 //! The load of one rank. It reads its ranges of the shards: each extent is read by one rank, whole, and verified. It keeps
 //! what it wants of them and sends the rest to the ranks that want it, while its [`Mail`] brings what others read for it.
 
+use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::thread::{self, ScopedJoinHandle};
 use std::time::Instant;
 
 use super::contents;
@@ -111,9 +112,7 @@ impl RankLoad {
         let read = || duties.local.iter().chain(&duties.apart);
         let own = read().map(|item| item.len).sum();
         let received = duties.boxes.iter().flat_map(|message| &message.items);
-        let mut tensors: Vec<usize> = read().chain(received.clone()).map(|item| item.tensor).collect();
-        tensors.sort_unstable();
-        tensors.dedup();
+        let tensors: HashSet<usize> = read().chain(received.clone()).map(|item| item.tensor).collect();
         let mut slots = places::slots(places, read().chain(received))?.into_iter();
         let whole = duties.local.len();
         let mut wanted: Vec<_> = read()
@@ -197,7 +196,8 @@ impl RankLoad {
                 stop();
                 Error::io("start a thread to load", self.checkpoint.path())(error)
             })?;
-            let mut progress = |done, total| progress(done + taken.load(Ordering::Relaxed), total + peers);
+            let mut progress =
+                |done: u64, total: u64| progress(done + taken.load(Ordering::Relaxed), total + peers);
             let stop: Option<Stop<'_>> = if alone { None } else { Some(&stop) };
             read = self.checkpoint.read_ranges(wanted, verify, options, (operation, stop), &mut progress);
             if let (Err(error), false) = (&read, alone) {
@@ -205,18 +205,7 @@ impl RankLoad {
             }
             let Some(unpacker) = unpacker else { return Ok(0) };
             let storage = read.as_ref().map_or(0, |(report, _): &(Report, _)| report.bytes);
-            let mut interrupted = false;
-            while !unpacker.is_finished() {
-                thread::park_timeout(TICK);
-                let done = taken.load(Ordering::Relaxed);
-                if !interrupted && !progress(storage + done, storage + peers) {
-                    interrupted = true;
-                    self.mail.stop("interrupted");
-                }
-            }
-            let outcome =
-                unpacker.join().unwrap_or_else(|_| Err(Error::Panic("while messages were taken".to_owned())));
-            if interrupted { Err(Error::Interrupted) } else { outcome }
+            self.watch(unpacker, &mut || progress(storage, storage))
         });
         // What stopped the mail is the cause of the other failure.
         let ((report, sums), copied) = match (read, outcome) {
@@ -237,6 +226,25 @@ impl RankLoad {
             Piece { shard, start: sum.offset, len: sum.len, sum: Pair { crc: sum.crc, xz: 0 } }
         };
         Ok(Loaded { report, storage, peers, sent, pieces: sums.into_iter().map(piece).collect() })
+    }
+
+    /// Waits for the thread that takes messages; `go_on` is called meanwhile, and says whether it may.
+    fn watch(
+        &self,
+        unpacker: ScopedJoinHandle<'_, Result<u64>>,
+        go_on: &mut dyn FnMut() -> bool,
+    ) -> Result<u64> {
+        let mut interrupted = false;
+        while !unpacker.is_finished() {
+            thread::park_timeout(TICK);
+            if !interrupted && !go_on() {
+                interrupted = true;
+                self.mail.stop("interrupted");
+            }
+        }
+        let outcome =
+            unpacker.join().unwrap_or_else(|_| Err(Error::Panic("while messages were taken".to_owned())));
+        if interrupted { Err(Error::Interrupted) } else { outcome }
     }
 
     /// Takes all messages and gives their items to their places. Returns the number of bytes copied.

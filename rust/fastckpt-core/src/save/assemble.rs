@@ -34,6 +34,86 @@ struct Piece {
     straight: Vec<Straight>,
 }
 
+/// A unit that is being put together of a staging buffer and of memory that needs no copy.
+struct Filling<'a> {
+    bytes: &'a mut [u8],
+    parts: Vec<Part>,
+    /// How far the staging buffer is filled, how much of it is in `parts`, and how much in `crc`.
+    at: usize,
+    taken: usize,
+    summed: usize,
+    /// The CRC of the unit so far, and of what needs no copy of it.
+    crc: u64,
+    straight_crc: u64,
+}
+
+impl<'a> Filling<'a> {
+    /// Of a staging buffer that is filled up to `at`.
+    fn new(bytes: &'a mut [u8], at: usize) -> Self {
+        let crc = checksum::of(&[]);
+        Self { bytes, parts: Vec::new(), at, taken: 0, summed: 0, crc, straight_crc: crc }
+    }
+
+    /// Adds the extent at `place` of unit `number`, and has its checksums recorded.
+    fn extent<W: Work>(
+        &mut self,
+        work: &W,
+        (number, place): (usize, usize),
+        Piece { extent, straight }: &Piece,
+    ) -> Result<()> {
+        let before = self.at;
+        // How far the extent is summed, as a file offset, and its CRC so far.
+        let (mut reached, mut sum) = (extent.offset, Pair::of(&[]));
+        let copy = |to: &mut [u8], from: u64, sum: Pair| {
+            let skip = from - extent.offset;
+            match (work.copy(number, extent.tensor, extent.start + skip, to)?, skip) {
+                (copied, 0) => Ok(copied),
+                (copied, _) => Ok(sum.then(copied, to.len() as u64)),
+            }
+        };
+        for Straight { start, memory } in straight {
+            sum = copy(self.room(start - reached), reached, sum)?;
+            self.take();
+            self.parts.push(Part::Source(*memory));
+            let (inner, len) = (Pair::of_memory(*memory), memory.len() as u64);
+            self.straight_crc = checksum::combine(self.straight_crc, inner.crc, len);
+            sum = sum.then(inner, len);
+            reached = start + len;
+        }
+        sum = copy(self.room(extent.offset + extent.len - reached), reached, sum)?;
+        // Combining the CRCs of small extents would cost more than another pass over bytes in cache.
+        if extent.len >= STRAIGHT {
+            self.crc = checksum::append(self.crc, &self.bytes[self.summed..before]);
+            self.crc = checksum::combine(self.crc, sum.crc, extent.len);
+            self.summed = self.at;
+        }
+        work.summed(number, place, extent, sum);
+        Ok(())
+    }
+
+    /// The next `len` bytes of the staging buffer.
+    fn room(&mut self, len: u64) -> &mut [u8] {
+        let start = self.at;
+        self.at += len as usize;
+        &mut self.bytes[start..self.at]
+    }
+
+    /// Notes what has been filled as a part.
+    fn take(&mut self) {
+        if self.at > self.taken {
+            self.parts.push(Part::Slab(self.taken..self.at));
+            self.taken = self.at;
+        }
+    }
+
+    /// The unit once all its extents have been added.
+    fn finished(mut self) -> Self {
+        self.crc = checksum::append(self.crc, &self.bytes[self.summed..self.at]);
+        self.take();
+        self
+    }
+}
+
 /// A unit that is ready to be written.
 pub(super) struct Assembled {
     pub(super) buf: Buf,
@@ -164,48 +244,11 @@ impl Assembler {
 
         let header = header(shard, unit);
         bytes[..header.len()].copy_from_slice(header);
-        let mut parts = Vec::new();
-        // How far the staging buffer is filled, how much of it is in `parts` and how much in `crc`, and the CRC of the
-        // unit so far.
-        let (mut at, mut taken, mut summed, mut crc) = (header.len(), 0, 0, checksum::of(&[]));
-        let mut straight_crc = crc;
-        for (place, Piece { extent, straight }) in pieces.iter().enumerate() {
-            let before = at;
-            // How far the extent is summed, as a file offset, and its CRC so far.
-            let (mut reached, mut sum) = (extent.offset, Pair::of(&[]));
-            let copy = |to: &mut [u8], from: u64, sum: Pair| {
-                let skip = from - extent.offset;
-                match (work.copy(number, extent.tensor, extent.start + skip, to)?, skip) {
-                    (copied, 0) => Ok(copied),
-                    (copied, _) => Ok(sum.then(copied, to.len() as u64)),
-                }
-            };
-            for Straight { start, memory } in straight {
-                let edge = (start - reached) as usize;
-                sum = copy(&mut bytes[at..at + edge], reached, sum)?;
-                at += edge;
-                if at > taken {
-                    parts.push(Part::Slab(taken..at));
-                    taken = at;
-                }
-                parts.push(Part::Source(*memory));
-                let (inner, len) = (Pair::of_memory(*memory), memory.len() as u64);
-                straight_crc = checksum::combine(straight_crc, inner.crc, len);
-                sum = sum.then(inner, len);
-                reached = start + len;
-            }
-            let edge = (extent.offset + extent.len - reached) as usize;
-            sum = copy(&mut bytes[at..at + edge], reached, sum)?;
-            at += edge;
-            // Combining the CRCs of small extents would cost more than another pass over bytes in cache.
-            if extent.len >= STRAIGHT {
-                crc = checksum::append(crc, &bytes[summed..before]);
-                crc = checksum::combine(crc, sum.crc, extent.len);
-                summed = at;
-            }
-            work.summed(number, place, extent, sum);
+        let mut filling = Filling::new(bytes, header.len());
+        for (place, piece) in pieces.iter().enumerate() {
+            filling.extent(work, (number, place), piece)?;
         }
-        crc = checksum::append(crc, &bytes[summed..at]);
+        let Filling { parts, at, crc, straight_crc, .. } = filling.finished();
         work.assembled(number, crc, straight > 0);
         self.straight_crcs[number].store(straight_crc, Ordering::Relaxed);
         let (path, reason) = match (straight > 0, direct) {
@@ -214,9 +257,6 @@ impl Assembler {
             (true, true) => (IoPath::ZeroCopy, Reason::Possible),
             (false, true) => (IoPath::Staged, reason),
         };
-        if at > taken {
-            parts.push(Part::Slab(taken..at));
-        }
         Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: (at - header.len()) as u64 })
     }
 
