@@ -25,7 +25,7 @@ import fastckpt
 from fastckpt import _core, distributed
 from fastckpt._api import host_memory as _memory
 from fastckpt._api import in_flight as _in_flight
-from harness.internals import Job, RanksJob
+from harness.internals import Job, RanksJob, Staging
 from harness.states import numbered, same, which
 
 SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure
@@ -558,7 +558,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch)
 
         return call
 
-    places = [(_in_flight, "admit"), (Job, "prepare"), (Job, "start"), (threading.Thread, "start")]
+    places = [(_in_flight, "admit"), (Staging, "begin"), (Job, "start"), (threading.Thread, "start")]
     for place, name in places:
         for before in (True, False):
             with monkeypatch.context() as patch:

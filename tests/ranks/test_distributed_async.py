@@ -38,11 +38,12 @@ def save_twice(path):
     """The second save waits for the first; the state changes as soon as the calls return."""
     handles = []
     for value in (1, 2):
-        mine = state(value)
-        handles.append(distributed.save_async(mine, path, per_rank={"own": torch.full((9,), dist.get_rank() + value)}))
+        mine, number = state(value), dist.get_rank() + value
+        own = {"own": torch.full((9,), number), "turned": torch.full((30, 20), number).t(), "bytes": bytes([number])}
+        handles.append(distributed.save_async(mine, path, per_rank=own))
         handles[-1].wait_staged()
-        mine["spread"].to_local().fill_(9)
-        mine["turned"].fill_(9)
+        for tensor in (mine["spread"].to_local(), mine["turned"], own["own"], own["turned"]):
+            tensor.fill_(9)
     second = handles[1].result(60)
     first = handles[0].result(0)
     phases = list(second.phases)
@@ -58,7 +59,9 @@ def test_the_state_may_change_when_the_call_returns(forge, tmp_path):
             assert "commit" in phases
             assert staged > 0
     check(tmp_path / "c", 2)
-    assert distributed.load_per_rank(tmp_path / "c", rank=1)["own"].tolist() == [3] * 9
+    own = distributed.load_per_rank(tmp_path / "c", rank=1)
+    assert (own["own"].tolist(), own["bytes"]) == ([3] * 9, b"\3")
+    assert own["turned"].tolist() == [[3] * 30] * 20
 
 
 def mix(path):

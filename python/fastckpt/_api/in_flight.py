@@ -69,14 +69,18 @@ def admit(save: SaveInFlight, most: int) -> None:
         with _admission:
             there = [other for other in _in_flight if other.holds_others()]
             others = [other for other in there if other.group is save.group]
-            beside = [other for other in there if save.group is None or other.group in {None, save.group}]
             # Of two saves to one path the later must win.
-            if len(others) < most and all(other.path != save.path for other in beside):
+            if len(others) < most and not any(other.path == save.path and _may_wait(save, other) for other in there):
                 _in_flight.append(save)
                 break
         ended.wait()
     with contextlib.suppress(ValueError):
         _waiting.remove(ended)
+
+
+def _may_wait(save: SaveInFlight, other: SaveInFlight) -> bool:
+    """Whether a save may wait for another one: see :func:`admit`."""
+    return save.group is None or other.group in {None, save.group}
 
 
 def _register() -> None:
@@ -110,6 +114,11 @@ def saves() -> tuple[SaveInFlight, ...]:
 def to_path(path: str | None) -> list[SaveInFlight]:
     """The saves to ``path`` in flight that can be waited for."""
     return [save for save in saves() if save.path == path and save.holds_others()]
+
+
+def before(save: SaveInFlight, path: str | None) -> list[SaveInFlight]:
+    """The saves to ``path`` in flight that a save which is none yet may wait for."""
+    return [other for other in to_path(path) if _may_wait(save, other)]
 
 
 def wait_for_paths(*paths: str | None) -> None:
