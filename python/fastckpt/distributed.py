@@ -155,10 +155,10 @@ def save_async(
 
     What this rank holds is copied to host memory, and everything else happens in a thread: to agree with the other
     ranks, to write, to commit. Every rank of the group calls it, before or after other saves and loads of the group in
-    the same order; those wait for it on every rank. One asynchronous save of a group is in flight at a time: another
-    one is waited for. Those of several groups go on side by side, in any order, each with memory of its own. The memory
-    is kept for the next save (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is
-    durable, or has failed.
+    the same order; those wait for it on every rank, but for the copy of another asynchronous save, with
+    ``max_in_flight``. Those of several groups go on side by side, in any order. The memory is one copy of what this
+    rank holds for each save in flight; it is kept for the next save (see :func:`fastckpt.release_buffers`). The process
+    does not end before the checkpoint is durable, or has failed.
 
     Args:
         state: as for :func:`save`.
@@ -210,7 +210,7 @@ def save_async(
                 # The turn is taken: the other ranks must hear of it.
                 with call.operation:
                     raise
-        job.begin()
+        job.begin(copying.max_in_flight)
     tell_unasked_but(pending)
     return pending
 

@@ -71,7 +71,7 @@ class BackgroundSave:
         #: wait for ever.
         self._earlier = in_flight.before(pending, request.base)
 
-    def begin(self, max_in_flight: int = 1) -> None:
+    def begin(self, max_in_flight: int) -> None:
         """Wait for earlier saves, copy, and start the thread that writes.
 
         What it raises has been told to the other ranks.

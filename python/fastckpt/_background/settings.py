@@ -17,13 +17,13 @@ class CopyOptions(TypedDict, total=False):
 
     pin: bool | int | str
     on_error: OnError
+    max_in_flight: int
 
 
 class BackgroundOptions(CopyOptions, total=False):
     """What that of one process takes."""
 
     lazy: bool
-    max_in_flight: int
     nice: int | None
 
 
@@ -54,6 +54,12 @@ class CopySettings(Settings):
         "thread that writes, and the failure counts as told; if the function raises, that is logged, and the failure "
         "treated as with ``raise``.",
     )
+    max_in_flight: int = option(
+        1,
+        check_in_flight,
+        "wait until fewer saves than this are in flight, of those of this process alone, or of the same process group. "
+        "Those of a group write one after the other.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +79,6 @@ class BackgroundSettings(CopySettings):
         "that forward changes see :func:`fastckpt.guard`. For tensors of a device the step does not wait on the host: "
         "the stream that it runs in waits for the copies, on the device.",
     )
-    max_in_flight: int = option(1, check_in_flight, "wait until fewer saves than this are in flight.")
     nice: int | None = option(
         None, check_nice, "niceness of the writing threads, 0 to 19; None for that of the process."
     )
