@@ -205,12 +205,12 @@ def save_async(
                 call.mark(request.step, state if settings.exclude is None else None)
                 several = call.session if call.session.group.size > 1 else None
                 pending = PendingSave(call.path, began, copying.on_error, several)
-                job = Job(pending, request, group, copying.pin)
+                job = Job(pending, request, copying, group)
             except BaseException:
                 # The turn is taken: the other ranks must hear of it.
                 with call.operation:
                     raise
-        job.begin(copying.max_in_flight)
+        job.begin()
     tell_unasked_but(pending)
     return pending
 

@@ -103,7 +103,9 @@ def save_beside(path):
     linked = [second.result(60).linked_files]
     mine["turned"].fill_(1)
     if dist.get_rank() == 0:
-        whole = {name: torch.full_like(value, 1) for name, value in fastckpt.load(f"{path}-1").items() if name != "step"}
+        whole = {
+            name: torch.full_like(value, 1) for name, value in fastckpt.load(f"{path}-1").items() if name != "step"
+        }
         fastckpt.save_async({**whole, "step": 1}, f"{path}-0", bandwidth_limit=2_000_000)
     dist.barrier()
     third = distributed.save_async(mine, f"{path}-3", base=f"{path}-0")

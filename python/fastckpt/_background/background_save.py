@@ -16,6 +16,7 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.write import write
 
 from .claim import Claim
+from .settings import granted
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from fastckpt._api.write import Group
 
     from .pending import PendingSave
+    from .settings import CopySettings
 
 #: After how many seconds of waiting for its base a save notices that it was cancelled.
 _NOTICE = 0.05
@@ -38,7 +40,7 @@ class BackgroundSave:
         pending: the handle.
         request: what is saved.
         snapshot: where it is copied to.
-        pin: the most bytes that may be pinned in this process; None for any number.
+        settings: how it is saved in the background.
         lazy: whether tensors are copied after the call.
 
     Attributes:
@@ -56,14 +58,16 @@ class BackgroundSave:
         pending: PendingSave,
         request: SaveRequest,
         snapshot: _core.Snapshot,
-        pin: int | None,
+        settings: CopySettings,
         *,
         lazy: bool = False,
     ) -> None:
         self.pending = pending
         self.request = request
         self.snapshot = snapshot
-        self.staging = Staging(pending, request, snapshot, pin, lazy=lazy)
+        self.staging = Staging(pending, request, snapshot, settings.pin, lazy=lazy)
+        request.nice = granted(settings.nice)
+        self._most = settings.max_in_flight
         self.claim = Claim()
         self.inline = False
         self._waited = 0.0
@@ -71,7 +75,7 @@ class BackgroundSave:
         #: wait for ever.
         self._earlier = in_flight.before(pending, request.base)
 
-    def begin(self, max_in_flight: int) -> None:
+    def begin(self) -> None:
         """Wait for earlier saves, copy, and start the thread that writes.
 
         What it raises has been told to the other ranks.
@@ -79,7 +83,7 @@ class BackgroundSave:
         pending, request = self.pending, self.request
         began = time.perf_counter()
         try:
-            in_flight.admit(pending, max_in_flight)
+            in_flight.admit(pending, self._most)
             now = time.perf_counter()
             self._waited = now - began
             request.counters = _core.Operation(

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.outcome import Attempt, logger
+from fastckpt._api.outcome import Attempt
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveSettings
 from fastckpt._api.settings import takes
@@ -75,14 +74,13 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
             settings = SaveSettings.of("save_async", options)
             _core.check_target(target, settings.overwrite)
             request = build_request("save_async", target, state, metadata, settings, began=began)
-            request.nice = _granted(background.nice)
             pending = PendingSave(target, began, background.on_error)
             try:
-                job = Job(pending, request, background.pin, lazy=background.lazy)
+                job = Job(pending, request, background)
             except BaseException:
                 request.close()
                 raise
-        job.begin(background.max_in_flight)
+        job.begin()
     tell_unasked_but(pending)
     return pending
 
@@ -104,23 +102,3 @@ def tell_unasked_but(pending: PendingSave) -> None:
         with contextlib.suppress(AttributeError):
             error.pending_save = pending  # type: ignore[attr-defined]
         raise
-
-
-#: Whether the kernel grants a niceness.
-_tried: dict[int, bool] = {}
-
-
-def _granted(nice: int | None) -> int | None:
-    """The niceness, if the kernel grants it; what it refuses is logged once and left out."""
-    if nice is None:
-        return None
-    if nice not in _tried:
-        try:
-            _core.try_nice(nice)
-            _tried[nice] = True
-        except OSError as error:
-            # No thread to try it in says nothing about the next time.
-            if error.errno != errno.EAGAIN:
-                _tried[nice] = False
-            logger.warning("save_async: nice=%s: the kernel refuses: %s", nice, error)
-    return nice if _tried.get(nice) else None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import TypedDict
 
+from fastckpt import _core
 from fastckpt._api.options import check_in_flight, check_nice, check_pin
+from fastckpt._api.outcome import logger
 from fastckpt._api.save_settings import SaveOptions
 from fastckpt._api.settings import Settings, as_bool, option
 
@@ -18,13 +21,13 @@ class CopyOptions(TypedDict, total=False):
     pin: bool | int | str
     on_error: OnError
     max_in_flight: int
+    nice: int | None
 
 
 class BackgroundOptions(CopyOptions, total=False):
     """What that of one process takes."""
 
     lazy: bool
-    nice: int | None
 
 
 class SaveAsyncOptions(SaveOptions, BackgroundOptions, total=False):
@@ -60,6 +63,9 @@ class CopySettings(Settings):
         "wait until fewer saves than this are in flight, of those of this process alone, or of the same process group. "
         "Those of a group write one after the other.",
     )
+    nice: int | None = option(
+        None, check_nice, "niceness of the writing threads, 0 to 19; None for that of the process."
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,6 +85,23 @@ class BackgroundSettings(CopySettings):
         "that forward changes see :func:`fastckpt.guard`. For tensors of a device the step does not wait on the host: "
         "the stream that it runs in waits for the copies, on the device.",
     )
-    nice: int | None = option(
-        None, check_nice, "niceness of the writing threads, 0 to 19; None for that of the process."
-    )
+
+
+#: Whether the kernel grants a niceness.
+_tried: dict[int, bool] = {}
+
+
+def granted(nice: int | None) -> int | None:
+    """The niceness, if the kernel grants it; what it refuses is logged once and left out."""
+    if nice is None:
+        return None
+    if nice not in _tried:
+        try:
+            _core.try_nice(nice)
+            _tried[nice] = True
+        except OSError as error:
+            # No thread to try it in says nothing about the next time.
+            if error.errno != errno.EAGAIN:
+                _tried[nice] = False
+            logger.warning("save_async: nice=%s: the kernel refuses: %s", nice, error)
+    return nice if _tried.get(nice) else None

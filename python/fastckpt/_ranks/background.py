@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
     from fastckpt._api.save_request import SaveRequest
     from fastckpt._background.pending import PendingSave
+    from fastckpt._background.settings import CopySettings
 
     from .peers import Operation
     from .process_group import ProcessGroup
@@ -22,13 +23,13 @@ class Job(BackgroundSave):
 
     group: ProcessGroup
 
-    def __init__(self, pending: PendingSave, request: SaveRequest, group: ProcessGroup, pin: int | None) -> None:
+    def __init__(self, pending: PendingSave, request: SaveRequest, settings: CopySettings, group: ProcessGroup) -> None:
         assert request.sources is not None  # noqa: S101 - it has just been built
         tensors = [tensor for flat in request.parts for tensor in flat.tensors]
         # Without gaps between them, small tensors of a device share a copy.
         joins = mask(request.sources, len(tensors), on_device=True)
         fill = request.sources.fill if request.movers else None
-        super().__init__(pending, request, _core.Snapshot.of_parts(tensors, joins, fill), pin)
+        super().__init__(pending, request, _core.Snapshot.of_parts(tensors, joins, fill), settings)
         self.group = group
 
     def turn(self) -> Operation:
