@@ -638,7 +638,7 @@ slow = dict(bandwidth_limit=2_000_000)  # half a second: the program has come to
 
 def hold():
     # Saves to the target write once the event is set.
-    from fastckpt._background.job import Job
+    from fastckpt._background.save_async import Job
     gate, real = threading.Event(), Job._write
     def write(job):
         assert job.pending.path != target or gate.wait(60)
@@ -715,7 +715,7 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, statu
 BROKEN = """
 import multiprocessing, os, sys, time
 import fastckpt
-from fastckpt._background.job import Job
+from fastckpt._background.save_async import Job
 
 def broken(job):
     time.sleep(0.2)  # the program is at its end by then

@@ -4,7 +4,7 @@ import time
 
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveSettings
-from fastckpt._background.job import Job
+from fastckpt._background.save_async import Job
 from fastckpt._background.staging import Staging
 from fastckpt._ranks import process_group
 from fastckpt._ranks.agreement import Agreement

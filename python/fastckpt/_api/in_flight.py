@@ -67,20 +67,14 @@ def admit(save: SaveInFlight, most: int) -> None:
         ended = Event()
         _waiting.append(ended)
         with _admission:
-            there = [other for other in _in_flight if other.holds_others()]
-            others = [other for other in there if other.group is save.group]
+            others = [other for other in _in_flight if other.holds_others() and other.group is save.group]
             # Of two saves to one path the later must win.
-            if len(others) < most and not any(other.path == save.path and _may_wait(save, other) for other in there):
+            if len(others) < most and not to_path(save.path, save):
                 _in_flight.append(save)
                 break
         ended.wait()
     with contextlib.suppress(ValueError):
         _waiting.remove(ended)
-
-
-def _may_wait(save: SaveInFlight, other: SaveInFlight) -> bool:
-    """Whether a save may wait for another one: see :func:`admit`."""
-    return save.group is None or other.group in {None, save.group}
 
 
 def _register() -> None:
@@ -111,14 +105,11 @@ def saves() -> tuple[SaveInFlight, ...]:
     return tuple(_in_flight)
 
 
-def to_path(path: str | None) -> list[SaveInFlight]:
-    """The saves to ``path`` in flight that can be waited for."""
-    return [save for save in saves() if save.path == path and save.holds_others()]
-
-
-def before(save: SaveInFlight, path: str | None) -> list[SaveInFlight]:
-    """The saves to ``path`` in flight that a save which is none yet may wait for."""
-    return [other for other in to_path(path) if _may_wait(save, other)]
+def to_path(path: str | None, waits: SaveInFlight | None = None) -> list[SaveInFlight]:
+    """The saves to ``path`` in flight that can be waited for, by a save that ``waits`` if given: see :func:`admit`."""
+    groups = None if waits is None or waits.group is None else {None, waits.group}
+    there = [save for save in saves() if save.path == path and save.holds_others()]
+    return [save for save in there if groups is None or save.group in groups]
 
 
 def wait_for_paths(*paths: str | None) -> None:

@@ -88,8 +88,8 @@ class SaveRequest:
         self.sources = None
         self.movers.clear()
         for flat in self.parts:
-            flat.keep.clear()
-            flat.movers.clear()
+            for kept in (flat.keep, flat.movers, flat.wholes):
+                kept.clear()
 
 
 def build_request(

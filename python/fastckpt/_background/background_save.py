@@ -16,6 +16,7 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.write import write
 
 from .claim import Claim
+from .pending import PendingSave
 from .settings import granted
 from .staging import Staging
 
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from fastckpt._api.save_request import SaveRequest
     from fastckpt._api.write import Group
 
-    from .pending import PendingSave
-    from .settings import CopySettings
+    from .settings import BackgroundSettings
 
 #: After how many seconds of waiting for its base a save notices that it was cancelled.
 _NOTICE = 0.05
@@ -37,13 +37,13 @@ class BackgroundSave:
     """What the saves of one process and of ranks share: they differ in what the snapshot is of, and in who writes it.
 
     Args:
-        pending: the handle.
         request: what is saved.
-        snapshot: where it is copied to.
         settings: how it is saved in the background.
-        lazy: whether tensors are copied after the call.
+        snapshot: where it is copied to.
+        ranks: those that save together; None for this process alone.
 
     Attributes:
+        pending: the handle.
         group: who saves.
         snapshot: as given.
         staging: makes the copy.
@@ -54,18 +54,12 @@ class BackgroundSave:
     group: Group[Any, Any]
 
     def __init__(
-        self,
-        pending: PendingSave,
-        request: SaveRequest,
-        snapshot: _core.Snapshot,
-        settings: CopySettings,
-        *,
-        lazy: bool = False,
+        self, request: SaveRequest, settings: BackgroundSettings, snapshot: _core.Snapshot, ranks: object | None = None
     ) -> None:
-        self.pending = pending
+        pending = self.pending = PendingSave(request.path, request.began, settings.on_error, ranks)
         self.request = request
         self.snapshot = snapshot
-        self.staging = Staging(pending, request, snapshot, settings.pin, lazy=lazy)
+        self.staging = Staging(pending, request, snapshot, settings)
         request.nice = granted(settings.nice)
         self._most = settings.max_in_flight
         self.claim = Claim()
@@ -73,10 +67,10 @@ class BackgroundSave:
         self._waited = 0.0
         #: Saves that write what this one compares itself with. Earlier ones alone: two that wait for each other would
         #: wait for ever.
-        self._earlier = in_flight.before(pending, request.base)
+        self._earlier = in_flight.to_path(request.base, pending)
 
-    def begin(self) -> None:
-        """Wait for earlier saves, copy, and start the thread that writes.
+    def begin(self) -> PendingSave:
+        """Wait for earlier saves, copy, and start the thread that writes; the handle.
 
         What it raises has been told to the other ranks.
         """
@@ -92,7 +86,7 @@ class BackgroundSave:
             self.staging.begin()
             pending._called += time.perf_counter() - pending._began
             if self.start():
-                return
+                return pending
         except BaseException as error:
             # A signal handler may have raised it, even while the thread starts.
             if self.claim.take():
@@ -103,6 +97,7 @@ class BackgroundSave:
             pending.started = True
             raise
         self.run_here()
+        return pending
 
     def turn(self) -> AbstractContextManager[Any]:
         """Inside, it is the turn of this save, and other ranks hear of errors."""
@@ -160,8 +155,13 @@ class BackgroundSave:
         pending = self.pending
         error: BaseException | None = None
         try:
-            with self.turn():
+            try:
                 self.staging.finish()
+            except BaseException:
+                # Before the turn, which waits for earlier saves: a step would wait with it.
+                with self.turn():
+                    raise
+            with self.turn():
                 self._wait_for_base()
                 pending._report = self._write()
         except BaseException as caught:  # noqa: BLE001 - `result` raises it

@@ -261,13 +261,12 @@ class PendingSave(in_flight.SaveInFlight):
     def _finish(self, error: BaseException | None) -> None:
         """It is over."""
         if error is not None:
+            # The frames below this one would keep the state alive.
+            traceback.clear_frames(error.__traceback__)
             if self._cancelled and isinstance(error, (CancelledError, KeyboardInterrupt)):
                 error = CancelledError(f"the save to {self.path} was cancelled")
-            else:
-                # The frames below this one would keep the state alive.
-                traceback.clear_frames(error.__traceback__)
-                if not callable(self._on_error):
-                    in_flight.failed(in_flight.Failure(self, error, warn=self._on_error == "warn"))
+            elif not callable(self._on_error):
+                in_flight.failed(in_flight.Failure(self, error, warn=self._on_error == "warn"))
             self._error = error
         self._late = None
         self._set_staged()

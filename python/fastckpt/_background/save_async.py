@@ -12,17 +12,35 @@ from fastckpt._api.outcome import Attempt
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveSettings
 from fastckpt._api.settings import takes
+from fastckpt._api.single_process import FromSnapshot, SingleProcess
+from fastckpt._api.write import Agreed, core_options
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._tensors.ranges import range_of
 
-from .job import Job
-from .pending import PendingSave
+from .background_save import BackgroundSave
+from .pending import PendingSave  # noqa: TC001 - type hints of save_async name it
 from .settings import BackgroundSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from fastckpt._api.save_request import SaveRequest
+
     from .settings import SaveAsyncOptions
+
+
+class Job(BackgroundSave):
+    """Of one process: its snapshot holds the files, which are laid out at the call."""
+
+    def __init__(self, request: SaveRequest, settings: BackgroundSettings) -> None:
+        flat, agreed = request.flat, SingleProcess().agree(request)
+        options = core_options(request, agreed)
+        snapshot = _core.Snapshot(flat.tensors, agreed.structure, agreed.metadata, options, agreed.fill)
+        super().__init__(request, settings, snapshot)
+        self.group = FromSnapshot(Agreed(prefix=agreed.prefix, frozen=agreed.frozen), snapshot)
+        # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
+        flat.tokens.clear()
+        flat.tensors.clear()
 
 
 @takes(BackgroundSettings, SaveSettings, like={SaveSettings: "fastckpt.save"})
@@ -74,13 +92,12 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
             settings = SaveSettings.of("save_async", options)
             _core.check_target(target, settings.overwrite)
             request = build_request("save_async", target, state, metadata, settings, began=began)
-            pending = PendingSave(target, began, background.on_error)
             try:
-                job = Job(pending, request, background)
+                job = Job(request, background)
             except BaseException:
                 request.close()
                 raise
-        job.begin()
+        pending = job.begin()
     tell_unasked_but(pending)
     return pending
 

@@ -15,19 +15,14 @@ from fastckpt._api.settings import Settings, as_bool, option
 from .pending import OnError, PendingSave, check_on_error  # noqa: F401 - OnError names a PendingSave
 
 
-class CopyOptions(TypedDict, total=False):
+class BackgroundOptions(TypedDict, total=False):
     """What every save in the background takes."""
 
-    pin: bool | int | str
-    on_error: OnError
-    max_in_flight: int
-    nice: int | None
-
-
-class BackgroundOptions(CopyOptions, total=False):
-    """What that of one process takes."""
-
     lazy: bool
+    pin: bool | int | str
+    max_in_flight: int
+    on_error: OnError
+    nice: int | None
 
 
 class SaveAsyncOptions(SaveOptions, BackgroundOptions, total=False):
@@ -35,11 +30,22 @@ class SaveAsyncOptions(SaveOptions, BackgroundOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopySettings(Settings):
-    """How a state is copied for a save in the background, checked."""
+class BackgroundSettings(Settings):
+    """How a state is saved in the background, checked."""
 
-    given = CopyOptions
+    given = BackgroundOptions
 
+    lazy: bool = option(
+        False,
+        as_bool,
+        "return before torch tensors of 64 KiB and more are copied; everything else is copied all the same. Every "
+        "step of every ``torch.optim.Optimizer`` then waits until they are. What else changes them in place must call "
+        "``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the tensors. But "
+        "changes that torch does not count go unseen, and the checkpoint holds a mixture of old and new values: "
+        "through ``tensor.data``, through a numpy array over the same memory, by a replayed CUDA graph. For buffers "
+        "that forward changes see :func:`fastckpt.guard`. For tensors of a device the step does not wait on the host: "
+        "the stream that it runs in waits for the copies, on the device.",
+    )
     pin: int | None = option(
         True,
         check_pin,
@@ -65,25 +71,6 @@ class CopySettings(Settings):
     )
     nice: int | None = option(
         None, check_nice, "niceness of the writing threads, 0 to 19; None for that of the process."
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackgroundSettings(CopySettings):
-    """Likewise of one process."""
-
-    given = BackgroundOptions
-
-    lazy: bool = option(
-        False,
-        as_bool,
-        "return before torch tensors of 64 KiB and more are copied; everything else is copied all the same. Every "
-        "step of every ``torch.optim.Optimizer`` then waits until they are. What else changes them in place must call "
-        "``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the tensors. But "
-        "changes that torch does not count go unseen, and the checkpoint holds a mixture of old and new values: "
-        "through ``tensor.data``, through a numpy array over the same memory, by a replayed CUDA graph. For buffers "
-        "that forward changes see :func:`fastckpt.guard`. For tensors of a device the step does not wait on the host: "
-        "the stream that it runs in waits for the copies, on the device.",
     )
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fastckpt._tensors.movers import Range
 
     from .pending import PendingSave
+    from .settings import BackgroundSettings
 
 #: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
 _DROPPED = 500
@@ -47,8 +48,7 @@ class Staging:
         pending: the handle.
         request: what is saved.
         snapshot: has a place for each of its tensors.
-        pin: the most bytes that may be pinned in this process; None for any number.
-        lazy: whether tensors are copied after the call, as far as torch counts their changes.
+        settings: how it is saved in the background.
 
     Attributes:
         devices: what copies come from.
@@ -57,21 +57,21 @@ class Staging:
     """
 
     def __init__(
-        self, pending: PendingSave, request: SaveRequest, snapshot: _core.Snapshot, pin: int | None, *, lazy: bool
+        self, pending: PendingSave, request: SaveRequest, snapshot: _core.Snapshot, settings: BackgroundSettings
     ) -> None:
         assert request.sources is not None  # noqa: S101 - it has just been built
         self._pending = pending
         self._request = request
         self._snapshot = snapshot
         pending._snapshot, pending._total = snapshot, snapshot.total
-        self.devices = Devices(request.sources, pin)
+        self.devices = Devices(request.sources, settings.pin)
         self.seconds = 0.0
         self._keep = request.flat.keep
         #: What the core has still to copy: 1 for each tensor of the host, 0 for those of devices.
         self._rest = mask(request.sources, len(self._keep), on_device=False)
         #: What is copied in the background: names by number.
-        self.late = _countable(request) if lazy else {}
-        self.is_lazy = bool(self.late) or (lazy and bool(request.sources.devices))
+        self.late = _countable(request) if settings.lazy else {}
+        self.is_lazy = bool(self.late) or (settings.lazy and bool(request.sources.devices))
         #: Late tensors of the host, and their versions at the call.
         self._versions: list[tuple[str, Any, int]] = []
         #: Late tensors of devices that have not been asked for.
@@ -89,6 +89,7 @@ class Staging:
                 self._copy_early()
             else:
                 self._copy_all()
+        self._request.flat.wholes.clear()
         if not self.is_lazy:
             self._set_staged()
 
@@ -153,9 +154,8 @@ class Staging:
     def _copy_early(self) -> None:
         """Copy what a lazy save copies at the call, and ask for what can be asked for now."""
         keep, late, rest = self._keep, self.late, self._rest
-        self._versions = versions_of({name: keep[index] for index, name in late.items() if rest[index]})
-        asked = Late(versions_of({name: keep[index] for index, name in late.items() if not rest[index]}))
-        self._pending._late = asked
+        self._versions = self._count(on_device=False)
+        asked = self._pending._late = Late(self._count(on_device=True))
         ranges = self._ranges()
         must_pin = self.devices.must_pin()
         # Who changes these may be no step, and nobody calls us then: so the caller's streams wait now, and those of
@@ -177,6 +177,17 @@ class Staging:
         keep[:] = [keep[index].detach() for index in late]
         if not self._unasked and not any(self._rest):
             self._pending._may_step.open()
+
+    def _count(self, *, on_device: bool) -> list[tuple[str, Any, int]]:
+        """Late tensors, and their versions. Of a DTensor, torch counts a change of it or one of its local tensor."""
+        wholes = self._request.flat.wholes
+        return versions_of(
+            (name, tensor)
+            for index, name in self.late.items()
+            if self._rest[index] != on_device
+            for tensor in (self._keep[index], wholes.get(index))
+            if tensor is not None
+        )
 
     def _copy_late(self) -> list[str]:
         """Copy what is left of a lazy save; the names of the tensors that were changed meanwhile."""
@@ -204,7 +215,12 @@ class Staging:
     def stage(self, wanted: bytes, *, last: bool) -> None:
         """Have the core copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
         # What the files will be does not matter yet.
-        self._snapshot.stage(wanted, last=last, options=core_options(self._request, Agreed(prefix="")))
+        options = core_options(self._request, Agreed(prefix=""))
+        try:
+            self._snapshot.stage(wanted, last=last, options=options)
+        except KeyboardInterrupt:
+            self._pending._stop_if_cancelled()
+            raise
 
     def _arrive(self, *, last: bool) -> None:
         """Wait for devices; the ``last`` bytes of all are there then."""

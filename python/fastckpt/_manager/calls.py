@@ -13,7 +13,7 @@ from fastckpt._api.save import save
 from fastckpt._api.save_settings import SaveSettings
 from fastckpt._api.settings import Settings
 from fastckpt._background.save_async import save_async
-from fastckpt._background.settings import BackgroundSettings, CopySettings
+from fastckpt._background.settings import BackgroundSettings
 from fastckpt._ranks.calls import Call, marked
 from fastckpt._ranks.replicas import Policy
 from fastckpt._ranks.session import session
@@ -53,8 +53,8 @@ class Calls:
         agree: Alone,
         policy: Mapping[str, str] | None = None,
     ) -> None:
-        kinds: list[type[Settings]] = [SaveSettings]
-        kinds += [CopySettings, Policy] if agree.grouped else [BackgroundSettings]
+        kinds: list[type[Settings]] = [SaveSettings, BackgroundSettings]
+        kinds += [Policy] if agree.grouped else []
         known = {name for kind in kinds for name in kind.options()} - _OWN
         unknown = sorted(set(options or {}) - known)
         if unknown:

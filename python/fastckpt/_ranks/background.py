@@ -11,8 +11,7 @@ from fastckpt._background.devices import mask
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
     from fastckpt._api.save_request import SaveRequest
-    from fastckpt._background.pending import PendingSave
-    from fastckpt._background.settings import CopySettings
+    from fastckpt._background.settings import BackgroundSettings
 
     from .peers import Operation
     from .process_group import ProcessGroup
@@ -23,13 +22,13 @@ class Job(BackgroundSave):
 
     group: ProcessGroup
 
-    def __init__(self, pending: PendingSave, request: SaveRequest, settings: CopySettings, group: ProcessGroup) -> None:
+    def __init__(self, request: SaveRequest, settings: BackgroundSettings, group: ProcessGroup) -> None:
         assert request.sources is not None  # noqa: S101 - it has just been built
         tensors = [tensor for flat in request.parts for tensor in flat.tensors]
         # Without gaps between them, small tensors of a device share a copy.
         joins = mask(request.sources, len(tensors), on_device=True)
-        fill = request.sources.fill if request.movers else None
-        super().__init__(pending, request, _core.Snapshot.of_parts(tensors, joins, fill), settings)
+        snapshot = _core.Snapshot.of_parts(tensors, joins, request.sources.fill)
+        super().__init__(request, settings, snapshot, group.session if group.session.group.size > 1 else None)
         self.group = group
 
     def turn(self) -> Operation:
