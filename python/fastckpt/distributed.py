@@ -36,7 +36,7 @@ from fastckpt._api.settings import takes
 from fastckpt._api.write import write
 from fastckpt._background.pending import PendingSave
 from fastckpt._background.save_async import tell_unasked_but
-from fastckpt._background.settings import CopyOptions, CopySettings
+from fastckpt._background.settings import BackgroundOptions, BackgroundSettings
 from fastckpt._paths import AnyPath
 from fastckpt._ranks.background import Job
 from fastckpt._ranks.calls import Call
@@ -61,7 +61,7 @@ class RankSaveOptions(SaveOptions, ReplicaOptions, total=False):
     """What :func:`save` takes."""
 
 
-class RankSaveAsyncOptions(RankSaveOptions, CopyOptions, total=False):
+class RankSaveAsyncOptions(RankSaveOptions, BackgroundOptions, total=False):
     """What :func:`save_async` takes."""
 
 
@@ -140,7 +140,13 @@ def save(
     return report
 
 
-@takes(CopySettings, Policy, SaveSettings, like={Policy: "save", SaveSettings: "save"}, ranks=True)
+@takes(
+    BackgroundSettings,
+    Policy,
+    SaveSettings,
+    like={BackgroundSettings: "fastckpt.save_async", Policy: "save", SaveSettings: "save"},
+    ranks=True,
+)
 def save_async(
     state: Any,
     path: AnyPath,
@@ -153,12 +159,12 @@ def save_async(
 ) -> PendingSave:
     """Write the state of all ranks in the background; the state of this rank may change when this returns.
 
-    What this rank holds is copied to host memory, and everything else happens in a thread: to agree with the other
-    ranks, to write, to commit. Every rank of the group calls it, before or after other saves and loads of the group in
-    the same order; those wait for it on every rank. One asynchronous save of a group is in flight at a time: another
-    one is waited for. Those of several groups go on side by side, in any order, each with memory of its own. The memory
-    is kept for the next save (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is
-    durable, or has failed.
+    What this rank holds is copied to host memory (with ``lazy``, later), and everything else happens in a thread: to
+    agree with the other ranks, to write, to commit. Every rank of the group calls it, before or after other saves and
+    loads of the group in the same order; those wait for it on every rank, but for the copy of another asynchronous
+    save, with ``max_in_flight``. Those of several groups go on side by side, in any order. The memory is one copy of
+    what this rank holds for each save in flight; it is kept for the next save (see :func:`fastckpt.release_buffers`).
+    The process does not end before the checkpoint is durable, or has failed.
 
     Args:
         state: as for :func:`save`.
@@ -194,23 +200,20 @@ def save_async(
         with Attempt("save", call.path, asynchronous=True):
             try:
                 call.check()
-                copying = CopySettings.of("save_async", options, save_async)
-                policy = Policy.of("save_async", options)
+                background = BackgroundSettings.of("save_async", options, save_async)
                 settings = SaveSettings.of("save_async", options)
-                group = ProcessGroup(call.session, call.operation, call.timeout, policy)
+                group = ProcessGroup(call.session, call.operation, call.timeout, Policy.of("save_async", options))
                 spreads = Spreads(call.session.group.ranks, call.session.group.rank)
                 request = build_request(
                     "save_async", call.path, state, metadata, settings, began=began, per_rank=per_rank, spreads=spreads
                 )
                 call.mark(request.step, state if settings.exclude is None else None)
-                several = call.session if call.session.group.size > 1 else None
-                pending = PendingSave(call.path, began, copying.on_error, several)
-                job = Job(pending, request, group, copying.pin)
+                job = Job(request, background, group)
             except BaseException:
                 # The turn is taken: the other ranks must hear of it.
                 with call.operation:
                     raise
-        job.begin()
+        pending = job.begin()
     tell_unasked_but(pending)
     return pending
 

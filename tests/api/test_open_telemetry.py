@@ -19,7 +19,7 @@ from opentelemetry.trace import StatusCode
 import fastckpt
 from fastckpt import _core
 from fastckpt._api import export, in_flight, open_telemetry
-from harness.internals import Job
+from harness.internals import Job, Staging
 from harness.open_telemetry import Sdk, join, parent
 
 STATE = {"w": np.arange(1000.0), "v": np.ones(7)}
@@ -176,7 +176,7 @@ def save_async_fails(path, monkeypatch):
 
 
 def the_copy_fails(path, monkeypatch):
-    monkeypatch.setattr(Job, "prepare", no_space)
+    monkeypatch.setattr(Staging, "begin", no_space)
     with pytest.raises(OSError, match="No space"):
         fastckpt.save_async(STATE, path)
 

@@ -20,16 +20,16 @@ from fastckpt._api.build_report import build_report
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.save_settings import SaveSettings, WriteSettings
 from fastckpt._api.settings import Settings, with_lines
-from fastckpt._background.settings import BackgroundSettings, CopySettings
+from fastckpt._background.settings import BackgroundSettings
 from fastckpt._ranks.replicas import Policy
 
-RECORDS = [WriteSettings, SaveSettings, CopySettings, BackgroundSettings, Policy]
+RECORDS = [WriteSettings, SaveSettings, BackgroundSettings, Policy]
 #: What takes which options, and how it saves.
 DOORS = {
     "save": (fastckpt.save, [SaveSettings]),
     "save_async": (fastckpt.save_async, [BackgroundSettings, SaveSettings]),
     "distributed.save": (distributed.save, [Policy, SaveSettings]),
-    "distributed.save_async": (distributed.save_async, [CopySettings, Policy, SaveSettings]),
+    "distributed.save_async": (distributed.save_async, [BackgroundSettings, Policy, SaveSettings]),
     "dcp.Writer": (dcp.Writer, [WriteSettings, Policy]),
 }
 

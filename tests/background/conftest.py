@@ -9,7 +9,7 @@ import pytest
 import fastckpt
 from fastckpt._background import guard as _guard
 from fastckpt._background.gate import Gate
-from harness.internals import Job
+from harness.internals import Staging
 
 
 @pytest.fixture
@@ -25,14 +25,14 @@ def alone():
 def held_background(monkeypatch):
     """What a lazy save copies after its call is copied when the event is set; with it, that it has begun."""
     release, begun = threading.Event(), threading.Event()
-    real = Job._copy_late
+    real = Staging._copy_late
 
-    def copy_late(job):
+    def copy_late(staging):
         begun.set()
         assert release.wait(60)
-        return real(job)
+        return real(staging)
 
-    monkeypatch.setattr(Job, "_copy_late", copy_late)
+    monkeypatch.setattr(Staging, "_copy_late", copy_late)
     yield release, begun
     release.set()
 

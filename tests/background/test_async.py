@@ -25,7 +25,7 @@ import fastckpt
 from fastckpt import _core, distributed
 from fastckpt._api import host_memory as _memory
 from fastckpt._api import in_flight as _in_flight
-from harness.internals import Job, RanksJob
+from harness.internals import Job, RanksJob, Staging
 from harness.states import numbered, same, which
 
 SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure
@@ -558,7 +558,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch)
 
         return call
 
-    places = [(_in_flight, "admit"), (Job, "prepare"), (Job, "start"), (threading.Thread, "start")]
+    places = [(_in_flight, "admit"), (Staging, "begin"), (Job, "start"), (threading.Thread, "start")]
     for place, name in places:
         for before in (True, False):
             with monkeypatch.context() as patch:
@@ -638,7 +638,7 @@ slow = dict(bandwidth_limit=2_000_000)  # half a second: the program has come to
 
 def hold():
     # Saves to the target write once the event is set.
-    from fastckpt._background.job import Job
+    from fastckpt._background.save_async import Job
     gate, real = threading.Event(), Job._write
     def write(job):
         assert job.pending.path != target or gate.wait(60)
@@ -715,7 +715,7 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, statu
 BROKEN = """
 import multiprocessing, os, sys, time
 import fastckpt
-from fastckpt._background.job import Job
+from fastckpt._background.save_async import Job
 
 def broken(job):
     time.sleep(0.2)  # the program is at its end by then

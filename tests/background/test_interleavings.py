@@ -15,7 +15,7 @@ import fastckpt
 from fastckpt import PendingSave
 from fastckpt._background import guard as _guard
 from harness import needs
-from harness.internals import Job
+from harness.internals import Staging
 from harness.same import same
 
 TURNS = 1000
@@ -41,11 +41,11 @@ class Gates:
         self.open = True
         #: Pieces of this save that are not copied; None before the copy begins.
         self.left = 0
-        real_stage, real_hold = Job.stage, PendingSave._hold_step
+        real_stage, real_hold = Staging.stage, PendingSave._hold_step
 
-        def stage(job, wanted, *, last):
-            if not last or not job.late:
-                real_stage(job, wanted, last=last)
+        def stage(staging, wanted, *, last):
+            if not last or not staging.late:
+                real_stage(staging, wanted, last=last)
                 return
             pieces = [*self.pieces(wanted), bytes(len(wanted))]
             with self.changed:
@@ -53,14 +53,14 @@ class Gates:
                 self.changed.notify_all()
             for number, piece in enumerate(pieces, 1):
                 self.enter()
-                real_stage(job, piece, last=number == len(pieces))
+                real_stage(staging, piece, last=number == len(pieces))
                 self.done()
 
         def hold_step(pending):
             self.let_all()
             real_hold(pending)
 
-        monkeypatch.setattr(Job, "stage", stage)
+        monkeypatch.setattr(Staging, "stage", stage)
         monkeypatch.setattr(PendingSave, "_hold_step", hold_step)
 
     def pieces(self, wanted):

@@ -279,16 +279,16 @@ def test_the_hook_stays_out_of_compiled_code(tmp_path, when):
 def test_a_forked_child_steps_without_waiting(tmp_path):
     code = """
 import os, sys, threading, torch, fastckpt
-from fastckpt._background.job import Job
+from fastckpt._background.staging import Staging
 torch.set_num_threads(1)  # a forked child has none of torch's others, and would wait for them
 parameter = torch.nn.Parameter(torch.zeros(1 << 20))
 parameter.grad = torch.ones(1 << 20)
 optimizer = torch.optim.SGD([parameter], lr=0.1)
-gate, copy_late = threading.Event(), Job._copy_late
-def held(job):
+gate, copy_late = threading.Event(), Staging._copy_late
+def held(staging):
     assert gate.wait(200)
-    return copy_late(job)
-Job._copy_late = held
+    return copy_late(staging)
+Staging._copy_late = held
 pending = fastckpt.save_async({"m": parameter}, sys.argv[1], lazy=True)
 if not os.fork():
     optimizer.step()

@@ -61,7 +61,7 @@ class OnTop:
 def test_a_step_on_top_of_a_comparison_decides_it():
     """What the inner one found holds: the outer one sees what the inner step has changed."""
     tensor = OnTop()
-    late = Late(versions_of({"t": tensor}))
+    late = Late(versions_of([("t", tensor)]))
 
     def step():
         late.hold_step()
@@ -77,7 +77,7 @@ def test_a_step_on_top_of_a_comparison_decides_it():
 
 def test_a_change_before_the_first_step_is_found_whatever_comes_later():
     tensor = torch.zeros(3)
-    late = Late(versions_of({"t": tensor}))
+    late = Late(versions_of([("t", tensor)]))
     tensor.add_(1)
     late.hold_step()
     late.forget()
@@ -85,7 +85,7 @@ def test_a_change_before_the_first_step_is_found_whatever_comes_later():
 
 
 def test_comparing_thousands_of_tensors_costs_what_reading_their_versions_costs():
-    late = {f"t{number}": torch.zeros(1) for number in range(2000)}
+    late = [(f"t{number}", torch.zeros(1)) for number in range(2000)]
     reads, compares = [], []
     for _ in range(10):
         began = time.thread_time()

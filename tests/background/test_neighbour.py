@@ -12,7 +12,8 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt._background import save_async as _async
+from fastckpt import distributed
+from fastckpt._background import settings
 from harness import strace, zygote
 
 TASKS = Path("/proc/self/task")
@@ -39,11 +40,15 @@ def workers(prefix="fastckpt-"):
     return found
 
 
-def test_only_the_writing_threads_stand_back(tmp_path):
+BOTH = pytest.mark.parametrize("save_async", [fastckpt.save_async, distributed.save_async], ids=["alone", "ranks"])
+
+
+@BOTH
+def test_only_the_writing_threads_stand_back(tmp_path, save_async):
     before = os.getpriority(os.PRIO_PROCESS, 0)
     # Twice as slow as the wait below is long: the workers stay until the save is cancelled.
     state = {"w": np.zeros(2 << 20)}
-    pending = fastckpt.save_async(state, tmp_path / "c", bandwidth_limit=140_000, threads=2, nice=11)
+    pending = save_async(state, tmp_path / "c", bandwidth_limit=140_000, threads=2, nice=11)
     deadline = time.monotonic() + 60
     try:
         while True:
@@ -60,18 +65,19 @@ def test_only_the_writing_threads_stand_back(tmp_path):
     finally:
         assert pending.cancel()
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
-    fastckpt.save_async(state, tmp_path / "c", threads=2, nice=11).result(60)
+    save_async(state, tmp_path / "c", threads=2, nice=11).result(60)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
-def test_a_niceness_that_the_kernel_refuses_is_told_and_left_out(tmp_path, monkeypatch, caplog):
+@BOTH
+def test_a_niceness_that_the_kernel_refuses_is_told_and_left_out(tmp_path, monkeypatch, caplog, save_async):
     def refuse(_):
         raise PermissionError(1, "no")
 
-    monkeypatch.setattr(_async._core, "try_nice", refuse)
-    monkeypatch.setattr(_async, "_tried", {})
+    monkeypatch.setattr(settings._core, "try_nice", refuse)
+    monkeypatch.setattr(settings, "_tried", {})
     for _ in range(2):
-        fastckpt.save_async({}, tmp_path / "c", nice=3).result(60)
+        save_async({}, tmp_path / "c", nice=3).result(60)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "save_async: nice=3: the kernel refuses: [Errno 1] no"
     ]

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt._background import save_async as _async
+from fastckpt import distributed
+from fastckpt._background import settings
 from harness import manifest, needs, strace, zygote
 from harness.states import which
 
@@ -130,18 +131,18 @@ def test_without_a_worker_thread_the_niceness_goes_and_not_the_save(children, tm
 
 
 def test_a_niceness_that_could_not_be_tried_is_tried_again(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(_async, "_tried", {})
+    monkeypatch.setattr(settings, "_tried", {})
     outcomes = [BlockingIOError(errno.EAGAIN, "no thread"), None]
 
     def attempt(*_):
         if (error := outcomes.pop(0)) is not None:
             raise error
 
-    assert _async._granted(None) is None
-    monkeypatch.setattr(_async._core, "try_nice", attempt)
-    assert _async._granted(7) is None
+    assert settings.granted(None) is None
+    monkeypatch.setattr(settings._core, "try_nice", attempt)
+    assert settings.granted(7) is None
     assert "nice=7" in caplog.text
-    assert _async._granted(7) == 7
+    assert settings.granted(7) == 7
 
 
 @pytest.mark.root
@@ -176,14 +177,15 @@ class Saver(logging.Handler):
 
 @pytest.mark.parametrize("io", ["auto", "uring", "threads", "buffered"])
 @pytest.mark.parametrize("size", [1 << 10, 1 << 20, 9 << 20])
-def test_the_thread_that_runs_python_keeps_its_niceness(tmp_path, caplog, size, io):
+@pytest.mark.parametrize("save_async", [fastckpt.save_async, distributed.save_async], ids=["alone", "ranks"])
+def test_the_thread_that_runs_python_keeps_its_niceness(tmp_path, caplog, save_async, size, io):
     """It has written nothing, whatever the size."""
     caplog.set_level(logging.INFO, "fastckpt")
     saver = Saver()
     logging.getLogger("fastckpt").addHandler(saver)
     try:
         state = {"w": np.zeros(size, np.uint8)}
-        fastckpt.save_async(state, tmp_path / "c", nice=19, io=io).result(60)
+        save_async(state, tmp_path / "c", nice=19, io=io).result(60)
         for thread in threading.enumerate():
             if thread.name == "fastckpt-save":
                 thread.join(60)

@@ -112,7 +112,7 @@ class TestRanks(OnDevice):
         loaded = fastckpt.load(self.path / "c")
         assert torch.equal(torch.cat([loaded[name] for name in state]), whole)
 
-    @each("way", ["save", "async"])
+    @each("way", ["save", "async", "lazy"])
     def test_there_and_back(self, way):
 
         state = host_state()
@@ -123,7 +123,7 @@ class TestRanks(OnDevice):
             if way == "save":
                 distributed.save(on, self.path / "c")
             else:
-                pending = distributed.save_async(on, self.path / "c")
+                pending = distributed.save_async(on, self.path / "c", lazy=way == "lazy")
                 pending.wait_staged()
                 kept = there(on["more"])
                 on["more"].fill_(-1)

@@ -4,14 +4,15 @@ import time
 
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveSettings
-from fastckpt._background.job import Job
+from fastckpt._background.save_async import Job
+from fastckpt._background.staging import Staging
 from fastckpt._ranks import process_group
 from fastckpt._ranks.agreement import Agreement
 from fastckpt._ranks.background import Job as RanksJob
 from fastckpt._ranks.process_group import AgreedByRanks
 from fastckpt._tensors.spreads import Spreads
 
-__all__ = ["AgreedByRanks", "Agreement", "Job", "RanksJob", "local_of", "process_group", "whole"]
+__all__ = ["AgreedByRanks", "Agreement", "Job", "RanksJob", "Staging", "local_of", "process_group", "whole"]
 
 
 def whole(tensors, memories):

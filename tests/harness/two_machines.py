@@ -186,7 +186,7 @@ def stopped_between_two_renames(one, two, logs):
     call = second_rename(one, logs)
     with machines.stopped_save(one[0], path, logs / "log", *call, index=2) as child:
         assert min(os.listdir(one[1])).startswith(".step.old-"), os.listdir(one[1])
-        assert look(two[0], two[1] / "step") == 1
+        assert (found := look(two[0], two[1] / "step")) == 1, found
     assert (end := told(child)) is None, end
     assert look(two[0], two[1] / "step") == 2
     tidy(two[1], "step")

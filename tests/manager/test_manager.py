@@ -259,7 +259,7 @@ def test_a_failed_save_removes_nothing_and_does_not_advance_latest(tmp_path, mon
 
 def break_writing(monkeypatch):
     """Have the writing of every snapshot fail from now on."""
-    from fastckpt._background import job
+    from fastckpt._background import save_async as job
 
     def save(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -43,6 +43,15 @@ def fill(out, *steps, **options):
         return [manager.save(step, state(step)) for step in steps]
 
 
+def test_saves_of_ranks_overlap(four, tmp_path):
+    options = {"max_in_flight": 3}
+    four.run(fill, tmp_path / "run", *range(1, 7), keep=2, save_options=options)
+    with fastckpt.Manager(tmp_path / "run", alone=True) as manager:
+        assert manager.steps() == [5, 6]
+        assert all(fastckpt.verify(manager.path(step)).ok for step in (5, 6))
+        assert fastckpt.load(manager.path(6))["step"] == 6
+
+
 def train(out, steps, options):
     """Train from where the run is; what this rank saw."""
     removed = []

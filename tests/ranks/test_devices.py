@@ -91,6 +91,32 @@ def test_ranks_save_and_load(forge, tmp_path, spread, io):
     assert all(torch.equal(loaded[name], value) for name, value in values().items())
 
 
+def step_at_once(path):
+    """Tensors change in order after a step on the device, and their copies have not begun when the host goes on."""
+    given = state(True, empty=False)
+    del given["columns"]  # the stand-in puts it in order on the host
+    distributed.save_async(given, path).result(60)  # the memory is pinned from here on
+    parameter = torch.nn.Parameter(torch.ones(3).to(standin.NAME))
+    parameter.grad = torch.ones_like(parameter)
+    optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
+    with standin.faults.held() as go:
+        pending = distributed.save_async(given, path, lazy=True, timeout=60)
+        optimizer.step()
+        for value in given.values():
+            getattr(value, "_local_tensor", value).fill_(3)
+        staged = pending.progress().staged
+        go()
+    pending.result(60)
+    return staged, bool((whole(given["same"]) == 3).all())
+
+
+def test_the_stream_of_a_step_waits_for_a_lazy_save(forge, tmp_path):
+    with forge.group(2) as group:
+        assert group.run(step_at_once, tmp_path / "c") == [(0, True)] * 2
+    loaded = fastckpt.load(tmp_path / "c")
+    assert all(torch.equal(value, values()[name]) for name, value in loaded.items())
+
+
 def dcp_both(path, io):
     dcp_save(state(True, empty=False), storage_writer=Writer(path, timeout=60))
     into = state(True, empty=True)

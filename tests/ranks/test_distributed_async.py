@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 
 import pytest
@@ -14,6 +15,7 @@ import fastckpt
 from fastckpt import distributed
 from harness import parallel
 from harness.groups import Strike
+from harness.internals import RanksJob
 from harness.parallel import dist, torch
 
 
@@ -38,11 +40,12 @@ def save_twice(path):
     """The second save waits for the first; the state changes as soon as the calls return."""
     handles = []
     for value in (1, 2):
-        mine = state(value)
-        handles.append(distributed.save_async(mine, path, per_rank={"own": torch.full((9,), dist.get_rank() + value)}))
+        mine, number = state(value), dist.get_rank() + value
+        own = {"own": torch.full((9,), number), "turned": torch.full((30, 20), number).t(), "bytes": bytes([number])}
+        handles.append(distributed.save_async(mine, path, per_rank=own))
         handles[-1].wait_staged()
-        mine["spread"].to_local().fill_(9)
-        mine["turned"].fill_(9)
+        for tensor in (mine["spread"].to_local(), mine["turned"], own["own"], own["turned"]):
+            tensor.fill_(9)
     second = handles[1].result(60)
     first = handles[0].result(0)
     phases = list(second.phases)
@@ -58,7 +61,9 @@ def test_the_state_may_change_when_the_call_returns(forge, tmp_path):
             assert "commit" in phases
             assert staged > 0
     check(tmp_path / "c", 2)
-    assert distributed.load_per_rank(tmp_path / "c", rank=1)["own"].tolist() == [3] * 9
+    own = distributed.load_per_rank(tmp_path / "c", rank=1)
+    assert (own["own"].tolist(), own["bytes"]) == ([3] * 9, b"\3")
+    assert own["turned"].tolist() == [[3] * 30] * 20
 
 
 def mix(path):
@@ -78,6 +83,40 @@ def test_operations_keep_their_order(forge, tmp_path):
         assert group.run(mix, tmp_path / "c") == [1.0, 1.0]
     for number in (1, 2, 3):
         check(f"{tmp_path}/c-{number}", number)
+
+
+def save_beside(path):
+    """The second save copies while the first, its base, is held; the third is beside a save of one process alone."""
+    release, real = threading.Event(), RanksJob._write
+
+    def held(job):
+        assert release.wait(60)
+        return real(job)
+
+    RanksJob._write = held
+    mine = state(1)
+    first = distributed.save_async(mine, f"{path}-1", max_in_flight=2)
+    second = distributed.save_async(mine, f"{path}-2", base=f"{path}-1", max_in_flight=2)
+    phases = [pending.progress().phase for pending in (first, second)]
+    mine["turned"].fill_(9)
+    release.set()
+    linked = [second.result(60).linked_files]
+    mine["turned"].fill_(1)
+    if dist.get_rank() == 0:
+        whole = {
+            name: torch.full_like(value, 1) for name, value in fastckpt.load(f"{path}-1").items() if name != "step"
+        }
+        fastckpt.save_async({**whole, "step": 1}, f"{path}-0", bandwidth_limit=2_000_000)
+    dist.barrier()
+    third = distributed.save_async(mine, f"{path}-3", base=f"{path}-0")
+    return phases, [*linked, third.result(60).linked_files]
+
+
+def test_saves_of_a_group_overlap_and_wait_for_their_base(forge, tmp_path):
+    with forge.group(2) as group:
+        assert group.run(save_beside, tmp_path / "c") == [(["writing", "writing"], [1, 1])] * 2
+    for number in (1, 2, 3):
+        check(f"{tmp_path}/c-{number}", 1)
 
 
 def save_and_ask(path, *, ask=True, on_error="raise"):

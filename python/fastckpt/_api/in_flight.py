@@ -68,11 +68,9 @@ def admit(save: SaveInFlight, most: int) -> None:
         ended = Event()
         _waiting.append(ended)
         with _admission:
-            there = [other for other in _in_flight if other.holds_others()]
-            others = [other for other in there if other.group is save.group]
-            beside = [other for other in there if save.group is None or other.group in {None, save.group}]
+            others = [other for other in _in_flight if other.holds_others() and other.group is save.group]
             # Of two saves to one path the later must win.
-            if len(others) < most and all(other.path != save.path for other in beside):
+            if len(others) < most and not to_path(save.path, save):
                 _in_flight.append(save)
                 break
         ended.wait()
@@ -108,9 +106,11 @@ def saves() -> tuple[SaveInFlight, ...]:
     return tuple(_in_flight)
 
 
-def to_path(path: str | None) -> list[SaveInFlight]:
-    """The saves to ``path`` in flight that can be waited for."""
-    return [save for save in saves() if save.path == path and save.holds_others()]
+def to_path(path: str | None, waits: SaveInFlight | None = None) -> list[SaveInFlight]:
+    """The saves to ``path`` in flight that can be waited for, by a save that ``waits`` if given: see :func:`admit`."""
+    groups = None if waits is None or waits.group is None else {None, waits.group}
+    there = [save for save in saves() if save.path == path and save.holds_others()]
+    return [save for save in there if groups is None or save.group in groups]
 
 
 def wait_for_paths(*paths: str | None) -> None:

@@ -35,7 +35,7 @@ class SaveRequest:
         settings: how it is saved.
         step: the training step, for the live counters.
         metadata: the metadata, flattened.
-        flat: the state, flattened. Its ``keep`` has what addresses point into.
+        flat: the state, flattened. Its ``keep`` has what addresses point into, behind these those of ``per_rank``.
         per_rank: what belongs to this rank alone, flattened; None for nothing.
         spreads: of the tensors that are spread over ranks.
         movers: what brings the bytes of what has no address: by the numbers in ``flat``, and behind these by those in
@@ -88,8 +88,8 @@ class SaveRequest:
         self.sources = None
         self.movers.clear()
         for flat in self.parts:
-            flat.keep.clear()
-            flat.movers.clear()
+            for kept in (flat.keep, flat.movers, flat.wholes):
+                kept.clear()
 
 
 def build_request(
@@ -145,7 +145,9 @@ def build_request(
         if per_rank is not None:
             own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types, default=default)
             behind = len(flat.tensors)
-            request.movers = flat.movers | {behind + index: mover for index, mover in own.movers.items()}
+            request.movers.update((behind + index, mover) for index, mover in own.movers.items())
+            flat.keep += own.keep
+            own.movers, own.keep = {}, []
         request.sources = Sources(operation, request.movers)
         warn_of_types(operation, flat, about, *request.parts[1:])
     except BaseException:

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import threading
 import time
-from abc import ABC, abstractmethod
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
@@ -15,73 +14,79 @@ from fastckpt._api import in_flight
 from fastckpt._api.outcome import logger
 from fastckpt._api.progress import ticker
 from fastckpt._api.write import write
-from fastckpt._tensors.ranges import range_of
 
 from .claim import Claim
-from .devices import Devices
+from .pending import PendingSave
+from .settings import granted
+from .staging import Staging
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
     from contextlib import AbstractContextManager
 
     from fastckpt._api.reports import SaveReport
     from fastckpt._api.save_request import SaveRequest
     from fastckpt._api.write import Group
 
-    from .pending import PendingSave
+    from .settings import BackgroundSettings
 
-#: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
-_DROPPED = 500
+#: After how many seconds of waiting for its base a save notices that it was cancelled.
+_NOTICE = 0.05
 
 
-class BackgroundSave(ABC):
-    """What the saves of one process and of ranks share.
+class BackgroundSave:
+    """What the saves of one process and of ranks share: they differ in what the snapshot is of, and in who writes it.
 
     Args:
-        pending: the handle.
         request: what is saved.
-        pin: the most bytes that may be pinned in this process; None for any number.
+        settings: how it is saved in the background.
+        snapshot: where it is copied to.
+        ranks: those that save together; None for this process alone.
 
     Attributes:
+        pending: the handle.
         group: who saves.
-        devices: what copies come from.
+        snapshot: as given.
+        staging: makes the copy.
         claim: taken by whoever finishes the save, or gives it up before that.
         inline: whether the call finishes it.
-        is_lazy: whether something is copied after the call.
     """
 
     group: Group[Any, Any]
 
-    def __init__(self, pending: PendingSave, request: SaveRequest, pin: int | None) -> None:
-        assert request.sources is not None  # noqa: S101 - it has just been built
-        self.pending = pending
+    def __init__(
+        self, request: SaveRequest, settings: BackgroundSettings, snapshot: _core.Snapshot, ranks: object | None = None
+    ) -> None:
+        pending = self.pending = PendingSave(request.path, request.began, settings.on_error, ranks)
         self.request = request
-        self.devices = Devices(request.sources, pin)
+        self.snapshot = snapshot
+        self.staging = Staging(pending, request, snapshot, settings)
+        request.nice = granted(settings.nice)
+        self._most = settings.max_in_flight
         self.claim = Claim()
         self.inline = False
-        self.is_lazy = False
-        self._waited = self._staging = 0.0
+        self._waited = 0.0
+        #: Saves that write what this one compares itself with. Earlier ones alone: two that wait for each other would
+        #: wait for ever.
+        self._earlier = in_flight.to_path(request.base, pending)
 
-    def begin(self, max_in_flight: int = 1) -> None:
-        """Wait for earlier saves, copy, and start the thread that writes.
+    def begin(self) -> PendingSave:
+        """Wait for earlier saves, copy, and start the thread that writes; the handle.
 
         What it raises has been told to the other ranks.
         """
         pending, request = self.pending, self.request
         began = time.perf_counter()
         try:
-            in_flight.admit(pending, max_in_flight)
+            in_flight.admit(pending, self._most)
             now = time.perf_counter()
             self._waited = now - began
             request.counters = _core.Operation(
                 pending.path, pending._total, step=request.step, elapsed=now - pending._began
             )
-            self.prepare()
-            if not self.is_lazy:
-                self._set_staged()
+            self.staging.begin()
             pending._called += time.perf_counter() - pending._began
             if self.start():
-                return
+                return pending
         except BaseException as error:
             # A signal handler may have raised it, even while the thread starts.
             if self.claim.take():
@@ -92,17 +97,14 @@ class BackgroundSave(ABC):
             pending.started = True
             raise
         self.run_here()
-
-    @abstractmethod
-    def prepare(self) -> None:
-        """Get memory, and copy what must be copied at the call."""
-
-    def finish(self) -> None:  # noqa: B027 - often there is none
-        """Copy the rest."""
+        return pending
 
     def turn(self) -> AbstractContextManager[Any]:
         """Inside, it is the turn of this save, and other ranks hear of errors."""
         return nullcontext()
+
+    def alive(self) -> None:
+        """Say that it goes on, while it waits."""
 
     def start(self) -> bool:
         """Start the thread; whether there is one."""
@@ -153,8 +155,14 @@ class BackgroundSave(ABC):
         pending = self.pending
         error: BaseException | None = None
         try:
+            try:
+                self.staging.finish()
+            except BaseException:
+                # Before the turn, which waits for earlier saves: a step would wait with it.
+                with self.turn():
+                    raise
             with self.turn():
-                self.finish()
+                self._wait_for_base()
                 pending._report = self._write()
         except BaseException as caught:  # noqa: BLE001 - `result` raises it
             error = caught
@@ -162,6 +170,12 @@ class BackgroundSave(ABC):
             self.release(error)
         # Where the checkpoint is there, so is the report, whatever the end of the turn was.
         return error if pending._report is None else None
+
+    def _wait_for_base(self) -> None:
+        for save in self._earlier:
+            while not save.finished.wait(_NOTICE):
+                self.pending._stop_if_cancelled()
+                self.alive()
 
     def _write(self) -> SaveReport:
         pending = self.pending
@@ -181,49 +195,16 @@ class BackgroundSave(ABC):
         """What the report has beside."""
         pending = self.pending
         return {
-            "beside": {"wait": self._waited, "stage": self._staging},
-            "warnings": self.devices.warnings,
+            "beside": {"wait": self._waited, "stage": self.staging.seconds},
+            "warnings": self.staging.devices.warnings,
             "stall": time.perf_counter() - pending._began if self.inline else pending._stall(),
-            "staging": self._staging,
+            "staging": self.staging.seconds,
             "staged": pending._total,
         }
 
-    @contextmanager
-    def copying(self) -> Iterator[None]:
-        """Inside, the state is being copied."""
-        began = time.perf_counter()
-        try:
-            with range_of("fastckpt.stage"):
-                yield
-        finally:
-            self._staging += time.perf_counter() - began
-
-    def _set_staged(self) -> None:
-        """All has been copied."""
-        if self.request.counters is not None:
-            self.request.counters.plan()
-        self.pending._set_staged()
-
     def release(self, error: BaseException | None) -> None:
-        """Give the memory back, once nothing is copied to it any more; ``error`` is why the save failed, if it did."""
+        """Let go of everything; ``error`` is why the save failed, if it did."""
         counters = self.request.counters
         if counters is not None and error is not None:
             counters.fail(error.errno if isinstance(error, OSError) else None)
-        self.devices.settle()
-        self.close()
-        self.devices.give_back()
-        self.free()
-
-    def close(self) -> None:  # noqa: B027 - as above
-        """Have nothing use the memory any more."""
-
-    def free(self) -> None:
-        """Drop what the state gave us, little by little."""
-        keep, movers = self.request.flat.keep, self.request.movers
-        while keep or movers:
-            del keep[-_DROPPED:]
-            for _ in range(min(len(movers), _DROPPED)):
-                movers.popitem()
-            if keep or movers:
-                time.sleep(0.0005)
-        self.request.close()
+        self.staging.close()

@@ -17,6 +17,14 @@ PART = 1 << 30
 _ELEMENT = 16
 
 
+def mask(sources: Sources, count: int, *, on_device: bool) -> bytes:
+    """For each number below ``count`` a byte: whether its bytes are on a device, or with False whether they are not."""
+    found = bytearray([not on_device]) * count
+    for index in sources.movers:
+        found[index] = sources.is_on_device(index) == on_device
+    return bytes(found)
+
+
 class Devices:
     """What a save asks of devices. Made at the call: copies come after what streams had been asked for by then.
 

@@ -120,4 +120,5 @@ def guard(module: Any) -> Guard:
 
 def guarded() -> list[Any]:
     """The buffers of all guarded modules, as they are at the moment."""
-    return [buffer for module in tuple(_guards) for buffer in module.buffers()]
+    # Of a DTensor, what this rank has.
+    return [getattr(buffer, "_local_tensor", buffer) for module in tuple(_guards) for buffer in module.buffers()]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastckpt._tensors.movers import Copies
 
 
@@ -55,9 +57,9 @@ class Late:
         self._versions.clear()
 
 
-def versions_of(tensors: dict[str, Any]) -> list[tuple[str, Any, int]]:
+def versions_of(tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Any, int]]:
     """The names of tensors, these, and how often each has been changed."""
-    return [(name, tensor, tensor._version) for name, tensor in tensors.items()]  # noqa: SLF001 - no public name
+    return [(name, tensor, tensor._version) for name, tensor in tensors]  # noqa: SLF001 - no public name
 
 
 def changed(versions: list[tuple[str, Any, int]]) -> list[str]:
@@ -67,4 +69,5 @@ def changed(versions: list[tuple[str, Any, int]]) -> list[str]:
     copied, or while it was, shows here, after the copy; and none that was allowed does, for who waits for the copy
     still waits. A change that is under way at this moment, and began before its tensor was copied, does not show.
     """
-    return [name for name, tensor, version in versions if tensor._version != version]  # noqa: SLF001
+    # Of a DTensor, both that and the local one may have been.
+    return list(dict.fromkeys(name for name, tensor, version in versions if tensor._version != version))  # noqa: SLF001

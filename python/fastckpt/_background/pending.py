@@ -80,7 +80,6 @@ class PendingSave(in_flight.SaveInFlight):
         self._on_error = on_error
         self._snapshot: _core.Snapshot | None = None
         self._total = 0
-        self._copied = 0
         self._written = 0
         self._cancelled = False
         self._report: SaveReport | None = None
@@ -164,8 +163,7 @@ class PendingSave(in_flight.SaveInFlight):
 
     def progress(self) -> SaveProgress:
         """How far it is."""
-        snapshot = self._snapshot
-        staged = self._copied if snapshot is None else snapshot.staged
+        staged = 0 if self._snapshot is None else self._snapshot.staged
         return SaveProgress(self._phase(), staged, self._written, self._total)
 
     def cancel(self) -> bool:
@@ -177,9 +175,8 @@ class PendingSave(in_flight.SaveInFlight):
         if not self.finished.is_set():
             self._same_process()
             self._cancelled = True
-            snapshot = self._snapshot
-            if snapshot is not None:
-                snapshot.stop()
+            if self._snapshot is not None:
+                self._snapshot.stop()
             self.finished.wait()
         return self.cancelled()
 
@@ -264,17 +261,13 @@ class PendingSave(in_flight.SaveInFlight):
     def _finish(self, error: BaseException | None) -> None:
         """It is over."""
         if error is not None:
+            # The frames below this one would keep the state alive.
+            traceback.clear_frames(error.__traceback__)
             if self._cancelled and isinstance(error, (CancelledError, KeyboardInterrupt)):
                 error = CancelledError(f"the save to {self.path} was cancelled")
-            else:
-                # The frames below this one would keep the state alive.
-                traceback.clear_frames(error.__traceback__)
-                if not callable(self._on_error):
-                    in_flight.failed(in_flight.Failure(self, error, warn=self._on_error == "warn"))
+            elif not callable(self._on_error):
+                in_flight.failed(in_flight.Failure(self, error, warn=self._on_error == "warn"))
             self._error = error
-        if self._snapshot is not None:
-            self._copied = self._snapshot.staged
-            self._snapshot = None
         self._late = None
         self._set_staged()
         ended = self._ended(error)
@@ -328,5 +321,8 @@ class PendingSave(in_flight.SaveInFlight):
 
     def _tick(self, done: int) -> None:
         self._written = done
+        self._stop_if_cancelled()
+
+    def _stop_if_cancelled(self) -> None:
         if self._cancelled:
             raise CancelledError

@@ -3,27 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import time
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
-from fastckpt._api.outcome import Attempt, logger
+from fastckpt._api.outcome import Attempt
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveSettings
 from fastckpt._api.settings import takes
+from fastckpt._api.single_process import FromSnapshot, SingleProcess
+from fastckpt._api.write import Agreed, core_options
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._tensors.ranges import range_of
 
-from .job import Job
-from .pending import PendingSave
+from .background_save import BackgroundSave
+from .pending import PendingSave  # noqa: TC001 - type hints of save_async name it
 from .settings import BackgroundSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from fastckpt._api.save_request import SaveRequest
+
     from .settings import SaveAsyncOptions
+
+
+class Job(BackgroundSave):
+    """Of one process: its snapshot holds the files, which are laid out at the call."""
+
+    def __init__(self, request: SaveRequest, settings: BackgroundSettings) -> None:
+        flat, agreed = request.flat, SingleProcess().agree(request)
+        options = core_options(request, agreed)
+        snapshot = _core.Snapshot(flat.tensors, agreed.structure, agreed.metadata, options, agreed.fill)
+        super().__init__(request, settings, snapshot)
+        self.group = FromSnapshot(Agreed(prefix=agreed.prefix, frozen=agreed.frozen), snapshot)
+        # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
+        flat.tokens.clear()
+        flat.tensors.clear()
 
 
 @takes(BackgroundSettings, SaveSettings, like={SaveSettings: "fastckpt.save"})
@@ -75,14 +92,12 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
             settings = SaveSettings.of("save_async", options)
             _core.check_target(target, settings.overwrite)
             request = build_request("save_async", target, state, metadata, settings, began=began)
-            request.nice = _granted(background.nice)
-            pending = PendingSave(target, began, background.on_error)
             try:
-                job = Job(pending, request, background.pin, lazy=background.lazy)
+                job = Job(request, background)
             except BaseException:
                 request.close()
                 raise
-        job.begin(background.max_in_flight)
+        pending = job.begin()
     tell_unasked_but(pending)
     return pending
 
@@ -100,23 +115,3 @@ def tell_unasked_but(pending: PendingSave) -> None:
         with contextlib.suppress(AttributeError):
             error.pending_save = pending  # type: ignore[attr-defined]
         raise
-
-
-#: Whether the kernel grants a niceness.
-_tried: dict[int, bool] = {}
-
-
-def _granted(nice: int | None) -> int | None:
-    """The niceness, if the kernel grants it; what it refuses is logged once and left out."""
-    if nice is None:
-        return None
-    if nice not in _tried:
-        try:
-            _core.try_nice(nice)
-            _tried[nice] = True
-        except OSError as error:
-            # No thread to try it in says nothing about the next time.
-            if error.errno != errno.EAGAIN:
-                _tried[nice] = False
-            logger.warning("save_async: nice=%s: the kernel refuses: %s", nice, error)
-    return nice if _tried.get(nice) else None

@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from typing import TypedDict
 
+from fastckpt import _core
 from fastckpt._api.options import check_in_flight, check_nice, check_pin
+from fastckpt._api.outcome import logger
 from fastckpt._api.save_settings import SaveOptions
 from fastckpt._api.settings import Settings, as_bool, option
 
 from .pending import OnError, PendingSave, check_on_error  # noqa: F401 - OnError names a PendingSave
 
 
-class CopyOptions(TypedDict, total=False):
+class BackgroundOptions(TypedDict, total=False):
     """What every save in the background takes."""
 
-    pin: bool | int | str
-    on_error: OnError
-
-
-class BackgroundOptions(CopyOptions, total=False):
-    """What that of one process takes."""
-
     lazy: bool
+    pin: bool | int | str
     max_in_flight: int
+    on_error: OnError
     nice: int | None
 
 
@@ -32,11 +30,22 @@ class SaveAsyncOptions(SaveOptions, BackgroundOptions, total=False):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CopySettings(Settings):
-    """How a state is copied for a save in the background, checked."""
+class BackgroundSettings(Settings):
+    """How a state is saved in the background, checked."""
 
-    given = CopyOptions
+    given = BackgroundOptions
 
+    lazy: bool = option(
+        False,
+        as_bool,
+        "return before torch tensors of 64 KiB and more are copied; everything else is copied all the same. Every "
+        "step of every ``torch.optim.Optimizer`` then waits until they are. What else changes them in place must call "
+        "``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the tensors. But "
+        "changes that torch does not count go unseen, and the checkpoint holds a mixture of old and new values: "
+        "through ``tensor.data``, through a numpy array over the same memory, by a replayed CUDA graph. For buffers "
+        "that forward changes see :func:`fastckpt.guard`. For tensors of a device the step does not wait on the host: "
+        "the stream that it runs in waits for the copies, on the device.",
+    )
     pin: int | None = option(
         True,
         check_pin,
@@ -54,26 +63,32 @@ class CopySettings(Settings):
         "thread that writes, and the failure counts as told; if the function raises, that is logged, and the failure "
         "treated as with ``raise``.",
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackgroundSettings(CopySettings):
-    """Likewise of one process."""
-
-    given = BackgroundOptions
-
-    lazy: bool = option(
-        False,
-        as_bool,
-        "return before torch tensors of 64 KiB and more are copied; everything else is copied all the same. Every "
-        "step of every ``torch.optim.Optimizer`` then waits until they are. What else changes them in place must call "
-        "``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the tensors. But "
-        "changes that torch does not count go unseen, and the checkpoint holds a mixture of old and new values: "
-        "through ``tensor.data``, through a numpy array over the same memory, by a replayed CUDA graph. For buffers "
-        "that forward changes see :func:`fastckpt.guard`. For tensors of a device the step does not wait on the host: "
-        "the stream that it runs in waits for the copies, on the device.",
+    max_in_flight: int = option(
+        1,
+        check_in_flight,
+        "wait until fewer saves than this are in flight, of those of this process alone, or of the same process group. "
+        "Those of a group write one after the other.",
     )
-    max_in_flight: int = option(1, check_in_flight, "wait until fewer saves than this are in flight.")
     nice: int | None = option(
         None, check_nice, "niceness of the writing threads, 0 to 19; None for that of the process."
     )
+
+
+#: Whether the kernel grants a niceness.
+_tried: dict[int, bool] = {}
+
+
+def granted(nice: int | None) -> int | None:
+    """The niceness, if the kernel grants it; what it refuses is logged once and left out."""
+    if nice is None:
+        return None
+    if nice not in _tried:
+        try:
+            _core.try_nice(nice)
+            _tried[nice] = True
+        except OSError as error:
+            # No thread to try it in says nothing about the next time.
+            if error.errno != errno.EAGAIN:
+                _tried[nice] = False
+            logger.warning("save_async: nice=%s: the kernel refuses: %s", nice, error)
+    return nice if _tried.get(nice) else None

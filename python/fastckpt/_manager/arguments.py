@@ -10,7 +10,7 @@ from fastckpt import keep as keeping
 from fastckpt import save_when as saving
 from fastckpt._api.save_settings import SaveSettings
 from fastckpt._api.settings import Settings
-from fastckpt._background.settings import BackgroundSettings, CopySettings
+from fastckpt._background.settings import BackgroundSettings
 from fastckpt._ranks.replicas import Policy
 
 from .lineage import KEY
@@ -100,8 +100,8 @@ def save_options_of(
         ValueError: an option is unknown, or out of range.
     """
     options = options or {}
-    kinds: list[type[Settings]] = [SaveSettings]
-    kinds += [CopySettings, Policy] if grouped else [BackgroundSettings]
+    kinds: list[type[Settings]] = [SaveSettings, BackgroundSettings]
+    kinds += [Policy] if grouped else []
     known = {name: one for kind in kinds for name, one in kind.options().items() if name not in _OWN}
     unknown = sorted(set(options) - set(known))
     if unknown:

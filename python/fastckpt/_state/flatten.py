@@ -89,11 +89,12 @@ class Flat:
         inner: numbers of the tensors that are part of another, as those of a sparse tensor are.
         remarks: what a user must know of types in it: the name of a type, and the text.
         spreads: by tensor number, the number of the spread of those that are spread over ranks.
+        wholes: likewise the DTensor of which ``keep`` has the local tensor: torch counts the changes of both.
     """
 
     __slots__ = (
         *("again", "inner", "keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
-        *("remarks", "spreads", "tensors", "ties", "tokens", "values"),
+        *("remarks", "spreads", "tensors", "ties", "tokens", "values", "wholes"),
     )
 
     def __init__(self) -> None:
@@ -113,6 +114,7 @@ class Flat:
         self.outer: dict[Any, bool] | None = None
         self.remarks: list[tuple[str, str]] = []
         self.spreads: dict[int, int] = {}
+        self.wholes: dict[int, Any] = {}
 
     def structure(self) -> str:
         """The tokens as one JSON array."""
@@ -584,6 +586,7 @@ class _Flattener:
         if local is None:
             nbytes = value.nbytes
         else:
+            flat.wholes[index] = value
             flat.spreads[index], value, nbytes = local
         name = unique(self.names, self.place_name(frame))
         flat.tensors.append(Tensor(name, dtype, shape, address, nbytes, logical))

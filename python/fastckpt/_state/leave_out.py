@@ -45,6 +45,7 @@ def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, in
     flat.keep[:] = [flat.keep[index] for index in numbers]
     flat.movers = {numbers[index]: mover for index, mover in flat.movers.items() if index in numbers}
     flat.spreads = {numbers[index]: spread for index, spread in flat.spreads.items() if index in numbers}
+    flat.wholes = {numbers[index]: whole for index, whole in flat.wholes.items() if index in numbers}
     flat.inner = {numbers[index] for index in flat.inner if index in numbers}
     return numbers
 

@@ -1,0 +1,286 @@
+"""The copy of a state that a save in the background writes: what of it is made at the call, and what later."""
+
+# ruff: noqa: SLF001 - a handle and what stands behind it are one thing in two parts, one for each side
+
+from __future__ import annotations
+
+import time
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastckpt._api.write import Agreed, core_options
+from fastckpt._state.flatten import flatten
+from fastckpt._tensors.ranges import range_of
+
+from . import guard as _guard
+from .devices import Devices, mask
+from .late import Late, changed, versions_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from fastckpt import _core
+    from fastckpt._api.save_request import SaveRequest
+    from fastckpt._tensors.movers import Range
+
+    from .pending import PendingSave
+    from .settings import BackgroundSettings
+
+#: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
+_DROPPED = 500
+#: How many tensors an error names.
+_NAMED = 5
+
+
+class Staging:
+    """One snapshot, from tensors to their copies.
+
+    Memory that a device still reads must neither be changed nor be given to another tensor. The program's own
+    references do not see to that: they may go when the call returns. So this holds references of its own until the
+    copies have ended; versions are read from these, too. And each copy is noted with the allocator
+    (``Tensor.record_stream``, in :mod:`fastckpt._tensors.device`), for a reference does not keep what
+    ``untyped_storage().resize_(0)`` gives back, as FSDP does with parameters that it has gathered: the allocator then
+    lends that memory to nobody before the copy has read it.
+
+    Args:
+        pending: the handle.
+        request: what is saved.
+        snapshot: has a place for each of its tensors.
+        settings: how it is saved in the background.
+
+    Attributes:
+        devices: what copies come from.
+        is_lazy: whether something is copied after the call, or by devices on their own.
+        seconds: for how long the state has been copied.
+    """
+
+    def __init__(
+        self, pending: PendingSave, request: SaveRequest, snapshot: _core.Snapshot, settings: BackgroundSettings
+    ) -> None:
+        assert request.sources is not None  # noqa: S101 - it has just been built
+        self._pending = pending
+        self._request = request
+        self._snapshot = snapshot
+        pending._snapshot, pending._total = snapshot, snapshot.total
+        self.devices = Devices(request.sources, settings.pin)
+        self.seconds = 0.0
+        self._keep = request.flat.keep
+        #: What the core has still to copy: 1 for each tensor of the host, 0 for those of devices.
+        self._rest = mask(request.sources, len(self._keep), on_device=False)
+        #: What is copied in the background: names by number.
+        self.late = _countable(request) if settings.lazy else {}
+        self.is_lazy = bool(self.late) or (settings.lazy and bool(request.sources.devices))
+        #: Late tensors of the host, and their versions at the call.
+        self._versions: list[tuple[str, Any, int]] = []
+        #: Late tensors of devices that have not been asked for.
+        self._unasked: list[Range] = []
+
+    def begin(self) -> None:
+        """Get memory, and copy what must be copied at the call."""
+        self._snapshot.attach(self.devices.take(self._snapshot.nbytes).core)
+        if self.is_lazy:
+            # First: a guard that comes meanwhile waits for this save.
+            _guard.hold_steps()
+            self._exempt_guarded()
+        with self._timed():
+            if self.is_lazy:
+                self._copy_early()
+            else:
+                self._copy_all()
+        self._request.flat.wholes.clear()
+        if not self.is_lazy:
+            self._set_staged()
+
+    def finish(self) -> None:
+        """Copy the rest, and let go of the state.
+
+        Raises:
+            CancelledError: the save is to stop.
+            RuntimeError: a tensor was changed meanwhile.
+        """
+        self._pending._stop_if_cancelled()
+        if not self._pending._staged.is_open():
+            with self._timed():
+                names = self._copy_late()
+            self._set_staged()
+            self._refuse(names)
+        self._free()
+
+    def close(self) -> None:
+        """Give the memory back, once nothing is copied to it any more."""
+        self.devices.settle()
+        self._snapshot.close()
+        self.devices.give_back()
+        self._free()
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Inside, the state is being copied."""
+        began = time.perf_counter()
+        try:
+            with range_of("fastckpt.stage"):
+                yield
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    def _exempt_guarded(self) -> None:
+        """Copy at the call what forward of a guarded module may change."""
+        guarded = _guard.guarded()
+        if not guarded:
+            return
+        # As in a state, so that the parts of a sparse buffer, or of one of a registered type, are found as well.
+        flat = flatten(guarded, operation="guard", observe=True)
+        changing = {_storage(value) for value in flat.keep if hasattr(value, "untyped_storage")} - {0}
+        self.late = {index: name for index, name in self.late.items() if _storage(self._keep[index]) not in changing}
+        self.is_lazy = bool(self.late or self.devices.sources.devices)
+
+    def _copy_all(self) -> None:
+        """Copy everything, and wait for it."""
+        ranges = self._ranges()
+        self.devices.pin()
+        is_pinned = self.devices.is_pinned
+        if is_pinned:
+            self.devices.ask(ranges)
+        # While devices copy, or while the memory is being pinned for them.
+        self.stage(self._rest, last=not ranges)
+        if not is_pinned:
+            self.devices.ask(ranges)
+        self._arrive(last=bool(ranges))
+        self._keep.clear()
+        self._request.movers.clear()
+
+    def _copy_early(self) -> None:
+        """Copy what a lazy save copies at the call, and ask for what can be asked for now."""
+        keep, late, rest = self._keep, self.late, self._rest
+        self._versions = self._count(on_device=False)
+        asked = self._pending._late = Late(self._count(on_device=True))
+        ranges = self._ranges()
+        must_pin = self.devices.must_pin()
+        # Who changes these may be no step, and nobody calls us then: so the caller's streams wait now, and those of
+        # steps, which may be others, as for all copies.
+        asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
+        for copies in asked.copies:
+            copies.hold_streams()
+        # Not before: these few are copied as the device can, into memory as it is, and the call waits for no pinning.
+        if must_pin:
+            self.devices.pin()
+        self._unasked = [each for each in ranges if each[0] in late]
+        if self._unasked and self.devices.is_pinned:
+            # From here on copies need no thread of the host, not even the GIL while forward holds it.
+            asked.copies += self.devices.ask(self._unasked)
+            self._unasked = []
+        self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)
+        self._rest = bytes(byte and index in late for index, byte in enumerate(rest))
+        # Their memory must stay even if the tensors are given another. What has been copied is the caller's again.
+        keep[:] = [keep[index].detach() for index in late]
+        if not self._unasked and not any(self._rest):
+            self._pending._may_step.open()
+
+    def _count(self, *, on_device: bool) -> list[tuple[str, Any, int]]:
+        """Late tensors, and their versions. Of a DTensor, torch counts a change of it or one of its local tensor."""
+        wholes = self._request.flat.wholes
+        return versions_of(
+            (name, tensor)
+            for index, name in self.late.items()
+            if self._rest[index] != on_device
+            for tensor in (self._keep[index], wholes.get(index))
+            if tensor is not None
+        )
+
+    def _copy_late(self) -> list[str]:
+        """Copy what is left of a lazy save; the names of the tensors that were changed meanwhile."""
+        late = self._pending._late
+        assert late is not None  # noqa: S101 - where the call did not copy everything
+        devices = bool(self.devices.sources.devices)
+        self.stage(self._rest, last=not devices)
+        if self._unasked:
+            late.copies += self.devices.ask(self._unasked, self._pending._stop_if_cancelled)
+        names = changed(self._versions)
+        self._versions.clear()
+        self._pending._may_step.open()
+        self._arrive(last=devices)
+        names += late.changed()
+        late.forget()
+        return names
+
+    def _ranges(self) -> list[Range]:
+        """Where the tensors on devices go."""
+        if not self.devices.sources.devices:
+            return []
+        places = self._snapshot.places()
+        return [(index, 0, *places[index]) for index in self._request.movers if self.devices.is_on_device(index)]
+
+    def stage(self, wanted: bytes, *, last: bool) -> None:
+        """Have the core copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
+        # What the files will be does not matter yet.
+        options = core_options(self._request, Agreed(prefix=""))
+        try:
+            self._snapshot.stage(wanted, last=last, options=options)
+        except KeyboardInterrupt:
+            self._pending._stop_if_cancelled()
+            raise
+
+    def _arrive(self, *, last: bool) -> None:
+        """Wait for devices; the ``last`` bytes of all are there then."""
+
+        def arrived(nbytes: int) -> None:
+            self._snapshot.copied(nbytes)
+            if self._request.counters is not None:
+                self._request.counters.staged(self._snapshot.staged)
+            self._pending._stop_if_cancelled()
+
+        self.devices.wait(arrived)
+        if last:
+            self.stage(bytes(len(self._rest)), last=True)
+
+    def _set_staged(self) -> None:
+        """All has been copied."""
+        if self._request.counters is not None:
+            self._request.counters.plan()
+        self._pending._set_staged()
+
+    def _refuse(self, names: list[str]) -> None:
+        if not names:
+            return
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        raise RuntimeError(
+            f"save_async: {self._pending.path}: changed in place while lazy=True was copying: "
+            f"{', '.join(names[:_NAMED])}{more}. Nothing was written. Call wait_staged() of the pending save before "
+            "you change tensors otherwise than by an optimizer's step, or save with lazy=False"
+        )
+
+    def _free(self) -> None:
+        """Drop what the state gave us, little by little."""
+        keep, movers = self._keep, self._request.movers
+        while keep or movers:
+            del keep[-_DROPPED:]
+            for _ in range(min(len(movers), _DROPPED)):
+                movers.popitem()
+            if keep or movers:
+                time.sleep(0.0005)
+        self._request.close()
+
+
+def _countable(request: SaveRequest) -> dict[int, str]:
+    """The tensors that may be copied late: names by number.
+
+    Of inference tensors torch counts no changes, and of the parts of a tensor only some.
+    """
+    values = iter(request.flat.keep)
+    parts = [(tensor, index in flat.inner) for flat in request.parts for index, tensor in enumerate(flat.tensors)]
+    return {
+        number: tensor.name
+        for number, ((tensor, is_inner), value) in enumerate(zip(parts, values, strict=True))
+        if tensor.capacity >= _guard.SMALL
+        and not is_inner
+        and not isinstance(value, np.ndarray)
+        and not value.is_inference()
+    }
+
+
+def _storage(tensor: Any) -> int:
+    """Where the memory that a tensor is in begins; 0 where there is none."""
+    address: int = tensor.untyped_storage().data_ptr()
+    return address
