@@ -34,6 +34,7 @@ from fastckpt._ranks import words
 from fastckpt._ranks.replicas import Policy
 from fastckpt._ranks.tree import below
 from fastckpt._state.registry import Types
+from fastckpt.dcp._brought import Brought
 from fastckpt.dcp._together import Together
 
 if TYPE_CHECKING:
@@ -165,7 +166,8 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
                 began = time.thread_time()
                 try:
                     policy = Policy.of("dcp.save", {})
-                    Together(group, operation, 600, policy, plan, planner, Types("dcp.save"), None).agree(request)
+                    brought = Brought(plan, planner, Types("dcp.save"), range(ranks), rank)
+                    Together(group, operation, 600, policy, brought).agree(request)
                 except BaseException as error:  # noqa: BLE001 - raised below
                     failed.append(error)
                 operation.traffic.seconds = time.thread_time() - began

@@ -104,6 +104,10 @@ class Brought:
         rank: this rank in the group.
         local: the plan that this rank made; None where its planner has kept it, or this process is alone.
 
+    Attributes:
+        rank: as given.
+        strange: the keys of tensors that this rank can describe by boxes alone.
+
     Raises:
         UnsupportedTypeError: a value cannot be stored; the message names it.
         ValueError: the plan has a tensor or a value twice.
@@ -132,7 +136,7 @@ class Brought:
         state = getattr(planner, "state_dict", None)
         self._state = state if isinstance(state, dict) and _torch.keeps_state(planner) else None
         self._tensors: dict[str, Any] = {}
-        self._strange: list[str] = []
+        self.strange: list[str] = []
         self._describe()
         self._boxes: dict[str, tuple[Cut, dict[Box, Memory]]] = {}
         self._planned = None if _torch.plans_all(planner) else sorted({item.index.fqn for item in plan.items})
@@ -169,7 +173,7 @@ class Brought:
         if self._state is None:
             for key, (item, *_) in self._items.items():
                 if key in shards:
-                    self._strange.append(key)
+                    self.strange.append(key)
                 else:
                     self._tensors[key] = self._planner.resolve_data(item)
             return
@@ -178,7 +182,7 @@ class Brought:
                 self._others.add(key)
             elif not isinstance(value, _torch.DTensor):
                 if key in shards or _torch.is_cut(value):
-                    self._strange.append(key)
+                    self.strange.append(key)
                 else:
                     self._tensors[key] = value
             else:
@@ -187,7 +191,7 @@ class Brought:
                     describe(value)
                     self._tensors[key] = value
                 except Unsupported:
-                    self._strange.append(key)
+                    self.strange.append(key)
 
     def told(self) -> list[Any]:
         """What the others are told first."""
@@ -195,7 +199,7 @@ class Brought:
             [key, self.rank, value.tokens, [one.about() for one in value.tensors]]
             for key, value in self._values.items()
         ]
-        return [[[self.rank, json.dumps(self._numbers())]], values, self._strange, self._planned]
+        return [[[self.rank, json.dumps(self._numbers())]], values, self.strange, self._planned]
 
     def _numbers(self) -> dict[str, str]:
         """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
@@ -240,21 +244,21 @@ class Brought:
     def _is_planned(self, key: str, known: Known) -> bool:
         return self._planned is None or key in known.planned
 
-    def fill(self, request: SaveRequest, known: Known, boxes: Boxes, *, alone: bool = False) -> None:
+    def fill(self, request: SaveRequest, known: Known, boxes: Boxes) -> None:
         """Flatten what this rank has into a request.
 
         Args:
             request: the save.
             known: what the others have told first.
             boxes: who has which boxes.
-            alone: whether there are no others.
 
         Raises:
+            RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
             UnsupportedTypeError: something in it cannot be stored; the message names its place.
             ValueError: two entries are in each other's way.
         """
         root = self._nested(known, boxes)
-        spreads = _Described(self._ranks, self.rank, device_numbers=alone)
+        spreads = _Described(self._ranks, self.rank, device_numbers=len(self._ranks) == 1)
         flat = request.flat = flatten(root, operation=request.operation, types=self._types, spreads=spreads)
         warn_of_types(request.operation, flat)
         request.spreads = spreads.found
@@ -267,8 +271,7 @@ class Brought:
                     if memory.mover is not None:
                         request.movers[number] = memory.mover
                     boxed.append((memory.address, memory.nbytes, number))
-        if not alone:
-            request.sources = Sources(request.operation, request.movers)
+        request.sources = Sources(request.operation, request.movers)
 
     def _nested(self, known: Known, boxes: Boxes) -> dict[Any, Any]:
         """What this rank has, with lists as mappings of positions."""
