@@ -144,25 +144,26 @@ class Brought:
     def _sort(self, plan: _torch.SavePlan, local: _torch.SavePlan | None) -> None:
         """Sort the items by keys, and find what is stored of values."""
         kinds: dict[str, _torch.WriteItemType] = {}
+        values: dict[str, _torch.WriteItem] = {}
         for item in plan.items:
             key = item.index.fqn
             if kinds.setdefault(key, item.type) != item.type or (
-                item.type != _torch.WriteItemType.SHARD and (key in self._items or key in self._values)
+                item.type != _torch.WriteItemType.SHARD and (key in self._items or key in values)
             ):
                 raise ValueError(f"dcp.save: the plan of this rank has {key!r} twice")
             if item.type == _torch.WriteItemType.BYTE_IO:
-                self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+                values[key] = item
             else:
                 self._items.setdefault(key, []).append(item)
         have = {item.index for item in plan.items}
         for item in () if local is None else local.items:
-            key = item.index.fqn
             if item.type == _torch.WriteItemType.BYTE_IO:
-                if key not in self._values:
-                    self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+                values.setdefault(item.index.fqn, item)
             elif item.index not in have:
                 self._items.setdefault(item.index.fqn, []).append(item)
-        self._others.update(self._values)
+        for key, item in values.items():
+            self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+        self._others.update(values)
 
     def _describe(self) -> None:
         """Tell the tensors that are whole or spread over a mesh from those that boxes describe alone."""
