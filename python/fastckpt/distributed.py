@@ -190,6 +190,7 @@ def save_async(
     """
     began = time.perf_counter()
     call = Call("save", session("save_async", process_group), path, timeout)
+    request = None
     with range_of("fastckpt.distributed.save_async"):
         with Attempt("save", call.path, asynchronous=True):
             try:
@@ -207,6 +208,8 @@ def save_async(
                 pending = PendingSave(call.path, began, copying.on_error, several)
                 job = Job(pending, request, group, copying.pin)
             except BaseException:
+                if request is not None:
+                    request.close()
                 # The turn is taken: the other ranks must hear of it.
                 with call.operation:
                     raise
