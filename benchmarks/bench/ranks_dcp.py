@@ -34,6 +34,7 @@ from fastckpt._ranks import words
 from fastckpt._ranks.replicas import Policy
 from fastckpt._ranks.tree import below
 from fastckpt._state.registry import Types
+from fastckpt.dcp._brought import Brought
 from fastckpt.dcp._together import Together
 
 if TYPE_CHECKING:
@@ -119,20 +120,25 @@ def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
     return {"model": model, "values": {f"{number:02d}": [number, "value"] for number in range(VALUES)}}
 
 
-def plan_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> Any:
-    """The plan of one rank, as torch leaves it: its share of the values, and its boxes, which only matter as such."""
+def plans_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> tuple[Any, Any]:
+    """The plan of one rank as torch leaves it, with a share of the values, and the one that the rank has made.
+
+    Of tensors both have its boxes, which only matter as such.
+    """
     offsets = torch.Size([rank * rows, 0])
-    items = []
+    left, own = [], []
     for number, item in enumerate(plan.items):
+        made = item
         if item.tensor_data is not None and boxes:
             chunk = ChunkStorageMetadata(offsets=offsets, sizes=item.tensor_data.chunk.sizes)
             index = dataclasses.replace(item.index, offset=offsets)
-            items.append(
-                dataclasses.replace(item, index=index, tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk))
+            made = dataclasses.replace(
+                item, index=index, tensor_data=dataclasses.replace(item.tensor_data, chunk=chunk)
             )
-        elif item.tensor_data is not None or number % ranks == rank:
-            items.append(item)
-    return dataclasses.replace(plan, items=items)
+        own.append(made)
+        if item.tensor_data is not None or number % ranks == rank:
+            left.append(made)
+    return dataclasses.replace(plan, items=left), dataclasses.replace(plan, items=own)
 
 
 def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> list[Traffic]:
@@ -153,7 +159,7 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
             with one:
                 operation: Any = operations[rank]
                 group: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, size=ranks, ranks=range(ranks)))
-                plan = plan_of(first, rank, ranks, rows, boxes=boxes)
+                plan, local = plans_of(first, rank, ranks, rows, boxes=boxes)
                 request = SaveRequest(
                     operation="dcp.save",
                     path="/checkpoint",
@@ -165,7 +171,8 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
                 began = time.thread_time()
                 try:
                     policy = Policy.of("dcp.save", {})
-                    Together(group, operation, 600, policy, plan, planner, Types("dcp.save"), None).agree(request)
+                    brought = Brought(plan, planner, Types("dcp.save"), range(ranks), rank, local)
+                    Together(group, operation, 600, policy, brought).agree(request)
                 except BaseException as error:  # noqa: BLE001 - raised below
                     failed.append(error)
                 operation.traffic.seconds = time.thread_time() - began

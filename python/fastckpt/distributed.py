@@ -196,6 +196,7 @@ def save_async(
     """
     began = time.perf_counter()
     call = Call("save", session("save_async", process_group), path, timeout)
+    request = None
     with range_of("fastckpt.distributed.save_async"):
         with Attempt("save", call.path, asynchronous=True):
             try:
@@ -210,6 +211,8 @@ def save_async(
                 call.mark(request.step, state if settings.exclude is None else None)
                 job = Job(request, background, group)
             except BaseException:
+                if request is not None:
+                    request.close()
                 # The turn is taken: the other ranks must hear of it.
                 with call.operation:
                     raise

@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 import fastckpt
 from fastckpt.dcp import Reader, Stager, Writer
 from harness import needs
+from harness.boxes import cut
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -434,6 +435,46 @@ def test_finish_refuses_what_was_not_written(tmp_path):
         writer.finish(None, [])
 
 
+@pytest.mark.parametrize("shard_size", ["1GB", "100KB"])
+def test_a_tensor_in_boxes_is_stored_as_a_whole_one(tmp_path, shard_size):
+    torch.manual_seed(0)
+    state = {
+        "rows": torch.randn(700, 300),
+        "plain": torch.randn(17),
+        "both": torch.randn(35, 44).t(),
+        "step": 5,
+        "model": {"three": torch.randn(5, 6, 7), "bfloat16": torch.randn(33, 9).to(torch.bfloat16)},
+        "complex": torch.randn(4, 5, dtype=torch.complex128),
+        "flags": torch.randn(10, 3) > 0,
+        "empty": torch.zeros(0, 3),
+        "expanded": torch.ones(1, 4).expand(6, 4).clone(),
+        "one": torch.tensor(3.0),
+    }
+    fastckpt.save(state, tmp_path / "own", shard_size=shard_size)
+    boxes = {
+        **state,
+        "rows": cut(state["rows"], [300, 301]),
+        "both": cut(state["both"], [7, 40], [11]),
+        "model": {
+            "three": cut(state["model"]["three"], [2], [3], [1, 6]),
+            "bfloat16": cut(state["model"]["bfloat16"], [32], [4]),
+        },
+        "complex": cut(state["complex"], [], [2]),
+        "flags": cut(state["flags"], [3], [1, 2]),
+        "empty": cut(state["empty"], [], [2]),
+        "expanded": cut(state["expanded"], [2], place=lambda _, box: box[:1].expand(box.shape)),
+        "one": cut(state["one"]),
+    }
+    writer = Writer(tmp_path / "dcp", shard_size=shard_size)
+    dcp.save(boxes, storage_writer=writer)
+    assert shards(tmp_path / "dcp") == shards(tmp_path / "own")
+    assert fastckpt.open(tmp_path / "dcp").keys() == fastckpt.open(tmp_path / "own").keys()
+    assert writer.report.bytes == sum(
+        value.nbytes for value in (*state.values(), *state["model"].values()) if isinstance(value, torch.Tensor)
+    )
+    assert fastckpt.load(tmp_path / "dcp")["step"] == 5
+
+
 def test_what_a_rank_lacks_is_refused(tmp_path):
     planner = DefaultSavePlanner()
     planner.set_up_planner({"w": torch.ones(2, 4)})
@@ -445,8 +486,10 @@ def test_what_a_rank_lacks_is_refused(tmp_path):
     writer = Writer(tmp_path / "c")
     writer.set_up_storage_writer(is_coordinator=True)
     (plan,) = writer.prepare_global_plan([dcp.planner.SavePlan([half])])
-    with pytest.raises(fastckpt.CheckpointError, match="is not here as a whole"):
+    with pytest.raises(fastckpt.CheckpointError, match=r"'w'.*\(8 of 12 elements\).*without no_dist=True") as raised:
         writer.write_data(plan, planner)
+    assert not getattr(raised.value, "__notes__", [])
+    assert list(tmp_path.iterdir()) == []
     with pytest.raises(ValueError, match="twice"):
         writer.write_data(dcp.planner.SavePlan([item, item]), planner)
 

@@ -9,6 +9,8 @@ from bench import ranks_dcp
 from fastckpt._ranks.tree import FAN_IN
 
 TENSORS = 40
+#: Bytes of all values, as a rank tells them.
+VALUES = ranks_dcp.VALUES * len("[\"values.00\", 0, \"[['list',2],0,'value']\", []]")
 #: Bytes of a word around what ranks say, and of digests, numbers of ranks, and what else does not grow.
 SLACK = 600
 
@@ -29,9 +31,9 @@ def test_the_answers_to_meshes_do_not_grow_with_ranks():
 def test_what_comes_up_to_the_first_rank_does_not_grow_with_tensors_and_ranks():
     few, many = agree(8, 64)
     for received in (few[0].received, many[0].received):
-        # The values come up once, from whoever has them, and of tensors nothing but a digest.
-        assert sum(received.values()) < (FAN_IN + 1) * SLACK
-    assert all(sum(each.received.values()) < 32 * SLACK for each in many[1:])
+        # Each value comes up once from each that is heard, and of tensors nothing but a digest.
+        assert sum(received.values()) < (FAN_IN + 1) * (VALUES + SLACK)
+    assert all(sum(each.received.values()) < (FAN_IN + 1) * (VALUES + SLACK) for each in many[1:])
 
 
 def test_equal_cuts_of_boxes_are_one_and_signs_of_life_are_given():

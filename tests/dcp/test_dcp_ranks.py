@@ -13,11 +13,12 @@ from torch.distributed._shard.sharding_spec import ChunkShardingSpec, Enumerable
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer
 from harness import needs, parallel
+from harness.boxes import cut
 from harness.groups import FailedError, Strike
 from harness.internals import AgreedByRanks, process_group
 from harness.parallel import dist, torch
@@ -284,17 +285,54 @@ def test_plans_may_be_kept_for_later_saves(forge, tmp_path, caching):
 
 
 def save_by_itself(path):
-    """Each rank to a path of its own."""
-    rank = dist.get_rank()
-    writer = Writer(path / str(rank))
-    dcp.save({"w": torch.full((3,), float(rank))}, storage_writer=writer, no_dist=True)
+    """Each rank to a path of its own, while the other waits for it."""
+    own = dist.get_rank()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    copies = distribute_tensor(torch.arange(40.0), mesh, [Replicate()])
+    state = {"w": torch.full((30, 4), float(own)), "copies": copies}
+    for rank in range(dist.get_world_size()):
+        for number, value in enumerate((state["w"], cut(state["w"], [7], [1, 3]))):
+            if rank == own:
+                writer = Writer(path / f"{rank}-{number}", timeout=5)
+                dcp.save({**state, "w": value}, storage_writer=writer, no_dist=True)
+        dist.barrier()
 
 
 def test_no_dist_saves_one_rank_alone(forge, tmp_path):
     needs.of_torch("no_dist" in inspect.signature(dcp.save).parameters, "dcp.save(no_dist=)")
     with forge.group(2) as group, pytest.warns(UserWarning, match="torch.distributed is"):
         group.run(save_by_itself, tmp_path)
-    assert [fastckpt.load(tmp_path / str(rank))["w"][0].item() for rank in range(2)] == [0.0, 1.0]
+    for rank in range(2):
+        loaded = [fastckpt.load(tmp_path / f"{rank}-{number}") for number in range(2)]
+        assert all(torch.equal(state["w"], torch.full((30, 4), float(rank))) for state in loaded)
+        assert all(torch.equal(state["copies"], torch.arange(40.0)) for state in loaded)
+        assert shards(tmp_path / f"{rank}-0") == shards(tmp_path / f"{rank}-1")
+
+
+class Trusting(DefaultSavePlanner):
+    """Takes all plans as they are."""
+
+    def create_global_plan(self, all_plans):
+        return all_plans, dcp.Metadata({})
+
+
+def save_boxes(path, *, lacking):
+    """Boxes of which each rank has some, and none has one that is lacking."""
+    rank = dist.get_rank()
+    boxes = cut(torch.arange(12.0).view(4, 3), [1, 3], [2], keep=lambda box: box % 2 == rank and box != lacking)
+    dcp.save({"boxes": boxes}, checkpoint_id=path, storage_writer=Writer(timeout=60), planner=Trusting())
+
+
+def test_boxes_of_several_ranks_are_one_tensor_or_refused_where_one_is_lacking(forge, tmp_path):
+    with forge.group(2) as group:
+        group.run(save_boxes, tmp_path / "c", lacking=None)
+        assert torch.equal(fastckpt.load(tmp_path / "c")["boxes"], torch.arange(12.0).view(4, 3))
+        group.start(save_boxes, tmp_path / "none", lacking=3)
+        outcomes = group.outcomes()
+    assert all(
+        r"'boxes' of the sizes [4, 3] is not here as a whole (10 of 12 elem" in each.raised.text for each in outcomes
+    )
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
 def save_in_half(path, *, told):

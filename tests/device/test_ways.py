@@ -16,13 +16,12 @@ import fastckpt
 from fastckpt import _core, _crc64
 from fastckpt._api import destinations, host_memory
 from fastckpt._tensors import device_sums
-from fastckpt._tensors.described import Tensor
 from fastckpt._tensors.movers import Sinks, Sources
 from fastckpt.dcp import Reader, Writer
-from fastckpt.dcp._values import Memory
 from harness import devices, standin
+from harness.boxes import cut
 from harness.devices import DEVICE, KIND, OnDevice, each, fill_later, on_device, raises, there, to_host
-from harness.internals import local_of, whole
+from harness.internals import local_of
 from harness.same import bits, same
 from harness.standin import faults
 
@@ -303,17 +302,14 @@ class TestDcp(OnDevice):
 
     def test_boxes_of_several_devices_become_one_tensor(self):
         values = torch.arange(700.0 * 30).reshape(700, 30)
-        flat = [local_of({"w": part.to(DEVICE)}, 0, [0]).request.flat for part in (values[:300], values[300:650])]
-        memories = [
-            Memory(((0, 300), (0, 30)), 0, 300 * 120, flat[0].movers[0], flat[0].keep[0]),
-            Memory(((300, 650), (0, 30)), 0, 350 * 120, flat[1].movers[0], flat[1].keep[0]),
-            Memory(((650, 700), (0, 30)), values[650:].data_ptr(), 50 * 120, None, values),
-        ]
-        tensors, movers = whole({0: Tensor("w", "F32", (700, 30), 0, 0)}, {0: memories})
-        assert (tensors[0].address, tensors[0].capacity) == (0, values.nbytes)
-        made = np.zeros(values.nbytes, np.uint8)
-        movers[0](0, made.ctypes.data, made.nbytes)
-        assert made.tobytes() == bits(values)
+        places = [DEVICE, DEVICE, torch.device("cpu")]
+        state = {
+            "rows": cut(values, [300, 650], place=lambda number, box: box.to(places[number])),
+            "columns": cut(values, [], [7, 9], place=lambda number, box: box.to(places[number])),
+        }
+        with ignored():
+            dcp.save(state, storage_writer=Writer(self.path / "c"), no_dist=True)
+        assert same(fastckpt.load(self.path / "c"), {"rows": values, "columns": values})
 
 
 @contextmanager

@@ -12,14 +12,7 @@ from fastckpt._ranks.background import Job as RanksJob
 from fastckpt._ranks.process_group import AgreedByRanks
 from fastckpt._tensors.spreads import Spreads
 
-__all__ = ["AgreedByRanks", "Agreement", "Job", "RanksJob", "Staging", "local_of", "process_group", "whole"]
-
-
-def whole(tensors, memories):
-    """What a save with torch.distributed.checkpoint takes of boxes."""
-    from fastckpt.dcp._alone import whole  # imports torch
-
-    return whole(tensors, memories)
+__all__ = ["AgreedByRanks", "Agreement", "Job", "RanksJob", "Staging", "local_of", "process_group"]
 
 
 def local_of(state, rank, ranks, *, per_rank=None, metadata=None, **options):

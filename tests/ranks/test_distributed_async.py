@@ -1,11 +1,14 @@
 """Asynchronous saves of all ranks: what the caller may do meanwhile, failures, order, and the end of the process."""
 
+import gc
 import os
 import subprocess
 import sys
 import textwrap
 import threading
 import time
+import weakref
+from unittest import mock
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +18,7 @@ import fastckpt
 from fastckpt import distributed
 from harness import parallel
 from harness.groups import Strike
-from harness.internals import RanksJob
+from harness.internals import Job, RanksJob
 from harness.parallel import dist, torch
 
 
@@ -208,3 +211,24 @@ def test_on_error_is_checked(tmp_path, on_error):
     with pytest.raises(ValueError, match="on_error must be"):
         distributed.save_async({"w": 1}, tmp_path / "c", on_error=on_error)
     assert distributed.save({"w": 1}, tmp_path / "c").ranks == 1
+
+
+@pytest.mark.parametrize(
+    ("save", "job"), [(fastckpt.save_async, Job), (distributed.save_async, RanksJob)], ids=["alone", "ranks"]
+)
+def test_a_call_that_fails_keeps_nothing_of_the_state_while_its_error_is_kept(tmp_path, save, job):
+    alive = []
+
+    def made(_):
+        tensor = torch.ones(300)
+        alive.append(weakref.ref(tensor))
+        return tensor
+
+    gc.disable()
+    try:
+        with mock.patch.object(job, "__init__", side_effect=MemoryError), pytest.raises(MemoryError):
+            save({"w": object()}, tmp_path / "c", default=made)
+        assert [one() for one in alive] == [None]
+    finally:
+        gc.enable()
+    save({"w": torch.ones(3)}, tmp_path / "c").result()

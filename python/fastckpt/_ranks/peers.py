@@ -307,5 +307,5 @@ class Operation:
         if getattr(error, "of_others", False):
             # This rank has not failed, it has met the failure of another one, which the verdict names.
             raise verdict from error
-        if error is not None and sys.version_info >= (3, 11):
+        if error is not None and self._peers.size > 1 and sys.version_info >= (3, 11):
             error.add_note(str(verdict))

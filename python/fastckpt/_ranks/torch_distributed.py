@@ -71,6 +71,12 @@ def is_initialised() -> bool:
     return distributed is not None and distributed.is_available() and distributed.is_initialized()
 
 
+def this_process() -> Group:
+    """This process as a group of its own, whatever groups of torch's it is in."""
+    rank = sys.modules["torch.distributed"].get_rank() if is_initialised() else 0
+    return Group(0, 1, (rank,), socket.gethostname(), None)
+
+
 def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     """What ``make`` returns for a process group: made once, and kept as long as torch has the group.
 
@@ -88,7 +94,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     ready = is_initialised()
     if process_group is None and not ready:
         if not _alone:
-            _alone.append(make(Group(0, 1, (0,), socket.gethostname(), None)))
+            _alone.append(make(this_process()))
         found: _T = _alone[0]
         return found
     if not ready:
@@ -136,9 +142,8 @@ def _group_of(group: Any) -> Group:
     ranks = tuple(dist.get_process_group_ranks(group))
     size = len(ranks)
     rank = dist.get_rank(group)
-    host = socket.gethostname()
     if size == 1:
-        return Group(0, 1, ranks, host, None)
+        return this_process()
     name = getattr(group, "group_name", "")
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
     # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
@@ -146,7 +151,9 @@ def _group_of(group: Any) -> Group:
     # By default the first process serves it; torchrun's agents do where they say so.
     apart = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = None if apart or 0 not in ranks else ranks.index(0)
-    return Group(rank, size, ranks, host, distributed_c10d.PrefixStore(members, _default_store()), serves)
+    return Group(
+        rank, size, ranks, socket.gethostname(), distributed_c10d.PrefixStore(members, _default_store()), serves
+    )
 
 
 def store_below(store: Any, name: str) -> Any:

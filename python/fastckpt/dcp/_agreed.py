@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import json
 from itertools import chain
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._ranks.agreement import logical_of
 from fastckpt._ranks.offers import runs_of
 from fastckpt._ranks.process_group import first_two
+from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -140,9 +142,11 @@ def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
     """The cuts, and which tensor has which; equal ones are one.
 
     Raises:
+        CheckpointError: a part of a tensor is in no box.
         ValueError: ranks have a tensor with two dtypes or shapes.
     """
     numbers: dict[str, int] = {}
+    held: list[int] = []
     tensors = []
     for key, about, meshes in told:
         alive()
@@ -160,5 +164,16 @@ def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
             for _, holders in sorted(meshes.items())
         ]
         text = json.dumps(cut, separators=(",", ":"))
-        tensors.append([key, numbers.setdefault(text, len(numbers))])
+        number = numbers.setdefault(text, len(numbers))
+        if number == len(held):
+            held.append(sum(prod(stop - start for start, stop in box) for holders in cut for box, _ in holders))
+        _, shape, logical = json.loads(about[0][1])
+        sizes = shape if logical is None else logical[1]
+        # Boxes that overlap may hide a gap, which the core finds.
+        if held[number] < prod(sizes):
+            raise CheckpointError(
+                f"dcp.save: {key!r} of the sizes {sizes} is not here as a whole ({held[number]} of {prod(sizes)} "
+                "elements): call dcp.save on all ranks that have a part of it, without no_dist=True"
+            )
+        tensors.append([key, number])
     return [[json.loads(text) for text in numbers], tensors]

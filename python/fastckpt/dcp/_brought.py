@@ -104,6 +104,10 @@ class Brought:
         rank: this rank in the group.
         local: the plan that this rank made; None where its planner has kept it, or this process is alone.
 
+    Attributes:
+        rank: as given.
+        strange: the keys of tensors that this rank can describe by boxes alone.
+
     Raises:
         UnsupportedTypeError: a value cannot be stored; the message names it.
         ValueError: the plan has a tensor or a value twice.
@@ -132,7 +136,7 @@ class Brought:
         state = getattr(planner, "state_dict", None)
         self._state = state if isinstance(state, dict) and _torch.keeps_state(planner) else None
         self._tensors: dict[str, Any] = {}
-        self._strange: list[str] = []
+        self.strange: list[str] = []
         self._describe()
         self._boxes: dict[str, tuple[Cut, dict[Box, Memory]]] = {}
         self._planned = None if _torch.plans_all(planner) else sorted({item.index.fqn for item in plan.items})
@@ -140,25 +144,26 @@ class Brought:
     def _sort(self, plan: _torch.SavePlan, local: _torch.SavePlan | None) -> None:
         """Sort the items by keys, and find what is stored of values."""
         kinds: dict[str, _torch.WriteItemType] = {}
+        values: dict[str, _torch.WriteItem] = {}
         for item in plan.items:
             key = item.index.fqn
             if kinds.setdefault(key, item.type) != item.type or (
-                item.type != _torch.WriteItemType.SHARD and (key in self._items or key in self._values)
+                item.type != _torch.WriteItemType.SHARD and (key in self._items or key in values)
             ):
                 raise ValueError(f"dcp.save: the plan of this rank has {key!r} twice")
             if item.type == _torch.WriteItemType.BYTE_IO:
-                self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+                values[key] = item
             else:
                 self._items.setdefault(key, []).append(item)
         have = {item.index for item in plan.items}
         for item in () if local is None else local.items:
-            key = item.index.fqn
             if item.type == _torch.WriteItemType.BYTE_IO:
-                if key not in self._values:
-                    self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+                values.setdefault(item.index.fqn, item)
             elif item.index not in have:
                 self._items.setdefault(item.index.fqn, []).append(item)
-        self._others.update(self._values)
+        for key, item in values.items():
+            self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+        self._others.update(values)
 
     def _describe(self) -> None:
         """Tell the tensors that are whole or spread over a mesh from those that boxes describe alone."""
@@ -169,7 +174,7 @@ class Brought:
         if self._state is None:
             for key, (item, *_) in self._items.items():
                 if key in shards:
-                    self._strange.append(key)
+                    self.strange.append(key)
                 else:
                     self._tensors[key] = self._planner.resolve_data(item)
             return
@@ -178,7 +183,7 @@ class Brought:
                 self._others.add(key)
             elif not isinstance(value, _torch.DTensor):
                 if key in shards or _torch.is_cut(value):
-                    self._strange.append(key)
+                    self.strange.append(key)
                 else:
                     self._tensors[key] = value
             else:
@@ -187,7 +192,7 @@ class Brought:
                     describe(value)
                     self._tensors[key] = value
                 except Unsupported:
-                    self._strange.append(key)
+                    self.strange.append(key)
 
     def told(self) -> list[Any]:
         """What the others are told first."""
@@ -195,7 +200,7 @@ class Brought:
             [key, self.rank, value.tokens, [one.about() for one in value.tensors]]
             for key, value in self._values.items()
         ]
-        return [[[self.rank, json.dumps(self._numbers())]], values, self._strange, self._planned]
+        return [[[self.rank, json.dumps(self._numbers())]], values, self.strange, self._planned]
 
     def _numbers(self) -> dict[str, str]:
         """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
@@ -240,21 +245,21 @@ class Brought:
     def _is_planned(self, key: str, known: Known) -> bool:
         return self._planned is None or key in known.planned
 
-    def fill(self, request: SaveRequest, known: Known, boxes: Boxes, *, alone: bool = False) -> None:
+    def fill(self, request: SaveRequest, known: Known, boxes: Boxes) -> None:
         """Flatten what this rank has into a request.
 
         Args:
             request: the save.
             known: what the others have told first.
             boxes: who has which boxes.
-            alone: whether there are no others.
 
         Raises:
+            RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
             UnsupportedTypeError: something in it cannot be stored; the message names its place.
             ValueError: two entries are in each other's way.
         """
         root = self._nested(known, boxes)
-        spreads = _Described(self._ranks, self.rank, device_numbers=alone)
+        spreads = _Described(self._ranks, self.rank, device_numbers=len(self._ranks) == 1)
         flat = request.flat = flatten(root, operation=request.operation, types=self._types, spreads=spreads)
         warn_of_types(request.operation, flat)
         request.spreads = spreads.found
@@ -267,8 +272,7 @@ class Brought:
                     if memory.mover is not None:
                         request.movers[number] = memory.mover
                     boxed.append((memory.address, memory.nbytes, number))
-        if not alone:
-            request.sources = Sources(request.operation, request.movers)
+        request.sources = Sources(request.operation, request.movers)
 
     def _nested(self, known: Known, boxes: Boxes) -> dict[Any, Any]:
         """What this rank has, with lists as mappings of positions."""

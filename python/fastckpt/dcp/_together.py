@@ -11,7 +11,7 @@ from fastckpt._ranks.agreement import core_spread
 from fastckpt._ranks.process_group import AgreedByRanks, ProcessGroup
 
 from ._agreed import Boxes, Known, combine_cuts, combine_told, decide_cuts, decide_told
-from ._brought import BOXES, Brought
+from ._brought import BOXES
 from ._metadata import torch_metadata
 from ._structure import finish
 
@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from fastckpt._ranks.peers import Operation
     from fastckpt._ranks.replicas import Policy
     from fastckpt._ranks.session import Session
-    from fastckpt._state.registry import Types
 
-    from . import _torch
+    from ._brought import Brought
 
 
 class Together(ProcessGroup):
@@ -35,25 +34,14 @@ class Together(ProcessGroup):
         operation: what its ranks do together, in its body.
         timeout: seconds for which a rank may make no progress.
         policy: how what several ranks hold is compared.
-        plan: what this rank saves.
-        planner: knows the tensors.
-        types: the types with names that are known.
-        local: the plan that this rank made; None where its planner has kept it.
+        brought: what this rank brings.
     """
 
     def __init__(
-        self,
-        session: Session,
-        operation: Operation,
-        timeout: float,
-        policy: Policy,
-        plan: _torch.SavePlan,
-        planner: _torch.SavePlanner,
-        types: Types,
-        local: _torch.SavePlan | None,
+        self, session: Session, operation: Operation, timeout: float, policy: Policy, brought: Brought
     ) -> None:
         super().__init__(session, operation, timeout, policy)
-        self._plan, self._planner, self._types, self._local = plan, planner, types, local
+        self._brought = brought
         self._boxes = Boxes([[], []])
 
     def agree(self, request: SaveRequest) -> AgreedByRanks:
@@ -64,8 +52,7 @@ class Together(ProcessGroup):
             UnsupportedTypeError: something cannot be stored; the message names it.
             ValueError: the plans do not fit together, or ``model_key`` leads to no mapping.
         """
-        group, operation, settings = self.session.group, self.operation, request.settings
-        brought = Brought(self._plan, self._planner, self._types, group.ranks, group.rank, self._local)
+        brought, operation, settings = self._brought, self.operation, request.settings
         in_flight.wait_for_paths(request.path)
         values: dict[str, str] = {}
         known = Known(
@@ -89,7 +76,7 @@ class Together(ProcessGroup):
         request.settings = replace(settings, model_key=known.model_key)
         brought.fill(request, known, self._boxes)
         agreed = super().agree(request)
-        if group.rank:
+        if brought.rank:
             return replace(agreed, files=[(TORCH_METADATA, b"")])
         structure, entries = finish(agreed.structure, values, agreed.tensors)
         return replace(agreed, structure=structure, files=[(TORCH_METADATA, torch_metadata(entries))])

@@ -98,11 +98,6 @@ def is_cut(value: Any) -> bool:
     return all(hasattr(value, name) for name in _SHARD_FIELDS)
 
 
-def global_rank() -> int:
-    """The rank of this process among all of the job; 0 without one."""
-    return dist.get_rank() if is_initialized() else 0
-
-
 def async_executors() -> list[Any]:
     """What runs the saves of ``dcp.async_save``, since torch 2.7.
 
@@ -164,7 +159,6 @@ __all__ = [
     "copy_shard_fields",
     "done",
     "gives_objects",
-    "global_rank",
     "group_size",
     "is_cut",
     "is_initialized",

@@ -18,12 +18,14 @@ from fastckpt._api.write import write
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
 from fastckpt._ranks.replicas import Policy, ReplicaOptions
-from fastckpt._ranks.session import session
+from fastckpt._ranks.session import Session, session
+from fastckpt._ranks.torch_distributed import this_process
 from fastckpt._state.registry import Types
 from fastckpt.exceptions import CheckpointError
 
 from . import _torch
 from ._alone import Alone
+from ._brought import Brought
 from ._label import forget, label_of, labelled
 from ._stager import Stager
 from ._together import Together
@@ -189,16 +191,19 @@ class Writer(_torch.StorageWriter):
         with Attempt("save", path):
             types = Types("dcp.save", self._settings.registry)
             if self._now.coordinates and self._now.alone:
-                report = self._save(path, began, types, Alone(plan, planner, types))
+                here, label, local = Session(this_process()), None, None
             else:
-                label = label_of(plan)
+                here, label, local = session("dcp.save", self._group), label_of(plan), self._now.local
                 if label is None:
                     raise CheckpointError(
                         "dcp.save: write_data was called, and prepare_global_plan was not on the coordinator"
                     )
-                here, local = session("dcp.save", self._group), self._now.local
-                with here.peers.operation("save", path, self._timeout, label) as operation:
-                    group = Together(here, operation, self._timeout, self._policy, plan, planner, types, local)
+            with here.peers.operation("save", path, self._timeout, label) as operation:
+                brought = Brought(plan, planner, types, here.group.ranks, here.group.rank, local)
+                if here.group.size == 1 and not brought.strange:
+                    report = self._save(path, began, types, Alone(brought))
+                else:
+                    group = Together(here, operation, self._timeout, self._policy, brought)
                     report = self._save(path, began, types, group)
         self.report = conclude(report)
         self._now.written = True
