@@ -22,6 +22,9 @@ use crate::sys::file::open_directory;
 /// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint
 /// where it lies. It does not wait if the writer is provably dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
+/// How long a load looks at a name that is found to be free, and whose directory changes each time: nothing proves then
+/// that there is no checkpoint.
+const PATIENCE: Duration = Duration::from_secs(30);
 /// The number of symbolic links that the kernel follows.
 const LINKS: usize = 40;
 /// How long to wait before looking again.
@@ -120,8 +123,8 @@ enum Then {
 }
 
 /// Puts back an old checkpoint whose writer died between the two plain renames. If it must stay where it is (the mount
-/// is read-only, or its writer may be alive until `give_up`), it is read there.
-fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, give_up: Instant) -> Then {
+/// is read-only, or its writer may be alive and has taken too `long`), it is read there.
+fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool) -> Then {
     let before = changed(parent);
     let aside = match taken_aside(parent, name) {
         Free::Taken => return Then::OpenAgain,
@@ -144,7 +147,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, give_up: In
             Err(Errno::NOENT | Errno::EXIST | Errno::NOTEMPTY | Errno::STALE) => refresh(parent),
             Err(_) => return Then::Read(parent_path.join(aside.name)),
         }
-    } else if Instant::now() > give_up {
+    } else if long {
         return Then::Read(parent_path.join(aside.name));
     }
     Then::OpenAgain
@@ -162,6 +165,13 @@ fn followed(path: &Path) -> PathBuf {
 
 /// Opens the directory of the checkpoint at `path` for reading, after undoing a save that died halfway.
 pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
+    let began = Instant::now();
+    open_by(path, &mut || began.elapsed())
+}
+
+/// Likewise, by a clock that says how long it has taken. It is asked once before each look, so that the last look is one
+/// after the wait is over: a machine may be so busy that a single one takes longer.
+fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {
             let manifest = fs::statat(directory, manifest::FILE, AtFlags::SYMLINK_NOFOLLOW);
@@ -169,13 +179,18 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
         }
         Err(error) => error.kind() == io::ErrorKind::NotFound,
     };
-    let give_up = Instant::now() + COMMIT_WAIT;
     let mut directory = open_directory(path);
     while missing(&directory) {
+        let taken = clock();
+        if taken > PATIENCE {
+            // Not "nothing is there": a program would take that for a new beginning.
+            directory = Err(Errno::BUSY.into());
+            break;
+        }
         let named = followed(path);
         let then = split(&named).and_then(|(parent_path, name)| {
             let parent = open_directory(&parent_path).ok()?;
-            Some(recover(&parent_path, parent.as_fd(), &name, give_up))
+            Some(recover(&parent_path, parent.as_fd(), &name, taken > COMMIT_WAIT))
         });
         match then {
             None | Some(Then::Missing) => break,
@@ -186,10 +201,9 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
             }
             Some(Then::OpenAgain) => directory = open_directory(path),
         }
-        if !missing(&directory) || Instant::now() > give_up {
-            break;
+        if missing(&directory) {
+            std::thread::sleep(PAUSE);
         }
-        std::thread::sleep(PAUSE);
     }
     directory.map_err(Error::io("open checkpoint", path))
 }
@@ -269,6 +283,22 @@ mod tests {
                 assert!(error.is_none(), "{error:?}");
             }
         });
+    }
+
+    #[test]
+    fn a_look_that_takes_longer_than_the_wait_does_not_say_that_nothing_is_there() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = checkpoint(parent.path(), "c", "one");
+        let workspace = sealed(&path, "two");
+        let aside = parent.path().join(aside_name(workspace.temporary(), 0));
+        std::fs::rename(&path, &aside).unwrap();
+        // Its writer lives: it is read where it lies, once the wait is over.
+        let mut times = [Duration::ZERO, COMMIT_WAIT * 2].into_iter();
+        let opened = open_by(&path, &mut || times.next().unwrap()).unwrap();
+        assert_eq!(fs::fstat(opened).unwrap().st_ino, fs::stat(&aside).unwrap().st_ino);
+        // One that never comes to rest is no proof of anything.
+        let error = open_by(&path, &mut || PATIENCE * 2).unwrap_err();
+        assert!(error.to_string().contains("busy"), "{error}");
     }
 
     #[test]
