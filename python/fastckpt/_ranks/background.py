@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from fastckpt import _core
 from fastckpt._background.background_save import BackgroundSave
 from fastckpt._background.devices import mask
+from fastckpt._state.collector import paused
 
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
@@ -40,7 +41,8 @@ class Job(BackgroundSave):
         self.group.operation.alive()
 
     def _write(self) -> SaveReport:
-        places = iter(self.snapshot.places())
-        for flat in self.request.parts:
-            flat.tensors[:] = [tensor._replace(address=next(places)[0]) for tensor in flat.tensors]
+        with paused():
+            places = iter(self.snapshot.places())
+            for flat in self.request.parts:
+                flat.tensors[:] = [tensor._replace(address=next(places)[0]) for tensor in flat.tensors]
         return super()._write()
