@@ -128,16 +128,25 @@ def test_any_group_loads_what_one_process_saved(lasting, reference, topology, si
         assert group.run(load, topology, reference) == [[]] * size
 
 
-def save_plain_optimizer(path, *, same):
-    """A plain ``optimizer.state_dict()``, whose parameters are numbers; of one module, or of two different ones."""
+def save_plain_optimizer(path, *, same, trained=True, apart=False):
+    """A plain ``optimizer.state_dict()``, whose parameters are numbers; of one module, or of two different ones.
+
+    Args:
+        path: where to.
+        same: whether the ranks have equal ones.
+        trained: whether that of the first rank has made a step.
+        apart: whether each rank has it under a key of its own.
+    """
     size = 3 if same else 3 + dist.get_rank()
     module = torch.nn.Linear(size, 2)
     torch.nn.init.ones_(module.weight)
     torch.nn.init.ones_(module.bias)
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(1, size)).sum().backward()
-    optimizer.step()
-    dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=path, storage_writer=Writer(timeout=60))
+    if trained or dist.get_rank():
+        optimizer.step()
+    key = f"optim{dist.get_rank()}" if apart else "optim"
+    dcp.save({key: optimizer.state_dict()}, checkpoint_id=path, storage_writer=Writer(timeout=60))
     return optimizer.state_dict()
 
 
@@ -153,14 +162,28 @@ def test_numbers_of_parameters_stay_numbers(forge, tmp_path):
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], wanted["state"][0]["exp_avg"])
 
 
-def test_numbers_of_different_parameters_are_refused(forge, tmp_path):
+@pytest.mark.parametrize("trained", [True, False])
+def test_numbers_of_different_parameters_are_refused(forge, tmp_path, trained):
     with forge.group(2) as group:
-        group.start(save_plain_optimizer, tmp_path / "c", same=False)
+        group.start(save_plain_optimizer, tmp_path / "c", same=False, trained=trained)
         outcomes = group.outcomes()
     for each in outcomes:
         assert each.raised.kind.endswith("CheckpointException")
         assert "get_optimizer_state_dict" in each.raised.text
     assert not (tmp_path / "c").exists()
+
+
+def test_numbers_may_stand_for_other_parameters_under_other_keys(forge, tmp_path):
+    with forge.group(3) as group:
+        wanted = group.run(save_plain_optimizer, tmp_path / "c", same=False, apart=True)
+    loaded = fastckpt.load(tmp_path / "c")
+    for rank in range(3):
+        found = loaded[f"optim{rank}"]
+        assert found["param_groups"] == wanted[rank]["param_groups"]
+        assert all(
+            torch.equal(found["state"][number]["exp_avg"], wanted[rank]["state"][number]["exp_avg"])
+            for number in range(2)
+        )
 
 
 def save_stages(path):

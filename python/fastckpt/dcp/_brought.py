@@ -200,21 +200,30 @@ class Brought:
             [key, self.rank, value.tokens, [one.about() for one in value.tensors]]
             for key, value in self._values.items()
         ]
-        return [[[self.rank, json.dumps(self._numbers())]], values, self.strange, self._planned]
+        numbers = {outer: [[self.rank, digest]] for outer, digest in self._numbers().items()}
+        return [numbers, values, self.strange, self._planned]
 
     def _numbers(self) -> dict[str, str]:
         """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
-        state, found = self._state or {}, dict[str, list[Any]]()
-        for key, path in self._paths.items() if state else ():
+        state = self._state or {}
+        here = [(path, state[key]) for key, path in self._paths.items() if key in state]
+        # Also of one that has no state yet: that of another rank may be of other parameters.
+        found: dict[Path, list[Any]] = {
+            path[:-3]: []
+            for path, value in here
+            if path[-3:] == ("param_groups", 0, "params")
+            and isinstance(value, list)
+            and all(type(number) is int for number in value)
+        }
+        for path, value in here if found else ():
+            about = list(value.shape) if isinstance(value, _torch.Tensor) else None
             for at in range(len(path) - 1):
-                if path[at] == "state" and str(path[at + 1]).isdecimal() and key in state:
-                    outer = ".".join(map(str, path[:at]))
-                    params = state.get(".".join(map(str, (*path[:at], "param_groups", 0, "params"))))
-                    if isinstance(params, list) and all(type(number) is int for number in params):
-                        value = state[key]
-                        about = list(value.shape) if isinstance(value, _torch.Tensor) else None
-                        found.setdefault(outer, []).append([path[at + 1 :], about])
-        return {outer: hashlib.sha256(json.dumps(about).encode()).hexdigest() for outer, about in found.items()}
+                if path[at] == "state" and path[:at] in found:
+                    found[path[:at]].append([path[at + 1 :], about])
+        return {
+            ".".join(map(str, outer)): hashlib.sha256(json.dumps(about).encode()).hexdigest()
+            for outer, about in found.items()
+        }
 
     def cuts(self, known: Known) -> list[Any]:
         """The boxes that this rank has of what some rank can describe by them alone."""
