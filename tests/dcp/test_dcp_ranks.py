@@ -277,6 +277,41 @@ def test_what_a_planner_leaves_out_of_all_plans_is_not_saved(forge, tmp_path, re
     assert all(_equal(value, wanted[key]) for key, value in found.items())
 
 
+class LeavingToOne(DefaultSavePlanner):
+    """Leaves what is bad out of all plans, or of all but that of one rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan([dataclasses.replace(plan, items=[]) for plan in all_plans])
+        kept = [
+            [item for item in plan.items if item.index.fqn != "bad" or rank == self.rank]
+            for rank, plan in enumerate(all_plans)
+        ]
+        return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, kept, strict=True)], metadata
+
+
+def save_left_out(path, *, chosen):
+    """A value that cannot be stored, on the first rank, and one that can, on the other one."""
+    state = {"w": torch.ones(3), "bad": dist.get_rank() or Unsaved()}
+    planner = LeavingToOne(chosen)
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60), planner=planner)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_what_cannot_be_stored_may_be_left_out_of_all_plans_alone(forge, tmp_path, chosen):
+    with forge.group(2) as group:
+        group.run(save_left_out, tmp_path / "c", chosen=None)
+        group.start(save_left_out, tmp_path / "none", chosen=chosen)
+        outcomes = group.outcomes()
+    assert list(fastckpt.load(tmp_path / "c")) == ["w"]
+    # Of a value the lowest rank's is stored, whosever plan has it.
+    assert all("Unsaved is not supported" in each.raised.text for each in outcomes)
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
 def caches_plans():
     """Whether planners of this torch can keep their plans."""
     return "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters

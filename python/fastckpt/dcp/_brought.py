@@ -23,6 +23,7 @@ from fastckpt._tensors.described import THROUGH, OwnPart, Parts, Stored, Unsuppo
 from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.spread import Spread
 from fastckpt._tensors.spreads import Spreads
+from fastckpt.exceptions import UnsupportedTypeError
 
 from . import _torch
 from ._structure import insert
@@ -130,8 +131,11 @@ class Brought:
         #: Of tensors, the items of the plan, and of the plan that this rank made those that torch left to others.
         self._items: dict[str, list[_torch.WriteItem]] = {}
         self._values: dict[str, Value] = {}
+        #: Of values that cannot be stored, and that all plans may leave out: why not.
+        self._refused: dict[str, str] = {}
         #: Keys of values, of this rank and of others.
         self._others: set[str] = set()
+        self._planned = None if _torch.plans_all(planner) else sorted({item.index.fqn for item in plan.items})
         self._sort(plan, local if local is not None and local.items else _torch.kept_plan(planner))
         state = getattr(planner, "state_dict", None)
         self._state = state if isinstance(state, dict) and _torch.keeps_state(planner) else None
@@ -139,7 +143,6 @@ class Brought:
         self.strange: list[str] = []
         self._describe()
         self._boxes: dict[str, tuple[Cut, dict[Box, Memory]]] = {}
-        self._planned = None if _torch.plans_all(planner) else sorted({item.index.fqn for item in plan.items})
 
     def _sort(self, plan: _torch.SavePlan, local: _torch.SavePlan | None) -> None:
         """Sort the items by keys, and find what is stored of values."""
@@ -162,7 +165,12 @@ class Brought:
             elif item.index not in have:
                 self._items.setdefault(item.index.fqn, []).append(item)
         for key, item in values.items():
-            self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+            try:
+                self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+            except UnsupportedTypeError as error:  # noqa: PERF203 - each may be left out
+                if self._planned is None or key in self._planned:
+                    raise
+                self._refused[key] = str(error)
         self._others.update(values)
 
     def _describe(self) -> None:
@@ -286,9 +294,11 @@ class Brought:
     def _nested(self, known: Known, boxes: Boxes) -> dict[Any, Any]:
         """What this rank has, with lists as mappings of positions."""
         root: dict[Any, Any] = {}
-        for key in dict.fromkeys([*self._paths, *(self._state or ()), *self._items, *self._values]):
+        for key in dict.fromkeys([*self._paths, *(self._state or ()), *self._items, *self._values, *self._refused]):
             if not self._is_planned(key, known):
                 continue
+            if key in self._refused:
+                raise UnsupportedTypeError(self._refused[key])
             path = self._paths.get(key, (key,))
             if key in self._boxes:
                 insert(root, path, self._boxed(key, boxes), key)
