@@ -324,7 +324,7 @@ class Brought:
         if isinstance(value, _torch.DTensor):
             local = value._local_tensor  # noqa: SLF001 - to_local() may communicate
             storage = local.untyped_storage()._cdata  # noqa: SLF001 - no public name tells empty storages apart
-            tie = (storage, local.storage_offset(), tuple(local.shape), local.stride(), cut)
+            tie = (storage, local.storage_offset(), tuple(local.shape), local.stride(), cut, number)
         return Boxed(cut, number, boxes.lowest(number), [memories[box] for box in own], tie)
 
 
