@@ -12,8 +12,8 @@ from torch.distributed._shard import sharded_tensor
 from torch.distributed._shard.sharding_spec import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.state_dict import set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer
@@ -128,16 +128,25 @@ def test_any_group_loads_what_one_process_saved(lasting, reference, topology, si
         assert group.run(load, topology, reference) == [[]] * size
 
 
-def save_plain_optimizer(path, *, same):
-    """A plain ``optimizer.state_dict()``, whose parameters are numbers; of one module, or of two different ones."""
+def save_plain_optimizer(path, *, same, trained=True, apart=False):
+    """A plain ``optimizer.state_dict()``, whose parameters are numbers; of one module, or of two different ones.
+
+    Args:
+        path: where to.
+        same: whether the ranks have equal ones.
+        trained: whether that of the first rank has made a step.
+        apart: whether each rank has it under a key of its own.
+    """
     size = 3 if same else 3 + dist.get_rank()
     module = torch.nn.Linear(size, 2)
     torch.nn.init.ones_(module.weight)
     torch.nn.init.ones_(module.bias)
     optimizer = torch.optim.Adam(module.parameters())
     module(torch.ones(1, size)).sum().backward()
-    optimizer.step()
-    dcp.save({"optim": optimizer.state_dict()}, checkpoint_id=path, storage_writer=Writer(timeout=60))
+    if trained or dist.get_rank():
+        optimizer.step()
+    key = f"optim{dist.get_rank()}" if apart else "optim"
+    dcp.save({key: optimizer.state_dict()}, checkpoint_id=path, storage_writer=Writer(timeout=60))
     return optimizer.state_dict()
 
 
@@ -153,14 +162,28 @@ def test_numbers_of_parameters_stay_numbers(forge, tmp_path):
     assert torch.equal(optimizer.state_dict()["state"][0]["exp_avg"], wanted["state"][0]["exp_avg"])
 
 
-def test_numbers_of_different_parameters_are_refused(forge, tmp_path):
+@pytest.mark.parametrize("trained", [True, False])
+def test_numbers_of_different_parameters_are_refused(forge, tmp_path, trained):
     with forge.group(2) as group:
-        group.start(save_plain_optimizer, tmp_path / "c", same=False)
+        group.start(save_plain_optimizer, tmp_path / "c", same=False, trained=trained)
         outcomes = group.outcomes()
     for each in outcomes:
         assert each.raised.kind.endswith("CheckpointException")
         assert "get_optimizer_state_dict" in each.raised.text
     assert not (tmp_path / "c").exists()
+
+
+def test_numbers_may_stand_for_other_parameters_under_other_keys(forge, tmp_path):
+    with forge.group(3) as group:
+        wanted = group.run(save_plain_optimizer, tmp_path / "c", same=False, apart=True)
+    loaded = fastckpt.load(tmp_path / "c")
+    for rank in range(3):
+        found = loaded[f"optim{rank}"]
+        assert found["param_groups"] == wanted[rank]["param_groups"]
+        assert all(
+            torch.equal(found["state"][number]["exp_avg"], wanted[rank]["state"][number]["exp_avg"])
+            for number in range(2)
+        )
 
 
 def save_stages(path):
@@ -254,6 +277,41 @@ def test_what_a_planner_leaves_out_of_all_plans_is_not_saved(forge, tmp_path, re
     assert all(_equal(value, wanted[key]) for key, value in found.items())
 
 
+class LeavingToOne(DefaultSavePlanner):
+    """Leaves what is bad out of all plans, or of all but that of one rank."""
+
+    def __init__(self, rank):
+        super().__init__()
+        self.rank = rank
+
+    def create_global_plan(self, all_plans):
+        plans, metadata = super().create_global_plan([dataclasses.replace(plan, items=[]) for plan in all_plans])
+        kept = [
+            [item for item in plan.items if item.index.fqn != "bad" or rank == self.rank]
+            for rank, plan in enumerate(all_plans)
+        ]
+        return [dataclasses.replace(plan, items=items) for plan, items in zip(plans, kept, strict=True)], metadata
+
+
+def save_left_out(path, *, chosen):
+    """A value that cannot be stored, on the first rank, and one that can, on the other one."""
+    state = {"w": torch.ones(3), "bad": dist.get_rank() or Unsaved()}
+    planner = LeavingToOne(chosen)
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60), planner=planner)
+
+
+@pytest.mark.parametrize("chosen", [0, 1])
+def test_what_cannot_be_stored_may_be_left_out_of_all_plans_alone(forge, tmp_path, chosen):
+    with forge.group(2) as group:
+        group.run(save_left_out, tmp_path / "c", chosen=None)
+        group.start(save_left_out, tmp_path / "none", chosen=chosen)
+        outcomes = group.outcomes()
+    assert list(fastckpt.load(tmp_path / "c")) == ["w"]
+    # Of a value the lowest rank's is stored, whosever plan has it.
+    assert all("Unsaved is not supported" in each.raised.text for each in outcomes)
+    assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
 def caches_plans():
     """Whether planners of this torch can keep their plans."""
     return "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters
@@ -333,6 +391,28 @@ def test_boxes_of_several_ranks_are_one_tensor_or_refused_where_one_is_lacking(f
         r"'boxes' of the sizes [4, 3] is not here as a whole (10 of 12 elem" in each.raised.text for each in outcomes
     )
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
+
+
+def save_one_memory_twice(path):
+    """Half of the ranks save tensors of one memory each, by two meshes in which their parts trade places."""
+    first = dist.new_group([0, 1])
+    own = torch.arange(4.0) + 10 * (dist.get_rank() % 2)
+    state = {}
+    for name, ranks in (("a", [[0, 1], [2, 3]]), ("b", [[1, 0], [3, 2]]), ("tied to a", [[0, 1], [2, 3]])):
+        mesh = DeviceMesh("cpu", torch.tensor(ranks))
+        state[name] = DTensor.from_local(own, mesh, [Replicate(), Shard(0)], run_check=False)
+    if dist.get_rank() in (0, 1):
+        writer = Writer(path, process_group=first, timeout=60)
+        dcp.save(state, storage_writer=writer, process_group=first)
+
+
+def test_one_memory_that_is_another_part_of_two_tensors_ties_them_not(forge, tmp_path):
+    with forge.group(4) as group:
+        group.run(save_one_memory_twice, tmp_path / "c")
+    loaded = fastckpt.load(tmp_path / "c")
+    low, high = [0.0, 1.0, 2.0, 3.0], [10.0, 11.0, 12.0, 13.0]
+    assert (loaded["a"].tolist(), loaded["b"].tolist()) == ([*low, *high], [*high, *low])
+    assert loaded["tied to a"] is loaded["a"]
 
 
 def save_in_half(path, *, told):

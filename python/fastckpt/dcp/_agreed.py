@@ -56,7 +56,7 @@ def combine_told(told: Sequence[list[Any]]) -> list[Any]:
             found[value[0]] = value
     plans = [keys for keys in planned if keys is not None]
     return [
-        first_two(ids),
+        {outer: first_two([one[outer] for one in ids if outer in one]) for outer in dict.fromkeys(chain(*ids))},
         list(found.values()),
         list(dict.fromkeys(chain.from_iterable(strange))),
         list(dict.fromkeys(chain.from_iterable(plans))) if plans else None,
@@ -70,14 +70,13 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
         ValueError: ranks have optimizers whose numbers stand for other parameters.
     """
     ids, found, strange, planned = told
-    if len(ids) > 1:
-        (first, own), (second, other) = [(rank, json.loads(text)) for rank, text in ids]
-        outer = next(name for name in {**own, **other} if own.get(name) != other.get(name))
-        raise ValueError(
-            f"dcp.save: the parameters of the optimizer state {outer!r} are numbers, which stand for other parameters "
-            f"on rank {second} than on rank {first}: give the state that "
-            "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
-        )
+    for outer, (first, *others) in ids.items():
+        if others:
+            raise ValueError(
+                f"dcp.save: the parameters of the optimizer state {outer!r} are numbers, which stand for other "
+                f"parameters on rank {others[0][0]} than on rank {first[0]}: give the state that "
+                "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
+            )
     values.update((key, tokens) for key, _, tokens, _ in found)
     return [model_key, [[key, rank, tensors] for key, rank, _, tensors in found if tensors], strange, planned]
 

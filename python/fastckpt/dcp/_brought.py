@@ -23,6 +23,7 @@ from fastckpt._tensors.described import THROUGH, OwnPart, Parts, Stored, Unsuppo
 from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.spread import Spread
 from fastckpt._tensors.spreads import Spreads
+from fastckpt.exceptions import UnsupportedTypeError
 
 from . import _torch
 from ._structure import insert
@@ -130,8 +131,11 @@ class Brought:
         #: Of tensors, the items of the plan, and of the plan that this rank made those that torch left to others.
         self._items: dict[str, list[_torch.WriteItem]] = {}
         self._values: dict[str, Value] = {}
+        #: Of values that cannot be stored, and that all plans may leave out: why not.
+        self._refused: dict[str, str] = {}
         #: Keys of values, of this rank and of others.
         self._others: set[str] = set()
+        self._planned = None if _torch.plans_all(planner) else sorted({item.index.fqn for item in plan.items})
         self._sort(plan, local if local is not None and local.items else _torch.kept_plan(planner))
         state = getattr(planner, "state_dict", None)
         self._state = state if isinstance(state, dict) and _torch.keeps_state(planner) else None
@@ -139,7 +143,6 @@ class Brought:
         self.strange: list[str] = []
         self._describe()
         self._boxes: dict[str, tuple[Cut, dict[Box, Memory]]] = {}
-        self._planned = None if _torch.plans_all(planner) else sorted({item.index.fqn for item in plan.items})
 
     def _sort(self, plan: _torch.SavePlan, local: _torch.SavePlan | None) -> None:
         """Sort the items by keys, and find what is stored of values."""
@@ -162,7 +165,12 @@ class Brought:
             elif item.index not in have:
                 self._items.setdefault(item.index.fqn, []).append(item)
         for key, item in values.items():
-            self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+            try:
+                self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+            except UnsupportedTypeError as error:  # noqa: PERF203 - each may be left out
+                if self._planned is None or key in self._planned:
+                    raise
+                self._refused[key] = str(error)
         self._others.update(values)
 
     def _describe(self) -> None:
@@ -200,21 +208,30 @@ class Brought:
             [key, self.rank, value.tokens, [one.about() for one in value.tensors]]
             for key, value in self._values.items()
         ]
-        return [[[self.rank, json.dumps(self._numbers())]], values, self.strange, self._planned]
+        numbers = {outer: [[self.rank, digest]] for outer, digest in self._numbers().items()}
+        return [numbers, values, self.strange, self._planned]
 
     def _numbers(self) -> dict[str, str]:
         """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
-        state, found = self._state or {}, dict[str, list[Any]]()
-        for key, path in self._paths.items() if state else ():
+        state = self._state or {}
+        here = [(path, state[key]) for key, path in self._paths.items() if key in state]
+        # Also of one that has no state yet: that of another rank may be of other parameters.
+        found: dict[Path, list[Any]] = {
+            path[:-3]: []
+            for path, value in here
+            if path[-3:] == ("param_groups", 0, "params")
+            and isinstance(value, list)
+            and all(type(number) is int for number in value)
+        }
+        for path, value in here if found else ():
+            about = list(value.shape) if isinstance(value, _torch.Tensor) else None
             for at in range(len(path) - 1):
-                if path[at] == "state" and str(path[at + 1]).isdecimal() and key in state:
-                    outer = ".".join(map(str, path[:at]))
-                    params = state.get(".".join(map(str, (*path[:at], "param_groups", 0, "params"))))
-                    if isinstance(params, list) and all(type(number) is int for number in params):
-                        value = state[key]
-                        about = list(value.shape) if isinstance(value, _torch.Tensor) else None
-                        found.setdefault(outer, []).append([path[at + 1 :], about])
-        return {outer: hashlib.sha256(json.dumps(about).encode()).hexdigest() for outer, about in found.items()}
+                if path[at] == "state" and path[:at] in found:
+                    found[path[:at]].append([path[at + 1 :], about])
+        return {
+            ".".join(map(str, outer)): hashlib.sha256(json.dumps(about).encode()).hexdigest()
+            for outer, about in found.items()
+        }
 
     def cuts(self, known: Known) -> list[Any]:
         """The boxes that this rank has of what some rank can describe by them alone."""
@@ -277,9 +294,11 @@ class Brought:
     def _nested(self, known: Known, boxes: Boxes) -> dict[Any, Any]:
         """What this rank has, with lists as mappings of positions."""
         root: dict[Any, Any] = {}
-        for key in dict.fromkeys([*self._paths, *(self._state or ()), *self._items, *self._values]):
+        for key in dict.fromkeys([*self._paths, *(self._state or ()), *self._items, *self._values, *self._refused]):
             if not self._is_planned(key, known):
                 continue
+            if key in self._refused:
+                raise UnsupportedTypeError(self._refused[key])
             path = self._paths.get(key, (key,))
             if key in self._boxes:
                 insert(root, path, self._boxed(key, boxes), key)
@@ -305,7 +324,7 @@ class Brought:
         if isinstance(value, _torch.DTensor):
             local = value._local_tensor  # noqa: SLF001 - to_local() may communicate
             storage = local.untyped_storage()._cdata  # noqa: SLF001 - no public name tells empty storages apart
-            tie = (storage, local.storage_offset(), tuple(local.shape), local.stride(), cut)
+            tie = (storage, local.storage_offset(), tuple(local.shape), local.stride(), cut, number)
         return Boxed(cut, number, boxes.lowest(number), [memories[box] for box in own], tie)
 
 
