@@ -459,12 +459,14 @@ drain.copy_checkpoint = copy
 def run(manager):
     manager.save_on_signal(signal.SIGTERM, grace="4s" if sys.argv[2] == "slow" else "60s")
     manager.save(1, {"w": np.arange(10)})
+    if sys.argv[3] == "idle":
+        manager.wait()
     os.kill(os.getpid(), signal.SIGTERM)
     if sys.argv[3] == "end":
         return
     manager.save(2, {"w": np.arange(10)})
 manager = fastckpt.Manager(sys.argv[1] + "/local", remote=sys.argv[1] + "/remote")
-if sys.argv[3] != "plain":
+if sys.argv[3] in ("block", "end"):
     with manager:
         run(manager)
 else:
@@ -473,7 +475,8 @@ else:
 
 
 @pytest.mark.parametrize(
-    ("speed", "how"), [("slow", "block"), ("slow", "plain"), ("fast", "block"), ("fast", "plain"), ("fast", "end")]
+    ("speed", "how"),
+    [("slow", "block"), ("slow", "plain"), ("fast", "block"), ("fast", "plain"), ("fast", "idle"), ("fast", "end")],
 )
 def test_a_signal_leaves_the_drain_what_is_left_of_the_grace_period(tmp_path, speed, how):
     done = subprocess.run(

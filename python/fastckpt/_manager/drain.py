@@ -40,7 +40,7 @@ _FIRST, _MOST = 1.0, 60.0
 #: How often who waits looks whether something else is more urgent, in seconds.
 _LOOK = 0.1
 
-#: Those whose thread runs.
+#: Those whose thread runs, or is to run before the process ends.
 _running: set[Drain] = set()
 _ending = False
 
@@ -50,6 +50,7 @@ def _at_end() -> None:
     global _ending  # noqa: PLW0603 - once a process
     _ending = True
     for drain in tuple(_running):
+        drain.start()
         drain.end()
 
 
@@ -131,6 +132,8 @@ class Drain:
         with self._lock:
             self._own.add(step)
             self._queue(step)
+            # Where a signal ends the process, nobody else starts the thread.
+            _running.add(self)
 
     def start(self) -> None:
         """See to it that what waits is copied; not in a signal handler, where no thread can be started."""
