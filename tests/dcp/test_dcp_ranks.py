@@ -201,6 +201,27 @@ def test_ranks_may_have_different_keys(forge, tmp_path):
     assert loaded["step"] == 7
 
 
+def save_two_kinds(path, *, kinds):
+    dcp.save({"a": kinds[dist.get_rank()]}, checkpoint_id=path, storage_writer=Writer(timeout=60))
+
+
+@pytest.mark.parametrize(
+    ("kinds", "message"),
+    [
+        ((5, {"b": 6}), "['a']: 'a value' on rank 0, a dict of 1 on rank 1"),
+        (({"b": 6}, torch.ones(3)), "['a']: a dict of 1 on rank 0, a tensor of F32 [3] on rank 1"),
+        (([{"b": 6}], {"0": {"b": 6}}), "'a' is an entry on one rank, and leads to others on another, or is a list"),
+    ],
+    ids=["value", "tensor", "list"],
+)
+def test_entries_of_two_kinds_are_refused(forge, tmp_path, kinds, message):
+    with forge.group(2) as group:
+        group.start(save_two_kinds, tmp_path / "c", kinds=kinds)
+        outcomes = group.outcomes()
+    assert all(message in each.raised.text for each in outcomes)
+    assert list(tmp_path.iterdir()) == []
+
+
 def save_values(path):
     """Values that differ on each rank, with tensors of several pages in them, between tensors that are alike."""
     rank = dist.get_rank()

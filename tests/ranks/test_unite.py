@@ -241,7 +241,7 @@ def test_what_is_cut_apart_is_united(state, seed, size, fan):
     ],
 )
 def test_what_differs_is_named(one, other, text):
-    with pytest.raises(ValueError, match=rf"^save: the states of the ranks do not fit.* per_rank=:(\n.*)*{text}"):
+    with pytest.raises(ValueError, match=rf"^save: the states of the ranks do not fit.* per_rank= of .*:(\n.*)*{text}"):
         agree([one, one, other])
 
 

@@ -37,7 +37,8 @@ _REMEDIES = (
 )
 _NAMES = (
     "tensors of different experts or pipeline stages need names of their own (for optimizers, torch's "
-    "get_optimizer_state_dict gives them), or give what belongs to one rank alone as per_rank="
+    "get_optimizer_state_dict gives them), or give what belongs to one rank alone as per_rank= of "
+    "fastckpt.distributed.save"
 )
 
 

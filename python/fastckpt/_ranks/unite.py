@@ -37,7 +37,7 @@ _TENSORS = (
 _DTENSORS = (
     "give DTensors the same dtype and global shape on all ranks (of uneven parts, from_local needs shape= and stride=)"
 )
-_PER_RANK = "give what belongs to one rank alone as per_rank="
+_PER_RANK = "give what belongs to one rank alone as per_rank= of fastckpt.distributed.save"
 
 
 class Variant(NamedTuple):

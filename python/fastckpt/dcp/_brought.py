@@ -26,7 +26,7 @@ from fastckpt._tensors.spreads import Spreads
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import _torch
-from ._structure import insert
+from ._structure import VALUE, insert
 from ._values import Cut, Given, Memory, Value, box_of, stored_value, value_of
 
 if TYPE_CHECKING:
@@ -308,9 +308,9 @@ class Brought:
                 insert(root, path, self._value(key, known), key)
         return root
 
-    def _value(self, key: str, known: Known) -> _OfOne | None:
+    def _value(self, key: str, known: Known) -> _OfOne | str:
         if key not in known.values:
-            return None
+            return VALUE
         owner, tensors = known.values[key]
         if owner == self.rank:
             return _OfOne(self._values[key].tensors)

@@ -1,7 +1,7 @@
 """The structure of a save: the entries of a planner, which has flattened the state, nested as they were.
 
 Ranks describe it with lists as mappings of positions, so that those of several become one, key by key. Where an entry
-is a value of one rank stands null, or a tuple of the tensors in it; the coordinator puts the value there.
+is a value of one rank stands a word, or a tuple of the tensors in it; the coordinator puts the value there.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Path = tuple[str | int, ...]
+#: What stands for a value without tensors; errors show it.
+VALUE = "a value"
 
 
 class About(NamedTuple):
@@ -109,7 +111,7 @@ class _Entries:
 
     def _entry(self, tokens: list[Any], path: Path, key: str) -> list[Any]:
         self.found[key] = (path, _about(tokens, self._tensors))
-        if tokens[0] is not None and tokens[0][0] != "tuple":
+        if tokens[0] != VALUE and tokens[0][0] != "tuple":
             return tokens
         if key not in self._values:
             raise ValueError(f"dcp.save: {key!r} is in the state of a rank, and in no rank's plan")
