@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -81,6 +82,24 @@ def test_a_step_waits_for_the_copy_and_for_nothing_else(two, tmp_path):
     loaded = fastckpt.load(tmp_path / "c")
     assert loaded["spread"].shape == (ROWS, 400)
     assert all(bool((loaded[name] == 1).all()) for name in ("spread", "same"))
+
+
+def step_after_a_failure(path):
+    """The copy fails while an earlier save is still being written: whether that has ended when a step has been made."""
+    mine = parameters()
+    optimizer = torch.optim.SGD(mine.values(), lr=1.0)
+    options = {"timeout": 60, "max_in_flight": 2}
+    with held(RanksJob, "_write") as write, mock.patch.object(Staging, "_copy_late", side_effect=OSError(5, "no")):
+        first = distributed.save_async({"n": 1}, f"{path}-first", **options)
+        pending = distributed.save_async({**mine, "n": 1}, path, lazy=True, **options)
+        optimizer.step()
+        waited = first.done()
+        write.set()
+        return waited, type(pending.exception(60)).__name__, first.result(60).ranks
+
+
+def test_a_step_does_not_wait_for_a_save_whose_copy_has_failed(two, tmp_path):
+    assert two.run(step_after_a_failure, tmp_path / "c") == [(False, "OSError", 2)] * 2
 
 
 @pytest.mark.parametrize("end", ["saved", "changed", "cancelled"])

@@ -158,7 +158,9 @@ class BackgroundSave:
             try:
                 self.staging.finish()
             except BaseException:
-                # Before the turn, which waits for earlier saves: a step would wait with it.
+                # A step goes on before the turn comes, which waits for earlier saves.
+                self.staging.close()
+                pending._set_staged()
                 with self.turn():
                     raise
             with self.turn():

@@ -101,12 +101,13 @@ class Staging:
             RuntimeError: a tensor was changed meanwhile.
         """
         self._pending._stop_if_cancelled()
+        names: list[str] = []
         if not self._pending._staged.is_open():
             with self._timed():
                 names = self._copy_late()
             self._set_staged()
-            self._refuse(names)
         self._free()
+        self._refuse(names)
 
     def close(self) -> None:
         """Give the memory back, once nothing is copied to it any more."""
