@@ -69,8 +69,11 @@ def writer_of(name: str) -> str | None:
 
 def written_beside(path: str | os.PathLike[str]) -> str | None:
     """A warning, where another program has put its checkpoint into the directory of one of ours."""
-    with os.scandir(path) as entries:
-        names = sorted(entry.name for entry in itertools.islice(entries, _MOST))
+    try:
+        with os.scandir(path) as entries:
+            names = sorted(entry.name for entry in itertools.islice(entries, _MOST))
+    except OSError:  # another save takes its place just now
+        return None
     # A `.metadata` of our own lies there after `fastckpt.dcp.Writer`.
     found = ((name, writer_of(name)) for name in names if name != TORCH_METADATA)
     for name, who in found:

@@ -179,7 +179,8 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
         with caplog.at_level(logging.WARNING, "fastckpt"):
             assert manager.restore(step=2000, discard_newer=True).step == 2000
         assert manager.steps() == [1000, 2000, 3000]
-        assert manager.remote_steps() == [1000, 2000]
+        # It was pinned by a manager without a remote tier, and stays there, too.
+        assert manager.remote_steps() == [1000, 2000, 3000]
         assert (tmp_path / "run" / "latest").read_text() == "step-00002000\n"
         assert any("step-00003000 stays: it is pinned" in record.message for record in caplog.records)
         with pytest.raises(ValueError, match="give step="):
@@ -188,7 +189,7 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
         (tmp_path / "run" / "latest").unlink()
         (tmp_path / "run" / "latest").mkdir()
         assert manager.restore(step=1000, discard_newer=True).step == 1000
-        assert (manager.steps(), manager.remote_steps()) == ([1000, 3000], [1000])
+        assert (manager.steps(), manager.remote_steps()) == ([1000, 3000], [1000, 3000])
     # A run that ends before its next save has left the pinned one behind all the same, also on another node.
     for directory, options in ((tmp_path / "run", {}), (tmp_path / "run", {"remote": far})):
         with fastckpt.Manager(directory, **options) as manager:

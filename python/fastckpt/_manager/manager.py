@@ -543,9 +543,11 @@ class Manager:
     def _discard_beyond(self, step: int) -> None:
         if self._drain is not None:
             self._drain.go_back(step)
+        # What was pinned before there was a remote tier, or while it did not answer, is pinned here alone.
+        held = self._local.place.look().pinned
         for tier in (self._remote, self._local):
             if tier is not None:
-                tier.remove_beyond(step)
+                tier.remove_beyond(step, held)
 
     def _check(self, operation: str) -> None:
         if self._read_only:

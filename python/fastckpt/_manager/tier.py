@@ -193,8 +193,12 @@ class Tier(Generic[_P]):
                 logger.info("%s: removed, no policy keeps it", path)
         return [step for step in steps if step not in gone]
 
-    def remove_beyond(self, step: int) -> None:
-        """Remove all checkpoints above a step, the highest first, but pinned ones, and have ``latest`` name the step.
+    def remove_beyond(self, step: int, held: Collection[int]) -> None:
+        """Remove all checkpoints above a step, the highest first, and have ``latest`` name the step.
+
+        Args:
+            step: the one that the run goes back to.
+            held: steps that are pinned on another tier. They stay, and so does what is pinned here.
 
         Raises:
             OSError: one cannot be removed, or the place does not answer.
@@ -206,7 +210,7 @@ class Tier(Generic[_P]):
             self.catalogue.go_back(step, steps)
         for one in reversed(beyond):
             why = "it is pinned"
-            if one not in pinned:
+            if one not in pinned and one not in held:
                 try:
                     self._take(one, entries[one].lineage.files if one in entries else ())
                     continue
