@@ -529,7 +529,7 @@ def test_an_enum_comes_back_declared_or_plain(tmp_path):
     with pytest.raises(dcp.api.CheckpointException, match=r'Phase.*registry=, or .*unknown="plain"'):
         load()
     assert load(registry=fastckpt.Registry(Phase)) is Phase.COLD
-    with pytest.warns(RuntimeWarning, match=r"stored as: .*Phase"):
+    with pytest.warns(RuntimeWarning, match=r"stored form: .*Phase"):
         assert load(unknown="plain") == "COLD"
     state = {"phase": None}
     with fastckpt.dcp.install(unknown="plain"), pytest.warns(RuntimeWarning, match="Phase"):

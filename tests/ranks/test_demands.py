@@ -200,10 +200,10 @@ def _mismatches(path) -> None:
         fastckpt.save({"a": numbered(6, 2), "s": numbered(6, 2).to_sparse()}, path)
     dist.barrier()
     for value, reason in (
-        (distribute_tensor(torch.zeros(6, 3), mesh, [Shard(0)]), r"shape \[6, 2\] in the checkpoint, \[6, 3\] in into"),
+        (distribute_tensor(torch.zeros(6, 3), mesh, [Shard(0)]), r"shape \[6, 2\] in the checkpoint, \[6, 3\] in into="),
         (
             distribute_tensor(torch.zeros(6, 2).int(), mesh, [Shard(0)]),
-            "dtype float32 in the checkpoint, int32 in into",
+            "dtype float32 in the checkpoint, int32 in into=",
         ),
     ):
         with pytest.raises(StructureMismatchError, match=reason):

@@ -213,7 +213,7 @@ HOSTILE = {
 HOSTILE_TABLES = {
     "another function of a recorder": (
         named("torch", "Size") + b"N}U\x04makeU\x01xs\x86b.",
-        "a state of what has none",
+        "a state for an object that has none",
     ),
     "an attribute of a record": (METADATA + SLOT + b".", "__setstate__"),
     "an attribute of a dtype": (named("torch", "float32") + SLOT + b".", "no attribute"),

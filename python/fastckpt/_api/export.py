@@ -80,7 +80,9 @@ def _export(ended: Ended) -> None:
         global _told  # noqa: PLW0603 - once a process
         if not _told:
             _told = True
-            logger.exception("%s: OpenTelemetry did not take the %s; this is said once", ended.path, ended.operation)
+            logger.exception(
+                "%s: OpenTelemetry rejected the %s; this warning is logged once", ended.path, ended.operation
+            )
 
 
 _told = False

@@ -161,7 +161,7 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
 def unasked_text(failure: Failure) -> str:
     """What a warning says of a failure."""
     return (
-        f"fastckpt: the asynchronous save to {failure.save.path} failed, and nobody has asked for its result: "
+        f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
         f"{failure.error}"
     )
 
@@ -185,8 +185,8 @@ def drain(timeout: float | None = None) -> None:
         if save.holds_others() and not save.finished.wait(
             None if deadline is None else max(0.0, deadline - time.monotonic())
         ):
-            raise TimeoutError(f"drain: the save to {save.path} is not done after {timeout} s; it goes on")
-    tell_unasked("drain raised it because nobody had asked for its result")
+            raise TimeoutError(f"drain: the save to {save.path} has not finished after {timeout} s and continues")
+    tell_unasked("drain raised it because its result was never requested")
 
 
 def is_exiting() -> bool:
@@ -208,7 +208,7 @@ def _at_exit() -> None:
         kind = type(failure.error)
         # In one piece: the thread that failed may be logging at this moment.
         line = (
-            f"fastckpt: the asynchronous save to {failure.save.path} failed, and nobody asked for its result: "
+            f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"
             f"{kind.__qualname__}: {failure.error}\n"
         )

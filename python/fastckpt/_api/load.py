@@ -199,8 +199,8 @@ def load(  # noqa: PLR0913 - all by name
     source = place_of("load", path)
     if mmap and is_url(source):
         raise ValueError(
-            f"load: {source}: mmap=True maps files of this machine: load it without, or copy it to a disk first "
-            "(fastckpt.copy)"
+            f"load: {source}: mmap=True maps local files only: load without it, or copy the checkpoint to a local disk "
+            "first (fastckpt.copy)"
         )
     wishes = wishes_of(
         "load",

@@ -178,7 +178,7 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
             whose = f"tensor {stock.stored[index].name!r}"
             where = f"{whose} was on {name} when it was saved" if saved else f"for {whose}"
             raise ValueError(
-                f"{stock.operation}: device: {error} ({where}): give device= a device that is there, "
+                f"{stock.operation}: device: {error} ({where}): give device= an existing device, "
                 'or patterns, as in {"model.*": "cuda:0", "*": "cpu"}'
             ) from error
 

@@ -69,7 +69,7 @@ def _log(label: str, path: str) -> Callable[[int, int], None]:
         nonlocal due
         now = time.monotonic()
         if now >= deadline:
-            raise TimeoutError(f"{label}: {path}: not done in the time it was given; nothing of it stays")
+            raise TimeoutError(f"{label}: {path}: not finished before its deadline; nothing of it was kept")
         if now < due:
             return
         due = now + LOG_INTERVAL

@@ -112,7 +112,7 @@ class PendingSave(in_flight.SaveInFlight):
         with range_of("fastckpt.wait_staged"):
             staged = self._staged.wait(timeout)
         if not staged:
-            raise TimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
+            raise TimeoutError(f"wait_staged: {self.path}: the state has not been copied after {timeout} s")
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is durable and return what was done.
@@ -146,7 +146,7 @@ class PendingSave(in_flight.SaveInFlight):
         if not self.finished.is_set():
             self._same_process()
             if not self.finished.wait(timeout):
-                raise TimeoutError(f"{self.path}: the save is not done after {timeout} s; it goes on")
+                raise TimeoutError(f"{self.path}: the save has not finished after {timeout} s and continues")
         if isinstance(self._error, CancelledError):
             raise CancelledError(str(self._error))
         if self._error is not None:

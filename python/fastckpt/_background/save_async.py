@@ -106,7 +106,7 @@ def tell_unasked_but(pending: PendingSave) -> None:
     """Raise, or warn of, an earlier failure that nobody asked for, now that ``pending`` has begun."""
     try:
         in_flight.tell_unasked(
-            f"save_async raised it because nobody had asked for its result; the save of this call, to {pending.path}, "
+            f"save_async raised it because its result was never requested; the save of this call, to {pending.path}, "
             "goes on: its handle is this error's pending_save",
             but=pending,
         )

@@ -294,7 +294,7 @@ class Wanting:
                 'changed: give a state with the same tensors, or choose those that it has, as in keys="model.*", or '
                 "leave them out with strict=False:\n  " + "\n  ".join(shown)
             )
-            error.differences = tuple(f"{name}: missing from into" for name in names)
+            error.differences = tuple(f"{name}: missing from into=" for name in names)
             raise error
         return [TABLES if main is None else CUTS if cuts is None else EQUAL, unwanted]
 

@@ -163,8 +163,8 @@ class Registration:
         if self._reason is None or not self.is_done():
             return None
         return (
-            f"{show_bytes(self.pinned)} of {show_bytes(self.nbytes)} of host memory are pinned, as {self._reason}; "
-            "copies between devices and the rest are right, but slower"
+            f"{show_bytes(self.pinned)} of {show_bytes(self.nbytes)} of host memory are pinned, because "
+            f"{self._reason}; copies that use the rest are correct, but slower"
         )
 
     def is_done(self) -> bool:

@@ -325,13 +325,13 @@ _GATHERED = (
     "torch.distributed.checkpoint.state_dict.get_state_dict gives a whole state of plain tensors, with "
     "StateDictOptions(full_state_dict=True, cpu_offload=True)"
 )
-_TRACED = "is part of a trace or a transform, and has no data of its own: save outside of it"
+_TRACED = "is part of a trace or a transform and has no data of its own: save outside the trace or transform"
 #: Tensor subclasses of torch's own that cannot be stored, by name, and why.
 _REFUSED = {
-    "DTensor": "is spread over processes: fastckpt.distributed.save, called by all of them, saves it as it lies, and "
+    "DTensor": "is spread over processes: fastckpt.distributed.save, called by all of them, saves its shards, and "
     "fastckpt.distributed.load fills it; one process alone can save its full_tensor()",
     "ShardedTensor": f"is spread over processes: {_GATHERED}",
-    "AsyncCollectiveTensor": "may not have arrived: call its wait(), and store what that gives",
+    "AsyncCollectiveTensor": "may not have arrived yet: call its wait(), and store the result",
     "FakeTensor": "has no data",
     "FunctionalTensor": _TRACED,
     "ProxyTensor": _TRACED,

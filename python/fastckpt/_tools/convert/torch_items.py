@@ -83,7 +83,7 @@ class Recorder:
         return self.make(*arguments)
 
     def __setstate__(self, _: Any) -> NoReturn:
-        raise pickle.UnpicklingError("a state of what has none")
+        raise pickle.UnpicklingError("a state for an object that has none")
 
 
 METADATA = "torch.distributed.checkpoint.metadata"
