@@ -245,7 +245,7 @@ def _at_least_one(what: str, value: object) -> None:
 def named_steps(what: str, steps: Sequence[int]) -> frozenset[int]:
     """The steps that a policy names."""
     if not steps or any(type(step) is not int or step < 0 for step in steps):
-        raise ValueError(f"{what}: give one or more whole numbers from 0 on, not {steps!r}")
+        raise ValueError(f"{what}: give one or more non-negative integers, not {steps!r}")
     return frozenset(steps)
 
 

@@ -527,7 +527,7 @@ def test_metadata_and_metrics_lie_in_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "1", None])
 def test_a_step_is_a_whole_number(tmp_path, step):
-    with pytest.raises(ValueError, match="step must be a whole number"):
+    with pytest.raises(ValueError, match="step must be a non-negative integer"):
         fastckpt.Manager(tmp_path).save(step, {})
 
 
@@ -540,7 +540,7 @@ def test_a_step_is_a_whole_number(tmp_path, step):
         ({"save_when": "often"}, "save_when: 'often' is not a policy"),
         ({"save_when": [save_when.First]}, "is not a policy"),
         ({"save_when": 0}, "steps must be a whole number"),
-        ({"overhead": 2}, "overhead must lie between 0 and 1"),
+        ({"overhead": 2}, "overhead must be between 0 and 1"),
         ({"mttf": "soon"}, "mttf 'soon'"),
         ({"save_options": {"overwrite": False}}, "save_options: overwrite: known are"),
         ({"save_options": {"threads": 1000}}, "save_options: threads"),

@@ -706,7 +706,9 @@ def test_an_attribute_beside_the_fields_that_cannot_be_stored_is_named(tmp_path)
     known = fastckpt.Registry(Base)
     base = Base(1)
     base.call, base.note = print, 5
-    with pytest.warns(RuntimeWarning, match=r"attribute 'call' of .*Base is not a field.*\(builtins\.builtin_.*left out"):
+    with pytest.warns(
+        RuntimeWarning, match=r"attribute 'call' of .*Base is not a field.*\(builtins\.builtin_.*left out"
+    ):
         fastckpt.save(base, tmp_path / "c", registry=known)
     assert vars(fastckpt.load(tmp_path / "c", registry=known)) == {"n": 1, "note": 5}
     fastckpt.save(base, tmp_path / "c", registry=known, default=repr)

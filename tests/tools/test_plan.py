@@ -315,7 +315,7 @@ def test_what_is_not_said_of_a_layout_follows() -> None:
         ({"gpus": 8, "master": "fp64"}, "master must be one of"),
         ({"gpus": 8, "optimizer": "lbfgs"}, "optimizer must be one of adamw"),
         ({"gpus": 8, "goodput": 0.9, "overhead": 0.1}, "only one of goodput, overhead and interval"),
-        ({"gpus": 8, "goodput": 1}, "goodput must lie between 0 and 1"),
+        ({"gpus": 8, "goodput": 1}, "goodput must be between 0 and 1"),
         ({"gpus": 8, "overhead": 0}, "overhead must be more than 0"),
         ({"gpus": 8, "interval": "-4h"}, "interval must be more than 0"),
         ({"gpus": 8, "mttf_gpu": 1, "mttf_cluster": 1}, "only one of mttf_gpu and mttf_cluster"),

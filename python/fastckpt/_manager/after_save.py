@@ -121,7 +121,9 @@ class AfterSave:
             TimeoutError: not by then.
         """
         if not self.is_over(end):
-            raise TimeoutError(f"wait: {self.local.place.path}: old checkpoints are still being removed; it goes on")
+            raise TimeoutError(
+                f"wait: {self.local.place.path}: old checkpoints are still being removed; this continues"
+            )
 
     def warnings(self) -> list[str]:
         """What the report of the last save is to say."""

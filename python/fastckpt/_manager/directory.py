@@ -158,7 +158,7 @@ class Directory:
             _sync(self.path)
         # What comes at this moment keeps it.
         remove(path, files=files)
-        return f"{', '.join(strange)} lie in {aside}" if strange else ""
+        return f"{', '.join(strange)} are now in {aside}" if strange else ""
 
     def read(self, name: str) -> bytes:
         """The content of a small file of the run.

@@ -394,11 +394,11 @@ class Manager:
         self._ranks.check("restore")
         self._boundary.miss("it has called restore without the save")
         if "report" in options:
-            raise TypeError("restore: report: leave it out: what is returned has the report as its attribute")
+            raise TypeError("restore: leave out report=: the result has the report as its attribute `report`")
         if discard_newer:
             self._check("restore: discard_newer")
             if step is None:
-                raise ValueError("restore: discard_newer: give step=, too")
+                raise ValueError("restore: discard_newer= requires step=")
         how = {**options, "into": into, "exclude": exclude, "report": True}
         if step is None:
             found = self._loader.newest(how, fresh=bool(fresh))

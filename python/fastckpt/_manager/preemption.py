@@ -269,4 +269,4 @@ class Preemption:
         self.signals.pass_on()
 
     def _given_up(self, what: str) -> None:
-        logger.error("%s: the save for %s is given up: %s", self.directory, self.signals.names(), what)
+        logger.error("%s: the save for %s was abandoned: %s", self.directory, self.signals.names(), what)

@@ -173,7 +173,7 @@ class Prefix:
         below = self._objects.below(self.names.name_of(step))
         count = remove_leftovers(below)
         if count:
-            logger.info("%s: removed %d objects that a copy left which was cut short", below.url, count)
+            logger.info("%s: removed %d objects left by an interrupted copy", below.url, count)
 
     def _whole(self, steps: Iterable[int]) -> list[int]:
         """Those of these steps that have a manifest, in the same order."""

@@ -102,7 +102,7 @@ class Ranks:
 
     def __init__(self, process_group: Any, directory: str, timeout: float, *, alone: bool) -> None:
         if alone and process_group is not None:
-            raise ValueError("Manager: process_group and alone=True exclude each other")
+            raise ValueError("Manager: process_group= and alone=True cannot be combined")
         self._directory, self._process_group, self._timeout = directory, process_group, timeout
         self._session = None if alone else session("Manager", process_group)
         group = None if self._session is None else self._session.group
@@ -129,7 +129,9 @@ class Ranks:
             ValueError: the manager acts for this process alone.
         """
         if self._session is None:
-            raise ValueError("save: per_rank: the manager acts for this process alone: put it into the state")
+            raise ValueError(
+                "save: per_rank= requires a manager of several ranks: put the value into the state instead"
+            )
         return {"process_group": self._process_group, "timeout": self._timeout}
 
     def check(self, operation: str) -> None:

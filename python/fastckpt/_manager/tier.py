@@ -166,7 +166,7 @@ class Tier(Generic[_P]):
             try:
                 self.catalogue.write(steps)
             except OSError as error:
-                logger.warning("%s: what its checkpoints say is not cached: %s", self.place.path, error)
+                logger.warning("%s: the facts of its checkpoints are not cached: %s", self.place.path, error)
 
     def clear_again(self) -> None:
         """Remove what may go now that fewer are held."""
@@ -221,4 +221,4 @@ class Tier(Generic[_P]):
             kept = self.place.remove(step, files)
             if kept:
                 path = self.place.path_of(step)
-                logger.warning("%s: removed but for what fastckpt did not write: %s", path, kept)
+                logger.warning("%s: removed, except files that fastckpt did not write: %s", path, kept)

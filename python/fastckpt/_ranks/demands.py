@@ -290,8 +290,8 @@ class Wanting:
             if len(names) > _LISTED:
                 shown.append(f"and {len(names) - _LISTED} more")
             error = StructureMismatchError(
-                f"load: no rank has a place in into for {count(len(names), 'tensor')} of {local.path}, and nothing was "
-                'changed: give a state with the same tensors, or choose those that it has, as in keys="model.*", or '
+                f"load: no rank has a destination in into= for {count(len(names), 'tensor')} of {local.path}, and "
+                'nothing was changed: give a state with the same tensors, or select them, as in keys="model.*", or '
                 "leave them out with strict=False:\n  " + "\n  ".join(shown)
             )
             error.differences = tuple(f"{name}: missing from into=" for name in names)
@@ -337,7 +337,7 @@ class Wanting:
                 spread, absent = made.without[found]
                 name = local.targets.stored[tensor].name
                 differences.absent(
-                    Path(None, name), spread.ranks, absent, "give each rank in into what a mesh of it holds"
+                    Path(None, name), spread.ranks, absent, "on every rank of a mesh, pass all its tensors in into="
                 )
         differences.raise_any()
         return packed(compressed(_encode(lists, made.lists)), encode_spreads(made.spreads))

@@ -127,14 +127,14 @@ def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
     if kind not in {"save", "load"}:
         return "the ranks have not agreed"
     if kind == "load":
-        return "nothing was loaded" if agreeing else "what it was to be loaded into may be filled in part"
+        return "nothing was loaded" if agreeing else "the destination may be partly filled"
     if outcome == COMMITTED:
-        return "all the same it was committed: the new checkpoint is at the path, whole"
+        return "it was committed all the same: the complete new checkpoint is at the path"
     if here:
-        return "this rank has committed it, but the others had given up: the new checkpoint is at the path"
+        return "this rank has committed it after the others had given up: the new checkpoint is at the path"
     if outcome == UNKNOWN:
-        return "the outcome is unknown: look at the path, where the old checkpoint or the new one is whole"
-    return "nothing was committed, the old checkpoint stands"
+        return "the outcome is unknown: look at the path, which has either the old or the new checkpoint, complete"
+    return "nothing was committed; the old checkpoint is unchanged"
 
 
 def failed(

@@ -48,7 +48,7 @@ def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[s
     outer: dict[str, Entry] = {}
     if not _is_mapping(tokens, 0):
         raise CheckpointError(
-            f"load: {path}: torch.distributed.checkpoint loads mappings, and the state of this checkpoint is none: "
+            f"load: {path}: torch.distributed.checkpoint loads mappings, but the state of this checkpoint is not one: "
             "use fastckpt.load"
         )
     todo: list[tuple[int, tuple[str | int, ...]]] = [(0, ())]

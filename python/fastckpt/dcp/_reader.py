@@ -119,7 +119,7 @@ class Reader(_torch.StorageReader):
             UnsupportedTypeError: a value is of a type that this program does not know.
         """
         if self._path is None:
-            raise CheckpointError("load: give the Reader a path, or dcp.load a checkpoint_id")
+            raise CheckpointError("load: pass a path to the Reader, or checkpoint_id= to dcp.load")
         path = self._path
         self._opened = opened = until_settled(lambda: _Opened(path, Types("load", self._registry, plain=self._plain)))
         found = {key: opened.described(entry) for key, entry in opened.entries.items()}
