@@ -70,7 +70,7 @@ class BackgroundSettings(Settings):
         "Those of a group write one after the other.",
     )
     nice: int | None = option(
-        None, check_nice, "niceness of the writing threads, 0 to 19; None for that of the process."
+        None, check_nice, "niceness of the writing threads, 0 to 19; None keeps the niceness of the process."
     )
 
 

@@ -157,7 +157,7 @@ class ToObjects:
         try:
             self._objects.remove(names)
         except OSError as error:
-            logger.warning("%s: what an earlier copy left there is not removed: %s", self._target, error)
+            logger.warning("%s: leftovers of an earlier copy are not removed: %s", self._target, error)
 
     def _send_each(self, items: Sequence[Item], source: Source, plan: Plan, pace: Pace) -> dict[str, Exception]:
         """Send files; return why which could not be read."""
@@ -203,7 +203,7 @@ class ToObjects:
         return None
 
     def _busy(self) -> OSError:
-        return self._error(errno.EBUSY, "another copy to it runs: copy again when it has ended")
+        return self._error(errno.EBUSY, "another copy to it is running: copy again when it has ended")
 
     def _error(self, number: int, why: str) -> OSError:
         return OSError(number, f"cannot {self._operation} to `{visible(self._target)}`: {why}", self._target)

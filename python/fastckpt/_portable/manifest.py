@@ -311,7 +311,7 @@ def _check_cover(tensors: list[StoredTensor], shards: list[StoredShard]) -> None
 
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"an array is missing where {type(value).__name__} stands")
+        raise ValueError(f"expected an array, found {type(value).__name__}")
     return value
 
 
@@ -320,7 +320,7 @@ _REQUIRED = object()
 
 def _get(holder: Any, name: str, default: Any = _REQUIRED) -> Any:
     if type(holder) is not dict:
-        raise ValueError(f"an object is missing where {type(holder).__name__} stands")
+        raise ValueError(f"expected an object, found {type(holder).__name__}")
     value = holder.get(name, default)
     if value is _REQUIRED:
         raise ValueError(f"it has no {name!r}")
@@ -331,7 +331,7 @@ def _get(holder: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"a text is missing where {type(value).__name__} stands")
+        raise ValueError(f"expected a string, found {type(value).__name__}")
     value.encode()  # half of a surrogate pair is no character
     return value
 
@@ -342,13 +342,13 @@ def _size(value: Any) -> int:
 
 def _integer(value: Any, least: int, beyond: int) -> int:
     if type(value) is not int or not least <= value < beyond:
-        raise ValueError(f"an integer from {least} to {beyond - 1} is missing")
+        raise ValueError(f"expected an integer from {least} to {beyond - 1}")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"a number is missing where {type(value).__name__} stands")
+        raise ValueError(f"expected a number, found {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError("a number is out of range")
     return float(value)
