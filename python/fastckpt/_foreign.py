@@ -1,4 +1,4 @@
-"""What lies where a checkpoint was expected: found by cheap looks, for the message.
+"""Names what is found where a checkpoint was expected, for error messages.
 
 And which names say that another program's checkpoint lies there, so that no save goes there.
 """

@@ -1,4 +1,4 @@
-"""Objects with a state of their own in ``into=``: modules, optimizers, schedulers, whatever takes a state."""
+"""Objects with a state of their own in ``into=``: modules, optimizers, schedulers, and the like."""
 
 from __future__ import annotations
 

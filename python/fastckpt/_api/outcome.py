@@ -1,4 +1,4 @@
-"""What an operation did, for the caller and for the log."""
+"""Reports the outcome of an operation to the caller and to the log."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where tensors go that are loaded, and as what dtype: ``device=`` and ``dtype=``, resolved for each stored tensor."""
+"""The device and the dtype of each loaded tensor: resolves ``device=`` and ``dtype=``."""
 
 from __future__ import annotations
 

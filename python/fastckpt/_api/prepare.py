@@ -1,4 +1,4 @@
-"""What a load was asked for, and what has to be read for it."""
+"""The request of a load, and the reads that it needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a long operation shows while it runs: a bar on request, and a line in the log every few seconds.
+"""Progress of a long operation: a bar on request, and a line in the log every few seconds.
 
 What is called about ten times a second also sees when an operation has had its time.
 """

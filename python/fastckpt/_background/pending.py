@@ -1,4 +1,4 @@
-"""The handle on an asynchronous save: what its caller may ask, and what the job behind it reports."""
+"""The handle on an asynchronous save, with the reports of its job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_on_error(operation: str, on_error: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SaveProgress:
-    """How far an asynchronous save is.
+    """The progress of an asynchronous save.
 
     Attributes:
         phase: ``staging`` (the state must not change yet), ``writing``, ``done``, ``failed`` or ``cancelled``.
@@ -54,7 +54,7 @@ class SaveProgress:
 
 
 class PendingSave(in_flight.SaveInFlight):
-    """A save that goes on in the background; made by :func:`fastckpt.save_async`.
+    """A save that runs in the background; made by :func:`fastckpt.save_async`.
 
     Methods named as those of ``concurrent.futures.Future`` do the same. ``await pending`` gives the report, too;
     to cancel the task that waits does not cancel the save.
@@ -104,7 +104,7 @@ class PendingSave(in_flight.SaveInFlight):
             timeout: seconds; None for as long as it takes.
 
         Raises:
-            TimeoutError: the copy is not done in time. It goes on.
+            TimeoutError: the copy has not finished in time; it continues.
         """
         if self._staged.is_open():
             return
@@ -121,7 +121,7 @@ class PendingSave(in_flight.SaveInFlight):
             timeout: seconds; None for as long as it takes.
 
         Raises:
-            TimeoutError: it is not done in time. It goes on.
+            TimeoutError: it has not finished in time; it continues.
             CancelledError: it was cancelled.
             Exception: it failed: what :func:`fastckpt.save` would have raised.
         """
@@ -140,7 +140,7 @@ class PendingSave(in_flight.SaveInFlight):
         """Wait until it is over and return why it failed, or None.
 
         Raises:
-            TimeoutError: it is not over in time. It goes on.
+            TimeoutError: it has not finished in time; it continues.
             CancelledError: it was cancelled.
         """
         if not self.finished.is_set():
@@ -183,7 +183,7 @@ class PendingSave(in_flight.SaveInFlight):
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
         """Call ``function(pending)`` when it is over, in the thread that writes; at once if it is over already.
 
-        What it raises is logged.
+        Exceptions that it raises are logged.
         """
         self._callbacks.append(function)
         if self.finished.is_set():

@@ -1,4 +1,4 @@
-"""What saves in the background take by name, beside what every save takes."""
+"""Keyword arguments of saves in the background, in addition to those of every save."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copy of a state that a save in the background writes: what of it is made at the call, and what later."""
+"""The snapshot of a state for a save in the background: which parts are copied at the call, and which later."""
 
 # ruff: noqa: SLF001 - a handle and what stands behind it are one thing in two parts, one for each side
 

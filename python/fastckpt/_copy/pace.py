@@ -1,4 +1,4 @@
-"""How fast a copy moves bytes, how far it is, and whether it is to stop."""
+"""The rate limit, the progress and the cancellation of a copy."""
 
 from __future__ import annotations
 

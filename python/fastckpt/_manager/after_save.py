@@ -1,4 +1,4 @@
-"""What follows when a checkpoint is durable: the hint, the measurements, and the removal of older ones."""
+"""Work after a checkpoint becomes durable: update ``latest``, measure, remove old ones."""
 
 from __future__ import annotations
 

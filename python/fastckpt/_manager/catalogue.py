@@ -1,4 +1,4 @@
-"""What each checkpoint of a run says of itself: when it was saved, with which metrics, and what it continues.
+"""Facts about each checkpoint of a run: when it was saved, its metrics, and which one it continues.
 
 All that lies in the checkpoint's own metadata. Reading them opens its manifest, so what was read is kept in a file,
 ``.fastckpt-run.json``, beside the policies in force. An entry of it counts only while the checkpoint is the same one,

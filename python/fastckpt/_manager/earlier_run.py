@@ -1,4 +1,4 @@
-"""What a run leaves in a directory where none of its checkpoints are found: the difference to a new beginning."""
+"""Detects traces of an earlier run in a directory without its checkpoints, so that no run starts anew by mistake."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a signal does that announces the end of a run: it is noted when it comes, answered, and then passed on.
+"""Handles signals that announce the end of a run: each is noted when it comes, answered, and passed on.
 
 It is answered where the state is whole, and within the grace period: the step is saved, or what is in flight becomes
 durable or is given up. To pass it on is to do what it would have done without the manager. ``step_boundary`` says where

@@ -1,4 +1,4 @@
-"""The run below a URL of an object store: the same questions as to a :class:`.directory.Directory`.
+"""The run below a URL of an object store, with the interface of :class:`.directory.Directory`.
 
 An object store has no directories, and nothing in it gets a name last: the names of a checkpoint's objects begin with
 that of the checkpoint, and it is one as soon as its manifest is there, which is written last. A step that is saved

@@ -1,4 +1,4 @@
-"""What all ranks of a job decide alike, and what they hear of one that does not go on.
+"""Decisions that all ranks of a job take alike, and errors for a rank that does not continue.
 
 The manager takes each decision that ranks share through :class:`Ranks`, and knows nothing else of ranks. All ranks call
 its methods in the same order. Its rounds have turns of their own in the store of the process group, so they never wait

@@ -1,4 +1,4 @@
-"""The remote tier: what it is to hold, what follows when it has a checkpoint, and what a restore gets from it."""
+"""The remote tier: which checkpoints it holds, the work after a copy, and fetching for a restore."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How ranks come to one table, in one round where their tables are equal and in two where they differ.
+"""Agrees on one table for all ranks, in one round if their tables are equal and in two if they differ.
 
 For a save (loads do the same with :class:`.demands.Wanting`):
 

@@ -1,4 +1,4 @@
-"""What a rank does for the others while it works: it says that it lives, and hears whether they have given up."""
+"""While a rank works, it signals that it is alive, and checks whether the others have given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what one rank is asked to load to what it demands of the checkpoint.
+"""Turns a load request of one rank into the parts of the checkpoint that it needs.
 
 :func:`demands` is what a load calls once it has the manifest. What it gives goes through the same rounds as the
 table of a save:

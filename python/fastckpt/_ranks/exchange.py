@@ -224,7 +224,7 @@ class Exchange:
         self.mail.stop(why)
         self.group.end()
         until = time.monotonic() + _ENDING
-        # Who interrupts the program wants to get away, and the store may not answer.
+        # On Ctrl-C, exit promptly: the store may not answer.
         hurry = not isinstance(sys.exc_info()[1], Exception | None)
         # One that does not end keeps the mail alive, and with it the memory that gloo may still write to.
         for thread in self._threads:

@@ -1,4 +1,4 @@
-"""What goes up the tree."""
+"""Messages that ranks send up the tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of one process group, and what they do together."""
+"""The ranks of one process group, and their common operations."""
 
 from __future__ import annotations
 

@@ -623,7 +623,7 @@ class Turn:
         return None
 
     def quit(self, error: BaseException) -> Steps:
-        """Leave because the user wants to get away: nobody waits for anybody."""
+        """Leave because the user interrupted the program: no rank waits for another."""
         if self.member.size > 1:
             failure = self.member.failure(words.told(error))
             while (yield from self.abandon(failure)):

@@ -1,4 +1,4 @@
-"""What travels through the store: values as bytes, failures, and the words of errors.
+"""The encoding of values and failures that travel through the store, and the texts of errors.
 
 Every value has its checksum behind it, which its reader compares: values decide what is sealed.
 """

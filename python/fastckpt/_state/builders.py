@@ -1,4 +1,4 @@
-"""What structure tokens become: checked only, or the state itself in torch or numpy."""
+"""Builders for structure tokens: one only checks them, others build the state in torch or numpy."""
 
 from __future__ import annotations
 

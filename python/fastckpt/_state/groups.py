@@ -1,4 +1,4 @@
-"""Which tensors of a state are its model: they go to files of their own, under the names Hugging Face knows."""
+"""Selects the tensors of the model, which get files of their own with names that Hugging Face knows."""
 
 from __future__ import annotations
 

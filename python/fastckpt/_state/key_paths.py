@@ -1,4 +1,4 @@
-"""Where in a state something lies: as Python would index it for people, joined with dots for tensor names."""
+"""Places in a state: shown to people as Python indexes them, joined with dots for tensor names."""
 
 from __future__ import annotations
 

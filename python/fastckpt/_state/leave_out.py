@@ -1,4 +1,4 @@
-"""A flattened state without some of its values: what a save makes of it is what the state without them would be."""
+"""Removes values from a flattened state, so that it is saved as if they had not been in it."""
 
 from __future__ import annotations
 

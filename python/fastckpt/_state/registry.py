@@ -1,4 +1,4 @@
-"""Types beyond the plain ones: what programs declare, and what an operation knows of all of them.
+"""Registries of types beyond the plain ones, and the lookup that an operation makes in all of them.
 
 Types are found by class for saving, and by name for loading. A file can name them, and never import them.
 """
@@ -28,7 +28,7 @@ _TORCH = frozenset(
 class Registry:
     """Types that one call knows, beside those of :func:`fastckpt.register_type`, which it puts in second place.
 
-    For libraries: what they declare for their own checkpoints is no matter of the whole process.
+    For libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
 
     Args:
         classes: classes that need no encode and decode, see :meth:`register`.

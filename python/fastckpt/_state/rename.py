@@ -1,4 +1,4 @@
-"""Other keys for a structure: prefixes that wrappers of modules add come off, and names change."""
+"""Changes the keys of a structure: strips prefixes that wrappers of modules add, and renames."""
 
 from __future__ import annotations
 

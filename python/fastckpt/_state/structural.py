@@ -1,4 +1,4 @@
-"""Values of classes that are not plain, as plain values, and back, by what they are made of.
+"""Encodes values of classes as the plain values that they consist of, and decodes them.
 
 A named tuple or a dataclass is its fields and what attributes it has beside them, an enum its name, a subclass of a
 built-in type the value of that and its attributes, a tensor subclass the parts that its own protocol names. Back: no

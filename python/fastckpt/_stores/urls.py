@@ -1,4 +1,4 @@
-"""URLs of object stores, and what is a path after all."""
+"""Tells URLs of object stores from paths, and checks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What describes the tensors of a state that are spread over ranks, where there are any."""
+"""Describes tensors that are spread over ranks, if the state has any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``fastckpt clean``: what saves and copies that were killed left in a directory of checkpoints."""
+"""``fastckpt clean``: lists and removes leftovers of killed saves and copies in a directory of checkpoints."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as torch.distributed.checkpoint counts it: entries by dotted keys.
+"""Lists a checkpoint as torch.distributed.checkpoint does: entries by dotted keys.
 
 Its planners look into mappings, and into lists that hold tensors or mappings; everything else is one entry. A key is
 made a string. Here the same is done to the structure of a checkpoint, so that the keys meet those of a state.

@@ -79,7 +79,7 @@ class InstalledReader(Reader):
 
 
 class Installation:
-    """What :func:`install` returns: a context manager."""
+    """The context manager that :func:`install` returns."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options

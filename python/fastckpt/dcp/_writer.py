@@ -47,7 +47,7 @@ class _Now(threading.local):
 
 
 class WriterOptions(WriteOptions, ReplicaOptions, total=False):
-    """What :class:`Writer` takes."""
+    """Options of :class:`Writer`."""
 
 
 @takes(WriteSettings, Policy, like={WriteSettings: "fastckpt.save", Policy: "fastckpt.distributed.save"}, ranks=True)
@@ -71,7 +71,7 @@ class Writer(_torch.StorageWriter):
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
-        process_group: that of ``dcp.save``, which does not tell its writer; None for the default group. The process of
+        process_group: the group passed to ``dcp.save``; None for the default group. The process of
             ``async_save`` with ``AsyncCheckpointerType.PROCESS`` has that as its default group.
         timeout: seconds of silence of another rank after which a save fails.
         metadata: a state without tensors, to be read without them; that of the first rank.

@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint: what they hold, and where. Tensors lie in pieces in many files."""
+"""Reads directories of torch.distributed.checkpoint, in which tensors are in pieces in many files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What conversions need of a file and of other packages, or why they cannot have it."""
+"""Checks that a file and other packages meet the needs of a conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state that lies in a file or directory of another format. No pickle is ever executed."""
+"""Reads the state from a file or directory of another format. No pickle is ever executed."""
 
 from __future__ import annotations
 

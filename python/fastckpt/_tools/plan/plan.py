@@ -120,8 +120,8 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     every = rule.interval(standing, mttf)
     if every < seconds:
         notes.append(
-            f"a checkpoint takes {units.show_seconds(seconds)}, but one starts every {units.show_seconds(every)}: saves "
-            "cannot keep up"
+            f"a checkpoint takes {units.show_seconds(seconds)}, but one starts every {units.show_seconds(every)}: "
+            "saves cannot keep up"
         )
     away = 0.0 if restart is None else units.seconds("restart", restart)
     verdicts = tuple(
