@@ -120,7 +120,7 @@ class Every:
         if self.steps is not None:
             return {one.step for one in saved if one.step % self.steps == 0}
         # The oldest stays, so the same ones are found again at each call. Where the clock was put back, or an older
-        # step was saved again, nobody knows how long it was: what is in doubt stays.
+        # step was saved again, its length is unknown: a checkpoint in doubt stays.
         found, last = set(), -math.inf
         for one in saved:
             if not 0 <= one.created - last < (self.time or 0.0):

@@ -42,7 +42,7 @@ class Event:
         waiter = allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
-        # It may have been set before the waiter was in the list, and then nobody would release that.
+        # It may have been set before the waiter was in the list, and then nothing would release it.
         if not self._set:
             # Signal handlers run meanwhile; an exception of theirs comes out here.
             deadline = None if timeout is None else time.monotonic() + timeout

@@ -121,7 +121,7 @@ def wait_for_paths(*paths: str | None) -> None:
 
 
 def failed(failure: Failure) -> None:
-    """Note a failure that nobody has asked for."""
+    """Note a failure whose result was never requested."""
     _unasked.append(failure)
 
 
@@ -133,12 +133,12 @@ def asked(error: BaseException) -> None:
 
 
 def unasked() -> tuple[Failure, ...]:
-    """Failures that nobody has asked for."""
+    """Failures whose result was never requested."""
     return tuple(_unasked)
 
 
 def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
-    """Raise the first failure that nobody asked for, with ``why`` as a note; warn of those that want that.
+    """Raise the first unreported failure, with ``why`` as a note; warn of those with ``on_error="warn"``.
 
     What has been told counts as seen. The failure of ``but`` is left alone.
     """

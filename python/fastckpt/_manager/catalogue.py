@@ -101,7 +101,7 @@ class Catalogue:
                 self._note(name, identity, entry)
 
     def go_back(self, step: int, steps: Iterable[int]) -> None:
-        """Note, durably, that the run goes on from a step: nobody follows what is above it any more.
+        """Note, durably, that the run continues from a step: it has left the steps above.
 
         Pinned ones may stay there, and until the next save nothing else would tell. ``steps`` are all that there are.
 

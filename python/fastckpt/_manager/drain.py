@@ -326,7 +326,7 @@ class Drain:
                 self._skip()
                 if self._waiting.get(step) != number:
                     return
-            # What came meanwhile is asked about at the next turn: whoever saves faster than the remote answers would
+            # What came meanwhile is asked about at the next turn: a run that saves faster than the remote answers would
             # otherwise have nothing copied.
             if before is None and self._is_gone(step):
                 self._drop(step, number)

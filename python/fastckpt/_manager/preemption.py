@@ -82,7 +82,7 @@ class Signals:
         self._over = False
 
     def uninstall(self) -> None:
-        """Put the earlier handlers back, where nobody has installed another one since."""
+        """Put the earlier handlers back, unless another one was installed since."""
         if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return
         self._over = True
@@ -184,7 +184,7 @@ class Signals:
         self.answer_now()
 
     def _in_child(self, number: int, frame: FrameType | None) -> None:
-        """A forked child saves nothing; whoever ends it may do so.
+        """A forked child saves nothing, and a signal that would end it does.
 
         A notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not end it, though: the
         program would lose its data-loader workers before it has saved.

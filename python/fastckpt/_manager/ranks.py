@@ -78,7 +78,7 @@ class Agreed:
 
 
 class Ranks:
-    """The ranks for which a manager acts: those of a process group, or this process alone, which asks nobody.
+    """The ranks for which a manager acts: those of a process group, or this process alone, which asks no other.
 
     Args:
         process_group: as for :class:`fastckpt.Manager`.

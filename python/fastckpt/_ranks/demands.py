@@ -277,7 +277,7 @@ class Wanting:
         return [*self.local.told.digests, False, self.local.unwanted()]
 
     def decide(self, combined: list[Any]) -> list[Any]:
-        """The verdict: which parts differ, and what nobody wants.
+        """The verdict: which parts differ, and which no rank wants.
 
         Raises:
             StructureMismatchError: there is something that nobody wants, and the load is strict.

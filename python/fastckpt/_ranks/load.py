@@ -153,7 +153,7 @@ def _read(
     attention: Attention,
     tick: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Agree on what is wanted, and bring it; what the report is made of, and the names of what nobody wants."""
+    """Agree on the parts to load, and bring them; returns data for the report, and names that no rank wants."""
     session, wishes, targets = call.session, wanted.prepared.wishes, wanted.targets
     agreement = Wanting(wanted)
     share: _core.Share | None = None

@@ -344,7 +344,7 @@ class Turn:
         combine: Callable[[list[Any]], Any] | None,
         decide: Callable[[Any], Any] | None,
     ) -> Any:
-        """Take part in a round of one rank. There is nobody to tell: an exception goes up as it is."""
+        """Take part in a round of one rank. No other rank has to be told: an exception propagates unchanged."""
         self.rounds += 1
         if failure:
             raise self.error([failure])
@@ -593,7 +593,7 @@ class Turn:
             if not failed and self.name == LAST and member.serves == member.rank:
                 yield from self._see_off()
         except UnreachableError:
-            return  # the verdict is known; keys that stay hurt nobody
+            return  # the verdict is known; keys that stay do no harm
 
     def _see_off(self) -> Steps:
         """Wait until the others have read the last answer, or are late with that: this process may have the store."""

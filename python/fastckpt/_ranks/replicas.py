@@ -214,7 +214,7 @@ def _cell(key: str) -> tuple[int, int, int]:
 
 
 def _united(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Who found which sum of which cell, of several ranks."""
+    """Which rank found which sum of which cell."""
     out: dict[str, Any] = {}
     for one in found:
         for key, sums in one.items():

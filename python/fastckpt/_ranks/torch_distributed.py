@@ -117,7 +117,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
 
 
 def _checked(operation: str, process_group: Any) -> Any:
-    from torch import distributed as dist  # noqa: PLC0415 - who works alone need not have torch
+    from torch import distributed as dist  # noqa: PLC0415 - a single process need not have torch
 
     if process_group is None:
         return dist.group.WORLD
@@ -145,7 +145,7 @@ def _group_of(group: Any) -> Group:
         return this_process()
     name = getattr(group, "group_name", "")
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
-    # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
+    # A store can outlive a group (torchrun's does), and torch reuses names: a new group must not be confused by
     # what a former group of the same name has left.
     # By default the first process serves it; torchrun's agents do where they say so.
     apart = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

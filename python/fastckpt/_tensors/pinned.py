@@ -139,7 +139,7 @@ class Registration:
         self, torch: ModuleType, device: Any, address: int, nbytes: int, limit: int | None, piece: int
     ) -> None:
         self.nbytes = nbytes
-        #: The owner of the memory, if it is to stay mapped until :meth:`close`, whoever else lets go of it.
+        #: The owner of the memory, if it must stay mapped until :meth:`close`, even if others release it.
         self.owner: object = None
         self.pinned = 0
         self._module: Any = torch.get_device_module(device)

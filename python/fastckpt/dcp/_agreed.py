@@ -82,7 +82,7 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
 
 
 class Boxes:
-    """Who has which boxes.
+    """The boxes of each rank.
 
     Args:
         answer: of :func:`decide_cuts`.

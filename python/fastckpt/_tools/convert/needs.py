@@ -39,7 +39,7 @@ def unpickling_torch_for(source: Path) -> Any:
 
 
 def refuse_growth(source: Path, written: int, read: int) -> None:
-    """Refuse to write many times the bytes that are read, which nobody has asked for.
+    """Refuse to write many times the bytes that are read, unless asked to.
 
     Args:
         source: what is converted.
