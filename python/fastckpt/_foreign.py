@@ -19,7 +19,7 @@ from fastckpt.exceptions import NotACheckpointError
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-#: Who writes files with these names. The core has the same table (rust ``commit/foreign.rs``), for directories.
+#: Formats by names of their files. The core has the same table (rust ``commit/foreign.rs``), for directories.
 _FORMATS = {
     "torch.distributed.checkpoint": ("*.distcp", TORCH_METADATA),
     "DeepSpeed": ("*_model_states.pt", "*_optim_states.pt", "zero_to_fp32.py"),

@@ -47,7 +47,7 @@ class Failure(NamedTuple):
 
 # The lists change in atomic steps, so that a signal handler finds them whole.
 _in_flight: list[SaveInFlight] = []
-#: One event for each caller who waits to be admitted: the end of any save sets them all.
+#: One event for each caller that waits to be admitted: the end of any save sets them all.
 _waiting: list[Event] = []
 _unasked: list[Failure] = []
 # Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits

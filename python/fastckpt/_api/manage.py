@@ -82,7 +82,7 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
     with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
         shards = checkpoint.shards
     names: builtins.list[str] = []
-    # What ``files=`` puts there are plain files.
+    # Files given with ``files=`` are plain files.
     odd: set[str] = set()
     with os.scandir(path) as entries:
         for entry in entries:

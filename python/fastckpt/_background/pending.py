@@ -69,7 +69,7 @@ class PendingSave(in_flight.SaveInFlight):
         self.group = group
         self.started = False
         self.finished = Event()
-        #: Opens when the state may change, whoever changes it.
+        #: Opens when the state may change.
         self._staged = Gate()
         #: Opens when a step may go on whose streams wait for the copies that are under way on devices.
         self._may_step = Gate()
@@ -292,7 +292,7 @@ class PendingSave(in_flight.SaveInFlight):
         elif self.cancelled():
             logger.info("the asynchronous save to %s was cancelled", self.path)
         else:
-            # As text: who keeps records would keep the error, and with it the frames of whoever asks for it.
+            # As text: a handler that keeps records would keep the error, and with it the frames of its callers.
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, str(error))
 
     def _ended(self, error: BaseException | None) -> Ended | None:
@@ -306,7 +306,7 @@ class PendingSave(in_flight.SaveInFlight):
             on_error(self)
         except BaseException as caught:
             logger.exception("%s: on_error of the save raised", self.path)
-            # So it may not have told anybody.
+            # The callback may have failed before it reported the error.
             in_flight.failed(in_flight.Failure(self, error, warn=False))
             if not isinstance(caught, Exception):
                 raise

@@ -79,7 +79,7 @@ class ToObjects:
         if share[0]:
             return reused, []
         self._settle(plan, bring)
-        # Whoever begins after this look brings objects that are not in it.
+        # A copy that begins after this look adds objects that are not in it.
         old = self._old(plan, before, self._objects.sizes())
         if before is None or before.content != plan.manifest:
             self._commit(plan, before)
@@ -160,7 +160,7 @@ class ToObjects:
             logger.warning("%s: leftovers of an earlier copy are not removed: %s", self._target, error)
 
     def _send_each(self, items: Sequence[Item], source: Source, plan: Plan, pace: Pace) -> dict[str, Exception]:
-        """Send files; return why which could not be read."""
+        """Send files; return the errors of those that could not be read, by name."""
         failed: dict[str, Exception] = {}
         folder = folder_of(plan.manifest)
         for in_parts, at_once in ((True, _LARGE), (False, _SMALL)):

@@ -61,7 +61,7 @@ class AfterSave:
 
         def ended(pending: PendingSave) -> None:
             try:
-                # Nobody asks for a failure here: the next save, wait, or the end of the process tells it.
+                # Failures are not raised here: the next save, wait, or the end of the process reports them.
                 if pending.progress().phase == "done":
                     report = pending.result()
                     self.note(about, began, report, report.stall)

@@ -59,7 +59,7 @@ class Catalogue:
         #: The place of the last save that was ever seen here.
         self.last = Lineage(0)
         found = self._read()
-        #: The policies of whoever wrote the file last, or those given.
+        #: The policies of the manager that wrote the file last, or those given.
         self.keep: list[str] | None = list(keep) if keep is not None else found
         self._changed = self._changed or self.keep != found
 

@@ -37,7 +37,7 @@ logger = logging.getLogger("fastckpt")
 
 #: Seconds until a failed copy is tried again, and the most they grow to.
 _FIRST, _MOST = 1.0, 60.0
-#: How often who waits looks whether something else is more urgent, in seconds.
+#: Seconds between two checks of a waiter for something more urgent.
 _LOOK = 0.1
 
 #: Those whose thread runs, or is to run before the process ends.
@@ -101,7 +101,7 @@ class Drain:
         self._seen: set[int] = set()
         #: Those that this process has saved.
         self._own: set[int] = set()
-        #: What the last attempt at a step raised. One that is not waiting any more is lost to the drain.
+        #: The exception of the last attempt at each step. A step that no longer waits is lost to the drain.
         self._failed: dict[int, Exception] = {}
         #: Set when the thread has ended.
         self._idle = Event()
@@ -132,7 +132,7 @@ class Drain:
         with self._lock:
             self._own.add(step)
             self._queue(step)
-            # Where a signal ends the process, nobody else starts the thread.
+            # If a signal ends the process, nothing else starts the thread.
             _running.add(self)
 
     def start(self) -> None:

@@ -275,7 +275,7 @@ class Manager:
 
         Raises:
             TimeoutError: it has not finished in time; it continues.
-            CancelledError: it was given up for a signal.
+            CancelledError: the save was abandoned because of a signal.
             CheckpointError: with ``stale="raise"``, a trained group has not changed with the last save.
             Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
         """

@@ -174,7 +174,7 @@ class Signals:
             self._in_child(number, frame)
             return
         if self._over:
-            # Whoever installed a handler after this one has put this one back.
+            # The code that installed a handler after this one has put this one back.
             self._default(number, frame)
             return
         if not self._pending:
@@ -237,7 +237,7 @@ class Preemption:
             if saved != step:
                 if given is None or not in_time:
                     raise TimeoutError("no time is left")  # noqa: TRY301 - as a save does that is given up
-                # Who has agreed to save takes part: the others wait for this rank.
+                # A rank that has agreed to save takes part: the others wait for it.
                 with until(max(deadline, time.monotonic() + _LEAST)):
                     logger.info("%s: saving step %d for %s", self.directory, step, names)
                     # In this thread: Python's threads cannot be started reliably in a signal handler.

@@ -278,7 +278,7 @@ class Ranks:
         """This rank does not take part in the save that the others begin now; it hardly waits for them."""
         if self._session is None:
             return
-        # Before the first save nobody knows who the others are: who leaves at once would not be heard.
+        # Before the first save no rank knows the others: one that leaves at once would not be heard.
         known = self._session.peers.has_met
         call = Call("save", self._session, path, self._timeout if known else min(_MEETING, self._timeout))
         # What this rank does with its own error, the caller decides.

@@ -98,7 +98,7 @@ class Tier(Generic[_P]):
         self.place, self.policies, self.read_only = place, policies, read_only
         self._catalogue: Catalogue | None = None
         self._making, self._lock = threading.Lock(), threading.Lock()
-        #: Held while one loses its name: who sets a pin waits.
+        #: Held while one loses its name: setting a pin waits for it.
         self._removing = threading.Lock()
         #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
         self.damaged: set[int] = set()

@@ -134,7 +134,7 @@ def _whole(found: list[tuple[str, memoryview]]) -> Manifest:
     shards = _shards(values)
     tensors = [_tensor(entry, shards, block_size) for entry in _list(_get(values, "tensors"))]
     if len({tensor.name for tensor in tensors}) != len(tensors):
-        raise ValueError("two tensors have one name")
+        raise ValueError("two tensors have the same name")
     _check_cover(tensors, shards)
     return Manifest(
         info=_info(values, block_size),
@@ -170,7 +170,7 @@ def _parsed(found: list[tuple[str, memoryview]]) -> dict[str, Any]:
 def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
     writer, saved = _get(values, "writer"), _get(values, "saved")
     fallback = _get(saved, "fallback", None)
-    # No reader uses what the next save does, but a manifest is refused for it by all or by none.
+    # Only saves use these names, but all readers must agree on whether a manifest is valid.
     files = _list(_get(saved, "files", []))
     if len(files) > MAX_SHARDS:
         raise ValueError(f"it has more than {MAX_SHARDS} files")
@@ -196,7 +196,7 @@ def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
 def _shards(values: dict[str, Any]) -> list[StoredShard]:
     shards = [_shard(entry) for entry in _list(_get(values, "shards"))]
     if len({shard.file for shard in shards}) != len(shards):
-        raise ValueError("two shards have one name")
+        raise ValueError("two shards have the same name")
     return shards
 
 
@@ -303,7 +303,7 @@ def _check_cover(tensors: list[StoredTensor], shards: list[StoredShard]) -> None
         ends[tensor.shard] = end + tensor.nbytes
     for shard, end in zip(shards, ends, strict=True):
         if end != shard.nbytes:
-            raise ValueError(f"tensors in shard `{shard.file}` end at byte {end} of {shard.nbytes}")
+            raise ValueError(f"tensors in shard `{shard.file}` end at byte {end}, not at its end, {shard.nbytes}")
 
 
 # --- types ------------------------------------------------------------------------------------------------------------

@@ -191,7 +191,7 @@ def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None
 
     def decide(combined: dict[str, Any]) -> Any:
         raise_lost(combined)
-        assert agreement is not None  # noqa: S101 - who has none has lost
+        assert agreement is not None  # noqa: S101 - a rank without one has lost
         return agreement.decide(combined["wanted"])
 
     return operation.round("wanted", value, combine=combine, decide=decide)

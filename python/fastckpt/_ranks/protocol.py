@@ -70,7 +70,7 @@ from fastckpt.exceptions import RankFailure, RanksError
 LAST = "done"
 #: Bytes of one value in the store. torch's TCPStore takes 8 MiB.
 VALUE = 4 << 20
-#: Seconds between two looks at who is silent, at most: two of them are what an error may come later than the timeout.
+#: Most seconds between two checks for silent ranks: an error comes at most two of them after the timeout.
 _LOOK = 2.5
 #: Seconds that a rank waits for the others once it knows that the turn has failed.
 GRACE = 5.0
@@ -373,7 +373,7 @@ class Turn:
         state.silence.begin(state.waiting, now)
         if own.failures:
             state.fail()
-            # Who has been silent already is not waited for again.
+            # A rank that has been silent already is not waited for again.
             state.silence.take_over(self._silence, state.waiting)
             yield from self._tell(own.failures[0])
         while state.waiting:
@@ -469,7 +469,7 @@ class Turn:
             answer = joined.value if decide is None else (yield Call(decide, joined.value))
             data = words.encode(answer)
         except BaseException as error:
-            # A signal may have come after the last step, and the last step may have failed when all was in its place.
+            # A signal may have come after the last step, or the last step may have failed after the commit.
             self._committed = is_done is not None and is_done()
             failure = self.member.failure(words.told(error))
             outcome = words.COMMITTED if self._committed else words.NOTHING

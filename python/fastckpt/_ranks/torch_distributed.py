@@ -223,7 +223,7 @@ class DataGroup:
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
-        # They stay: who is late must not find that another has come and gone.
+        # They stay: a late rank must not find that another has come and gone.
         here = [f"here/{rank}" for rank in range(group.size)]
         store.set(here[group.rank], "")
         try:

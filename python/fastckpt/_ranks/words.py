@@ -53,7 +53,7 @@ def encode(value: Any) -> bytes:
     """Return a value of None, bool, int, float, str, bytes, lists, tuples (as lists) and dicts as bytes.
 
     Raises:
-        TypeError: it holds something else, or a dict has a key that is not a string.
+        TypeError: a value is of another type, or a dict has a key that is not a string.
     """
     blobs: list[bytes] = []
 

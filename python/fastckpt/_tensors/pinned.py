@@ -190,7 +190,7 @@ class Registration:
         try:
             with self._module.device(self._device):
                 for piece in self.pieces:
-                    # Without the lock in between: who closes this waits for one piece at most.
+                    # Without the lock in between: a close waits for one piece at most.
                     with self._busy:
                         reason = self._pin(piece)
                     if reason is not None:

@@ -71,7 +71,7 @@ _COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[
     "bsc": (torch.sparse_bsc, Tensor.ccol_indices, Tensor.row_indices),
 }
 
-#: Elements that torch copies in the calling thread alone, whatever the caller's budget is.
+#: Up to this many elements, torch copies in the calling thread alone, however many threads it may use.
 _SERIAL = 30 << 10
 
 _strided = torch.strided
@@ -167,7 +167,7 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
 
 
 def describe_nested(value: Tensor) -> Parts:
-    """The token of a nested tensor, and what it is stored as."""
+    """Return the token of a nested tensor, with its stored form."""
     return Parts('["type","torch.nested.nested_tensor"]', ((THROUGH, encode_nested(value)),))
 
 

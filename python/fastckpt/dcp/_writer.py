@@ -148,7 +148,7 @@ class Writer(_torch.StorageWriter):
             except FileExistsError as error:
                 if "overwrite=False" not in str(error):
                     raise
-                # Programs look for torch's words.
+                # Programs search the message for torch's words.
                 raise FileExistsError(
                     f"dcp.save: {path}: Checkpoint already exists and self.overwrite=False: choose another path, or "
                     "make the Writer with overwrite=True"

@@ -35,7 +35,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
         hot: whether hot loads are wanted.
 
     Returns:
-        Why there can be no hot loads, or None.
+        The reason for which hot loads are left out, or None.
 
     Raises:
         ValueError: it does not fit; the message says how much would.

@@ -53,7 +53,7 @@ def _read_pickled(source: Path) -> Any:
         with _pickled.bounded(source.stat().st_size):
             return _pickled.load(torch, source)
     except MemoryError as error:
-        raise CheckpointError(f"cannot convert {source}: it has changed since it was inspected") from error
+        raise CheckpointError(f"cannot convert {source}: it has changed meanwhile: convert it again") from error
     except _pickled.RefusedError as error:
         if error.kind == "UnpicklingError":
             raise UnsupportedTypeError(
