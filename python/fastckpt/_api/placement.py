@@ -158,7 +158,7 @@ def _by_rule(
 
 
 def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, strict: bool) -> list[tuple[int, Any]]:
-    torch = torch_for("what is to go to a device")
+    torch = torch_for("tensors for a device")
     known: dict[str, Any] = {}
 
     def named(value: Any) -> Any:

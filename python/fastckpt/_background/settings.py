@@ -66,8 +66,8 @@ class BackgroundSettings(Settings):
     max_in_flight: int = option(
         1,
         check_in_flight,
-        "wait until fewer saves than this are in flight, of those of this process alone, or of the same process group. "
-        "Those of a group write one after the other.",
+        "wait until fewer saves than this are in flight; those of this process alone and of each process group are "
+        "counted apart. Those of a group write one after the other.",
     )
     nice: int | None = option(
         None, check_nice, "niceness of the writing threads, 0 to 19; None keeps the niceness of the process."

@@ -492,7 +492,7 @@ class Manager:
         known = next((one for one in self.policies if isinstance(one, keeping.Best)), None)
         if metric is None:
             if known is None:
-                raise ValueError("best: give the name of a metric: no policy keep.Best names one")
+                raise ValueError("best: pass metric=, since no keep.Best policy names one")
             metric = known.metric
         if mode is None:
             mode = known.mode if known is not None and known.metric == metric else "min"

@@ -63,7 +63,7 @@ class Signals:
         self._deadline = math.inf
         #: Whether one of them has ended the run.
         self.exiting = False
-        #: What it was for those that were answered last.
+        #: The deadline of the signals that were answered last.
         self._end = math.inf
         #: The first signal that was answered.
         self.first: signal.Signals | None = None

@@ -550,7 +550,7 @@ class Turn:
     def _read(self, verdict: bytes) -> Any:
         """What a verdict says; raise if it is not what was said."""
         try:
-            return words.decode(verdict, "what rank 0 answered")
+            return words.decode(verdict, "the answer of rank 0")
         except words.DamagedError as error:
             outcome = words.UNKNOWN if self.name == LAST else words.NOTHING
             raise self.error([self.member.failure(words.told(error))], outcome=outcome) from error

@@ -67,7 +67,7 @@ class Policy(Settings):
     replicas: str = option(
         "sample",
         _one_of("replicas", REPLICAS),
-        "how what several ranks hold is compared before anything is written, DTensors and plain tensors alike: "
+        "how the copies of several ranks are compared before anything is written, DTensors and plain tensors alike: "
         "``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and parts of up to 64 "
         "KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank that has it, and "
         "compares none. Tensors of one name over groups of ranks that are apart are compared whole in any case. "
@@ -77,8 +77,8 @@ class Policy(Settings):
     on_difference: str = option(
         "raise",
         _one_of("on_difference", ON_DIFFERENCE),
-        "what a difference does: ``raise``, or ``warn``, which saves the tensors that differ as the lowest rank has "
-        "them, whole, and names them in ``warnings`` of the report.",
+        "how to react to a difference: ``raise``, or ``warn``, which saves the tensors that differ as the lowest rank "
+        "has them, whole, and names them in ``warnings`` of the report.",
         alike=True,
     )
 

@@ -74,7 +74,7 @@ def encode(value: Any) -> bytes:
     return sealed(b"%d\n%s%s" % (len(text), text, b"".join(blobs)))
 
 
-def decode(data: bytes, what: str = "what a rank said") -> Any:
+def decode(data: bytes, what: str = "the message of a rank") -> Any:
     """Return the value that ``encode`` was given, its tuples as lists.
 
     Raises:

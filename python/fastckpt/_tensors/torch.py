@@ -341,7 +341,7 @@ _REFUSED = {
 
 
 def _why_not(kind: type[Tensor]) -> str | None:
-    """Why tensors of a subclass cannot be stored; None where its own protocol takes them apart, or it has its data."""
+    """Return why tensors of a subclass cannot be stored, or None if it has data or a protocol of its own."""
     for base in kind.__mro__:
         if base.__name__ in _REFUSED and base.__module__.startswith(TORCH_PREFIX):
             return f"a {base.__name__} {_REFUSED[base.__name__]}"
