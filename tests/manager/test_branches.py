@@ -313,7 +313,7 @@ def test_a_lost_checkpoint_is_no_new_beginning(tmp_path, kept):
 
 def test_a_disk_that_is_not_mounted_is_no_new_beginning(tmp_path, monkeypatch):
     (tmp_path / "runs").symlink_to(tmp_path / "disk" / "runs")
-    begin(tmp_path / "runs" / "gpt", "symbolic link to .*/disk/runs, where nothing is")
+    begin(tmp_path / "runs" / "gpt", "symbolic link to .*/disk/runs, which is missing")
     table = tmp_path / "fstab"
     table.write_text(f"# a disk\nLABEL=data {tmp_path}/my\\040disk ext4 defaults 0 2\n")
     monkeypatch.setattr(earlier_run, "_MOUNTS", table)

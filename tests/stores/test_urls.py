@@ -37,8 +37,8 @@ def test_places(given, place):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("hdfs://node:8020/x", "no store that fastckpt knows: give one of s3://, gs://, az://, memory://, file://"),
-        ("https://bucket.s3.amazonaws.com/x", "no store"),
+        ("hdfs://node:8020/x", "a store that fastckpt supports: give one of s3://, gs://, az://, memory://, file://"),
+        ("https://bucket.s3.amazonaws.com/x", "not a URL of a store"),
         ("s3://", "does not name a place"),
         ("s3://bucket/a//b", "does not name a place"),
         ("s3://bucket/../b", "does not name a place"),
