@@ -30,7 +30,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, more)`` makes its parser."""
     parser = command(
         "clean",
-        "list, and with --remove delete, what killed saves and copies left in a directory",
+        "list or remove what killed saves and copies left in a directory",
         "Without --remove nothing is changed. What a running save writes is never removed. Exits with 1 if something "
         "could not be removed.",
     )
