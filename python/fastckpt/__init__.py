@@ -130,7 +130,7 @@ _LATER = {
 }
 
 
-#: Modules for those who name them; the first two import torch.
+#: Modules imported on first use; the first two import torch.
 _MODULES = ("dcp", "distributed", "keep", "save_when")
 
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ROOT = Path("/")
-#: What the kernel takes back before it kills: cached pages, and memory of its own.
+#: Memory that the kernel reclaims before it kills a process: cached pages, and slabs of its own.
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 

@@ -1,4 +1,4 @@
-"""In the place of the compiled core where an installation has none: Python prefers an extension module of this name.
+"""Stands in for the compiled core if there is none: Python prefers an extension module of this name.
 
 It has what reading, inspecting, verifying and converting take. All else is there by name, and refuses to be called.
 """

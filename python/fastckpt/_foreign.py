@@ -1,4 +1,4 @@
-"""What lies where a checkpoint was expected: found by cheap looks, for the message.
+"""Names what is found where a checkpoint was expected, for error messages.
 
 And which names say that another program's checkpoint lies there, so that no save goes there.
 """
@@ -19,7 +19,7 @@ from fastckpt.exceptions import NotACheckpointError
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-#: Who writes files with these names. The core has the same table (rust ``commit/foreign.rs``), for directories.
+#: Formats by names of their files. The core has the same table (rust ``commit/foreign.rs``), for directories.
 _FORMATS = {
     "torch.distributed.checkpoint": ("*.distcp", TORCH_METADATA),
     "DeepSpeed": ("*_model_states.pt", "*_optim_states.pt", "zero_to_fp32.py"),
@@ -43,7 +43,7 @@ def not_a_checkpoint(path: str | os.PathLike[str]) -> NotACheckpointError:
     try:
         found = _directory(path) if os.path.isdir(path) else _file(path)  # noqa: PTH112 - bytes of a name as they are
     except OSError as error:
-        found = f"it cannot be looked at: {error.strerror}"
+        found = f"it cannot be read: {error.strerror}"
     return NotACheckpointError(visible(f"{path} is not a checkpoint of fastckpt: {found}"))
 
 
@@ -54,7 +54,7 @@ def _file(path: str) -> str:
         return "it is neither a directory nor a file"
     directory = os.path.dirname(path)  # noqa: PTH120
     if os.path.lexists(os.path.join(directory, _MANIFEST)):  # noqa: PTH118
-        return f"it is a file in one: give its directory, {directory}"
+        return f"it is a file inside a checkpoint: give its directory, {directory}"
     format_ = file_format(path)
     if format_ is None:
         return "it is a file, and a checkpoint is a directory"
@@ -62,7 +62,7 @@ def _file(path: str) -> str:
 
 
 def writer_of(name: str) -> str | None:
-    """Who writes files with this name; None for a name of no format."""
+    """The program that writes files with this name; None for a name of no format."""
     writers = (who for who, patterns in _FORMATS.items() if any(fnmatchcase(name, pattern) for pattern in patterns))
     return next(writers, None)
 
@@ -79,8 +79,8 @@ def written_beside(path: str | os.PathLike[str]) -> str | None:
     for name, who in found:
         if who not in {None, "safetensors"}:
             return (
-                f"{os.fspath(path)} holds {name} as well, which {who} wrote: its readers take that, and fastckpt this "
-                "checkpoint: move one of them elsewhere"
+                f"{os.fspath(path)} also holds {name}, which {who} wrote: its readers load that, and fastckpt loads "
+                "this checkpoint: move one of them elsewhere"
             )
     return None
 

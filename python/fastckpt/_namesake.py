@@ -38,7 +38,7 @@ def warn_of_namesake() -> None:
             f"{other} and fastckpt-io are both installed into {package} and overwrite each other's files there; "
             f"{other} is another project's. To keep fastckpt-io: {REMEDY}",
             RuntimeWarning,
-            stacklevel=4,  # this function, fastckpt/_api, fastckpt, and who imports it
+            stacklevel=4,  # this function, fastckpt/_api, fastckpt, and its importer
         )
 
 

@@ -54,7 +54,7 @@ def _scaled(what: str, value: float | str, units: dict[str, float], default: str
     number, unit = _split(what, value)
     if (unit or default) not in units:
         known = ", ".join(name for name in units if name)
-        raise ValueError(f"{what} {value!r}: unit {unit!r} is none of {known}")
+        raise ValueError(f"{what} {value!r}: unit {unit!r} is not one of {known}")
     result = number * units[unit or default]
     if result < least or (least == 0 and result == 0):
         raise ValueError(f"{what} must be {'more than 0' if least == 0 else f'at least {least:g}'}, not {value!r}")
@@ -113,7 +113,7 @@ def fraction(what: str, value: float | str) -> float:
     hundredths = isinstance(value, str) and value.rstrip().endswith("%")
     result = _scaled(what, value, {"": 1.0, "%": 1.0}, "") / (100 if hundredths else 1)
     if result >= 1:
-        raise ValueError(f"{what} must lie between 0 and 1 (or 0% and 100%), not {value!r}")
+        raise ValueError(f"{what} must be between 0 and 1 (or 0% and 100%), not {value!r}")
     return result
 
 

@@ -58,11 +58,11 @@ TIMEOUT = 600.0
 
 
 class RankSaveOptions(SaveOptions, ReplicaOptions, total=False):
-    """What :func:`save` takes."""
+    """Options of :func:`save`."""
 
 
 class RankSaveAsyncOptions(RankSaveOptions, BackgroundOptions, total=False):
-    """What :func:`save_async` takes."""
+    """Options of :func:`save_async`."""
 
 
 @takes(Policy, SaveSettings, like={SaveSettings: "fastckpt.save"}, ranks=True)
@@ -79,7 +79,7 @@ def save(
     """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
 
     When it returns, on any rank, the checkpoint is durable and whole. Until then the final name holds what it held
-    before, whatever befalls any rank. The files are those that :func:`fastckpt.save` writes of the same state in one
+    before, even if ranks fail. The files are those that :func:`fastckpt.save` writes of the same state in one
     process, to the last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
 
     Args:
@@ -94,7 +94,7 @@ def save(
             :func:`load_per_rank` gives it back.
         timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
             when the first one came.
-        metadata: that of the first rank is written; other ranks may give another, but for its ``step``, or none.
+        metadata: the first rank's is written; other ranks may give none, or one that differs, except in ``step``.
         {options}
 
     ``dtype`` and ``exclude`` are the same on all ranks, too. The files of the first rank are written. A pattern has to
@@ -109,7 +109,7 @@ def save(
             their hosts and what happened there. Nothing was committed, unless the message says that the outcome is not
             known.
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
-        ValueError: the ranks differ in what must be equal, tensors among it; or an argument is out of range, ``path``
+        ValueError: tensors or values that must be equal differ between ranks; or an argument is out of range, ``path``
             is a URL, or this process is not in ``process_group``.
         FileExistsError: ``path`` exists and is not a checkpoint, among it what another program wrote, or it is one and
             ``overwrite`` is false.
@@ -183,9 +183,9 @@ def save_async(
         on all ranks, and returns a :class:`RankSaveReport`. To cancel it on one rank fails it on all.
 
     Raises:
-        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored. This and what follows
-            fails the save on the other ranks.
-        Exception: an earlier asynchronous save failed, and its result was never asked for, as for
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored. This and all
+            later errors fail the save on the other ranks.
+        Exception: an earlier asynchronous save failed, and its result was never requested, as for
             :func:`fastckpt.save_async`.
         TypeError: ``process_group`` is not a process group, or an argument is unknown.
         RuntimeError: this process was forked from a rank.
@@ -314,7 +314,7 @@ def load(  # noqa: PLR0913 - all by name
         framework: what new tensors are.
         device: where new torch tensors go.
         registry: types that this call knows.
-        unknown: what a value of an unknown type becomes.
+        unknown: how to load values of unknown types.
         verify: compare every byte with its checksum.
         io: the engine of this rank. Where all ranks of the group are on one host and all have ``buffered``, they read
             through its page cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.

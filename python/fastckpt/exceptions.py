@@ -18,9 +18,9 @@ class CorruptCheckpointError(CheckpointError):
 
 
 class NotACheckpointError(CheckpointError):
-    """What is at the path was not written by fastckpt: a file, or a directory without a manifest (``fastckpt.json``).
+    """The path holds nothing that fastckpt wrote: a file, or a directory without a manifest (``fastckpt.json``).
 
-    The message says what it looks like, and names ``fastckpt convert`` where that makes a checkpoint of it.
+    The message names the likely format, and ``fastckpt convert`` if that can convert it to a checkpoint.
     """
 
 
@@ -50,7 +50,7 @@ class StructureMismatchError(CheckpointError, ValueError):
 
 
 class RankFailure(NamedTuple):
-    """What one rank failed of, or that it has not answered.
+    """The failure of one rank, or that it has not answered.
 
     Attributes:
         rank: its index in the process group.

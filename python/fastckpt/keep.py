@@ -20,14 +20,14 @@ __all__ = ["Best", "Every", "Last", "Policy", "Saved", "Steps", "Younger", "pars
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a policy knows of one checkpoint.
+    """The facts about one checkpoint that a policy can use.
 
     Attributes:
         step: its training step.
         created: when its save began, in seconds since 1970.
         metrics: the metrics that were saved with it.
         changed: of the groups ``model`` and ``optimizer``, the share of the bytes that are of tensors which differ from
-            the checkpoint before; empty where nobody knows.
+            the checkpoint before; empty if unknown.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Saved:
 
 @runtime_checkable
 class Policy(Protocol):
-    """What decides which checkpoints stay."""
+    """Decides which checkpoints are kept."""
 
     def kept(self, saved: Sequence[Saved], now: float) -> set[int]:
         """The steps that must stay.
@@ -120,7 +120,7 @@ class Every:
         if self.steps is not None:
             return {one.step for one in saved if one.step % self.steps == 0}
         # The oldest stays, so the same ones are found again at each call. Where the clock was put back, or an older
-        # step was saved again, nobody knows how long it was: what is in doubt stays.
+        # step was saved again, its length is unknown: a checkpoint in doubt stays.
         found, last = set(), -math.inf
         for one in saved:
             if not 0 <= one.created - last < (self.time or 0.0):
@@ -144,7 +144,7 @@ class Every:
 class Younger:
     """Keeps those whose save began less than ``age`` before that of the newest: seconds, or ``"2h"``.
 
-    What removes may have another clock than what saved, and a run that stands still does not age.
+    The age does not depend on the clock of the process that removes, and a stopped run does not age.
     """
 
     __slots__ = ("age",)
@@ -245,7 +245,7 @@ def _at_least_one(what: str, value: object) -> None:
 def named_steps(what: str, steps: Sequence[int]) -> frozenset[int]:
     """The steps that a policy names."""
     if not steps or any(type(step) is not int or step < 0 for step in steps):
-        raise ValueError(f"{what}: give one or more whole numbers from 0 on, not {steps!r}")
+        raise ValueError(f"{what}: give one or more non-negative integers, not {steps!r}")
     return frozenset(steps)
 
 

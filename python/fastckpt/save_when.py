@@ -27,7 +27,7 @@ _CHANGED = 0.1
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What a policy knows when it is asked.
+    """The facts that a policy can use when it is asked.
 
     Attributes:
         step: the training step.
@@ -52,7 +52,7 @@ class Moment:
 
 @runtime_checkable
 class Policy(Protocol):
-    """What decides when to save."""
+    """Decides when to save."""
 
     def due(self, moment: Moment) -> bool:
         """Whether the step is to be saved. It may be asked twice about one step."""

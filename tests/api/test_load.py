@@ -212,20 +212,20 @@ def test_into_lists_every_difference_and_changes_nothing(saved):
         fastckpt.load(saved(state), into=into)
     text = str(caught.value)
     for line in (
-        "['shape']: shape [2, 3] in the checkpoint, [3, 2] in into",
-        "['dtype']: dtype float32 in the checkpoint, float64 in into",
-        "['kind']: a torch tensor in the checkpoint, a numpy array in into",
-        "['both']: dtype float64 in the checkpoint, float32 in into; shape [2] in the checkpoint, [1, 2] in into",
-        "['missing'][0]: missing from into",
-        "['frozen']: the array in into is read-only",
-        "['expanded']: expanded in into, not in the checkpoint",
-        "['overlapping']: elements of the tensor in into share memory",
-        "['apart']: tied in into with another tensor than 'tied' in the checkpoint",
+        "['shape']: shape [2, 3] in the checkpoint, [3, 2] in into=",
+        "['dtype']: dtype float32 in the checkpoint, float64 in into=",
+        "['kind']: a torch tensor in the checkpoint, a numpy array in into=",
+        "['both']: dtype float64 in the checkpoint, float32 in into=; shape [2] in the checkpoint, [1, 2] in into",
+        "['missing'][0]: missing from into=",
+        "['frozen']: the array in into= is read-only",
+        "['expanded']: expanded in into=, not in the checkpoint",
+        "['overlapping']: elements of the tensor in into= share memory",
+        "['apart']: tied in into= to 'tied', a different tensor in the checkpoint",
         "['meta']: cannot be filled: a meta tensor has no data",
-        '[["tuple",2],"k",1]: shape [3] in the checkpoint, [4] in into',
-        "['sparse'].indices: shape [2, 2] in the checkpoint, [2, 4] in into",
+        '[["tuple",2],"k",1]: shape [3] in the checkpoint, [4] in into=',
+        "['sparse'].indices: shape [2, 2] in the checkpoint, [2, 4] in into=",
         "['quantized']: a quantised tensor cannot be filled in place",
-        "['dense']: a dense tensor in the checkpoint, a sparse or quantised one in into",
+        "['dense']: a dense tensor in the checkpoint, a sparse or quantised one in into=",
         "['unexpected']['here']: not in the checkpoint",
     ):
         assert line in text, line
@@ -285,7 +285,7 @@ def test_into_of_one_tied_tensor_in_two_places_that_overlap(saved):
 
 def test_mismatch_says_what_helps(saved):
     path = saved({str(i): torch.ones(1) for i in range(30)})
-    with pytest.raises(StructureMismatchError, match="into is a type: pass a state of containers, tensors") as caught:
+    with pytest.raises(StructureMismatchError, match="into= is a type: pass a state of containers, tensors") as caught:
         fastckpt.load(path, into=torch.nn.Linear)
     assert len(caught.value.differences) == 30
     assert pickle.loads(pickle.dumps(caught.value)).differences == caught.value.differences
@@ -579,7 +579,7 @@ else:
 def test_framework_numpy_without_the_dtype(saved, monkeypatch):
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     path = saved({"w": torch.ones(3, dtype=torch.bfloat16), "v": torch.ones(2), "s": torch.eye(2).to_sparse()})
-    with pytest.raises(UnsupportedTypeError, match="'w' is of dtype bfloat16, which numpy"):
+    with pytest.raises(UnsupportedTypeError, match="'w' has dtype bfloat16, which numpy"):
         fastckpt.load(path, framework="numpy", keys=["w", "v"])
     assert fastckpt.load(path, framework="numpy", keys="v")["v"].sum() == 2
     with pytest.raises(UnsupportedTypeError, match="a sparse tensor"):
@@ -609,7 +609,7 @@ def test_framework_torch(saved):
     assert torch.equal(loaded["0d"], torch.tensor(5))
     assert loaded["wide"].dtype is torch.complex128
     assert type(loaded["scalar"]) is np.float32
-    with pytest.raises(UnsupportedTypeError, match="'s' is of dtype <U1, which torch does not have"):
+    with pytest.raises(UnsupportedTypeError, match="'s' has dtype <U1, which torch does not have"):
         fastckpt.load(saved({"s": np.array(["a"])}), framework="torch")
 
 
@@ -656,7 +656,7 @@ def test_dtype_that_this_torch_lacks(saved, monkeypatch):
 
     path = saved({"w": torch.ones(2, dtype=torch.float8_e5m2)})
     monkeypatch.delitem(_torch.DTYPES, "float8_e5m2")
-    with pytest.raises(UnsupportedTypeError, match="'w' is of dtype float8_e5m2, which this version of torch"):
+    with pytest.raises(UnsupportedTypeError, match="'w' has dtype float8_e5m2, which this version of torch"):
         fastckpt.load(path)
 
 

@@ -161,12 +161,14 @@ def test_frameworks(saved, framework):
 def test_what_does_not_go_with_it_is_refused(saved):
     path, wanted = saved
     for options in ({"dtype": "float32"}, {"dtype": {"w": "float32"}, "into": wanted}):
-        with pytest.raises(ValueError, match="load: mmap gives the bytes as they are in the files: give no dtype"):
+        with pytest.raises(
+            ValueError, match="load: mmap=True maps the stored bytes unchanged and cannot be combined with dtype="
+        ):
             fastckpt.load(path, mmap=True, **options)
     with pytest.raises(ValueError, match=r"load: device.*there is no device cuda:77 here"):
         fastckpt.load(path, mmap=True, device="cuda:77")
     for io in ("uring", "threads", "direct"):
-        with pytest.raises(ValueError, match=f"mmap goes through the page cache.*'{io}'"):
+        with pytest.raises(ValueError, match=f"mmap=True reads through the page cache.*'{io}'"):
             fastckpt.load(path, mmap=True, io=io)
     assert same(fastckpt.load(path, mmap=True, io="buffered"), wanted)
 
@@ -299,5 +301,5 @@ def test_what_cannot_be_made_is_told_before_anything_is_read(saved, monkeypatch)
 
     monkeypatch.setattr(fastckpt._tensors.torch, "dtype_of", lambda *_: None)
     monkeypatch.setattr(fastckpt._api.load, "ticker", read)
-    with pytest.raises(UnsupportedTypeError, match="'w' is of dtype bfloat16, which this version of torch"):
+    with pytest.raises(UnsupportedTypeError, match="'w' has dtype bfloat16, which this version of torch"):
         fastckpt.load(path, mmap=True)

@@ -247,7 +247,7 @@ def test_a_part_of_the_state_of_an_optimizer_changes_nothing(tmp_path):
     fastckpt.save(states(everything("adam")), tmp_path / "c")
     training = everything("adam", seed=3)
     before = copy.deepcopy(states(training))
-    with pytest.raises(StructureMismatchError, match=r"\['optimizer'\]: a part of the state of an optimizer"):
+    with pytest.raises(StructureMismatchError, match=r"\['optimizer'\]: part of an optimizer state"):
         fastckpt.load(tmp_path / "c", into=training, exclude="optimizer.state.*")
     assert same(states(training), before)
 
@@ -259,7 +259,7 @@ def test_a_module_whose_tensors_do_not_fit(tmp_path):
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(StructureMismatchError, match="nothing was changed") as caught:
         fastckpt.load(tmp_path / "c", into={"model": model, "optimizer": {}})
-    assert caught.value.differences[0] == "['model']['0.weight']: shape [8, 4] in the checkpoint, [9, 4] in into"
+    assert caught.value.differences[0] == "['model']['0.weight']: shape [8, 4] in the checkpoint, [9, 4] in into="
     assert same(model.state_dict(), before)
 
 
@@ -287,7 +287,7 @@ def test_tied_and_untied_modules(tmp_path):
     model = Language(False)
     fastckpt.load(tmp_path / "tied", into=model)
     assert same(model.state_dict(), tied.state_dict())
-    with pytest.raises(StructureMismatchError, match="tied in into with another tensor"):
+    with pytest.raises(StructureMismatchError, match="tied in into= to "):
         fastckpt.load(tmp_path / "apart", into=Language(True))
     del model.head
     fastckpt.load(tmp_path / "tied", into=model)
@@ -343,13 +343,13 @@ def test_nothing_is_changed_when_anything_does_not_fit(tmp_path):
         ({**state, "model": {**state["model"], "0.bias": torch.ones(3)}}, "['model']['0.bias']: shape [3]"),
         (
             {**state, "optimizer": {**state["optimizer"], "param_groups": state["optimizer"]["param_groups"][:1]}},
-            "['optimizer']: groups of [2] parameters in the checkpoint, of [2, 4] in into",
+            "['optimizer']: groups of [2] parameters in the checkpoint, of [2, 4] in into=",
         ),
-        ({**state, "optimizer": {"state": {}}}, "['optimizer']: no state of an optimizer in the checkpoint"),
-        ({**state, "optimizer": [1]}, "['optimizer']: a list in the checkpoint, an optimizer in into"),
+        ({**state, "optimizer": {"state": {}}}, "['optimizer']: not an optimizer state in the checkpoint"),
+        ({**state, "optimizer": [1]}, "['optimizer']: a list in the checkpoint, an optimizer in into="),
         ({key: state[key] for key in state if key != "optimizer"}, "['optimizer']: not in the checkpoint"),
         ({key: state[key] for key in state if key != "scheduler"}, "['scheduler']: not in the checkpoint"),
-        ({**state, "model": torch.ones(3)}, "['model']: missing from into"),
+        ({**state, "model": torch.ones(3)}, "['model']: missing from into="),
     ):
         fastckpt.save({**broken, "other": {}}, tmp_path / "c")
         with pytest.raises(StructureMismatchError) as caught:
@@ -363,7 +363,7 @@ def test_an_object_that_refuses_its_state(tmp_path):
     fastckpt.save({"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}, tmp_path / "c")
     first, last = Stateful(), Stateful()
     with pytest.raises(
-        CheckpointError, match=r"load_state_dict of the Stateful at \['b'\] raised.*no thanks.*before it"
+        CheckpointError, match=r"load_state_dict of the Stateful at \['b'\] raised.*no thanks.*before this one"
     ):
         fastckpt.load(tmp_path / "c", into={"a": first, "b": Stateful(fails=True), "c": last})
     assert (first.given, last.given) == ([{"n": 1}], [])

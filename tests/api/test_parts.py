@@ -111,7 +111,7 @@ def test_strict_is_the_default(saved):
     path = saved({"a": torch.ones(2), "b": torch.ones(3)})
     with pytest.raises(StructureMismatchError, match="strict=False") as caught:
         fastckpt.load(path, into={"b": torch.zeros(3), "c": torch.zeros(1)})
-    assert caught.value.differences == ("['a']: missing from into", "['c']: not in the checkpoint")
+    assert caught.value.differences == ("['a']: missing from into=", "['c']: not in the checkpoint")
 
 
 def test_not_strict_leaves_out_what_one_side_has(saved, caplog, engine):
@@ -133,7 +133,7 @@ def test_not_strict_still_asks_for_shapes_and_dtypes(saved):
     into = {"a": torch.zeros(3), "c": torch.zeros(1)}
     with pytest.raises(StructureMismatchError, match="1 difference") as caught:
         fastckpt.load(path, into=into, strict=False)
-    assert caught.value.differences == ("['a']: shape [2] in the checkpoint, [3] in into",)
+    assert caught.value.differences == ("['a']: shape [2] in the checkpoint, [3] in into=",)
     assert not into["a"].any()
 
 
@@ -194,7 +194,7 @@ def test_what_is_tied_in_into_may_be_stored_apart_if_it_is_equal(saved, engine, 
     loaded = fastckpt.load(path, into=into, io=engine)
     assert loaded["a"] is loaded["b"] is one
     assert torch.equal(one, w)
-    with pytest.raises(StructureMismatchError, match=r"\['c'\]: tied in into with another tensor than 'a'"):
+    with pytest.raises(StructureMismatchError, match=r"\['c'\]: tied in into= to 'a', a different tensor"):
         fastckpt.load(path, into={**into, "c": one})
     with pytest.raises(StructureMismatchError, match=r"1 difference.*\n.*'d'.*dtype int32"):
         fastckpt.load(path, into={**into, "d": one})
@@ -272,7 +272,7 @@ def test_arguments_of_renaming(saved):
     for wrong in ({"a": 1}, 5):
         with pytest.raises(TypeError, match="load: rename must"):
             fastckpt.load(path, rename=wrong)
-    with pytest.raises(TypeError, match="load: rename made 5 of the key 'weight'"):
+    with pytest.raises(TypeError, match="load: rename= returned 5 for the key 'weight'"):
         fastckpt.load(path, rename=lambda _: 5)
     for wrong in ("", [""], [3], 3):
         with pytest.raises(TypeError, match="load: strip_prefix must"):
@@ -392,14 +392,16 @@ def test_dtypes_of_numpy_and_of_python_are_names_too(saved):
 
 
 def test_mmap_casts_nothing(saved):
-    with pytest.raises(ValueError, match="load: mmap gives the bytes as they are in the files: give no dtype"):
+    with pytest.raises(
+        ValueError, match="load: mmap=True maps the stored bytes unchanged and cannot be combined with dtype="
+    ):
         fastckpt.load(saved({"w": torch.ones(2)}), mmap=True, dtype="float16")
 
 
 def test_a_dtype_that_is_not_there(saved, monkeypatch):
     path = saved({"w": torch.ones(2), "n": np.ones(2)})
     monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    with pytest.raises(UnsupportedTypeError, match="'n' is to be cast to bfloat16, which numpy"):
+    with pytest.raises(UnsupportedTypeError, match="'n' cannot be cast to bfloat16, which numpy"):
         fastckpt.load(path, dtype="bfloat16")
     assert fastckpt.load(path, dtype="bfloat16", framework="torch")["n"].dtype is torch.bfloat16
     from fastckpt._tensors import torch as _torch
@@ -439,7 +441,7 @@ def test_into_with_a_cast(saved, engine):
     assert torch.equal(into["w"], state["w"].to(torch.bfloat16))
     assert (raw.t()[1::2] == 9).all(), "what lies between was touched"
     assert (into["n"] == state["n"].astype(np.float32)).all()
-    with pytest.raises(StructureMismatchError, match="dtype float16 by dtype=, bfloat16 in into"):
+    with pytest.raises(StructureMismatchError, match="dtype float16 by dtype=, bfloat16 in into="):
         fastckpt.load(path, into=into, dtype={**wishes, "w": "float16"})
     with pytest.raises(StructureMismatchError, match="or cast floating-point tensors with dtype="):
         fastckpt.load(path, into=into)

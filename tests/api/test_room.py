@@ -38,7 +38,7 @@ def machine(root, *, left, swap=0):
 def test_what_does_not_fit_is_refused(tmp_path):
     root = machine(tmp_path, left=4 * GB)
     with pytest.raises(
-        MemoryError, match=r"^load: /c: .*take 5.00 GB.*limited to 10.00 GB, has 4.00 GB left.*mmap=True"
+        MemoryError, match=r"^load: /c: .*need 5.00 GB.*limited to 10.00 GB, has 4.00 GB left.*mmap=True"
     ):
         room.check_room("/c", 5 * GB, 5 * GB, root=root)
 

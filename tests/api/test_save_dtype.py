@@ -95,7 +95,7 @@ def test_arrays_are_cast_to_what_numpy_has(tmp_path):
         fastckpt.load(tmp_path / "c"),
         {name: value if name == "n" else np.ascontiguousarray(value.astype("f2")) for name, value in state.items()},
     )
-    with pytest.raises(UnsupportedTypeError, match="save: tensor 'a' is to be cast to bfloat16, which numpy does not"):
+    with pytest.raises(UnsupportedTypeError, match="save: tensor 'a' cannot be cast to bfloat16, which numpy does not"):
         fastckpt.save(state, tmp_path / "c", dtype="bfloat16")
 
 
@@ -202,7 +202,7 @@ def test_elements_that_blocks_cut(tmp_path, monkeypatch, io, block):
 )
 def test_numbers_beyond_the_range_are_told(tmp_path, way, value, dtype, lost, caplog):
     report = way({"w": value, "other": torch.ones(1)}, tmp_path / "c", dtype={"w": dtype})
-    expected = f"1 tensor cast to {dtype} had numbers beyond its range"
+    expected = f"1 tensor cast to {dtype} had numbers outside its range"
     assert [text[: len(expected)] for text in report.warnings] == [expected] * lost
     assert all("'w'" in text for text in report.warnings)
     if way is save:
@@ -309,7 +309,7 @@ def test_what_is_no_dtype(tmp_path, way):
 
 def test_a_dtype_that_torch_lacks(tmp_path, monkeypatch):
     monkeypatch.delitem(_torch.DTYPES, "float8_e5m2")
-    with pytest.raises(UnsupportedTypeError, match="'w' is to be cast to float8_e5m2, which this version of torch"):
+    with pytest.raises(UnsupportedTypeError, match="'w' cannot be cast to float8_e5m2, which this version of torch"):
         fastckpt.save({"w": torch.ones(2)}, tmp_path / "c", dtype="float8_e5m2")
     monkeypatch.setattr(cast_out, "recast_tensor", lambda *_: torch.zeros(1).view(3))
     with pytest.raises(UnsupportedTypeError, match="'w' cannot be cast to float16 "):

@@ -163,7 +163,7 @@ def test_the_handle_tells_how_far_it_is(tmp_path, hold):
     assert first.phase == "writing"
     assert first.staged == first.total > 1 << 20
     pending.wait_staged(0)
-    with pytest.raises(concurrent.futures.TimeoutError, match=r"not done after 0\.01 s"):
+    with pytest.raises(concurrent.futures.TimeoutError, match=r"not finished after 0\.01 s"):
         pending.result(0.01)
     with pytest.raises(concurrent.futures.TimeoutError):
         pending.exception(0)
@@ -378,7 +378,7 @@ def test_a_failure_comes_out_of_result_and_the_save_can_be_repeated(tmp_path, ca
 def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, late):
     broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
     broken.finished.wait(60)
-    with pytest.warns(RuntimeWarning, match=r"no/c failed, and nobody has asked"):
+    with pytest.warns(RuntimeWarning, match=r"no/c failed, and its result was never requested"):
         # The synchronous one may be the last act of a failing program, so it saves first, and only warns.
         fastckpt.save(numbered(2), tmp_path / "sync")
     assert which(fastckpt.load(tmp_path / "sync")) == 2
@@ -386,7 +386,9 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
         fastckpt.save_async(numbered(3), tmp_path / "c")
     if sys.version_info >= (3, 11):
         text = "".join(traceback.format_exception(caught.value))
-        assert f"asynchronous save to {broken.path}; save_async raised it because nobody had asked" in text
+        assert (
+            f"asynchronous save to {broken.path}; save_async raised it because its result was never requested" in text
+        )
         assert f"the save of this call, to {tmp_path / 'c'}, goes on" in text
     # It saved first, and its handle is not lost.
     assert caught.value.pending_save.path == str(tmp_path / "c")
@@ -492,7 +494,7 @@ def test_drain_waits_and_raises_what_nobody_asked_for(tmp_path, late, hold):
     fastckpt.drain()
     gate = hold(tmp_path / "slow")
     slow = fastckpt.save_async(numbered(1), tmp_path / "slow")
-    with pytest.raises(concurrent.futures.TimeoutError, match="it goes on"):
+    with pytest.raises(concurrent.futures.TimeoutError, match="and continues"):
         fastckpt.drain(0.01)
     assert not slow.done()
     gate.set()
@@ -707,9 +709,9 @@ def test_exit_handlers_may_save(tmp_path, before):
 def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, status):
     done = run(tmp_path, f"late(); fastckpt.save_async(state, target + '-no/c')\n{ending}", expected=status)
     assert "asynchronous save to " in done.stderr
-    assert "-no/c failed, and nobody asked for its result: FileNotFoundError: " in done.stderr
+    assert "-no/c failed, and its result was never requested: FileNotFoundError: " in done.stderr
     asked = run(tmp_path, "late(); fastckpt.save_async(state, target + '-no/c').exception()")
-    assert "nobody asked" not in asked.stderr
+    assert "never requested" not in asked.stderr
 
 
 BROKEN = """
@@ -752,7 +754,7 @@ def test_a_failure_is_told_when_it_happens_and_at_the_end(tmp_path, method):
     # By two threads, in any order.
     reason = "OSError: [Errno 5] the disk is gone"
     assert sorted(line for line in done.stderr.splitlines() if "asynchronous save" in line) == [
-        f"fastckpt: the asynchronous save to {path} failed, and nobody asked for its result: {reason}",
+        f"fastckpt: the asynchronous save to {path} failed, and its result was never requested: {reason}",
         f"the asynchronous save to {path} failed: {reason}",
     ]
 
@@ -816,7 +818,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
         assert failed.exception()
         """,
     )
-    assert "nobody asked" not in done.stderr
+    assert "never requested" not in done.stderr
     assert fastckpt.verify(tmp_path / "c").ok
 
 

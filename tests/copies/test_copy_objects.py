@@ -420,7 +420,7 @@ def test_a_copy_that_another_one_has_overtaken_says_so(saved, url, monkeypatch):
         if before:
             copy_checkpoint([saved("old", before)], target, overwrite=True)
         monkeypatch.setattr(Objects, "replace", replace)
-        with pytest.raises(OSError, match="another copy to it runs") as raised:
+        with pytest.raises(OSError, match="another copy to it is running") as raised:
             copy_checkpoint([source], target, overwrite=True)
         assert raised.value.errno == errno.EBUSY
         assert value_at(target) == 2
@@ -458,7 +458,7 @@ def test_what_another_copy_removes_is_brought_again(saved, url, monkeypatch):
         remove(objects, [spoiled])
 
     monkeypatch.setattr(Objects, "write", write)
-    with pytest.raises(OSError, match="another copy to it runs"):
+    with pytest.raises(OSError, match="another copy to it is running"):
         copy_checkpoint([source], target)
 
 

@@ -211,7 +211,7 @@ class TestMapped(OnDevice):
             fastckpt.load(self.path / "c", into=into, mmap=True)
         devices.synchronize()
         assert not there(into["w"]).any()
-        with raises(ValueError, "give no dtype"):
+        with raises(ValueError, "cannot be combined with dtype="):
             fastckpt.load(self.path / "c", mmap=True, device=DEVICE, dtype="bfloat16")
 
 

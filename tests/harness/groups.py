@@ -35,7 +35,7 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
     "GLOG_minloglevel": "2",
     "TORCH_CPP_LOG_LEVEL": "ERROR",
-    # The server of a TCPStore asks the name server for the name of each client, and answers nobody meanwhile.
+    # The server of a TCPStore asks the name server for the name of each client, and answers no other meanwhile.
     "RES_OPTIONS": "timeout:1 attempts:1",
 }
 # Nothing of torch's own that a rank warns of is the test's business.

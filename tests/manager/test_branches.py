@@ -183,7 +183,7 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
         assert manager.remote_steps() == [1000, 2000, 3000]
         assert (tmp_path / "run" / "latest").read_text() == "step-00002000\n"
         assert any("step-00003000 stays: it is pinned" in record.message for record in caplog.records)
-        with pytest.raises(ValueError, match="give step="):
+        with pytest.raises(ValueError, match="requires step="):
             manager.restore(discard_newer=True)
         # What others have put in the place of the hint costs the hint alone.
         (tmp_path / "run" / "latest").unlink()
@@ -298,7 +298,7 @@ def test_nothing_is_a_new_beginning(tmp_path):
 
 def test_another_form_of_names_is_no_new_beginning(tmp_path):
     save(tmp_path, [1000])
-    begin(tmp_path, "step-00001000 is a checkpoint, and no name that the manager gives", name="step-{step}")
+    begin(tmp_path, "step-00001000 is a checkpoint whose name does not fit name=", name="step-{step}")
 
 
 @pytest.mark.parametrize("kept", ["latest", CACHE, "step-00000001.pin"])
@@ -314,7 +314,7 @@ def test_a_lost_checkpoint_is_no_new_beginning(tmp_path, kept):
 
 def test_a_disk_that_is_not_mounted_is_no_new_beginning(tmp_path, monkeypatch):
     (tmp_path / "runs").symlink_to(tmp_path / "disk" / "runs")
-    begin(tmp_path / "runs" / "gpt", "symbolic link to .*/disk/runs, where nothing is")
+    begin(tmp_path / "runs" / "gpt", "symbolic link to .*/disk/runs, which is missing")
     table = tmp_path / "fstab"
     table.write_text(f"# a disk\nLABEL=data {tmp_path}/my\\040disk ext4 defaults 0 2\n")
     monkeypatch.setattr(earlier_run, "_MOUNTS", table)
@@ -328,8 +328,8 @@ def test_objects_without_a_manifest_are_no_new_beginning(tmp_path):
     url = f"memory://{tmp_path.name}/lost"
     save(tmp_path / "one", [1000], remote=url)
     Objects.at("test", f"{url}/step-00001000").remove(["fastckpt.json"])
-    begin(tmp_path / "two", "objects lie below step-00001000/, and no manifest is among them", remote=url)
-    begin(tmp_path / "two", "objects lie below", remote=url, remote_keep=1)
+    begin(tmp_path / "two", "there are objects below step-00001000/, but no manifest", remote=url)
+    begin(tmp_path / "two", "there are objects below", remote=url, remote_keep=1)
     Objects.at("test", url).remove([*Objects.at("test", url).sizes()])
     save(tmp_path / "one", [2000], remote=url)
     begin(tmp_path / "two", "step-00001000 is a checkpoint|step-00002000 is", remote=url, name="{step}")
@@ -354,7 +354,7 @@ def test_checkpoints_of_another_library_are_not_damaged_ones(tmp_path):
 
 def test_a_report_is_not_asked_for(tmp_path):
     save(tmp_path, [1])
-    with pytest.raises(TypeError, match="report: leave it out"):
+    with pytest.raises(TypeError, match="leave out report="):
         fastckpt.Manager(tmp_path).restore(report=True)
 
 

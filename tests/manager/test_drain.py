@@ -418,7 +418,7 @@ def test_what_killed_copies_left_in_a_store_goes_when_nobody_wants_it(tmp_path, 
     run.wait()
     left = {name for name in objects.sizes() if FOLDER in name}
     assert left == kept - {f"step-00000000/{FOLDER}/model.safetensors"}
-    assert "step-00000000: removed 1 objects that a copy left which was cut short" in caplog.text
+    assert "step-00000000: removed 1 objects left by an interrupted copy" in caplog.text
 
 
 class Outage:
@@ -543,7 +543,7 @@ def test_a_process_that_brings_a_share_tries_once(tmp_path, copier, caplog):
     run.save(1)
     run.wait()
     assert copier.asked == [1]
-    assert "did not bring its share of step 1" in caplog.text
+    assert "did not upload its share of step 1" in caplog.text
     assert run.settled == 0
     assert not (tmp_path / "remote" / "latest").exists()
 

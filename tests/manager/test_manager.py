@@ -339,7 +339,7 @@ def test_what_files_gave_goes_with_a_checkpoint_and_what_others_put_there_stays(
     assert sorted(each.name for each in left.iterdir()) == names
     assert (left / "eval" / "results.json").read_text() == "{}"
     (told,) = [record.message for record in caplog.records if "did not write" in record.message]
-    assert f"{', '.join(names)} lie in {left}" in told
+    assert f"{', '.join(names)} are now in {left}" in told
     assert not list(tmp_path.glob("step-00000002*"))
     # A later checkpoint of the step does not take the place of what lies there.
     fill(tmp_path, [1], **options)
@@ -527,7 +527,7 @@ def test_metadata_and_metrics_lie_in_the_checkpoint(tmp_path):
 
 @pytest.mark.parametrize("step", [-1, 1.5, True, "1", None])
 def test_a_step_is_a_whole_number(tmp_path, step):
-    with pytest.raises(ValueError, match="step must be a whole number"):
+    with pytest.raises(ValueError, match="step must be a non-negative integer"):
         fastckpt.Manager(tmp_path).save(step, {})
 
 
@@ -540,9 +540,9 @@ def test_a_step_is_a_whole_number(tmp_path, step):
         ({"save_when": "often"}, "save_when: 'often' is not a policy"),
         ({"save_when": [save_when.First]}, "is not a policy"),
         ({"save_when": 0}, "steps must be a whole number"),
-        ({"overhead": 2}, "overhead must lie between 0 and 1"),
+        ({"overhead": 2}, "overhead must be between 0 and 1"),
         ({"mttf": "soon"}, "mttf 'soon'"),
-        ({"save_options": {"overwrite": False}}, "save_options: overwrite: known are"),
+        ({"save_options": {"overwrite": False}}, "save_options= has no overwrite: known are"),
         ({"save_options": {"threads": 1000}}, "save_options: threads"),
         ({"save_options": {"bandwidth_limit": "fast"}}, "save_options: bandwidth_limit"),
         ({"save_options": {"max_in_flight": 0}}, "save_options: max_in_flight"),

@@ -161,7 +161,7 @@ def test_a_disk_without_room_is_passed_over(local, remote, monkeypatch, number, 
     found = manager.restore()
     assert is_of(found, 2)
     assert found.path == f"{remote}/step-00000002"
-    assert "it is loaded from" in caplog.text
+    assert "loading from" in caplog.text
     # What the next save would take as its base is not here.
     manager.save(3, state(3), {"loss": 0})
     manager.wait()
@@ -237,7 +237,7 @@ def test_a_remote_that_does_not_answer_is_left_out(local, remote, monkeypatch):
     fill(local, remote, [1, 2])
     manager = fastckpt.Manager(local, remote=remote)
     monkeypatch.setattr(manager._remote.place, "look", silent)
-    with pytest.warns(RuntimeWarning, match=r"does not answer, and is left out: .*no route"):
+    with pytest.warns(RuntimeWarning, match=r"does not answer and is skipped: .*no route"):
         assert is_of(manager.restore(), 2)
     shutil.rmtree(local)
     # No new beginning.
@@ -394,7 +394,7 @@ def test_two_managers_use_one_remote(local, remote, tmp_path):
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"remote_keep": 3}, "remote_keep: give remote="),
+        ({"remote_keep": 3}, "remote_keep= requires remote="),
         ({"remote": "local"}, "is the manager's directory"),
         ({"remote": "ftp://host/run"}, "ftp"),
         ({"remote": "remote", "remote_keep": "last=3"}, "remote_keep: 'last=3' is not a policy"),

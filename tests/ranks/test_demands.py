@@ -160,7 +160,7 @@ def _stages(path) -> None:
     # What no rank wants is an error for all, unless it may be.
     less = {"model": {f"layer{rank % 2}": torch.zeros(rank % 2 + 2)}}
     with pytest.raises(
-        StructureMismatchError, match=r"no rank has a place.* 2 tensors of .*\n  model\.layer2\n  model\.layer3$"
+        StructureMismatchError, match=r"no rank has a destination.* 2 tensors of .*\n  model\.layer2\n  model\.layer3$"
     ):
         load(path, less)
     _, wanted, verdict = load(path, less, strict=False)
@@ -200,10 +200,13 @@ def _mismatches(path) -> None:
         fastckpt.save({"a": numbered(6, 2), "s": numbered(6, 2).to_sparse()}, path)
     dist.barrier()
     for value, reason in (
-        (distribute_tensor(torch.zeros(6, 3), mesh, [Shard(0)]), r"shape \[6, 2\] in the checkpoint, \[6, 3\] in into"),
+        (
+            distribute_tensor(torch.zeros(6, 3), mesh, [Shard(0)]),
+            r"shape \[6, 2\] in the checkpoint, \[6, 3\] in into=",
+        ),
         (
             distribute_tensor(torch.zeros(6, 2).int(), mesh, [Shard(0)]),
-            "dtype float32 in the checkpoint, int32 in into",
+            "dtype float32 in the checkpoint, int32 in into=",
         ),
     ):
         with pytest.raises(StructureMismatchError, match=reason):

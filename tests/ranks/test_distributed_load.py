@@ -234,7 +234,7 @@ def test_ranks_want_different_tensors(forge, tmp_path, io):
         assert found[1] == ({"b": [1.0] * 4, "c": [2.0] * 4}, ())
         group.start(load_parts, tmp_path / "c", ["a", "b"])
         told = [each.raised for each in group.outcomes()]
-        assert "no rank has a place" in told[0].text
+        assert "no rank has a destination" in told[0].text
         assert all("c" in each.text for each in told)
         assert told[1].text.endswith(": nothing was loaded")
         found = group.run(load_parts, tmp_path / "c", ["a", "b"], strict=False)

@@ -400,13 +400,15 @@ def test_what_ends_the_commit_after_the_rename_is_not_told_as_nothing(forge, tmp
         for each in others:
             assert each.raised.kind == "RanksError"
             assert f"failed: {type(why).__name__}" in each.raised.text
-            assert each.raised.text.endswith("it was committed: the new checkpoint is at the path, whole")
+            assert each.raised.text.endswith(
+                "it was committed all the same: the complete new checkpoint is at the path"
+            )
         assert which(path) == 1
         # The same before the rename: then the old one stands.
         strike = groups.Strike(0, f"{CORE}:RankSave.commit", why)
         group.start(_save, str(path), 2, 60.0, strike=strike)
         for each in group.outcomes(90)[1:]:
-            assert each.raised.text.endswith("nothing was committed, the old checkpoint stands")
+            assert each.raised.text.endswith("nothing was committed; the old checkpoint is unchanged")
         assert which(path) == 1
         group.run(_save, str(path), 3, 60.0)
     assert which(path) == 3

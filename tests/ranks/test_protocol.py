@@ -92,7 +92,7 @@ def test_all_failures_are_listed_up_to_sixteen():
     assert str(told).startswith(
         "save: /checkpoint: rank 50 on host-6 failed: BoomError: rank 50 at step 2; rank 51 on host-6"
     )
-    assert str(told).endswith("nothing was committed, the old checkpoint stands")
+    assert str(told).endswith("nothing was committed; the old checkpoint is unchanged")
     # A rank's own exception stays its own, and is told what the others are.
     assert str(errors(one)[60]) == "rank 60 at step 2"
     assert str(one.results[0, 60].verdict) == str(told)
@@ -196,7 +196,7 @@ def test_a_coordinator_that_wakes_up_late_does_not_commit():
     assert {str(error) for error in errors(one).values()} == {
         (
             "save: /checkpoint: rank 0 on host-0 has not answered for 30.0 s (timeout=): "
-            "nothing was committed, the old checkpoint stands"
+            "nothing was committed; the old checkpoint is unchanged"
         )
     }
 
@@ -210,7 +210,7 @@ def test_a_coordinator_that_was_given_up_after_it_committed_says_so():
     one.commit = commit
     run(one)
     assert one.committed == [0]
-    assert "this rank has committed it, but the others had given up" in str(errors(one)[0])
+    assert "this rank has committed it after the others had given up" in str(errors(one)[0])
     assert all("outcome is unknown" in str(errors(one)[rank]) for rank in range(1, 5))
 
 

@@ -219,7 +219,7 @@ def _turned_meshes() -> None:
         value = distribute_tensor(full, mesh, [Shard(0)] * mesh.ndim)
         held(value, full)
         assert torch.equal(value.full_tensor(), full)
-    with pytest.raises(Unsupported, match="do not ascend together"):
+    with pytest.raises(Unsupported, match="orders ranks differently"):
         held(distribute_tensor(full, DeviceMesh("cpu", [[0, 3], [2, 1]]), [Shard(0), Shard(1)]), full)
 
 
@@ -358,9 +358,9 @@ def _refusals() -> None:
     for value, reason in (
         (partial, "sum over ranks.*redistribute"),
         (inside, "local tensors are of .*Odd"),
-        (Odd(good), "a DTensor inside of another tensor"),
+        (Odd(good), "a DTensor inside another tensor"),
         (sparse, "layout torch.sparse_coo"),
-        (short, r"of shape \[3, 2\] where .* give \[4, 2\] to rank 0"),
+        (short, r"has the shape \[3, 2\], but .* give \[4, 2\] to rank 0"),
         (meta, "meta tensor"),
         (freed, "memory has been freed"),
     ):

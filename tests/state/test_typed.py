@@ -503,9 +503,7 @@ def test_a_state_of_its_own_comes_before_fields(tmp_path):
 
 
 def test_a_state_dict_that_gives_no_state_is_refused(tmp_path):
-    with pytest.raises(
-        UnsupportedTypeError, match=r"\['m'\]: its state_dict\(\) returned no state, but a unittest.mock"
-    ):
+    with pytest.raises(UnsupportedTypeError, match=r"\['m'\]: its state_dict\(\) returned a unittest.mock"):
         fastckpt.save({"m": mock.MagicMock()}, tmp_path / "c")
     fastckpt.save({"m": mock.Mock()}, tmp_path / "c", default=repr)
 
@@ -546,10 +544,10 @@ def test_default(tmp_path):
     assert fastckpt.open(tmp_path / "c").metadata == {"f": "own_random"}
     assert calls == [own_random, own_random, meta]
     with pytest.raises(
-        UnsupportedTypeError, match=r"\['x'\]: type builtins\.object.*default refuses it: no such value"
+        UnsupportedTypeError, match=r"\['x'\]: type builtins\.object.*default= raised TypeError: no such value"
     ):
         fastckpt.save({"x": object()}, tmp_path / "c", default=default)
-    with pytest.raises(UnsupportedTypeError, match=r"default raised ZeroDivisionError"):
+    with pytest.raises(UnsupportedTypeError, match=r"default= raised ZeroDivisionError"):
         fastckpt.save({"x": object()}, tmp_path / "c", default=lambda _: 1 / 0)
     with pytest.raises(UnsupportedTypeError, match="deeper than 10000"):
         fastckpt.save({"x": object()}, tmp_path / "c", default=lambda _: object())
@@ -708,7 +706,9 @@ def test_an_attribute_beside_the_fields_that_cannot_be_stored_is_named(tmp_path)
     known = fastckpt.Registry(Base)
     base = Base(1)
     base.call, base.note = print, 5
-    with pytest.warns(RuntimeWarning, match=r"attribute 'call' of .*Base is no field.*\(builtins\.builtin_.*left out"):
+    with pytest.warns(
+        RuntimeWarning, match=r"attribute 'call' of .*Base is not a field.*\(builtins\.builtin_.*left out"
+    ):
         fastckpt.save(base, tmp_path / "c", registry=known)
     assert vars(fastckpt.load(tmp_path / "c", registry=known)) == {"n": 1, "note": 5}
     fastckpt.save(base, tmp_path / "c", registry=known, default=repr)
@@ -803,7 +803,7 @@ DIFFERENT = {
     "a field less": ([["type", name(Point)], ["dict", 0]], "the field 'x' of the class is not in the checkpoint"),
     "a field of a dataclass more": ([["type", name(Frozen)], ["dict", 2], "a", 1, "c", 2], "no field 'c'"),
     "a field of a dataclass less": ([["type", name(Frozen)], ["dict", 0]], "the field 'a'"),
-    "another base": ([["type", name(Dict)], ["list", 0]], "made of a list, and the class is a dict"),
+    "another base": ([["type", name(Dict)], ["list", 0]], "saved as a list, but the class is a dict"),
     "hidden method": ([["type", name(Dict), 2], ["dict", 0], ["dict", 1], "method", 1], "'method' would hide"),
     "hidden built-in": ([["type", name(Dict), 2], ["dict", 0], ["dict", 1], "items", 1], "'items' would hide"),
     "class": ([["type", name(Dict), 2], ["dict", 0], ["dict", 1], "__class__", 1], "'__class__' would hide"),
@@ -901,14 +901,14 @@ def test_huge_numbers_are_built():
 def test_registered_types_take_no_attributes_of_others(registry, tmp_path):
     fastckpt.save([attributed(bare(Dict, {"w": 1}), note=1)], tmp_path / "c")
     registry(Dict, dict, lambda value: value)
-    with pytest.raises(CheckpointError, match=r"has attributes, which the decode registered for .* does not take"):
+    with pytest.raises(CheckpointError, match=r"has attributes, which the decode registered for .* does not accept"):
         fastckpt.load(tmp_path / "c")
 
 
 @pytest.mark.parametrize("state", ["a\ud83d\ude00", {"\ud83d\ude00": 1, "\U0001f600": 2}, [{"x": ("\ud83d\ude00",)}]])
 def test_pairs_of_surrogates_are_refused(tmp_path, state):
     """JSON has no way to tell them from the character that they make."""
-    with pytest.raises(UnsupportedTypeError, match="pair of surrogates"):
+    with pytest.raises(UnsupportedTypeError, match="surrogate pair"):
         fastckpt.save(state, tmp_path / "c")
     fine = ["\ud83d", "\ude00", "\ude00\ud83d", "\U0001f600", {"\udc80": 1}]
     fastckpt.save(fine, tmp_path / "c")

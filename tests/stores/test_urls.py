@@ -37,12 +37,12 @@ def test_places(given, place):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("hdfs://node:8020/x", "no store that fastckpt knows: give one of s3://, gs://, az://, memory://, file://"),
-        ("https://bucket.s3.amazonaws.com/x", "no store"),
-        ("s3://", "names no place"),
-        ("s3://bucket/a//b", "names no place"),
-        ("s3://bucket/../b", "names no place"),
-        ("memory:///x/./y", "names no place"),
+        ("hdfs://node:8020/x", "a store that fastckpt supports: give one of s3://, gs://, az://, memory://, file://"),
+        ("https://bucket.s3.amazonaws.com/x", "not a URL of a store"),
+        ("s3://", "does not name a place"),
+        ("s3://bucket/a//b", "does not name a place"),
+        ("s3://bucket/../b", "does not name a place"),
+        ("memory:///x/./y", "does not name a place"),
         ("file://host/x", "another machine"),
         ("", "empty"),
         ("s3://bucket/\0", "null"),

@@ -168,12 +168,12 @@ def test_into_fills_the_base(tmp_path):
 @pytest.mark.parametrize(
     ("into", "difference"),
     [
-        (torch.zeros(4, 7), "['v']: expanded to the shape [4, 7] in the checkpoint, not in into"),
-        (torch.zeros(4, 1), "['v']: expanded to the shape [4, 7] in the checkpoint, not in into"),
-        (torch.zeros(4, 1).expand(4, 9), "['v']: shape [4, 7] in the checkpoint, [4, 9] in into, both expanded"),
-        (torch.zeros(1, 7).expand(4, 7), "['v']: shape [4, 1] in the checkpoint, [1, 7] in into"),
+        (torch.zeros(4, 7), "['v']: expanded to the shape [4, 7] in the checkpoint, not in into="),
+        (torch.zeros(4, 1), "['v']: expanded to the shape [4, 7] in the checkpoint, not in into="),
+        (torch.zeros(4, 1).expand(4, 9), "['v']: shape [4, 7] in the checkpoint, [4, 9] in into=, both expanded"),
+        (torch.zeros(1, 7).expand(4, 7), "['v']: shape [4, 1] in the checkpoint, [1, 7] in into="),
         (np.lib.stride_tricks.as_strided(np.zeros(4), (4, 7), (8, 0)), "['v']: a torch tensor in the checkpoint"),
-        (torch.ones(2).to_sparse(), "['v']: expanded to the shape [4, 7] in the checkpoint, not in into"),
+        (torch.ones(2).to_sparse(), "['v']: expanded to the shape [4, 7] in the checkpoint, not in into="),
     ],
 )
 def test_into_that_does_not_fit(tmp_path, into, difference):
@@ -185,12 +185,12 @@ def test_into_that_does_not_fit(tmp_path, into, difference):
 
 def test_a_dense_tensor_does_not_fit_one_that_is_expanded(tmp_path):
     fastckpt.save({"v": torch.ones(1)}, tmp_path / "c")
-    with pytest.raises(StructureMismatchError, match="expanded in into, not in the checkpoint"):
+    with pytest.raises(StructureMismatchError, match="expanded in into=, not in the checkpoint"):
         fastckpt.load(tmp_path / "c", into={"v": torch.zeros(1).expand(5)})
     indices = torch.tensor([[0, 1]])
     fastckpt.save({"v": torch.sparse_coo_tensor(indices, torch.ones(2), (3,))}, tmp_path / "c")
     into = {"v": torch.sparse_coo_tensor(indices, torch.zeros(1).expand(2), (3,))}
-    with pytest.raises(StructureMismatchError, match=r"\['v'\]\.values: expanded in into.*: give a contiguous copy"):
+    with pytest.raises(StructureMismatchError, match=r"\['v'\]\.values: expanded in into=.*: give a contiguous copy"):
         fastckpt.load(tmp_path / "c", into=into)
 
 

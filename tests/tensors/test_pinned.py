@@ -208,8 +208,8 @@ def test_the_cap_is_for_the_whole_process():
     second.wait()
     assert second.pinned == 2 * PIECE
     assert second.problem == (
-        "32.8 kB of 49.2 kB of host memory are pinned, as pin= allows no more; "
-        "copies between devices and the rest are right, but slower"
+        "32.8 kB of 49.2 kB of host memory are pinned, because pin= allows no more; "
+        "copies that use the rest are correct, but slower"
     )
     first.close()
     third = register(cudart, limit=5 * PIECE)
@@ -250,7 +250,7 @@ def test_where_nothing_can_be_pinned_copies_do_without(failure, monkeypatch):
         told = "no thread could be started for it (can't start new thread)"
     registration = register(cudart)
     registration.wait()
-    assert registration.problem.startswith(f"0 B of 49.2 kB of host memory are pinned, as {told};")
+    assert registration.problem.startswith(f"0 B of 49.2 kB of host memory are pinned, because {told};")
     assert registration.pinned == 0
     registration.close()
 
@@ -381,7 +381,7 @@ def test_no_more_is_pinned_when_the_program_ends(monkeypatch):
     registration.wait()
     monkeypatch.undo()
     assert cudart.names() == ["register"]
-    assert registration.problem.startswith("16.4 kB of 49.2 kB of host memory are pinned, as the program ends;")
+    assert registration.problem.startswith("16.4 kB of 49.2 kB of host memory are pinned, because the program ends;")
     registration.close()
 
 

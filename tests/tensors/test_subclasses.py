@@ -167,7 +167,7 @@ def dispatching():
     ("make", "advice"),
     [
         (fake, "a FakeTensor has no data"),
-        (distributed, r"may not have arrived: call its wait\(\)"),
+        (distributed, r"may not have arrived yet: call its wait\(\)"),
         (torch.nn.parameter.UninitializedParameter, "run the module once"),
         (torch.nn.parameter.UninitializedBuffer, "run the module once"),
         (dispatching, r"has no __tensor_flatten__.*default=.*register_type\(Counting, encode, decode\)"),

@@ -164,7 +164,7 @@ def spoiled(path, how):
 SPOILED = {
     "a byte of a tensor": (1, "are not what their checksum says"),
     "a file that is cut": (1, "is damaged"),
-    "a file elsewhere": (1, "no file beside it"),
+    "a file elsewhere": (1, "not a file beside it"),
     "a piece that is missing": (1, "are not the whole tensor"),
     "another tensor in its place": (1, "it is not the piece that the table lists"),
     "a list without an end": (1, "lists of which nearly all is missing"),

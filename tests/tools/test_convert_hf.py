@@ -143,7 +143,7 @@ def test_what_cannot_be_converted_leaves_nothing(tmp_path, capsys):
     status, document = convert(capsys, tmp_path / "x.safetensors", tmp_path / "hf")
     assert (status, document["type"]) == (2, "NotACheckpointError")
     assert cli.main(["convert", str(source), str(tmp_path / "x"), "--strip", "a."]) == 2
-    assert "is for --to hf" in capsys.readouterr().err
+    assert "requires --to hf" in capsys.readouterr().err
 
 
 def test_a_checkpoint_is_not_converted_onto_itself(tmp_path, capsys):
@@ -154,7 +154,7 @@ def test_a_checkpoint_is_not_converted_onto_itself(tmp_path, capsys):
     for target in (source, link, source / "hf", link / "hf"):
         status, document = convert(capsys, source, target, "--overwrite")
         assert (status, document["type"]) == (2, "CheckpointError"), document
-        assert "lies in it" in document["error"]
+        assert "inside it" in document["error"]
     assert cli.main(["convert", str(source), str(source / "training" / "training.safetensors"), "--overwrite"]) == 2
     assert manifest.listing(source) == before
     assert fastckpt.verify(source).ok

@@ -187,7 +187,7 @@ HOSTILE = {
     ),
     "objects of bytes": (ARRAY + b"(K\x01K\x01\x85" + DTYPE % b"O8" + b"\x89C\x08abcdefghtb.", "bytes instead of list"),
     "a dtype with fields": (named("numpy", "dtype") + b"U\x02i8\x85R(K\x03U\x01<N)}K\x08K\x01K\x00tb.", "not plain"),
-    "a dtype of many bytes": (named("numpy", "dtype") + b"U\x0bV2147483647\x85R.", "a dtype that is none"),
+    "a dtype of many bytes": (named("numpy", "dtype") + b"U\x0bV2147483647\x85R.", "an invalid dtype"),
     "an attribute of a class": (named("collections", "Counter") + SLOT + b".", "a state of a Recorder"),
     "an attribute of a recorder": (named("torch", "Size") + SLOT + b".", "a state of a Recorder"),
     "an attribute of a record": (METADATA + SLOT + b".", NOT_READ),
@@ -201,11 +201,11 @@ HOSTILE = {
     "a member of a list for a set": (b"](K\x00\x90.", "list instead of set"),
     "a scalar beyond its bytes": (
         named("numpy.core.multiarray", "scalar") + DTYPE % b"f8" + b"C\x02ab\x86R.",
-        "a scalar that is none",
+        "an invalid scalar",
     ),
     "objects as a scalar": (
         named("numpy.core.multiarray", "scalar") + DTYPE % b"O8" + b"C\x08abcdefgh\x86R.",
-        "a scalar that is none",
+        "an invalid scalar",
     ),
     "a length of 2^63": (b"\x8e" + b"\xff" * 7 + b"\x7f.", "^$"),
     "a buffer of 2^62": (b"\x96" + b"\0" * 7 + b"\x40.", "150"),
@@ -213,7 +213,7 @@ HOSTILE = {
 HOSTILE_TABLES = {
     "another function of a recorder": (
         named("torch", "Size") + b"N}U\x04makeU\x01xs\x86b.",
-        "a state of what has none",
+        "a state for an object that has none",
     ),
     "an attribute of a record": (METADATA + SLOT + b".", "__setstate__"),
     "an attribute of a dtype": (named("torch", "float32") + SLOT + b".", "no attribute"),

@@ -101,7 +101,7 @@ def test_prune_without_policies_is_an_error(run, capsys):
     (run / ".fastckpt-run.json").unlink()
     status, document = command(capsys, "prune", run, "--remove")
     assert status == 2
-    assert "nothing says what to keep" in document["error"]
+    assert "no policy is known" in document["error"]
     status, document = command(capsys, "prune", run, "--remove", "--keep", "most")
     assert status == 2
     assert "'most' is not a policy" in document["error"]

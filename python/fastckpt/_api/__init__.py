@@ -1,4 +1,4 @@
-"""What users call: its arguments, its reports, and the order of the steps behind it."""
+"""The public functions: their arguments, their reports, and the order of the steps behind them."""
 
 from fastckpt import _core, _crc64
 from fastckpt._namesake import warn_of_namesake

@@ -1,4 +1,4 @@
-"""The report of an operation, made of what the core and the steps around it have to say."""
+"""Builds the report of an operation from those of the core and of the steps around it."""
 
 from __future__ import annotations
 

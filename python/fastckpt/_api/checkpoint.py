@@ -36,7 +36,7 @@ from .tensor_info import TensorInfo, info_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What a checkpoint says about the save that wrote it.
+    """Facts about the save that wrote a checkpoint.
 
     Attributes:
         format_version: version of the format.
@@ -45,7 +45,7 @@ class Origin:
         seconds: seconds that it took until all data was durable.
         gigabytes_per_second: its throughput, GB being 10^9 bytes.
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
-        fallback: why it is not the engine that was asked for, or None.
+        fallback: why the requested engine was not used, or None.
         threads: worker threads used.
     """
 
@@ -175,7 +175,7 @@ class Checkpoint:
         return [info.name for info in self._infos]
 
     def info(self, name: str) -> TensorInfo:
-        """What is known of one tensor.
+        """Facts about one tensor.
 
         Args:
             name: its name.
@@ -201,9 +201,9 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Any:
-        """What was given to ``save(metadata=...)``, made anew on each access.
+        """The value passed to ``save(metadata=...)``, made anew on each access.
 
-        Values of types that this program does not know come back as what they are stored as, with a warning; and so do
+        Values of types that this program does not know are returned in their stored form, with a warning; so are
         configurations of omegaconf, without one.
         """
         tokens = parse(self._about)
@@ -346,8 +346,8 @@ def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoin
             cannot.
         KeyError: a pattern of ``device`` matches nothing.
         TypeError: a pattern of ``device`` is not a string.
-        OSError: the storage failed, or the store did not answer or refuses.
-        ValueError: ``path`` is a URL of no known store, ``io`` is none of these, or a device is not here.
+        OSError: the storage failed, or the store did not answer or refused.
+        ValueError: ``path`` is a URL of an unknown store, ``io`` is not an engine, or a device does not exist here.
 
     Example:
         >>> import fastckpt, numpy, tempfile

@@ -24,7 +24,7 @@ def copy(
     """Copy a checkpoint to another directory or object store.
 
     Every shard is compared with its checksum on the way. The copy appears at ``target`` whole and durable, or not at
-    all. If the copy is cut short, a later call with the same arguments goes on with what it has brought. Files beside
+    all. If the copy is cut short, a later call with the same arguments continues it. Files beside
     the shards, such as a ``config.json``, are copied too, unless their names begin with a dot.
 
     Args:
@@ -41,11 +41,11 @@ def copy(
     Raises:
         CorruptCheckpointError: a file of the source is damaged or missing; nothing is at ``target``.
         FileNotFoundError: there is no checkpoint at ``source``.
-        FileExistsError: there is something else at ``target``, and ``overwrite`` is false, or it is not a checkpoint.
-        NotACheckpointError: what is at ``source`` was not written by fastckpt.
+        FileExistsError: ``target`` exists, and is not a checkpoint or ``overwrite`` is false.
+        NotACheckpointError: ``source`` was not written by fastckpt.
         ImportError: a place is a URL, and the package obstore cannot be imported.
         NotImplementedError: ``target`` is a path, and this installation has no compiled core.
-        OSError: the storage failed, or the store did not answer or refuses.
+        OSError: the storage failed, or the store did not answer or refused.
         ValueError: an argument is out of range, ``source`` and ``target`` are the same place, or the source holds a
             directory or a link.
 

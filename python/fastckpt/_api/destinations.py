@@ -259,7 +259,7 @@ class Targets:
         if found is None:
             lacking = "this version of torch" if torch else "numpy (without the package ml_dtypes)"
             raise UnsupportedTypeError(
-                f"load: tensor {self.stored[index].name!r} is to be cast to {name}, which {lacking} does not have: "
+                f"load: tensor {self.stored[index].name!r} cannot be cast to {name}, which {lacking} does not have: "
                 "give another dtype="
             )
         return found
@@ -484,7 +484,7 @@ class Targets:
 
     def _lacks(self, index: int, lacking: str, other: str) -> UnsupportedTypeError:
         return UnsupportedTypeError(
-            f"load: tensor {self.stored[index].name!r} is of dtype {self._kind(index)}, which {lacking} "
+            f"load: tensor {self.stored[index].name!r} has dtype {self._kind(index)}, which {lacking} "
             f'does not have: load with framework="{other}", or choose other tensors with keys='
         )
 

@@ -22,7 +22,7 @@ class Event:
         self._waiters: list[Any] = []
 
     def set(self) -> None:
-        """Let everybody go on, now and for ever."""
+        """Release all waiters, now and for ever."""
         self._set = True
         while True:
             try:
@@ -32,7 +32,7 @@ class Event:
             waiter.release()
 
     def is_set(self) -> bool:
-        """Whether nobody has to wait."""
+        """Whether it is set."""
         return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -42,7 +42,7 @@ class Event:
         waiter = allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
-        # It may have been set before the waiter was in the list, and then nobody would release that.
+        # It may have been set before the waiter was in the list, and then nothing would release it.
         if not self._set:
             # Signal handlers run meanwhile; an exception of theirs comes out here.
             deadline = None if timeout is None else time.monotonic() + timeout

@@ -27,7 +27,7 @@ _thread = _Thread()
 
 
 def well(report: Report) -> Ended | None:
-    """An operation that has ended now, well or with damage found; None where nobody wants to know."""
+    """An operation that has ended now, well or with damage found; None without OpenTelemetry."""
     if not _wanted():
         return None
     # Only what is copied first has this phase.
@@ -38,12 +38,12 @@ def well(report: Report) -> Ended | None:
 def badly(
     operation: str, path: str, seconds: float, error: BaseException, *, asynchronous: bool = False
 ) -> Ended | None:
-    """An operation that has failed now, or was cancelled; None where nobody wants to know."""
+    """An operation that has failed now, or was cancelled; None without OpenTelemetry."""
     return Ended(operation, path, seconds, time.time_ns(), asynchronous, error=error) if _wanted() else None
 
 
 def _wanted() -> bool:
-    """Whether the program itself has imported OpenTelemetry: otherwise nobody listens, and nothing is imported.
+    """Whether the program itself has imported OpenTelemetry: otherwise nothing is exported, and nothing is imported.
 
     Its SDK imports the parts of the API that it implements.
     """
@@ -80,7 +80,9 @@ def _export(ended: Ended) -> None:
         global _told  # noqa: PLW0603 - once a process
         if not _told:
             _told = True
-            logger.exception("%s: OpenTelemetry did not take the %s; this is said once", ended.path, ended.operation)
+            logger.exception(
+                "%s: OpenTelemetry rejected the %s; this warning is logged once", ended.path, ended.operation
+            )
 
 
 _told = False

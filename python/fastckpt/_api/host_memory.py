@@ -66,7 +66,7 @@ class Memory:
         self._limit = limit
         self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
         if self.registration is not None:
-            # An operation that a signal handler ends may lose this memory: then it stays, for it is registered.
+            # If a signal handler ends the operation, this memory may be dropped: it stays while it is registered.
             self.registration.owner = self.core
 
     def must_pin(self, limit: int | None) -> bool:

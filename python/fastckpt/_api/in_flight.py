@@ -47,7 +47,7 @@ class Failure(NamedTuple):
 
 # The lists change in atomic steps, so that a signal handler finds them whole.
 _in_flight: list[SaveInFlight] = []
-#: One event for each caller who waits to be admitted: the end of any save sets them all.
+#: One event for each caller that waits to be admitted: the end of any save sets them all.
 _waiting: list[Event] = []
 _unasked: list[Failure] = []
 # Guards the count alone. Reentrant for signal handlers; the threads that write never need it, or a handler that waits
@@ -121,7 +121,7 @@ def wait_for_paths(*paths: str | None) -> None:
 
 
 def failed(failure: Failure) -> None:
-    """Note a failure that nobody has asked for."""
+    """Note a failure whose result was never requested."""
     _unasked.append(failure)
 
 
@@ -133,12 +133,12 @@ def asked(error: BaseException) -> None:
 
 
 def unasked() -> tuple[Failure, ...]:
-    """Failures that nobody has asked for."""
+    """Failures whose result was never requested."""
     return tuple(_unasked)
 
 
 def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
-    """Raise the first failure that nobody asked for, with ``why`` as a note; warn of those that want that.
+    """Raise the first unreported failure, with ``why`` as a note; warn of those with ``on_error="warn"``.
 
     What has been told counts as seen. The failure of ``but`` is left alone.
     """
@@ -161,7 +161,7 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
 def unasked_text(failure: Failure) -> str:
     """What a warning says of a failure."""
     return (
-        f"fastckpt: the asynchronous save to {failure.save.path} failed, and nobody has asked for its result: "
+        f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
         f"{failure.error}"
     )
 
@@ -185,8 +185,8 @@ def drain(timeout: float | None = None) -> None:
         if save.holds_others() and not save.finished.wait(
             None if deadline is None else max(0.0, deadline - time.monotonic())
         ):
-            raise TimeoutError(f"drain: the save to {save.path} is not done after {timeout} s; it goes on")
-    tell_unasked("drain raised it because nobody had asked for its result")
+            raise TimeoutError(f"drain: the save to {save.path} has not finished after {timeout} s and continues")
+    tell_unasked("drain raised it because its result was never requested")
 
 
 def is_exiting() -> bool:
@@ -208,7 +208,7 @@ def _at_exit() -> None:
         kind = type(failure.error)
         # In one piece: the thread that failed may be logging at this moment.
         line = (
-            f"fastckpt: the asynchronous save to {failure.save.path} failed, and nobody asked for its result: "
+            f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
             f"{kind.__module__.removeprefix('builtins')}{'.' if kind.__module__ != 'builtins' else ''}"
             f"{kind.__qualname__}: {failure.error}\n"
         )

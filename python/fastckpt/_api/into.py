@@ -285,13 +285,13 @@ class Into:
             self._bases.add(item.position + 1)
             sizes = item.token[1]
             if whole is None:
-                return f"expanded to the shape {sizes} in the checkpoint, not in into"
+                return f"expanded to the shape {sizes} in the checkpoint, not in into="
             self._composed[item.position] = whole.value
             mine = list(whole.value.shape)
-            return None if mine == sizes else f"shape {sizes} in the checkpoint, {mine} in into, both expanded"
+            return None if mine == sizes else f"shape {sizes} in the checkpoint, {mine} in into=, both expanded"
         if whole is not None and item.position not in self._bases:
             return (
-                "expanded in into, not in the checkpoint: its elements share memory and cannot be filled: give a "
+                "expanded in into=, not in the checkpoint: its elements share memory and cannot be filled: give a "
                 "contiguous copy of it"
             )
         return self._tensor(item, given) if is_tensor(item.token) else self._whole(item, given)
@@ -328,7 +328,7 @@ class Into:
                 entry.given = filled[item.token[1]]
             elif self.strict and not self.shared:
                 self._lacking.add(0)
-                self._mismatch(item, "missing from into")
+                self._mismatch(item, "missing from into=")
             else:
                 self._dropped.add(item.position)
                 if not is_tensor(item.token):
@@ -398,7 +398,7 @@ class Into:
                 known = chosen.setdefault(first, place)
                 # In what was not chosen they may differ.
                 if every[known] != every[place] and wanted[known] != wanted[place]:
-                    why = f"{place}: another value than at {known} in the checkpoint, the same object in into"
+                    why = f"{place}: not the same value as at {known} in the checkpoint, but the same object in into="
                     self._mismatches.append((starts[place], why))
 
     def _mismatch(self, item: Found, reason: str) -> None:
@@ -407,7 +407,7 @@ class Into:
     def _tensor(self, item: Found, given: Occurrence) -> str | None:
         """Why a tensor does not fit, or None."""
         if given.stored is None:
-            return "a dense tensor in the checkpoint, a sparse or quantised one in into"
+            return "a dense tensor in the checkpoint, a sparse or quantised one in into="
         index = item.token[1]
         stored = self.targets.stored
         theirs, logical = stored[index], stored[index].logical
@@ -415,7 +415,7 @@ class Into:
         wants_torch = item.token[0] == "tensor" if framework == "auto" else framework == "torch"
         if wants_torch != _is_torch(given):
             kinds = ("a numpy array", "a torch tensor")
-            return f"{kinds[wants_torch]} in the checkpoint, {kinds[not wants_torch]} in into"
+            return f"{kinds[wants_torch]} in the checkpoint, {kinds[not wants_torch]} in into="
         reasons = []
         mine = given.stored
         cast = self.targets.dtypes.get(index)
@@ -426,20 +426,20 @@ class Into:
         ):
             if there != here:
                 whence = f"{there} in the checkpoint" if there != cast else f"{there} by dtype="
-                reasons.append(f"{what} {whence}, {here} in into")
+                reasons.append(f"{what} {whence}, {here} in into=")
                 self._castable |= cast is None and can_cast(str(there), str(here))
         if wants_torch and logical is not None and logical.dtype.startswith(NUMPY_PREFIX):
             self._castable = False
             if cast is not None:
-                reasons.append(f"dtype {name} in the checkpoint, which torch does not have: load it without into")
+                reasons.append(f"dtype {name} in the checkpoint, which torch does not have: load it without into=")
         if not _is_torch(given) and not given.value.flags.writeable:
-            reasons.append("the array in into is read-only")
+            reasons.append("the array in into= is read-only")
         if not _memory.is_nested(self._layout(given)[1]):
-            reasons.append("elements of the tensor in into share memory or interleave (it is expanded)")
+            reasons.append("elements of the tensor in into= share memory or interleave (it is expanded)")
         other = self._ties.setdefault(mine.tie, index)
         if other != index and not self._equal(other, index):
             reasons.append(
-                f"tied in into with another tensor than {stored[other].name!r} in the checkpoint: "
+                f"tied in into= to {stored[other].name!r}, a different tensor in the checkpoint: "
                 "leave one of them out with exclude="
             )
         return "; ".join(reasons) or None
@@ -469,7 +469,7 @@ class Into:
             active = [one for one in active if one[0] == device and one[2] > low]
             for *_, other, theirs in active:
                 if _memory.overlap(memory, theirs):
-                    self._mismatch(item, f"overlaps in memory with {other.place} in into, without a tie")
+                    self._mismatch(item, f"overlaps in memory with {other.place} in into=, without a tie")
                     break
             active.append(each)
 
@@ -485,9 +485,9 @@ class Into:
         """Why a tensor made of several does not fit, or None."""
         self._composed[item.position] = given.value
         if item.token[0] == "quantized":
-            return "a quantised tensor cannot be filled in place: load it without into"
+            return "a quantised tensor cannot be filled in place: load it without into="
         if given.stored is not None or given.token != canonical(item.token):
-            return f"{canonical(item.token)} in the checkpoint, {given.token} in into"
+            return f"{canonical(item.token)} in the checkpoint, {given.token} in into="
         return None
 
     def _raise(self) -> None:
@@ -500,7 +500,7 @@ class Into:
             shown.append(f"and {len(differences) - _LISTED} more")
         lines = "\n  ".join(shown)
         error = StructureMismatchError(
-            f"load: into does not fit {self.path}, and nothing was changed: {self._remedy()}; "
+            f"load: into= does not fit {self.path}; nothing was changed: {self._remedy()}; "
             f"{count(len(differences), 'difference')}:\n  {lines}"
         )
         error.differences = tuple(differences)
@@ -509,14 +509,14 @@ class Into:
     def _remedy(self) -> str:
         # Only a root that is neither a container nor an array is a problem at the place of the root.
         if any(place is self.flat.places.root for place, _ in self.flat.problems):
-            return f"into is a {type(self.into).__qualname__}: pass a state of containers, tensors and objects"
+            return f"into= is a {type(self.into).__qualname__}: pass a state of containers, tensors and objects"
         if _holds_fresh_optimizer(self.into):
             return (
                 "an optimizer that has not stepped has no tensors yet: pass the optimizer itself, not its state_dict()"
             )
         return (
-            'give a state with the same tensors and values, or choose those that it has, as in keys="model.*", '
-            "or leave out what only one side has with strict=False"
+            'pass a state with the same tensors and values, or select those that it has, as in keys="model.*", '
+            "or pass strict=False to skip what only one side has"
             + (", or make keys the same with strip_prefix= or rename=" if self._lacking == {0, 1} else "")
             + (", or cast floating-point tensors with dtype=" if self._castable else "")
         )

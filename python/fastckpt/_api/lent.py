@@ -1,4 +1,4 @@
-"""Pinned staging memory lent to the core for one operation, and what its report has to say of it."""
+"""Pinned staging memory lent to the core for one operation, with warnings for the report."""
 
 from __future__ import annotations
 

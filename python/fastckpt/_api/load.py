@@ -144,8 +144,8 @@ def load(  # noqa: PLR0913 - all by name
             of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read into pinned staging memory
             and copied from there while more is read; they are there when this returns, for any stream.
         registry: types that this call knows before those of :func:`fastckpt.register_type`.
-        unknown: what a value of a type becomes that this program does not know: ``error``, or ``plain`` for what it is
-            stored as (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type,
+        unknown: how to load values of types that this program does not know: ``error``, or ``plain`` for their stored
+            form (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type,
             without attributes; where only something hashable can be, a tuple; a time zone None), with a warning.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
@@ -157,8 +157,8 @@ def load(  # noqa: PLR0913 - all by name
         verify: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one that memory
             pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are touched.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
-            OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
-            says, where it is set, else the first of these that works. It takes from the page cache what is there.
+            OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO
+            if it is set, else takes the first of these that works. It takes from the page cache what is there.
             Where LOCAL_WORLD_SIZE is more than 1, ``auto`` reads all through the page cache, so that the ranks of a
             node that load one path read the storage once, unless one of the path's last two components names
             the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
@@ -177,11 +177,11 @@ def load(  # noqa: PLR0913 - all by name
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; the message says where.
         FormatVersionError: it is of a version that this release does not read.
-        StructureMismatchError: ``into`` does not fit, and nothing was changed; ``differences`` lists them all.
-        CheckpointError: an object in ``into`` refused its state: tensors have been filled then, and objects before it
-            have theirs, while plain values are as they were. Or a class in this program is not the one that was saved.
+        StructureMismatchError: ``into`` does not fit; nothing was changed, and ``differences`` lists every difference.
+        CheckpointError: an object in ``into`` refused its state: tensors and the objects before it are already
+            filled, plain values are unchanged. Or a class in this program is not the one that was saved.
         MemoryError: new tensors would take more memory than the control group of this process has left.
-        UnsupportedTypeError: a type that is to be loaded is not known, or a dtype is not available.
+        UnsupportedTypeError: the type of a value is not known, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
         TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` is of another type.
         FileNotFoundError: there is nothing at ``path``.
@@ -189,9 +189,9 @@ def load(  # noqa: PLR0913 - all by name
             package obstore cannot.
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was changed.
-        OSError: the storage failed, or the store did not answer or refuses.
-        ValueError: an argument is out of range, ``path`` is a URL of no known store, a device is not here, or two keys
-            become one.
+        OSError: the storage failed, or the store did not answer or refused.
+        ValueError: an argument is out of range, ``path`` is a URL of an unknown store, a device does not exist here,
+            or two keys become one.
 
     Warns:
         RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
@@ -199,8 +199,8 @@ def load(  # noqa: PLR0913 - all by name
     source = place_of("load", path)
     if mmap and is_url(source):
         raise ValueError(
-            f"load: {source}: mmap=True maps files of this machine: load it without, or copy it to a disk first "
-            "(fastckpt.copy)"
+            f"load: {source}: mmap=True maps local files only: load without it, or copy the checkpoint to a local disk "
+            "first (fastckpt.copy)"
         )
     wishes = wishes_of(
         "load",

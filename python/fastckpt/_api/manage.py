@@ -48,7 +48,7 @@ def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = 
         OSError: the storage failed. With ``errno.ENOTEMPTY``: ``path`` is not a checkpoint, or it holds files that must
             stay, and nothing was removed.
         ImportError: ``path`` is a URL, and the package obstore cannot be imported.
-        ValueError: ``path`` is a URL of no known store.
+        ValueError: ``path`` is a URL of an unknown store.
     """
     target = place_of("remove", path)
     if is_url(target):
@@ -82,7 +82,7 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
     with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
         shards = checkpoint.shards
     names: builtins.list[str] = []
-    # What ``files=`` puts there are plain files.
+    # Files given with ``files=`` are plain files.
     odd: set[str] = set()
     with os.scandir(path) as entries:
         for entry in entries:
@@ -108,7 +108,7 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
         FileNotFoundError: there is no such directory.
         ImportError: ``directory`` is a URL, and the package obstore cannot be imported.
         OSError: it cannot be read.
-        ValueError: ``directory`` is a URL of no known store.
+        ValueError: ``directory`` is a URL of an unknown store.
     """
     place = place_of("list", directory)
     if is_url(place):
@@ -121,9 +121,9 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
 
 
 def leftovers(directory: AnyPath) -> builtins.list[Leftover]:
-    """List what killed saves and removals left in ``directory`` under temporary names, sorted by name.
+    """List leftovers of killed saves and removals in ``directory``, which have temporary names, sorted by name.
 
-    What a running save writes is listed as well, with the state ``alive``.
+    Files of a running save are listed as well, with the state ``alive``.
 
     Args:
         directory: the directory that holds the checkpoints.

@@ -1,4 +1,4 @@
-"""Objects with a state of their own in ``into=``: modules, optimizers, schedulers, whatever takes a state."""
+"""Objects with a state of their own in ``into=``: modules, optimizers, schedulers, and the like."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class Owner:
             return None
         state = unflatten(tokens, _Outline("numpy"))
         if not isinstance(state, dict):
-            return f"a {type(state).__qualname__} in the checkpoint, {self._article()} in into"
+            return f"a {type(state).__qualname__} in the checkpoint, {self._article()} in into="
         if self.kind == "optimizer":
             return self._unlike_optimizer(state)
         if strict:
@@ -94,19 +94,19 @@ class Owner:
             extra = torch.extra_states(self.value)
             stored = {key for key in state if isinstance(key, str) and key.endswith(torch.EXTRA_STATE)}
             if extra is not None and extra != stored:
-                return f"extra state {sorted(stored)} in the checkpoint, {sorted(extra)} in into"
+                return f"extra state {sorted(stored)} in the checkpoint, {sorted(extra)} in into="
         return None
 
     def _unlike_optimizer(self, state: dict[Any, Any]) -> str | None:
         groups = state.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
-            return f"no state of an optimizer in the checkpoint, {self._article()} in into"
+            return f"not an optimizer state in the checkpoint, {self._article()} in into="
         if not isinstance(state.get("state"), dict):
-            return "a part of the state of an optimizer, which takes only all of it"
+            return "part of an optimizer state, which can only be loaded whole"
         theirs = [len(group.get("params", ())) for group in groups]
         mine = [len(group["params"]) for group in self.value.param_groups]
         if theirs != mine:
-            return f"groups of {theirs} parameters in the checkpoint, of {mine} in into"
+            return f"groups of {theirs} parameters in the checkpoint, of {mine} in into="
         return None
 
     def _article(self) -> str:
@@ -139,8 +139,8 @@ class Owner:
             self.value.load_state_dict(whole, strict=False)
         except Exception as error:
             raise CheckpointError(
-                f"load: into: load_state_dict of {self.describe()} raised {error!r}: tensors in into have been filled, "
-                "and objects before it have their states"
+                f"load: into=: load_state_dict of {self.describe()} raised {error!r}: tensors in into= are already "
+                "filled, and objects before this one have their new states"
             ) from error
 
 

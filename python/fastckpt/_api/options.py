@@ -1,4 +1,4 @@
-"""What callers pass: checked before anything happens."""
+"""Checks arguments of callers before anything happens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operation did, for the caller and for the log."""
+"""Reports the outcome of an operation to the caller and to the log."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def warn_of_unknown(operation: str, names: Iterable[str]) -> None:
     shown = ", ".join(name[:_SHOWN] for name in listed[:_LISTED])
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
     warn(
-        f"fastckpt: {operation}: values of types that this program does not know come back as what they are stored as: "
-        f"{shown}{more}; to have the types, declare them with fastckpt.register_type"
+        f"fastckpt: {operation}: values of types that this program does not know are returned in their stored form: "
+        f"{shown}{more}; to restore the types, declare them with fastckpt.register_type"
     )
 
 

@@ -1,4 +1,4 @@
-"""What each rank of a job saved for itself (docs/format.md, section 3.1)."""
+"""The state that each rank of a job saved for itself (docs/format.md, section 3.1)."""
 
 from __future__ import annotations
 

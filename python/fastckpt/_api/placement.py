@@ -1,4 +1,4 @@
-"""Where tensors go that are loaded, and as what dtype: ``device=`` and ``dtype=``, resolved for each stored tensor."""
+"""The device and the dtype of each loaded tensor: resolves ``device=`` and ``dtype=``."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def _by_rule(
 
 
 def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, strict: bool) -> list[tuple[int, Any]]:
-    torch = torch_for("what is to go to a device")
+    torch = torch_for("tensors for a device")
     known: dict[str, Any] = {}
 
     def named(value: Any) -> Any:
@@ -178,7 +178,7 @@ def _devices(stock: Stock, tensors: Mapping[int, list[Any]], device: Any, *, str
             whose = f"tensor {stock.stored[index].name!r}"
             where = f"{whose} was on {name} when it was saved" if saved else f"for {whose}"
             raise ValueError(
-                f"{stock.operation}: device: {error} ({where}): give device= a device that is there, "
+                f"{stock.operation}: device: {error} ({where}): give device= an existing device, "
                 'or patterns, as in {"model.*": "cuda:0", "*": "cpu"}'
             ) from error
 

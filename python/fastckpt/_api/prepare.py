@@ -1,4 +1,4 @@
-"""What a load was asked for, and what has to be read for it."""
+"""The request of a load, and the reads that it needs."""
 
 from __future__ import annotations
 
@@ -72,13 +72,15 @@ def wishes_of(  # noqa: PLR0913 - all by name
     check_framework(operation, framework)
     check_unknown(operation, unknown)
     if device is not None and framework == "numpy":
-        raise ValueError(f'{operation}: framework="numpy" makes arrays, which are on no device')
+        raise ValueError(f'{operation}: framework="numpy" loads NumPy arrays, which have no device: leave out device=')
     if mmap:
         if dtype is not None:
-            raise ValueError(f"{operation}: mmap gives the bytes as they are in the files: give no dtype")
+            raise ValueError(
+                f"{operation}: mmap=True maps the stored bytes unchanged and cannot be combined with dtype="
+            )
         if io not in {"auto", "buffered"}:
             raise ValueError(
-                f'{operation}: mmap goes through the page cache: io must be "auto" or "buffered", not {io!r}'
+                f'{operation}: mmap=True reads through the page cache: io= must be "auto" or "buffered", not {io!r}'
             )
     return Wishes(
         into=into,
@@ -192,7 +194,9 @@ def prepare(
             shared=shared,
         )
         if wishes.device is not None and not given.has_objects:
-            raise ValueError("load: device is for new tensors: those of into stay where they are")
+            raise ValueError(
+                "load: device= applies to new tensors only; tensors passed with into= stay on their device"
+            )
         prepared.tokens = given.match(every, tokens, origin, chosen, selection, renamed=wishes.renaming.changes)
         prepared.given = given
         missing = (*missing, *given.missing)

@@ -1,4 +1,4 @@
-"""Probing: what a save would do in a directory."""
+"""Probing: finds the engine and the features that a save would use in a directory."""
 
 from __future__ import annotations
 

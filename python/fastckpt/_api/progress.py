@@ -1,4 +1,4 @@
-"""What a long operation shows while it runs: a bar on request, and a line in the log every few seconds.
+"""Progress of a long operation: a bar on request, and a line in the log every few seconds.
 
 What is called about ten times a second also sees when an operation has had its time.
 """
@@ -69,7 +69,7 @@ def _log(label: str, path: str) -> Callable[[int, int], None]:
         nonlocal due
         now = time.monotonic()
         if now >= deadline:
-            raise TimeoutError(f"{label}: {path}: not done in the time it was given; nothing of it stays")
+            raise TimeoutError(f"{label}: {path}: not finished before its deadline; nothing of it was kept")
         if now < due:
             return
         due = now + LOG_INTERVAL

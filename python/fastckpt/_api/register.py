@@ -14,14 +14,14 @@ def register_type(
     decode: Callable[[Any], Any] | None = None,
     name: str | None = None,
 ) -> None:
-    """Make instances of a class loadable as what they were, and saveable, where they are not by themselves.
+    """Declare a class, so that its instances can be saved and come back as instances of it.
 
     Named tuples, dataclasses, enums, subclasses of built-in types and tensor subclasses that wrap others are saved
-    without registration. They come back as their class only where the program that loads them has declared it, under
+    without registration. They come back as their class only if the program that loads them has declared it, under
     the same name: a checkpoint never causes an import or a call of anything else. The class is matched exactly: a
     subclass is declared by itself.
 
-    A class without ``encode`` and ``decode`` is taken apart and put together by what it is: no ``__init__`` runs.
+    Without ``encode`` and ``decode``, an instance is stored and rebuilt from its fields: no ``__init__`` runs.
     Fields that the checkpoint lacks have their defaults; fields that the class lacks are an error.
 
     Args:

@@ -46,7 +46,7 @@ _FIGURES: Final = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What one save, load or verification did.
+    """The result of one save, load or verification.
 
     Attributes:
         operation: ``save``, ``load`` or ``verify``.
@@ -57,8 +57,8 @@ class Report:
             with a base, ``compare`` before ``write``.
         threads: worker threads used.
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
-        fallback: why it is not the engine that was asked for, or None.
-        warnings: what else the caller should know, in words; mostly empty.
+        fallback: why the requested engine was not used, or None.
+        warnings: further messages for the caller; usually empty.
         thread_bytes: bytes that each of those threads moved.
         blocks: blocks by I/O path: ``zero-copy`` (direct I/O between the tensor and the disk), ``staged`` (direct I/O
             through a staging buffer), ``buffered`` (through the page cache).
@@ -140,7 +140,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
-    """What one save did; see :class:`Report`.
+    """The result of one save; see :class:`Report`.
 
     For an asynchronous save, ``phases`` begins with ``wait`` (for earlier saves) and ``stage``.
 
@@ -177,7 +177,7 @@ class SaveReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
-    """What one load did; see :class:`Report`.
+    """The result of one load; see :class:`Report`.
 
     Attributes:
         missing: with ``strict=False``, what was asked for and is not in the checkpoint: names of tensors and objects in
@@ -216,7 +216,7 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A range of bytes that is not what was written.
+    """A range of bytes that differs from what was written.
 
     Attributes:
         file: name of the file inside the checkpoint.
@@ -240,7 +240,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Report):
-    """What a verification found; see :class:`Report`.
+    """The result of a verification; see :class:`Report`.
 
     Attributes:
         damage: every damaged range, in file order; empty for a whole checkpoint.
@@ -262,7 +262,7 @@ class VerifyReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
-    """What one copy did.
+    """The result of one copy.
 
     Attributes:
         source: the place of the checkpoint: an absolute path or a URL.
@@ -271,7 +271,7 @@ class CopyReport:
         reused_bytes: bytes that were at the target already, or that an earlier copy, cut short, had brought.
         files: the files of the checkpoint, the manifest among them.
         seconds: wall-clock seconds.
-        warnings: what else the caller should know, in words; mostly empty.
+        warnings: further messages for the caller; usually empty.
         was_there: whether the target held this checkpoint already, and nothing was done.
     """
 

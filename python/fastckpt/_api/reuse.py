@@ -1,4 +1,4 @@
-"""What a save may take over from an earlier checkpoint: ``base=`` and ``frozen=``."""
+"""Reuse of an earlier checkpoint by a save: ``base=`` and ``frozen=``."""
 
 from __future__ import annotations
 

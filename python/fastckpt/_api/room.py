@@ -38,10 +38,10 @@ def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")
     if limit is None or left is None or nbytes < _NEAR * left:
         return
     what = (
-        f"load: {source}: its new tensors take {size(nbytes)} of host memory, and the control group of this "
+        f"load: {source}: its new tensors need {size(nbytes)} of host memory, but the control group of this "
         f"process, limited to {size(limit)}, has {size(left)} left"
     )
-    advice = "raise the limit, choose less (keys=), fill tensors that are there (into=), or map the files (mmap=True)"
+    advice = "raise the limit, load less (keys=), fill existing tensors (into=), or map the files (mmap=True)"
     swap = re.search(r"^SwapFree: +(\d+) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
     if certain > left and not (swap and int(swap[1])):
         raise MemoryError(f"{what}: {advice}")

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 @takes(SaveSettings)
 def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[SaveOptions]) -> SaveReport:
-    """Write ``state`` to the directory ``path``; it is durable and whole when this returns.
+    """Write ``state`` to the directory ``path``; the checkpoint is durable and complete when this returns.
 
-    Until then the final name holds what it held before. The state must not change meanwhile: the checkpoint would hold
+    Until then ``path`` holds what it held before. The state must not change meanwhile: the checkpoint would hold
     a mixture of old and new values.
 
     Args:
@@ -52,22 +52,21 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             allows, or a tensor cannot be cast; nothing was written.
         KeyError: a pattern of ``exclude``, ``dtype`` or ``frozen`` matches nothing; nothing was written.
         TypeError: a pattern is not a string, or an argument is unknown.
-        FileExistsError: ``path`` exists and is not a checkpoint, among it what another program wrote, or it is one and
-            ``overwrite`` is false.
+        FileExistsError: ``path`` exists, and is not a checkpoint of fastckpt or ``overwrite`` is false.
         NotADirectoryError: a directory above ``path`` is a file.
-        OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (Only if the very
-            last step fails, the sync of the parent directory, the new one has its name by then.)
+        OSError: the storage failed, with its ``errno``; the old checkpoint, if any, is untouched. (If only the final
+            sync of the parent directory fails, the new checkpoint already has the name.)
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was written.
         ValueError: an argument is out of range, ``path`` or ``base`` is a URL, ``model_key`` leads to no mapping,
-            ``dtype`` is none of floating-point numbers, nothing is left, or a name in ``files`` is not a plain file
-            name, or one of fastckpt's own.
+            ``dtype`` is not a floating-point dtype, ``exclude`` leaves nothing, or a name in ``files`` is not a plain
+            file name, or one of fastckpt's own.
 
     Warns:
         RuntimeWarning: a value is of a class that this program does not declare, so that a load would refuse it, or of
             one of ``__main__`` without another name, or an attribute beside the fields of a dataclass cannot be stored,
             once for each; a filter that makes errors of warnings ends the save by it before anything is written. Or an
-            earlier asynchronous save failed, and nobody has asked for its result: of that the save warns when it is
+            earlier asynchronous save failed, and its result was never requested: of that the save warns when it is
             done.
     """
     began = time.perf_counter()
@@ -84,6 +83,6 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
 
 
 def warn_of_failures() -> None:
-    """Warn of failures that nobody asked for, after a save is safe: the program may be about to end."""
+    """Warn of failures whose result was never requested, after a save is safe: the program may be about to end."""
     for failure in in_flight.unasked():
         warn(in_flight.unasked_text(failure))

@@ -47,7 +47,7 @@ class SaveRequest:
         base: the earlier checkpoint that files are linked of, absolute.
         frozen: patterns of tensors that will not change.
         progress: whether a progress bar is shown.
-        nice: the niceness of the threads that write; None for that of the process.
+        nice: the niceness of the threads that write; None keeps the niceness of the process.
         counters: of a save in the background, its live counters, from the moment at which the copy begins.
     """
 

@@ -74,7 +74,7 @@ class WriteSettings(Settings):
         as_given,
         "the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors`` under the "
         "names that they have inside it, everything else to files in ``training/``, so that Hugging Face's readers "
-        "open the directory as it lies. ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and "
+        "open the directory directly. ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and "
         "``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key makes names that "
         "start like its own (``model.ema`` beside ``model``); without one, or with None, the whole state is written as "
         "the model.",
@@ -87,8 +87,8 @@ class WriteSettings(Settings):
         "auto",
         check_io,
         "``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and "
-        "OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO "
-        "says, where it is set, else the first of these that works. The report says which ran.",
+        "OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO "
+        "if it is set, else takes the first of these that works. The report names the one that ran.",
     )
     threads: int | None = option(
         None,

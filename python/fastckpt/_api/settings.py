@@ -1,4 +1,4 @@
-"""Options that several functions take alike, each defined once: its default, its check, what help() says of it.
+"""Options that several functions take alike, each defined once: its default, its check, its text in help().
 
 A record of settings is a frozen dataclass whose fields are made by :func:`option`. A function takes the options of a
 record as ``**options``, has :func:`takes` show them in its signature and docstring, and makes the record by

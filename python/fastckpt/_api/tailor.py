@@ -132,7 +132,7 @@ class Tailor:
         if found is None:
             lacking = "numpy" if isinstance(value, np.ndarray) else "this version of torch"
             raise UnsupportedTypeError(
-                f"{self._operation}: tensor {tensor.name!r} is to be cast to {name}, which {lacking} does not have: "
+                f"{self._operation}: tensor {tensor.name!r} cannot be cast to {name}, which {lacking} does not have: "
                 "give another dtype="
             )
         flat.tensors[index] = found.of(tensor, value.size if isinstance(value, np.ndarray) else value.numel())
@@ -148,9 +148,9 @@ class Tailor:
             if loss.happened():
                 names.setdefault(dtype, []).append(tensor)
         return [
-            f"{count(len(found), 'tensor')} cast to {dtype} had numbers beyond its range, which are stored as inf, nan "
-            f"or the nearest it has: {', '.join(map(repr, found[:_NAMED]))}{', ...' if len(found) > _NAMED else ''}; "
-            "give them another dtype="
+            f"{count(len(found), 'tensor')} cast to {dtype} had numbers outside its range, which are stored as inf, "
+            f"nan or its nearest number: "
+            f"{', '.join(map(repr, found[:_NAMED]))}{', ...' if len(found) > _NAMED else ''}; give them another dtype="
             for dtype, found in names.items()
         ]
 

@@ -1,4 +1,4 @@
-"""What is known about a stored tensor before it is read."""
+"""Facts about a stored tensor that are known before it is read."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DEVICE = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorInfo:
-    """What is known about a stored tensor before it is read.
+    """Facts about a stored tensor that are known before it is read.
 
     Attributes:
         name: its name in the checkpoint.

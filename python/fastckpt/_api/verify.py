@@ -22,8 +22,8 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
     Args:
         path: the checkpoint's directory, or its URL in an object store (docs/stores.md): every byte is fetched.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
-            OSError where direct I/O is refused); ``buffered``. ``auto`` is what the environment variable FASTCKPT_IO
-            says, where it is set, else the first of these that works.
+            OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO
+            if it is set, else takes the first of these that works.
         threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
             least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. Of a URL 16 by default.
         progress: show a progress bar.
@@ -37,8 +37,8 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
         FormatVersionError: the checkpoint is of a version that this release does not read.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: ``path`` is a URL, and the package obstore cannot be imported.
-        OSError: the storage failed, or the store did not answer or refuses.
-        ValueError: an argument is out of range, or ``path`` is a URL of no known store.
+        OSError: the storage failed, or the store did not answer or refused.
+        ValueError: an argument is out of range, or ``path`` is a URL of an unknown store.
     """
     began = time.perf_counter()
     target = place_of("verify", path)

@@ -56,7 +56,7 @@ _R = TypeVar("_R", bound=SaveReport)
 
 
 class Group(Protocol[_A, _R_co]):
-    """Who saves together: one process, or the ranks of a process group."""
+    """The processes that save together: one, or the ranks of a process group."""
 
     @property
     def report(self) -> type[_R_co]:

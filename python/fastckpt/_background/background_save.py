@@ -1,4 +1,4 @@
-"""A save that its call begins, and that a thread finishes, or the call itself where there is no thread."""
+"""A save that its call begins, and that a thread finishes, or the call if no thread can start."""
 
 # ruff: noqa: SLF001 - a handle and the job behind it are one thing in two parts, one for each side
 

@@ -1,4 +1,4 @@
-"""Who finishes a save: the thread that was to, or the call that could not start it."""
+"""Decides which of two callers finishes a save: its thread, or the call that could not start one."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ class Gate:
         self.seconds = 0.0
 
     def is_open(self) -> bool:
-        """Whether nobody has to wait."""
+        """Whether it is open."""
         return self._event.is_set()
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -31,12 +31,12 @@ class Gate:
         try:
             return self._event.wait(timeout)
         finally:
-            since = self._since.pop(token, None)  # unless who opened it has counted it
+            since = self._since.pop(token, None)  # unless ``open`` has counted it
             if since is not None:
                 self.seconds += time.perf_counter() - since
 
     def open(self) -> None:
-        """Let everybody go on, now and for ever."""
+        """Release all waiters, now and for ever."""
         now = time.perf_counter()
         for token in tuple(self._since):
             since = self._since.pop(token, None)

@@ -1,4 +1,4 @@
-"""What is about to change tensors waits until they have been copied, or they are copied before it can."""
+"""Makes code that changes tensors wait until they are copied, or copies them first."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Guard:
     """
 
     def remove(self) -> None:
-        """From the next save on, the module is as any other."""
+        """Remove the guard: from the next save on, the module is treated like any other."""
         for module, guard in tuple(_guards.items()):
             if guard is self:
                 del _guards[module]
@@ -113,7 +113,7 @@ def guard(module: Any) -> Guard:
     known = _guards.get(module)
     if known is None:
         known = _guards[module] = Guard()
-        # A save that began before it has yet to copy the buffers; who begins from here on knows of it.
+        # A save that began before it has yet to copy the buffers; one that begins from here on knows of it.
         wait_for_copies()
     return known
 

@@ -1,4 +1,4 @@
-"""The handle on an asynchronous save: what its caller may ask, and what the job behind it reports."""
+"""The handle on an asynchronous save, with the reports of its job."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_on_error(operation: str, on_error: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class SaveProgress:
-    """How far an asynchronous save is.
+    """The progress of an asynchronous save.
 
     Attributes:
         phase: ``staging`` (the state must not change yet), ``writing``, ``done``, ``failed`` or ``cancelled``.
@@ -54,7 +54,7 @@ class SaveProgress:
 
 
 class PendingSave(in_flight.SaveInFlight):
-    """A save that goes on in the background; made by :func:`fastckpt.save_async`.
+    """A save that runs in the background; made by :func:`fastckpt.save_async`.
 
     Methods named as those of ``concurrent.futures.Future`` do the same. ``await pending`` gives the report, too;
     to cancel the task that waits does not cancel the save.
@@ -69,7 +69,7 @@ class PendingSave(in_flight.SaveInFlight):
         self.group = group
         self.started = False
         self.finished = Event()
-        #: Opens when the state may change, whoever changes it.
+        #: Opens when the state may change.
         self._staged = Gate()
         #: Opens when a step may go on whose streams wait for the copies that are under way on devices.
         self._may_step = Gate()
@@ -104,7 +104,7 @@ class PendingSave(in_flight.SaveInFlight):
             timeout: seconds; None for as long as it takes.
 
         Raises:
-            TimeoutError: the copy is not done in time. It goes on.
+            TimeoutError: the copy has not finished in time; it continues.
         """
         if self._staged.is_open():
             return
@@ -112,7 +112,7 @@ class PendingSave(in_flight.SaveInFlight):
         with range_of("fastckpt.wait_staged"):
             staged = self._staged.wait(timeout)
         if not staged:
-            raise TimeoutError(f"wait_staged: {self.path}: the state is not copied after {timeout} s")
+            raise TimeoutError(f"wait_staged: {self.path}: the state has not been copied after {timeout} s")
 
     def result(self, timeout: float | None = None) -> SaveReport:
         """Wait until the checkpoint is durable and return what was done.
@@ -121,7 +121,7 @@ class PendingSave(in_flight.SaveInFlight):
             timeout: seconds; None for as long as it takes.
 
         Raises:
-            TimeoutError: it is not done in time. It goes on.
+            TimeoutError: it has not finished in time; it continues.
             CancelledError: it was cancelled.
             Exception: it failed: what :func:`fastckpt.save` would have raised.
         """
@@ -140,13 +140,13 @@ class PendingSave(in_flight.SaveInFlight):
         """Wait until it is over and return why it failed, or None.
 
         Raises:
-            TimeoutError: it is not over in time. It goes on.
+            TimeoutError: it has not finished in time; it continues.
             CancelledError: it was cancelled.
         """
         if not self.finished.is_set():
             self._same_process()
             if not self.finished.wait(timeout):
-                raise TimeoutError(f"{self.path}: the save is not done after {timeout} s; it goes on")
+                raise TimeoutError(f"{self.path}: the save has not finished after {timeout} s and continues")
         if isinstance(self._error, CancelledError):
             raise CancelledError(str(self._error))
         if self._error is not None:
@@ -183,7 +183,7 @@ class PendingSave(in_flight.SaveInFlight):
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
         """Call ``function(pending)`` when it is over, in the thread that writes; at once if it is over already.
 
-        What it raises is logged.
+        Exceptions that it raises are logged.
         """
         self._callbacks.append(function)
         if self.finished.is_set():
@@ -292,7 +292,7 @@ class PendingSave(in_flight.SaveInFlight):
         elif self.cancelled():
             logger.info("the asynchronous save to %s was cancelled", self.path)
         else:
-            # As text: who keeps records would keep the error, and with it the frames of whoever asks for it.
+            # As text: a handler that keeps records would keep the error, and with it the frames of its callers.
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, str(error))
 
     def _ended(self, error: BaseException | None) -> Ended | None:
@@ -306,7 +306,7 @@ class PendingSave(in_flight.SaveInFlight):
             on_error(self)
         except BaseException as caught:
             logger.exception("%s: on_error of the save raised", self.path)
-            # So it may not have told anybody.
+            # The callback may have failed before it reported the error.
             in_flight.failed(in_flight.Failure(self, error, warn=False))
             if not isinstance(caught, Exception):
                 raise

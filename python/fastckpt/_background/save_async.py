@@ -73,12 +73,12 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
             allows, or a tensor cannot be cast.
         KeyError: a pattern matches nothing.
         TypeError: a pattern is not a string, or an argument is unknown.
-        FileExistsError: something has the name that may not be replaced.
+        FileExistsError: ``path`` exists and may not be replaced.
         NotADirectoryError: a directory above ``path`` is a file.
-        PermissionError: no directory can be made where ``path`` lies.
-        Exception: an earlier asynchronous save failed, and its result was never asked for: this one has begun, and
+        PermissionError: no directory can be made in the parent of ``path``.
+        Exception: an earlier asynchronous save failed, and its result was never requested: this one has begun, and
             ``pending_save`` of the exception is its handle. Or the copy failed.
-        ValueError: an argument is out of range, nothing of the state is left, or ``path`` or ``base`` is a URL.
+        ValueError: an argument is out of range, ``exclude`` leaves nothing, or ``path`` or ``base`` is a URL.
 
     Warns:
         RuntimeWarning: an earlier asynchronous save with ``on_error="warn"`` failed; or a value may not come back, as
@@ -103,10 +103,10 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
 
 
 def tell_unasked_but(pending: PendingSave) -> None:
-    """Raise, or warn of, an earlier failure that nobody asked for, now that ``pending`` has begun."""
+    """Raise, or warn of, an earlier failure whose result was never requested, now that ``pending`` has begun."""
     try:
         in_flight.tell_unasked(
-            f"save_async raised it because nobody had asked for its result; the save of this call, to {pending.path}, "
+            f"save_async raised it because its result was never requested; the save of this call, to {pending.path}, "
             "goes on: its handle is this error's pending_save",
             but=pending,
         )

@@ -1,4 +1,4 @@
-"""What saves in the background take by name, beside what every save takes."""
+"""Keyword arguments of saves in the background, in addition to those of every save."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class BackgroundSettings(Settings):
         False,
         as_bool,
         "return before torch tensors of 64 KiB and more are copied; everything else is copied all the same. Every "
-        "step of every ``torch.optim.Optimizer`` then waits until they are. What else changes them in place must call "
-        "``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the tensors. But "
-        "changes that torch does not count go unseen, and the checkpoint holds a mixture of old and new values: "
+        "step of every ``torch.optim.Optimizer`` then waits until they are. Other code that changes them in place must "
+        "call ``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the tensors. "
+        "But changes that torch does not count go unseen, and the checkpoint holds a mixture of old and new values: "
         "through ``tensor.data``, through a numpy array over the same memory, by a replayed CUDA graph. For buffers "
         "that forward changes see :func:`fastckpt.guard`. For tensors of a device the step does not wait on the host: "
         "the stream that it runs in waits for the copies, on the device.",
@@ -57,20 +57,20 @@ class BackgroundSettings(Settings):
     on_error: OnError = option(
         "raise",
         check_on_error,
-        "what becomes of a failure of this save that nobody asks for. ``raise``: the next ``save_async`` starts its "
-        "own save, and then raises it, with the handle of its own save as attribute ``pending_save``. ``warn``: the "
-        "next one warns instead (RuntimeWarning). A function is called with the handle when the save fails, in the "
-        "thread that writes, and the failure counts as told; if the function raises, that is logged, and the failure "
-        "treated as with ``raise``.",
+        "how a failure is reported if the result of this save is never requested. ``raise``: the next ``save_async`` "
+        "starts its own save, and then raises it, with the handle of its own save as attribute ``pending_save``. "
+        "``warn``: the next one warns instead (RuntimeWarning). A function is called with the handle when the save "
+        "fails, in the thread that writes, and the failure counts as told; if the function raises, that is logged, and "
+        "the failure treated as with ``raise``.",
     )
     max_in_flight: int = option(
         1,
         check_in_flight,
-        "wait until fewer saves than this are in flight, of those of this process alone, or of the same process group. "
-        "Those of a group write one after the other.",
+        "wait until fewer saves than this are in flight; those of this process alone and of each process group are "
+        "counted apart. Those of a group write one after the other.",
     )
     nice: int | None = option(
-        None, check_nice, "niceness of the writing threads, 0 to 19; None for that of the process."
+        None, check_nice, "niceness of the writing threads, 0 to 19; None keeps the niceness of the process."
     )
 
 

@@ -1,4 +1,4 @@
-"""The copy of a state that a save in the background writes: what of it is made at the call, and what later."""
+"""The snapshot of a state for a save in the background: which parts are copied at the call, and which later."""
 
 # ruff: noqa: SLF001 - a handle and what stands behind it are one thing in two parts, one for each side
 
@@ -159,7 +159,7 @@ class Staging:
         asked = self._pending._late = Late(self._count(on_device=True))
         ranges = self._ranges()
         must_pin = self.devices.must_pin()
-        # Who changes these may be no step, and nobody calls us then: so the caller's streams wait now, and those of
+        # Other code than a step may change these, without calling us: so the caller's streams wait now, and those of
         # steps, which may be others, as for all copies.
         asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
         for copies in asked.copies:

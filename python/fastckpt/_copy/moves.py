@@ -224,7 +224,7 @@ def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[By
 
 
 def sum_of(item: Item, source: Source, opened: Opened, pace: Pace) -> str:
-    """The sum of a file of which nobody knows it."""
+    """The sum of a file whose sum is not known."""
     summed = Summed(source.path_of(item.name), item, pace.block)
     memory = memory_of(min(pace.block, item.nbytes))
     for number, (start, nbytes) in enumerate(summed.blocks):

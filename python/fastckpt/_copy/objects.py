@@ -79,7 +79,7 @@ class ToObjects:
         if share[0]:
             return reused, []
         self._settle(plan, bring)
-        # Whoever begins after this look brings objects that are not in it.
+        # A copy that begins after this look adds objects that are not in it.
         old = self._old(plan, before, self._objects.sizes())
         if before is None or before.content != plan.manifest:
             self._commit(plan, before)
@@ -157,10 +157,10 @@ class ToObjects:
         try:
             self._objects.remove(names)
         except OSError as error:
-            logger.warning("%s: what an earlier copy left there is not removed: %s", self._target, error)
+            logger.warning("%s: leftovers of an earlier copy are not removed: %s", self._target, error)
 
     def _send_each(self, items: Sequence[Item], source: Source, plan: Plan, pace: Pace) -> dict[str, Exception]:
-        """Send files; return why which could not be read."""
+        """Send files; return the errors of those that could not be read, by name."""
         failed: dict[str, Exception] = {}
         folder = folder_of(plan.manifest)
         for in_parts, at_once in ((True, _LARGE), (False, _SMALL)):
@@ -203,7 +203,7 @@ class ToObjects:
         return None
 
     def _busy(self) -> OSError:
-        return self._error(errno.EBUSY, "another copy to it runs: copy again when it has ended")
+        return self._error(errno.EBUSY, "another copy to it is running: copy again when it has ended")
 
     def _error(self, number: int, why: str) -> OSError:
         return OSError(number, f"cannot {self._operation} to `{visible(self._target)}`: {why}", self._target)

@@ -1,4 +1,4 @@
-"""How fast a copy moves bytes, how far it is, and whether it is to stop."""
+"""The rate limit, the progress and the cancellation of a copy."""
 
 from __future__ import annotations
 
@@ -85,10 +85,10 @@ class Pace:
             self.done += nbytes
 
     def look(self) -> None:
-        """Tell how far it is, and see whether to stop.
+        """Report the progress, and check for cancellation.
 
         Raises:
-            CancelledError: the copy is to stop; so do the threads from now on.
+            CancelledError: the copy was cancelled; its threads stop, too.
         """
         try:
             if self._tick is not None:

@@ -1,4 +1,4 @@
-"""What a copy consists of, and where each file of it comes from."""
+"""The files of a copy, and the source of each."""
 
 from __future__ import annotations
 

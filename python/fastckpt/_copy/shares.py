@@ -1,4 +1,4 @@
-"""Several processes that copy one checkpoint together: each brings its share, the first what is missing then."""
+"""Several processes copy one checkpoint: each copies its share, then the first copies what is missing."""
 
 from __future__ import annotations
 

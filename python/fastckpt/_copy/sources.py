@@ -1,4 +1,4 @@
-"""Where a copy reads: the files of a directory, or the objects below a URL."""
+"""Sources of a copy: the files of a directory, or the objects below a URL."""
 
 from __future__ import annotations
 

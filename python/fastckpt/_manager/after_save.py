@@ -1,4 +1,4 @@
-"""What follows when a checkpoint is durable: the hint, the measurements, and the removal of older ones."""
+"""Work after a checkpoint becomes durable: update ``latest``, measure, remove old ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class AfterSave:
 
         def ended(pending: PendingSave) -> None:
             try:
-                # Nobody asks for a failure here: the next save, wait, or the end of the process tells it.
+                # Failures are not raised here: the next save, wait, or the end of the process reports them.
                 if pending.progress().phase == "done":
                     report = pending.result()
                     self.note(about, began, report, report.stall)
@@ -121,7 +121,9 @@ class AfterSave:
             TimeoutError: not by then.
         """
         if not self.is_over(end):
-            raise TimeoutError(f"wait: {self.local.place.path}: old checkpoints are still being removed; it goes on")
+            raise TimeoutError(
+                f"wait: {self.local.place.path}: old checkpoints are still being removed; this continues"
+            )
 
     def warnings(self) -> list[str]:
         """What the report of the last save is to say."""

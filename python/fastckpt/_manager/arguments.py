@@ -26,7 +26,7 @@ def step_of(operation: str, step: int) -> int:
     except TypeError:
         number = -1
     if number < 0 or isinstance(step, bool):
-        raise ValueError(f"{operation}: step must be a whole number from 0 on, not {step!r}")
+        raise ValueError(f"{operation}: step must be a non-negative integer, not {step!r}")
     return number
 
 
@@ -51,7 +51,7 @@ def state_of(
             raise TypeError(f"save: metrics: {name!r} must be a number, not {type(value).__name__}") from None
     taken = {"step", "metrics", KEY} & set(more or {})
     if taken:
-        raise ValueError(f"save: metadata: {' and '.join(sorted(taken))} are names that the manager uses itself")
+        raise ValueError(f"save: metadata: {' and '.join(sorted(taken))} are names reserved for the manager")
     return StepState(step, state, per_rank, {**(more or {}), "step": step, "metrics": found})
 
 
@@ -105,7 +105,7 @@ def save_options_of(
     known = {name: one for kind in kinds for name, one in kind.options().items() if name not in _OWN}
     unknown = sorted(set(options) - set(known))
     if unknown:
-        raise ValueError(f"Manager: save_options: {', '.join(unknown)}: known are {', '.join(sorted(known))}")
+        raise ValueError(f"Manager: save_options= has no {', '.join(unknown)}: known are {', '.join(sorted(known))}")
     for name, value in options.items():
         # Files may not be there yet: each save reads them.
         if name != "files":

@@ -61,7 +61,7 @@ class Candidates:
             except OSError as error:
                 if not here:
                     raise
-                text = f"fastckpt: restore: {self.remote.place.path} does not answer, and is left out: {error}"
+                text = f"fastckpt: restore: {self.remote.place.path} does not answer and is skipped: {error}"
                 warn(text)
         near = self.local.catalogue.entries(here)
         tip = self.local.catalogue.tip(near)
@@ -99,12 +99,12 @@ class Candidates:
         for place in [self.local.place, *([] if self.remote is None else [self.remote.place])]:
             evidence = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
             if evidence is None and place is self.local.place and self.local.catalogue.last.order:
-                evidence = earlier_run.Evidence(f"{FILE} tells of a checkpoint that is not there")
+                evidence = earlier_run.Evidence(f"{FILE} names a checkpoint that does not exist")
             if evidence is not None:
                 kind = NotACheckpointError if evidence.is_foreign else CheckpointError
                 raise kind(
-                    f"restore: {place.path}: no checkpoint is here under the names of this manager, but a run was: "
-                    f"{evidence.what} (to begin anew all the same, restore(fresh=True))"
+                    f"restore: {place.path}: no checkpoint here has a name of this manager, but a run was here: "
+                    f"{evidence.what} (to start anew, call restore(fresh=True))"
                 )
 
     def _here(self) -> list[int]:

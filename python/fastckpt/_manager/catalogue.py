@@ -1,4 +1,4 @@
-"""What each checkpoint of a run says of itself: when it was saved, with which metrics, and what it continues.
+"""Facts about each checkpoint of a run: when it was saved, its metrics, and which one it continues.
 
 All that lies in the checkpoint's own metadata. Reading them opens its manifest, so what was read is kept in a file,
 ``.fastckpt-run.json``, beside the policies in force. An entry of it counts only while the checkpoint is the same one,
@@ -59,7 +59,7 @@ class Catalogue:
         #: The place of the last save that was ever seen here.
         self.last = Lineage(0)
         found = self._read()
-        #: The policies of whoever wrote the file last, or those given.
+        #: The policies of the manager that wrote the file last, or those given.
         self.keep: list[str] | None = list(keep) if keep is not None else found
         self._changed = self._changed or self.keep != found
 
@@ -101,7 +101,7 @@ class Catalogue:
                 self._note(name, identity, entry)
 
     def go_back(self, step: int, steps: Iterable[int]) -> None:
-        """Note, durably, that the run goes on from a step: nobody follows what is above it any more.
+        """Note, durably, that the run continues from a step: it has left the steps above.
 
         Pinned ones may stay there, and until the next save nothing else would tell. ``steps`` are all that there are.
 

@@ -174,5 +174,5 @@ class Completion:
             if agreed.signals or agreed.over:
                 return agreed.over
             if end < math.inf and self.ranks.first("wait: timeout", lambda: time.monotonic() >= end):
-                raise TimeoutError(f"wait: {self.directory}: what is in flight is not done in time; it goes on")
+                raise TimeoutError(f"wait: {self.directory}: saves in flight have not finished in time and continue")
             pause = min(2 * pause, _LAST_LOOK)

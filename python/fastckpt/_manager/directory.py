@@ -158,7 +158,7 @@ class Directory:
             _sync(self.path)
         # What comes at this moment keeps it.
         remove(path, files=files)
-        return f"{', '.join(strange)} lie in {aside}" if strange else ""
+        return f"{', '.join(strange)} are now in {aside}" if strange else ""
 
     def read(self, name: str) -> bytes:
         """The content of a small file of the run.
@@ -217,7 +217,7 @@ class Directory:
                         Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Sweep, and remove what killed copies left of steps for which ``is_over`` says that nobody goes on with them.
+        """Sweep, and remove what killed copies left of steps whose copy no process continues, by ``is_over``.
 
         Raises:
             OSError: the directory cannot be read.
@@ -231,7 +231,7 @@ class Directory:
                     remove_leftover(self.path, one.name)
 
     def forget(self, step: int) -> None:
-        """Nobody goes on with a copy of a step. What is left of it :meth:`sweep_copies` finds."""
+        """No process continues the copy of a step. :meth:`sweep_copies` finds its leftovers."""
 
 
 def _sync(path: str) -> None:

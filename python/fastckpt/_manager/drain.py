@@ -37,7 +37,7 @@ logger = logging.getLogger("fastckpt")
 
 #: Seconds until a failed copy is tried again, and the most they grow to.
 _FIRST, _MOST = 1.0, 60.0
-#: How often who waits looks whether something else is more urgent, in seconds.
+#: Seconds between two checks of a waiter for something more urgent.
 _LOOK = 0.1
 
 #: Those whose thread runs, or is to run before the process ends.
@@ -101,7 +101,7 @@ class Drain:
         self._seen: set[int] = set()
         #: Those that this process has saved.
         self._own: set[int] = set()
-        #: What the last attempt at a step raised. One that is not waiting any more is lost to the drain.
+        #: The exception of the last attempt at each step. A step that no longer waits is lost to the drain.
         self._failed: dict[int, Exception] = {}
         #: Set when the thread has ended.
         self._idle = Event()
@@ -132,7 +132,7 @@ class Drain:
         with self._lock:
             self._own.add(step)
             self._queue(step)
-            # Where a signal ends the process, nobody else starts the thread.
+            # If a signal ends the process, nothing else starts the thread.
             _running.add(self)
 
     def start(self) -> None:
@@ -232,7 +232,7 @@ class Drain:
                     return
                 if time.monotonic() >= end:
                     here, there = self._from.path, self._to.path
-                    raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; it goes on")
+                    raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; this continues")
         self.raise_failure()
 
     def leave(self, end: float) -> None:
@@ -306,7 +306,7 @@ class Drain:
             while (step := self._next()) is not None:
                 self._try(step)
         except CancelledError:
-            logger.debug("%s: the copy to %s is given up", self._from.path, self._to.path)
+            logger.debug("%s: the copy to %s was abandoned", self._from.path, self._to.path)
         finally:
             if not idle.is_set():
                 _running.discard(self)
@@ -326,7 +326,7 @@ class Drain:
                 self._skip()
                 if self._waiting.get(step) != number:
                     return
-            # What came meanwhile is asked about at the next turn: whoever saves faster than the remote answers would
+            # What came meanwhile is asked about at the next turn: a run that saves faster than the remote answers would
             # otherwise have nothing copied.
             if before is None and self._is_gone(step):
                 self._drop(step, number)
@@ -383,7 +383,7 @@ class Drain:
             self._drop(step, waiting[step])
             if self._leads:
                 self._to.forget(step)
-            logger.debug("%s: step %d is not copied: no policy of the remote wants it", self._from.path, step)
+            logger.debug("%s: step %d is not copied: no policy of the remote keeps it", self._from.path, step)
         if unwanted and self._leads:
             self._local.clear_again()
 
@@ -402,7 +402,7 @@ class Drain:
         where = self._from.path, self._to.path
         if not self._leads:
             # The first brings what is missing.
-            logger.warning("%s: this process did not bring its share of step %d: %s", where[0], step, error)
+            logger.warning("%s: this process did not upload its share of step %d: %s", where[0], step, error)
             self._drop(step, number)
             return
         if isinstance(error, (CorruptCheckpointError, NotACheckpointError)):
@@ -420,7 +420,7 @@ class Drain:
             wake = self._wake = Event()
             pause = 0.0 if self._hurry or self._stopped else self._delay
         if self._delay == _FIRST:
-            logger.warning("%s: step %d is not at %s, and is tried again: %s", where[0], step, where[1], error)
+            logger.warning("%s: step %d is not at %s yet and is tried again: %s", where[0], step, where[1], error)
         self._delay = min(2 * self._delay, _MOST)
         if not _ending:
             wake.wait(pause)

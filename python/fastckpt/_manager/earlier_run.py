@@ -1,4 +1,4 @@
-"""What a run leaves in a directory where none of its checkpoints are found: the difference to a new beginning."""
+"""Detects traces of an earlier run in a directory without its checkpoints, so that no run starts anew by mistake."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def in_directory(directory: Directory) -> Evidence | None:
     mounts = _mount_points()
     for each in (path, *path.parents):
         if each.is_symlink() and not each.exists():
-            return Evidence(f"{each} is a symbolic link to {each.readlink()}, where nothing is: is a disk not mounted?")
+            return Evidence(f"{each} is a symbolic link to {each.readlink()}, which is missing: is a disk not mounted?")
         if str(each) in mounts and not each.is_mount():
             return Evidence(f"{_MOUNTS} names {each}, where nothing is mounted")
     try:
@@ -56,7 +56,7 @@ def in_directory(directory: Directory) -> Evidence | None:
             foreign = foreign or (None if step is None else Evidence(f"{name} is a part of a checkpoint"))
             continue
         if _numbered(name) and (path / name / MANIFEST).exists():
-            return Evidence(f"{name} is a checkpoint, and no name that the manager gives (name=)")
+            return Evidence(f"{name} is a checkpoint whose name does not fit name= of the manager")
         what = of_distributed(path / name)
         foreign = foreign or (Evidence(f"{name}: {what}", is_foreign=True) if what else None)
     return foreign or _small(names)
@@ -68,16 +68,16 @@ def in_store(prefix: Prefix) -> Evidence | None:
     numbered = [name for name in names if _numbered(name)]
     for name in numbered[-_MOST:]:
         if prefix.names.step_of(name) is not None:
-            return Evidence(f"objects lie below {name}/, and no manifest is among them")
+            return Evidence(f"there are objects below {name}/, but no manifest")
         if prefix.identity(name) is not None:
-            return Evidence(f"{name} is a checkpoint, and no name that the manager gives (name=)")
+            return Evidence(f"{name} is a checkpoint whose name does not fit name= of the manager")
     return _small(objects)
 
 
 def _small(names: list[str]) -> Evidence | None:
     """The files that a manager writes beside checkpoints, but its cache, which it writes before the first one."""
     kept = next((name for name in names if name == LATEST or (name.endswith(PIN) and not name.startswith("."))), None)
-    return Evidence(f"the file {kept} names a checkpoint that is not there") if kept else None
+    return Evidence(f"the file {kept} names a checkpoint that does not exist") if kept else None
 
 
 def _mount_points() -> set[str]:

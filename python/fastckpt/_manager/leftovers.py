@@ -1,4 +1,4 @@
-"""The leftovers of a run whose writers nothing proves to be dead: told, watched, and removed when they stand still.
+"""Leftovers of a run whose writers may still run: reported, watched, and removed once nothing changes.
 
 On file systems whose locks do not reach other machines nobody may remove what a save of another machine left, and each
 node that is lost during a save leaves a whole checkpoint. A manager goes by what it has seen itself: a workspace in

@@ -86,7 +86,7 @@ class History:
         self._forks: tuple[Fork, ...] = ()
         #: The last step that was saved, or restored; None before the first.
         self._step: int | None = None
-        #: The order of what was restored; 0 where nobody knows.
+        #: The order of the restored checkpoint; 0 if unknown.
         self._since = 0
         #: Whether the next save begins a branch, as far as this process knows.
         self._turns = True
@@ -105,7 +105,7 @@ class History:
         # The clock orders what was never seen, as on a remote tier that does not answer.
         order, forks = max(self._order + 1, time.time_ns() // 1000), self._forks
         if self._turns or self._step is None or step <= self._step:
-            # Whoever restores by other means continues what lies below.
+            # A program that restores by other means continues the highest step below.
             back = step - 1 if self._step is None else min(self._step, step - 1)
             since = self._since if self._turns and self._since else order
             # What the new one leaves behind anyway is not noted twice.

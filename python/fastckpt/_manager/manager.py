@@ -57,12 +57,12 @@ class Manager:
                 manager.save(step, state, metrics={"loss": loss})
 
     Each checkpoint is a directory of its own, ``step-00001000``, which :func:`fastckpt.load` reads without a manager.
-    The directories are the truth. The file ``latest`` names the checkpoint that became durable last, and is a hint for
+    Only the directories count. The file ``latest`` names the checkpoint that became durable last, and is a hint for
     people and scripts.
 
     Several managers, of several processes, may use one directory: each removes only checkpoints that are older than one
     that it has made durable itself, so the newest stays whatever they do. What one of them wants to keep, the others do
-    not know; give all the same policies, or all but one ``read_only=True``. docs/manager.md tells more.
+    not know; pass the same policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
 
     In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
     ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
@@ -70,14 +70,14 @@ class Manager:
     for ``timeout`` seconds, is a :class:`fastckpt.RanksError` on the others.
 
     Args:
-        directory: where the checkpoints lie. The first save makes it.
+        directory: the directory of the checkpoints. The first save makes it.
         process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
             one; where none was initialised, this process alone.
         alone: act for this process alone, whatever groups there are.
         timeout: seconds for which a rank may make no progress before the others give up.
-        keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays that one of them wants. A number is
+        keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
-        save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved that one of them wants. A
+        save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved if one of them asks for it. A
             number is short for ``save_when.Every(steps=number)``; ``"auto"`` for the interval that loses the least
             time, by ``mttf`` and ``overhead`` (:class:`fastckpt.save_when.Auto`). None saves each step for which
             ``save`` is called.
@@ -93,16 +93,16 @@ class Manager:
         remote_keep: as ``keep``, for the remote.
         remote_bandwidth_limit: bytes per second for each process that copies, or a string such as ``"500MB/s"``; None
             for no limit.
-        stale: what follows where the step has advanced, and no weight of the model has changed, or no moment of the
+        stale: how to react if the step has advanced, but no weight of the model has changed, or no moment of the
             optimizer: ``warn`` in the log and in the report's ``warnings``, ``raise`` from the next ``save`` or
             ``wait``, or ``ignore`` it. The checkpoint stays.
         replicas: how saves compare what several ranks hold, as for :func:`fastckpt.distributed.save`.
-        on_difference: what a difference does, likewise.
+        on_difference: how saves react to a difference, likewise.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
-        ImportError: ``remote`` is a URL, and the package for those is not there.
+        ImportError: ``remote`` is a URL, and the package obstore cannot be imported.
         TypeError: an argument is of another type, or ``process_group`` is not a process group.
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
             is not in ``process_group``.
@@ -274,8 +274,8 @@ class Manager:
             The report of the last save that became durable, or None.
 
         Raises:
-            TimeoutError: it is not done in time. It goes on.
-            CancelledError: it was given up for a signal.
+            TimeoutError: it has not finished in time; it continues.
+            CancelledError: the save was abandoned because of a signal.
             CheckpointError: with ``stale="raise"``, a trained group has not changed with the last save.
             Exception: the last save failed; or a copy did, also now, and the step is not at the remote tier.
         """
@@ -333,7 +333,7 @@ class Manager:
 
         A signal that comes in it, or has come before it, is answered at once, from the signal handler: ``state`` is
         saved as the checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step
-        is half done. Give the state as :meth:`save` gets it, made at its beginning.
+        is half done. Pass the state as :meth:`save` gets it, made at its beginning.
 
         Among several ranks no handler can act alone: there all of them answer a signal together, at the beginning or
         the end of the stretch.
@@ -368,7 +368,7 @@ class Manager:
             into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of what is returned.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
-            fresh: begin anew also where a run was and has no checkpoint left; without it that is an error.
+            fresh: start anew even if an earlier run left no checkpoint here; without it that is an error.
             discard_newer: with ``step``: then remove all higher steps but pinned ones, on each tier.
             options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
@@ -378,14 +378,14 @@ class Manager:
         Raises:
             CheckpointError: no checkpoint is here, but something else shows that a run was: the message names it.
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
-            NotACheckpointError: what has the names of checkpoints, or is here instead, is another program's.
-            FileNotFoundError: there is none of ``step``.
+            NotACheckpointError: the directory holds files of another program, perhaps under names of checkpoints.
+            FileNotFoundError: there is no checkpoint of ``step``.
             OSError: there is none in the directory, and the remote tier does not answer.
             RanksError: another rank could not load it.
             RuntimeError: ``discard_newer``, and the manager is read-only.
-            TypeError: ``report`` is given: what is returned always has one.
+            TypeError: ``report`` is given: the result always has one.
             ValueError: ``discard_newer`` without ``step``.
-            Exception: what else :func:`fastckpt.load` raises. After any of these tensors of ``into`` may have changed.
+            Exception: any other error of :func:`fastckpt.load`. Tensors of ``into`` may have changed.
 
         Warns:
             RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
@@ -394,11 +394,11 @@ class Manager:
         self._ranks.check("restore")
         self._boundary.miss("it has called restore without the save")
         if "report" in options:
-            raise TypeError("restore: report: leave it out: what is returned has the report as its attribute")
+            raise TypeError("restore: leave out report=: the result has the report as its attribute `report`")
         if discard_newer:
             self._check("restore: discard_newer")
             if step is None:
-                raise ValueError("restore: discard_newer: give step=, too")
+                raise ValueError("restore: discard_newer= requires step=")
         how = {**options, "into": into, "exclude": exclude, "report": True}
         if step is None:
             found = self._loader.newest(how, fresh=bool(fresh))
@@ -492,7 +492,7 @@ class Manager:
         known = next((one for one in self.policies if isinstance(one, keeping.Best)), None)
         if metric is None:
             if known is None:
-                raise ValueError("best: give the name of a metric: no policy keep.Best names one")
+                raise ValueError("best: pass metric=, since no keep.Best policy names one")
             metric = known.metric
         if mode is None:
             mode = known.mode if known is not None and known.metric == metric else "min"

@@ -1,4 +1,4 @@
-"""What a signal does that announces the end of a run: it is noted when it comes, answered, and then passed on.
+"""Handles signals that announce the end of a run: each is noted when it comes, answered, and passed on.
 
 It is answered where the state is whole, and within the grace period: the step is saved, or what is in flight becomes
 durable or is given up. To pass it on is to do what it would have done without the manager. ``step_boundary`` says where
@@ -63,7 +63,7 @@ class Signals:
         self._deadline = math.inf
         #: Whether one of them has ended the run.
         self.exiting = False
-        #: What it was for those that were answered last.
+        #: The deadline of the signals that were answered last.
         self._end = math.inf
         #: The first signal that was answered.
         self.first: signal.Signals | None = None
@@ -82,7 +82,7 @@ class Signals:
         self._over = False
 
     def uninstall(self) -> None:
-        """Put the earlier handlers back, where nobody has installed another one since."""
+        """Put the earlier handlers back, unless another one was installed since."""
         if os.getpid() != self._process or threading.current_thread() is not threading.main_thread():
             return
         self._over = True
@@ -174,7 +174,7 @@ class Signals:
             self._in_child(number, frame)
             return
         if self._over:
-            # Whoever installed a handler after this one has put this one back.
+            # The code that installed a handler after this one has put this one back.
             self._default(number, frame)
             return
         if not self._pending:
@@ -184,7 +184,7 @@ class Signals:
         self.answer_now()
 
     def _in_child(self, number: int, frame: FrameType | None) -> None:
-        """A forked child saves nothing; whoever ends it may do so.
+        """A forked child saves nothing, and a signal that would end it does.
 
         A notice such as SIGUSR1, which a scheduler sends to all processes of a job, does not end it, though: the
         program would lose its data-loader workers before it has saved.
@@ -237,7 +237,7 @@ class Preemption:
             if saved != step:
                 if given is None or not in_time:
                     raise TimeoutError("no time is left")  # noqa: TRY301 - as a save does that is given up
-                # Who has agreed to save takes part: the others wait for this rank.
+                # A rank that has agreed to save takes part: the others wait for it.
                 with until(max(deadline, time.monotonic() + _LEAST)):
                     logger.info("%s: saving step %d for %s", self.directory, step, names)
                     # In this thread: Python's threads cannot be started reliably in a signal handler.
@@ -269,4 +269,4 @@ class Preemption:
         self.signals.pass_on()
 
     def _given_up(self, what: str) -> None:
-        logger.error("%s: the save for %s is given up: %s", self.directory, self.signals.names(), what)
+        logger.error("%s: the save for %s was abandoned: %s", self.directory, self.signals.names(), what)

@@ -1,4 +1,4 @@
-"""The run below a URL of an object store: the same questions as to a :class:`.directory.Directory`.
+"""The run below a URL of an object store, with the interface of :class:`.directory.Directory`.
 
 An object store has no directories, and nothing in it gets a name last: the names of a checkpoint's objects begin with
 that of the checkpoint, and it is one as soon as its manifest is there, which is written last. A step that is saved
@@ -173,7 +173,7 @@ class Prefix:
         below = self._objects.below(self.names.name_of(step))
         count = remove_leftovers(below)
         if count:
-            logger.info("%s: removed %d objects that a copy left which was cut short", below.url, count)
+            logger.info("%s: removed %d objects left by an interrupted copy", below.url, count)
 
     def _whole(self, steps: Iterable[int]) -> list[int]:
         """Those of these steps that have a manifest, in the same order."""

@@ -1,4 +1,4 @@
-"""What all ranks of a job decide alike, and what they hear of one that does not go on.
+"""Decisions that all ranks of a job take alike, and errors for a rank that does not continue.
 
 The manager takes each decision that ranks share through :class:`Ranks`, and knows nothing else of ranks. All ranks call
 its methods in the same order. Its rounds have turns of their own in the store of the process group, so they never wait
@@ -78,7 +78,7 @@ class Agreed:
 
 
 class Ranks:
-    """The ranks for which a manager acts: those of a process group, or this process alone, which asks nobody.
+    """The ranks for which a manager acts: those of a process group, or this process alone, which asks no other.
 
     Args:
         process_group: as for :class:`fastckpt.Manager`.
@@ -102,7 +102,7 @@ class Ranks:
 
     def __init__(self, process_group: Any, directory: str, timeout: float, *, alone: bool) -> None:
         if alone and process_group is not None:
-            raise ValueError("Manager: process_group and alone=True exclude each other")
+            raise ValueError("Manager: process_group= and alone=True cannot be combined")
         self._directory, self._process_group, self._timeout = directory, process_group, timeout
         self._session = None if alone else session("Manager", process_group)
         group = None if self._session is None else self._session.group
@@ -129,7 +129,9 @@ class Ranks:
             ValueError: the manager acts for this process alone.
         """
         if self._session is None:
-            raise ValueError("save: per_rank: the manager acts for this process alone: put it into the state")
+            raise ValueError(
+                "save: per_rank= requires a manager of several ranks: put the value into the state instead"
+            )
         return {"process_group": self._process_group, "timeout": self._timeout}
 
     def check(self, operation: str) -> None:
@@ -276,7 +278,7 @@ class Ranks:
         """This rank does not take part in the save that the others begin now; it hardly waits for them."""
         if self._session is None:
             return
-        # Before the first save nobody knows who the others are: who leaves at once would not be heard.
+        # Before the first save no rank knows the others: one that leaves at once would not be heard.
         known = self._session.peers.has_met
         call = Call("save", self._session, path, self._timeout if known else min(_MEETING, self._timeout))
         # What this rank does with its own error, the caller decides.

@@ -1,4 +1,4 @@
-"""The remote tier: what it is to hold, what follows when it has a checkpoint, and what a restore gets from it."""
+"""The remote tier: which checkpoints it holds, the work after a copy, and fetching for a restore."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remo
     policies = [] if keep is None else keep_of(keep, "remote_keep")
     if remote is None:
         if policies:
-            raise ValueError("Manager: remote_keep: give remote=, too")
+            raise ValueError("Manager: remote_keep= requires remote=")
         return None
     names, where = local.place.names, place_of("Manager", remote)
     place: Place = Directory(where, names)
@@ -132,7 +132,7 @@ class Remote(Tier[Place]):
             for each in (place, local):
                 each.sweep_copies(lambda one: one < durable and not waits(one))
         except OSError as error:
-            logger.warning("%s: what follows the copy of step %d failed: %s", place.path, step, error)
+            logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
     def go_back(self) -> None:
         """Steps are removed: nothing older goes for what was durable until now."""
@@ -166,7 +166,7 @@ class Remote(Tier[Place]):
             fails_here = str(getattr(error, "filename", None)).startswith(self._local.place.path + os.sep)
             if isinstance(error, OSError) and error.errno not in _NO_ROOM and not fails_here:
                 raise
-            logger.warning("%s: it is loaded from %s: %s", here, there, error)
+            logger.warning("%s: loading from %s instead: %s", here, there, error)
             return there
         logger.info("%s: fetched from %s: %.3f GB in %.2f s", here, there, copied.bytes / 1e9, copied.seconds)
         return here

@@ -142,7 +142,7 @@ class Loader:
                 return None
             raise NotACheckpointError(
                 f"restore: {path}: none of {len(skipped)} directories with the name of a step is a checkpoint; "
-                f"{newest} (to start anew beside them, restore(fresh=True))"
+                f"{newest} (to start anew beside them, call restore(fresh=True))"
             )
         raise CorruptCheckpointError(
             f"restore: {path}: none of {len(skipped)} checkpoints can be loaded; {newest} "

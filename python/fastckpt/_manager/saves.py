@@ -163,7 +163,7 @@ class Saves:
         if plan:
             given.metadata[lineage.KEY] = plan
             self._history.begin(given.step, plan)
-        # Of a failed save nothing is there: then everything is written once.
+        # A failed save leaves no base: then everything is written once.
         path = None if base is None else self.path_of(base)
         how = {"base": path, **self.options, "metadata": given.metadata}
         together = self.ranks.grouped or given.per_rank is not None

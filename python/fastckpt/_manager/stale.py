@@ -88,7 +88,7 @@ def _alarm(path: str, since: int, now: Sums, shares: Mapping[str, float]) -> str
     return (
         f"{path}: no tensor of the {' and of the '.join(still)} has changed since step {since}: "
         f"{', '.join(names[:_SHOWN])}{more}: does the optimizer step, and is this the state that it trains? "
-        '(stale="ignore" where it is meant)'
+        '(if this is intended, pass stale="ignore")'
     )
 
 

@@ -1,4 +1,4 @@
-"""What happens at a step boundary, where the state is whole: all ranks agree on what to save, and answer signals."""
+"""At a step boundary, where the state is whole, all ranks agree on what to save, and answer signals."""
 
 from __future__ import annotations
 

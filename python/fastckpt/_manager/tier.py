@@ -98,7 +98,7 @@ class Tier(Generic[_P]):
         self.place, self.policies, self.read_only = place, policies, read_only
         self._catalogue: Catalogue | None = None
         self._making, self._lock = threading.Lock(), threading.Lock()
-        #: Held while one loses its name: who sets a pin waits.
+        #: Held while one loses its name: setting a pin waits for it.
         self._removing = threading.Lock()
         #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
         self.damaged: set[int] = set()
@@ -166,7 +166,7 @@ class Tier(Generic[_P]):
             try:
                 self.catalogue.write(steps)
             except OSError as error:
-                logger.warning("%s: what its checkpoints say is not cached: %s", self.place.path, error)
+                logger.warning("%s: the facts of its checkpoints are not cached: %s", self.place.path, error)
 
     def clear_again(self) -> None:
         """Remove what may go now that fewer are held."""
@@ -225,4 +225,4 @@ class Tier(Generic[_P]):
             kept = self.place.remove(step, files)
             if kept:
                 path = self.place.path_of(step)
-                logger.warning("%s: removed but for what fastckpt did not write: %s", path, kept)
+                logger.warning("%s: removed, except files that fastckpt did not write: %s", path, kept)

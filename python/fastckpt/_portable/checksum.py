@@ -13,9 +13,9 @@ except ImportError as error:
     raise ImportError(
         "without its compiled core fastckpt needs the package anycrc for checksums: pip install anycrc"
         if sys.platform != "linux"
-        else "this fastckpt has no compiled core and could only read: pip takes it where no wheel with the core fits, "
-        "which is free-threaded CPython (3.14t), musl (Alpine) and processors other than x86-64 and aarch64. Use the "
-        "usual build of CPython on a Linux with glibc; to read only, pip install anycrc"
+        else "this fastckpt has no compiled core and could only read: pip installs it if no wheel with the core fits: "
+        "on free-threaded CPython (3.14t), musl (Alpine), processors other than x86-64 and aarch64. Use the usual "
+        "build of CPython on a Linux with glibc; to read only, pip install anycrc"
     ) from error
 
 if TYPE_CHECKING:

@@ -134,7 +134,7 @@ def _whole(found: list[tuple[str, memoryview]]) -> Manifest:
     shards = _shards(values)
     tensors = [_tensor(entry, shards, block_size) for entry in _list(_get(values, "tensors"))]
     if len({tensor.name for tensor in tensors}) != len(tensors):
-        raise ValueError("two tensors have one name")
+        raise ValueError("two tensors have the same name")
     _check_cover(tensors, shards)
     return Manifest(
         info=_info(values, block_size),
@@ -170,7 +170,7 @@ def _parsed(found: list[tuple[str, memoryview]]) -> dict[str, Any]:
 def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
     writer, saved = _get(values, "writer"), _get(values, "saved")
     fallback = _get(saved, "fallback", None)
-    # No reader uses what the next save does, but a manifest is refused for it by all or by none.
+    # Only saves use these names, but all readers must agree on whether a manifest is valid.
     files = _list(_get(saved, "files", []))
     if len(files) > MAX_SHARDS:
         raise ValueError(f"it has more than {MAX_SHARDS} files")
@@ -196,7 +196,7 @@ def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
 def _shards(values: dict[str, Any]) -> list[StoredShard]:
     shards = [_shard(entry) for entry in _list(_get(values, "shards"))]
     if len({shard.file for shard in shards}) != len(shards):
-        raise ValueError("two shards have one name")
+        raise ValueError("two shards have the same name")
     return shards
 
 
@@ -303,7 +303,7 @@ def _check_cover(tensors: list[StoredTensor], shards: list[StoredShard]) -> None
         ends[tensor.shard] = end + tensor.nbytes
     for shard, end in zip(shards, ends, strict=True):
         if end != shard.nbytes:
-            raise ValueError(f"tensors in shard `{shard.file}` end at byte {end} of {shard.nbytes}")
+            raise ValueError(f"tensors in shard `{shard.file}` end at byte {end}, not at its end, {shard.nbytes}")
 
 
 # --- types ------------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def _check_cover(tensors: list[StoredTensor], shards: list[StoredShard]) -> None
 
 def _list(value: Any) -> list[Any]:
     if type(value) is not list:
-        raise ValueError(f"an array is missing where {type(value).__name__} stands")
+        raise ValueError(f"expected an array, found {type(value).__name__}")
     return value
 
 
@@ -320,7 +320,7 @@ _REQUIRED = object()
 
 def _get(holder: Any, name: str, default: Any = _REQUIRED) -> Any:
     if type(holder) is not dict:
-        raise ValueError(f"an object is missing where {type(holder).__name__} stands")
+        raise ValueError(f"expected an object, found {type(holder).__name__}")
     value = holder.get(name, default)
     if value is _REQUIRED:
         raise ValueError(f"it has no {name!r}")
@@ -331,7 +331,7 @@ def _get(holder: Any, name: str, default: Any = _REQUIRED) -> Any:
 
 def _text(value: Any) -> str:
     if type(value) is not str:
-        raise ValueError(f"a text is missing where {type(value).__name__} stands")
+        raise ValueError(f"expected a string, found {type(value).__name__}")
     value.encode()  # half of a surrogate pair is no character
     return value
 
@@ -342,13 +342,13 @@ def _size(value: Any) -> int:
 
 def _integer(value: Any, least: int, beyond: int) -> int:
     if type(value) is not int or not least <= value < beyond:
-        raise ValueError(f"an integer from {least} to {beyond - 1} is missing")
+        raise ValueError(f"expected an integer from {least} to {beyond - 1}")
     return value
 
 
 def _number(value: Any) -> float:
     if type(value) not in (int, float):
-        raise ValueError(f"a number is missing where {type(value).__name__} stands")
+        raise ValueError(f"expected a number, found {type(value).__name__}")
     if not math.isfinite(value):
         raise ValueError("a number is out of range")
     return float(value)

@@ -1,4 +1,4 @@
-"""What the reader takes and gives; ``_core.pyi`` documents each."""
+"""Records that the reader takes and returns; ``_core.pyi`` documents each."""
 
 from __future__ import annotations
 

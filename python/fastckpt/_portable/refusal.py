@@ -1,4 +1,4 @@
-"""What only the compiled core can do."""
+"""Errors for calls that only the compiled core supports."""
 
 from __future__ import annotations
 

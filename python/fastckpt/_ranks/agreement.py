@@ -1,4 +1,4 @@
-"""How ranks come to one table, in one round where their tables are equal and in two where they differ.
+"""Agrees on one table for all ranks, in one round if their tables are equal and in two if they differ.
 
 For a save (loads do the same with :class:`.demands.Wanting`):
 
@@ -200,7 +200,7 @@ class Agreement:
                     i for i, kind in enumerate(variant.table.kind) if variant.table.kinds[kind].spread == number
                 )
                 path = Path(None, variant.table.names[index])
-                differences.absent(path, spread.ranks, absent, "save on every rank what a mesh of it holds")
+                differences.absent(path, spread.ranks, absent, "on every rank of a mesh, save all its tensors")
         differences.raise_any()
         return [json.dumps([[made.lists[each] for each in lists]]).encode(), encode_spreads(made.spreads)]
 

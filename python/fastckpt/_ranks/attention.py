@@ -1,4 +1,4 @@
-"""What a rank does for the others while it works: it says that it lives, and hears whether they have given up."""
+"""While a rank works, it signals that it is alive, and checks whether the others have given up."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Attention:
         return min(left, _HELD_BACK) / self.bandwidth if self.bandwidth else 0.0
 
     def meanwhile(self) -> None:
-        """Called while this rank waits for others outside of the exchange, for a time that the wait itself limits.
+        """Signal that this rank is alive while it waits for others, outside the exchange, for a limited time.
 
         Raises:
             RanksError: the operation has failed at another rank.

@@ -1,4 +1,4 @@
-"""What one rank has of a tensor as boxes of it: for a read by this rank alone."""
+"""The parts of a tensor that one rank has, as boxes, for a read by this rank alone."""
 
 from __future__ import annotations
 

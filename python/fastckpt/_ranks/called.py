@@ -1,4 +1,4 @@
-"""Which call of the program a rank is in: what tells the calls of ranks apart that have come out of step."""
+"""Identifies the call of the program that a rank is in, so that ranks notice when they are out of step."""
 
 from __future__ import annotations
 

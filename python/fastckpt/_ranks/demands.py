@@ -1,4 +1,4 @@
-"""From what one rank is asked to load to what it demands of the checkpoint.
+"""Turns a load request of one rank into the parts of the checkpoint that it needs.
 
 :func:`demands` is what a load calls once it has the manifest. What it gives goes through the same rounds as the
 table of a save:
@@ -277,7 +277,7 @@ class Wanting:
         return [*self.local.told.digests, False, self.local.unwanted()]
 
     def decide(self, combined: list[Any]) -> list[Any]:
-        """The verdict: which parts differ, and what nobody wants.
+        """The verdict: which parts differ, and which no rank wants.
 
         Raises:
             StructureMismatchError: there is something that nobody wants, and the load is strict.
@@ -290,11 +290,11 @@ class Wanting:
             if len(names) > _LISTED:
                 shown.append(f"and {len(names) - _LISTED} more")
             error = StructureMismatchError(
-                f"load: no rank has a place in into for {count(len(names), 'tensor')} of {local.path}, and nothing was "
-                'changed: give a state with the same tensors, or choose those that it has, as in keys="model.*", or '
+                f"load: no rank has a destination in into= for {count(len(names), 'tensor')} of {local.path}, and "
+                'nothing was changed: give a state with the same tensors, or select them, as in keys="model.*", or '
                 "leave them out with strict=False:\n  " + "\n  ".join(shown)
             )
-            error.differences = tuple(f"{name}: missing from into" for name in names)
+            error.differences = tuple(f"{name}: missing from into=" for name in names)
             raise error
         return [TABLES if main is None else CUTS if cuts is None else EQUAL, unwanted]
 
@@ -337,7 +337,7 @@ class Wanting:
                 spread, absent = made.without[found]
                 name = local.targets.stored[tensor].name
                 differences.absent(
-                    Path(None, name), spread.ranks, absent, "give each rank in into what a mesh of it holds"
+                    Path(None, name), spread.ranks, absent, "on every rank of a mesh, pass all its tensors in into="
                 )
         differences.raise_any()
         return packed(compressed(_encode(lists, made.lists)), encode_spreads(made.spreads))

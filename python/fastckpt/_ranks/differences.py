@@ -1,4 +1,4 @@
-"""What differs between ranks and must not, as an error that names the places, the ranks and both values."""
+"""The error for differences between ranks: it names the places, the ranks and both values."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class Exchange:
         self.mail.stop(why)
         self.group.end()
         until = time.monotonic() + _ENDING
-        # Who interrupts the program wants to get away, and the store may not answer.
+        # On Ctrl-C, exit promptly: the store may not answer.
         hurry = not isinstance(sys.exc_info()[1], Exception | None)
         # One that does not end keeps the mail alive, and with it the memory that gloo may still write to.
         for thread in self._threads:
@@ -249,12 +249,12 @@ class Exchange:
             for number, (peer, nbytes) in enumerate(lane.messages):
                 try:
                     address = lane.begin(number)
-                except Exception as error:  # noqa: BLE001 - raised by who joins
+                except Exception as error:  # noqa: BLE001 - raised in the joining thread
                     self._fail(error)
                     return
                 try:
                     begun.put(start(peer, address, nbytes, self.mail))
-                except Exception as error:  # noqa: BLE001 - raised by who joins
+                except Exception as error:  # noqa: BLE001 - raised in the joining thread
                     self._fail(self._lost(lane, peer, error))
                     return
         finally:
@@ -267,12 +267,12 @@ class Exchange:
                 return
             try:
                 transfer.wait(self.limit)
-            except Exception as error:  # noqa: BLE001 - raised by who joins
+            except Exception as error:  # noqa: BLE001 - raised in the joining thread
                 self._fail(self._lost(lane, peer, error))
                 return
             try:
                 lane.done(number)
-            except Exception as error:  # noqa: BLE001 - raised by who joins
+            except Exception as error:  # noqa: BLE001 - raised in the joining thread
                 self._fail(error)
                 return
             with self._lock:
@@ -341,7 +341,7 @@ def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
     def run() -> None:
         try:
             found.append(function())
-        except BaseException as error:  # noqa: BLE001 - raised by who waits
+        except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
             failed.append(error)
 
     thread = threading.Thread(target=run, name="fastckpt-meet", daemon=True)

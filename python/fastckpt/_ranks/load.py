@@ -153,7 +153,7 @@ def _read(
     attention: Attention,
     tick: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Agree on what is wanted, and bring it; what the report is made of, and the names of what nobody wants."""
+    """Agree on the parts to load, and bring them; returns data for the report, and names that no rank wants."""
     session, wishes, targets = call.session, wanted.prepared.wishes, wanted.targets
     agreement = Wanting(wanted)
     share: _core.Share | None = None
@@ -191,7 +191,7 @@ def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None
 
     def decide(combined: dict[str, Any]) -> Any:
         raise_lost(combined)
-        assert agreement is not None  # noqa: S101 - who has none has lost
+        assert agreement is not None  # noqa: S101 - a rank without one has lost
         return agreement.decide(combined["wanted"])
 
     return operation.round("wanted", value, combine=combine, decide=decide)

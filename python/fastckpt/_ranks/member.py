@@ -1,4 +1,4 @@
-"""What one rank remembers between its turns, and how the ranks of a group find each other in a store.
+"""The state of one rank between its turns, and how the ranks of a group find each other in a store.
 
 **A session** is one process group in one store. The store may be older: a restarted job finds keys of its former self.
 So each rank says hello with a word that no process had before, the rank above answers under that word, and the keys of

@@ -1,4 +1,4 @@
-"""What goes up the tree."""
+"""Messages that ranks send up the tree."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def received(member: Member, rank: int, data: bytes) -> Message:
     """Return what a rank below has said, or that it is damaged, or that another version has said it, as a failure."""
     nowhere = Called("", "", None, {})
     try:
-        version, said = words.decode(data, f"what rank {rank} on {member.hosts.get(rank, 'an unknown host')} said")
+        version, said = words.decode(data, f"the message of rank {rank} on {member.hosts.get(rank, 'an unknown host')}")
     except words.DamagedError as error:
         return Message(nowhere, "", [member.failure(words.told(error))], 0, None, [])
     if version != VERSION:

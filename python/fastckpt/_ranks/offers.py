@@ -1,4 +1,4 @@
-"""What ranks tell each other of their tables: two digests first, the tables themselves only where these differ."""
+"""Exchange of the ranks' tables: two digests first, the tables only if the digests differ."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ranks of one process group, and what they do together."""
+"""The ranks of one process group, and their common operations."""
 
 from __future__ import annotations
 
@@ -187,8 +187,8 @@ class Peers:
         with self._turns:
             if thread in self._threads.values():
                 raise RuntimeError(
-                    "this thread is in a save or load of the same process group, which has to end first (a signal "
-                    "handler that interrupts one sets a flag, or calls save_async)"
+                    "this thread is in a save or load of the same process group, which must end first (in a signal "
+                    "handler, set a flag or call save_async instead)"
                 )
             self._threads[place] = thread
             self._turns.wait_for(lambda: self._next >= place)

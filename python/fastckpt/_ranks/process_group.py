@@ -348,7 +348,7 @@ def _write(
             return carried(lambda: dict(engine.write(each)), exchange, attention)
     except FileNotFoundError as error:
         # The coordinator has made the files. It removes them when the save has failed, and then tells the others.
-        raise LostError(f"the files of the save have gone: {error}") from error
+        raise LostError(f"the files of the save have disappeared: {error}") from error
 
 
 def _combine_created(offers: list[list[Any]]) -> list[Any]:

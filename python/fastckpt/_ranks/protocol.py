@@ -70,7 +70,7 @@ from fastckpt.exceptions import RankFailure, RanksError
 LAST = "done"
 #: Bytes of one value in the store. torch's TCPStore takes 8 MiB.
 VALUE = 4 << 20
-#: Seconds between two looks at who is silent, at most: two of them are what an error may come later than the timeout.
+#: Most seconds between two checks for silent ranks: an error comes at most two of them after the timeout.
 _LOOK = 2.5
 #: Seconds that a rank waits for the others once it knows that the turn has failed.
 GRACE = 5.0
@@ -344,7 +344,7 @@ class Turn:
         combine: Callable[[list[Any]], Any] | None,
         decide: Callable[[Any], Any] | None,
     ) -> Any:
-        """Take part in a round of one rank. There is nobody to tell: an exception goes up as it is."""
+        """Take part in a round of one rank. No other rank has to be told: an exception propagates unchanged."""
         self.rounds += 1
         if failure:
             raise self.error([failure])
@@ -373,7 +373,7 @@ class Turn:
         state.silence.begin(state.waiting, now)
         if own.failures:
             state.fail()
-            # Who has been silent already is not waited for again.
+            # A rank that has been silent already is not waited for again.
             state.silence.take_over(self._silence, state.waiting)
             yield from self._tell(own.failures[0])
         while state.waiting:
@@ -469,7 +469,7 @@ class Turn:
             answer = joined.value if decide is None else (yield Call(decide, joined.value))
             data = words.encode(answer)
         except BaseException as error:
-            # A signal may have come after the last step, and the last step may have failed when all was in its place.
+            # A signal may have come after the last step, or the last step may have failed after the commit.
             self._committed = is_done is not None and is_done()
             failure = self.member.failure(words.told(error))
             outcome = words.COMMITTED if self._committed else words.NOTHING
@@ -550,7 +550,7 @@ class Turn:
     def _read(self, verdict: bytes) -> Any:
         """What a verdict says; raise if it is not what was said."""
         try:
-            return words.decode(verdict, "what rank 0 answered")
+            return words.decode(verdict, "the answer of rank 0")
         except words.DamagedError as error:
             outcome = words.UNKNOWN if self.name == LAST else words.NOTHING
             raise self.error([self.member.failure(words.told(error))], outcome=outcome) from error
@@ -593,7 +593,7 @@ class Turn:
             if not failed and self.name == LAST and member.serves == member.rank:
                 yield from self._see_off()
         except UnreachableError:
-            return  # the verdict is known; keys that stay hurt nobody
+            return  # the verdict is known; keys that stay do no harm
 
     def _see_off(self) -> Steps:
         """Wait until the others have read the last answer, or are late with that: this process may have the store."""
@@ -623,7 +623,7 @@ class Turn:
         return None
 
     def quit(self, error: BaseException) -> Steps:
-        """Leave because the user wants to get away: nobody waits for anybody."""
+        """Leave because the user interrupted the program: no rank waits for another."""
         if self.member.size > 1:
             failure = self.member.failure(words.told(error))
             while (yield from self.abandon(failure)):

@@ -32,12 +32,12 @@ _SHOWN = 16 << 10
 #: Bytes of what the monitor is told.
 _TOLD = 64
 _REMEDIES = (
-    "find out why copies that should be equal are not (a missing all-reduce, statistics as BatchNorm's, a fault of a "
-    "device), or give replicas='first' or on_difference='warn' to save those of the lowest rank"
+    "find out why copies that should be equal differ (a missing all-reduce, BatchNorm's statistics, a faulty "
+    "device), or pass replicas='first' or on_difference='warn' to save the copies of the lowest rank"
 )
 _NAMES = (
     "tensors of different experts or pipeline stages need names of their own (for optimizers, torch's "
-    "get_optimizer_state_dict gives them), or give what belongs to one rank alone as per_rank= of "
+    "get_optimizer_state_dict gives them), or pass values that belong to one rank as per_rank= of "
     "fastckpt.distributed.save"
 )
 
@@ -67,7 +67,7 @@ class Policy(Settings):
     replicas: str = option(
         "sample",
         _one_of("replicas", REPLICAS),
-        "how what several ranks hold is compared before anything is written, DTensors and plain tensors alike: "
+        "how the copies of several ranks are compared before anything is written, DTensors and plain tensors alike: "
         "``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and parts of up to 64 "
         "KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank that has it, and "
         "compares none. Tensors of one name over groups of ranks that are apart are compared whole in any case. "
@@ -77,8 +77,8 @@ class Policy(Settings):
     on_difference: str = option(
         "raise",
         _one_of("on_difference", ON_DIFFERENCE),
-        "what a difference does: ``raise``, or ``warn``, which saves the tensors that differ as the lowest rank has "
-        "them, whole, and names them in ``warnings`` of the report.",
+        "how to react to a difference: ``raise``, or ``warn``, which saves the tensors that differ as the lowest rank "
+        "has them, whole, and names them in ``warnings`` of the report.",
         alike=True,
     )
 
@@ -164,7 +164,7 @@ class Comparison:
         if self.policy.on_difference == "warn":
             return f"ranks hold different values of one tensor; the lowest rank's were saved, whole:\n  {told}"
         raise ValueError(
-            f"save: {path}: ranks hold different values of one tensor, and no rank's state can be told to be right: "
+            f"save: {path}: ranks hold different values of one tensor, and fastckpt cannot tell which is right: "
             f"{_NAMES if apart else f'{_REMEDIES}; {_NAMES}'}:\n  {told}"
         )
 
@@ -205,7 +205,7 @@ def not_compared(share: _core.Share) -> list[str]:
     if not count:
         return []
     named_so = f"{count} tensors that several ranks hold were" if count > 1 else "a tensor that several ranks hold was"
-    return [f"replicas='first': {named_so} not compared: what is saved is that of the lowest rank that has it"]
+    return [f"replicas='first': {named_so} not compared: the value of the lowest rank that has it was saved"]
 
 
 def _cell(key: str) -> tuple[int, int, int]:
@@ -214,7 +214,7 @@ def _cell(key: str) -> tuple[int, int, int]:
 
 
 def _united(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Who found which sum of which cell, of several ranks."""
+    """Which rank found which sum of which cell."""
     out: dict[str, Any] = {}
     for one in found:
         for key, sums in one.items():
@@ -257,10 +257,10 @@ def _held_by(session: Session, ranks: Sequence[int]) -> str:
 
 
 def _measured(views: list[bytes], size: int) -> str:
-    """How many of the elements that were looked at differ between ranks."""
+    """How many of the elements compared differ between ranks."""
     if not views:
         return ""
     count = len(views[0]) // size
     elements = range(0, count * size, size)
     differ = sum(len({view[start : start + size] for view in views}) > 1 for start in elements)
-    return f"; {differ} of {count} elements that were looked at differ"
+    return f"; {differ} of {count} elements compared differ"

@@ -1,4 +1,4 @@
-"""What the protocol asks of the world: a store, a clock, and functions that may take long."""
+"""Requests of the protocol to its surroundings: a store, a clock, and functions that may take long."""
 
 from __future__ import annotations
 

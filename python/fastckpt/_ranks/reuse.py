@@ -1,4 +1,4 @@
-"""What a save of many ranks takes over from an earlier checkpoint: the rounds ``base`` and ``compared``.
+"""Reuse of an earlier checkpoint by a save of many ranks: the rounds ``base`` and ``compared``.
 
 The coordinator opens the base, and passes its manifest on. Each rank sums what it holds, and the sums are put together
 on their way up: 24 bytes for each tensor, and 16 for each block that several ranks have parts of. The coordinator links
@@ -25,7 +25,7 @@ def take_over(
 ) -> _core.Share | None:
     """Compare with the base, and link what has not changed. Every rank calls it.
 
-    Whatever is wrong with the base is a warning in the report, and more is written.
+    Problems with the base become warnings in the report, and more is written.
 
     Args:
         session: the process group.

@@ -1,4 +1,4 @@
-"""What a process keeps for a process group: the ranks that it talks to, and the group that bytes travel in."""
+"""The objects that a process keeps for a process group: its peers, and the group for bytes."""
 
 from __future__ import annotations
 

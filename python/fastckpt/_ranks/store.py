@@ -133,7 +133,7 @@ class Transport:
     def _connect_again(self) -> Any:
         if self._address is not None:
             # torch tries for minutes to reach a server that has gone. Only where there is doubt: for each connection
-            # the server asks for the name of the client's host, and answers nobody meanwhile.
+            # the server asks for the name of the client's host, and answers no other meanwhile.
             socket.create_connection(self._address, _CONNECTED).close()
         return self._connect()
 
@@ -207,7 +207,7 @@ class Transport:
                 if awaited.issuperset(keys):
                     return task
                 if not task.ended.is_set():
-                    # It hangs until its time is over, and nobody needs it.
+                    # It hangs until its time is over, and is not needed.
                     if self._waiter is not None:
                         self._waiter.end()
                     self._waiter = _Line(self._connect)

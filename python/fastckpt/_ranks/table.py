@@ -1,4 +1,4 @@
-"""The table of a rank: what it saves or wants, without the bytes, in few bytes that ranks can compare and send.
+"""A compact table of what a rank saves or wants, without tensor data, which ranks can compare and send.
 
 Two parts. The main part has the names, dtypes, global shapes and values, and for each tensor the number of its spread;
 it is equal on ranks that hold the same state, however that is cut. The spreads themselves are the other part, which is

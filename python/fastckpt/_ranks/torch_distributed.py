@@ -106,8 +106,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     process, known = _kept.get(group, (os.getpid(), None))
     if process != os.getpid():
         raise RuntimeError(
-            f"{operation}: this process was forked from a rank of process_group, which goes on with it: call in the "
-            "rank itself"
+            f"{operation}: this process was forked from a rank of process_group=: call it in that rank instead"
         )
     if known is None:
         known = make(_group_of(group))
@@ -118,12 +117,12 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
 
 
 def _checked(operation: str, process_group: Any) -> Any:
-    from torch import distributed as dist  # noqa: PLC0415 - who works alone need not have torch
+    from torch import distributed as dist  # noqa: PLC0415 - a single process need not have torch
 
     if process_group is None:
         return dist.group.WORLD
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{operation}: this process is not in process_group: let only its members call")
+        raise ValueError(f"{operation}: this process is not in process_group=: call it on its members only")
     if not isinstance(process_group, dist.ProcessGroup):
         kind = type(process_group).__qualname__
         raise TypeError(
@@ -131,7 +130,7 @@ def _checked(operation: str, process_group: Any) -> Any:
             + (": give mesh.get_group()" if kind == "DeviceMesh" else "")
         )
     if dist.get_rank(process_group) < 0:
-        raise ValueError(f"{operation}: this process is not in process_group: let only its members call")
+        raise ValueError(f"{operation}: this process is not in process_group=: call it on its members only")
     return process_group
 
 
@@ -146,7 +145,7 @@ def _group_of(group: Any) -> Group:
         return this_process()
     name = getattr(group, "group_name", "")
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
-    # A store can outlive a group (torchrun's does), and torch gives names again: who uses it must not be confused by
+    # A store can outlive a group (torchrun's does), and torch reuses names: a new group must not be confused by
     # what a former group of the same name has left.
     # By default the first process serves it; torchrun's agents do where they say so.
     apart = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
@@ -200,7 +199,7 @@ class AbsentError(RuntimeError):
     """
 
     def __init__(self, ranks: list[int]) -> None:
-        super().__init__(f"ranks have not come: {ranks}")
+        super().__init__(f"ranks have not joined: {ranks}")
         self.ranks = ranks
 
 
@@ -224,7 +223,7 @@ class DataGroup:
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
-        # They stay: who is late must not find that another has come and gone.
+        # They stay: a late rank must not find that another has come and gone.
         here = [f"here/{rank}" for rank in range(group.size)]
         store.set(here[group.rank], "")
         try:

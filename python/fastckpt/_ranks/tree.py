@@ -7,7 +7,7 @@ FAN_IN = 32
 
 
 def above(rank: int) -> int:
-    """Return the rank to which ``rank`` reports. Rank 0 reports to nobody."""
+    """Return the rank to which ``rank`` reports. Rank 0 reports to none."""
     return (rank - 1) // FAN_IN
 
 

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 _SEQUENCES = frozenset({"list", "tuple", "set", "fset"})
 _EQUAL = "make values equal on all ranks that have them"
 _TENSORS = (
-    "make plain tensors equal on all ranks that have them (statistics, as BatchNorm's: SyncBatchNorm, or broadcast "
-    "those of one rank before the save; stages of a pipeline: names of their own, for optimizers by torch's "
+    "make plain tensors equal on all ranks that have them (BatchNorm's statistics: use SyncBatchNorm, or broadcast "
+    "them from one rank before the save; stages of a pipeline: give names of their own, for optimizers with torch's "
     "get_optimizer_state_dict)"
 )
 _DTENSORS = (
-    "give DTensors the same dtype and global shape on all ranks (of uneven parts, from_local needs shape= and stride=)"
+    "give DTensors the same dtype and global shape on all ranks (for uneven parts, from_local needs shape= and stride=)"
 )
-_PER_RANK = "give what belongs to one rank alone as per_rank= of fastckpt.distributed.save"
+_PER_RANK = "pass values that belong to one rank as per_rank= of fastckpt.distributed.save"
 
 
 class Variant(NamedTuple):
@@ -385,7 +385,7 @@ class _Union:
             if missing is not None:
                 spread, absent = missing
                 self.differences.absent(
-                    self.paths[number], spread.ranks, absent, "save on every rank what a mesh of it holds"
+                    self.paths[number], spread.ranks, absent, "on every rank of a mesh, save all its tensors"
                 )
             lists.append(found)
         self.differences.raise_any()

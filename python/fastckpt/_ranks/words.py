@@ -1,4 +1,4 @@
-"""What travels through the store: values as bytes, failures, and the words of errors.
+"""The encoding of values and failures that travel through the store, and the texts of errors.
 
 Every value has its checksum behind it, which its reader compares: values decide what is sealed.
 """
@@ -53,7 +53,7 @@ def encode(value: Any) -> bytes:
     """Return a value of None, bool, int, float, str, bytes, lists, tuples (as lists) and dicts as bytes.
 
     Raises:
-        TypeError: it holds something else, or a dict has a key that is not a string.
+        TypeError: a value is of another type, or a dict has a key that is not a string.
     """
     blobs: list[bytes] = []
 
@@ -74,7 +74,7 @@ def encode(value: Any) -> bytes:
     return sealed(b"%d\n%s%s" % (len(text), text, b"".join(blobs)))
 
 
-def decode(data: bytes, what: str = "what a rank said") -> Any:
+def decode(data: bytes, what: str = "the message of a rank") -> Any:
     """Return the value that ``encode`` was given, its tuples as lists.
 
     Raises:
@@ -127,14 +127,14 @@ def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
     if kind not in {"save", "load"}:
         return "the ranks have not agreed"
     if kind == "load":
-        return "nothing was loaded" if agreeing else "what it was to be loaded into may be filled in part"
+        return "nothing was loaded" if agreeing else "the destination may be partly filled"
     if outcome == COMMITTED:
-        return "all the same it was committed: the new checkpoint is at the path, whole"
+        return "it was committed all the same: the complete new checkpoint is at the path"
     if here:
-        return "this rank has committed it, but the others had given up: the new checkpoint is at the path"
+        return "this rank has committed it after the others had given up: the new checkpoint is at the path"
     if outcome == UNKNOWN:
-        return "the outcome is unknown: look at the path, where the old checkpoint or the new one is whole"
-    return "nothing was committed, the old checkpoint stands"
+        return "the outcome is unknown: look at the path, which has either the old or the new checkpoint, complete"
+    return "nothing was committed; the old checkpoint is unchanged"
 
 
 def failed(

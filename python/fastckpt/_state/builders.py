@@ -1,4 +1,4 @@
-"""What structure tokens become: checked only, or the state itself in torch or numpy."""
+"""Builders for structure tokens: one only checks them, others build the state in torch or numpy."""
 
 from __future__ import annotations
 
@@ -308,8 +308,8 @@ class StateBuilder:
 def _unknown(name: str) -> UnsupportedTypeError:
     return UnsupportedTypeError(
         f"load: the checkpoint holds a value of the type {name!r}, which this program does not know: declare its class "
-        'before, with fastckpt.register_type or registry=, or load what it is made of with unknown="plain"'
+        'first, with fastckpt.register_type or registry=, or load its plain contents with unknown="plain"'
         if name not in RESERVED
         else f"load: the checkpoint holds a value of the type {name!r}, which cannot be imported here: install it, or "
-        'load what it is made of with unknown="plain"'
+        'load its plain contents with unknown="plain"'
     )

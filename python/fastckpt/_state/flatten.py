@@ -288,7 +288,7 @@ def _typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any
         except Unsupported:
             raise
         except Exception as error:
-            raise Unsupported(f"to encode it as {codec.name} raised {error!r}") from error
+            raise Unsupported(f"encoding it as {codec.name} raised {error!r}") from error
         if spared is not None and attributes is not None:
             attributes = spared(codec, attributes)
         if attributes is None:
@@ -306,7 +306,8 @@ def _stateful(value: Any) -> Parts:
         raise Unsupported(f"its state_dict() raised {error!r}: leave it out, or convert it with default=") from error
     # What answers to every name (a mock) would go on for ever.
     if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
-        raise Unsupported(f"its state_dict() returned no state, but a {name_of_class(type(state))} that has one itself")
+        kind = name_of_class(type(state))
+        raise Unsupported(f"its state_dict() returned a {kind}, which has a state_dict() itself, not a plain state")
     return Parts("", ((THROUGH, state),))
 
 
@@ -534,7 +535,7 @@ class _Flattener:
                 and (self.describe.get(kind) or self.describe_type(kind)) is _other
                 and (isinstance(value, type) or not callable(getattr(value, "state_dict", None)))
             ):
-                remark = f"the attribute {name!r} of {codec.name} is no field, and of a type that cannot be stored"
+                remark = f"the attribute {name!r} of {codec.name} is not a field, and its type cannot be stored"
                 self.flat.remarks.append((codec.name, f"{remark} ({name_of_class(kind)}): it is left out"))
             else:
                 stored[name] = value
@@ -547,9 +548,9 @@ class _Flattener:
         try:
             return Parts("", ((THROUGH, self.default(value)),))
         except TypeError as error:
-            raise Unsupported(f"{refusal}; and default refuses it: {error}") from error
+            raise Unsupported(f"{refusal}; default= raised TypeError: {error}") from error
         except Exception as error:
-            raise Unsupported(f"{refusal}; and default raised {error!r}") from error
+            raise Unsupported(f"{refusal}; default= raised {error!r}") from error
 
     def store(self, frame: _Frame, value: Any, stored: Stored) -> None:
         """Emit the token of a tensor, and note the tensor unless it is tied to one that is known."""
@@ -598,7 +599,7 @@ class _Flattener:
     def check_spread(self, tail: str, local: OwnPart | None) -> str:
         """Refuse what is spread inside of another tensor; returns the end of a token that all ranks have."""
         if local is not None and self.tensor is not None:
-            raise Unsupported("a DTensor inside of another tensor cannot be saved: save the parts by themselves")
+            raise Unsupported("a DTensor inside another tensor cannot be saved: save the parts by themselves")
         head, colon, _ = tail.partition(":")
         return f'{head}"]' if colon and self.spreads is not None and not self.spreads.device_numbers else tail
 

@@ -1,4 +1,4 @@
-"""Which tensors of a state are its model: they go to files of their own, under the names Hugging Face knows."""
+"""Selects the tensors of the model, which get files of their own with names that Hugging Face knows."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def _holds(flat: Flat, prefix: str) -> bool:
 
 
 def _rename(flat: Flat, prefix: str) -> None:
-    """Store under its first name in the model what the state has in other places before."""
+    """Store a tied tensor under its first name in the model, even if the state has it elsewhere first."""
     outside = {index for index, _ in flat.ties if not flat.tensors[index].name.startswith(prefix)}
     if not outside:
         return

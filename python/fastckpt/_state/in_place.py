@@ -1,4 +1,4 @@
-"""What a load has built, moved into the containers that exist: they stay the objects that the program holds."""
+"""Moves loaded values into existing containers, which stay the objects that the program holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where in a state something lies: as Python would index it for people, joined with dots for tensor names."""
+"""Places in a state: shown to people as Python indexes them, joined with dots for tensor names."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ class Places:
         return place
 
     def known(self, stack: Sequence[Frame]) -> Place | None:
-        """The same, or None where nobody has asked for that place. A stack is for this or for :meth:`at`."""
+        """The same, or None if that place was not requested. A stack is for this or for :meth:`at`."""
         first = len(stack) - 1
         while first and stack[first].place is None:
             first -= 1

@@ -1,4 +1,4 @@
-"""A flattened state without some of its values: what a save makes of it is what the state without them would be."""
+"""Removes values from a flattened state, so that it is saved as if they had not been in it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, in
         ValueError: nothing is left.
     """
     if not wanted:
-        raise ValueError("nothing of the state is left")
+        raise ValueError("it leaves nothing to save")
     kept, origin = prune(tokens, wanted)
     for token in kept:
         if type(token) is list and token[0] == EXCLUDED:

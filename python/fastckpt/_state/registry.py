@@ -1,4 +1,4 @@
-"""Types beyond the plain ones: what programs declare, and what an operation knows of all of them.
+"""Registries of types beyond the plain ones, and the lookup that an operation makes in all of them.
 
 Types are found by class for saving, and by name for loading. A file can name them, and never import them.
 """
@@ -28,7 +28,7 @@ _TORCH = frozenset(
 class Registry:
     """Types that one call knows, beside those of :func:`fastckpt.register_type`, which it puts in second place.
 
-    For libraries: what they declare for their own checkpoints is no matter of the whole process.
+    For libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
 
     Args:
         classes: classes that need no encode and decode, see :meth:`register`.
@@ -86,8 +86,8 @@ class Registry:
         codec = codec_of(cls, name) if encode is None and decode is None else _given(cls, name, encode, decode)
         if codec is None:
             raise TypeError(
-                f"register: {cls.__qualname__} is no named tuple, dataclass, enum or subclass of a built-in type, and "
-                "has no __tensor_flatten__ and __tensor_unflatten__: give encode and decode"
+                f"register: {cls.__qualname__} is not a named tuple, dataclass, enum or subclass of a built-in type, "
+                "and has no __tensor_flatten__ and __tensor_unflatten__: give encode and decode"
             )
         known = self._by_name.get(name)
         # A class defined again, as notebooks do, takes the place of its former self.
@@ -134,7 +134,7 @@ def _given(cls: type, name: str, encode: Any, decode: Any) -> Codec:
     def back(value: Any, attributes: Any) -> Any:
         if attributes is not None:
             raise Undecodable(
-                f"it has attributes, which the decode registered for {name!r} does not take: register the class "
+                f"it has attributes, which the decode registered for {name!r} does not accept: register the class "
                 "without encode and decode"
             )
         try:
@@ -204,19 +204,17 @@ class Types:
         call = f"fastckpt.register_type({cls.__qualname__.rpartition('<locals>.')[2]}"
         if cls.__module__ == "__main__" and name == name_of(cls):
             return (
-                f"the checkpoint holds values of {name}, a class of the program itself, which other programs know by "
-                f'no such name: give it one, as in {call}, name="...")'
+                f"the checkpoint holds values of {name}, a class of the main program, which other programs cannot find "
+                f'by that name: give it a name, as in {call}, name="...")'
             )
         found = self.by_name(name)
         if name in built_in.ON_DEMAND:
             if found is not None and found.cls is object:
-                return (
-                    f"values of {name} come back as dicts and lists where the program that loads has not called {call})"
-                )
+                return f"values of {name} come back as dicts and lists in a program that has not called {call})"
         elif found is None:
             return (
                 f"the checkpoint holds values of {name}, which this program does not declare: call {call}) in each "
-                'program that loads them, or load(unknown="plain") for what they are made of'
+                'program that loads them, or load their plain contents with unknown="plain"'
             )
         return None
 

@@ -1,4 +1,4 @@
-"""Other keys for a structure: prefixes that wrappers of modules add come off, and names change."""
+"""Changes the keys of a structure: strips prefixes that wrappers of modules add, and renames."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Renaming:
             return key
         new = self._rename(key)
         if not isinstance(new, str):
-            raise TypeError(f"load: rename made {new!r} of the key {key!r}: it must return a string")
+            raise TypeError(f"load: rename= returned {new!r} for the key {key!r}: it must return a string")
         return new
 
     def of(self, tokens: list[Token], *, strict: bool) -> list[Token]:

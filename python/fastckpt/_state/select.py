@@ -1,4 +1,4 @@
-"""Well-formed structure tokens as a tree: where tensors stand in it, and what leads to some of them."""
+"""Well-formed structure tokens as a tree: finds the tensors in it, and the containers that lead to some."""
 
 from __future__ import annotations
 

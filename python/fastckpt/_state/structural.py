@@ -1,4 +1,4 @@
-"""Values of classes that are not plain, as plain values, and back, by what they are made of.
+"""Encodes values of classes as the plain values that they consist of, and decodes them.
 
 A named tuple or a dataclass is its fields and what attributes it has beside them, an enum its name, a subclass of a
 built-in type the value of that and its attributes, a tensor subclass the parts that its own protocol names. Back: no
@@ -69,7 +69,7 @@ _Pair: TypeAlias = "tuple[Callable[[Any], Encoded], Callable[[Any, Any], Any]] |
 def without(attributes: Any) -> None:
     """Refuse attributes of a kind that has none."""
     if attributes is not None:
-        raise ValueError("attributes of what has none")
+        raise ValueError("attributes for a type that has none")
 
 
 # Enums.
@@ -504,7 +504,7 @@ def _derived(cls: Any) -> _Pair:
 
     def decode(value: Any, attributes: Any) -> Any:
         if type(value) is not base:
-            raise Undecodable(f"it was made of a {type(value).__name__}, and the class is a {base.__name__}")
+            raise Undecodable(f"it was saved as a {type(value).__name__}, but the class is a {base.__name__}")
         try:
             made = make(cls, value)
         except TypeError as error:  # of a type written in C that has a way of its own

@@ -285,7 +285,7 @@ def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any
         if len(parts) != needed or stack:
             raise ValueError("it ends too early")
         if position != len(tokens) - 1:
-            raise ValueError("something follows its end")
+            raise ValueError("data follows its end")
     except CheckpointError:  # some of ours are TypeErrors or ValueErrors, too
         raise
     except Undecodable as error:

@@ -31,7 +31,7 @@ def list_checkpoints(url: str) -> list[ListedCheckpoint]:
     objects = Objects.at("list", url)
     folders, here = objects.children()
     if not folders and not here:
-        raise FileNotFoundError(errno.ENOENT, f"cannot list `{url}`: there is nothing", url)
+        raise FileNotFoundError(errno.ENOENT, f"cannot list `{url}`: nothing is there", url)
 
     def look(name: str) -> ListedCheckpoint | None:
         below = objects.below(name)
@@ -77,7 +77,7 @@ def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bo
     objects = Objects.at("remove", url)
     names = objects.sizes()
     if not names:
-        raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: there is nothing", url)
+        raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: nothing is there", url)
     foreign = strangers({file_of(name) for name in names}, files, None)
     # The folder of a save holds one of its own, whatever came beside it.
     strange = [name for name in names if file_of(name) in foreign and not name.endswith(f"/{TORCH_METADATA}")]

@@ -60,7 +60,7 @@ class StoredFiles:
         except FileNotFoundError as error:
             folders, here = self._objects.children()
             if not folders and not here:
-                text = f"cannot open checkpoint `{self.path}`: there is nothing"
+                text = f"cannot open checkpoint `{self.path}`: nothing is there"
                 raise FileNotFoundError(errno.ENOENT, text, self.path) from error
             what = f"it holds no {MANIFEST}"
             if folders:

@@ -1,4 +1,4 @@
-"""Where the objects of a checkpoint lie below its URL (docs/stores.md).
+"""Where the objects of a checkpoint are below its URL (docs/stores.md).
 
 The manifest lies right below. The other files lie in a folder whose name is the manifest's own checksum: no other save
 has it, so a save that replaces another one touches none of its objects, and the manifest decides alone which of the two

@@ -117,7 +117,7 @@ class Objects:
             import obstore.store as stores  # noqa: PLC0415 - an extra, and 40 ms of import
         except ImportError as error:
             raise ImportError(
-                f'{operation}: {url!r} takes the package obstore: pip install "fastckpt-io[remote]"'
+                f'{operation}: {url!r} requires the package obstore: pip install "fastckpt-io[remote]"'
             ) from error
         scheme, _, rest = url.partition("://")
         root = rest.partition("/")[0]

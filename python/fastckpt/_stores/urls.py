@@ -1,4 +1,4 @@
-"""URLs of object stores, and what is a path after all."""
+"""Tells URLs of object stores from paths, and checks them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def place_of(operation: str, path: AnyPath) -> str:
     if scheme not in SCHEMES:
         known = ", ".join(f"{one}://" for one in (*SCHEMES, "file"))
         raise ValueError(
-            f"{operation}: {text!r} is a URL of no store that fastckpt knows: give one of {known} (if this is a "
+            f"{operation}: {text!r} is not a URL of a store that fastckpt supports: give one of {known} (if this is a "
             "relative path, give the absolute one)"
         )
     rest = rest.rstrip("/")
@@ -52,8 +52,8 @@ def place_of(operation: str, path: AnyPath) -> str:
         )
     if not rest or not all(segments) or {".", ".."} & set(segments):
         raise ValueError(
-            f"{operation}: {text!r} names no place in a store: give {scheme}://BUCKET/NAME, without empty parts, `.` "
-            "and `..`"
+            f"{operation}: {text!r} does not name a place in a store: give {scheme}://BUCKET/NAME, without empty "
+            "parts, `.` and `..`"
         )
     return f"{scheme}://{rest}"
 

@@ -1,1 +1,1 @@
-"""Where the bytes of tensors lie, and how they are copied: torch, numpy, host memory, devices."""
+"""Where the bytes of tensors are, and how they are copied: torch, numpy, host memory, devices."""

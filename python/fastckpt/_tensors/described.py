@@ -1,4 +1,4 @@
-"""What the walk over a state learns of one value: a token, a tensor to store, or parts (docs/format.md, section 4)."""
+"""The description of one value of a state: a token, a tensor to store, or parts (docs/format.md, section 4)."""
 
 from __future__ import annotations
 

@@ -56,8 +56,8 @@ def _as_cut(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     out[tuple(order)] = grid
     if (out < 0).any():
         raise Unsupported(
-            f"its mesh {grid.tolist()} has ranks in an order in which lines of it do not ascend together: torch itself "
-            "loses parts of a tensor there; make the mesh of ascending ranks"
+            f"its mesh {grid.tolist()} orders ranks differently in different lines: torch itself "
+            "loses parts of a tensor there; build the mesh with ascending ranks"
         )
     return out
 
@@ -121,7 +121,7 @@ class DTensors:
                 raise Unsupported("it has data on a rank that is not in its mesh")
         elif local.shape != expected and (local.numel() or math.prod(expected)):
             raise Unsupported(
-                f"its local tensor is of shape {list(local.shape)} where its placements {_shown(placements)} of the "
+                f"its local tensor has the shape {list(local.shape)}, but its placements {_shown(placements)} of the "
                 f"shape {list(shape)} give {list(expected)} to rank {self.rank}: make it with distribute_tensor, or "
                 "from_local with equal parts"
             )
@@ -163,7 +163,7 @@ def _placement(value: Any, dimensions: int) -> Placement:
     if isinstance(value, Replicate):
         return REPLICATE
     if isinstance(value, Partial):
-        raise Unsupported("it is a sum over ranks that has not been made (Partial): redistribute() it first")
+        raise Unsupported("it is a pending sum over ranks (Partial): redistribute() it first")
     raise Unsupported(f"its placement {value} is not known: redistribute() it to Shard or Replicate first")
 
 

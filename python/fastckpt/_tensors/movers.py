@@ -1,4 +1,4 @@
-"""What moves the bytes of a state that are not in order in host memory: many ranges at a time, for the core.
+"""Moves bytes of a state that are not contiguous in host memory: many ranges at a time, for the core.
 
 :class:`Sources` brings them for a save, :class:`Sinks` takes them of a load. Both are made in the caller's thread, at
 the call: what its streams were asked for until then is what a save finds, and what a load must not overtake.

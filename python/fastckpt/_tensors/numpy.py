@@ -59,7 +59,7 @@ def stored_dtype(dtype: np.dtype[Any]) -> tuple[str, str | None]:
 
 
 def expanded(token: list[Any], parts: list[Any]) -> Array:
-    """An array that repeats its base, which nobody may write to."""
+    """An array that repeats its base, and must not be written to."""
     _, sizes, _ = token
     (base,) = parts
     if type(base) is not np.ndarray:

@@ -139,7 +139,7 @@ class Registration:
         self, torch: ModuleType, device: Any, address: int, nbytes: int, limit: int | None, piece: int
     ) -> None:
         self.nbytes = nbytes
-        #: The owner of the memory, if it is to stay mapped until :meth:`close`, whoever else lets go of it.
+        #: The owner of the memory, if it must stay mapped until :meth:`close`, even if others release it.
         self.owner: object = None
         self.pinned = 0
         self._module: Any = torch.get_device_module(device)
@@ -163,8 +163,8 @@ class Registration:
         if self._reason is None or not self.is_done():
             return None
         return (
-            f"{show_bytes(self.pinned)} of {show_bytes(self.nbytes)} of host memory are pinned, as {self._reason}; "
-            "copies between devices and the rest are right, but slower"
+            f"{show_bytes(self.pinned)} of {show_bytes(self.nbytes)} of host memory are pinned, because "
+            f"{self._reason}; copies that use the rest are correct, but slower"
         )
 
     def is_done(self) -> bool:
@@ -190,7 +190,7 @@ class Registration:
         try:
             with self._module.device(self._device):
                 for piece in self.pieces:
-                    # Without the lock in between: who closes this waits for one piece at most.
+                    # Without the lock in between: a close waits for one piece at most.
                     with self._busy:
                         reason = self._pin(piece)
                     if reason is not None:

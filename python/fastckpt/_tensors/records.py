@@ -37,7 +37,7 @@ def encode_dtype(dtype: np.dtype[Any], depth: int = 0) -> Any:
         base, shape = dtype.subdtype
         return encode_dtype(base, depth + 1), shape
     if dtype.names is None:
-        # Types that libraries add share the texts of others.
+        # Types that libraries add can have the same text as a type of numpy's.
         if (dtype.kind in KINDS or dtype.type in {np.void, np.object_}) and np.dtype(dtype.str) == dtype:
             return dtype.str
         raise Unsupported(f"the numpy dtype {dtype} cannot be stored: numpy alone does not know it")

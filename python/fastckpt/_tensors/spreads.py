@@ -1,4 +1,4 @@
-"""What describes the tensors of a state that are spread over ranks, where there are any."""
+"""Describes tensors that are spread over ranks, if the state has any."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Spreads:
 
     def describe_of(self, kind: type) -> Describe | None:
         """How to describe a type of such tensors; None for any other type."""
-        # Where nobody has imported them, there are none.
+        # If the module was not imported, there are none.
         if "torch.distributed.tensor" not in sys.modules:
             return None
         if self._known is None:

@@ -71,7 +71,7 @@ _COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[
     "bsc": (torch.sparse_bsc, Tensor.ccol_indices, Tensor.row_indices),
 }
 
-#: Elements that torch copies in the calling thread alone, whatever the caller's budget is.
+#: Up to this many elements, torch copies in the calling thread alone, however many threads it may use.
 _SERIAL = 30 << 10
 
 _strided = torch.strided
@@ -167,7 +167,7 @@ def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
 
 
 def describe_nested(value: Tensor) -> Parts:
-    """The token of a nested tensor, and what it is stored as."""
+    """Return the token of a nested tensor, with its stored form."""
     return Parts('["type","torch.nested.nested_tensor"]', ((THROUGH, encode_nested(value)),))
 
 
@@ -325,13 +325,13 @@ _GATHERED = (
     "torch.distributed.checkpoint.state_dict.get_state_dict gives a whole state of plain tensors, with "
     "StateDictOptions(full_state_dict=True, cpu_offload=True)"
 )
-_TRACED = "is part of a trace or a transform, and has no data of its own: save outside of it"
+_TRACED = "is part of a trace or a transform and has no data of its own: save outside the trace or transform"
 #: Tensor subclasses of torch's own that cannot be stored, by name, and why.
 _REFUSED = {
-    "DTensor": "is spread over processes: fastckpt.distributed.save, called by all of them, saves it as it lies, and "
+    "DTensor": "is spread over processes: fastckpt.distributed.save, called by all of them, saves its shards, and "
     "fastckpt.distributed.load fills it; one process alone can save its full_tensor()",
     "ShardedTensor": f"is spread over processes: {_GATHERED}",
-    "AsyncCollectiveTensor": "may not have arrived: call its wait(), and store what that gives",
+    "AsyncCollectiveTensor": "may not have arrived yet: call its wait(), and store the result",
     "FakeTensor": "has no data",
     "FunctionalTensor": _TRACED,
     "ProxyTensor": _TRACED,
@@ -341,7 +341,7 @@ _REFUSED = {
 
 
 def _why_not(kind: type[Tensor]) -> str | None:
-    """Why tensors of a subclass cannot be stored; None where its own protocol takes them apart, or it has its data."""
+    """Return why tensors of a subclass cannot be stored, or None if it has data or a protocol of its own."""
     for base in kind.__mro__:
         if base.__name__ in _REFUSED and base.__module__.startswith(TORCH_PREFIX):
             return f"a {base.__name__} {_REFUSED[base.__name__]}"
@@ -512,7 +512,7 @@ def is_device(value: Any) -> bool:
 def range_of(name: str) -> Iterator[None]:
     """See :func:`.ranges.range_of`."""
     nvtx = torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    # A range that nobody sees would cost more than all else here; torch before 2.0 does not tell.
+    # A range that no profiler sees would cost more than all else here; torch before 2.0 does not tell.
     seen = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     with torch.profiler.record_function(name) if seen else contextlib.nullcontext():
         if nvtx is not None:

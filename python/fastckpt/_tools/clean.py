@@ -1,4 +1,4 @@
-"""``fastckpt clean``: what saves and copies that were killed left in a directory of checkpoints."""
+"""``fastckpt clean``: lists and removes leftovers of killed saves and copies in a directory of checkpoints."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 #: What each state means, for people.
 STATES = {
     "alive": "its writer is running",
-    "dead": "not needed: the next save here removes it (of a copy: the same copy goes on with it)",
+    "dead": "not needed: the next save here removes it (of a copy: the same copy continues it)",
     "unknown": "its writer may be running, perhaps on another machine",
     "kept": "an old checkpoint that a save was about to replace, or the save itself",
     "foreign": "not a checkpoint, displaced by a save that was killed: move it by hand",
@@ -30,18 +30,18 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, more)`` makes its parser."""
     parser = command(
         "clean",
-        "list what killed saves and copies left in a directory, and remove it",
+        "list or remove what killed saves and copies left in a directory",
         "Without --remove nothing is changed. What a running save writes is never removed. Exits with 1 if something "
         "could not be removed.",
     )
     parser.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
-    parser.add_argument("--remove", action="store_true", help="remove what is dead")
+    parser.add_argument("--remove", action="store_true", help="remove leftovers that are not needed")
     parser.add_argument(
         "--older-than",
         metavar="HOURS",
         type=float,
-        help="with --remove: also what nothing proves to be dead, and old checkpoints that are kept, if nothing was "
-        "made, removed or written in it for that long; give more than any save stands still",
+        help="with --remove: also remove leftovers whose writer may still run, and old checkpoints that are kept, if "
+        "nothing in them was made, removed or written for that long; give more hours than any save can pause",
     )
 
 
@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """List, and remove what was asked for; return exit status, JSON document and lines."""
     hours = options.older_than
     if hours is not None and (not options.remove or not hours >= 0):
-        raise ValueError("clean: --older-than goes with --remove, and takes a number of hours from 0 on")
+        raise ValueError("clean: --older-than requires --remove and a non-negative number of hours")
     directory = options.path if isinstance(options.path, str) else os.fspath(options.path.absolute())
     found: list[dict[str, Any]] = []
     failures: list[str] = []

@@ -218,7 +218,7 @@ def _joined(name: _Name | None) -> str:
 
 #: Stands where only one of two mappings has a key.
 _NOTHING: Any = object()
-#: What the parts of tensors that are made of several are called.
+#: The names of the parts of composed tensors.
 _PARTS = {
     "coo": ("indices", "values"),
     "compressed": ("compressed_indices", "plain_indices", "values"),

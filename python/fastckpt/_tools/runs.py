@@ -49,7 +49,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         parser.add_argument(
             "--name", metavar="FORMAT", help="the names of checkpoints, such as step-{step:08d}; by default as they are"
         )
-    prune.add_argument("--remove", action="store_true", help="remove it; without this nothing is changed")
+    prune.add_argument("--remove", action="store_true", help="remove them; without this option nothing is changed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ class _Found:
 
 def _find(options: argparse.Namespace, operation: str) -> _Found:
     if isinstance(options.path, str):
-        raise ValueError(f"prune: {options.path!r} is a URL: the run's manager keeps order there (remote_keep=)")  # noqa: TRY004
+        raise ValueError(f"prune: {options.path!r} is a URL: only the run's manager prunes there (remote_keep=)")  # noqa: TRY004
     path = os.fspath(options.path.absolute())
     if not options.path.is_dir():
         raise FileNotFoundError(2, os.strerror(2), path)
@@ -148,7 +148,7 @@ def _shown(document: dict[str, Any]) -> list[str]:
 def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """List a run in an object store, of which only its own manager knows what is kept there."""
     if options.keep is not None:
-        raise ValueError(f"runs {options.path}: --keep is for a directory")
+        raise ValueError(f"runs {options.path}: --keep requires a directory, not a URL")
     listed: list[dict[str, Any]] = []
     found = fastckpt.list(options.path)
     form = options.name or _form_of([one.name for one in found])
@@ -263,7 +263,7 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     found = _find(options, "prune")
     if not found.policies:
         raise ValueError(
-            f"prune {found.manager.directory}: nothing says what to keep: no manager with policies has written here; "
+            f"prune {found.manager.directory}: no policy is known: no manager with policies has written here; "
             f"give --keep: {_POLICIES}"
         )
     if options.name is None and (odd := [name for name in found.others if re.search("[0-9]", name)]):

@@ -1,4 +1,4 @@
-"""What the field measures checkpoint storage against: NVIDIA's tiers and the workloads of MLPerf Storage, as data.
+"""Yardsticks for checkpoint storage: NVIDIA's tiers and the workloads of MLPerf Storage, as data.
 
 GB is 10^9 bytes, GiB 2^30. The compiled core and the monitor, which share no Python with this package, hold the same
 tiers for ``set_target`` and ``--target``; a test compares them.

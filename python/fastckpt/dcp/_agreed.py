@@ -1,4 +1,4 @@
-"""What the ranks of a save tell each other beside the state that is described alike on all of them.
+"""Data that the ranks of a save exchange in addition to the state that all describe alike.
 
 Nothing that comes down has a part for each rank, but for boxes, which are of ranks by their nature: equal ones of
 several ranks are one there, and so are tensors that are cut alike.
@@ -82,7 +82,7 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
 
 
 class Boxes:
-    """Who has which boxes.
+    """The boxes of each rank.
 
     Args:
         answer: of :func:`decide_cuts`.

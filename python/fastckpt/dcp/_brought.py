@@ -1,4 +1,4 @@
-"""What one rank brings to a save, and what it makes of it once it has heard what the others bring.
+"""One rank's contribution to a save, and how the contributions of all ranks are combined.
 
 Each entry of the planner's state is one of these:
 

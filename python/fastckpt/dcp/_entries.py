@@ -1,4 +1,4 @@
-"""What a checkpoint holds, as torch.distributed.checkpoint counts it: entries by dotted keys.
+"""Lists a checkpoint as torch.distributed.checkpoint does: entries by dotted keys.
 
 Its planners look into mappings, and into lists that hold tensors or mappings; everything else is one entry. A key is
 made a string. Here the same is done to the structure of a checkpoint, so that the keys meet those of a state.
@@ -48,7 +48,7 @@ def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[s
     outer: dict[str, Entry] = {}
     if not _is_mapping(tokens, 0):
         raise CheckpointError(
-            f"load: {path}: torch.distributed.checkpoint loads mappings, and the state of this checkpoint is none: "
+            f"load: {path}: torch.distributed.checkpoint loads mappings, but the state of this checkpoint is not one: "
             "use fastckpt.load"
         )
     todo: list[tuple[int, tuple[str | int, ...]]] = [(0, ())]

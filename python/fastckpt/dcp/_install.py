@@ -79,7 +79,7 @@ class InstalledReader(Reader):
 
 
 class Installation:
-    """What :func:`install` returns: a context manager."""
+    """The context manager that :func:`install` returns."""
 
     def __init__(self, options: dict[str, Any]) -> None:
         self._options = options
@@ -135,7 +135,7 @@ def install(**options: Any) -> Installation:
         ...     accelerator.save_state("step-1000")
     """
     if "path" in options:
-        raise TypeError("install: the path is what the program gives: leave it out")
+        raise TypeError("install: leave out path=: each call of the program gives its own")
     # They say what is wrong with them.
     Writer(None, **_for_writers(options))
     Reader(None, **_for_readers(options))

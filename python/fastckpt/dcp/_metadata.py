@@ -1,4 +1,4 @@
-"""What torch's ``.metadata`` says of a checkpoint: other tools take a directory for a checkpoint by it.
+"""Writes torch's ``.metadata``, by which other tools recognise a directory as a checkpoint.
 
 It describes the checkpoint and leads to no bytes. torch's own reader looks for the bytes in a file whose name says what
 reads them: an error, and never values. It is a pickle of torch's own classes, which nothing of fastckpt ever reads.

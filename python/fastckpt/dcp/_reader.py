@@ -51,11 +51,11 @@ class Reader(_torch.StorageReader):
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
-        process_group: that of ``dcp.load``, which does not tell its reader; None for the default group. Its ranks read
+        process_group: the group passed to ``dcp.load``; None for the default group. Its ranks read
             each byte once from the storage and pass it on; where others load, each rank reads what it needs.
         timeout: seconds of silence of another rank after which a load fails.
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
-        unknown: see :func:`fastckpt.load`: what a value of a type becomes that this program does not know.
+        unknown: how to load values of types that this program does not know; see :func:`fastckpt.load`.
         verify: compare every byte with its checksum.
         io: see :func:`fastckpt.load`.
         threads: worker threads; by default as :func:`fastckpt.load` has them.
@@ -115,11 +115,11 @@ class Reader(_torch.StorageReader):
             CheckpointError: there is no path, or the state is no mapping.
             CorruptCheckpointError: the manifest is damaged.
             FileNotFoundError: there is nothing at the path.
-            NotACheckpointError: what is there is no checkpoint of fastckpt.
+            NotACheckpointError: ``path`` is not a checkpoint of fastckpt.
             UnsupportedTypeError: a value is of a type that this program does not know.
         """
         if self._path is None:
-            raise CheckpointError("load: give the Reader a path, or dcp.load a checkpoint_id")
+            raise CheckpointError("load: pass a path to the Reader, or checkpoint_id= to dcp.load")
         path = self._path
         self._opened = opened = until_settled(lambda: _Opened(path, Types("load", self._registry, plain=self._plain)))
         found = {key: opened.described(entry) for key, entry in opened.entries.items()}

@@ -16,7 +16,7 @@ from . import _torch
 if TYPE_CHECKING:
     from fastckpt._tensors.movers import Range
 
-#: Where tensors begin: what every instruction set wants.
+#: The alignment of tensors in bytes: enough for every instruction set.
 _ALIGNED = 64
 _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 

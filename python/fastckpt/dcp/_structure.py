@@ -1,4 +1,4 @@
-"""The structure of a save: the entries of a planner, which has flattened the state, nested as they were.
+"""Rebuilds the nested structure of a save from the flat entries of a planner.
 
 Ranks describe it with lists as mappings of positions, so that those of several become one, key by key. Where an entry
 is a value of one rank stands a word, or a tuple of the tensors in it; the coordinator puts the value there.

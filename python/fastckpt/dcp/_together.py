@@ -1,4 +1,4 @@
-"""A save of several ranks: they tell each other what is not alike on all of them, and then agree as any ranks do."""
+"""A save of several ranks: they exchange what differs between them, then agree as in any save."""
 
 from __future__ import annotations
 

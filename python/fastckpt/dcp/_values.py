@@ -1,4 +1,4 @@
-"""What a planner of torch.distributed.checkpoint has to save, as fastckpt stores it: never as a pickle.
+"""Converts what a planner of torch.distributed.checkpoint saves to stored values, never to pickles.
 
 The default planner pickles values before a writer sees them. Where it is the default one that does so, the values
 themselves are asked for; what another planner made is read back as ``torch.load(weights_only=True)`` reads it.

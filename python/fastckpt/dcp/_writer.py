@@ -47,7 +47,7 @@ class _Now(threading.local):
 
 
 class WriterOptions(WriteOptions, ReplicaOptions, total=False):
-    """What :class:`Writer` takes."""
+    """Options of :class:`Writer`."""
 
 
 @takes(WriteSettings, Policy, like={WriteSettings: "fastckpt.save", Policy: "fastckpt.distributed.save"}, ranks=True)
@@ -71,7 +71,7 @@ class Writer(_torch.StorageWriter):
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
-        process_group: that of ``dcp.save``, which does not tell its writer; None for the default group. The process of
+        process_group: the group passed to ``dcp.save``; None for the default group. The process of
             ``async_save`` with ``AsyncCheckpointerType.PROCESS`` has that as its default group.
         timeout: seconds of silence of another rank after which a save fails.
         metadata: a state without tensors, to be read without them; that of the first rank.
@@ -137,7 +137,7 @@ class Writer(_torch.StorageWriter):
             )
         path = self._now.path = self.checkpoint_id
         if path is None:
-            raise CheckpointError("dcp.save: give the Writer a path, or dcp.save a checkpoint_id")
+            raise CheckpointError("dcp.save: pass a path to the Writer, or checkpoint_id= to dcp.save")
         forget()
         self._now.coordinates = bool(is_coordinator)
         self._now.alone = self._now.written = False
@@ -148,7 +148,7 @@ class Writer(_torch.StorageWriter):
             except FileExistsError as error:
                 if "overwrite=False" not in str(error):
                     raise
-                # Programs look for torch's words.
+                # Programs search the message for torch's words.
                 raise FileExistsError(
                     f"dcp.save: {path}: Checkpoint already exists and self.overwrite=False: choose another path, or "
                     "make the Writer with overwrite=True"
@@ -169,8 +169,8 @@ class Writer(_torch.StorageWriter):
         size = 1 if len(plans) == 1 else _torch.group_size(self._group)
         if size != len(plans):
             raise ValueError(
-                f"dcp.save: {len(plans)} ranks save, and the process group of the Writer has {size}: give "
-                "Writer(process_group=) the one that dcp.save has"
+                f"dcp.save: {len(plans)} ranks save, and the process group of the Writer has {size}: pass the "
+                "process group of dcp.save to Writer(process_group=)"
             )
         self._now.alone = len(plans) == 1
         return plans if self._now.alone else labelled(plans)
@@ -196,7 +196,7 @@ class Writer(_torch.StorageWriter):
                 here, label, local = session("dcp.save", self._group), label_of(plan), self._now.local
                 if label is None:
                     raise CheckpointError(
-                        "dcp.save: write_data was called, and prepare_global_plan was not on the coordinator"
+                        "dcp.save: write_data was called, but prepare_global_plan was not, on the coordinator"
                     )
             with here.peers.operation("save", path, self._timeout, label) as operation:
                 brought = Brought(plan, planner, types, here.group.ranks, here.group.rank, local)
@@ -230,7 +230,7 @@ class Writer(_torch.StorageWriter):
             CheckpointError: no checkpoint was written by this writer.
         """
         if not self._now.written:
-            raise CheckpointError("dcp.save: finish was called, and write_data has not written a checkpoint")
+            raise CheckpointError("dcp.save: finish was called before write_data wrote a checkpoint")
         metadata.storage_data = {}
         metadata.storage_meta = self.storage_meta()
 

@@ -1,4 +1,4 @@
-"""What is in the page cache: dropped before a cold load, filled before a hot one, and measured in both cases."""
+"""The page cache: dropped before a cold load, filled before a hot one, and measured in both cases."""
 
 from __future__ import annotations
 

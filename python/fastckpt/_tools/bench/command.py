@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 HELP = """usage: fastckpt bench DIR [OPTION]...
 
-Save and load in DIR as a job of several ranks does, and compare the throughput
+Save and load in DIR like a job of several ranks, and compare the throughput
 with the raw device and with a target. Everything written is removed again.
 
   --ranks N        processes that save and load at the same time (1)
@@ -153,7 +153,7 @@ def _document(
     how = "direct I/O" if direct else "buffered I/O, since direct I/O is refused here"
     notes = []
     if facts.file_system(options.path)["type"] in ("tmpfs", "ramfs"):
-        notes.append("this file system lies in memory: nothing is durable, and nothing is ever cold")
+        notes.append("this file system is in memory: nothing is durable, and no load is cold")
     return {
         "fastckpt_bench": 1,
         "versions": {

@@ -23,7 +23,7 @@ def draw(file: Path, document: Mapping[str, Any]) -> None:
         file: what to write; its suffix says the format. :func:`check` has been asked.
         document: the result.
     """
-    from matplotlib.figure import Figure  # noqa: PLC0415 - only who asks for a picture needs it
+    from matplotlib.figure import Figure  # noqa: PLC0415 - only for a picture
 
     picture = Figure(figsize=(9, 5), layout="constrained")
     axes = picture.subplots()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from .shapes import Share
 
-#: What a round consists of.
+#: The operations of a round, in order.
 OPERATIONS = ("raw_write", "raw_read", "save", "load", "hot")
 
 

@@ -134,7 +134,7 @@ class Transfer:
 
 
 def _open(path: Path, flags: int) -> tuple[int, bool]:
-    """Open for direct I/O, or, where the file system has none, for plain I/O; which of them."""
+    """Open for direct I/O, or for plain I/O if the file system has none; also return whether it is direct."""
     flags |= os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o600), True

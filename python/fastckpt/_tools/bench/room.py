@@ -35,7 +35,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
         hot: whether hot loads are wanted.
 
     Returns:
-        Why there can be no hot loads, or None.
+        The reason for which hot loads are left out, or None.
 
     Raises:
         ValueError: it does not fit; the message says how much would.
@@ -55,7 +55,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
     copies = 3 if _in_memory(directory) else 2
     needed = copies * total + around
     if needed > available:
-        held = "the state, its loaded copy" + (" and the files, which lie in memory here" if copies > 2 else "")  # noqa: PLR2004
+        held = "the state, its loaded copy" + (" and the files, which are in memory here" if copies > 2 else "")  # noqa: PLR2004
         raise ValueError(
             f"{what} need {size(needed)} of memory ({held}), of which {size(available)} are available: "
             f"{_less((available - around) // copies, total, ranks)}"

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from .shapes import Share
 
 _DROPPED = "dropped through /proc/sys/vm/drop_caches"
-_FORGOTTEN = "dropped file by file with posix_fadvise (/proc/sys/vm/drop_caches is not ours to write)"
+_FORGOTTEN = "dropped file by file with posix_fadvise (/proc/sys/vm/drop_caches is not writable)"
 
 
 @dataclass(frozen=True, slots=True)

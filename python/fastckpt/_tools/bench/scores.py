@@ -1,4 +1,4 @@
-"""What samples say: the slowest rank's time and throughput, against the plain file and against a target.
+"""Scores of samples: the slowest rank's time and throughput, against the plain file and against a target.
 
 As MLPerf Storage scores checkpoints: all ranks begin together, and the slowest one's duration and the slowest one's
 throughput count. Nothing here looks at anything but its arguments. GB is 10^9 bytes.

@@ -1,4 +1,4 @@
-"""What each rank saves: bytes, tensors and their sizes, in the shape of a training state under mixed-precision Adam."""
+"""The states of ranks: bytes, tensors and their sizes, in the shape of a training state under mixed-precision Adam."""
 
 from __future__ import annotations
 

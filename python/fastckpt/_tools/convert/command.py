@@ -40,13 +40,13 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         help="write expanded and overlapping tensors in full",
     )
     parser.add_argument("--to", choices=["hf"], help="write a directory for Hugging Face's readers")
-    parser.add_argument("--strip", metavar="P", action="append", help="with --to hf: take it off names")
+    parser.add_argument("--strip", metavar="P", action="append", help="with --to hf: remove this prefix from names")
     parser.add_argument(
         "--file",
         metavar="F",
         type=Path,
         action="append",
-        help="with --to hf: copy it, too (as LICENSE.txt)",
+        help="with --to hf: also copy this file (such as LICENSE.txt)",
     )
     parser.add_argument("--shard-size", metavar="N", help="with --to hf: bytes per file (5GB)")
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
             "shard_size": bytes_of("convert: --shard-size", options.shard_size or "5GB"),
         }
     elif given := [name for name in _FOR_HF if getattr(options, name) is not None]:
-        raise CheckpointError(f"convert: --{given[0].replace('_', '-')} is for --to hf")
+        raise CheckpointError(f"convert: --{given[0].replace('_', '-')} requires --to hf")
     done = convert(
         options.path,
         options.destination,
@@ -78,5 +78,5 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     if done.files:
         lines.append(f"with {', '.join(done.files)}")
     if to_hugging_face is not None and "config.json" not in done.files:
-        lines.append("it has no config.json, which from_pretrained asks for: give it with --file")
+        lines.append("it has no config.json, which from_pretrained requires: add it with --file")
     return 0, asdict(done), lines

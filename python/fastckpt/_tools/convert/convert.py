@@ -74,8 +74,8 @@ def convert(
     checkpoint = (source / MANIFEST).exists()
     if checkpoint and source.resolve() in (destination.resolve(), *destination.resolve().parents):
         raise CheckpointError(
-            f"cannot convert {source} to {destination}: that is the checkpoint itself, or lies in it; choose a path "
-            "beside it"
+            f"cannot convert {source} to {destination}: that is the checkpoint itself or inside it; choose a path "
+            "outside it"
         )
     files: Sequence[str] = ()
     if to_hugging_face is not None:

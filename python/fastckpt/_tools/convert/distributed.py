@@ -1,4 +1,4 @@
-"""Directories of torch.distributed.checkpoint: what they hold, and where. Tensors lie in pieces in many files."""
+"""Reads directories of torch.distributed.checkpoint, in which tensors are in pieces in many files."""
 
 from __future__ import annotations
 
@@ -113,9 +113,9 @@ class Directory:
         file, begin, length = info.relative_path, info.offset, info.length
         # The table is input: it may not lead out of the directory.
         if type(file) is not str or os.path.basename(file) != file or not file:  # noqa: PTH119 - the name as text
-            raise ValueError(f"it names {file!r}, no file beside it")
+            raise ValueError(f"it names {file!r}, which is not a file beside it")
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
-            raise ValueError(f"a range of {file} that is none")
+            raise ValueError(f"an invalid range of {file}")
         return Piece(offsets, sizes, file, begin, length)
 
     def nbytes(self) -> int:

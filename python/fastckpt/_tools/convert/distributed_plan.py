@@ -71,7 +71,7 @@ def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> 
             values = {key: directory.read(key) for key, item in directory.items.items() if item.sizes is None}
             flat = flatten(values, operation="convert")
     except MemoryError as error:
-        raise CheckpointError(f"cannot convert {source}: it has changed since it was looked at") from error
+        raise CheckpointError(f"cannot convert {source}: it has changed meanwhile: convert it again") from error
     if not expand:
         refuse_growth(source, directory.tensor_bytes() + sum(one.capacity for one in flat.tensors), directory.size())
     flat.keep.clear()

@@ -1,4 +1,4 @@
-"""What conversions need of a file and of other packages, or why they cannot have it."""
+"""Checks that a file and other packages meet the needs of a conversion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def unpickling_torch_for(source: Path) -> Any:
 
 
 def refuse_growth(source: Path, written: int, read: int) -> None:
-    """Refuse to write many times the bytes that are read, which nobody has asked for.
+    """Refuse to write many times the bytes that are read, unless asked to.
 
     Args:
         source: what is converted.

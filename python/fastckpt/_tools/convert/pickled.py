@@ -71,7 +71,7 @@ def check(source: Path) -> None:
         found = {"kind": kind, "reason": last}
     if done.returncode < 0 or kind == "MemoryError":
         size = source.stat().st_size
-        raise RefusedError(None, f"to read it takes more memory or time than a file of {size} bytes may")
+        raise RefusedError(None, f"reading it takes more memory or time than a file of {size} bytes may")
     if found:
         raise RefusedError(**found)
 

@@ -1,4 +1,4 @@
-"""The state that lies in a file or directory of another format. No pickle is ever executed."""
+"""Reads the state from a file or directory of another format. No pickle is ever executed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _read_pickled(source: Path) -> Any:
         with _pickled.bounded(source.stat().st_size):
             return _pickled.load(torch, source)
     except MemoryError as error:
-        raise CheckpointError(f"cannot convert {source}: it has changed since it was looked at") from error
+        raise CheckpointError(f"cannot convert {source}: it has changed meanwhile: convert it again") from error
     except _pickled.RefusedError as error:
         if error.kind == "UnpicklingError":
             raise UnsupportedTypeError(

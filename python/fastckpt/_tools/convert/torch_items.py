@@ -83,7 +83,7 @@ class Recorder:
         return self.make(*arguments)
 
     def __setstate__(self, _: Any) -> NoReturn:
-        raise pickle.UnpicklingError("a state of what has none")
+        raise pickle.UnpicklingError("a state for an object that has none")
 
 
 METADATA = "torch.distributed.checkpoint.metadata"
@@ -104,7 +104,7 @@ def size(values: Any = ()) -> tuple[int, ...]:
     """What stands for ``torch.Size``."""
     made = tuple(values) if isinstance(values, (tuple, list)) and len(values) <= _DIMENSIONS else None
     if made is None or any(type(one) is not int or one < 0 for one in made):
-        raise pickle.UnpicklingError("a torch.Size that is none")
+        raise pickle.UnpicklingError("an invalid torch.Size")
     return made
 
 
@@ -130,7 +130,7 @@ def _ordered(items: Any = ()) -> OrderedDict[Any, Any]:
 def _default(factory: Any = None, items: Any = ()) -> defaultdict[Any, Any]:
     known = None if factory is None else _plain(factory, Recorder).kind
     if factory is not None and known not in _FACTORIES:
-        raise pickle.UnpicklingError("a factory that is none")
+        raise pickle.UnpicklingError("an invalid factory")
     return defaultdict(known, _plain(items, tuple, dict))
 
 
@@ -338,7 +338,7 @@ class _ItemUnpickler(_Unpickler):  # type: ignore[misc]
     def persistent_load(self, pid: Any) -> Any:
         kind, dtype, key, _, _ = _plain(pid, tuple)
         if type(kind) is not str or kind != "storage" or type(key) is not str or type(dtype) is not self._torch.dtype:
-            raise pickle.UnpicklingError("a reference that is no storage")
+            raise pickle.UnpicklingError("a reference to something other than a storage")
         if key not in self._storages:
             self._storages[key] = self._archive.storage(key)
         return dtype, self._storages[key]
@@ -355,9 +355,9 @@ class _ItemUnpickler(_Unpickler):  # type: ignore[misc]
     def _view(self, content: Any, dtype: Any, offset: Any, shape: Any, strides: Any, grad: Any) -> Any:
         shape, strides = size(shape), size(strides)
         if type(dtype) is not self._torch.dtype or len(shape) != len(strides) or type(offset) is not int:
-            raise pickle.UnpicklingError("a tensor that is none")
+            raise pickle.UnpicklingError("an invalid tensor")
         if type(content) is not np.ndarray or content.dtype != np.uint8 or content.ndim != 1:
-            raise pickle.UnpicklingError("a tensor that is none")
+            raise pickle.UnpicklingError("an invalid tensor")
         reach = sum((length - 1) * step for length, step in zip(shape, strides, strict=True)) + 1
         elements = len(content) // dtype.itemsize
         if not math.prod(shape):
@@ -385,7 +385,7 @@ class _Dtype:
 
     def __init__(self, code: Any, *_: Any) -> None:
         if re.fullmatch(rf"{_CODE}|[mM]8|{_OBJECTS}", _plain(code, str)) is None:
-            raise pickle.UnpicklingError("a dtype that is none")
+            raise pickle.UnpicklingError("an invalid dtype")
         self.code, self.order, self.unit = code, "|", ""
 
     def read(self, state: Any) -> None:
@@ -397,7 +397,7 @@ class _Dtype:
         if self.code in _TIMES:
             unit, number, *_ = _plain(_plain(state[8], tuple)[1], tuple)
             if _plain(unit, bytes) not in _UNITS or not 0 < _plain(number, int) < 1 << 31:
-                raise pickle.UnpicklingError("a unit of time that is none")
+                raise pickle.UnpicklingError("an invalid unit of time")
             self.unit = "" if unit == b"generic" else f"[{number}{unit.decode()}]"
 
     def plain(self) -> np.dtype[Any]:
@@ -422,7 +422,7 @@ def _numpys(module: str, name: str) -> Any:
 def _array(kind: Any, shape: Any, dtype: Any) -> Any:
     """An empty array, which the state that follows fills."""
     if kind is not _ARRAY or _plain(shape, tuple) != (0,) or _plain(dtype, bytes, str) not in (b"b", "b"):
-        raise pickle.UnpicklingError("an array that is none")
+        raise pickle.UnpicklingError("an invalid array")
     return np.ndarray((0,), np.int8)
 
 
@@ -431,7 +431,7 @@ def _fill(made: Any, state: Any) -> None:
     _, shape, dtype, fortran, content = _plain(state, tuple)
     shape, found = size(shape), _plain(dtype, _Dtype).plain()
     if made.shape != (0,) or made.dtype != np.int8 or type(fortran) is not bool:
-        raise pickle.UnpicklingError("an array that is none")
+        raise pickle.UnpicklingError("an invalid array")
     expected = math.prod(shape) * (1 if found.hasobject else found.itemsize)
     if len(_plain(content, list if found.hasobject else bytes)) != expected:
         raise pickle.UnpicklingError("an array of another size")
@@ -442,7 +442,7 @@ def _scalar(dtype: Any, content: Any) -> Any:
     """A scalar of numpy from its bytes."""
     found = _plain(dtype, _Dtype).plain()
     if found.hasobject or len(_plain(content, bytes)) != found.itemsize:
-        raise pickle.UnpicklingError("a scalar that is none")
+        raise pickle.UnpicklingError("an invalid scalar")
     return np.frombuffer(content, found, 1)[0]
 
 

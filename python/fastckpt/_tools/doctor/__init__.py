@@ -1,4 +1,4 @@
-"""What will happen to checkpoints here, and why: facts are gathered, judged, and shown, each in a file of its own.
+"""Diagnoses a directory for checkpoints: facts are gathered, judged, and shown, each in a file of its own.
 
 :mod:`facts` looks, :mod:`measure` times, :mod:`findings` and :mod:`ring` judge without looking at anything but the
 facts, and :mod:`command` shows the result.
@@ -76,7 +76,7 @@ def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
             :func:`load`.
 
     Returns:
-        The diagnosis. Whatever is wrong with the directory is a finding, not an exception.
+        The diagnosis. Problems with the directory are findings, not exceptions.
 
     Raises:
         ValueError: ``FASTCKPT_IO`` names no engine, or ``path`` is a URL.

@@ -1,4 +1,4 @@
-"""What the CUDA driver says, asked in another process: it may hang, and this one should not hold a context."""
+"""Queries the CUDA driver in another process: it may hang, and this one should not hold a context."""
 
 from __future__ import annotations
 

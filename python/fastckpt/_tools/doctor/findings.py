@@ -104,7 +104,7 @@ def _directory(facts: Mapping[str, Any]) -> Iterator[Finding]:
             code="little-space",
             level="warning",
             text=f"{size(free)} are free",
-            remedies={"any": "free space: while a checkpoint is replaced, the old one and the new one both lie there"},
+            remedies={"any": "free space: while a checkpoint is replaced, both the old one and the new one are there"},
         )
     if inodes is not None and inodes < _FEW_INODES:
         text = f"{count(inodes, 'inode')} left"
@@ -201,7 +201,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             code="memory-file-system",
             level="warning",
-            text=f"{where['type']} lies in memory: nothing survives a reboot, and it counts against the memory limit",
+            text=f"{where['type']} is in memory: nothing survives a reboot, and it counts against the memory limit",
             evidence=(f"{where['mount']} is {where['type']}",),
             remedies={"any": "save to a disk or a shared file system"},
         )
@@ -251,8 +251,8 @@ def _commit(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             code="no-locks",
             level="note",
-            text="no locks that other machines and containers are known to see: what a save that is killed leaves is "
-            "swept only by processes that can see that it has ended",
+            text="locks here are not known to be visible to other machines and containers: the leftovers of a killed "
+            "save are removed only by processes that can see that it has ended",
             evidence=(f"lock on a file: {io['lock']}", f"seen by: {io['lock_reach']}"),
             remedies={
                 "any": "fastckpt clean DIR --remove --older-than HOURS; Lustre: mount with -o flock; NFS: without "

@@ -1,4 +1,4 @@
-"""What this process may use of the machine's cores and memory: affinity, control groups (both versions), huge pages."""
+"""The limits of this process on cores and memory: affinity, control groups (both versions), huge pages."""
 
 from __future__ import annotations
 

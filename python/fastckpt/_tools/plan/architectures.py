@@ -132,11 +132,11 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
     if nested or kind not in (*_FAMILIES, *_OTHERS):
         why = f"has parts of its own ({', '.join(nested)})" if nested else f"of type {kind!r}"
         raise ValueError(
-            f"plan {where}: a model {why} is not understood: give the number of parameters instead; understood are "
+            f"plan {where}: a model {why} is not supported: give the number of parameters instead; supported are "
             f"{', '.join((*_FAMILIES, *_OTHERS))}"
         )
     if fields.get("quantization_config") is not None:
-        notes.append("quantization_config is not understood: its scales are not counted")
+        notes.append("quantization_config is not supported: its scales are not counted")
     if config.number("num_nextn_predict_layers", 0):
         notes.append(f"{fields['num_nextn_predict_layers']} layer(s) that predict further tokens are not counted")
     if kind == "gpt2":

@@ -120,8 +120,8 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     every = rule.interval(standing, mttf)
     if every < seconds:
         notes.append(
-            f"a checkpoint takes {units.show_seconds(seconds)}, but one starts every {units.show_seconds(every)}: it "
-            "cannot be kept up"
+            f"a checkpoint takes {units.show_seconds(seconds)}, but one starts every {units.show_seconds(every)}: "
+            "saves cannot keep up"
         )
     away = 0.0 if restart is None else units.seconds("restart", restart)
     verdicts = tuple(
@@ -219,7 +219,7 @@ def _held(
         count = units.parameters("params", params)
         experts = 0 if expert_params is None else units.parameters("expert_params", expert_params)
         if experts > count:
-            raise ValueError(f"plan: expert_params {experts:,} are more than the params, {count:,}")
+            raise ValueError(f"plan: expert_params ({experts:,}) exceeds params ({count:,})")
         return count, sum(each), sizing.contents(count, experts, each), []
     if config is not None:
         counted = architectures.read(config)
@@ -284,7 +284,7 @@ def _speed(
     if not rates and tier is None and target is not None:
         return target, target, "asked for"
     if not rates:
-        said = f"tier {tier}" if tier else "tier light, since nothing is said of speed"
+        said = f"tier {tier}" if tier else "tier light, since no speed is given"
         return *job.at_tier(_tier(tier or "light")), said
     words = [f"{name.replace('_', ' ')} {units.show_rate(rate)}" for name, rate in rates.items()]
     if not {"read", "node_read"} & set(rates):

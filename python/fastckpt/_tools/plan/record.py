@@ -1,4 +1,4 @@
-"""What a plan of a job's checkpoints says, as numbers and as a table for people."""
+"""The result of a plan of a job's checkpoints, as numbers and as a table for people."""
 
 from __future__ import annotations
 

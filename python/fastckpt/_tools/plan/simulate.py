@@ -220,7 +220,7 @@ def simulate(
         if not (math.isfinite(value) and (value > 0 or (value == 0 and name in ("restart", "lag")))):
             raise ValueError(f"simulate: {name} must be more than 0, not {value!r}")
     if accelerators < 1 or runs < _GROUPS or seed < 0:
-        raise ValueError(f"simulate: want 1 accelerator, {_GROUPS} runs and a seed of 0 at least")
+        raise ValueError(f"simulate: at least 1 accelerator, {_GROUPS} runs and a seed of 0 are required")
     mttf, horizon = formulas.cluster_mttf(mttf_gpu, accelerators), days * _DAY
     expected = runs * horizon / mttf
     if not _FEWEST <= expected <= _MOST:

@@ -1,4 +1,4 @@
-"""How many bytes a checkpoint has: by precision and optimizer, or as it lies on a disk."""
+"""How many bytes a checkpoint has: by precision and optimizer, or as it is on a disk."""
 
 from __future__ import annotations
 

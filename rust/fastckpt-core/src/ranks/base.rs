@@ -110,8 +110,7 @@ impl RankBase {
     }
 
     /// For the coordinator: makes the workspace for a save to `path`, and links what has not changed, by what all ranks
-    /// found. Returns what the others need to know of it. Whatever is wrong with the base is a warning: then more is
-    /// written.
+    /// found. Returns what the others need to know of it. Problems with the base become warnings, and more is written.
     pub fn take(
         &self,
         path: &Path,

@@ -109,7 +109,7 @@ impl LinkedShards {
         })
     }
 
-    /// Compares a state with its base, and links what it can. Whatever is wrong with the base is a warning: then more is
+    /// Compares a state with its base, and links what it can. Problems with the base become warnings, and more is
     /// written.
     pub(super) fn find(
         workspace: &Workspace,

@@ -76,8 +76,8 @@ pub struct Request<'a> {
 }
 
 /// Writes a checkpoint. When this succeeds, the checkpoint is durable and visible. When it fails, nothing of it is
-/// left, and what was there before is untouched. There is one exception: if only the very last step fails, the sync of
-/// the parent directory after the rename, the new checkpoint has the name but may not survive a power cut.
+/// left, and what was there before is untouched. There is one exception: if only the final sync of the
+/// parent directory fails, the new checkpoint already has the name, but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, progress: Progress<'_>) -> Result<Report> {
     let operation = options.operation(Kind::Save, request.path);
     let outcome = write(request, options, &operation, progress, MAX_BYTES);

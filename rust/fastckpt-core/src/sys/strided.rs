@@ -151,7 +151,7 @@ impl Rows {
     /// tensor.
     ///
     /// # Panics
-    /// If `to` has not room for exactly these bytes.
+    /// If `to` is not exactly this long.
     pub fn pack(&self, start: u64, bytes: &[u8], mut to: &mut [u8]) {
         for line in self.lines(start..start + bytes.len() as u64) {
             for (at, _) in line.rows() {
