@@ -226,6 +226,17 @@ def test_a_damaged_checkpoint_is_told_once_and_let_go(run, caplog, own):
     assert [one.levelname for one in caplog.records] == ["ERROR"]
 
 
+def test_who_goes_back_hears_nothing_of_a_step_that_is_given_up(run):
+    run.save(1, 2, add=False)
+    damage(run, 2)
+    run.drain.add(2)
+    run.drain.start()
+    run.drain.end()
+    run.drain.go_back(1)
+    run.wait()
+    assert run.there() == [1]
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_step_saved_again_while_it_is_copied_is_copied_again(run, copier, caplog, fails):
     def again():

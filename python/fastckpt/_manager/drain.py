@@ -178,6 +178,8 @@ class Drain:
         with self._lock:
             self._stopped = False
             self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
+            # What keeps a step from the remote that is about to go, nobody need hear.
+            self._failed = {one: error for one, error in self._failed.items() if one <= step}
             self._remote.go_back()
             self.start()
         if self._remote.is_older(step):
