@@ -286,7 +286,7 @@ def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, m
     monkeypatch.setattr(Completion, "wait", lambda self: (raise_signal(signal.SIGUSR2), waiting(self)))
     with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(SystemExit):
         other.__exit__(None, None, None)
-    assert "is given up" in caplog.text
+    assert "was abandoned" in caplog.text
     assert other.steps() == []
 
 

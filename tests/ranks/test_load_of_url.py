@@ -117,7 +117,7 @@ def fail(env, url, kind):
     ("kind", "text"),
     [
         ("network", "the network is down"),
-        ("nothing", "there is nothing"),
+        ("nothing", "nothing is there"),
         ("damage", "checksum"),
         ("direct", "direct I/O"),
     ],

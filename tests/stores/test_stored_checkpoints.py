@@ -191,11 +191,11 @@ def test_what_is_no_checkpoint(run, url):
     for call in (fastckpt.load, fastckpt.open, fastckpt.verify):
         with pytest.raises(NotACheckpointError, match="below it are step-00000007: give the URL of a checkpoint"):
             call(run)
-        with pytest.raises(FileNotFoundError, match=f"`{run}/nothing`: there is nothing"):
+        with pytest.raises(FileNotFoundError, match=f"`{run}/nothing`: nothing is there"):
             call(f"{run}/nothing")
-    with pytest.raises(FileNotFoundError, match="there is nothing"):
+    with pytest.raises(FileNotFoundError, match="nothing is there"):
         fastckpt.list(f"{run}/nothing")
-    with pytest.raises(FileNotFoundError, match="there is nothing"):
+    with pytest.raises(FileNotFoundError, match="nothing is there"):
         fastckpt.remove(f"{run}/nothing")
 
 
