@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 import warnings
 
 import pytest
@@ -126,6 +127,25 @@ def test_what_cannot_be_durable_in_time_is_given_up_on_all_ranks(four, tmp_path,
     seen = four.run(hold, tmp_path / "run", where, "1s", timeout=2 * TIMEOUT)
     assert seen == [([(signal.SIGUSR1, [])], signal.SIGUSR1)] * 4
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".step")]
+
+
+def hold_two(out):
+    """A signal comes while two saves are in flight, of 40 s each; for how long this rank answered, and what is there."""
+    options = {"bandwidth_limit": "20kB", "max_in_flight": 2}
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_options=options) as manager:
+        manager.save_on_signal(signal.SIGUSR1, grace="1s", exit=False)
+        for step in (1, 2):
+            manager.save(step, state(step, LARGE))
+        began = time.monotonic()
+        signal.raise_signal(signal.SIGUSR1)
+        manager.should_save(2)
+    return time.monotonic() - began < 10, manager.steps()
+
+
+def test_all_that_is_in_flight_is_given_up_in_time(four, tmp_path):
+    """Of ranks, one save is written after the other: the second cannot end before the first."""
+    assert four.run(hold_two, tmp_path / "run", timeout=2 * TIMEOUT) == [(True, [])] * 4
+    assert hold_two(tmp_path / "alone") == (True, [])
 
 
 def save_for_it(out):
