@@ -132,7 +132,7 @@ def test_what_cannot_be_durable_in_time_is_given_up_on_all_ranks(four, tmp_path,
 
 
 def hold_two(out):
-    """A signal comes while two saves are in flight, of 40 s each; for how long this rank answered, and what is there."""
+    """A signal comes while two saves of 40 s each are in flight: whether it was answered in time, and what is there."""
     options = {"bandwidth_limit": "20kB", "max_in_flight": 2}
     with fastckpt.Manager(out, timeout=TIMEOUT, save_options=options) as manager:
         manager.save_on_signal(signal.SIGUSR1, grace="1s", exit=False)
