@@ -14,6 +14,7 @@ import time
 from concurrent.futures import CancelledError
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -235,6 +236,17 @@ def test_who_goes_back_hears_nothing_of_a_step_that_is_given_up(run):
     run.drain.go_back(1)
     run.wait()
     assert run.there() == [1]
+
+
+@pytest.mark.parametrize("stops", ["go_back", "leave"])
+def test_who_is_interrupted_while_a_copy_is_given_up_has_the_rest_copied(run, stops):
+    run.save(1)
+    run.wait()
+    with mock.patch.object(run.drain, "end", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+        getattr(run.drain, stops)(1)
+    run.save(2)
+    run.wait()
+    assert run.there() == [1, 2]
 
 
 @pytest.mark.parametrize("fails", [False, True])

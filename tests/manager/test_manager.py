@@ -11,6 +11,7 @@ import threading
 import time
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ import pytest
 import fastckpt
 from fastckpt import keep, save_when
 from fastckpt._api import manage
+from fastckpt._background.pending import PendingSave
 from fastckpt._manager import after_save, directory
 
 #: What Manager caches beside its checkpoints (docs/manager.md).
@@ -687,6 +689,15 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, monkeypa
     with pytest.raises(KeyError):
         program()
     assert fastckpt._api.in_flight.unasked() == ()
+
+
+def test_wait_ends_after_a_save_whose_call_was_interrupted_behind_its_begin(tmp_path):
+    manager = fastckpt.Manager(tmp_path / "run")
+    interrupted = mock.patch.object(PendingSave, "add_done_callback", side_effect=KeyboardInterrupt)
+    with interrupted, pytest.raises(KeyboardInterrupt):
+        manager.save(1, {"w": np.zeros(1000)})
+    assert manager.wait(20) is not None
+    assert manager.steps() == [1]
 
 
 def test_wait_gives_up_and_the_save_goes_on(tmp_path):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import time
 import warnings
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import fastckpt
 from fastckpt import save_when
+from fastckpt._manager import drain
 from harness import groups
 
 #: Long, for machines that are busy.
@@ -126,6 +129,50 @@ def test_what_cannot_be_durable_in_time_is_given_up_on_all_ranks(four, tmp_path,
     seen = four.run(hold, tmp_path / "run", where, "1s", timeout=2 * TIMEOUT)
     assert seen == [([(signal.SIGUSR1, [])], signal.SIGUSR1)] * 4
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".step")]
+
+
+def hold_two(out):
+    """A signal comes while two saves of 40 s each are in flight: whether it was answered in time, and what is there."""
+    options = {"bandwidth_limit": "20kB", "max_in_flight": 2}
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_options=options) as manager:
+        manager.save_on_signal(signal.SIGUSR1, grace="1s", exit=False)
+        for step in (1, 2):
+            manager.save(step, state(step, LARGE))
+        began = time.monotonic()
+        signal.raise_signal(signal.SIGUSR1)
+        manager.should_save(2)
+    return time.monotonic() - began < 10, manager.steps()
+
+
+def test_all_that_is_in_flight_is_given_up_in_time(four, tmp_path):
+    """Of ranks, one save is written after the other: the second cannot end before the first."""
+    assert four.run(hold_two, tmp_path / "run", timeout=2 * TIMEOUT) == [(True, [])] * 4
+    assert hold_two(tmp_path / "alone") == (True, [])
+
+
+def signal_late(out):
+    """A signal comes when all ranks have told each other that they end; what this rank was told."""
+    told = []
+    signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
+    leave = drain.Drain.leave
+
+    def raise_and_leave(*arguments):
+        signal.raise_signal(signal.SIGUSR1)
+        leave(*arguments)
+
+    with (
+        mock.patch.object(drain.Drain, "leave", raise_and_leave),
+        fastckpt.Manager(out / "local", remote=out / "remote", timeout=TIMEOUT) as manager,
+    ):
+        manager.save_on_signal(signal.SIGUSR1)
+        manager.save(1, state(1))
+    return told, manager.preempted
+
+
+def test_a_signal_while_the_last_copies_are_given_up_is_passed_on(four, tmp_path):
+    seen = four.run(signal_late, tmp_path)
+    # One process on each host copies.
+    assert seen == [([signal.SIGUSR1], signal.SIGUSR1), *[([], None)] * 3]
 
 
 def save_for_it(out):

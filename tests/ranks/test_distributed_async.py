@@ -206,6 +206,25 @@ def test_the_process_does_not_end_before_the_checkpoint_is_durable(tmp_path):
     assert fastckpt.load(tmp_path / "c")["w"].sum() == 1_000_000
 
 
+def test_a_child_that_is_forked_beside_a_save_saves_and_loads(tmp_path):
+    program = """
+        import os, signal, sys
+        from fastckpt import distributed
+        path = sys.argv[1]
+        first = distributed.save_async({"w": b"1" * 1_000_000}, path, bandwidth_limit="1MB")
+        child = os.fork()
+        if not child:
+            signal.alarm(20)
+            distributed.save({"n": 2}, path + "-child")
+            assert distributed.load(path + "-child") == {"n": 2}
+            os._exit(0)
+        assert not first.done()
+        assert os.waitpid(child, 0)[1] == 0
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(program), tmp_path / "c"], check=True, env={**os.environ})
+    assert fastckpt.load(tmp_path / "c")["w"] == b"1" * 1_000_000
+
+
 @pytest.mark.parametrize("on_error", ["never", 3])
 def test_on_error_is_checked(tmp_path, on_error):
     with pytest.raises(ValueError, match="on_error must be"):

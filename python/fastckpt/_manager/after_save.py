@@ -57,7 +57,7 @@ class AfterSave:
 
     def follow(self, about: dict[str, Any], began: float, pending: PendingSave, failed: Callable[[], None]) -> None:
         """When a save in the background is durable, do what follows in its thread; if it fails, call ``failed``."""
-        done = self._begin()
+        done = Event()
 
         def ended(pending: PendingSave) -> None:
             try:
@@ -73,6 +73,7 @@ class AfterSave:
                 done.set()
 
         pending.add_done_callback(ended)
+        self._note_open(done)
 
     def after(self, about: dict[str, Any], began: float, report: SaveReport) -> None:
         """A save of the calling thread is durable: what follows, with the removals in another thread."""
@@ -80,7 +81,7 @@ class AfterSave:
         self._copy()
         if not self.leads:
             return
-        done = self._begin()
+        done = Event()
 
         def clear() -> None:
             try:
@@ -92,6 +93,7 @@ class AfterSave:
             threading.Thread(target=clear, name="fastckpt-retention").start()
         except RuntimeError:  # no more threads, or the interpreter is ending
             clear()
+        self._note_open(done)
 
     def note(self, about: dict[str, Any], began: float, report: SaveReport, stall: float) -> None:
         """All of it but the removals, and the copies to the remote tier, which this only asks for."""
@@ -141,7 +143,6 @@ class AfterSave:
         if self.drain is not None:
             self.drain.start()
 
-    def _begin(self) -> Event:
-        done = Event()
+    def _note_open(self, done: Event) -> None:
+        """What sets it has begun. Not before: nobody would set that of a call that an interrupt ends."""
         self._open = [*(one for one in self._open if not one.is_set()), done]
-        return done

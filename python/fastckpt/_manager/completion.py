@@ -94,6 +94,9 @@ class Completion:
             finally:
                 signals.answer = None
                 signals.uninstall()
+                if not signals.exiting:
+                    # What has come since the ranks told each other, and to nobody else from here on.
+                    self.preemption.pass_on_at_end()
 
     def _finish(self, error: BaseException | None) -> BaseException | None:
         """Wait for what is in flight at the end of the block; what the block has failed with."""

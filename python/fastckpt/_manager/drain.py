@@ -174,14 +174,16 @@ class Drain:
             Exception: it cannot be copied.
             OSError: the remote does not answer.
         """
-        self._stop()
-        with self._lock:
+        try:
+            self._stop()
+            with self._lock:
+                self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
+                # What keeps a step from the remote that is about to go, nobody need hear.
+                self._failed = {one: error for one, error in self._failed.items() if one <= step}
+                self._remote.go_back()
+        finally:
             self._stopped = False
-            self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
-            # What keeps a step from the remote that is about to go, nobody need hear.
-            self._failed = {one: error for one, error in self._failed.items() if one <= step}
-            self._remote.go_back()
-            self.start()
+        self.start()
         if self._remote.is_older(step):
             # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
             self.again(step)
@@ -243,8 +245,10 @@ class Drain:
             self.wait(math.inf, lambda: time.monotonic() >= end)
         except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason
             logger.error("%s: not copied to %s: %s", self._from.path, self._to.path, error)  # noqa: TRY400
-        waiting = self._stop()
-        self._stopped = False
+        try:
+            waiting = self._stop()
+        finally:
+            self._stopped = False
         if waiting and self._leads:
             logger.warning(
                 "%s: not yet at %s, and left to the next run: %s",

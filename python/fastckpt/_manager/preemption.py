@@ -213,9 +213,8 @@ class Preemption:
     ranks: Ranks
 
     def settle(self) -> None:
-        """Wait for the save in flight, and give it up if it is not durable in time for the signals that have come."""
-        path = self.saves.settle(self.signals.deadline)
-        if path is not None:
+        """Wait for the saves in flight, and give up what is not durable in time for the signals that have come."""
+        for path in self.saves.settle(self.signals.deadline):
             self._given_up(f"{path} was not durable in time")
 
     def answer(self, step: int, given: StepState | None) -> bool:

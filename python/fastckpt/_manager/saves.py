@@ -56,6 +56,8 @@ class Saves:
     pending: PendingSave | None = field(default=None, init=False)
     step: int | None = field(default=None, init=False)
     report: SaveReport | None = field(default=None, init=False)
+    #: Those before it that were in flight when it began.
+    _before: list[PendingSave] = field(default_factory=list, init=False)
     _history: History = field(default_factory=History, init=False)
     _looked: bool = field(default=False, init=False)
 
@@ -110,20 +112,22 @@ class Saves:
         began, report = self._save(given, base, plan, bandwidth_limit=None)
         self.after_save.note(given.metadata, began, report, report.seconds)
 
-    def settle(self, end: float) -> str | None:
-        """Wait for the save in flight, and give it up if it is not durable by ``end``; the path of such a one."""
-        pending = self.pending
-        if pending is None:
-            return None
-        try:
-            if pending.exception(seconds_until(end)) is not None:
-                self.step = None
-        except TimeoutError:
-            # Where several ranks cancel it, one of them may hear of another's first.
-            if pending.cancel() or failed_with(pending.exception(), CancelledError):
-                self.pending = self.step = None
-                return pending.path
-        return None
+    def settle(self, end: float) -> list[str]:
+        """Wait for the saves in flight, and give up those that are not durable by ``end``; the paths of these."""
+        given_up = []
+        before = [one for one in self._before if not one.done()]
+        for pending in filter(None, (*before, self.pending)):
+            is_last = pending is self.pending
+            try:
+                if pending.exception(seconds_until(end)) is not None and is_last:
+                    self.step = None
+            except TimeoutError:
+                # Where several ranks cancel it, one of them may hear of another's first.
+                if pending.cancel() or failed_with(pending.exception(), CancelledError):
+                    given_up.append(pending.path)
+                    if is_last:
+                        self.pending = self.step = None
+        return given_up
 
     def wait(self, pending: PendingSave, end: float) -> None:
         """Wait for a save, which was the last.
@@ -195,6 +199,7 @@ class Saves:
         self._follow(given, began, pending)
 
     def _follow(self, given: StepState, began: float, pending: PendingSave) -> None:
+        self._before = [one for one in (*self._before, self.pending) if one is not None and not one.done()]
         self.pending, self.step = pending, given.step
 
         def failed() -> None:

@@ -61,6 +61,9 @@ class Group(NamedTuple):
 
 
 _alone: list[Any] = []
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    # A thread of the parent may be in a turn, which nobody would end in the child.
+    os.register_at_fork(after_in_child=_alone.clear)
 #: By process group: the process that made it, and what it made.
 _kept: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
