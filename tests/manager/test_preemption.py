@@ -141,7 +141,7 @@ def test_what_cannot_be_durable_in_time_is_given_up(start, tmp_path, mode):
     """The save of step 2 would take 80 s of a grace period of 2: nothing of it stays, and the process ends."""
     code, _, err = start(mode).end(signal.SIGTERM)
     assert code == 128 + signal.SIGTERM
-    assert "the save for SIGTERM is given up" in err
+    assert "the save for SIGTERM was abandoned" in err
     assert fastckpt.Manager(tmp_path / "run").steps() == []
     assert not [path for path in (tmp_path / "run").iterdir() if path.name.startswith(".step")]
 
@@ -384,7 +384,7 @@ def test_a_boundary_that_comes_too_late_saves_nothing_and_passes_the_signal_on(m
     with caplog.at_level(logging.ERROR, "fastckpt"):
         assert not manager.should_save(1)
     assert manager.told == [(signal.SIGUSR1, None)]
-    assert "the save for SIGUSR1 is given up: step 1: no time is left" in caplog.text
+    assert "the save for SIGUSR1 was abandoned: step 1: no time is left" in caplog.text
     assert manager.steps() == []
 
 
