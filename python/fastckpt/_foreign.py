@@ -70,8 +70,7 @@ def writer_of(name: str) -> str | None:
 def written_beside(path: str | os.PathLike[str]) -> str | None:
     """A warning, where another program has put its checkpoint into the directory of one of ours."""
     try:
-        with os.scandir(path) as entries:
-            names = sorted(entry.name for entry in itertools.islice(entries, _MOST))
+        names = sorted(_names(path))
     except OSError:  # another save takes its place just now
         return None
     # A `.metadata` of our own lies there after `fastckpt.dcp.Writer`.
@@ -96,9 +95,13 @@ def file_format(path: str | os.PathLike[str]) -> Literal["torch.save", "safetens
     return "safetensors" if begin[8:9] == b"{" and 8 + length <= size else None
 
 
-def _directory(path: str) -> str:
+def _names(path: str | os.PathLike[str]) -> set[str]:
     with os.scandir(path) as entries:
-        names = {entry.name for entry in itertools.islice(entries, _MOST)}
+        return {entry.name for entry in itertools.islice(entries, _MOST)}
+
+
+def _directory(path: str) -> str:
+    names = _names(path)
     if not names:
         return "it is an empty directory"
     if distributed := of_distributed(path):

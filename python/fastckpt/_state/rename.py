@@ -76,7 +76,7 @@ class Renaming:
             position, lenient = todo.pop()
             token = tokens[position]
             tag = token[0] if type(token) is list else None
-            if tag == "type" and is_attributed(tokens, position):
+            if tag == "type" and is_attributed(token):
                 items, attributes = position + 2, ends[position + 2]
                 todo.append((items, lenient))
                 values = _children(attributes, ends, skip=1)[1::2]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._tensors.described import THROUGH, Part
 
-from .built_in import ATTRIBUTED
 from .flatten import canonical
 from .key_paths import KeyText, name_of, part_of, prefix_of
 from .structural import wraps_tensors
@@ -131,7 +130,7 @@ def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, lis
         yield position, stack, False
         count = arity(token) if tag is not None else 0
         position += 1
-        if tag == "type" and is_attributed(tokens, position - 1):
+        if tag == "type" and is_attributed(token):
             # The pair of items and attributes leaves no trace in places.
             position += 1
             stack.append(_Frame(2, iter((THROUGH, THROUGH))))
@@ -301,7 +300,7 @@ def _filled(token: Token) -> bool:
     if tag == "expanded":
         return True
     if tag == "type":
-        return bool(token[1] == ATTRIBUTED)
+        return is_attributed(token)
     return (tag in MAPPINGS or tag in _SEQUENCES) and arity(token) > (tag == "ddict")
 
 
@@ -358,7 +357,7 @@ def _keeps_dtypes(codec: Codec | None) -> bool:
 def _is_container(token: list[Any]) -> bool:
     """Whether items can be left out of it."""
     tag = token[0]
-    return tag in MAPPINGS or tag in _SEQUENCES or (tag == "type" and token[1] == ATTRIBUTED)
+    return tag in MAPPINGS or tag in _SEQUENCES or (tag == "type" and is_attributed(token))
 
 
 def _keys(tag: str | None, count: int) -> Iterator[Any] | None:
@@ -413,7 +412,7 @@ def prune(
             continue
         token = tokens[position]
         tag = _tag(token)
-        if not whole and tag == "type" and is_attributed(tokens, position):
+        if not whole and tag == "type" and is_attributed(token):
             items, attributes = position + 2, ends[position + 2]
             if leads(attributes):
                 out.extend(tokens[position:items])

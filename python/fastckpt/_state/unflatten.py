@@ -110,10 +110,9 @@ _WITH_ATTRIBUTES = 3
 _ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
 
 
-def is_attributed(tokens: list[Token], position: int) -> bool:
-    """Whether a mapping with attributes is there: what is next is a pair of its items and these."""
-    token: Token = tokens[position]
-    return token == ["type", ATTRIBUTED] and bool(tokens[position + 1] == ["tuple", 2])
+def is_attributed(token: Token) -> bool:
+    """Whether a mapping with attributes begins with this token. The pair of its items and its attributes comes next."""
+    return bool(token == ["type", ATTRIBUTED])
 
 
 def _dict(parts: list[Any]) -> dict[Any, Any]:

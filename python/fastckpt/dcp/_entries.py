@@ -46,7 +46,7 @@ def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[s
     ends = ends_of(tokens)
     found: dict[str, Entry] = {}
     outer: dict[str, Entry] = {}
-    if not _is_mapping(tokens, 0):
+    if not _is_mapping(tokens[0]):
         raise CheckpointError(
             f"load: {path}: torch.distributed.checkpoint loads mappings, but the state of this checkpoint is not one: "
             "use fastckpt.load"
@@ -57,7 +57,7 @@ def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[s
         token = tokens[position]
         tag = token[0] if type(token) is list else None
         name = ".".join(map(str, keys))
-        if tag == "type" and is_attributed(tokens, position):
+        if tag == "type" and is_attributed(token):
             todo.append((position + 2, keys))
             outer.setdefault(name, Entry(keys, position, ends[position], token, composed=False))
         elif tag in MAPPINGS:
@@ -76,9 +76,8 @@ def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[s
     return found, outer
 
 
-def _is_mapping(tokens: list[Token], position: int) -> bool:
-    token = tokens[position]
-    return type(token) is list and (token[0] in MAPPINGS or is_attributed(tokens, position))
+def _is_mapping(token: Token) -> bool:
+    return type(token) is list and (token[0] in MAPPINGS or is_attributed(token))
 
 
 def _children(ends: list[int], position: int) -> Iterator[int]:
@@ -109,7 +108,7 @@ def _is_terminal(tokens: list[Token], ends: list[int], position: int) -> bool:
             token = tokens[child]
             if type(token) is not list:
                 continue
-            if _is_mapping(tokens, child) or token[0] == "tensor" or token[0] in _COMPOSED:
+            if _is_mapping(token) or token[0] == "tensor" or token[0] in _COMPOSED:
                 return False
             if token[0] == "list":
                 todo.append(child)
