@@ -73,7 +73,7 @@ def written_beside(path: str | os.PathLike[str]) -> str | None:
         names = sorted(_names(path))
     except OSError:  # another save takes its place just now
         return None
-    # A `.metadata` of our own lies there after `fastckpt.dcp.Writer`.
+    # `fastckpt.dcp.Writer` writes a `.metadata` of its own.
     found = ((name, writer_of(name)) for name in names if name != TORCH_METADATA)
     for name, who in found:
         if who not in {None, "safetensors"}:

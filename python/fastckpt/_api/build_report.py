@@ -1,4 +1,4 @@
-"""Builds the report of an operation from those of the core and of the steps around it."""
+"""Builds the report of an operation from the core's report and from the steps around it."""
 
 from __future__ import annotations
 

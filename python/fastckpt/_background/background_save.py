@@ -34,7 +34,7 @@ _NOTICE = 0.05
 
 
 class BackgroundSave:
-    """What the saves of one process and of ranks share: they differ in what the snapshot is of, and in who writes it.
+    """The common part of saves of one process and of ranks, which differ in the snapshot and in its writer.
 
     Args:
         request: what is saved.

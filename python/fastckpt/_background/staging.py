@@ -67,7 +67,7 @@ class Staging:
         self.devices = Devices(request.sources, settings.pin)
         self.seconds = 0.0
         self._keep = request.flat.keep
-        #: What the core has still to copy: 1 for each tensor of the host, 0 for those of devices.
+        #: The tensors that the core still has to copy: 1 for each on the host, 0 for each on a device.
         self._rest = mask(request.sources, len(self._keep), on_device=False)
         #: What is copied in the background: names by number.
         self.late = _countable(request) if settings.lazy else {}
@@ -215,7 +215,7 @@ class Staging:
 
     def stage(self, wanted: bytes, *, last: bool) -> None:
         """Have the core copy the tensors whose byte in ``wanted`` is not 0 into the snapshot."""
-        # What the files will be does not matter yet.
+        # Copying does not depend on the layout of the files.
         options = core_options(self._request, Agreed(prefix=""))
         try:
             self._snapshot.stage(wanted, last=last, options=options)

@@ -128,7 +128,7 @@ class AfterSave:
             )
 
     def warnings(self) -> list[str]:
-        """What the report of the last save is to say."""
+        """The warnings for the report of the last save."""
         found = [self.alarm.warning, self.leftovers.warning]
         self.leftovers.warning = None
         return [text for text in found if text is not None]
