@@ -196,10 +196,11 @@ def save_async(
     """
     began = time.perf_counter()
     call = Call("save", session("save_async", process_group), path, timeout)
-    request = None
+    request = job = None
     with range_of("fastckpt.distributed.save_async"):
-        with Attempt("save", call.path, asynchronous=True):
-            try:
+        try:
+            call.operation.take()
+            with Attempt("save", call.path, asynchronous=True):
                 call.check()
                 background = BackgroundSettings.of("save_async", options, save_async)
                 settings = SaveSettings.of("save_async", options)
@@ -210,13 +211,15 @@ def save_async(
                 )
                 call.mark(request.step, state if settings.exclude is None else None)
                 job = Job(request, background, group)
-            except BaseException:
-                if request is not None:
-                    request.close()
-                # The turn is taken: the other ranks must hear of it.
-                with call.operation:
-                    raise
-        pending = job.begin()
+            pending = job.begin()
+        except BaseException as error:
+            # The others wait for this rank, unless a job has taken over: that tells them itself.
+            if job is not None and not job.give_up(error):
+                raise
+            if request is not None:
+                request.close()
+            with call.operation:
+                raise
     tell_unasked_but(pending)
     return pending
 

@@ -238,6 +238,32 @@ def test_who_goes_back_hears_nothing_of_a_step_that_is_given_up(run):
     assert run.there() == [1]
 
 
+def test_what_is_above_a_step_that_cannot_be_gone_back_to_is_still_copied(run, copier):
+    copier.fail = {"all": OSError(errno.EIO, "the store does not answer")}
+    run.save(1, 2)
+    with pytest.raises(OSError, match="does not answer"):
+        run.drain.go_back(1)
+    assert run.drain.holds(2)
+    copier.fail = {}
+    run.wait()
+    assert run.there() == [1, 2]
+
+
+@pytest.mark.parametrize("where", ["before", "after"])
+def test_an_interrupt_while_the_thread_starts_leaves_nobody_waiting(run, where):
+    start = threading.Thread.start
+
+    def interrupted(thread):
+        if where == "after":
+            start(thread)
+        raise KeyboardInterrupt
+
+    with mock.patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
+        run.save(1)
+    run.wait()
+    assert run.there() == [1]
+
+
 @pytest.mark.parametrize("stops", ["go_back", "leave"])
 def test_who_is_interrupted_while_a_copy_is_given_up_has_the_rest_copied(run, stops):
     run.save(1)

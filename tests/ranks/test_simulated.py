@@ -423,7 +423,6 @@ class Drifting(protocol.Turn):
     def end(self, error):
         if error is not None and not self.rounds:
             self.over = True
-            self.member.coming.remove(self)
             return None
         return (yield from super().end(error))
 

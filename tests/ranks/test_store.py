@@ -324,6 +324,8 @@ def test_operations_of_one_rank_wait_for_each_other_in_the_order_of_their_calls(
         threads = []
         for one in peers:
             operations = [(number, one.operation("save", f"/{number}", LONG)) for number in range(3)]
+            for _, operation in operations:
+                operation.take()
             threads += [threading.Thread(target=run, args=(operation, number)) for number, operation in operations]
         for thread in reversed(threads):
             thread.start()

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 from threading import RLock, get_ident
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from fastckpt._warn import warn
 
@@ -22,6 +22,7 @@ class SaveInFlight:
         path: the checkpoint's directory, absolute.
         caller: the thread that called.
         group: the ranks that save together; None for a save of this process alone.
+        operation: of ranks, which ``precedes`` those that cannot end before it; None for a save of one process.
         started: whether another thread has taken over.
         finished: set when it is over.
     """
@@ -29,12 +30,18 @@ class SaveInFlight:
     path: str
     caller: int
     group: object | None
+    operation: Any
     started: bool
     finished: Event
 
     def holds_others(self) -> bool:
         """Whether it can be waited for: not while the waiting thread itself, below a signal handler, prepares it."""
         return self.started or self.caller != get_ident()
+
+    def holds(self, save: SaveInFlight | None) -> bool:
+        """Whether ``save`` can wait for it: not where it waits for the turn of ``save`` among ranks."""
+        turn = None if save is None else save.operation
+        return self.holds_others() and (turn is None or not turn.precedes(self.operation))
 
 
 class Failure(NamedTuple):
@@ -60,7 +67,8 @@ _registered = False
 def admit(save: SaveInFlight, most: int) -> None:
     """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in.
 
-    Those of other groups do not count: other ranks may have called in another order, and would wait for this one.
+    Those of other groups do not count: other ranks may have called in another order, and would wait for this one. Nor
+    do those whose turn comes later: a thread, or a signal handler, may overtake this call until it is counted in.
     """
     _register()
     while True:
@@ -68,7 +76,7 @@ def admit(save: SaveInFlight, most: int) -> None:
         ended = Event()
         _waiting.append(ended)
         with _admission:
-            others = [other for other in _in_flight if other.holds_others() and other.group is save.group]
+            others = [other for other in _in_flight if other.group is save.group and other.holds(save)]
             # Of two saves to one path the later must win.
             if len(others) < most and not to_path(save.path, save):
                 _in_flight.append(save)
@@ -109,7 +117,7 @@ def saves() -> tuple[SaveInFlight, ...]:
 def to_path(path: str | None, waits: SaveInFlight | None = None) -> list[SaveInFlight]:
     """The saves to ``path`` in flight that can be waited for, by a save that ``waits`` if given: see :func:`admit`."""
     groups = None if waits is None or waits.group is None else {None, waits.group}
-    there = [save for save in saves() if save.path == path and save.holds_others()]
+    there = [save for save in saves() if save.path == path and save.holds(waits)]
     return [save for save in there if groups is None or save.group in groups]
 
 

@@ -41,6 +41,7 @@ class BackgroundSave:
         settings: how it is saved in the background.
         snapshot: where it is copied to.
         ranks: those that save together; None for this process alone.
+        operation: what ranks do together, in turns; None for this process alone.
 
     Attributes:
         pending: the handle.
@@ -54,9 +55,14 @@ class BackgroundSave:
     group: Group[Any, Any]
 
     def __init__(
-        self, request: SaveRequest, settings: BackgroundSettings, snapshot: _core.Snapshot, ranks: object | None = None
+        self,
+        request: SaveRequest,
+        settings: BackgroundSettings,
+        snapshot: _core.Snapshot,
+        ranks: object | None = None,
+        operation: Any = None,
     ) -> None:
-        pending = self.pending = PendingSave(request.path, request.began, settings.on_error, ranks)
+        pending = self.pending = PendingSave(request.path, request.began, settings.on_error, ranks, operation)
         self.request = request
         self.snapshot = snapshot
         self.staging = Staging(pending, request, snapshot, settings)
@@ -72,32 +78,30 @@ class BackgroundSave:
     def begin(self) -> PendingSave:
         """Wait for earlier saves, copy, and start the thread that writes; the handle.
 
-        What it raises has been told to the other ranks.
+        The caller gives the save up if this raises, as a signal handler may do even while the thread starts.
         """
         pending, request = self.pending, self.request
         began = time.perf_counter()
-        try:
-            in_flight.admit(pending, self._most)
-            now = time.perf_counter()
-            self._waited = now - began
-            request.counters = _core.Operation(
-                pending.path, pending._total, step=request.step, elapsed=now - pending._began
-            )
-            self.staging.begin()
-            pending._called += time.perf_counter() - pending._began
-            if self.start():
-                return pending
-        except BaseException as error:
-            # A signal handler may have raised it, even while the thread starts.
-            if self.claim.take():
-                self.release(error)
-                pending._abandon(error)
-                with self.turn():
-                    raise
-            pending.started = True
-            raise
-        self.run_here()
+        in_flight.admit(pending, self._most)
+        now = time.perf_counter()
+        self._waited = now - began
+        request.counters = _core.Operation(
+            pending.path, pending._total, step=request.step, elapsed=now - pending._began
+        )
+        self.staging.begin()
+        pending._called += time.perf_counter() - pending._began
+        if not self.start():
+            self.run_here()
         return pending
+
+    def give_up(self, error: BaseException) -> bool:
+        """The call has failed: end the save, unless it has been taken over; whether it was not."""
+        if not self.claim.take():
+            self.pending.started = True
+            return False
+        self.release(error)
+        self.pending._abandon(error)
+        return True
 
     def turn(self) -> AbstractContextManager[Any]:
         """Inside, it is the turn of this save, and other ranks hear of errors."""

@@ -63,10 +63,12 @@ class PendingSave(in_flight.SaveInFlight):
         path: the checkpoint's directory, absolute.
     """
 
-    def __init__(self, path: str, began: float, on_error: OnError = "raise", group: object | None = None) -> None:
+    def __init__(
+        self, path: str, began: float, on_error: OnError = "raise", group: object | None = None, operation: Any = None
+    ) -> None:
         self.path = path
         self.caller = threading.get_ident()
-        self.group = group
+        self.group, self.operation = group, operation
         self.started = False
         self.finished = Event()
         #: Opens when the state may change.

@@ -97,7 +97,11 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
             except BaseException:
                 request.close()
                 raise
-        pending = job.begin()
+        try:
+            pending = job.begin()
+        except BaseException as error:
+            job.give_up(error)
+            raise
     tell_unasked_but(pending)
     return pending
 

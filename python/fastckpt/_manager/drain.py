@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fastckpt._api.event import Event
+from fastckpt._background.claim import Claim
 from fastckpt._copy.copy import copy_checkpoint
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
@@ -140,13 +141,20 @@ class Drain:
         with self._lock:
             if self._stopped or not self._waiting or not self._idle.is_set():
                 return
-            self._idle = Event()
+            idle, claim = Event(), Claim()
+            thread = threading.Thread(target=self._run, args=(idle, claim), name="fastckpt-drain")
             _running.add(self)
             try:
-                threading.Thread(target=self._run, name="fastckpt-drain").start()
-            except RuntimeError as error:  # no more threads, or the interpreter is ending
+                self._idle = idle
+                thread.start()
+            except BaseException as error:
+                # A signal handler may have raised it, while the thread starts or before.
+                if claim.take():
+                    idle.set()
+                if not isinstance(error, RuntimeError):
+                    raise
+                # No more threads, or the interpreter is ending.
                 _running.discard(self)
-                self._idle.set()
                 logger.warning("%s: nothing is copied to %s: %s", self._from.path, self._to.path, error)
 
     def holds(self, step: int) -> bool:
@@ -171,12 +179,14 @@ class Drain:
         """Give up what is being copied, and copy nothing above a step that is here now; the remote has that one then.
 
         Raises:
-            Exception: it cannot be copied.
-            OSError: the remote does not answer.
+            Exception: it cannot be copied; what is above it is still to be copied.
+            OSError: the remote does not answer; likewise.
         """
+        above: dict[int, int] = {}
         try:
             self._stop()
             with self._lock:
+                above = {one: number for one, number in self._waiting.items() if one > step}
                 self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
                 # What keeps a step from the remote that is about to go, nobody need hear.
                 self._failed = {one: error for one, error in self._failed.items() if one <= step}
@@ -184,10 +194,17 @@ class Drain:
         finally:
             self._stopped = False
         self.start()
-        if self._remote.is_older(step):
-            # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
-            self.again(step)
-            self.wait(math.inf, lambda: False)
+        try:
+            if self._remote.is_older(step):
+                # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
+                self.again(step)
+                self.wait(math.inf, lambda: False)
+        except BaseException:
+            # The step is not gone back to.
+            with self._lock:
+                self._waiting = {**above, **self._waiting}
+            self.start()
+            raise
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
@@ -306,8 +323,9 @@ class Drain:
 
     # The thread.
 
-    def _run(self) -> None:
-        idle = self._idle
+    def _run(self, idle: Event, claim: Claim) -> None:
+        if not claim.take():
+            return
         try:
             while (step := self._next()) is not None:
                 self._try(step)

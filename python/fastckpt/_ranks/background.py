@@ -29,7 +29,8 @@ class Job(BackgroundSave):
         # Without gaps between them, small tensors of a device share a copy.
         joins = mask(request.sources, len(tensors), on_device=True)
         snapshot = _core.Snapshot.of_parts(tensors, joins, request.sources.fill)
-        super().__init__(request, settings, snapshot, group.session if group.session.group.size > 1 else None)
+        ranks = group.session if group.session.group.size > 1 else None
+        super().__init__(request, settings, snapshot, ranks, group.operation)
         self.group = group
 
     def turn(self) -> Operation:

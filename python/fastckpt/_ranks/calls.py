@@ -1,4 +1,4 @@
-"""One call of all ranks: its turn is taken first, so that ranks stay in step also where arguments are bad."""
+"""One call of all ranks, which has a turn also where its arguments are bad, so that ranks stay in step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Call:
         timeout: likewise.
 
     Attributes:
-        operation: has its turn, and must be entered.
+        operation: what the ranks do together. It takes its turn when it is entered, or before.
         path: the checkpoint's directory, absolute; of a load also its URL in an object store.
         timeout: in seconds.
     """
@@ -56,7 +56,7 @@ class Call:
         try:
             self.path = (place_of if kind == "load" else path_of)(kind, path)
             self.timeout = timeout_of(kind, timeout)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the turn has to be taken; `check` raises it
+        except Exception as error:  # noqa: BLE001 - `check` raises it in the operation, whatever it is
             self._problem = error
         place = location_of(self.path, session.group.host) if session.group.size > 1 else None
         self.operation = session.peers.operation(kind, self.path, self.timeout, place=place)

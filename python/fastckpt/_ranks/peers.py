@@ -53,10 +53,11 @@ class Peers:
         self._member = Member(rank, size, host, secrets.token_hex(8), serves)
         self._transport = Transport(store) if size > 1 else None
         self._turns = threading.Condition()
-        self._ended: set[int] = set()
-        self._taken = self._next = 0
+        #: The operations that have taken a turn and have not ended: it is the turn of the first. It changes in atomic
+        #: steps, without the lock: a signal handler may wait for threads that need that to leave.
+        self._queue: list[Operation] = []
         #: The threads that are in a turn, or wait for theirs.
-        self._threads: dict[int, int] = {}
+        self._threads: dict[Operation, int] = {}
         #: Ends the thread that answers late ranks.
         self._busy: threading.Event | None = None
         #: Whether the monitor knows the group; None if it need not.
@@ -84,10 +85,10 @@ class Peers:
     def operation(
         self, kind: str, path: str, timeout: float, label: str | None = None, place: list[Any] | None = None
     ) -> Operation:
-        """Take the next turn: an operation that all ranks begin in the same order.
+        """Return an operation that all ranks begin in the same order.
 
-        It must be entered, also where it can only fail: the other ranks wait for this one. Entering waits until the
-        turns before it have ended on this rank.
+        It takes its turn when it is entered, or before, by ``take``; then it must be entered, also where it can only
+        fail: the other ranks wait for this one. Entering waits until the turns before it have ended on this rank.
 
         Args:
             kind: ``save`` or ``load``.
@@ -96,9 +97,7 @@ class Peers:
             label: what the ranks know this operation by, where they cannot count: one that is never used again.
             place: where the path leads, if its directory may have another name on other ranks.
         """
-        with self._turns:
-            self._taken += 1
-            return Operation(self, Turn(self._member, kind, path, timeout, label, place), self._taken - 1)
+        return Operation(self, Turn(self._member, kind, path, timeout, label, place))
 
     def close(self) -> None:
         """End the threads of the store.
@@ -181,7 +180,19 @@ class Peers:
             self._busy.set()
             self._busy = None
 
-    def _enter(self, place: int) -> None:
+    def _precedes(self, operation: Operation, other: Operation) -> bool:
+        """Whether an operation has its turn before another one, which has not ended."""
+        queue = tuple(self._queue)
+        return operation in queue and other in queue[queue.index(operation) + 1 :]
+
+    def _number(self, operation: Operation) -> None:
+        """Have the turn of an operation, and those before it, numbered in their order."""
+        operation.take()
+        with self._turns:
+            for each in self._queue[: self._queue.index(operation) + 1]:
+                each._turn.come()  # noqa: SLF001 - they are one
+
+    def _enter(self, operation: Operation) -> None:
         self._end_answers()
         thread = threading.get_ident()
         with self._turns:
@@ -190,16 +201,14 @@ class Peers:
                     "this thread is in a save or load of the same process group, which must end first (in a signal "
                     "handler, set a flag or call save_async instead)"
                 )
-            self._threads[place] = thread
-            self._turns.wait_for(lambda: self._next >= place)
+            self._threads[operation] = thread
+            self._turns.wait_for(lambda: self._queue[0] is operation)
 
-    def _leave(self, place: int) -> None:
+    def _leave(self, operation: Operation) -> None:
         with self._turns:
-            self._threads.pop(place, None)
-            self._ended.add(place)
-            while self._next in self._ended:
-                self._ended.remove(self._next)
-                self._next += 1
+            self._threads.pop(operation, None)
+            if operation in self._queue:  # interrupts may have come before it had a turn
+                self._queue.remove(operation)
             self._turns.notify_all()
             if not self._threads:
                 self._answer_late()
@@ -212,20 +221,31 @@ class Operation:
     The round ``done`` is the last: a body that has had its answer cannot fail for others.
     """
 
-    def __init__(self, peers: Peers, turn: Turn, place: int) -> None:
-        self._peers, self._turn, self._place = peers, turn, place
+    def __init__(self, peers: Peers, turn: Turn) -> None:
+        self._peers, self._turn = peers, turn
         self._looked = float("-inf")
+
+    def take(self) -> None:
+        """Take its turn behind those that this rank has taken. Once it has one, another call does nothing."""
+        if self not in self._peers._queue:  # noqa: SLF001 - they are one
+            self._peers._queue.append(self)  # noqa: SLF001
+
+    def precedes(self, other: object) -> bool:
+        """Whether ``other`` is an operation of the same ranks that cannot end before this one has ended."""
+        return isinstance(other, Operation) and self._peers._precedes(self, other)  # noqa: SLF001 - they are one
 
     def __enter__(self) -> Operation:  # noqa: PYI034 - Self is not in Python 3.10
         try:
-            self._peers._enter(self._place)  # noqa: SLF001 - they are one
+            self._peers._number(self)  # noqa: SLF001 - they are one
+            self._peers._enter(self)  # noqa: SLF001
         except BaseException as error:
             # An earlier turn may go on for long, and what waits for this one must not: it ends here and now.
             try:
+                self._peers._number(self)  # noqa: SLF001
                 with contextlib.suppress(RanksError):
                     self._run(self._turn.quit(error), _HURRY)
             finally:
-                self._peers._leave(self._place)  # noqa: SLF001
+                self._peers._leave(self)  # noqa: SLF001
             raise
         return self
 
@@ -234,8 +254,13 @@ class Operation:
     ) -> None:
         try:
             self._end(error)
+        except BaseException as interrupted:
+            if not isinstance(interrupted, Exception):
+                # While it waited for the others, which must not wait for it.
+                self._end(interrupted)
+            raise
         finally:
-            self._peers._leave(self._place)  # noqa: SLF001 - they are one
+            self._peers._leave(self)  # noqa: SLF001 - they are one
 
     def round(
         self,

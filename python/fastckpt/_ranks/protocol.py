@@ -135,8 +135,6 @@ class Turn:
         self.member, self.kind, self.path, self.timeout = member, kind, path, timeout
         self.marks: dict[str, str] = {}
         self._label, self._place = label, place
-        if label is None and member.size > 1:
-            member.coming.append(self)
         self.name = ""
         #: How long a rank waits before it looks who is silent, and before it looks whether the turn has failed. Large
         #: groups look less often: one store serves them all.
@@ -184,9 +182,15 @@ class Turn:
     @property
     def number(self) -> str:
         """What the turn is called in the store: taken when it is first needed, by earlier turns of this rank before."""
+        self.come()
         while self._number is None:
             self.member.coming.popleft().take_number()
         return self._number
+
+    def come(self) -> None:
+        """Be numbered behind the turns of this rank that have come; again does nothing."""
+        if self._number is None and self.member.size > 1 and self not in self.member.coming:
+            self.member.coming.append(self)
 
     def take_number(self) -> None:
         """Be the next turn."""
