@@ -16,16 +16,14 @@ works alone.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastckpt._api import in_flight
 from fastckpt._api.build_report import build_report
-from fastckpt._api.options import Engine, Framework, Unknown
+from fastckpt._api.load_settings import LoadOptions, LoadSettings
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
-from fastckpt._api.prepare import wishes_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport, RankSaveReport
 from fastckpt._api.reports import Loaded
@@ -40,11 +38,10 @@ from fastckpt._background.settings import BackgroundOptions, BackgroundSettings
 from fastckpt._paths import AnyPath
 from fastckpt._ranks.background import Job
 from fastckpt._ranks.calls import Call
-from fastckpt._ranks.load import load_wishes
+from fastckpt._ranks.load import load_together
 from fastckpt._ranks.process_group import ProcessGroup
 from fastckpt._ranks.replicas import Policy, ReplicaOptions
 from fastckpt._ranks.session import session
-from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
 from fastckpt._tensors.spreads import Spreads
 
@@ -231,21 +228,8 @@ def load(
     *,
     process_group: Any = ...,
     timeout: float = ...,
-    keys: str | Sequence[str] | None = ...,
-    exclude: str | Sequence[str] | None = ...,
-    strict: bool = ...,
-    dtype: Any = ...,
-    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
-    strip_prefix: str | Sequence[str] | None = ...,
-    framework: Framework = ...,
-    device: Any = ...,
-    registry: Registry | None = ...,
-    unknown: Unknown = ...,
-    verify: bool = ...,
-    io: Engine = ...,
-    threads: int | None = ...,
-    progress: bool = ...,
     report: Literal[False] = ...,
+    **options: Unpack[LoadOptions],
 ) -> Any: ...
 @overload
 def load(
@@ -254,43 +238,18 @@ def load(
     *,
     process_group: Any = ...,
     timeout: float = ...,
-    keys: str | Sequence[str] | None = ...,
-    exclude: str | Sequence[str] | None = ...,
-    strict: bool = ...,
-    dtype: Any = ...,
-    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
-    strip_prefix: str | Sequence[str] | None = ...,
-    framework: Framework = ...,
-    device: Any = ...,
-    registry: Registry | None = ...,
-    unknown: Unknown = ...,
-    verify: bool = ...,
-    io: Engine = ...,
-    threads: int | None = ...,
-    progress: bool = ...,
     report: Literal[True],
+    **options: Unpack[LoadOptions],
 ) -> Loaded: ...
-def load(  # noqa: PLR0913 - all by name
+@takes(LoadSettings, like={LoadSettings: "fastckpt.load"})
+def load(
     path: AnyPath,
     into: Any = None,
     *,
     process_group: Any = None,
     timeout: float = TIMEOUT,
-    keys: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    strict: bool = True,
-    dtype: Any = None,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
-    strip_prefix: str | Sequence[str] | None = None,
-    framework: Framework = "auto",
-    device: Any = None,
-    registry: Registry | None = None,
-    unknown: Unknown = "error",
-    verify: bool = True,
-    io: Engine = "auto",
-    threads: int | None = None,
-    progress: bool = False,
     report: bool = False,
+    **options: Unpack[LoadOptions],
 ) -> Any:
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets what it asks for.
 
@@ -308,22 +267,13 @@ def load(  # noqa: PLR0913 - all by name
             With None every rank gets the whole state, in plain tensors.
         process_group: the ranks that load together, as for :func:`save`.
         timeout: seconds for which a rank may make no progress before all give up.
-        keys: as for :func:`fastckpt.load`; so are the following. Ranks may choose differently.
-        exclude: what is left out.
-        strict: False allows differences. A tensor of the checkpoint is unexpected where no rank has a place for it.
-        dtype: cast floating-point tensors.
-        rename: other keys.
-        strip_prefix: a prefix that is taken off keys.
-        framework: what new tensors are.
-        device: where new torch tensors go.
-        registry: types that this call knows.
-        unknown: how to load values of unknown types.
-        verify: compare every byte with its checksum.
-        io: the engine of this rank. Where all ranks of the group are on one host and all have ``buffered``, they read
-            through its page cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
-        threads: worker threads of this rank.
-        progress: show a progress bar of what this rank reads.
         report: return a report, too.
+        {options}
+
+    Ranks may choose differently. With ``strict``, a tensor of the checkpoint is unexpected where no rank has a place
+    for it. Where all ranks of the group are on one host and all have ``io="buffered"``, they read through its page
+    cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages. ``threads`` are those of
+    this rank.
 
     Returns:
         The state, or with ``report=True`` a :class:`fastckpt.Loaded` of the state and a :class:`RankLoadReport`.
@@ -348,26 +298,9 @@ def load(  # noqa: PLR0913 - all by name
     call = Call("load", session("load", process_group), path, timeout)
     with range_of("fastckpt.distributed.load"), Attempt("load", call.path), call.operation as operation:
         call.check()
-        wishes = wishes_of(
-            "load",
-            into=into,
-            keys=keys,
-            exclude=exclude,
-            strict=strict,
-            dtype=dtype,
-            rename=rename,
-            strip_prefix=strip_prefix,
-            framework=framework,
-            device=device,
-            registry=registry,
-            unknown=unknown,
-            verify=verify,
-            io=io,
-            threads=threads,
-            progress=progress,
-        )
+        settings = LoadSettings.of("load", options, load)
         in_flight.wait_for_paths(call.path)
-        read = load_wishes(call, operation, wishes)
+        read = load_together(call, operation, settings, into)
     found = conclude(build_report(RankLoadReport, call.path, began, read.fields))
     return Loaded(read.state, found) if report else read.state
 

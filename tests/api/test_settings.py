@@ -17,13 +17,14 @@ import torch
 import fastckpt
 from fastckpt import dcp, distributed
 from fastckpt._api.build_report import build_report
+from fastckpt._api.load_settings import LoadSettings
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.save_settings import SaveSettings, WriteSettings
 from fastckpt._api.settings import Settings, with_lines
 from fastckpt._background.settings import BackgroundSettings
 from fastckpt._ranks.replicas import Policy
 
-RECORDS = [WriteSettings, SaveSettings, BackgroundSettings, Policy]
+RECORDS = [WriteSettings, SaveSettings, BackgroundSettings, Policy, LoadSettings]
 #: What takes which options, and how it saves.
 DOORS = {
     "save": (fastckpt.save, [SaveSettings]),
@@ -31,7 +32,12 @@ DOORS = {
     "distributed.save": (distributed.save, [Policy, SaveSettings]),
     "distributed.save_async": (distributed.save_async, [BackgroundSettings, Policy, SaveSettings]),
     "dcp.Writer": (dcp.Writer, [WriteSettings, Policy]),
+    "load": (fastckpt.load, [LoadSettings]),
+    "distributed.load": (distributed.load, [LoadSettings]),
 }
+
+
+ALONE = {"save", "save_async"}
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
@@ -54,7 +60,7 @@ def test_help_shows_every_option(door):
             assert parameters[name].annotation == hints[name]
             assert f"\n    {name}: " in inspect.getdoc(function)
     assert "{options}" not in function.__doc__
-    of_ranks = door not in {"save", "save_async"}
+    of_ranks = any(one.alike for record in records for one in record.options().values()) and door not in ALONE
     assert ("The same on all ranks." in function.__doc__) == of_ranks
     assert all(len(line) <= 120 for line in function.__doc__.splitlines())
 
@@ -62,8 +68,10 @@ def test_help_shows_every_option(door):
 @pytest.mark.parametrize("door", DOORS)
 def test_an_argument_that_there_is_not_is_an_error_with_what_there_is(door, tmp_path):
     function, _ = DOORS[door]
-    arguments = (tmp_path / "c",) if isinstance(function, type) else ({"w": torch.ones(1)}, tmp_path / "c")
-    for name, like in (("overwrit", "overwrite"), ("metdata", "metadata")):
+    loads = "load" in door
+    arguments = (tmp_path / "c",) if loads or isinstance(function, type) else ({"w": torch.ones(1)}, tmp_path / "c")
+    for like in ("strict", "report") if loads else ("overwrite", "metadata"):
+        name = like[:-1]
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; there are '{like}'"):
             function(*arguments, **{name: True})
     assert not (tmp_path / "c").exists()

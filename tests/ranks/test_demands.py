@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fastckpt
 from fastckpt import StructureMismatchError, _core
-from fastckpt._api.prepare import wishes_of
+from fastckpt._api.load_settings import LoadSettings
 from fastckpt._ranks.demands import Wanting, bitmap, combine_wanted, common, demands, numbers_in
 from fastckpt._ranks.offers import combine_offers
 from fastckpt._tensors.spread import part_of
@@ -32,7 +32,7 @@ def load(path, into, **options):
     """Load as ranks do, but each takes its parts from the whole tensors by itself."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reader = _core.Reader(str(path))
-    wanted = demands(reader, str(path), wishes_of("load", into=into, **options), rank, range(size))
+    wanted = demands(reader, str(path), LoadSettings.of("load", options), into, rank, range(size))
     agreement = Wanting(wanted)
     verdict = agreement.decide(combine_wanted(gathered(agreement.arrival())))
     answer = None
@@ -140,7 +140,7 @@ def _modules_and_optimizers(path) -> None:
         mine.step()
     into = get_optimizer_state_dict(model, mine)
     with pytest.raises(StructureMismatchError, match="not in the checkpoint"):
-        demands(_core.Reader(str(path)), str(path), wishes_of("load", into={"optimizer": into}), 0, range(2))
+        demands(_core.Reader(str(path)), str(path), LoadSettings.of("load", {}), {"optimizer": into}, 0, range(2))
 
 
 def _stages(path) -> None:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 from fastckpt._paths import AnyPath, is_url
-from fastckpt._state.registry import Registry
 from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 from fastckpt._tensors.ranges import range_of
@@ -15,13 +14,16 @@ from fastckpt._tensors.ranges import range_of
 from . import in_flight
 from .build_report import build_report
 from .destinations import read_targets
-from .options import Engine, Framework, Unknown  # noqa: TC001 - the public signature names them
+from .load_settings import LoadOptions, LoadSettings
 from .outcome import Attempt, conclude, until_settled
-from .prepare import Wishes, prepare, wishes_of
+from .prepare import prepare
 from .progress import ticker
 from .reports import Loaded, LoadReport
+from .settings import takes
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
     from fastckpt import _core
 
     from .destinations import Targets
@@ -32,65 +34,17 @@ def load(
     path: AnyPath,
     *,
     into: Any = ...,
-    keys: str | Sequence[str] | None = ...,
-    exclude: str | Sequence[str] | None = ...,
-    strict: bool = ...,
-    dtype: Any = ...,
-    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
-    strip_prefix: str | Sequence[str] | None = ...,
-    framework: Framework = ...,
-    device: Any = ...,
-    registry: Registry | None = ...,
-    unknown: Unknown = ...,
     mmap: bool = ...,
-    verify: bool = ...,
-    io: Engine = ...,
-    threads: int | None = ...,
-    progress: bool = ...,
     report: Literal[False] = ...,
+    **options: Unpack[LoadOptions],
 ) -> Any: ...
 @overload
 def load(
-    path: AnyPath,
-    *,
-    into: Any = ...,
-    keys: str | Sequence[str] | None = ...,
-    exclude: str | Sequence[str] | None = ...,
-    strict: bool = ...,
-    dtype: Any = ...,
-    rename: Mapping[str, str] | Callable[[str], str] | None = ...,
-    strip_prefix: str | Sequence[str] | None = ...,
-    framework: Framework = ...,
-    device: Any = ...,
-    registry: Registry | None = ...,
-    unknown: Unknown = ...,
-    mmap: bool = ...,
-    verify: bool = ...,
-    io: Engine = ...,
-    threads: int | None = ...,
-    progress: bool = ...,
-    report: Literal[True],
+    path: AnyPath, *, into: Any = ..., mmap: bool = ..., report: Literal[True], **options: Unpack[LoadOptions]
 ) -> Loaded: ...
-def load(  # noqa: PLR0913 - all by name
-    path: AnyPath,
-    *,
-    into: Any = None,
-    keys: str | Sequence[str] | None = None,
-    exclude: str | Sequence[str] | None = None,
-    strict: bool = True,
-    dtype: Any = None,
-    rename: Mapping[str, str] | Callable[[str], str] | None = None,
-    strip_prefix: str | Sequence[str] | None = None,
-    framework: Framework = "auto",
-    device: Any = None,
-    registry: Registry | None = None,
-    unknown: Unknown = "error",
-    mmap: bool = False,
-    verify: bool = True,
-    io: Engine = "auto",
-    threads: int | None = None,
-    progress: bool = False,
-    report: bool = False,
+@takes(LoadSettings)
+def load(
+    path: AnyPath, *, into: Any = None, mmap: bool = False, report: bool = False, **options: Unpack[LoadOptions]
 ) -> Any:
     """Read the state that was saved to ``path``.
 
@@ -111,42 +65,6 @@ def load(  # noqa: PLR0913 - all by name
             tie, that is not a mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal.
             Tensors that overlap in memory without being tied are a mismatch, and so are different values in the places
             of one container.
-        keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
-            (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). A pattern without ``*``, ``?``
-            and ``[`` also chooses all that is below that name (``"model"``). Only tensors that match are read, and the
-            result holds only what matches, tensors and values, and the containers that lead there: positions in lists
-            close up. With ``into``, the rest of that stays as it is, and what is chosen of a list keeps its position.
-            An empty container is a value. What is made of several parts (a sparse tensor, a registered object) comes
-            whole when it or one of its parts matches; types of other parts need not be registered. A tied tensor has a
-            name at each of its places, and comes back at those that match.
-        exclude: likewise, what is left out, even if it matches ``keys``. What is made of several parts stays out whole
-            when it or one of its parts matches.
-        strict: False allows differences, as ``load_state_dict`` does: tensors that only the checkpoint has are not read
-            and are not in the result; tensors, values and ends of lists that only ``into`` has stay as they are; a
-            pattern that matches nothing is no error. The report lists them (``missing``, ``unexpected``). Shapes and
-            dtypes must fit all the same.
-        dtype: cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name
-            (``"bfloat16"``); a dict of patterns over names, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which
-            the first that matches decides; a function of the :class:`TensorInfo`. None, also in a dict or from a
-            function, is the dtype that was saved. One dtype for all leaves the ``step`` of optimizers as it is;
-            patterns and functions are obeyed to the letter. Integers, complex numbers, quantised tensors and wrapper
-            subclasses stay as they are. With ``into`` the dtype is that of the tensor in it.
-        rename: other keys: a dict of new keys by old ones, or a function of the key. It changes every key of a dict
-            that is a string, once what is to be loaded has been chosen by the names in the file, and before it is
-            compared with ``into``.
-        strip_prefix: a prefix that is taken off such keys before, or several (``["module.", "_orig_mod."]``).
-        framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
-            tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
-        device: where new torch tensors go; None for the CPU. A ``torch.device`` or its name, as ``cuda:0``: all go
-            there but what was saved from the CPU and has to be there, the states of random generators and the ``step``
-            of optimizers. ``"saved"``: each goes where it was. A dict of patterns over names, as ``{"model.*":
-            "cuda:0"}``, of which the first that matches decides, and what matches none goes to the CPU; or a function
-            of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read into pinned staging memory
-            and copied from there while more is read; they are there when this returns, for any stream.
-        registry: types that this call knows before those of :func:`fastckpt.register_type`.
-        unknown: how to load values of types that this program does not know: ``error``, or ``plain`` for their stored
-            form (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type,
-            without attributes; where only something hashable can be, a tuple; a time zone None), with a warning.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
             checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
@@ -154,21 +72,8 @@ def load(  # noqa: PLR0913 - all by name
             it, does no harm on a local file system; on NFS another host must not.) With ``device``, new tensors there
             are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been checked, so
             that a damaged checkpoint changes nothing. Not with ``dtype``, and not of a URL.
-        verify: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one that memory
-            pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are touched.
-        io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
-            OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO
-            if it is set, else takes the first of these that works. It takes from the page cache what is there.
-            Where LOCAL_WORLD_SIZE is more than 1, ``auto`` reads all through the page cache, so that the ranks of a
-            node that load one path read the storage once, unless one of the path's last two components names
-            the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
-            With ``mmap`` there is only the page cache, whatever the variable says.
-            None of them changes how a URL is read, of which ``direct`` is an OSError.
-        threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
-            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. Of a URL 16 by default, each
-            with a request of up to 8 MiB.
-        progress: show a progress bar.
         report: return a report, too.
+        {options}
 
     Returns:
         The state, which is ``into`` where that is given and can be changed; with ``report=True`` a :class:`Loaded` of
@@ -196,53 +101,51 @@ def load(  # noqa: PLR0913 - all by name
     Warns:
         RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
     """
+    settings = LoadSettings.of("load", options, load)
     source = place_of("load", path)
-    if mmap and is_url(source):
+    if mmap:
+        _check_mapped(source, settings)
+    with range_of("fastckpt.load"), Attempt("load", source):
+        in_flight.wait_for_paths(source)
+        loaded = until_settled(lambda: _load(source, settings, into, mmap=bool(mmap)))
+    return loaded if report else loaded.state
+
+
+def _check_mapped(source: str, settings: LoadSettings) -> None:
+    """What cannot be had together with ``mmap=True``."""
+    if is_url(source):
         raise ValueError(
             f"load: {source}: mmap=True maps local files only: load without it, or copy the checkpoint to a local disk "
             "first (fastckpt.copy)"
         )
-    wishes = wishes_of(
-        "load",
-        into=into,
-        keys=keys,
-        exclude=exclude,
-        strict=strict,
-        dtype=dtype,
-        rename=rename,
-        strip_prefix=strip_prefix,
-        framework=framework,
-        device=device,
-        registry=registry,
-        unknown=unknown,
-        mmap=mmap,
-        verify=verify,
-        io=io,
-        threads=threads,
-        progress=progress,
-    )
-    with range_of("fastckpt.load"), Attempt("load", source):
-        in_flight.wait_for_paths(source)
-        loaded = until_settled(lambda: _load(source, wishes))
-    return loaded if report else loaded.state
+    if settings.dtype is not None:
+        raise ValueError("load: mmap=True maps the stored bytes unchanged and cannot be combined with dtype=")
+    if settings.io not in {"auto", "buffered"}:
+        raise ValueError(
+            f'load: mmap=True reads through the page cache: io= must be "auto" or "buffered", not {settings.io!r}'
+        )
 
 
-def _load(source: str, wishes: Wishes) -> Loaded:
+def _load(source: str, settings: LoadSettings, into: Any, *, mmap: bool) -> Loaded:
     began = time.perf_counter()
     reader = open_reader("load", source)
-    prepared = prepare(reader, source, wishes)
+    prepared = prepare(reader, source, settings, into, mmap=mmap)
     prepared.targets.begin("load")
-    report = _read(source, reader, prepared.targets, prepared.numbers, wishes)
+    report = _read(source, reader, prepared.targets, prepared.numbers, settings)
     state = prepared.build()
     made = build_report(LoadReport, source, began, report, missing=prepared.missing, unexpected=prepared.unexpected)
     return Loaded(state, conclude(made))
 
 
-def _read(source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: Wishes) -> Mapping[str, Any]:
+def _read(
+    source: str, reader: _core.Reader, targets: Targets, numbers: list[int], settings: LoadSettings
+) -> Mapping[str, Any]:
     """Bring the bytes: what was asked for, or with ``mmap`` the pages of the tensors ``numbers``."""
-    with ticker("load", source, shown=wishes.progress) as tick:
+    with ticker("load", source, shown=settings.progress) as tick:
         if targets.mappings is not None:
-            checked = numbers if wishes.verify else []
-            report = reader.check(targets.mappings, checked, threads=wishes.threads, tick=tick)
-            return targets.copy_mapped(report, wishes.threads)
-        return read_targets(reader, targets, verify=wishes.verify, io=wishes.io, threads=wishes.threads, tick=tick)
+            checked = numbers if settings.verify else []
+            report = reader.check(targets.mappings, checked, threads=settings.threads, tick=tick)
+            return targets.copy_mapped(report, settings.threads)
+        return read_targets(
+            reader, targets, verify=settings.verify, io=settings.io, threads=settings.threads, tick=tick
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 from fastckpt import _core
@@ -12,18 +13,23 @@ Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 Framework: TypeAlias = Literal["auto", "torch", "numpy"]
 Unknown: TypeAlias = Literal["error", "plain"]
 
-_ENGINES = get_args(Engine)
-_FRAMEWORKS = get_args(Framework)
-_UNKNOWN = get_args(Unknown)
 _MOST_NICE = 19
 
 
-def check_io(operation: str, io: Any) -> str:
-    """``io=``."""
-    if io not in _ENGINES:
-        raise ValueError(f"{operation}: io must be one of {', '.join(_ENGINES)}, not {io!r}")
-    engine: str = _ENGINES[_ENGINES.index(io)]
-    return engine
+def one_of(argument: str, words: tuple[str, ...]) -> Callable[[str, Any], str]:
+    """The check of an argument that is one of these words; a member of an enum of texts is its text."""
+
+    def check(operation: str, given: Any) -> str:
+        if given not in words:
+            raise ValueError(f"{operation}: {argument} must be one of {', '.join(words)}, not {given!r}")
+        return words[words.index(given)]
+
+    return check
+
+
+check_io = one_of("io", get_args(Engine))
+check_unknown = one_of("unknown", get_args(Unknown))
+check_framework = one_of("framework", get_args(Framework))
 
 
 def check_threads(operation: str, threads: Any) -> int | None:
@@ -31,18 +37,6 @@ def check_threads(operation: str, threads: Any) -> int | None:
     if threads is not None and (type(threads) is not int or not 1 <= threads <= _core.MOST_THREADS):
         raise ValueError(f"{operation}: threads must be None or an int from 1 to {_core.MOST_THREADS}, not {threads!r}")
     return threads
-
-
-def check_unknown(operation: str, unknown: Any) -> None:
-    """``unknown=``."""
-    if unknown not in _UNKNOWN:
-        raise ValueError(f"{operation}: unknown must be one of {', '.join(_UNKNOWN)}, not {unknown!r}")
-
-
-def check_framework(operation: str, framework: Any) -> None:
-    """``framework=``."""
-    if framework not in _FRAMEWORKS:
-        raise ValueError(f"{operation}: framework must be one of {', '.join(_FRAMEWORKS)}, not {framework!r}")
 
 
 def check_in_flight(operation: str, most: Any) -> int:

@@ -14,20 +14,11 @@ from fastckpt._units import bytes_of
 
 from .options import Engine, check_bandwidth, check_io, check_threads
 from .reuse import check_base
-from .selection import patterns_of
+from .selection import texts_of
 from .settings import Settings, as_bool, as_given, option
 
 if TYPE_CHECKING:
     from typing_extensions import Self
-
-
-def _texts_of(argument: str) -> Callable[[str, Any], tuple[str, ...] | None]:
-    """The check of an argument that takes patterns; the record has their texts."""
-
-    def check(operation: str, given: Any) -> tuple[str, ...] | None:
-        return None if given is None else tuple(patterns_of(argument, given, operation).texts)
-
-    return check
 
 
 class WriteOptions(TypedDict, total=False):
@@ -144,14 +135,14 @@ class SaveSettings(WriteSettings):
     )
     frozen: tuple[str, ...] | None = option(
         None,
-        _texts_of("frozen"),
+        texts_of("frozen"),
         "patterns (as ``keys`` of :func:`fastckpt.load`) of tensors that will not change in later saves: they get "
         "files of their own in the first save. Without it, they are found in the second one.",
         alike=True,
     )
     exclude: tuple[str, ...] | None = option(
         None,
-        _texts_of("exclude"),
+        texts_of("exclude"),
         "a glob pattern, or several, over names (the keys on the way to a tensor or value, joined with dots), as for "
         ":func:`fastckpt.load`: what matches is left out, as if it were not in the state, also what could not be "
         "saved. A pattern without ``*``, ``?`` and ``[`` also leaves out all that is below that name.",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.select import named, without
@@ -58,11 +58,6 @@ class Patterns:
             self._known.append(name)
         return found
 
-    def forget(self) -> None:
-        """Begin anew: the checkpoint may be another one, where a save has replaced it."""
-        self._used = [False] * len(self.texts)
-        self._known.clear()
-
     def unused(self) -> list[str]:
         """The patterns that have matched no name so far."""
         return [text for text, used in zip(self.texts, self._used, strict=True) if not used]
@@ -82,6 +77,15 @@ def patterns_of(argument: str, given: Any, operation: str) -> Patterns:
     if not isinstance(given, Iterable) or isinstance(given, (bytes, bytearray)):
         raise TypeError(f"{operation}: {argument} must be a pattern or a sequence of patterns, not {given!r}")
     return Patterns(argument, [given] if isinstance(given, str) else given, operation)
+
+
+def texts_of(argument: str) -> Callable[[str, Any], tuple[str, ...] | None]:
+    """The check of an option that takes patterns; a record of settings has their texts."""
+
+    def check(operation: str, given: Any) -> tuple[str, ...] | None:
+        return None if given is None else tuple(patterns_of(argument, given, operation).texts)
+
+    return check
 
 
 class Selection:
@@ -117,9 +121,6 @@ class Selection:
             KeyError: a pattern matches nothing, and ``strict`` is set.
             ValueError: ``exclude`` matches the whole state, which is one value.
         """
-        for patterns in (self.keys, self.exclude):
-            if patterns is not None:
-                patterns.forget()
         wanted: set[int] = set()
         unwanted: set[int] = set()
         for position, name in named(tokens, stored):

@@ -3,7 +3,7 @@
 :func:`demands` is what a load calls once it has the manifest. What it gives goes through the same rounds as the
 table of a save:
 
-    wanted = demands(reader, path, wishes, rank, ranks)      # by the thread whose streams devices wait for
+    wanted = demands(reader, path, settings, into, rank, ranks)      # by the thread whose streams devices wait for
     agreement = Wanting(wanted)
     verdict = operation.round("wanted", agreement.arrival(), combine=combine_wanted, decide=agreement.decide)
     answer = operation.round("demands", agreement.offer(verdict), combine=combine_offers, decide=agreement.unite)
@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from fastckpt._api.destinations import Targets, Whole
-from fastckpt._api.prepare import Prepared, Wishes, prepare
+from fastckpt._api.prepare import Prepared, prepare
 from fastckpt._state.collector import paused
 from fastckpt._tensors.spreads import Spreads
 from fastckpt._text import count
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastckpt import _core
+    from fastckpt._api.load_settings import LoadSettings
     from fastckpt._tensors import memory as _memory
     from fastckpt._tensors.movers import Range
     from fastckpt._tensors.spread import Spread
@@ -159,13 +160,16 @@ class Demands:
         return tuple(self.targets.stored[number].name for number in numbers_in(unwanted))
 
 
-def demands(reader: _core.Reader, path: str, wishes: Wishes, rank: int, ranks: Sequence[int]) -> Demands:
+def demands(
+    reader: _core.Reader, path: str, settings: LoadSettings, into: Any, rank: int, ranks: Sequence[int]
+) -> Demands:
     """Compare what a rank is asked to load with the checkpoint.
 
     Args:
         reader: the checkpoint.
         path: its path, for messages.
-        wishes: what is asked for (:func:`fastckpt._api.prepare.wishes_of`); tensors of ``into`` may be DTensors.
+        settings: what is asked for.
+        into: what is filled, with DTensors in it; None for a new state.
         rank: this rank in the group.
         ranks: the global ranks of the group, in its order.
 
@@ -175,7 +179,7 @@ def demands(reader: _core.Reader, path: str, wishes: Wishes, rank: int, ranks: S
         Exception: whatever a load of one process raises before it reads.
     """
     spreads = Spreads(ranks, rank)
-    prepared = prepare(reader, path, wishes, target=RankTargets, spreads=spreads, shared=True)
+    prepared = prepare(reader, path, settings, into, target=RankTargets, spreads=spreads, shared=True)
     prepared.targets.begin("load")
     return Demands(rank, len(ranks), reader, path, prepared, spreads.found)
 
@@ -284,7 +288,7 @@ class Wanting:
         """
         main, cuts, _, unwanted = combined
         local = self.local
-        if unwanted is not None and local.prepared.wishes.strict:
+        if unwanted is not None and local.prepared.settings.strict:
             names = local.names_of(unwanted)
             shown = list(names[:_LISTED])
             if len(names) > _LISTED:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastckpt._api.destinations import Drain, Targets
-    from fastckpt._api.prepare import Wishes
+    from fastckpt._api.load_settings import LoadSettings
 
     from .calls import Call
     from .demands import Demands
@@ -73,7 +73,7 @@ class Opened(NamedTuple):
     group: DataGroup | None
 
 
-def load_wishes(call: Call, operation: Operation, wishes: Wishes) -> Read:
+def load_together(call: Call, operation: Operation, settings: LoadSettings, into: Any) -> Read:
     """Load what this rank wants, while the others load what they want: all rounds of a load.
 
     Raises:
@@ -85,12 +85,12 @@ def load_wishes(call: Call, operation: Operation, wishes: Wishes) -> Read:
     whole = False
     try:
         try:
-            opened = open_checkpoint(call, operation, attention, caches=_CACHED.get(wishes.io, 0))
+            opened = open_checkpoint(call, operation, attention, caches=_CACHED.get(settings.io, 0))
         except LostError as error:
             _want(operation, lost_by(session.name(session.group.rank), error), None)
             raise
-        wanted = demands(opened.reader, call.path, wishes, session.group.rank, session.group.ranks)
-        with ticker("load", call.path, shown=wishes.progress) as tick:
+        wanted = demands(opened.reader, call.path, settings, into, session.group.rank, session.group.ranks)
+        with ticker("load", call.path, shown=settings.progress) as tick:
             fields, unexpected = _read(call, operation, opened, wanted, attention, tick)
         whole = True
     finally:
@@ -154,12 +154,12 @@ def _read(
     tick: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
     """Agree on the parts to load, and bring them; returns data for the report, and names that no rank wants."""
-    session, wishes, targets = call.session, wanted.prepared.wishes, wanted.targets
+    session, settings, targets = call.session, wanted.prepared.settings, wanted.targets
     agreement = Wanting(wanted)
     share: _core.Share | None = None
     outcome: dict[str, Any] = {}
     verdict = _want(operation, {"wanted": agreement.arrival()}, agreement)
-    reading = Reading(opened.reader, targets, wishes.verify, wishes.io, wishes.threads, attention, tick)
+    reading = Reading(opened.reader, targets, settings.verify, settings.io, settings.threads, attention, tick)
     if opened.apart or session.group.size == 1:
         boxed = Boxed(targets.demands, targets.stored, wanted.spreads, session.group.rank, targets.drain)
         alone = session.group.size == 1 or is_url(call.path)

@@ -7,18 +7,18 @@ out which tensors those are, and how much of them differs.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypedDict
 
 from fastckpt import _core
+from fastckpt._api.options import one_of
 from fastckpt._api.settings import Settings, option
 
 from .differences import named
 from .offers import runs_of
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from .peers import Operation
     from .session import Session
@@ -42,15 +42,6 @@ _NAMES = (
 )
 
 
-def _one_of(name: str, known: tuple[str, ...]) -> Callable[[str, Any], str]:
-    def check(operation: str, value: Any) -> str:
-        if value not in known:
-            raise ValueError(f"{operation}: {name} is {value!r}: known are {', '.join(known)}")
-        return known[known.index(value)]
-
-    return check
-
-
 class ReplicaOptions(TypedDict, total=False):
     """What every save of ranks takes."""
 
@@ -66,7 +57,7 @@ class Policy(Settings):
 
     replicas: str = option(
         "sample",
-        _one_of("replicas", REPLICAS),
+        one_of("replicas", REPLICAS),
         "how the copies of several ranks are compared before anything is written, DTensors and plain tensors alike: "
         "``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and parts of up to 64 "
         "KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank that has it, and "
@@ -76,7 +67,7 @@ class Policy(Settings):
     )
     on_difference: str = option(
         "raise",
-        _one_of("on_difference", ON_DIFFERENCE),
+        one_of("on_difference", ON_DIFFERENCE),
         "how to react to a difference: ``raise``, or ``warn``, which saves the tensors that differ as the lowest rank "
         "has them, whole, and names them in ``warnings`` of the report.",
         alike=True,

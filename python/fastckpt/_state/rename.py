@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import suggest
@@ -14,27 +14,42 @@ if TYPE_CHECKING:
     from .unflatten import Token
 
 
+def prefixes_of(operation: str, given: Any) -> tuple[str, ...]:
+    """``strip_prefix=``: a prefix, or several.
+
+    Raises:
+        TypeError: it is neither of these nor None.
+    """
+    single = isinstance(given, str) or not isinstance(given, Iterable)
+    prefixes = () if given is None else (given,) if single else (*given,)
+    if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
+        raise TypeError(f"{operation}: strip_prefix must be a prefix or a sequence of prefixes, not {given!r}")
+    return prefixes
+
+
+def check_rename(operation: str, given: Any) -> Any:
+    """``rename=``: new keys by old ones, or a function of the key.
+
+    Raises:
+        TypeError: it is neither of these nor None.
+    """
+    if isinstance(given, Mapping):
+        if not all(isinstance(text, str) for pair in given.items() for text in pair):
+            raise TypeError(f"{operation}: rename must map strings to strings, not {given!r}")
+    elif given is not None and not callable(given):
+        raise TypeError(f"{operation}: rename must be a dict or a function, not {given!r}")
+    return given
+
+
 class Renaming:
     """What ``strip_prefix`` and ``rename`` make of string keys, in this order.
 
     Args:
-        strip_prefix: a prefix, or several: each comes off once, in whatever order they stand.
-        rename: new keys by old ones, or a function of the key.
-
-    Raises:
-        TypeError: they are neither of these nor None.
+        prefixes: each comes off once, in whatever order they stand.
+        rename: new keys by old ones, or a function of the key; or None.
     """
 
-    def __init__(self, strip_prefix: Any, rename: Any) -> None:
-        single = isinstance(strip_prefix, str) or not isinstance(strip_prefix, Iterable)
-        prefixes = [] if strip_prefix is None else [strip_prefix] if single else [*strip_prefix]
-        if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
-            raise TypeError(f"load: strip_prefix must be a prefix or a sequence of prefixes, not {strip_prefix!r}")
-        if isinstance(rename, Mapping):
-            if not all(isinstance(text, str) for pair in rename.items() for text in pair):
-                raise TypeError(f"load: rename must map strings to strings, not {rename!r}")
-        elif rename is not None and not callable(rename):
-            raise TypeError(f"load: rename must be a dict or a function, not {rename!r}")
+    def __init__(self, prefixes: Sequence[str], rename: Any) -> None:
         self._prefixes = prefixes
         self._rename = rename
         self._seen: set[str] = set()
@@ -67,7 +82,6 @@ class Renaming:
             ValueError: two keys become one.
             KeyError: ``rename`` has a key that is not there, and ``strict`` is set.
         """
-        self._seen.clear()
         out = list(tokens)
         ends = ends_of(tokens)
         # Where values begin whose keys may change, and whether they may also keep them.
