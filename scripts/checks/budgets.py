@@ -3,15 +3,21 @@
     python scripts/checks/budgets.py
 
 Blank lines and comments count. Tests do not: of a Rust file, what follows ``#[cfg(test)]``, and files of tests.
+
+No Python function has more than 60 lines below its signature and docstring; clippy counts those in Rust.
 """
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+#: Lines of a function.
+LONGEST = 60
 
 
 def count(file: Path) -> int:
@@ -39,8 +45,21 @@ def sizes(folders: list[str]) -> dict[str, int]:
     return found
 
 
+def long_functions(folders: list[str]) -> Iterator[str]:
+    """Those that are too long, with their lines."""
+    listed = subprocess.run(["git", "ls-files", *folders], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in map(Path, listed.stdout.splitlines()):
+        if is_product(name) and name.suffix == ".py":
+            for node in ast.walk(ast.parse((ROOT / name).read_text(encoding="utf-8"))):
+                if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                    body = node.body[1:] if ast.get_docstring(node, clean=False) is not None else node.body
+                    lines = node.end_lineno - body[0].lineno + 1 if body and node.end_lineno else 0
+                    if lines > LONGEST:
+                        yield f"{name}:{node.lineno}: {node.name} has {lines} lines, and may have {LONGEST}"
+
+
 def main() -> int:
-    """Print the table; 1 where a folder is over its budget."""
+    """Print the table; 1 where a folder is over its budget, or a function is too long."""
     if sys.version_info < (3, 11):
         print("budgets: not counted: reading pyproject.toml takes CPython 3.11")
         return 0
@@ -52,7 +71,9 @@ def main() -> int:
     for folder, lines in found.items():
         over = " OVER: say what goes for it, or argue for more in pyproject.toml" if lines > budgets[folder] else ""
         print(f"{folder:40} {lines:6,} of {budgets[folder]:6,}{over}")
-    return int(any(lines > budgets[folder] for folder, lines in found.items()))
+    long = [*long_functions(list(budgets))]
+    print(*long, sep="\n", end="\n" * bool(long))
+    return int(bool(long) or any(lines > budgets[folder] for folder, lines in found.items()))
 
 
 if __name__ == "__main__":

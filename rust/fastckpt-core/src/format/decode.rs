@@ -208,6 +208,7 @@ mod tests {
     }
 
     #[test]
+    #[expect(clippy::too_many_lines, reason = "a table of cases")]
     fn each_impossible_field_is_refused() {
         type Change = fn(&mut Body);
         let cases: Vec<(&str, Change)> = vec![
