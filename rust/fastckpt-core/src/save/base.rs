@@ -22,8 +22,8 @@ use crate::read::Checkpoint;
 use crate::sys::file::{changed, open_regular, sync};
 use crate::sys::fork::Held;
 
-/// The bytes of a linked file are read about once in this many saves. In between, its inode and its time of modification
-/// stand for them.
+/// The bytes of a linked file are read about once in this many saves, because a disk can lose bytes without a write. In
+/// between, its inode and its time of modification stand for them.
 const TRUSTED: u64 = 16;
 /// What is unchanged gets files of its own where it is at least this part of what is written of its group.
 const FEW: u64 = 16;

@@ -1,4 +1,5 @@
-//! Snapshots: a state is copied into the images of its files, so that it may change while they are written.
+//! Snapshots: a state is copied, so that it may change while the copy is written. One process copies it into the images
+//! of its files, which are laid out at the call. A rank copies its parts: the files are laid out when ranks have agreed.
 
 mod staging;
 
