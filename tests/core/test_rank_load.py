@@ -271,7 +271,7 @@ def test_a_closed_load_reads_nothing(saved):
     ("change", "error"),
     [
         (lambda requests: requests[:-1], "has no memory"),
-        (lambda requests: [*requests, requests[0]], "is asked for twice"),
+        (lambda requests: [*requests, requests[0]], "is requested twice"),
         (lambda requests: [(*requests[0][:3], requests[0][3] - 1, None), *requests[1:]], "its memory has"),
         (lambda requests: [(*requests[0][:4], [0, 4]), *requests[1:]], "overlap or interleave"),
         (lambda requests: [(*requests[0][:4], [4]), *requests[1:]], "it has 1 dimensions, and the tensor 2"),

@@ -217,7 +217,7 @@ def _check(path: str, about: os.stat_result, nbytes: int) -> None:
     if not stat.S_ISREG(about.st_mode):
         raise corrupt(path, "not a regular file")
     if about.st_size != nbytes:
-        raise corrupt(path, f"it has {about.st_size} bytes, written were {nbytes}")
+        raise corrupt(path, f"it has {about.st_size} bytes, expected {nbytes}")
 
 
 def _open_direct(place: str, name: str, about: os.stat_result) -> int | None:
@@ -269,7 +269,7 @@ class _Object:
         except FileNotFoundError as error:
             raise corrupt(url, "the object is missing") from error
         if nbytes != item.nbytes:
-            raise corrupt(url, f"it has {nbytes} bytes, written were {item.nbytes}")
+            raise corrupt(url, f"it has {nbytes} bytes, expected {item.nbytes}")
 
     def read_into(self, start: int, memory: Bytes) -> None:
         """See :class:`Opened`."""
@@ -302,4 +302,4 @@ class Summed:
         """Raise CorruptCheckpointError unless the file is what was written."""
         found = self.found()
         if self._item.crc is not None and found != self._item.crc:
-            raise corrupt(self._path, f"checksum is {found}, written was {self._item.crc}")
+            raise corrupt(self._path, f"checksum is {found}, expected {self._item.crc}")

@@ -124,7 +124,7 @@ class AfterSave:
         """
         if not self.is_over(end):
             raise TimeoutError(
-                f"wait: {self.local.place.path}: old checkpoints are still being removed; this continues"
+                f"wait: {self.local.place.path}: old checkpoints are still being removed; the removal continues"
             )
 
     def warnings(self) -> list[str]:

@@ -236,7 +236,7 @@ class Drain:
                     return
                 if time.monotonic() >= end:
                     here, there = self._from.path, self._to.path
-                    raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; this continues")
+                    raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; the copies go on")
         self.raise_failure()
 
     def leave(self, end: float) -> None:

@@ -99,7 +99,7 @@ def looked_at(name: str, path: str, sizes: dict[str, int], read: Callable[[], by
         for shard in shards:
             size = sizes.get(shard.file)
             if size != shard.nbytes:
-                is_there = "cannot be found" if size is None else f"has {size} bytes, written were {shard.nbytes}"
+                is_there = "cannot be found" if size is None else f"has {size} bytes, expected {shard.nbytes}"
                 damage = f"shard `{shard.file}` {is_there}"
                 break
     return ListedCheckpoint(name, path, created, total, aside=False, damage=damage)

@@ -218,7 +218,7 @@ class Reader:
         for number in tensors:
             tensor = self._tensor(number)
             if tensor.nbytes and tensor.shard not in mappings.shards:
-                raise ValueError("a tensor of this number is not mapped")
+                raise ValueError("this tensor is not mapped")
             job.add(number, [(0, tensor.nbytes)], _Target(), verify=True)
         with self._settled():
             self._check_headers(job.shards())
@@ -240,7 +240,7 @@ class Reader:
             with closing(file):
                 if size != shard.nbytes:
                     low, high = sorted((size, shard.nbytes))
-                    reason = f"it has {size} bytes, written were {shard.nbytes}"
+                    reason = f"it has {size} bytes, expected {shard.nbytes}"
                     damage.append(DamagedRange(shard.file, low, high - low, None, reason))
                 damage += self._header_damage(shard, file) if size >= shard.data_offset else []
         for number, tensor in enumerate(self._manifest.tensors):
@@ -281,7 +281,7 @@ class Reader:
         file, size = self._files.open(shard.file)
         if size != shard.nbytes and not any_length:
             file.close()
-            raise corrupt(self._files.path_of(shard.file), f"it has {size} bytes, written were {shard.nbytes}")
+            raise corrupt(self._files.path_of(shard.file), f"it has {size} bytes, expected {shard.nbytes}")
         return file
 
     def raised(self, damage: DamagedRange) -> CorruptCheckpointError:
@@ -325,7 +325,7 @@ class Reader:
             reason = f"header: its length field puts the data elsewhere than at byte {at_}"
             yield DamagedRange(shard.file, 0, 8, None, reason)
         elif at_ < shard.data_offset or _crc64.to_hex(sum_) != shard.header_crc:
-            reason = f"header: checksum is {_crc64.to_hex(sum_)}, written was {shard.header_crc}"
+            reason = f"header: checksum is {_crc64.to_hex(sum_)}, expected {shard.header_crc}"
             yield DamagedRange(shard.file, 0, shard.data_offset, None, reason)
 
     def _wrong_sums(self) -> Iterator[DamagedRange]:
@@ -393,7 +393,7 @@ class _Job:
         damage: list[DamagedRange] | None = None,
     ) -> None:
         if io == "direct":
-            raise OSError(errno.EINVAL, f'direct I/O was asked for, and {reader.files.fallback}: give io="auto"')
+            raise OSError(errno.EINVAL, f'direct I/O was requested, but {reader.files.fallback}: give io="auto"')
         self._began = time.perf_counter()
         self._reader = reader
         self._fallback = None if io in ("auto", "buffered") else reader.files.fallback
@@ -586,7 +586,7 @@ class _Job:
                 part = there
             found = None if piece.crc is None else _crc64.to_hex(_crc64.of(part))
             if found != piece.crc:
-                self._damaged(read.shard, piece, f"checksum is {found}, written was {piece.crc}")
+                self._damaged(read.shard, piece, f"checksum is {found}, expected {piece.crc}")
             piece.target.deliver(piece.start, part)
 
     def _fill(self, file: File, read: _Read, data: np.ndarray[Any, Any]) -> tuple[int, str]:

@@ -77,12 +77,12 @@ def _step(dimension: int, size: int, item: Any) -> int | range:
     if isinstance(item, slice):
         return range(*item.indices(size))
     if isinstance(item, (bool, np.bool_)) or item is None:
-        raise TypeError(f"slice: an index is an int, a slice, an Ellipsis or a tuple of them, not {item!r}")
+        raise TypeError(f"slice: an index must be an int, a slice, an Ellipsis or a tuple of them, not {item!r}")
     try:
         at = operator.index(item)
     except TypeError:
         raise TypeError(
-            f"slice: an index is an int, a slice, an Ellipsis or a tuple of them, not {type(item).__name__}"
+            f"slice: an index must be an int, a slice, an Ellipsis or a tuple of them, not {type(item).__name__}"
         ) from None
     if not -size <= at < size:
         raise IndexError(f"slice: index {at} is out of range for dimension {dimension} of size {size}")

@@ -171,7 +171,7 @@ def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
         # Boxes that overlap may hide a gap, which the core finds.
         if held[number] < prod(sizes):
             raise CheckpointError(
-                f"dcp.save: {key!r} of the sizes {sizes} is not here as a whole ({held[number]} of {prod(sizes)} "
+                f"dcp.save: {key!r} of the sizes {sizes} is incomplete here ({held[number]} of {prod(sizes)} "
                 "elements): call dcp.save on all ranks that have a part of it, without no_dist=True"
             )
         tensors.append([key, number])

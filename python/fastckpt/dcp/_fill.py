@@ -48,7 +48,7 @@ class Fill:
         sizes = tuple(stop - start for start, stop in box)
         if tuple(target.shape) != sizes:
             raise StructureMismatchError(
-                f"load: {key}: a box of the sizes {list(sizes)} was asked for, and the tensor to fill has the sizes "
+                f"load: {key}: a box of the sizes {list(sizes)} was requested, but the tensor to fill has the sizes "
                 f"{list(target.shape)}"
             )
         self.filled.append(target)

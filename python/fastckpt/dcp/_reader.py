@@ -317,8 +317,7 @@ def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> Non
         target = target.detach()
     elif not whole:
         raise CheckpointError(
-            f"load: {item.dest_index.fqn!r} is {target.layout} and is asked for in part, which cannot be filled: load "
-            "it whole"
+            f"load: {item.dest_index.fqn!r} is {target.layout} and cannot be filled in part: load it whole"
         )
     for dimension, (start, stop) in enumerate([] if whole else box):
         value = value.narrow(dimension, start, stop - start)

@@ -62,7 +62,7 @@ impl RankLoad {
             let array = (sizes.as_slice(), bytes, strides.as_deref());
             let place = buffers::place(index, array, (address, capacity), drain.as_ref(), &raised)?;
             if places.insert((tensor, part), place).is_some() {
-                let twice = format!("part {part} of tensor {tensor} is asked for twice: nothing was read");
+                let twice = format!("part {part} of tensor {tensor} is requested twice: nothing was read");
                 return Err(PyValueError::new_err(twice));
             }
         }

@@ -173,7 +173,7 @@ _STRINGS: Final = ("boot_id", "version", "job", "label", "path", "warning")
 def _named(names: tuple[str, ...], values: list[Any]) -> Json:
     """Field -> value, each of its type. Elements that a later minor version added are left out."""
     if len(values) < len(names):
-        raise TypeError(f"{len(values)} values, {len(names)} wanted")
+        raise TypeError(f"expected {len(names)} values, found {len(values)}")
     named: Json = {}
     for name, value in zip(names, values, strict=False):
         if name in _STRINGS:
@@ -189,7 +189,7 @@ def _named(names: tuple[str, ...], values: list[Any]) -> Json:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
+        raise TypeError(f"{value!r} is not a string")
     return clean(value)
 
 

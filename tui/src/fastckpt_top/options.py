@@ -133,7 +133,7 @@ def _duration(word: str) -> float:
 
 
 def _positive(word: str) -> int:
-    value = _number(word, 1, 1e6, "a whole number from 1 on")
+    value = _number(word, 1, 1e6, "a whole number of at least 1")
     if value != int(value):
-        raise argparse.ArgumentTypeError(f"`{word}`: want a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"`{word}`: expected a whole number of at least 1")
     return int(value)

@@ -53,7 +53,7 @@ class Recording:
         self.header = self._json(lines[0], path, 1)
         schema = self.header.get("schema")
         if not isinstance(schema, str) or not schema.startswith("fastckpt-top/"):
-            raise ReplayError(f"{path}: no recording of fastckpt-top")
+            raise ReplayError(f"{path}: not a recording of fastckpt-top")
         if schema != SCHEMA:
             raise ReplayError(f"{path}: recorded as {clean(schema)}, this version plays {SCHEMA}")
         if self.header.get("kind") == "header":
@@ -122,7 +122,7 @@ class Recording:
         except (ValueError, RecursionError):
             raise ReplayError(f"{path}: line {number} is not JSON") from None
         if not isinstance(value, dict):
-            raise ReplayError(f"{path}: line {number} is no object")
+            raise ReplayError(f"{path}: line {number} is not an object")
         return value
 
 

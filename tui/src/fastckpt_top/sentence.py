@@ -99,16 +99,16 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
     row = failed[0] if failed else None
     known = row is not None and row.error not in ("", "failed")
     what = row.error if row is not None and known else f"{op.kind} failed"
-    stands = ": the old checkpoint stands" if op.kind == "save" else ""
+    unchanged = ": the old checkpoint is unchanged" if op.kind == "save" else ""
     by = f"{phrases.names(failed)}: " if op.ranks > 1 and failed else ""
     where = f" in {op.label}" if op.label else ""
     reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
     return _made(
         "bad",
         row.key if row is not None else "",
-        f"{by}{what}{where}{reads}{stands}",
-        f"{what}{where}{reads}{stands}",
-        f"{what}{reads}{stands}",
+        f"{by}{what}{where}{reads}{unchanged}",
+        f"{what}{where}{reads}{unchanged}",
+        f"{what}{reads}{unchanged}",
     )
 
 

@@ -46,7 +46,7 @@ def parse(text: str) -> tuple[str, list[str]]:
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
     if not equals or name not in SWEPT:
-        raise ValueError(f"sweep {text!r}: want NAME=VALUES, NAME being one of {', '.join(SWEPT)}")
+        raise ValueError(f"sweep {text!r}: expected NAME=VALUES, where NAME is one of {', '.join(SWEPT)}")
     if ":" not in values:
         listed = [value.strip() for value in values.split(",")]
         if not all(listed):
@@ -90,7 +90,7 @@ def sweep(name: str, values: Sequence[str], known: Mapping[str, Any]) -> list[Pl
     """
     for other in (name, *SWEPT[name]):
         if known.get(other) is not None:
-            raise ValueError(f"sweep {name}: {other} is given, too: leave it out")
+            raise ValueError(f"sweep {name}: leave out {other}, which the sweep replaces")
     return [plan(**{**known, name: _whole(name, value) if name in _WHOLE else value}) for value in values]
 
 

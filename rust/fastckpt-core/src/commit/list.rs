@@ -120,9 +120,7 @@ fn missing(directory: BorrowedFd<'_>, head: &Head) -> Option<String> {
         let file = &shard.file;
         match stat(directory, file) {
             Ok(stat) if u64::try_from(stat.st_size) == Ok(shard.bytes) => None,
-            Ok(stat) => {
-                Some(format!("shard `{file}` has {} bytes, written were {}", stat.st_size, shard.bytes))
-            }
+            Ok(stat) => Some(format!("shard `{file}` has {} bytes, expected {}", stat.st_size, shard.bytes)),
             Err(error) => Some(format!("shard `{file}` cannot be found: {error}")),
         }
     })

@@ -200,7 +200,7 @@ impl Workspace {
         let kept = displaced_name(&self.temporary);
         let _ = fs::renameat(&self.parent, &self.temporary, &self.parent, &kept);
         let why = format!(
-            "what was put there while it was saved now is `{}`",
+            "what appeared there during the save is now `{}`",
             self.parent_path.join(&kept).display()
         );
         Error::Exists { path: self.target.clone(), why }
@@ -241,7 +241,8 @@ impl Workspace {
                     let _ = remove(parent.as_fd(), &aside, there, None);
                 } else if !checkpoint && id_of(parent.as_fd(), &aside) == Some(there) {
                     let old = self.parent_path.join(&aside);
-                    let why = format!("something else took the name; what was there is `{}`", old.display());
+                    let why =
+                        format!("something else took the name; what had it before is `{}`", old.display());
                     return Err(Error::Exists { path: self.target.clone(), why });
                 }
                 Err(self.renaming()(error))

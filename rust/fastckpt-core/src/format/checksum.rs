@@ -243,7 +243,7 @@ fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize), mut sum: impl FnM
 
 /// The finding that bytes with the CRC `found` should have the CRC `wanted`.
 pub(crate) fn differs(found: u64, wanted: u64) -> String {
-    format!("checksum is {}, written was {}", to_hex(found), to_hex(wanted))
+    format!("checksum is {}, expected {}", to_hex(found), to_hex(wanted))
 }
 
 /// Digits of a CRC in the manifest.

@@ -88,7 +88,8 @@ pub(super) fn of(
     for tensor in by_name(tensors)? {
         let Asked { name, bytes, entry } = tensors[tensor];
         let group = groups.iter().position(|group| group.holds(name));
-        let group = group.ok_or_else(|| Error::Invalid(format!("the tensor name `{name}` is taken")))?;
+        let group = group
+            .ok_or_else(|| Error::Invalid(format!("no group of files holds the tensor name `{name}`")))?;
         if !elsewhere[tensor] {
             let moves = !reuse.unchanged.get(tensor).copied().unwrap_or(false);
             filling[group][usize::from(moves)].add(tensor, (bytes, entry), shard_size);
@@ -114,7 +115,7 @@ fn by_name(tensors: &[Asked<'_>]) -> Result<Vec<usize>> {
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     order.sort_unstable_by(|a, b| name(a).cmp(name(b)));
     match order.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
-        Some(pair) => Err(Error::Invalid(format!("the tensor name `{}` is taken", name(&pair[0])))),
+        Some(pair) => Err(Error::Invalid(format!("two tensors have the name `{}`", name(&pair[0])))),
         None => Ok(order),
     }
 }

@@ -169,7 +169,9 @@ fn decode(mut bytes: &[u8], tensors: usize) -> Result<(Vec<bool>, Vec<usize>)> {
     let numbers = (0..count).map(|_| Ok(u32::from_le_bytes(next(&mut bytes)?) as usize));
     let numbers = numbers.collect::<Result<_>>()?;
     if bytes.len() != tensors.div_ceil(8) {
-        return Err(Error::Invalid("what the coordinator says of the base is of another state".to_owned()));
+        return Err(Error::Invalid(
+            "the coordinator's answer about the base belongs to another state".to_owned(),
+        ));
     }
     Ok(((0..tensors).map(|tensor| bytes[tensor / 8] >> (tensor % 8) & 1 == 1).collect(), numbers))
 }

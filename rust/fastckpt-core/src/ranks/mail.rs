@@ -248,7 +248,7 @@ impl Mail {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let (bytes, end) = (outgoing.envelope.1, start.saturating_add(len));
         if end > bytes || self.fill.is_some() {
-            return Err(Error::Misused("these bytes are none of this message"));
+            return Err(Error::Misused("these bytes do not belong to this message"));
         }
         if len == 0 {
             return Ok(());
@@ -376,7 +376,7 @@ impl Mail {
         }
         let sent = arrived.sum.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte));
         let (found, sent) = (checksum::to_hex(found), checksum::to_hex(sent));
-        let why = format!("{}: checksum is {found}, sent was {sent}", (self.contents)(message));
+        let why = format!("{}: checksum is {found}, expected {sent}", (self.contents)(message));
         lock(&self.state).altered.get_or_insert_with(|| (self.incoming[message].0, why.clone()));
         self.stop(&why);
         Err(Error::Altered(why))
@@ -387,7 +387,7 @@ impl Mail {
     pub fn take(self: &Arc<Self>, message: usize, range: Range<u64>) -> Result<Received> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
         if range.start >= range.end || range.end > bytes {
-            return Err(Error::Misused("these bytes are none of this message"));
+            return Err(Error::Misused("these bytes do not belong to this message"));
         }
         {
             let mut state = lock(&self.state);

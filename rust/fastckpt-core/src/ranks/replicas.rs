@@ -129,7 +129,7 @@ impl Replicas {
         let like = |one: &&Copied| (one.tensor, one.start, one.cell) == (tensor, start, cell);
         let one = self.cells.iter().find(like);
         let one =
-            one.ok_or_else(|| Error::Invalid(format!("nobody compares such a part of tensor {tensor}")))?;
+            one.ok_or_else(|| Error::Invalid(format!("this part of tensor {tensor} is not compared")))?;
         let all: u64 = one.items.iter().map(|item| item.len).sum();
         let mut bytes = Vec::new();
         for item in one.items.iter().step_by(all.div_ceil(most).max(1) as usize) {

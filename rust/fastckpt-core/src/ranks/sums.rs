@@ -122,7 +122,7 @@ impl Sums {
 pub(super) fn next<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N]> {
     let (bytes, after) = rest
         .split_first_chunk()
-        .ok_or_else(|| Error::Invalid("what a rank said of the base is cut off".to_owned()))?;
+        .ok_or_else(|| Error::Invalid("a rank's sums for the base are cut off".to_owned()))?;
     *rest = after;
     Ok(*bytes)
 }

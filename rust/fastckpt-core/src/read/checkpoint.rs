@@ -251,7 +251,7 @@ impl Checkpoint {
         match self.open_file(index, direct) {
             Ok((file, len)) if len == shard.bytes || fresh_length(&file) == Some(shard.bytes) => Ok(file),
             Ok((_, len)) => {
-                Err(Error::corrupt(&path, format!("it has {len} bytes, written were {}", shard.bytes)))
+                Err(Error::corrupt(&path, format!("it has {len} bytes, expected {}", shard.bytes)))
             }
             Err(error) => Err(self.unreadable(&path, error)),
         }
@@ -301,7 +301,7 @@ impl Checkpoint {
         // A forged manifest may vouch for a header to which other readers would give another length.
         let begin = u64::from_le_bytes(length_field).checked_add(8);
         if at == shard.data_offset && begin != Some(at) {
-            let reason = format!("header: its length field puts the data elsewhere than at byte {at}");
+            let reason = format!("header: its length field does not put the data at byte {at}");
             return Ok(Some(Damage { file: shard.file.clone(), offset: 0, len: 8, tensor: None, reason }));
         }
         let sound = at == shard.data_offset && checksum::to_hex(crc) == shard.header_crc;
@@ -310,11 +310,7 @@ impl Checkpoint {
             offset: 0,
             len: shard.data_offset,
             tensor: None,
-            reason: format!(
-                "header: checksum is {}, written was {}",
-                checksum::to_hex(crc),
-                shard.header_crc
-            ),
+            reason: format!("header: checksum is {}, expected {}", checksum::to_hex(crc), shard.header_crc),
         }))
     }
 

@@ -346,7 +346,7 @@ fn link(
     let (open, bytes) =
         open_regular(base.directory(), &shard.file).map_err(Error::io("open the base's file", &path))?;
     if bytes != shard.bytes {
-        return Err(Error::corrupt(&path, format!("it has {bytes} bytes, written were {}", shard.bytes)));
+        return Err(Error::corrupt(&path, format!("it has {bytes} bytes, expected {}", shard.bytes)));
     }
     let open = Held::from(open);
     let look = || changed(open.as_fd(), "").map_err(Error::io("look at", &path));

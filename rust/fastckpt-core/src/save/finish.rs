@@ -83,7 +83,7 @@ pub(crate) fn finish(
     let body = Body { saved, shards, tensors, ..body };
     if joint {
         decode::check(&body)
-            .map_err(|what| Error::Invalid(format!("no load would take this save: {what}")))?;
+            .map_err(|what| Error::Invalid(format!("no load would accept this save: {what}")))?;
     }
     let synced = seal(&mut workspace, &body, files, unsynced, operation)?;
     let total = plan.written().map(|shard| shard.bytes).sum();

@@ -167,7 +167,7 @@ impl Groups {
                     };
                     let Some(along) = dims.get_mut(dim) else {
                         return Err(format!(
-                            "it is sharded along dimension {dim} and has {} dimensions",
+                            "it is sharded along dimension {dim}, but has {} dimensions",
                             shape.len()
                         ));
                     };
@@ -181,7 +181,7 @@ impl Groups {
                 let bounds = &boxes[at[0] as usize].1;
                 if bounds.len() != shape.len() {
                     return Err(format!(
-                        "a box of it has {} dimensions, and it {}",
+                        "a box of it has {} dimensions, but it has {}",
                         bounds.len(),
                         shape.len()
                     ));

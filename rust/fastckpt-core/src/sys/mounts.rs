@@ -84,7 +84,7 @@ pub fn local(path: &Path, mounts: &[Mount]) -> Result<PathBuf, String> {
         let kind = mount.map_or("not in /proc/self/mountinfo", |mount| mount.kind.as_str());
         if !LOCAL.contains(&kind) {
             return Err(format!(
-                "`{}` is on a file system that may wait for others ({kind})",
+                "`{}` is on a file system that may block on a server ({kind})",
                 found.display()
             ));
         }
