@@ -74,7 +74,7 @@ __all__ = [
 
 __version__ = version("fastckpt-io")
 DEBUG_BUILD = False
-#: No bound: none of the core's threads run here.
+#: No limit: none of the core's threads run here.
 MOST_THREADS = sys.maxsize
 #: None: ranks do not save or load together here.
 PLAN = 0

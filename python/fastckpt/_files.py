@@ -61,7 +61,7 @@ def _content(operation: str, name: str, content: Any) -> bytes:
             f"to copy), not {type(content).__name__}"
         )
     try:
-        # A pipe would be waited for, and a device may have no end.
+        # Opening a pipe would block, and a device may have no end.
         descriptor = os.open(content, _FLAGS)
     except OSError as error:
         what = f"{operation}: files: cannot open the file to copy as {name!r}: {error.strerror}"

@@ -90,8 +90,8 @@ def best_interval(cost: float, mttf: float, restart: float = 0.0) -> float:
     if not (restart >= 0 and math.isfinite(restart)):
         raise ValueError(f"best_interval: restart must be at least 0 s, not {restart!r}")
     dump = cost / mttf
-    # In units of the MTTF: dump - x - expm1(-x) = 0. It is concave and falling, and Young's interval lies beyond the
-    # root; from there Newton's steps never overshoot, and end where rounding stops them.
+    # In units of the MTTF: dump - x - expm1(-x) = 0. The function is concave and falling, and Young's interval is above
+    # the root; from there Newton's steps never overshoot, and end where rounding stops them.
     x = dump + math.sqrt(2 * dump)
     while True:
         step = (dump - x - math.expm1(-x)) / math.expm1(-x)

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
-#: What puts this module right where both are, or were, installed. Without ``--no-deps``, pip would renew numpy, too.
+#: The command that repairs the installation where both are, or were, installed. Without ``--no-deps``, pip would renew
+#: numpy, too.
 REMEDY = "pip uninstall fastckpt && pip install --force-reinstall --no-deps fastckpt-io"
 
-# As pip, setuptools and distutils name what they know of an installed distribution.
+# The names that pip, setuptools and distutils give to the metadata of an installed distribution.
 _about = re.compile(r"fastckpt(?:-(\d[\w.+!]*)(?:-py[\d.]+)?)?\.(?:dist|egg)-info", re.IGNORECASE).fullmatch
 
 
@@ -60,7 +61,7 @@ def _other_in(directory: Path) -> str | None:
     try:
         names = os.listdir(directory)  # noqa: PTH208 - many names, of which one or none becomes a path
     except OSError:
-        # In an archive, or not readable.
+        # It is in an archive, or cannot be read.
         return None
     for name in names:
         about = _about(name)

@@ -141,7 +141,7 @@ class Checkpoint:
             self._placement = place(stock, device, None, "auto", strict=True)
         self._infos = [info_of(stored, self._token(index), files) for index, stored in enumerate(self._stored)]
         self._index = {info.name: index for index, info in enumerate(self._infos)}
-        # Mostly nothing is tied, and then there is nothing to look for.
+        # Usually nothing is tied, and there is nothing to search.
         if len(check.found) > len(self._first):
             for _, index, name in aliases(self._tokens, self.keys()):
                 self._index.setdefault(name, index)
@@ -274,7 +274,7 @@ class Checkpoint:
         dtype = targets.tensor_dtype(number) if is_tensor else targets.array_dtype(number)
         box, strides, shape = part(targets.shape(number, dtype.itemsize), dtype.itemsize, index)
         device = targets.devices.get(number)
-        # Memory of a device is filled in order alone.
+        # Memory on a device is filled in order only.
         if device is not None and min(strides, default=1) > 0:
             made = torch_for("a torch tensor").empty_on(device, shape, dtype)
             targets.ask_box(number, made, box)

@@ -78,7 +78,7 @@ class Targets:
         self._made: dict[tuple[Any, ...], Any] = {}
         self._values: list[Any] = []
         self._exports: list[np.ndarray[Any, Any]] = []
-        # What can be made only of the bytes, and where it belongs.
+        # Values that can be built only from the bytes, and where they belong.
         self._later: list[tuple[int, tuple[Any, ...], Callable[[], Any]]] = []
 
     def push(self, number: int, mover: _memory.Mover, nbytes: int) -> None:
@@ -126,7 +126,7 @@ class Targets:
                 running = pool.map(self.drain, steps)
             except RuntimeError:  # no thread can be started: the interpreter is ending
                 running = map(self.drain, steps)
-            # On an error what has not begun is cancelled.
+            # On an error, tasks that have not begun are cancelled.
             for _ in running:
                 pass
         seconds = time.perf_counter() - began
@@ -290,7 +290,7 @@ class Targets:
         made = self._made
         values = self._values
         for token in tokens:
-            # Without the device that it was on: a tie is one tensor.
+            # Without the device: tied tensors are one tensor, wherever it was.
             key = tuple(token[:3])
             value = made.get(key)
             if value is None:
@@ -445,7 +445,7 @@ class Targets:
         nbytes = self.stored[index].nbytes
         if nbytes and self.mappings is not None:
             mapped = self._mapped(index, 1)
-            # After they were checked.
+            # Copied after they were checked.
             return _Pending(mapped.tobytes if tag == "bytes" else lambda: bytearray(mapped))
         self._count(index, nbytes)
         if tag == "bytearray":

@@ -42,9 +42,9 @@ class Event:
         waiter = allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
-        # It may have been set before the waiter was in the list, and then nothing would release it.
+        # It may have been set before the waiter joined the list, and then nothing would release the waiter.
         if not self._set:
-            # Signal handlers run meanwhile; an exception of theirs comes out here.
+            # Signal handlers run meanwhile; their exceptions are raised here.
             deadline = None if timeout is None else time.monotonic() + timeout
             try:
                 while not self._set:

@@ -30,7 +30,7 @@ def well(report: Report) -> Ended | None:
     """An operation that has ended now, well or with damage found; None without OpenTelemetry."""
     if not _wanted():
         return None
-    # Only what is copied first has this phase.
+    # Only an operation that copies first has this phase.
     asynchronous = "stage" in report.phases
     return Ended(report.operation, report.path, report.seconds, time.time_ns(), asynchronous, report=report)
 

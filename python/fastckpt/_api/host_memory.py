@@ -66,7 +66,8 @@ class Memory:
         self._limit = limit
         self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
         if self.registration is not None:
-            # If a signal handler ends the operation, this memory may be dropped: it stays while it is registered.
+            # If a signal handler ends the operation, this memory may be dropped: it must stay as long as it is
+            # registered.
             self.registration.owner = self.core
 
     def must_pin(self, limit: int | None) -> bool:
@@ -129,7 +130,7 @@ def _take(nbytes: int, free: list[Memory]) -> Memory:
             continue
         if fitting:
             return chosen
-        # Too small: it goes before its successor comes.
+        # Too small: free it before its successor is allocated.
         chosen.close()
 
 

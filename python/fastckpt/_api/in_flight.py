@@ -45,7 +45,7 @@ class Failure(NamedTuple):
     warn: bool
 
 
-# The lists change in atomic steps, so that a signal handler finds them whole.
+# The lists change in atomic steps, so that a signal handler never sees them half changed.
 _in_flight: list[SaveInFlight] = []
 #: One event for each caller that waits to be admitted: the end of any save sets them all.
 _waiting: list[Event] = []
@@ -64,7 +64,7 @@ def admit(save: SaveInFlight, most: int) -> None:
     """
     _register()
     while True:
-        # Before the count, or a save may end between the two.
+        # Before the count: otherwise a save could end between the two.
         ended = Event()
         _waiting.append(ended)
         with _admission:

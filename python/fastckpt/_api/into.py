@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from .destinations import Targets
     from .selection import Selection
 
-#: More than these are counted, not listed.
+#: Beyond this number, differences are counted, not listed.
 _LISTED = 20
-#: Values that are looked at for a hint in an error message.
+#: Number of values that are searched for a hint in an error message.
 _SEARCHED = 100_000
 _FILLABLE = frozenset({"tensor", "array"})
 
@@ -114,9 +114,9 @@ class Into:
         self.strict = strict
         self.spreads = spreads
         self.shared = shared
-        # It keeps alive what addresses point into.
+        # Keeps alive the objects that addresses point into.
         self.flat = flatten(into, operation="load: into", observe=True, types=types, spreads=spreads)
-        # What is not a tensor comes from the checkpoint, and so do long bytes.
+        # Values other than tensors come from the checkpoint, and so do long bytes.
         self.given = {
             item.place: item
             for item in self.flat.occurrences
@@ -132,15 +132,15 @@ class Into:
         self._owners = self._objects()
         self._mismatches: list[tuple[int, str]] = []
         self._entries: list[_Entry] = []
-        #: What tensors made of several stand for, by position; None for those to be made.
+        #: The values that tensors made of several parts are filled into, by position; None for those to be made.
         self._composed: dict[int, Any] = {}
-        #: Tensors of into by their ties: the number of what is to fill them.
+        #: Tensors of into by their ties: the number of the stored tensor that fills them.
         self._ties: dict[Any, int] = {}
-        #: By ties, too: where their elements lie.
+        #: By ties, too: where their elements are in memory.
         self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}
         #: Positions of what into lacks.
         self._dropped: set[int] = set()
-        #: Parts of what does not fit are not reported again.
+        #: Parts of a value that does not fit are not reported again.
         self._unfit: set[Place | None] = set()
         self._castable = False
         #: Which sides lack tensors of the other: 0 for into.
@@ -216,7 +216,7 @@ class Into:
             wanted = leaves(tokens) if chosen is None else chosen
             if self._dropped:
                 wanted = without(tokens, wanted, self._dropped)
-            # What is left of lists keeps its position, for that is where it goes in those of into.
+            # The items that remain of a list keep their positions, because they go to the same positions in into.
             ends = ends_of(tokens) if starts else []
             left, origin = prune(tokens, wanted, HOLE_TOKEN, [(start, ends[start]) for start in starts.values()])
             before, at = at, _inverse(origin)
@@ -227,7 +227,7 @@ class Into:
         try_classes(left, self.targets.framework, self.types)
         ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
-        # As they are finished: what is inside another comes before it.
+        # In the order in which they are finished: an inner container comes before the outer one.
         self._composed = dict(sorted(self._composed.items(), key=lambda one: (ends[one[0]], -one[0])))
         self._regions = sorted(
             ((at[start], ends[at[start]], self._owners[place]) for place, start in starts.items() if start in at),
@@ -306,7 +306,7 @@ class Into:
         new = not owner.is_fillable(part, tie)
         if owner.kind == "optimizer" and not new:
             assert given is not None  # noqa: S101 - it has a tie
-            # One that does not fit is not to be filled: the optimizer gets another.
+            # A tensor that does not fit is not filled: the optimizer gets a new one.
             new = not is_tensor(item.token) or self._fit(item, given) is not None
         whole = self._expanded.get(item.place)
         if not new and whole is not None:
@@ -375,7 +375,7 @@ class Into:
     def _extra_values(self, tokens: list[Token], keyed: set[Place], selection: Selection) -> None:
         """What the checkpoint lacks beside tensors; ``keyed`` are the places under its keys."""
         lacking = [place for place in self.flat.values if place not in keyed and place not in self.given]
-        # A list may stand where into has a mapping of numbers.
+        # A list may be found where into has a mapping of numbers.
         there = locate(tokens, self.flat.places, lacking) if lacking else ()
         for place in lacking:
             if place not in there and self._owner(self._owners, place)[0] is None and selection.takes(place.name):
@@ -389,14 +389,14 @@ class Into:
         starts = locate(tokens, self.flat.places, {place for pair in again for place in pair}) if again else {}
         starts = {place: start for place, start in starts.items() if start in at}
         every, wanted = _values(tokens, starts), _values(left, {place: at[start] for place, start in starts.items()})
-        # By the first place of a container, the first of its places that was chosen.
+        # By the first place of a container: the first of its places that was chosen.
         chosen: dict[Place, Place] = {}
         for first, further in again:
             for place in (first, further):
                 if place not in starts:
                     continue
                 known = chosen.setdefault(first, place)
-                # In what was not chosen they may differ.
+                # They may differ in parts that were not chosen.
                 if every[known] != every[place] and wanted[known] != wanted[place]:
                     why = f"{place}: not the same value as at {known} in the checkpoint, but the same object in into="
                     self._mismatches.append((starts[place], why))
@@ -462,7 +462,7 @@ class Into:
             device, memory = self._layout(given)
             low, high = _memory.span(memory)
             spans.setdefault(given.stored.tie, (device, low, high, entry.item, memory))
-        # By device and beginning: those that reach into the next one stay open.
+        # By device and start address: ranges that reach into the next one stay open.
         active: list[tuple[str, int, int, Found, np.ndarray[Any, Any]]] = []
         for each in sorted(spans.values(), key=lambda one: one[:2]):
             device, low, _, item, memory = each
@@ -507,7 +507,7 @@ class Into:
         raise error
 
     def _remedy(self) -> str:
-        # Only a root that is neither a container nor an array is a problem at the place of the root.
+        # Only a root that is neither a container nor an array is reported at the root itself.
         if any(place is self.flat.places.root for place, _ in self.flat.problems):
             return f"into= is a {type(self.into).__qualname__}: pass a state of containers, tensors and objects"
         if _holds_fresh_optimizer(self.into):

@@ -23,7 +23,8 @@ from .checkpoint import Checkpoint
 __all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remove_leftover"]
 
 
-#: What a file system makes of a file that is removed while a process has it open, and what a killed save leaves.
+#: The names that a file system gives to a file that is removed while a process has it open, and those of leftovers of a
+#: killed save.
 _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 
 
@@ -78,7 +79,7 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
     from fastckpt._portable.listing import strangers  # noqa: PLC0415 - likewise
 
     shards: Collection[str] | None = None
-    # What a damaged one has that is its own goes by the names.
+    # In a damaged checkpoint, the names decide which files are its own.
     with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
         shards = checkpoint.shards
     names: builtins.list[str] = []

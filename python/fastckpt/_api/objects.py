@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
     from fastckpt._tensors.spreads import Spreads
 
-#: Tokens of tensors of which no checkpoint has the number: what stands for an item of a list that was not chosen, and
-#: for the first object.
+#: Tokens with tensor numbers that no checkpoint has: a placeholder for an item of a list that was not chosen, and the
+#: token of the first object.
 HOLE_TOKEN: list[Any] = ["tensor", -1]
 _NUMBER = -2
 
@@ -130,7 +130,7 @@ class Owner:
                 self.value
             ):
                 return
-            # Tensors that were filled stand for themselves: hooks may ask for them, and torch copies none onto itself.
+            # Filled tensors are passed as themselves: hooks may inspect them, and torch skips copies onto itself.
             whole = OrderedDict(
                 (key, one) for key, value in state.items() if (one := self._filled.get(id(value), value)) is not None
             )
@@ -169,7 +169,7 @@ class _Trial(_Outline):
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
         codec = self.types.by_name(name)
-        # A deque or long bytes are a registered type or a tensor below their class.
+        # A deque or long bytes inside their class are a registered type or a tensor.
         if codec is None or not codec.shallow or type(value) is _Unmade:
             return _Unmade()
         return StateBuilder.typed(self, name, value, attributes)
@@ -228,7 +228,7 @@ class WithObjects(StateBuilder):
         if token is HOLE_TOKEN:
             return HOLE
         tokens, owner = self._inside[_NUMBER - token[1]]
-        # It takes its tensors from the same supply, in the order of the whole.
+        # It takes its tensors from the same iterator, in the order of the whole structure.
         builder = StateBuilder(self.framework, self._tensors, self._composed, types=self.types)
         self.states.append((owner, unflatten(tokens, builder)))
         return owner.value

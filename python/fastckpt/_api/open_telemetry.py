@@ -74,7 +74,7 @@ class Exporter:
     def export(self, ended: Ended) -> None:
         """One span with a span for each phase, below the current one; and the metrics."""
         begin = ended.at - round(ended.seconds * 1e9)
-        # Megatron-LM has spans of its own around this one: the time must not be there twice under their names.
+        # Megatron-LM wraps this span in spans of its own: the time must not be counted twice under their names.
         around = getattr(trace.get_current_span(), "name", "")
         theirs = not around.startswith("megatron.checkpoint.")
         span = self._tracer.start_span(f"fastckpt.{ended.operation}", start_time=begin)
@@ -165,7 +165,7 @@ def _failure(ended: Ended) -> str | None:
     return "damage" if isinstance(report, VerifyReport) and not report.ok else None
 
 
-# Of a program that has set up no SDK these do nothing, and they find one that it sets up later.
+# Without an SDK in the program these calls do nothing; they find an SDK that is set up later.
 _exporter = Exporter(trace.get_tracer("fastckpt", _core.__version__), metrics.get_meter("fastckpt", _core.__version__))
 
 

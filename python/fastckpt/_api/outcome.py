@@ -21,7 +21,7 @@ logger = logging.getLogger("fastckpt")
 
 _R = TypeVar("_R", bound=Report)
 _T = TypeVar("_T")
-# Seconds for which a checkpoint is read again that is replaced again and again.
+# Seconds for which a load retries a checkpoint that keeps being replaced.
 _REPLACED_WAIT = 30.0
 _told: set[str] = set()
 

@@ -85,6 +85,6 @@ def _load(source: str, rank: int | None, own: tuple[int, int] | None) -> Any:
     targets = Targets(stored, "auto")
     targets.make(check.found)
     with ticker("load", source, shown=False) as tick:
-        # Each process reads another part of the file: nothing to be shared through the page cache.
+        # Each process reads a different part of the file: nothing can be shared through the page cache.
         reader.read(targets.requests, verify=True, io="auto", threads=None, drain=None, tick=tick)
     return unflatten(tokens, StateBuilder("auto", targets.values(), types=types), operation=_OPERATION)

@@ -223,7 +223,7 @@ def _dtypes(
         found = _by_rule(stock, tensors, "dtype", dtype, strict=strict)
         return [(index, None if value is None else floating(value, stock.operation)) for index, value in found]
     name = floating(dtype, stock.operation)
-    # A dtype of few bits cannot count the steps of an optimizer: torch, too, leaves its step as it is.
+    # A dtype with few bits cannot count the steps of an optimizer: torch, too, leaves its step unchanged.
     return [(index, name) for index in tensors if not _counts(stock.stored[index])]
 
 

@@ -159,7 +159,7 @@ def prepare(
         stored = reader.tensors()
     every = parse(reader.structure())
     selection, strict = wishes.selection, wishes.strict
-    # Types are asked for only in what was chosen: the rest may be another program's.
+    # Types are looked up only in what was chosen: the rest may belong to another program.
     check = Validator(stored, types=wishes.types, strangers=not selection.all)
     unflatten(every, check)
     tokens, chosen = every, None

@@ -18,10 +18,10 @@ from .outcome import logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: Seconds between lines in the log: of an operation shorter than this the log has only the report.
+#: Seconds between lines in the log: a shorter operation logs only its report.
 LOG_INTERVAL = 10.0
 
-#: When the operations of this context are to be given up, by time.monotonic.
+#: The deadline of the operations in this context, by time.monotonic.
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 

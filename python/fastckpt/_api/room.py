@@ -14,9 +14,9 @@ from fastckpt._text import size
 
 from .outcome import logger
 
-#: Bytes of a load that fits anywhere, for which nothing is looked at.
+#: Loads of fewer bytes fit anywhere and are not checked.
 _LITTLE = 64 << 20
-#: The share of what is left from which on a load is told.
+#: From this share of the remaining memory on, a load logs a warning.
 _NEAR = 0.9
 
 

@@ -171,7 +171,7 @@ def flatten_metadata(operation: str, metadata: Any, types: Types, default: Calla
     )
 
 
-#: What has been said of types.
+#: Remarks about types that have been made already.
 _said: set[str] = set()
 
 

@@ -103,7 +103,7 @@ class WriteSettings(Settings):
         'with a unit (``"2GB"``); None for no limit.',
     )
 
-    # Last, for it reads files.
+    # Last, because it reads files.
     files: list[tuple[str, bytes]] = option(
         None,
         check_files,

@@ -13,7 +13,7 @@ from fastckpt._text import suggest
 if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
 
-#: How many names are compared with one that matches nothing, and how long they may be.
+#: The most names that are compared with one that matches nothing, and their greatest length.
 _KNOWN, _LONG = 5000, 500
 
 

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .settings import BackgroundSettings
 
-#: After how many seconds of waiting for its base a save notices that it was cancelled.
+#: Seconds after which a save that waits for its base notices that it was cancelled.
 _NOTICE = 0.05
 
 
@@ -65,8 +65,8 @@ class BackgroundSave:
         self.claim = Claim()
         self.inline = False
         self._waited = 0.0
-        #: Saves that write what this one compares itself with. Earlier ones alone: two that wait for each other would
-        #: wait for ever.
+        #: Saves that are writing the checkpoint to compare with. Earlier ones only: two saves that wait for each other
+        #: would wait for ever.
         self._earlier = in_flight.to_path(request.base, pending)
 
     def begin(self) -> PendingSave:
@@ -116,7 +116,7 @@ class BackgroundSave:
         except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
             logger.warning("%s: no thread for the save, so the caller does it: %s", self.pending.path, error)
             return False
-        # The thread says so itself when it runs, but the next save or drain must know now.
+        # The thread sets this itself when it runs, but the next save or drain must know now.
         self.pending.started = True
         return True
 
@@ -146,7 +146,7 @@ class BackgroundSave:
         self.run()
         error = self.pending._error
         if error is not None and not isinstance(error, Exception):
-            # Ctrl-C is the program's, not the save's alone.
+            # Ctrl-C concerns the program, not only the save.
             in_flight.asked(error)
             raise error
 
@@ -158,7 +158,7 @@ class BackgroundSave:
             try:
                 self.staging.finish()
             except BaseException:
-                # A step goes on before the turn comes, which waits for earlier saves.
+                # A step may go on before the save's turn comes, because the turn waits for earlier saves.
                 self.staging.close()
                 pending._set_staged()
                 with self.turn():
@@ -170,7 +170,7 @@ class BackgroundSave:
             error = caught
         finally:
             self.release(error)
-        # Where the checkpoint is there, so is the report, whatever the end of the turn was.
+        # If the checkpoint exists, so does the report, however the turn ended.
         return error if pending._report is None else None
 
     def _wait_for_base(self) -> None:

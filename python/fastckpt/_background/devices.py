@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from fastckpt._tensors.movers import Copies, Range, Sources
 
-#: Bytes that are asked for at a time: what progress and cancellation go by, and steps before memory is pinned.
+#: Bytes that are requested at a time: the granularity of progress and cancellation, and of steps before memory is
+#: pinned.
 PART = 1 << 30
 #: Parts of a tensor begin at whole elements: no element is larger.
 _ELEMENT = 16
@@ -38,9 +39,9 @@ class Devices:
         self.is_on_device = sources.is_on_device
         self.memory: host_memory.Memory | None = None
         self._pin = pin
-        #: What has been asked for and not been waited for, and its bytes.
+        #: Copies that were requested and not yet waited for, and their bytes.
         self._left: list[tuple[Copies, int]] = []
-        #: Whether an exception has come while copies were being asked for, or before they were noted here.
+        #: Whether an exception was raised while copies were being requested, or before they were noted here.
         self._lost = False
         self._is_sound = True
 
@@ -110,7 +111,7 @@ class Devices:
                 self._left[-1][0].wait()
             except BaseException:  # noqa: BLE001 - they have ended all the same
                 self._is_sound = False
-            # Not before: until then it is known what is under way.
+            # Not earlier: until then it is known which copies are under way.
             self._left.pop()
         if self._lost:
             self._lost = False
@@ -125,7 +126,7 @@ class Devices:
         memory, self.memory = self.memory, None
         sound = self.settle()
         if memory is not None:
-            # What a broken device was writing to is no good for others.
+            # Memory that a broken device was writing to must not be reused.
             (memory.give if sound else memory.close)()
 
 

@@ -14,7 +14,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._event = Event()
-        #: Since when each waiting thread waits.
+        #: The time at which each waiting thread began to wait.
         self._since: dict[object, float] = {}
         self.seconds = 0.0
 

@@ -113,7 +113,7 @@ def guard(module: Any) -> Guard:
     known = _guards.get(module)
     if known is None:
         known = _guards[module] = Guard()
-        # A save that began before it has yet to copy the buffers; one that begins from here on knows of it.
+        # A save that began before it still has to copy the buffers; later saves know of it.
         wait_for_copies()
     return known
 

@@ -26,9 +26,9 @@ class Late:
 
     def __init__(self, versions: list[tuple[str, Any, int]]) -> None:
         self._versions = versions
-        #: The first one holds.
+        #: Only the first call counts.
         self._verdicts: list[list[str]] = []
-        #: What has been asked of streams; complete before the first step may come.
+        #: Copies requested from streams; complete before the first step may come.
         self.copies: list[Copies] = []
 
     def changed(self) -> list[str]:

@@ -69,9 +69,9 @@ class PendingSave(in_flight.SaveInFlight):
         self.group = group
         self.started = False
         self.finished = Event()
-        #: Opens when the state may change.
+        #: Opens when the program may change the state.
         self._staged = Gate()
-        #: Opens when a step may go on whose streams wait for the copies that are under way on devices.
+        #: Opens when a step may go on, provided that its streams wait for the copies that are under way on devices.
         self._may_step = Gate()
         #: Those copies, in a lazy save.
         self._late: Late | None = None
@@ -282,7 +282,7 @@ class PendingSave(in_flight.SaveInFlight):
             try:
                 self._call_back()
             finally:
-                # Last, for it may block: a manager's callback says which checkpoint is the latest.
+                # Last, because it may block: a manager's callback updates the latest checkpoint.
                 self._context.run(put, ended)
 
     def _log(self) -> None:

@@ -111,7 +111,7 @@ def tell_unasked_but(pending: PendingSave) -> None:
             but=pending,
         )
     except BaseException as error:
-        # An exception with slots cannot have it, nor can its note be true; there are none among Python's own.
+        # An exception with slots cannot have a note; Python's own exceptions have none.
         with contextlib.suppress(AttributeError):
             error.pending_save = pending  # type: ignore[attr-defined]
         raise

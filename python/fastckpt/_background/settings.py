@@ -87,7 +87,7 @@ def granted(nice: int | None) -> int | None:
             _core.try_nice(nice)
             _tried[nice] = True
         except OSError as error:
-            # No thread to try it in says nothing about the next time.
+            # If no thread could be started to try it in, nothing is known for the next time.
             if error.errno != errno.EAGAIN:
                 _tried[nice] = False
             logger.warning("save_async: nice=%s: the kernel refuses: %s", nice, error)

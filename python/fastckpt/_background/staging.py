@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .pending import PendingSave
     from .settings import BackgroundSettings
 
-#: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
+#: Number of references to tensors that are dropped at a time, with a pause in which other threads can take the GIL.
 _DROPPED = 500
 #: How many tensors an error names.
 _NAMED = 5
@@ -74,7 +74,7 @@ class Staging:
         self.is_lazy = bool(self.late) or (settings.lazy and bool(request.sources.devices))
         #: Late tensors of the host, and their versions at the call.
         self._versions: list[tuple[str, Any, int]] = []
-        #: Late tensors of devices that have not been asked for.
+        #: Late tensors on devices that have not been requested yet.
         self._unasked: list[Range] = []
 
     def begin(self) -> None:
@@ -159,8 +159,8 @@ class Staging:
         asked = self._pending._late = Late(self._count(on_device=True))
         ranges = self._ranges()
         must_pin = self.devices.must_pin()
-        # Other code than a step may change these, without calling us: so the caller's streams wait now, and those of
-        # steps, which may be others, as for all copies.
+        # Code other than a step may change these without calling us. So the caller's streams wait now, and those of
+        # steps, which may be others, wait as for all copies.
         asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
         for copies in asked.copies:
             copies.hold_streams()
@@ -174,7 +174,8 @@ class Staging:
             self._unasked = []
         self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)
         self._rest = bytes(byte and index in late for index, byte in enumerate(rest))
-        # Their memory must stay even if the tensors are given another. What has been copied is the caller's again.
+        # Their memory must stay even if the tensors are given another. Memory that has been copied belongs to the
+        # caller again.
         keep[:] = [keep[index].detach() for index in late]
         if not self._unasked and not any(self._rest):
             self._pending._may_step.open()

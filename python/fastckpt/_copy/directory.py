@@ -60,7 +60,7 @@ class ToDirectory:
         try:
             gathering = _core.Gathering(self._target, plan.manifest, self._overwrite)
         except FileExistsError as error:
-            # The core speaks of saves.
+            # The core's message says save.
             why = str(error.strerror).replace("cannot save", f"cannot {self._operation}", 1)
             raise FileExistsError(error.errno, why, error.filename) from None
         leave = gathering.close
@@ -79,7 +79,7 @@ class ToDirectory:
             if not share[0] and _is_of_no_use(error):
                 leave = gathering.give_up
             if isinstance(error, OSError) and not plan.heals(self._target) and self.has(plan):
-                # Another copy of the same checkpoint was faster, and has cleared away what was gathered.
+                # Another copy of the same checkpoint was faster, and has removed the gathered files.
                 leave = gathering.give_up
                 return plan.nbytes, []
             raise
@@ -164,7 +164,7 @@ class _Linked(_Copied):
         try:
             self._gathering.link(self._source.place, self._name, opened.identity)
         except OSError:
-            # It has too many links, belongs to somebody else, or lies where there are none.
+            # It has too many links or another owner, or the file system has no hard links.
             self._copy(opened)
         else:
             self._linked.append(self._item.nbytes)

@@ -176,7 +176,7 @@ def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pa
 def _failures(files: Iterable[_File], pace: Pace) -> dict[str, Exception]:
     """What could not be read. What else went wrong is raised."""
     wrong = [file.error for file in files if file.error is not None and not isinstance(file.error, UnreadableError)]
-    # The threads that another one made stop say no more than that.
+    # Threads that were stopped by another one only report that they were stopped.
     for error in sorted(wrong, key=lambda error: isinstance(error, CancelledError)):
         raise error
     found = {}

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Files that are sent at the same time: those that go in parts, which keep the network busy but for their beginning and
-#: end, and those that do not.
+#: Files that are sent at the same time: those sent in parts, which keep the network busy except at their beginning and
+#: end, and those sent whole.
 _LARGE, _SMALL = 4, 8
 #: Seconds between two looks at what others have brought.
 _EVERY = 1.0
-#: How often files are brought again that another copy removes.
+#: How often files are sent again that another copy removes.
 _TURNS = 5
 
 
@@ -92,7 +92,7 @@ class ToObjects:
         try:
             self._objects.replace(MANIFEST, plan.manifest, _crc64.to_hex(_crc64.of(plan.manifest)), before)
         except FileExistsError:
-            # The answer to a request that was sent twice speaks of the first time.
+            # The answer to a request that was sent twice may be about the first one.
             now = self._manifest()
             if now is None or now.content != plan.manifest:
                 raise self._busy() from None
@@ -148,7 +148,7 @@ class ToObjects:
         """The objects of other saves, and of copies that were cut short."""
         files = Layout(plan.manifest, sizes).files
         used = {MANIFEST, *(files[item.name].name for item in plan.items if item.name in files)}
-        # Another tool may have brought the checkpoint that is replaced, and has noted no sums.
+        # Another tool may have uploaded the checkpoint that is replaced, without noting checksums.
         bare = [name for name in sizes if before is not None and is_ours(name) and name not in used]
         return [*leftovers(self._objects, sizes, plan.manifest), *bare]
 

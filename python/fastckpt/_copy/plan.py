@@ -95,6 +95,6 @@ class Plan:
                 left = [item for item in left if item.name in failed]
                 errors += [failed[item.name] for item in left]
         if left:
-            # Damage is the last word only where every source could be asked.
+            # Damage is reported only if every source could be read.
             passing = [error for error in (*errors, *self._lost) if not isinstance(error, CorruptCheckpointError)]
             raise (passing or errors)[0]

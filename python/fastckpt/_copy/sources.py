@@ -31,7 +31,7 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
-#: Smaller files are read through the page cache, where they mostly are.
+#: Smaller files are read through the page cache, which usually has them.
 _SMALL = 1 << 20
 
 

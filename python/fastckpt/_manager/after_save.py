@@ -48,9 +48,9 @@ class AfterSave:
     leftovers: Leftovers
     drain: Drain | None
     leads: bool
-    #: What is under way.
+    #: Work that is under way.
     _open: list[Event] = field(default_factory=list, init=False)
-    # Reentrant: a signal handler that saves may come in between.
+    # Reentrant: a signal handler that saves may run in between.
     _lock: Any = field(default_factory=threading.RLock, init=False)
     #: When the save began that the file ``latest`` names.
     _latest: float = field(default=-math.inf, init=False)
@@ -106,7 +106,7 @@ class AfterSave:
                 return
             created = time.time() - report.seconds
             self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
-            # Two saves may end at nearly the same time, and the later one may be here first.
+            # Two saves may end at nearly the same time, and the later one may get here first.
             if began < self._latest:
                 return
             self._latest = began

@@ -15,7 +15,7 @@ from fastckpt._ranks.replicas import Policy
 
 from .lineage import KEY
 
-#: What the manager gives to a save itself.
+#: Arguments of a save that the manager sets itself.
 _OWN = {"overwrite", "on_error"}
 
 

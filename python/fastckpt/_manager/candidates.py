@@ -116,7 +116,8 @@ class Candidates:
         steps, step_of = {*directory.look().steps}, directory.names.step_of
         try:
             left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
-            # A full list opens every manifest, so only where something lies under a temporary name and not its own.
+            # A full list opens every manifest, so it is made only where something has a temporary name and its own name
+            # is free.
             aside = [one.name for one in listed(directory.path) if one.aside] if left else []
         except (FileNotFoundError, NotImplementedError):
             aside = []

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 FILE = ".fastckpt-run.json"
 _VERSION = 2
-#: How many manifests are read at a time: each of a remote tier costs a journey there and back.
+#: How many manifests are read at a time: each one of a remote tier costs a round trip.
 _AT_A_TIME = 16
 
 
@@ -52,11 +52,11 @@ class Catalogue:
 
     def __init__(self, place: Place, keep: Sequence[str] | None = None) -> None:
         self._place = place
-        # Reentrant: a signal handler that saves may come in between.
+        # Reentrant: a signal handler that saves may run in between.
         self._lock = threading.RLock()
         self._known: dict[str, tuple[Identity, Entry]] = {}
         self._changed = False
-        #: The place of the last save that was ever seen here.
+        #: The place in the lineage of the last save that was ever seen here.
         self.last = Lineage(0)
         found = self._read()
         #: The policies of the manager that wrote the file last, or those given.

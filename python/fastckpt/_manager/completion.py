@@ -95,7 +95,7 @@ class Completion:
                 signals.answer = None
                 signals.uninstall()
                 if not signals.exiting:
-                    # What has come since the ranks told each other, and to nobody else from here on.
+                    # Signals that came after the ranks exchanged theirs, and that no other rank will hear of.
                     self.preemption.pass_on_at_end()
 
     def _finish(self, error: BaseException | None) -> BaseException | None:
@@ -104,12 +104,12 @@ class Completion:
             if error is None or not self.shared:
                 self.wait()
             else:
-                # The others may be elsewhere.
+                # The other ranks may be at another call.
                 self.preemption.settle()
                 self.after_save.wait(math.inf)
         except Exception as failed:  # noqa: BLE001 - it is raised later, or in the log
-            # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
-            # not be lost.
+            # Failures are in the log, and so is a save that was given up for a signal; the error that ends the block
+            # must not be lost.
             return failed if error is None and not isinstance(failed, CancelledError) else error
         return error
 
@@ -136,7 +136,7 @@ class Completion:
         except SaveFailed:
             return
         except RanksError as reported:
-            # What has failed on all, this rank hears of itself, or has told already.
+            # A failure on all ranks is known here, or was raised already.
             if not failed_with(reported, SaveFailed) or (pending is not None and has_failed(end) is None):
                 raise
 
@@ -147,10 +147,11 @@ class Completion:
             return
         if not self.shared:
             if drain is not None:
-                # Where a signal has come, the step boundary is more urgent; once it is answered, the process's end is.
+                # If a signal has come, the step boundary is more urgent; once it is answered, the end of the process
+                # is.
                 drain.wait(end, lambda: bool(signals.pending) or time.monotonic() >= signals.end)
             return
-        # The first rank commits, so that what it has done is done.
+        # The first rank commits, so its work is done.
         leading = drain if self.ranks.leads else None
         with leading.hurry() if leading else contextlib.nullcontext():
             over = self._wait_together(end, leading.is_over if leading else lambda _: True)

@@ -21,16 +21,16 @@ from typing import NamedTuple, TypeAlias
 from fastckpt._api.manage import leftovers, remove, remove_leftover, strange_in
 
 LATEST = "latest"
-#: A file of the run that is about to get its name.
+#: A file of the run that is about to be renamed to its name.
 _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
 #: How often a writer whose file was swept writes it again.
 _TURNS = 100
 PIN = ".pin"
 MANIFEST = "fastckpt.json"
-#: Behind the name of a checkpoint that was removed: what others had put into it.
+#: The suffix for files of others in a checkpoint that was removed.
 FOREIGN = ".foreign"
 
-#: What tells a checkpoint from another one under the same name.
+#: The facts that distinguish a checkpoint from another one of the same name.
 Identity: TypeAlias = tuple[int, int, int]
 
 
@@ -53,7 +53,7 @@ class Names:
         first = parts.index(fields[0])
         before = "".join(part[0] for part in parts[: first + 1])
         after = "".join(part[0] for part in parts[first + 1 :])
-        # A digit beside the number would be read as one of its own.
+        # A digit beside the number would be read as part of it.
         if before[-1:].isdigit() or after[:1].isdigit():
             raise ValueError(f"{problem}: a digit beside {{step}} would be read as part of the number")
         self._pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
@@ -146,7 +146,7 @@ class Directory:
         strange = strange_in(path, files)
         aside = path + FOREIGN
         if strange:
-            # That of an earlier checkpoint of this step may still be there.
+            # The pin of an earlier checkpoint of this step may still exist.
             while os.path.lexists(aside):
                 aside += "+"
             Path(aside).mkdir()
@@ -156,7 +156,7 @@ class Directory:
             for inside in {str(Path(aside, name).parent) for name in strange} | {aside}:
                 _sync(inside)
             _sync(self.path)
-        # What comes at this moment keeps it.
+        # A pin that is set at this moment stays.
         remove(path, files=files)
         return f"{', '.join(strange)} are now in {aside}" if strange else ""
 

@@ -35,12 +35,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Seconds until a failed copy is tried again, and the most they grow to.
+#: Seconds until a failed copy is tried again, and the most that this grows to.
 _FIRST, _MOST = 1.0, 60.0
 #: Seconds between two checks of a waiter for something more urgent.
 _LOOK = 0.1
 
-#: Those whose thread runs, or is to run before the process ends.
+#: Drains whose thread is running, or has to run before the process ends.
 _running: set[Drain] = set()
 _ending = False
 
@@ -54,8 +54,8 @@ def _at_end() -> None:
         drain.end()
 
 
-# The pools of concurrent.futures, with which copies are made, end before the interpreter waits for other threads. What
-# is registered here is called before that, the last one first. Without it, what waits is left to the next run.
+# The pools of concurrent.futures, which make the copies, end before the interpreter waits for other threads. Functions
+# that are registered here are called before that, the last one first. Without it, what waits is left to the next run.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
 if hasattr(os, "register_at_fork"):  # Windows has no fork
@@ -90,28 +90,28 @@ class Drain:
         self._share, self._leads = share, share[0] == 0
         self._deadline = deadline
         self._process = os.getpid()
-        # Reentrant: a signal handler that saves may come in between.
+        # Reentrant: a signal handler that saves may run in between.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
         #: For steps that are older than what is being saved.
         self._late = itertools.count(0, -1)
         #: The steps that wait, or are being copied; those with the highest numbers go first.
         self._waiting: dict[int, int] = {}
-        #: All that ever waited: what a removal of the local tier finds here and not above may go.
+        #: All steps that ever waited: a removal on the local tier may take what it finds here and not in the set above.
         self._seen: set[int] = set()
         #: Those that this process has saved.
         self._own: set[int] = set()
-        #: The exception of the last attempt at each step. A step that no longer waits is lost to the drain.
+        #: The exception of the last attempt at each step. A step that no longer waits has been given up by the drain.
         self._failed: dict[int, Exception] = {}
         #: Set when the thread has ended.
         self._idle = Event()
         self._idle.set()
-        #: Ends the pause after a failure.
+        #: Interrupts the pause after a failure.
         self._wake = Event()
         self._delay = _FIRST
-        #: Which policies of the remote want is to be asked anew.
+        #: The steps that policies of the remote tier want have to be asked for again.
         self._changed = False
-        #: Somebody waits: each step is tried once, without pauses.
+        #: Another thread waits: each step is tried once, without pauses.
         self._hurry = False
         self._stopped = False
 
@@ -122,7 +122,7 @@ class Drain:
         with self._lock:
             steps = self._from.look().steps
             entries = self._local.catalogue.entries(steps)
-            # The one that was saved last counts as the last; what says nothing of itself comes behind.
+            # The last saved one counts as the last; checkpoints without this note come after the others.
             for step in sorted(steps, key=lambda step: (step in entries and entries[step].lineage.order, step)):
                 self._queue(step)
             self.start()
@@ -154,7 +154,7 @@ class Drain:
         if os.getpid() != self._process:
             return False
         with self._lock:
-            # Another process may have saved it, or a save that ended a moment ago.
+            # Another process may have saved it, or a save that has just ended.
             if step not in self._seen:
                 self._queue(step, next(self._late))
                 self.start()
@@ -178,14 +178,15 @@ class Drain:
             self._stop()
             with self._lock:
                 self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
-                # What keeps a step from the remote that is about to go, nobody need hear.
+                # The reason why a step cannot reach the remote tier does not matter if it is about to be removed.
                 self._failed = {one: error for one, error in self._failed.items() if one <= step}
                 self._remote.go_back()
         finally:
             self._stopped = False
         self.start()
         if self._remote.is_older(step):
-            # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
+            # The remote tier lacks the step, or has one from a branch that this run has left: losing the node would
+            # then cost all.
             self.again(step)
             self.wait(math.inf, lambda: False)
 
@@ -284,7 +285,7 @@ class Drain:
         with self._lock:
             fresh = [step for step in self._waiting if step not in self._failed]
             if self._waiting and not fresh and not self._hurry:
-                # Each had its turn.
+                # Each step has had its turn.
                 self._forgive()
                 fresh = list(self._waiting)
             if self._stopped or not fresh:
@@ -332,8 +333,8 @@ class Drain:
                 self._skip()
                 if self._waiting.get(step) != number:
                     return
-            # What came meanwhile is asked about at the next turn: a run that saves faster than the remote answers would
-            # otherwise have nothing copied.
+            # Steps that arrived meanwhile are asked about in the next turn: otherwise a run that saves faster than the
+            # remote answers would never copy anything.
             if before is None and self._is_gone(step):
                 self._drop(step, number)
                 logger.info("%s: step %d was removed before it was copied", self._from.path, step)
@@ -342,7 +343,7 @@ class Drain:
         except CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, others are tried
-            # That it was replaced or removed beneath the copy is not a failure.
+            # A checkpoint that was replaced or removed while it was being copied is not a failure.
             if self._from.identity(name) == before:
                 self._note(step, number, error)
 
@@ -407,12 +408,12 @@ class Drain:
         """An attempt failed: what becomes of the step."""
         where = self._from.path, self._to.path
         if not self._leads:
-            # The first brings what is missing.
+            # The first process sends what is missing.
             logger.warning("%s: this process did not upload its share of step %d: %s", where[0], step, error)
             self._drop(step, number)
             return
         if isinstance(error, (CorruptCheckpointError, NotACheckpointError)):
-            # It stays damaged. One of an earlier run does not make each run after it fail.
+            # It stays damaged. A failure of an earlier run must not make each later run fail.
             logger.error("%s: step %d is not copied to %s: %s", where[0], step, where[1], error)
             self._drop(step, number)
             if step in self._own:

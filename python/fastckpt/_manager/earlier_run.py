@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from .directory import Directory
     from .prefix import Prefix
 
-#: Names that others than this manager give to checkpoints of steps hold a number.
+#: Checkpoint names given by something other than this manager may also contain a number.
 _numbered = re.compile(r"[0-9]").search
-#: Where the system says what is to be mounted.
+#: Where the system lists what should be mounted.
 _MOUNTS = Path("/etc/fstab")
 #: How many prefixes are asked for a manifest.
 _MOST = 32

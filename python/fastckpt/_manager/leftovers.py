@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Seconds between two looks after which a workspace in which nothing has changed has no writer.
+#: Seconds between two looks after which an unchanged workspace is taken to have no writer.
 UNCHANGED = 600.0
 
 
@@ -40,9 +40,9 @@ class Leftovers:
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        #: As they were seen, and when they were first seen so.
+        #: The leftovers as they were first seen, and when that was.
         self._seen: dict[str, tuple[Leftover, float]] = {}
-        #: What the report of the next save is to say.
+        #: Warnings for the report of the next save.
         self.warning: str | None = None
 
     def begin(self) -> None:
@@ -66,7 +66,7 @@ class Leftovers:
         try:
             unsure, kept = self._look()
             for one in unsure:
-                # What an old checkpoint is put back by goes with it or not at all.
+                # Files that are needed to restore an old checkpoint are removed together with it or not at all.
                 if one.checkpoint in kept or self._clock() - self._seen[one.name][1] < UNCHANGED:
                     continue
                 if remove_leftover(self._directory.path, one.name, force=True):

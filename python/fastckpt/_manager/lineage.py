@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 #: Where the metadata of a checkpoint has it.
 KEY = "lineage"
-#: Forks that are noted at most: what older ones left behind, retention has removed long since.
+#: The most forks that are noted: retention has long removed what older ones left behind.
 _MOST = 64
 
 
@@ -48,7 +48,8 @@ class Lineage(NamedTuple):
 
     def has_left(self, step: int, other: Lineage) -> bool:
         """Whether the branch of this checkpoint has left another one behind, that of ``step``."""
-        # What no manager saved may have been written again since, also below the step that the branch continues.
+        # A checkpoint that no manager saved may have been written again since, also below the step that the branch
+        # continues.
         after = other.order if other.forks else 0
         return any(other.order < at and (step > back or after > since) for at, back, since in self.forks)
 
@@ -102,13 +103,13 @@ class History:
 
     def plan(self, step: int) -> dict[str, Any]:
         """What the metadata of a save of ``step`` are to note."""
-        # The clock orders what was never seen, as on a remote tier that does not answer.
+        # The clock orders checkpoints that were never seen, as on a remote tier that does not answer.
         order, forks = max(self._order + 1, time.time_ns() // 1000), self._forks
         if self._turns or self._step is None or step <= self._step:
             # A program that restores by other means continues the highest step below.
             back = step - 1 if self._step is None else min(self._step, step - 1)
             since = self._since if self._turns and self._since else order
-            # What the new one leaves behind anyway is not noted twice.
+            # Checkpoints that the new fork leaves behind anyway are not noted twice.
             more = (fork for fork in forks if fork.step < back or fork.since < min(fork.order, since))
             forks = (*more, Fork(order, back, since))[-_MOST:]
         return {"order": order, "continues": self._step, "forks": [list(fork) for fork in forks]}

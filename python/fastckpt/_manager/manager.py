@@ -407,7 +407,7 @@ class Manager:
         if found is None:
             return None
         if discard_newer:
-            # What is in flight would come after the removal; whether it fails, the next save or wait tells.
+            # A save in flight would arrive after the removal; the next save or wait reports its failure.
             self._after_save.wait(math.inf)
             self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found.step))
         self._local.damaged.update(number for number, _ in found.skipped)
@@ -523,7 +523,7 @@ class Manager:
         if self._remote is not None:
             there = self._remote.pin(step) or there
         if self._drain is not None and self._local.place.is_pinned(step):
-            # The remote may have let it go, or not have wanted it.
+            # The remote tier may have removed it, or may not have wanted it.
             self._drain.again(step)
         if not there:
             raise FileNotFoundError(2, "pin: there is no such checkpoint", self.path(step))
@@ -543,7 +543,7 @@ class Manager:
     def _discard_beyond(self, step: int) -> None:
         if self._drain is not None:
             self._drain.go_back(step)
-        # What was pinned before there was a remote tier, or while it did not answer, is pinned here alone.
+        # Checkpoints that were pinned before there was a remote tier, or while it did not answer, are pinned only here.
         held = self._local.place.look().pinned
         for tier in (self._remote, self._local):
             if tier is not None:

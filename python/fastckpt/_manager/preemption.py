@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: The share of the grace period for saving; the rest is for undoing a save that takes longer, and for the end.
+#: The share of the grace period for saving; the rest is for undoing a save that takes longer, and for ending the
+#: process.
 _SHARE = 0.9
-#: Seconds that a save gets which all ranks have begun in time.
+#: Seconds for a save that all ranks began in time.
 _LEAST = 0.01
 
 
@@ -55,7 +56,7 @@ class Signals:
         self.grace = math.inf
         self._exits = True
         self._over = False
-        #: Signals that have come and were not answered, in their order.
+        #: Signals that have come and are not answered yet, in order.
         self._pending: list[int] = []
         #: Those that are to be answered.
         self._called: list[int] = [] if shared else self._pending
@@ -88,7 +89,7 @@ class Signals:
         self._over = True
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
-                # None is a handler that was not installed from Python: there is no way back to it.
+                # None means a handler that was not installed from Python: it cannot be restored.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     @contextlib.contextmanager
@@ -104,7 +105,7 @@ class Signals:
         """Answer what has come, if it can be answered here: in the handler, or at the begin of such a block."""
         answer = self.answer
         if answer is not None and self._pending:
-            # A second signal meanwhile is only noted.
+            # A second signal that arrives meanwhile is only noted.
             self.answer = None
             try:
                 answer()
@@ -174,7 +175,7 @@ class Signals:
             self._in_child(number, frame)
             return
         if self._over:
-            # The code that installed a handler after this one has put this one back.
+            # Code that installed a handler after this one has restored this one.
             self._default(number, frame)
             return
         if not self._pending:
@@ -245,7 +246,7 @@ class Preemption:
             if failed_with(error, TimeoutError):
                 self._given_up(f"step {step}: {error}")
             else:
-                # The end of the process may hide it.
+                # The end of the process may hide this message.
                 logger.error("%s: the save for %s failed: %s", self.directory, names, error)  # noqa: TRY400 - it is raised
                 raise
         finally:
@@ -262,7 +263,8 @@ class Preemption:
 
     def pass_on_at_end(self) -> None:
         """Likewise among several ranks, which have told each other all that they will."""
-        # On what had come to any rank, all have agreed in `wait`; what has come to this one since is its own.
+        # All ranks have agreed in `wait` on the signals known to any of them; a signal that came to this rank since is
+        # its own.
         self.signals.pass_on()
         self.signals.agree(self.signals.pending, None)
         self.signals.pass_on()

@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: How many manifests are asked for at a time: each costs a journey to the store and back.
+#: How many manifests are requested at a time: each costs a round trip to the store.
 _AT_A_TIME = 32
-#: How often it is looked again while checkpoints come and go.
+#: How often the listing is repeated while checkpoints come and go.
 _LOOKS = 20
 #: The most bytes of a small object of the run: a few hundred for each checkpoint.
 _SMALL = 256 << 20
-#: What a copy has brought is left alone for so long: it may still be under way.
+#: Seconds for which uploaded objects are left alone: their copy may still be running.
 _UNDER_WAY = timedelta(days=1)
 
 
@@ -42,11 +42,11 @@ class Prefix:
         self._objects = objects
         self.path = objects.url
         self.names = names
-        #: The steps of which the last look found objects and no manifest.
+        #: The steps for which the last listing found objects and no manifest.
         self.unfinished: set[int] = set()
         #: The steps of which it found objects.
         self._begun: set[int] = set()
-        #: What the last look found, by name, until somebody has asked for it: one journey less for each.
+        #: The result of the last listing, by name, until it is used: this saves a round trip for each.
         self._looked: dict[str, Identity] = {}
 
     def path_of(self, step: int) -> str:
@@ -65,7 +65,8 @@ class Prefix:
             prefixes, objects = self._objects.children()
             begun = sorted(step for step in map(step_of, prefixes) if step is not None)
             steps = self._whole(begun)
-            # What has lost its manifest since it was listed may have gone for a newer one, which was not there then.
+            # A checkpoint whose manifest has gone since the listing may have been removed for a newer one that did not
+            # exist then.
             missing = sorted({*begun} - {*steps})
             if not missing or missing == before:
                 break
@@ -138,7 +139,7 @@ class Prefix:
             noted = self._objects.sum_of(manifest)
             if noted is not None and _crc64.are_digits(noted, 1):
                 return 0, int(noted, 16), 0
-            # Another program has brought it.
+            # Another program has uploaded it.
             return self._objects.size(manifest), 0, 0
         except FileNotFoundError:
             return None
@@ -168,7 +169,7 @@ class Prefix:
             OSError: the store does not answer, or refuses.
         """
         if step not in self._begun:
-            # Of most steps that a fast trainer skips. Asking for each would take longer than it takes to save them.
+            # A fast trainer skips most of these steps. Asking for each would take longer than it takes to save them.
             return
         below = self._objects.below(self.names.name_of(step))
         count = remove_leftovers(below)
@@ -187,5 +188,5 @@ class Prefix:
         return self.names.name_of(step) + PIN
 
 
-#: Where the checkpoints of a run lie.
+#: The part of the URL below which the checkpoints of a run are.
 Place: TypeAlias = Directory | Prefix

@@ -27,9 +27,9 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Seconds between two signs of life of a rank for which others wait.
+#: Seconds between two signs of life of a rank that others wait for.
 _BEAT = 1.0
-#: Seconds for which a rank that cannot take part in the first save waits for the others, to tell them.
+#: Seconds for which a rank that cannot take part in the first save waits for the others in order to tell them.
 _MEETING = 10.0
 
 
@@ -117,7 +117,8 @@ class Ranks:
             self._place = location_of(directory, self.host)
             # At the latest when the interpreter ends, and before the group itself goes.
             weakref.finalize(self, self._session.end, self._peers)
-        #: Boundaries that all ranks pass without a question, those passed since the last one, and when that was.
+        #: The number of boundaries that all ranks pass without a question, of those passed since the last one, and when
+        #: that was.
         self._skip = self._passed = 0
         self._asked: float | None = None
 
@@ -157,7 +158,7 @@ class Ranks:
                 "make it after init_process_group, or with alone=True"
             )
 
-    # What they decide alike.
+    # The decisions that they share.
 
     def begin(self, arguments: Mapping[str, str]) -> None:
         """Compare the arguments of the manager on all ranks.
@@ -266,7 +267,7 @@ class Ranks:
         """
         return {} if self._peers is None else {"question": self._peers.answered}
 
-    # What the others hear of a rank that does not go on with them. That one is dead they find out by its silence.
+    # What other ranks are told about a rank that does not continue with them. They notice a dead rank by its silence.
 
     def leave(self, why: str) -> None:
         """This rank goes on or ends without the others, which hear of it when they next ask."""
@@ -278,10 +279,10 @@ class Ranks:
         """This rank does not take part in the save that the others begin now; it hardly waits for them."""
         if self._session is None:
             return
-        # Before the first save no rank knows the others: one that leaves at once would not be heard.
+        # Before the first save no rank knows the others: a rank that leaves at once would not be heard.
         known = self._session.peers.has_met
         call = Call("save", self._session, path, self._timeout if known else min(_MEETING, self._timeout))
-        # What this rank does with its own error, the caller decides.
+        # The caller decides what this rank does about its own error.
         with contextlib.suppress(Exception, RankLeft), call.operation:
             raise RankLeft(why) if known else RuntimeError(why)
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: What a local tier answers that has no room for a checkpoint, or takes none, or not in place of what lies there.
+#: Errors of a local tier that has no room for a checkpoint, accepts none, or accepts none in place of what is there.
 _NO_ROOM = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG", "EEXIST", "ENOTDIR", "ELOOP")
@@ -94,7 +94,7 @@ class Remote(Tier[Place]):
         """
         if not self.policies:
             return []
-        # What an earlier run saved beyond it counts for nothing, as for the local tier.
+        # Later checkpoints of an earlier run do not count, as on the local tier.
         top = max(waiting, key=lambda step: waiting[step])
         there, pinned = self.place.look()
         known = self.catalogue.entries(step for step in there if step <= top)
@@ -124,7 +124,7 @@ class Remote(Tier[Place]):
             if local.is_pinned(step) and not place.is_pinned(step):
                 place.pin(step)
             if was_there and not is_latest:
-                # One of thousands, perhaps, that an earlier run has copied: nothing has changed.
+                # One of perhaps thousands that an earlier run has copied: nothing has changed.
                 return
             durable = step if self._durable is None else self._durable
             if self.policies:
@@ -162,7 +162,7 @@ class Remote(Tier[Place]):
             # The two are not the same: the step was saved again, and not copied again.
             return there
         except (OSError, ValueError) as error:
-            # With a ValueError, what lies there cannot be copied.
+            # A ValueError means that what is there cannot be copied.
             fails_here = str(getattr(error, "filename", None)).startswith(self._local.place.path + os.sep)
             if isinstance(error, OSError) and error.errno not in _NO_ROOM and not fails_here:
                 raise

@@ -33,9 +33,9 @@ logger = logging.getLogger("fastckpt")
 
 _NOWHERE = Lineage(0)
 
-#: How often the directory is looked at again because a checkpoint was removed while it was read.
+#: How often the directory is listed again because a checkpoint was removed while it was being read.
 _LOOKS = 20
-#: What storage answers where a file is damaged, and an older checkpoint may not be.
+#: Errors of storage that concern one damaged file: an older checkpoint may be intact.
 _DAMAGE = {
     getattr(errno, name)
     for name in ("EIO", "ENODATA", "EUCLEAN", "EBADMSG", "ESTALE", "EILSEQ")
@@ -124,12 +124,12 @@ class Loader:
                 return found
             # Where another writes and removes, the first rank's view counts.
             if looks < _LOOKS and self.ranks.first("restore: look", partial(self.candidates.is_gone, one)):
-                # It was removed for one that became durable after the look.
+                # It was removed in favour of one that became durable after the listing.
                 tries, looks = look(), looks + 1
                 continue
             if not all(failure.skips for failure in failures):
                 raise error
-            # What the remote tier has of it comes next.
+            # The copy of it on the remote tier comes next.
             is_last = not any(other.step == one.step for other in tries)
             if is_last:
                 skipped[one.step] = failures[0].why
@@ -177,7 +177,7 @@ class Loader:
         if one.far and remote is not None:
             path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, alone=one.alone))
         if more and how.get("into") is not None and not how.get("strict", True):
-            # What an older one lacks would keep what a damaged one has left in `into`.
+            # Values that an older checkpoint lacks would keep, in `into`, what a damaged one has left.
             self.ranks.first("restore: verify", lambda: _verify(path))
         if self.ranks.grouped:
             with marked(self.ranks.answered):
@@ -186,7 +186,7 @@ class Loader:
             loaded = load(path, **how)
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
-        # Where another number of ranks has saved, none of them is this one.
+        # If another number of ranks has saved, none of them corresponds to this one.
         per_rank = load_state_of(path, None, (self.ranks.rank, ranks)) if ranks == self.ranks.size else None
         if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(

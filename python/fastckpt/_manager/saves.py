@@ -122,7 +122,7 @@ class Saves:
                 if pending.exception(seconds_until(end)) is not None and is_last:
                     self.step = None
             except TimeoutError:
-                # Where several ranks cancel it, one of them may hear of another's first.
+                # If several ranks cancel it, one of them may hear of another's cancellation first.
                 if pending.cancel() or failed_with(pending.exception(), CancelledError):
                     given_up.append(pending.path)
                     if is_last:
@@ -140,18 +140,18 @@ class Saves:
         try:
             self.report = pending.result(seconds_until(end))
         except Exception as error:
-            # Once it is known to have failed, its step may be saved again, and is not a base.
+            # Once it is known to have failed, its step may be saved again, and it is no base.
             with contextlib.suppress(TimeoutError):
                 self.after_save.wait(end)
             if pending.done() and self.pending is pending:
                 # The first rank may have told the others of the step after this one had heard of the failure.
                 self.step = None
             if failed_with(error, CancelledError) and not isinstance(error, CancelledError):
-                # Given up on all ranks, and this one has heard of another's first.
+                # All ranks have given it up, and this one has heard of another's decision first.
                 raise CancelledError(str(error)) from error
             raise
         finally:
-            # A failure is told once.
+            # Each failure is reported once.
             if pending.done():
                 self.pending = None
 

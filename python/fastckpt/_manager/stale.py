@@ -23,7 +23,7 @@ logger = logging.getLogger("fastckpt")
 
 #: The trained groups of a checkpoint: each tensor's bytes and checksum by its name.
 Sums: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
-#: What is trained are floating-point tensors of one dimension at least: an optimizer counts steps in scalars.
+#: Trained tensors are floating-point and have at least one dimension: an optimizer counts steps in scalars.
 _FLOATS = ("F", "BF", "C")
 #: Buffers that a forward pass changes, with training or without.
 _is_statistic = re.compile(r"(?:^|\.)running_(?:mean|var)$").search
@@ -109,7 +109,7 @@ class StaleAlarm:
         self.raises, self._ignores = stale == "raise", stale == "ignore"
         self.changed: tuple[int | None, dict[str, float]] = None, {}
         self.warning: str | None = None
-        #: What is still to be raised.
+        #: The error that is still to be raised.
         self._error: str | None = None
         #: The last step that was saved or restored, and where it lies, or its checksums.
         self._before: tuple[int, str | Sums] | None = None

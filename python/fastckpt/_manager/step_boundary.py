@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .stale import StaleAlarm
     from .step_timing import StepTiming
 
-#: Seconds for which ranks may go on without asking each other, at most; and into how many parts the grace period is cut
-#: by their questions, at least.
+#: The longest time in seconds for which ranks continue without asking each other; and the number of parts, at least,
+#: into which their questions divide the grace period.
 _APART = 1.0
 _ROUNDS = 20
 
@@ -58,7 +58,7 @@ class StepBoundary:
         if agreed.signals:
             if step == agreed.saved:
                 self.preemption.settle()
-            # What was being saved may have failed.
+            # The save that was running may have failed.
             if not self.ranks.first(
                 "should_save: signal",
                 lambda: step != saves.step and time.monotonic() < self.preemption.signals.deadline,
@@ -84,13 +84,13 @@ class StepBoundary:
             given = state_of(step, state, metrics, metadata, per_rank)
         except Exception:
             if self.ranks.size > 1 and step != self._wanted:
-                # The others ask whether the step is to be saved, and wait for this rank.
+                # The others ask whether to save the step, and wait for this rank.
                 self.should_save(step, force=force)
             raise
-        # Ranks ask each other once about a step that is to be saved; one process looks again.
+        # Ranks ask each other once about a step to be saved; one process checks again.
         if (self.ranks.size == 1 or step != self._wanted) and not self.should_save(step, force=force):
             return False
-        # Whatever happens from here on, the others hear of it from the save, or all raise.
+        # From here on, the others hear of any failure from the save, or all ranks raise.
         self._wanted = None
         if self.preemption.signals.called:
             return self.preemption.answer(step, given)
@@ -124,7 +124,7 @@ class StepBoundary:
             answer_together()
             return
         with self.preemption.signals.answered_by(answer):
-            # It may have come before.
+            # The signal may have come before.
             self.preemption.signals.answer_now()
             yield
 
@@ -138,7 +138,7 @@ class StepBoundary:
         self._base = agreed.saved
         signals.agree(agreed.signals, agreed.left)
         if not self.ranks.leads:
-            # What failed in the background, the ranks hear of at different times.
+            # Ranks hear of a failure in the background at different times.
             self.saves.step = agreed.saved
         return agreed
 

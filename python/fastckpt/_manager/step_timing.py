@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from fastckpt.save_when import Moment
 
-#: How many steps the usual duration is the median of: an evaluation in between is not a step.
+#: How many steps the usual duration is the median of: an evaluation in between does not count as a step.
 _STEPS = 15
-#: What a new measurement of a save weighs against all earlier ones.
+#: The weight of a new measurement of a save against all earlier ones.
 _WEIGHT = 0.5
 
 

@@ -98,20 +98,20 @@ class Tier(Generic[_P]):
         self.place, self.policies, self.read_only = place, policies, read_only
         self._catalogue: Catalogue | None = None
         self._making, self._lock = threading.Lock(), threading.Lock()
-        #: Held while one loses its name: setting a pin waits for it.
+        #: Held while a checkpoint is being renamed away: setting a pin waits for it.
         self._removing = threading.Lock()
         #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
         self.damaged: set[int] = set()
         self._warned: set[int] = set()
         #: The step that this process has made durable last.
         self._durable: int | None = None
-        #: Whether a step must stay for another reason: it is still to be copied.
+        #: Whether a step must stay for another reason: it has yet to be copied.
         self.held: Callable[[int], bool] = lambda step: False  # noqa: ARG005 - what is asked
 
     @property
     def catalogue(self) -> Catalogue:
         """What the checkpoints say of themselves."""
-        # That of the local tier is made with the manager: no signal handler waits here for the thread below it.
+        # The lock of the local tier is made with the manager: no signal handler waits here for the thread below it.
         if self._catalogue is None:
             with self._making:
                 texts = None if self.read_only else texts_of(self.policies)
@@ -133,7 +133,7 @@ class Tier(Generic[_P]):
 
     def pin(self, step: int) -> bool:
         """Pin a checkpoint; whether it is there."""
-        # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
+        # A removal that has begun ends first; another process may still remove it, until it sees the pin.
         name = self.place.names.name_of(step)
         with self._removing:
             if self.place.identity(name) is None:

@@ -92,7 +92,8 @@ def _decode(content: bytes, path: str, make: Callable[[list[tuple[str, memoryvie
         raise _unread(path, f"has format version {version}, and this fastckpt reads version {VERSION}: {_UPGRADE}")
     if line[2] is None:
         raise corrupt(path, "its first line is damaged")
-    # The first line opened the object. A manifest may have 512 MiB, so nothing of it is copied before it is checked.
+    # The first line opened the JSON object. A manifest may have 512 MiB, so nothing of it is copied before it is
+    # checked.
     text = memoryview(content)[line.end() :]
     found, written = _crc64.to_hex(_crc64.of(text)), line[3].decode()
     if found != written:

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     Tick: TypeAlias = Callable[[int, int], None]
     Drain: TypeAlias = Callable[[list[tuple[int, int, int, int]]], None]
 
-#: One thread reads what is smaller than this.
+#: Reads below this size take one thread.
 _SMALL = 2 << 20
 #: Bytes that may be on their way to be copied from, at a time.
 _IN_FLIGHT = 256 << 20
-#: From this size on, a piece is read to where it belongs; smaller ones are read together, and copied.
+#: From this size on, a piece is read directly to its destination; smaller ones are read together, and copied.
 _STRAIGHT = 64 << 10
 #: Bytes of a header that are read at a time, and of the manifest's beginning, which has the sum of the rest.
 _HEADER_READ, _SEAL = 1 << 20, 64
@@ -126,7 +126,7 @@ class Reader:
         manifest: bytes | None = None,
         files: Files | None = None,
     ) -> None:
-        # Shards are opened when they are read: on Windows an open file would keep the directory in its place.
+        # Shards are opened when they are read: on Windows an open file could not be replaced with its directory.
         del keep
         self._files = files or Directory(os.fspath(path))
         self._files.check()
@@ -302,7 +302,7 @@ class Reader:
                 for damage in self._header_damage(self._manifest.shards[number], file):
                     raise self.raised(damage)
 
-        # Where each waits for the network they do not wait for each other.
+        # Requests of different threads wait for the network at the same time.
         with ThreadPoolExecutor(self._files.threads if self._files.span else 1, "fastckpt") as pool:
             for _ in pool.map(check, todo) if self._files.span else map(check, todo):
                 pass
@@ -456,7 +456,7 @@ class _Job:
             for wanted in _cut(offset + low, offset + high, size):
                 (start, stop), crc = wanted, None
                 if verify:
-                    # A sum is that of a whole extent.
+                    # A checksum covers a whole extent.
                     block = start // size
                     start, stop = max(offset, block * size), min(end, (block + 1) * size)
                     crc = tensor.crc[(block - first) * _crc64.HEX :][: _crc64.HEX]

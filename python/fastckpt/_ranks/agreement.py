@@ -62,7 +62,7 @@ class Holding(NamedTuple):
     nbytes: int
 
 
-#: What the names of the tensors of ``per_rank`` start with.
+#: The prefix of the names of the tensors of ``per_rank``.
 PER_RANK = "per_rank."
 
 
@@ -214,7 +214,7 @@ class Agreement:
             (tensor.dtype, tensor.shape, tensor.logical, which)
             for tensor, which in zip(tensors, united.lists, strict=True)
         )
-        # A rank finds its tensors by name, but for these.
+        # A rank finds its tensors by name, except these.
         number_of = {tensor.name: number for number, tensor in enumerate(tensors)}
         others = {
             main: [

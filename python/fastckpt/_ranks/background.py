@@ -26,7 +26,7 @@ class Job(BackgroundSave):
     def __init__(self, request: SaveRequest, settings: BackgroundSettings, group: ProcessGroup) -> None:
         assert request.sources is not None  # noqa: S101 - it has just been built
         tensors = [tensor for flat in request.parts for tensor in flat.tensors]
-        # Without gaps between them, small tensors of a device share a copy.
+        # Small tensors of a device that are packed without gaps share a copy.
         joins = mask(request.sources, len(tensors), on_device=True)
         snapshot = _core.Snapshot.of_parts(tensors, joins, request.sources.fill)
         super().__init__(request, settings, snapshot, group.session if group.session.group.size > 1 else None)

@@ -41,7 +41,7 @@ class Boxed:
         self.requests: list[_core.ReadRequest] = []
         self.drain: Drain | None = None
         self._drain = drain
-        # Numbers of demands, by that of the request; and what has to be read first, and is then drained.
+        # The numbers of demands, by that of the request; and what has to be read first, and is drained afterwards.
         self._numbers: dict[int, int] = {}
         self._later: list[tuple[int, Any]] = []
         for number, demand in enumerate(demands):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 _MARKS, _NAME, _LONGEST, _BITS = 16, 64, 32, 64
 #: How many mappings of a state are looked into, and how many keys these have: larger ones are tables of tensors.
 _MAPPINGS, _KEYS = 64, 64
-#: How many directories above it tell where a path leads.
+#: How many directories above a path identify where it leads.
 _LEVELS = 4
 
 
@@ -46,7 +46,7 @@ class Called(NamedTuple):
         if self.place is None or other.place is None:
             return False
         (host, *levels), (its_host, *its_levels) = self.place, other.place
-        # Each host numbers its devices for itself. The ranks of a save prove later that they see one directory.
+        # Each host numbers its own devices. The ranks of a save prove later that they see one directory.
         first = 0 if host == its_host else 1
         return any(one[first:] == its[first:] for one in levels for its in its_levels)
 

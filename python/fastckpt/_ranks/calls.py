@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
     from .session import Session
 
-#: For a call whose own timeout is none.
+#: For a call that has no timeout of its own.
 _FALLBACK = 600.0
-#: Three years. Clocks, and what torch makes of seconds, end somewhere beyond.
+#: Three years. Clocks, and torch's conversion of seconds, overflow somewhere beyond.
 _LONGEST = 1e8
 _MARKS: ContextVar[Mapping[str, str]] = ContextVar("fastckpt_marks")
 

@@ -95,7 +95,7 @@ class RankTargets(Targets):
         mover: _memory.Mover | None = None,
         layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        # Also for no bytes: all ranks of a mesh have to name what is spread over it.
+        # Also for no bytes: all ranks of a mesh have to name the tensors that are spread over it.
         if room or whole is not None:
             if mover is not None:
                 self.push(len(self.demands), mover, room)
@@ -129,7 +129,7 @@ class Demands:
         for tensor, spread, *_ in self.targets.demands:
             wanted[tensor] = (*wanted.get(tensor, ()), spread)
         kinds: dict[tuple[int, ...], int] = {}
-        #: By the number of a tensor: the number of the list of the spreads that it is wanted by.
+        #: By the number of a tensor: the number of the list of spreads in which ranks want it.
         self.wanted = {tensor: kinds.setdefault(wanted[tensor], len(kinds)) for tensor in sorted(wanted)}
         self.kinds = list(kinds)
         self.told = Told.of(rank, _encode(self.wanted, self.kinds), encode_spreads(spreads))
@@ -246,7 +246,7 @@ class Shared:
         seen: dict[tuple[int, int], int] = {}
         for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
             wish = demands.spreads[spread - 1] if spread else None
-            # How many alike have come before: of what is stored once, a rank can want several.
+            # How many equal ones have come before: a rank can want a tensor that is stored once several times.
             alike = (tensor, spread if wish is not None and wish.mesh else 0)
             before = seen.get(alike, 0)
             seen[alike] = before + 1

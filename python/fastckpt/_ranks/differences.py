@@ -13,7 +13,7 @@ from fastckpt.exceptions import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: More than these are counted, not listed.
+#: Beyond this number, differences are counted, not listed.
 _LISTED = 10
 #: Longer values are cut, and longer lists of ranks.
 _VALUE = 80

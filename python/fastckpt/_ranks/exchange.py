@@ -29,11 +29,11 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Seconds between two looks at whether the others are still there.
+#: Seconds between two checks whether the other ranks are still there.
 _LOOK = 0.05
-#: Seconds for which threads may take to end once their transfers have been ended. Gloo ends them at once.
+#: Seconds for which threads may take to end after their transfers have been ended. Gloo ends them at once.
 _ENDING = 5.0
-#: Seconds after which a rank that stopped while ranks connected has been found silent: the protocol looks every 2.5 s.
+#: Seconds after which a rank that stopped while ranks connected has been found silent: the protocol checks every 2.5 s.
 _FOUND = 4.0
 
 
@@ -123,7 +123,7 @@ class Link:
                 self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
             except AbsentError as error:
                 if not error.ranks:
-                    # All have come. If one has stopped since, its silence tells which, a moment before or after this.
+                    # All have come. If a rank has stopped since, its silence tells which, shortly before or after this.
                     _attend_for(_FOUND, attend)
                 why = f"has not answered for {timeout:.1f} s (timeout=)"
                 failures = tuple(RankFailure(rank, self.host_of(rank), why) for rank in error.ranks)
@@ -226,7 +226,7 @@ class Exchange:
         until = time.monotonic() + _ENDING
         # On Ctrl-C, exit promptly: the store may not answer.
         hurry = not isinstance(sys.exc_info()[1], Exception | None)
-        # One that does not end keeps the mail alive, and with it the memory that gloo may still write to.
+        # A thread that does not end keeps the mail alive, and with it the memory that gloo may still write to.
         for thread in self._threads:
             while thread.is_alive() and time.monotonic() < until:
                 thread.join(_LOOK)
@@ -291,7 +291,7 @@ class Exchange:
                 return
             self._error = error
         self.mail.stop(str(error))
-        # What waits for other ranks, and what waits there for this one, would wait for ever.
+        # Threads that wait for other ranks, and those of other ranks that wait for this one, would wait for ever.
         self.group.end()
 
 
@@ -316,7 +316,7 @@ def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[
         if altered is not None:
             raise altered from None
         cause = None if exchange is None else exchange.error
-        # What stops the mail is what the core then fails of.
+        # The reason for which the mail is stopped becomes the core's error.
         if cause is not None and cause is not error and str(cause) in str(error):
             raise cause from None
         raise

@@ -120,7 +120,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
         one = len(hosts) == 1
         apart = is_url(call.path) or (one and (least > 1 or (least > 0 and is_resident(call.path, reader))))
         manifest = reader.manifest()
-        # On one host nothing else may have to travel.
+        # On one host nothing else may have to be sent.
         name = "" if (apart and one) or session.group.size == 1 else Link.agree([True, offer[1]])
         return [apart, name, len(manifest) if name else manifest]
 
@@ -297,7 +297,7 @@ def through_messages(
                 with range_of("fastckpt.read"):
                     own = carried(lambda: dict(engine.read(reading.progress)), exchange, attention)
             except LostError as error:
-                # The cause is another rank, which says so itself; where none does, this is the cause.
+                # Another rank is the cause, and reports it itself; if none does, this is the cause.
                 return {}, lost_by(session.name(rank), error)
             storage, peers, sent, pieces = (own.pop(name) for name in ("storage", "peers", "sent", "pieces"))
             more = {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.member import Member
 
-#: What ranks compare. By another plan they would take the same bytes for those of other tensors.
+#: What ranks compare. With another plan they would mistake these bytes for those of other tensors.
 VERSION = f"{_core.__version__} (plan {_core.PLAN})"
 
 
-#: How many calls of ranks that are out of step are told apart.
+#: How many calls of ranks that are out of step are distinguished.
 _MET = 8
 
 
@@ -32,11 +32,11 @@ class Message:
     #: The round.
     name: str
     failures: list[RankFailure]
-    #: How many failures there are beyond those listed.
+    #: The number of failures beyond those listed.
     more: int
     #: Nothing, where there are failures.
     value: Any
-    #: The calls of these ranks, each with those that its ranks have left behind without success; None: too many.
+    #: The calls of these ranks, each with those that its ranks have given up; None: too many.
     met: list[tuple[Called, list[Called]]] | None
 
     def encode(self) -> bytes:

@@ -21,11 +21,11 @@ from fastckpt._ranks.requests import Steps, UnreachableError, Wait, value_of
 from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
 
-#: Seconds that the store may take when the user has interrupted the program.
+#: Seconds that the store may take after the user has interrupted the program.
 _HURRY = 5.0
-#: Seconds between two looks for ranks that are late to their first call.
+#: Seconds between two checks for ranks that are late to their first call.
 _LATE = 0.5
-#: Seconds for which rank 0 waits at its end for others, which may be gone, and between two looks at whether they left.
+#: Seconds for which rank 0 waits at its end for others, which may be gone, and between two checks whether they left.
 _PARTING, _LOOK = 2.0, 0.01
 #: Seconds between two calls of a ``watch``, at most.
 _WATCH = 0.25
@@ -55,7 +55,7 @@ class Peers:
         self._turns = threading.Condition()
         self._ended: set[int] = set()
         self._taken = self._next = 0
-        #: The threads that are in a turn, or wait for theirs.
+        #: The threads that are in a turn, or waiting for theirs.
         self._threads: dict[int, int] = {}
         #: Ends the thread that answers late ranks.
         self._busy: threading.Event | None = None
@@ -220,7 +220,7 @@ class Operation:
         try:
             self._peers._enter(self._place)  # noqa: SLF001 - they are one
         except BaseException as error:
-            # An earlier turn may go on for long, and what waits for this one must not: it ends here and now.
+            # An earlier turn may go on for long, and the callers that wait for this one must not: it ends here and now.
             try:
                 with contextlib.suppress(RanksError):
                     self._run(self._turn.quit(error), _HURRY)
@@ -305,7 +305,7 @@ class Operation:
         if isinstance(error, StopError):
             raise verdict from None
         if getattr(error, "of_others", False):
-            # This rank has not failed, it has met the failure of another one, which the verdict names.
+            # This rank has not failed; it has met the failure of another one, which the verdict names.
             raise verdict from error
         if error is not None and self._peers.size > 1 and sys.version_info >= (3, 11):
             error.add_note(str(verdict))

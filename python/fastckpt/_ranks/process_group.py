@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from .replicas import Policy
     from .session import Session
 
-#: How many warnings of all ranks a report has.
+#: The most warnings of all ranks in one report.
 _WARNINGS = 16
 
 
@@ -241,7 +241,7 @@ class ProcessGroup:
             if comparison is not None and plain is not None and teams:
                 tensors, text = comparison.differing(session, operation, path, teams)
                 engine.close()
-                # Without a base, with these tensors taken from their lowest ranks.
+                # Without a base, and with these tensors taken from their lowest ranks.
                 own = self._write(request, agreed, options, progress, plain.first(tensors), None)
                 whole = True
                 return with_warnings(own, noted, [text])
@@ -326,7 +326,7 @@ def _outcome(
     try:
         own = _write(engine, exchange, attention, progress)
     except LostError as error:
-        # The cause is another rank, which says so itself; where none does, this is the cause.
+        # Another rank is the cause, and reports it itself; if none does, this is the cause.
         return {}, lost_by(name, error)
     return own, {"pieces": engine.pieces(), "saved": figures(own)}
 
@@ -347,7 +347,7 @@ def _write(
         with range_of("fastckpt.write"):
             return carried(lambda: dict(engine.write(each)), exchange, attention)
     except FileNotFoundError as error:
-        # The coordinator has made the files. It removes them when the save has failed, and then tells the others.
+        # The coordinator created the files. It removes them after the save has failed, and then tells the others.
         raise LostError(f"the files of the save have disappeared: {error}") from error
 
 

@@ -90,7 +90,7 @@ class _Listening:
     now: float
     waiting: set[int]
     silence: Silence
-    #: When it last listened: others may come one after the other, and those who do not are silent meanwhile.
+    #: When it last listened: while it listens to one rank after the other, the remaining ones are silent.
     listened: float
     #: When the turn was known to have failed.
     failed: float | None = None
@@ -138,14 +138,14 @@ class Turn:
         if label is None and member.size > 1:
             member.coming.append(self)
         self.name = ""
-        #: How long a rank waits before it looks who is silent, and before it looks whether the turn has failed. Large
-        #: groups look less often: one store serves them all.
+        #: How long a rank waits before it checks which ranks are silent, and before it checks whether the turn has
+        #: failed. Large groups check less often: one store serves them all.
         self.long_slice = min(timeout / 20, max(_LOOK, member.size / 1024))
         self.slice = min(self.long_slice, 1.0)
-        #: How long it works before it looks who is silent.
+        #: How long it works before it checks which ranks are silent.
         self.work_slice = min(timeout / 20, max(1.0, member.size / 1024))
         self._grace = min(GRACE, timeout)
-        #: Whom this rank listens to while it works.
+        #: The ranks that this rank listens to while it works.
         self._watched = (*((0,) if member.rank else ()), *tree.below(member.rank, member.size))
         self._begin()
 
@@ -156,18 +156,18 @@ class Turn:
         self.rounds = 0
         #: It is in a round, not between two.
         self.inside = False
-        #: It has the verdict of its last round, or has left without.
+        #: It has the verdict of its last round, or has left without one.
         self.over = False
         self._beaten: float | None = None
         #: What it has heard since the last round.
         self._silence = Silence(self.timeout)
-        #: Somebody has failed, and all can know.
+        #: A rank has failed, and all can know.
         self._aborted = False
         #: This rank has said that it succeeded, and does not know the outcome.
         self._unknown = False
-        #: The coordinator has done what the operation is for.
+        #: The coordinator has completed the operation.
         self._committed = False
-        #: The others have failed without this rank, which has been told of such a call before.
+        #: The others have failed without this rank, which has been told of an earlier call like this.
         self._outrun = False
         #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
@@ -212,7 +212,7 @@ class Turn:
     def _abort(self) -> str:
         return self._key("abort")
 
-    # What a rank does while it works.
+    # The work of a rank between its messages.
 
     def alive(self) -> Steps:
         """Say that this rank makes progress; to the store, at most forty times in ``timeout``."""
@@ -373,7 +373,7 @@ class Turn:
         state.silence.begin(state.waiting, now)
         if own.failures:
             state.fail()
-            # A rank that has been silent already is not waited for again.
+            # A rank that has been found silent is not waited for again.
             state.silence.take_over(self._silence, state.waiting)
             yield from self._tell(own.failures[0])
         while state.waiting:
@@ -392,7 +392,7 @@ class Turn:
         if state.decided:
             return None
         if self._aborted and not own.failures:
-            # The one that failed may answer to another rank, and what is missing here must not pass for success.
+            # The rank that failed may report to another rank, and a missing message must not count as success.
             own.failures.append(RankFailure(*words.decode((yield from value_of(self._abort)))))
         return {rank: state.found[rank] for rank in sorted(state.found)}
 
@@ -500,7 +500,7 @@ class Turn:
             pause = self.slice
         while True:
             yield Wait((self._bell(),), pause, 0)
-            # The coordinator may have gone between the verdict and the bell.
+            # The coordinator may have stopped between the verdict and the bell.
             verdict, beats = yield Get((self._register(), self._beat_of(0)))
             if _is_final(verdict):
                 return verdict
@@ -640,7 +640,7 @@ class Turn:
         for number in (first, first + 1):
             held = yield from self._conclude(b"", self._failed(failure), number)
             if held == DECIDING and not self.member.rank:
-                # It was this rank that decided, and its last word has not arrived.
+                # This rank decided, and its last message has not arrived.
                 outcome = words.COMMITTED if self._committed else words.NOTHING
                 held = yield from self._conclude(DECIDING, self._failed(failure, outcome), number)
             if held[:1] == b"!" or self.name == LAST:
@@ -654,7 +654,7 @@ class Turn:
         """Whether the turn that this rank has just come to leave has failed without it, for another call."""
         if self.kind or held[:1] != b"!":
             return self._is_of_others(held)
-        # One that goes for good, whatever call the others are in, tells those that are in a later one.
+        # A rank that leaves for good, whatever call the others are in, tells those that are in a later one.
         calls = words.decode(held[1:])[3]
         return calls is None or all(one[0] for one, _ in calls)
 

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 REPLICAS = ("sample", "full", "first")
 ON_DIFFERENCE = ("raise", "warn")
-#: More tensors than these are counted, not listed; and of so many ranks that differ the bytes are looked at.
+#: Beyond these numbers, tensors are counted, not listed, and the bytes of ranks that differ are not examined.
 _LISTED, _SIDES = 10, 4
-#: Bytes of a tensor that ranks show each other, to tell how much of it differs.
+#: Bytes of a tensor that ranks send each other, to find out how much of it differs.
 _SHOWN = 16 << 10
-#: Bytes of what the monitor is told.
+#: Bytes between two updates of the monitor.
 _TOLD = 64
 _REMEDIES = (
     "find out why copies that should be equal differ (a missing all-reduce, BatchNorm's statistics, a faulty "

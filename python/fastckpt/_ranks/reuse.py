@@ -46,7 +46,7 @@ def take_over(
         with range_of("fastckpt.compare"):
             return _share(session, operation, path, base, earlier, timeout)
     except BaseException:
-        # Here or at another rank, its broadcast may be left half done.
+        # The broadcast may be left half done, here or on another rank.
         session.link.drop()
         raise
 
@@ -65,7 +65,7 @@ def _share(
         if manifest is None:
             return None
         opened.append(manifest)
-        # On one host nothing else may have to travel.
+        # On one host nothing else may have to be sent.
         name = "" if len(hosts) == 1 else Link.agree([True, offer[1]])
         return [name, len(manifest) if name else manifest]
 

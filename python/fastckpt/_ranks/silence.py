@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-#: Silence of a whole timeout has to be heard in at least so many looks. One long gap between two looks says that this
-#: rank, the store or the machine stood still, and then so may the others have.
+#: A rank must have been silent for a whole timeout in at least this many checks. One long gap between two checks means
+#: that this rank, the store or the machine stood still, and then the others may have, too.
 _LOOKS = 4
 
 
 class _Heard(NamedTuple):
-    #: What was there at the last look: the count of its beats, or its hello.
+    #: The state at the last check: the count of its beats, or its hello.
     sign: bytes | None
-    #: Seconds of silence before that look, as far as they count.
+    #: Seconds of silence before that check, as far as they count.
     silent: float
-    #: When that look was.
+    #: The time of that check.
     looked: float
 
 

@@ -19,13 +19,13 @@ from typing import Any
 
 from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Request, Swap, UnreachableError, Wait
 
-#: Seconds in which a connection is made anew, and in which a wait ends that is not needed any more.
+#: Seconds in which a connection is renewed, and in which a wait ends that is no longer needed.
 _CONNECTED, _FORGOTTEN = 5.0, 1.0
-#: Seconds between two looks at a store whose clients must not wait in it, at first and at most.
+#: Seconds between two checks of a store whose clients must not block in it, at first and at most.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
-#: A value that no key has. A comparison with it returns it where there is no key.
+#: A value that no key has. A compare-and-set against it returns it if the key does not exist.
 _NO_VALUE = b"\0none"
 
 
@@ -93,12 +93,12 @@ class Transport:
             else (f"the store of the process group ({type(root).__name__})")
         )
         self._store = store
-        #: Clients of a server: they have connections, which wait without looking again and again.
+        #: Clients of a server: their connections block in a wait instead of polling.
         self._remote = host is not None and hasattr(store, "clone")
         self._address = (host, root.port) if self._remote else None
         # Reentrant for signal handlers.
         self._lock = threading.RLock()
-        # Connections take a while to make: they are begun at once.
+        # Connections take a while to make: they are started at once.
         self._line: _Line | None = _Line(self._connect)
         self._waiter: _Line | None = _Line(self._connect) if self._remote else None
         self._waits: tuple[frozenset[str], _Task] | None = None
@@ -132,8 +132,8 @@ class Transport:
 
     def _connect_again(self) -> Any:
         if self._address is not None:
-            # torch tries for minutes to reach a server that has gone. Only where there is doubt: for each connection
-            # the server asks for the name of the client's host, and answers no other meanwhile.
+            # torch retries for minutes to reach a server that has gone. Only if there is doubt: for each connection the
+            # server looks up the host name of the client, and answers no other client meanwhile.
             socket.create_connection(self._address, _CONNECTED).close()
         return self._connect()
 
@@ -207,7 +207,7 @@ class Transport:
                 if awaited.issuperset(keys):
                     return task
                 if not task.ended.is_set():
-                    # It hangs until its time is over, and is not needed.
+                    # It blocks until its timeout, and is not needed.
                     if self._waiter is not None:
                         self._waiter.end()
                     self._waiter = _Line(self._connect)
@@ -235,7 +235,8 @@ def _answer(client: Any, request: Request) -> Any:
             client.set(key, value)
         return None
     if isinstance(request, Get):
-        # To get a key waits for it, and one that was there at a check may have been removed since. To compare does not.
+        # Getting a key waits for it, and a key that a check found may have been removed since. A compare-and-set does
+        # not wait.
         values = [client.compare_set(key, _NO_VALUE, _NO_VALUE) for key in request.keys]
         return [None if value == _NO_VALUE else value for value in values]
     if isinstance(request, Add):

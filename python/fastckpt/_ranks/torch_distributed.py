@@ -29,14 +29,14 @@ class _Kept(Protocol):
 
 _T = TypeVar("_T", bound=_Kept)
 
-#: Up to this many ranks every rank connects to every other when a group is made, as torch has it by default; beyond,
-#: where torch can, those connect that have something to say to each other.
+#: Up to this many ranks, every rank connects to every other when a group is made, as torch does by default; beyond it,
+#: where torch can, only those connect that exchange messages.
 _CONNECT_ALL = 32
 #: A tag that no message has, see :meth:`DataGroup.end`.
 _NO_TAG = 2**31 - 1
-#: How many ranks that have not come are named.
+#: The most missing ranks that are named.
 _NAMED = 16
-#: How a transfer waits that is to end at once: 0 would mean the group's own deadline.
+#: The timeout of a transfer that is to end at once: 0 would mean the group's own deadline.
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -62,7 +62,7 @@ class Group(NamedTuple):
 
 _alone: list[Any] = []
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    # A thread of the parent may be in a turn, which nobody would end in the child.
+    # A thread of the parent may be in a turn, which would never end in the child.
     os.register_at_fork(after_in_child=_alone.clear)
 #: By process group: the process that made it, and what it made.
 _kept: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
@@ -226,7 +226,7 @@ class DataGroup:
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
-        # They stay: a late rank must not find that another has come and gone.
+        # They stay: a late rank must see that another has come, even if that one has gone.
         here = [f"here/{rank}" for rank in range(group.size)]
         store.set(here[group.rank], "")
         try:

@@ -96,7 +96,7 @@ class SpreadLists:
         self.lists: list[tuple[int, ...]] = []
         self._spreads: dict[Spread, int] = {}
         self._lists: dict[tuple[int, ...], int] = {}
-        #: By the number of a list: ranks that are in a mesh, and do not have the tensor.
+        #: By the number of a list: ranks that are in a mesh and do not have the tensor.
         self.without: dict[int, tuple[Spread, list[int]]] = {}
 
     def add(self, holders: Iterable[Holder]) -> int:
@@ -187,7 +187,7 @@ class _Union:
         self.out: list[Any] = []
         root = Path(None, THROUGH)
         everyone = [(variant, 0) for variant in range(len(tokens))]
-        # What is to be emitted, the next one last: places, or tokens that are known.
+        # The places and known tokens that are still to be emitted, the next one last.
         todo: list[tuple[Path, list[tuple[int, int]]] | list[Any]] = [(root, everyone)]
         while todo:
             item = todo.pop()

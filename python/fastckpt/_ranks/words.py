@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
     from fastckpt.exceptions import RankFailure
 
-#: The one key of a dict that stands for bytes.
+#: The only key of a dict that represents bytes.
 _BYTES = "\0bytes"
 #: How many failures an error lists; a full disk fails every rank.
 LISTED = 16
-#: A message of a failure is cut here: an exception may print a whole state.
+#: Messages of failures are cut to this length: an exception may print a whole state.
 _MESSAGE = 2000
-#: What a failed operation has left: nothing new; one of the two; the new checkpoint.
+#: The outcomes of a failed operation: nothing new; one of the two; the new checkpoint.
 NOTHING, UNKNOWN, COMMITTED = "nothing", "unknown", "committed"
 #: Bytes of a checksum.
 SUM = 8

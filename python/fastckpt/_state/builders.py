@@ -39,7 +39,7 @@ _WHAT = {
 }
 
 
-#: Types of ours that are made of tensors, and copy them or check them.
+#: Our types that are made of tensors, and copy or check them.
 MADE_OF_TENSORS = frozenset(
     {"torch.nested.nested_tensor", "torch.Generator", *(name for name in TABLE if name.startswith("numpy.random."))}
 )

@@ -18,11 +18,11 @@ from .structural import Codec, Encoded, Undecodable, codec_of, without
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Stands in a file for an OrderedDict with attributes of its own, such as the ``_metadata`` of a module's state. It is
-#: no codec, but part of the structure: partial loads look into it.
+#: Represents an OrderedDict with attributes of its own, such as the ``_metadata`` of a module's state. It is no codec,
+#: but part of the structure: partial loads look into it.
 ATTRIBUTED = "collections.OrderedDict"
 
-#: A Fraction is reduced when it is made, in time that grows with the square of its digits.
+#: Making a Fraction reduces it, in time that grows with the square of its digits.
 _FRACTION_BITS = 1 << 16
 
 
@@ -98,7 +98,7 @@ def _zone(value: Any) -> Any:
 def _decode_zone(cls: Any, value: Any) -> Any:
     from zoneinfo import ZoneInfoNotFoundError  # noqa: PLC0415 - the module of the class
 
-    # No dots: a key may become the name of a package of tzdata's.
+    # No dots: a key may be taken as the name of a package of tzdata.
     if re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,9}", text(value)) is None:
         raise ValueError("not the key of a time zone")
     try:
@@ -146,8 +146,8 @@ def _configured(value: Any) -> Encoded:
 _INTERPOLATIONS = 256
 
 
-#: What a configuration holds beside dicts and lists, if it comes back as one. Of another object, omegaconf would call
-#: methods.
+#: Values that a configuration may hold besides dicts and lists, if it is to come back as one. omegaconf would call
+#: methods of any other object.
 _IN_CONFIGURATIONS = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -175,7 +175,7 @@ def _check_configured(value: Any) -> None:
 def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
     _check_configured(value)
     flags = [] if attributes is None else exact(members(attributes, "flags")[0], list)
-    # Objects are allowed where they are part of it.
+    # Objects are allowed inside it.
     made = cls(value, flags={"allow_objects": True})
     made._set_flag("allow_objects", None)
     for pair in flags:
@@ -253,12 +253,12 @@ TABLE: dict[str, Own] = {
     "uuid.UUID": plain(str, _of_text),
     "zoneinfo.ZoneInfo": plain(_zone, _decode_zone),
 }
-#: Types that are stored by what they are, as the classes of a program are, and which every reader knows.
+#: Types that are stored structurally, like classes of a program, and that every reader knows.
 _STRUCTURAL = ("argparse.Namespace", "collections.Counter", "types.SimpleNamespace")
 
 RESERVED = frozenset({ATTRIBUTED, *TABLE, *_STRUCTURAL})
-#: Types of ours that only a program can ask for. A configuration resolves what its texts refer to whenever it is looked
-#: at, with whatever functions the program has given omegaconf: so a file must not be able to make one.
+#: Our types that are built only at a program's request. A configuration resolves the references in its texts whenever
+#: it is accessed, with whatever functions the program has given omegaconf: so a file must not be able to create one.
 ON_DEMAND = frozenset({"omegaconf.DictConfig", "omegaconf.ListConfig"})
 _SPELLED = {own.spelled or name: name for name, own in TABLE.items()} | {name: name for name in _STRUCTURAL}
 

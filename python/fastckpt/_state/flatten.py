@@ -44,9 +44,9 @@ _DIMENSIONS = _core.MAX_DIMENSIONS
 _KEYS_IN_KEYS = 32
 
 
-#: Tokens of tensors that are made of several, whose parts are stored in full.
+#: Tokens of tensors that are made of several parts, which are stored in full.
 _MADE = ('["coo"', '["compressed"', '["quantized"', '["type","torch.nested.nested_tensor"')
-#: Those that a user sees as one tensor.
+#: Tokens that a user sees as one tensor.
 _COMPOSED = ('["coo"', '["compressed"', '["quantized"', '["expanded"')
 _SEQUENCES = ('["list"', '["tuple"', '["set"', '["fset"')
 
@@ -304,7 +304,7 @@ def _stateful(value: Any) -> Parts:
         state = value.state_dict()
     except Exception as error:
         raise Unsupported(f"its state_dict() raised {error!r}: leave it out, or convert it with default=") from error
-    # What answers to every name (a mock) would go on for ever.
+    # An object that has every attribute (a mock) would recurse for ever.
     if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
         kind = name_of_class(type(state))
         raise Unsupported(f"its state_dict() returned a {kind}, which has a state_dict() itself, not a plain state")
@@ -317,7 +317,7 @@ def _has_state(kind: Any) -> bool:
 
 def _other(value: Any) -> Parts:
     """What nothing is known of."""
-    # Of an instance alone: one that passes on what another object has.
+    # Attributes of the instance only: an object may forward those of another.
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return _stateful(value)
     raise Unsupported(
@@ -335,8 +335,8 @@ class _Frame:
         self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool, made: bool = False, depth: int | None = None
     ) -> None:
         self.hold = hold
-        #: With ``observe``: so many frames lead to the key under which the children are values, 0 where there is none;
-        #: None in keys and in what is a value as a whole.
+        #: With ``observe``: this many frames lead to the key under which the children are values, 0 if there is none;
+        #: None in keys and inside a value that counts as a whole.
         self.depth = depth
         #: Whether that key has been noted, or is not to be.
         self.noted = not depth
@@ -347,7 +347,7 @@ class _Frame:
         self.key: Any = THROUGH
         self.prefix: str | None = None
         self.place: Place | None = None
-        #: Of a set, which is put in order when all of its members are there.
+        #: A set is sorted when all of its members are known.
         self.members: _Members | None = None
 
 
@@ -405,7 +405,7 @@ class _Flattener:
         self.spreads = spreads
         self.excluded = excluded
         self.flat = Flat()
-        # What is learned of a type holds for this walk: it may be registered before the next one.
+        # Facts about a type hold for this walk only: it may be registered before the next one.
         self.describe = dict(_DESCRIBE)
         self.stack: list[_Frame] = []
         self.active: set[int] = set()
@@ -416,7 +416,7 @@ class _Flattener:
         self.keys_in_keys = 0
         #: Bytes of tensors that are parts of others, beyond the first time.
         self.again = 0
-        #: The tensor on the stack whose parts are being flattened, the first if there are several.
+        #: The outermost tensor on the stack whose parts are being flattened.
         self.tensor: _Frame | None = None
 
     def walk(self, state: Any) -> None:
@@ -487,7 +487,7 @@ class _Flattener:
         """Note an object with a state of its own."""
         flat = self.flat
         flat.objects.append((flat.places.at(self.stack), value))
-        # To ask for the state may change an object: a data loader starts its workers.
+        # Asking for its state may change an object: a data loader starts its workers.
         return _stateful(value) if torch_kind(value) else "null"
 
     def describe_type(self, kind: type) -> Describe:
@@ -499,13 +499,13 @@ class _Flattener:
         return found
 
     def look_up(self, kind: type) -> Describe | None:
-        # What the program or fastckpt itself says of a type comes before what the type seems to be.
+        # A registration by the program or by fastckpt comes before what the type looks like.
         codec = self.types.by_class(kind)
         if codec is None:
             path = _values.path_encoder(kind)
             if path is not None:
                 return path
-            # A state can hold a tensor only where torch has been imported, by somebody.
+            # A state can hold a tensor only if torch has been imported.
             if "torch" in sys.modules:
                 from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
 
@@ -745,10 +745,10 @@ class _Flattener:
         return self.excluded(self.place_name(frame))
 
 
-#: The tag of what stands for a value that cannot be stored and will be left out, with the error.
+#: The tag of a placeholder for a value that cannot be stored and will be left out, with the error.
 EXCLUDED = "excluded"
 _SETS = frozenset((set, frozenset))
-#: No mapping deeper than this is the outer one, or one of those in it.
+#: Only the outer mapping and the mappings in it can be the model's.
 _OUTER = 16
 _EXPORTED = frozenset((bytes, bytearray))
 _PLAIN_KEYS = frozenset((str, int, float, bool, type(None)))

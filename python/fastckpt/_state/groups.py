@@ -42,7 +42,7 @@ def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
         if key is None or _clashing(outer, key) is not None:
             return ""
     else:
-        # Names are made of the key in the state, which may only be equal: True and 1 are.
+        # Names are made from the key in the state, which may only be equal to the given one: True and 1 are.
         key = dict(zip(outer, outer, strict=True)).get(model_key) if isinstance(model_key, _KEYS) else None
         reason = _refusal(outer, key)
         if reason is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Fewer keys cannot exceed the limit of 128 steps for each.
 _FEW = 256
-#: Places that a set looks at behind the one that a hash leads to.
+#: Places that a set tries after the one that a hash leads to.
 _NEIGHBOURS = 9
 
 WHY = "the hashes of its keys collide, so that Python would need minutes for it: store them as a list"
@@ -27,7 +27,7 @@ def crowds(keys: Collection[Any], *, in_set: bool = False) -> bool:
     if len(keys) <= _FEW:
         return False
     listed = keys if isinstance(keys, list) else list(keys)
-    # A set is made of a dict.
+    # A set is made from a dict.
     return _core.crowded(listed, neighbours=0) or (in_set and _core.crowded(listed, neighbours=_NEIGHBOURS))
 
 

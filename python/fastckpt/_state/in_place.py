@@ -10,11 +10,11 @@ from .structural import is_record, own_dict, slots_of
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    #: Yields what exists, what was built, and whether that is all of it; is sent what takes its place, and returns
-    #: what takes its own.
+    #: Yields the existing value, the new value, and whether the new one is complete; receives what replaces the
+    #: existing value, and returns what replaces its own.
     Steps: TypeAlias = Generator[tuple[Any, Any, bool], Any, Any]
 
-#: Stands in lists and tuples for items that were not loaded.
+#: Placeholder in lists and tuples for items that were not loaded.
 HOLE: Any = type("Hole", (), {})()
 _NOTHING: Any = type("Nothing", (), {})()
 
@@ -124,7 +124,7 @@ class _Update:
         """What becomes the items of a list or tuple."""
         made: list[Any] = []
         holes = False
-        # Most long lists hold nothing else: no item of theirs is looked at by itself.
+        # Most long lists hold nothing else: their items need not be examined one by one.
         plain = _LEAVES.issuperset(map(type, built))
         for number, value in () if plain else enumerate(built):
             if type(value) in _LEAVES:

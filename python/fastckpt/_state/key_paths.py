@@ -44,7 +44,7 @@ class Place:
         self.above = above
         self.step = step
         self.key = key
-        #: How it looks in a message, once that is known.
+        #: Its text in a message, once that is known.
         self.shown: str | None = None if above is not None else step
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Place:
             at = at.above
         shown = at.shown
         for place in reversed(missing):
-            # What is cut is the middle, and the ends are those of the whole.
+            # The middle is cut, and both ends stay.
             shown = place.shown = _cut(shown + place.step)
         return show(shown)
 
@@ -188,7 +188,7 @@ def unique(taken: dict[str, int], name: str) -> str:
     if count is None:
         taken[name] = 1
         return name
-    # The count makes many clashes linear; what it leads to may be another tensor's own name.
+    # The count makes many clashes linear; the resulting name may be another tensor's own.
     while f"{name}~{count}" in taken:
         count += 1
     taken[name] = count + 1

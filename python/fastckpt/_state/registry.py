@@ -13,7 +13,7 @@ from . import built_in
 from .structural import Codec, Encoded, Undecodable, codec_of, name_of
 from .values import PLAIN, path_encoder
 
-#: Without importing torch to ask.
+#: Asked without importing torch.
 _TORCH = frozenset(
     {
         ("torch", "Tensor"),
@@ -90,7 +90,7 @@ class Registry:
                 "and has no __tensor_flatten__ and __tensor_unflatten__: give encode and decode"
             )
         known = self._by_name.get(name)
-        # A class defined again, as notebooks do, takes the place of its former self.
+        # A class that is defined again, as in notebooks, replaces its former self.
         if known is not None and known.cls is not cls and name_of(known.cls) != name_of(cls):
             raise ValueError(f"register: the name {name!r} belongs to {name_of(known.cls)}: give another name")
         for former in (known, self._by_class.get(cls)):

@@ -38,7 +38,7 @@ class Renaming:
         self._prefixes = prefixes
         self._rename = rename
         self._seen: set[str] = set()
-        #: Whether it can change anything.
+        #: Whether it can change any key.
         self.changes = bool(prefixes) or rename is not None
 
     def _new(self, key: str) -> str:
@@ -70,7 +70,7 @@ class Renaming:
         self._seen.clear()
         out = list(tokens)
         ends = ends_of(tokens)
-        # Where values begin whose keys may change, and whether they may also keep them.
+        # The positions of values whose keys may change, and whether they may also keep them.
         todo = [(0, False)]
         while todo:
             position, lenient = todo.pop()

@@ -37,7 +37,8 @@ _HOLE = -1
 _SLICE = ("start", "stop", "step")
 #: The name of a key that only the program that saved it could name; compared by identity.
 _NAMELESS = str(object())
-#: Characters that the names of ties may have in all, and how many more for each token (docs/format.md, section 3.4).
+#: The most characters that the names of ties may have in all, and how many more for each token (docs/format.md, section
+#: 3.4).
 _NAMES = 1 << 20
 _NAMES_OF_TOKEN = 64
 
@@ -131,7 +132,7 @@ def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, lis
         count = arity(token) if tag is not None else 0
         position += 1
         if tag == "type" and is_attributed(token):
-            # The pair of items and attributes leaves no trace in places.
+            # The pair of items and attributes does not appear in places.
             position += 1
             stack.append(_Frame(2, iter((THROUGH, THROUGH))))
             continue
@@ -148,7 +149,7 @@ def locate(tokens: list[Token], places: Places, wanted: Container[Place]) -> dic
     for position, stack, in_key in _walk(tokens):
         place = None if in_key else places.known(stack)
         if place is not None and place in wanted:
-            # What leaves no trace in places comes after what it is in.
+            # Tokens that do not appear in places come after the one that contains them.
             found.setdefault(place, position)
     return found
 
@@ -215,7 +216,7 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
     uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)
     out: list[tuple[int, int, str]] = []
-    # Where the first place of a tensor is in `out`, as long as no place has had its stored name; then -1.
+    # The position of a tensor's first place in `out` until a place has its stored name; then -1.
     without: dict[int, int] = {}
     left = _NAMES + _NAMES_OF_TOKEN * len(tokens)
     for position, stack, in_key in _walk(tokens):
@@ -276,14 +277,14 @@ def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str
     """
     for position, _, name in aliases(tokens, stored):
         yield position, name
-    # What leads to the container at hand, and how much of it leads to each of those around it. Names are joined one at
-    # a time: of deep nesting, all prefixes together would fill the memory.
+    # The path to the current container, and how much of it leads to each container around it. Names are joined one at a
+    # time: in deep nesting, all prefixes together would fill the memory.
     path: list[str] = []
     lengths = [0]
     for position, stack, in_key in _walk(tokens):
         if in_key:
             continue
-        # Every container is met before what is in it, so at most one has been entered since.
+        # Every container is visited before its contents, so at most one has been entered since.
         while len(lengths) > len(stack):
             del path[lengths.pop() :]
         if len(lengths) < len(stack):

@@ -24,7 +24,7 @@ from fastckpt._tensors.described import Unsupported, exact, text
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-#: What a value is stored as, and its attributes, if it has any beside that.
+#: The value that is stored for it, and its attributes, if it has any besides.
 Encoded: TypeAlias = "tuple[Any, dict[str, Any] | None]"
 
 
@@ -116,7 +116,7 @@ def _wrapper(cls: Any) -> _Pair:
     def encode(value: Any) -> Encoded:
         names, context = value.__tensor_flatten__()
         inner = {name: getattr(value, name) for name in names}
-        # torch itself recognises a Parameter by this.
+        # torch itself recognises a Parameter this way.
         flags = ("p" if getattr(value, "_is_param", False) else "") + ("g" if value.requires_grad else "")
         outer = (inner, context, value.size(), tuple(value.stride()))
         return ((*outer, flags) if flags else outer), None
@@ -163,7 +163,7 @@ def _classes(cls: type) -> list[type]:
     return list(itertools.takewhile(lambda base: base not in _BASES and base.__flags__ & _HEAP, cls.__mro__))
 
 
-#: Of a type that is made at run time, as all classes that are written in Python (``Py_TPFLAGS_HEAPTYPE``).
+#: Whether a type is made at run time, as are all classes written in Python (``Py_TPFLAGS_HEAPTYPE``).
 _HEAP = 1 << 9
 
 
@@ -210,7 +210,7 @@ def _checked(cls: type, own: dict[Any, Any]) -> dict[str, Any]:
 
 _REMEDY = "rename it, or convert the whole with default="
 _ITSELF = "__dict__"
-#: Where typing notes with which parameters a generic class was called, which is no value that can be stored.
+#: The attribute in which typing notes the parameters of a generic class: not a value that can be stored.
 _PARAMETERS = "__orig_class__"
 
 
@@ -326,17 +326,17 @@ def _missing(name: str) -> NoReturn:
 
 
 def _dataclass(cls: Any) -> _Pair:
-    # Only what object makes can be made without the class.
+    # Only an instance that ``object`` creates can be made without code of the class.
     if not hasattr(cls, "__dataclass_fields__") or _classes(cls)[-1].__base__ is not object:
         return None
     fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(cls)}
-    # What a property has kept is found anew.
+    # A value cached by a property is computed anew.
     caches = {
         name for base in _classes(cls) for name, it in vars(base).items() if type(it) is functools.cached_property
     }
 
     def encode(value: Any) -> Encoded:
-        # One that is not an argument of __init__ need not be set.
+        # A field that is not an argument of __init__ need not be set.
         parts = {name: getattr(value, name) for name in fields if hasattr(value, name)}
         return parts, _attributes(value, fields.keys() | caches)
 
@@ -473,7 +473,8 @@ def _make_bytearray(cls: Any, value: Any) -> Any:
 
 
 _ALL = slice(None)
-#: Built-in types: what makes a plain value of an instance of a subclass, without its methods, and what undoes that.
+#: Built-in types: the function that makes a plain value from an instance of a subclass, without its methods, and its
+#: inverse.
 _BASES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     OrderedDict: (_ordered, _make_ordered),
     defaultdict: (_default, _make_default),

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     import datetime as dt
 
 Token: TypeAlias = Any
-#: Makes a value of its finished parts.
+#: Builds a value from its finished parts.
 Finish: TypeAlias = Callable[[list[Any]], Any]
 
-#: The longest integer of 64 bits; fastckpt writes no longer number.
+#: The longest integer of 64 bits; fastckpt writes no longer one.
 _INTEGER_DIGITS = 20
 _TENSORS = frozenset({"tensor", "array"})
 _BYTES = frozenset({"bytes", "bytearray"})
@@ -39,7 +39,7 @@ _BYTES = frozenset({"bytes", "bytearray"})
 class Builder(Protocol):
     """What the tokens that are not Python's own become."""
 
-    #: Whether values of types that are not known become what they are stored as, which need not be hashable.
+    #: Whether values of unknown types become their stored form, which may be unhashable.
     plain: bool
 
     def tensor(self, token: list[Any]) -> Any:
@@ -105,7 +105,7 @@ def arity(token: list[Any]) -> int:
     return _ARITIES.get(tag, 0)
 
 
-#: Members of a token of a type whose value has attributes.
+#: Members of the token of a type whose value has attributes.
 _WITH_ATTRIBUTES = 3
 _ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
 
@@ -205,7 +205,7 @@ _MAKE_MAPPINGS = frozenset((_dict, _ordered, _default, *(_PLAIN_FINISH[tag] for 
 _MAKE_SEQUENCES = frozenset((_identity, tuple, _set, _frozenset, _PLAIN_FINISH["set"], _PLAIN_FINISH["fset"]))
 
 
-#: The types of keys that a message shows.
+#: The types of keys that a message prints.
 _SHOWN = frozenset((str, int, float, bool, bytes, type(None)))
 
 
@@ -215,7 +215,7 @@ def _key_of(frame: tuple[list[Any], int, Finish]) -> Any:
     if finish in _MAKE_MAPPINGS:
         if not parts or (needed - len(parts)) % 2 == 0:
             return THROUGH
-        # A key of a class of the program's is not asked how it looks: nothing of what was built runs.
+        # The ``repr`` of a key whose class is the program's is not called: no code of the built values runs.
         kind = type(parts[-1])
         return parts[-1] if kind in _SHOWN else KeyText("", f"<{kind.__name__}>")
     return len(parts) if finish in _MAKE_SEQUENCES else THROUGH
@@ -247,7 +247,7 @@ def unflatten(tokens: Sequence[Token], builder: Builder, *, operation: str = "lo
 def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any:  # noqa: C901, PLR0912 - one hot loop
     leaf_of = _leaves(builder).get
     stack: list[tuple[list[Any], int, Finish]] = []
-    # The value that is open: its parts so far, how many it needs, and what makes it of them.
+    # The value that is being built: its parts so far, how many it needs, and the function that builds it.
     parts: list[Any] = []
     needed = 1
     finish: Finish = _identity

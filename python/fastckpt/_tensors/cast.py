@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from .memory import Bytes, Mover
 
-    #: Makes elements of one dtype of as many of another; neither need be aligned.
+    #: Converts elements of one dtype to another; neither need be aligned.
     Convert = Callable[[Bytes, Bytes], None]
 
-#: Elements that are converted at a time on their way to a mover: what fits the processor's caches.
+#: Elements that are converted at a time on their way to a mover: as many as fit the processor's caches.
 _PIECE = 1 << 17
 
 
@@ -36,8 +36,8 @@ class Cast:
         self._convert = convert
         self._from, self._to = sizes
         self._address = address
-        #: The bytes of each element that a block's edge cuts, and which of them are there. They stay, so that a part
-        #: may come again.
+        #: The bytes of each element that a block's edge cuts, and which of them are there. They are kept, so that a
+        #: part may arrive again.
         self._cut: dict[int, tuple[Bytes, Bytes]] = {}
         self._lock = Lock()
 

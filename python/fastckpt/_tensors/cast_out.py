@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from .memory import Bytes, Mover
     from .pieces import Index
 
-#: Elements that are converted at a time: what fits the processor's caches, and what torch does in the calling thread.
+#: Elements that are converted at a time: as many as fit the processor's caches, and as torch copies in the calling
+#: thread.
 _PIECE = 30 << 10
 
 
@@ -124,7 +125,7 @@ class CastDownload(_device.Download):
     def __init__(
         self, torch: ModuleType, value: Any, dtype: Any, lost: Callable[[Any], Any] | None, loss: Loss
     ) -> None:
-        # Not what the class above makes of its tensor: no bytes of it are stored as they lie.
+        # Not the conversion of the class above: no bytes of this tensor are stored as they are in memory.
         self.torch = torch
         self.raw = value
         self.flip = None
@@ -183,7 +184,7 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
         value = value.view(-1)
 
     def convert(index: Index, contiguous: Bytes) -> None:
-        # torch's copy between dtypes can take a view of changed signs for what it is a view of.
+        # torch's copy between dtypes can mistake a view with changed signs for its base.
         part = (value[index] if index else value).resolve_neg()
         torch.from_numpy(contiguous).view(dtype).view(part.shape).copy_(part)
         if lost is not None:
@@ -195,7 +196,7 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
 @functools.cache
 def _losing(torch: ModuleType, source: Any, target: Any) -> Callable[[Any], Any] | None:
     """What tells whether a part of a tensor has numbers that ``target`` does not reach; None where none can have."""
-    # Refused here if at all; and not every dtype has infinities.
+    # If it is refused, then here; and not every dtype has infinities.
     keeps_infinities = bool(torch.full((1,), torch.inf).to(target).float().isinf())
     torch.zeros(1, dtype=source).to(target)
     if source is torch.bool:

@@ -91,7 +91,7 @@ class Parts(NamedTuple):
     keyed: bool = False
 
 
-#: What makes a token, something to store, or parts of a value: by exact type.
+#: Makes a token, a tensor to store, or parts of a value: by exact type.
 Describe: TypeAlias = "Callable[[Any], str | Stored | Parts]"
 
 

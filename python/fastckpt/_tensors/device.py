@@ -44,7 +44,7 @@ GATHERED = 16 << 20
 #: Ranges of fewer bytes than this share a copy with their neighbours.
 SMALL = 1 << 20
 
-#: Streams that nothing is under way in, by device. The lists change in atomic steps: signal handlers save, too.
+#: Streams without work in progress, by device. The lists change in atomic steps: signal handlers save, too.
 _free: dict[Any, list[Any]] = {}
 
 
@@ -149,7 +149,7 @@ class Link:
             self.module.synchronize(self.device)
             return None
         try:
-            # Its waiter sleeps: CUDA's would spin, on a core that training may want.
+            # A waiter sleeps: CUDA's own wait would spin, on a core that training may need.
             event = self.module.Event(blocking=True)
         except TypeError:  # not every kind of device has the choice
             event = self.module.Event()
@@ -185,7 +185,7 @@ class _Tensor:
 
 
 def _bytes(torch: ModuleType, contiguous: Any) -> Any:
-    # By stride: one element can count as contiguous with a step to the next that is none.
+    # By stride: a tensor of one element can count as contiguous although its step to the next one does not.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
@@ -262,8 +262,8 @@ class Upload(_Tensor):
             return
         first, last, whole = elements(start, nbytes, self.size)
         if not whole:
-            # The bytes of one element lie together, so those that the range has of it are written alone: two threads
-            # may have the two halves.
+            # The bytes of one element are adjacent, so those that are in the range are written alone: two threads may
+            # have the two halves.
             skip = start - first * self.size
             if skip or nbytes < self.size:
                 taken = min(self.size - skip, nbytes)
@@ -294,9 +294,9 @@ class Transfer:
 
     def __init__(self, link: Link, ready: Any, ask: Callable[[Transfer], None]) -> None:
         self.link = link
-        #: What must stay until the copies have ended.
+        #: Objects that must stay alive until the copies have ended.
         self.kept: list[Any] = []
-        #: What is left for the host to do then: ``flip``, address, nbytes and logical start.
+        #: The work that is left for the host afterwards: ``flip``, address, nbytes and logical start.
         self.flips: list[tuple[Flip, int, int, int]] = []
         self.stream = None
         with link.selected():
@@ -397,7 +397,7 @@ def _protect(tensors: Sequence[Any], stream: Any) -> None:
                 f"the memory of a tensor of {tensor.device} was freed before it was copied, as sharded modules do "
                 "between steps: call wait_staged() of the save first, or save what they hold between steps"
             )
-    # Not every allocator can, and not every kind of stream is one to torch.
+    # Not every allocator supports it, and not every kind of stream is a torch stream.
     with contextlib.suppress(RuntimeError, TypeError):
         for tensor in tensors:
             tensor.record_stream(stream)
@@ -422,7 +422,7 @@ def download(
 
         def move(parts: list[Any], sizes: list[int], address: int) -> None:
             if len(parts) > 1:
-                # Not every kind of device can, and a device may be full: then one by one.
+                # Not every kind of device supports it, and a device may be full: then one by one.
                 with contextlib.suppress(NotImplementedError, torch.OutOfMemoryError):
                     parts, sizes = [torch.cat(parts)], [sum(sizes)]
             for part, nbytes in zip(parts, sizes, strict=True):
@@ -449,7 +449,7 @@ def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any)
         run = _Run(lambda parts, sizes, address: _spread(transfer, parts, sizes, address))
         for mover, start, address, nbytes in jobs:
             if mover.flip is not None:
-                # The caller's bytes are not ours to change.
+                # The caller's bytes must not be changed.
                 data = np.array(_memory.at(address, nbytes))
                 mover.flip(data, start)
                 transfer.kept.append(data)

@@ -39,11 +39,11 @@ _ALL = (1 << 64) - 1
 _BITS = 64
 #: Bits that are summed at a time. Half precision has every integer up to this one.
 _WIDTH = 2048
-#: Bytes whose bits are taken apart at a time: these make temporary memory of 16 bytes each.
+#: Bytes whose bits are expanded at a time: each needs temporary memory of 16 bytes.
 STEP = 4 << 20
 #: Bytes that are summed at a time.
 _STRETCH = 64 << 20
-#: What :func:`is_exact` has found, by device.
+#: The results of :func:`is_exact`, by device.
 _checked: dict[str, bool] = {}
 #: The checksum of ``index % 251`` for so many bytes.
 _PROBE = 20_000
@@ -106,7 +106,7 @@ def _sums_matrix(nbytes: int) -> Any:
     return _bits_of(values) * 1.0
 
 
-#: By device and length of what the inputs are of: the matrices, about half a megabyte for a device.
+#: By device and length of the inputs: the matrices, about half a megabyte for a device.
 _matrices: dict[tuple[str, int], Any] = {}
 
 
@@ -153,7 +153,7 @@ def _of_stretch(torch: ModuleType, data: Any) -> int:
         bits = _parities(torch, summed).view(-1)
         nbytes *= _WIDTH // _BITS
     (value,) = np.packbits(bits.to(torch.uint8).cpu().numpy(), bitorder="little").view("<u8")
-    # A CRC begins with ones, which the following bytes multiply, and all its bits are inverted in the end.
+    # A CRC begins with ones, which the following bytes multiply, and all its bits are inverted at the end.
     return int(value) ^ _times(_ALL, _following(len(data))) ^ _ALL
 
 

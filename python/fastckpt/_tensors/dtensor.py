@@ -89,7 +89,7 @@ class DTensors:
         self._ranks = ranks
         self._numbers: dict[Spread, int] = {}
         self._meshes: dict[int, _Mesh] = {}
-        # By identity: to compare placements, or to hash them, runs Python for each.
+        # By identity: comparing or hashing placements runs Python for each of them.
         self._quick: dict[tuple[int, int, tuple[int, ...], bool], _Known] = {}
         self._known: dict[tuple[int, tuple[Placement, ...], str, tuple[int, ...]], _Known] = {}
 
@@ -103,7 +103,7 @@ class DTensors:
         mesh, placements = spec.mesh, spec.placements
         order = getattr(spec, "shard_order", None)
         usual = not order or all(list(entry[1]) == sorted(entry[1]) for entry in order)
-        # Views make strided placements that are of no order.
+        # Views can make strided placements that correspond to no order.
         decoded = getattr(spec, "use_strided_shard_as_shard_order", True)
         key = (id(mesh), id(placements), shape, decoded)
         known = self._quick.get(key) if usual else None
@@ -212,7 +212,7 @@ def _stored(local: Tensor, shape: tuple[int, ...], number: int, flags: str) -> S
         mover = _torch.mover_out(local)
     name, logical = known
     return Stored(
-        # Of an empty part, too, the storage tells what is tied.
+        # The storage shows what is tied, also for an empty part.
         (OwnPart, storage._cdata, start, dtype, shape, number, reach),
         name,
         shape if logical is None else (math.prod(shape) * local.itemsize,),

@@ -22,18 +22,18 @@ Copy: TypeAlias = "Callable[[Index, Bytes], Any]"
 #: ``(start, address, nbytes)``: move the bytes ``[start, start + nbytes)`` of one array to or from ``address``.
 Mover: TypeAlias = Callable[[int, int, int], None]
 
-#: From this size on, a new buffer is laid out so that direct I/O can fill it without a copy.
+#: From this size on, a new buffer is aligned so that direct I/O can fill it without a copy.
 CONGRUENT = 1 << 20
 _PAGE = 4096
-#: The kernel's own page: what two tensors must not share, so that the memory of one can go.
+#: The kernel's own page: two tensors must not share one, so that the memory of one can be released.
 _GRANULE = max(mmap.PAGESIZE, _PAGE)
 _HUGE_PAGE = 2 << 20
-#: From this size on, a new buffer is in huge pages, and none that the process has had before; from the second on, it is
-#: in a mapping of its own.
+#: From this size on, a new buffer is in huge pages, and in memory new to the process; from the second size on, it has a
+#: mapping of its own.
 LARGE, _ALONE = 4 << 20, 32 << 20
-#: Address space that is mapped at a time for those between.
+#: Address space that is mapped at a time for sizes in between.
 _REGION = 256 << 20
-#: Where pages can be chosen and given back one by one, as only Linux does it.
+#: Only Linux can advise and release individual pages.
 _LINUX = sys.platform == "linux"
 _DONTNEED = mmap.MADV_DONTNEED if sys.platform == "linux" else 0
 _DONTNEED_LOCKED = 24  # Linux 5.18; the mmap module does not name it
@@ -54,7 +54,7 @@ class _At:
     ) -> None:
         self.owner = owner
         self.__array_interface__ = {
-            # numpy before 2 takes no null pointer, which is where torch has an empty tensor.
+            # numpy before 2 accepts no null pointer, which is the address of an empty torch tensor.
             "data": (address or (_PAGE if 0 in shape else 0), False),
             "shape": shape,
             "typestr": typestr,
@@ -116,7 +116,7 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
     residue = offset % _PAGE
     if _LINUX and nbytes >= LARGE:
-        # Where no region can be mapped, malloc may have memory for the tensor.
+        # If no region can be mapped, malloc may have memory for the tensor.
         with contextlib.suppress(OSError):
             return _carve(nbytes, residue)
     memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
@@ -137,13 +137,13 @@ class _Pages:
         self.start = start
         self.nbytes = nbytes
 
-    # Names of the module may have gone when the interpreter ends: what is needed is bound here.
+    # Module globals may be gone when the interpreter ends, so the values that are needed are bound here.
     def __del__(self, *, advices: tuple[int, ...] = (_DONTNEED, _DONTNEED_LOCKED), refused: int = errno.EINVAL) -> None:
         for advice in advices:
             try:
                 self.mapping.madvise(advice, self.start, self.nbytes)
             except OSError as error:  # noqa: PERF203 - once, as a rule
-                # Only locked pages are refused: the second advice takes these, except in an old kernel.
+                # Only locked pages are refused: the second advice works on those, except in an old kernel.
                 if error.errno != refused:
                     raise
             else:
@@ -211,7 +211,7 @@ def copy_out(shape: Sequence[int], itemsize: int, copy: Copy, start: int, addres
     """
     first, last, whole = elements(start, nbytes, itemsize)
     target = at(address, nbytes)
-    # Where a block's edge cuts an element, the whole elements take a detour.
+    # If a block's edge cuts an element, whole elements go through a temporary buffer.
     detour = not whole or bool(address % itemsize)
     filled = np.empty((last - first) * itemsize, np.uint8) if detour else target
     _copy_each(shape, itemsize, copy, first, last, filled)
@@ -225,7 +225,7 @@ def copy_in(shape: Sequence[int], itemsize: int, copy: Copy, back: Copy, start: 
     first, last, whole = elements(start, nbytes, itemsize)
     source = at(address, nbytes)
     if whole:
-        # The caller's bytes are not ours to change, and may lie unaligned.
+        # The caller's bytes must not be changed, and may be unaligned.
         _copy_each(shape, itemsize, copy, first, last, source.copy() if address % itemsize else source)
         return
     skip = start - first * itemsize

@@ -37,7 +37,7 @@ class Copies:
         self._operation = operation
         self._transfers = transfers
         self._error: BaseException | None = None
-        # The thread of a save and a step that waits for it may ask at the same time, and so may a signal handler.
+        # The thread of a save and a step that waits for it may call this at the same time, and so may a signal handler.
         self._lock = RLock()
 
     def wait(self) -> None:
@@ -160,7 +160,7 @@ class _Movers:
                 if jobs[device]:
                     transfers.append(ask(link, jobs[device], ready))
         except BaseException:
-            # Those of the devices before it must have ended when the caller hears of it.
+            # The copies of the earlier devices must have ended before the caller sees the error.
             with contextlib.suppress(Exception):
                 copies.wait()
             raise

@@ -104,7 +104,7 @@ def decode_scalar(text: str, data: bytes) -> np.generic:
     dtype = plain_dtype(text)
     if dtype.itemsize != len(data):
         raise ValueError("a numpy scalar of another size")
-    # An array would drop the zeros that end a text.
+    # An array would drop the zeros at the end of a text.
     if dtype.kind == "S":
         return np.bytes_(data)
     if dtype.kind == "U":
@@ -140,7 +140,7 @@ def empty(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, nbytes: int
     return _memory.buffer(nbytes, offset, dtype.itemsize).view(dtype).reshape(shape)
 
 
-#: What numpy lacks and ``ml_dtypes`` has, by torch's name, where an element is laid out alike.
+#: Dtypes that numpy lacks and ``ml_dtypes`` has, by torch's name, if their elements have the same layout.
 _ML_DTYPES = frozenset(
     {"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"}
 )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Bytes that are registered at a time.
 PIECE = 256 << 20
-#: For the contexts of all devices of the process.
+#: Registered for the contexts of all devices of the process.
 _PORTABLE = 1
 
 logger = logging.getLogger("fastckpt")
@@ -46,7 +46,7 @@ class _Piece:
         self.begin = begin
         self.end = end
         self.is_pinned = False
-        #: Set when it is decided whether it is pinned.
+        #: Set when it is known whether it is pinned.
         self.settled = threading.Event()
 
     @property
@@ -59,7 +59,7 @@ class _Known:
     """All pieces of the process. Their lists are replaced, never changed: who reads them needs no lock."""
 
     def __init__(self) -> None:
-        # Signal handlers save, too: one may come while its own thread is in here.
+        # Signal handlers save, too: one may run while its own thread is in here.
         self.lock = threading.RLock()
         self.live: list[Registration] = []
         #: Of all pieces in order: the beginnings, and the pieces.
@@ -84,7 +84,7 @@ class _Known:
 
     def _index(self) -> None:
         known: tuple[Registration, ...] | None = None
-        # Again where a signal handler has come and gone meanwhile: the lock is not in its way.
+        # Repeated if a signal handler has run meanwhile: the lock does not stop it.
         while known != tuple(self.live):
             known = tuple(self.live)
             pieces = sorted((piece for live in known for piece in live.pieces), key=lambda piece: piece.begin)
@@ -357,7 +357,7 @@ def _forget() -> None:
 
 @atexit.register
 def _end() -> None:
-    # What is still mapped goes with the interpreter: after this.
+    # Memory that is still mapped is released with the interpreter: later than this.
     for registration in tuple(_known.live):
         registration.close()
 

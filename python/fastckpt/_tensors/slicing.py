@@ -50,7 +50,7 @@ def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
     for step in reversed(steps):
         taken = range(step, step + 1) if isinstance(step, int) else step
         forwards = taken if taken.step > 0 else taken[::-1]
-        # The step of a single index means nothing, and may be larger than the core's numbers.
+        # The step of a single index has no meaning, and may exceed the core's integers.
         every = forwards.step if len(forwards) > 1 else 1
         box.append((forwards.start, forwards[-1] + 1, every) if forwards else (0, 0, 1))
         strides.append(stride if taken.step > 0 else -stride)

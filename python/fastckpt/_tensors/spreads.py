@@ -36,7 +36,7 @@ class Spreads:
 
     def describe_of(self, kind: type) -> Describe | None:
         """How to describe a type of such tensors; None for any other type."""
-        # If the module was not imported, there are none.
+        # If the module was not imported, there are no DTensors.
         if "torch.distributed.tensor" not in sys.modules:
             return None
         if self._known is None:

@@ -58,7 +58,7 @@ _STORED: dict[torch.dtype, tuple[str, str | None]] = {
     if dtype not in _QUANTIZED.values()
 }
 
-#: Bits are copied as integers: not every dtype has a kernel that copies it.
+#: Elements are copied as integers: not every dtype has a copy kernel.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _QUANTIZED_RAW = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 #: Elements in a byte.
@@ -71,7 +71,7 @@ _COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[
     "bsc": (torch.sparse_bsc, Tensor.ccol_indices, Tensor.row_indices),
 }
 
-#: Up to this many elements, torch copies in the calling thread alone, however many threads it may use.
+#: Up to this many elements, torch copies in the calling thread alone, whatever its number of threads.
 _SERIAL = 30 << 10
 
 _strided = torch.strided
@@ -106,10 +106,10 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             name, logical = _STORED[dtype]
             shape = value.shape
             address = value.data_ptr()
-            # A storage can be resized below its tensors: what it no longer holds is not their memory.
+            # A storage can be resized under its tensors: memory that it no longer holds is not theirs.
             if value.untyped_storage().nbytes() - value.nbytes < value.storage_offset() * value.itemsize:
                 _no_address(value)
-            # An empty tensor has no address, and is tied to nothing but itself.
+            # An empty tensor has no address, and is tied only to itself.
             tie = (address, dtype, shape) if address else _no_address(value)
             if logical is None:
                 return _new_stored(Stored, (tie, name, shape, address, None, _HEAD, _TAILS[flags], None, None))
@@ -117,7 +117,7 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             return _new_stored(Stored, (tie, name, stored, address, (logical, shape), _HEAD, _TAILS[flags], None, None))
         return _describe_other(value, flags)
     except RuntimeError as error:
-        # A tensor of a transform (torch.func) or of a back end that has no memory.
+        # A tensor of a transform (torch.func) or of a back end without memory.
         raise Unsupported(f"its memory cannot be reached: {error}") from error
 
 
@@ -241,7 +241,7 @@ def _size(value: torch.Size) -> str:
     sizes = []
     item: Any
     for item in value:
-        # numpy's integers stay what they are inside a torch.Size, and jagged tensors have sizes that are not numbers.
+        # numpy's integers stay unchanged inside a torch.Size, and jagged tensors have sizes that are not numbers.
         if isinstance(item, torch.SymInt):
             raise Unsupported(f"a torch.Size with the symbolic size {item} has no value: store sizes that are numbers")
         if not -(2**63) <= int(item) < 2**63:
@@ -283,7 +283,7 @@ def own_tensors(module: torch.nn.Module) -> list[Tensor]:
     return [*module.parameters(), *module.buffers()]
 
 
-#: What torch puts at the end of the keys of what ``get_extra_state`` returns.
+#: torch's suffix for the keys of values that ``get_extra_state`` returns.
 EXTRA_STATE = "_extra_state"
 
 
@@ -326,7 +326,7 @@ _GATHERED = (
     "StateDictOptions(full_state_dict=True, cpu_offload=True)"
 )
 _TRACED = "is part of a trace or a transform and has no data of its own: save outside the trace or transform"
-#: Tensor subclasses of torch's own that cannot be stored, by name, and why.
+#: torch's own tensor subclasses that cannot be stored, by name, and why.
 _REFUSED = {
     "DTensor": "is spread over processes: fastckpt.distributed.save, called by all of them, saves its shards, and "
     "fastckpt.distributed.load fills it; one process alone can save its full_tensor()",
@@ -411,7 +411,7 @@ def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
     raw = value.view(_RAW[size])
     if not conjugate and not negative:
         return raw, None
-    # A sign is in the last byte: all machines and devices that torch has put the lowest first.
+    # The sign is in the last byte: all machines and devices that torch supports are little-endian.
     if not dtype.is_complex:
         return raw, _Flip(size, [size - 1])
     return raw, _Flip(size, [size // 2 - 1] * negative + [size - 1] * (negative != conjugate))
@@ -432,7 +432,7 @@ def mover_out(value: Tensor) -> Mover:
         return _device.Download(torch, raw, flip)
 
     def copy(index: Index, contiguous: Bytes) -> None:
-        # By numpy: torch would bring all of its own threads, whatever the caller's budget is.
+        # With numpy: torch would use all of its own threads, whatever the caller's budget.
         part = _sub(raw, index).numpy()
         _memory.copy_strided(contiguous.view(part.dtype).reshape(part.shape), part)
         if flip is not None:
@@ -512,7 +512,7 @@ def is_device(value: Any) -> bool:
 def range_of(name: str) -> Iterator[None]:
     """See :func:`.ranges.range_of`."""
     nvtx = torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    # A range that no profiler sees would cost more than all else here; torch before 2.0 does not tell.
+    # A range that no profiler records would cost more than everything else here; torch before 2.0 cannot tell.
     seen = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     with torch.profiler.record_function(name) if seen else contextlib.nullcontext():
         if nvtx is not None:
@@ -526,7 +526,7 @@ def range_of(name: str) -> Iterator[None]:
 
 def before_steps(function: Callable[[], None]) -> Callable[[], None]:
     """Have ``function`` called before each step of any optimizer, in the thread that steps; returns what undoes it."""
-    # Dynamo would trace it into compiled steps, with conditions on what other threads change meanwhile.
+    # Dynamo would trace it into compiled steps, with guards on values that other threads change meanwhile.
     hook = torch._disable_dynamo(lambda *_: function())  # type: ignore[attr-defined]
     undo: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
     return undo
@@ -683,7 +683,7 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
     expected = shape if pack is None else (-(-math.prod(shape) // pack),)
     (stored,) = _tensors([stored])
     home = stored.device
-    # It is put together in host memory, where every kind of it can be.
+    # It is assembled in host memory, where every kind can be made.
     stored = stored.cpu()
     if stored.dtype is not _QUANTIZED_RAW.get(name, torch.uint8) or tuple(stored.shape) != expected:
         raise ValueError("stored integers that do not fit")
@@ -765,13 +765,13 @@ def decode_generator(_: Any, value: Any) -> torch.Generator:
 
 def _check_twister(state: Tensor) -> None:
     """Refuse a state of the CPU's generator that makes torch read beyond its numbers: it checks less."""
-    # The seed, how many numbers are left, whether it was seeded, and which is next; then the numbers.
+    # The seed, how many numbers are left, whether it was seeded, the index of the next one; then the numbers.
     _, left, _, following = struct.unpack_from("<QiiQ", state.numpy().tobytes())
     if left < 1 or left + following > _NUMBERS + 1:
         raise ValueError("a position outside the state of a random generator")
 
 
-#: Of the Mersenne twister.
+#: The state of the Mersenne twister.
 _NUMBERS = 624
 
 
@@ -794,7 +794,7 @@ def _jagged(values: Any, offsets: Any, lengths: Any, jagged_dim: Any) -> Tensor:
     _tensors([values, offsets] if lengths is None else [values, offsets, lengths])
     if type(jagged_dim) is not int or not 1 <= jagged_dim <= values.dim():
         raise ValueError("a jagged dimension that is not there")
-    # Kernels of torch believe them.
+    # torch's kernels do not check them.
     if any(part is not None and part.dtype not in (torch.int32, torch.int64) for part in (offsets, lengths)):
         raise ValueError("offsets or lengths of a nested tensor that are not integers")
     if offsets.dim() != 1 or not len(offsets) or (lengths is not None and lengths.shape != (len(offsets) - 1,)):
