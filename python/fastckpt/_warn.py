@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 
-#: Whose lines are not the program's. ``torch.distributed.checkpoint`` calls our reader and writer.
+#: Modules whose lines are not the program's. ``torch.distributed.checkpoint`` calls our reader and writer.
 _LIBRARIES = frozenset({"fastckpt", "torch"})
 
 

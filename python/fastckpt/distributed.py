@@ -213,7 +213,7 @@ def save_async(
             except BaseException:
                 if request is not None:
                     request.close()
-                # The turn is taken: the other ranks must hear of it.
+                # The turn is taken: the other ranks must hear of the error.
                 with call.operation:
                     raise
         pending = job.begin()

@@ -119,8 +119,8 @@ class Every:
         """The steps that must stay."""
         if self.steps is not None:
             return {one.step for one in saved if one.step % self.steps == 0}
-        # The oldest stays, so the same ones are found again at each call. Where the clock was put back, or an older
-        # step was saved again, its length is unknown: a checkpoint in doubt stays.
+        # The oldest stays, so the same ones are found again at each call. If the clock was set back, or an older step
+        # was saved again, its length is unknown: a checkpoint in doubt stays.
         found, last = set(), -math.inf
         for one in saved:
             if not 0 <= one.created - last < (self.time or 0.0):
@@ -224,7 +224,7 @@ def parse(text: str) -> Policy:
 def _parse_best(value: str) -> Best:
     count, _, rest = value.partition(":")
     metric, colon, mode = rest.rpartition(":")
-    # A metric's name may hold colons.
+    # A metric's name may contain colons.
     return Best(int(count), metric, mode) if colon and mode in {"min", "max"} else Best(int(count), rest)  # type: ignore[arg-type]
 
 

@@ -159,7 +159,7 @@ class Auto:
         least, best = self._limits(moment.cost, moment.durable_seconds)
         interval = max(least, best)
         self._tell(interval, least, best, moment)
-        # Whichever of this step and the next lies nearer to it; but the limit is a limit.
+        # Whichever of this step and the next is closer to it; but the limit is a hard one.
         return moment.since >= max(least, interval - (moment.step_seconds or 0.0) / 2)
 
     def interval(self, cost: float, durable_seconds: float) -> float:

@@ -39,7 +39,7 @@ OK, DAMAGED, FAILED = 0, 1, 2
 
 _PLACE = "the checkpoint: its directory or URL"
 
-#: What a screen has room for; the rest is counted.
+#: As many as fit on a screen; the rest are counted.
 _LINES = 12
 #: Levels of metadata that are shown: JSON is nested as Python recurses.
 _DEPTH = 100
@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, page: str = "", **others: Any) -> None:
-        # A part of an option's name would be taken for the option, and could mean another one in a later version.
+        # Abbreviations of options are refused: an abbreviation could mean another option in a later version.
         super().__init__(**others, allow_abbrev=False)
         self._page = page
 
@@ -259,8 +259,8 @@ def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> 
         return str(error) or type(error).__name__
     where = os.fsdecode(path if error.filename is None else error.filename)
     cause = error.strerror or str(error)
-    # The core's messages name operation and path themselves; a cause is more than the system's words where it has a
-    # remedy, and one is enough.
+    # The core's messages already name operation and path; a cause with a remedy is longer than the system's text, and
+    # one cause is enough.
     message = cause if f"`{where}`" in cause else f"cannot {operation} {where}: {cause}"
     remedy = _REMEDIES.get(error.errno)
     plain = cause.rpartition(": ")[2].partition(" (os error")[0] == os.strerror(error.errno)
@@ -289,13 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     try:
         if as_json:
-            # The one control character that JSON leaves as it is.
+            # The only control character that JSON does not escape.
             _print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"), sys.stdout)
         elif lines:
             _print("\n".join(map(visible, lines)), sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; Python's own flush at exit must not fail on it again.
+        # The reader (head, less) has stopped reading; Python's own flush at exit must not fail on it again.
         _discard_output()
     except OSError as error:
         _discard_output()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
-#: Bytes of a tensor that are held of each checkpoint at a time; float64 of both takes up to sixteen times as much.
+#: Bytes of a tensor that are held at a time for each checkpoint; float64 of both takes up to sixteen times as much.
 _PIECE = 16 << 20
 #: Kinds of dtypes whose elements can be subtracted: truth values, integers, floats and complex numbers.
 _NUMBERS = "biufc"
@@ -167,7 +167,7 @@ def _array(part: Any) -> np.ndarray[Any, Any]:
 def _wide(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Numbers with the precision that their differences are taken in: float64 or complex128, more where they have."""
     least = np.complex128 if part.dtype.kind == "c" else np.float64
-    # The 64 bits of an integer are more than the 53 of a float64.
+    # An integer of 64 bits does not fit the 53 bits of a float64.
     return part.astype(np.longdouble if part.dtype.kind in "iu" else np.result_type(part.dtype, least))
 
 
@@ -216,7 +216,7 @@ def _joined(name: _Name | None) -> str:
     return ".".join(filter(None, reversed(steps)))
 
 
-#: Stands where only one of two mappings has a key.
+#: A placeholder where only one of two mappings has a key.
 _NOTHING: Any = object()
 #: The names of the parts of composed tensors.
 _PARTS = {
@@ -229,7 +229,7 @@ _PARTS = {
 def _children(value: Any) -> tuple[Any, dict[str, Any]] | None:
     """What two values must have in common to be compared by their parts, and these by name; None for a leaf."""
     if isinstance(value, fastckpt.Composed):
-        # The value of an object has the name of the object, and so has the base of an expanded tensor.
+        # The value of an object has the same name as the object, and so has the base of an expanded tensor.
         names = _PARTS.get(value.kind, ("", "__dict__"))
         return (value.kind, value.about), dict(zip(names, value.parts, strict=False))
     if isinstance(value, Mapping):
@@ -258,7 +258,7 @@ def _text(value: Any) -> str:
         elif isinstance(item, (list, tuple)):
             rest.extend(_enclosed(*(("[", item, "]") if isinstance(item, list) else ("(", item, ")"))))
         elif isinstance(item, (set, frozenset)):
-            # Members are no deeper than what can be hashed.
+            # Members are nested no deeper than hashing allows.
             rest.extend(_enclosed("{", [_Literal(text) for text in sorted(map(_text, item))], "}"))
         elif isinstance(item, slice):
             rest.extend(_enclosed("slice(", (item.start, item.stop, item.step), ")"))

@@ -163,7 +163,7 @@ def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], lis
             with fastckpt.open(one.path) as checkpoint:
                 speed, metadata = checkpoint.origin.gigabytes_per_second, checkpoint.metadata
             metrics = _numbers(metadata, "metrics")
-            # Each knows how much changed with the one before it.
+            # Each one knows how much changed since the one before it.
             noted = metadata.get("lineage") if isinstance(metadata, dict) else None
             if isinstance(noted, dict):
                 changed[noted.get("changed_of")] = _numbers(noted, "changed")

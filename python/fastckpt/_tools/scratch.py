@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-#: What ends a process; Windows has no SIGHUP.
+#: Signals that end a process; Windows has no SIGHUP.
 _ENDING = [signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -64,7 +64,7 @@ def scratch(directory: str | os.PathLike[str], tool: str) -> Iterator[tuple[Path
     path = Path(directory, f".fastckpt-{tool}-{os.getpid()}-{os.urandom(8).hex()}")
     ending = contextlib.ExitStack()
     with Signals() as signals:
-        # A signal may come right after the directory was made, and right before it is removed.
+        # A signal may come right after the directory was made, or right before it is removed.
         try:
             try:
                 path.mkdir(mode=0o700)

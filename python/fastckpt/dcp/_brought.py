@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ._structure import Path
     from ._values import Box
 
-#: What stands for the place among spreads of what is cut into boxes.
+#: Marks tensors that are cut into boxes, in place of the number of a spread.
 BOXES = "boxes"
 
 
@@ -128,10 +128,10 @@ class Brought:
         self._types = types
         self._planner = planner
         self._paths = _paths(plan, planner)
-        #: Of tensors, the items of the plan, and of the plan that this rank made those that torch left to others.
+        #: For tensors, the items of the plan, and those that this rank adds because torch left them to other ranks.
         self._items: dict[str, list[_torch.WriteItem]] = {}
         self._values: dict[str, Value] = {}
-        #: Of values that cannot be stored, and that all plans may leave out: why not.
+        #: For values that cannot be stored, and that all plans may leave out: the reason.
         self._refused: dict[str, str] = {}
         #: Keys of values, of this rank and of others.
         self._others: set[str] = set()
@@ -215,7 +215,7 @@ class Brought:
         """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
         state = self._state or {}
         here = [(path, state[key]) for key, path in self._paths.items() if key in state]
-        # Also of one that has no state yet: that of another rank may be of other parameters.
+        # Also of an optimizer without state: that of another rank may be of other parameters.
         found: dict[Path, list[Any]] = {
             path[:-3]: []
             for path, value in here

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fastckpt._state.unflatten import Token
 
-#: Tensors that are made of several.
+#: Tensors made of several parts.
 _COMPOSED = frozenset({"coo", "compressed", "quantized", "expanded"})
 
 

@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _MANIFEST = "fastckpt.json"
-#: Arguments of torch's writer that say how its files are written, which ours decides itself.
+#: Arguments of torch's writer about how its files are written, which our writer decides itself.
 _IRRELEVANT = ("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict")
 
 _lock = RLock()
-#: The options of each installation that has not ended, the last one in force.
+#: The options of each installation that has not ended, the last one in effect.
 _installed: list[dict[str, Any]] = []
 _prepared = False
 
@@ -136,7 +136,7 @@ def install(**options: Any) -> Installation:
     """
     if "path" in options:
         raise TypeError("install: leave out path=: each call of the program gives its own")
-    # They say what is wrong with them.
+    # Those raise errors of their own.
     Writer(None, **_for_writers(options))
     Reader(None, **_for_readers(options))
     with _lock:

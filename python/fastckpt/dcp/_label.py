@@ -10,7 +10,7 @@ import secrets
 import threading
 from typing import Any
 
-#: ``label``: what came with the last plan that this thread received.
+#: ``label``: the label that came with the last plan that this thread received.
 _here = threading.local()
 
 

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
     from ._structure import About, Path
 
-#: There is no such file. torch names it in its FileNotFoundError.
+#: This file does not exist. torch names it in its FileNotFoundError.
 NOT_HERE = "a checkpoint of fastckpt - load it with storage_reader=fastckpt.dcp.Reader() or call fastckpt.dcp.install()"
-#: torch's own writer takes the default of the version that writes, and every version reads this one.
+#: torch's own writer uses the default of its version, and every version reads this one.
 _PROTOCOL = 4
 
 

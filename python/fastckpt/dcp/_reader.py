@@ -258,11 +258,11 @@ class _Opened:
         self.reader = _core.Reader(path, keep=True)
         self.stored = self.reader.tensors()
         self.tokens: list[Token] = parse(self.reader.structure())
-        # Types are asked for only in what is loaded.
+        # Types are looked up only in what is loaded.
         unflatten(self.tokens, Validator(self.stored, types=types, strangers=True))
         self.entries, self.outer = entries_of(self.tokens, path)
         self.targets = Targets(self.stored, "auto")
-        #: Names of types of values that came back as what they are stored as.
+        #: Names of types whose values came back in their stored form.
         self.unknown: dict[str, None] = {}
 
     def find(self, key: str) -> Entry:
@@ -311,7 +311,7 @@ def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> Non
     """Bring a part of a tensor made of several to where the planner wants it."""
     box = _box(item)
     whole = all(bounds == (0, size) for bounds, size in zip(box, value.shape, strict=True))
-    # What is detached of a tensor without strides, or cut out of it, is another one: what is copied there is lost.
+    # ``detach`` or ``narrow`` of a tensor without strides makes a new one: a copy into it would be lost.
     target = planner.resolve_tensor(item)
     if target.layout is _torch.torch.strided:
         target = target.detach()

@@ -62,7 +62,7 @@ class _Lease:
 
     def __init__(self, memory: host_memory.Memory) -> None:
         self.memory = memory
-        # Names of the module may have gone when the interpreter ends: what is needed is bound here.
+        # Module globals may be gone when the interpreter ends, so the values that are needed are bound here.
         self.give: Any = host_memory.Memory.give
 
     def spoil(self) -> None:
@@ -81,7 +81,7 @@ class _Copier:
         self.used = 0
         self.lease: _Lease | None = None
         self.memory: Any = None
-        #: What comes from devices: what brings each tensor, and where it goes.
+        #: Tensors that come from devices: the mover of each, and its destination.
         self.movers: dict[int, Any] = {}
         self.ranges: list[Range] = []
         self.known: dict[Any, Any] = {}
@@ -153,7 +153,7 @@ class _Copier:
         nbytes = value.numel() * value.element_size()
         if not nbytes:
             return _torch.torch.empty(value.shape, dtype=value.dtype)
-        # Without gaps between them, small tensors of a device share a copy.
+        # Small tensors of a device that are packed without gaps share a copy.
         aligned = _ALIGNED if value.is_cpu else value.element_size()
         begin = -(-self.used // aligned) * aligned
         self.used = begin + nbytes

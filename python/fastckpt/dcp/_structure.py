@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Path = tuple[str | int, ...]
-#: What stands for a value without tensors; errors show it.
+#: Placeholder for a value without tensors; errors show it.
 VALUE = "a value"
 
 
@@ -170,7 +170,7 @@ def _emit(node: Any, out: list[str]) -> None:
         size = max(node) + 1
         out.append(f'["list",{size}]')
         for position in range(size):
-            # What torch leaves out of a list is an empty mapping.
+            # The items that torch leaves out of a list are empty mappings.
             _emit(node.get(position, {}), out)
     elif isinstance(node, dict):
         out.append(f'["dict",{len(node)}]')

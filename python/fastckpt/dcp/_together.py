@@ -72,7 +72,7 @@ class Together(ProcessGroup):
                     decide=lambda told: decide_cuts(told, operation.alive),
                 )
             )
-        # The options of the first rank count.
+        # The options of the first rank apply.
         request.settings = replace(settings, model_key=known.model_key)
         brought.fill(request, known, self._boxes)
         agreed = super().agree(request)

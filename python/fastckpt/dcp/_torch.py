@@ -41,7 +41,8 @@ Parameter = torch.nn.Parameter
 FileSystemWriter = filesystem.FileSystemWriter
 FileSystemReader = filesystem.FileSystemReader
 StorageInfo: Any = filesystem._StorageInfo  # noqa: SLF001 - what `.metadata` holds in any version
-#: What a plain tensor has that stands for shards of a larger one (torch.distributed.checkpoint.protocol, since 2.15).
+#: The attribute of a plain tensor that represents shards of a larger one (torch.distributed.checkpoint.protocol, since
+#: 2.15).
 _SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 

@@ -148,7 +148,7 @@ class Writer(_torch.StorageWriter):
             except FileExistsError as error:
                 if "overwrite=False" not in str(error):
                     raise
-                # Programs search the message for torch's words.
+                # Programs look for torch's words in the message.
                 raise FileExistsError(
                     f"dcp.save: {path}: Checkpoint already exists and self.overwrite=False: choose another path, or "
                     "make the Writer with overwrite=True"
@@ -156,7 +156,8 @@ class Writer(_torch.StorageWriter):
 
     def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
         """The plan as it is: planners keep plans for later saves, so nothing of one save may be in it."""
-        # Torch leaves what several ranks have to one of them. Here all of them take part, and are compared.
+        # torch assigns a tensor that several ranks have to one of them. Here all of them take part, and their copies
+        # are compared.
         self._now.local = plan
         return plan
 
@@ -268,7 +269,7 @@ class Writer(_torch.StorageWriter):
             self._stager = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The process of async_save has the process group as its default one.
+        # The process of async_save has the process group as its default group.
         kept = {name: value for name, value in self.__dict__.items() if name != "_now"}
         return {**kept, "_path": self.checkpoint_id, "_group": None, "_stager": None, "report": None}
 

@@ -35,7 +35,7 @@ class Events:
         self.kept: deque[Event] = deque(maxlen=KEPT)
         self.count = 0
         self._begun = False
-        #: By process: the number of the last warning that was told.
+        #: By process: the number of the last warning that was shown.
         self._warned: dict[str, int] = {}
 
     def tell(self, groups: Iterable[Group], look: Look) -> None:

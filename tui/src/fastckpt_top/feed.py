@@ -246,7 +246,7 @@ class ShmFeed:
         before = file.progress
         working = [thread for _, thread in file.threads.values() if thread.state != segment.ThreadState.IDLE]
         file.progress = {thread.tid: thread.last_progress_mono_ns for thread in working}
-        # A worker that waits for the disk for a moment is as it should be.
+        # A worker may wait for the disk for a moment.
         waiting = [tid for tid, progress in file.progress.items() if before.get(tid) == progress]
         file.state = self._kernel.state(file.header, (file.device, file.inode), waiting, mono)
 
@@ -279,7 +279,7 @@ class ShmFeed:
             self._read_threads(file, old_threads, pending_threads)
             if not pending_ops and not pending_threads:
                 break
-        # What would not hold still is shown as it was a tick ago.
+        # Values that would not hold still are shown as of the tick before.
         file.operations.update({index: old_ops[index] for index in pending_ops if index in old_ops})
         file.threads.update({index: old_threads[index] for index in pending_threads if index in old_threads})
         file.operations = dict(sorted(file.operations.items()))

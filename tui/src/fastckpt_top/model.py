@@ -201,7 +201,8 @@ class Model:
                     new.append(known)
                 elif proc.alive or known.running or known.proc is not proc:  # the dead do not change
                     known.update(proc, op, mono, before)
-        # By their starts, and when it is known which have ended: who attaches late meets many operations at once.
+        # By their starts, and when it is known which have ended: a monitor that attaches late meets many operations at
+        # once.
         for known in sorted(new, key=lambda one: one.start):
             self._join(known)
 
@@ -272,7 +273,7 @@ class Model:
         ended = [group for group in ended if group.job in shown or not self._is_past(group)] or ended[:1]
         last = {group.job: group for group in reversed(ended)}
         groups = running + sorted(last.values(), key=lambda group: -group.end)
-        # Straggler, GPUs and target of an operation are those that its rows show: they come first.
+        # The straggler, GPUs and target of an operation follow from its rows, which come first.
         made = [operations.node_op(group, look) for group in groups]
         self._refresh_rows(look, groups)
         rows = {row.key: row for row in self.rows}

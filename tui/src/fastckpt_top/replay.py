@@ -135,7 +135,7 @@ def _open(path: str) -> TextIO:
 def _read_lines(path: str) -> list[str]:
     lines: list[str] = []
     try:
-        # A recorder that was killed leaves an unfinished file: what was flushed is good.
+        # A recorder that was killed leaves an unfinished file: the part that was flushed is valid.
         with _open(path) as file, contextlib.suppress(EOFError):
             lines.extend(line for line in file if line.strip())
     except (OSError, UnicodeDecodeError) as error:

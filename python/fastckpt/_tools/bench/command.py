@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     from . import rounds, text  # noqa: PLC0415
 
     refuse_url("bench", str(options.path))
-    # This process neither saves nor loads: the target is set for what it means in GB/s.
+    # This process neither saves nor loads: the target is set to find out what it means in GB/s.
     target = fastckpt.set_target(options.target)
     for name, most in {"ranks": _MOST_RANKS, "rounds": 10**6, "gpus": 10**9, "tensors": _MOST_TENSORS}.items():
         _within(name, getattr(options, name), most)

@@ -160,7 +160,7 @@ def serve(connection: Connection, spec: Spec) -> None:
             time.sleep(max(0.0, began - time.monotonic()))
             connection.send(run(began))
     except (EOFError, ConnectionError):
-        # The parent is gone, or has had enough.
+        # The parent is gone, or has stopped reading.
         sys.exit(0)
     except Exception as error:  # noqa: BLE001 - the parent reports it
         with contextlib.suppress(OSError):

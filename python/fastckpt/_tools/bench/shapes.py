@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 #: Tensors per rank, like those of a small Llama in four groups: enough that each has its part in the cost.
 TENSORS = 512
 
-#: What is kept of each parameter: its group, its dtype. The weights stand as float16, since numpy has no bfloat16.
+#: What is kept of each parameter: its group, its dtype. The weights are float16, because numpy has no bfloat16.
 _GROUPS = (("model", "float16"), ("master", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 #: A layer of Llama 3 8B, elements of each tensor: query, key, value and output projections, the three of the
@@ -112,7 +112,7 @@ def layout(share: Share) -> list[tuple[str, str, str, int]]:
 def _cut(elements: int, count: int) -> list[int]:
     """``elements``, cut into ``count`` parts in the proportions of the layers, none of them empty."""
     wanted = np.resize(np.asarray(_LAYER, np.float64), count)
-    # One each beforehand; the rest by running sums, so that what is lost by rounding is lost nowhere.
+    # One each beforehand; the rest by running sums, so that rounding loses nothing.
     edges = np.floor(np.cumsum(wanted) / wanted.sum() * (elements - count)).astype(np.int64)
     edges[-1] = elements - count
     return [1 + int(part) for part in np.diff(edges, prepend=0)]
@@ -154,7 +154,7 @@ def difference(saved: Mapping[str, Mapping[str, np.ndarray[Any, Any]]], loaded: 
     for group, tensors in saved.items():
         for name, tensor in tensors.items():
             other = loaded.get(group, {}).get(name)
-            # As bytes: random ones are often no numbers.
+            # As bytes: random ones are often not numbers.
             if other is None or other.dtype != tensor.dtype or not np.array_equal(_bytes(other), _bytes(tensor)):
                 return f"{group}.{name}"
     return None

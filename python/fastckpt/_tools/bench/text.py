@@ -97,7 +97,7 @@ def _resident(how: Mapping[str, Any]) -> str:
     return f": {100 * known['min']:.3g} to {100 * known['max']:.3g} % of the files were cached"
 
 
-#: What a line has room for; the JSON has all.
+#: As much as fits on a line; the JSON has all.
 _RANKS = 16
 
 

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 _TENSOR, _BYTES = KINDS[METADATA, "TensorStorageMetadata"], KINDS[METADATA, "BytesStorageMetadata"]
-#: Keys that lead to an entry, and members of lists that the table leaves out: torch does so with empty mappings.
+#: Keys that lead to an entry, and the items of lists that the table leaves out: torch omits empty mappings.
 _DEPTH, _GAPS = 200, 1 << 20
-#: What reading a pickle or an archive that is damaged raises.
+#: Exceptions raised by a damaged pickle or archive.
 DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, EOFError, ImportError, RecursionError, NotImplementedError),
     *(RuntimeError, ArithmeticError, AssertionError, struct.error, zipfile.BadZipFile),
@@ -111,7 +111,7 @@ class Directory:
                 "torch.distributed.checkpoint, and give the state to fastckpt.save"
             )
         file, begin, length = info.relative_path, info.offset, info.length
-        # The table is input: it may not lead out of the directory.
+        # The table is untrusted input: it must not lead out of the directory.
         if type(file) is not str or os.path.basename(file) != file or not file:  # noqa: PTH119 - the name as text
             raise ValueError(f"it names {file!r}, which is not a file beside it")
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
@@ -167,7 +167,7 @@ class Directory:
             path = self.source / piece.file
             regular(path)
             nbytes = path.stat().st_size
-            # Private: what is written to it never reaches the file. It keeps no descriptor open.
+            # Private: writes to it never reach the file. It keeps no descriptor open.
             storage = self.torch.UntypedStorage.from_file(str(path), shared=False, nbytes=nbytes)
             whole = self.torch.empty(0, dtype=self.torch.uint8).set_(storage, 0, (nbytes,)).numpy()
             self._maps[piece.file] = whole

@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: What lies beside a model and belongs to it. Whatever else does so is for the user to name: it may be private.
+#: Files beside a model that belong to it. The user names all others: they may be private.
 _BESIDE = (
     *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json"),
     *("generation_config.json", "merges.txt", "preprocessor_config.json", "processor_config.json"),
     *("sentencepiece.bpe.model", "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "video_preprocessor_config.json", "vocab.json", "vocab.txt"),
 )
-#: A link may lead to a private file, and a pipe would be waited for.
+#: A link may lead to a private file, and opening a pipe would block.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 #: Tokens whose parts are not tensors of their own (docs/format.md, section 4).
 _MADE = ("coo", "compressed", "quantized", "expanded")
@@ -80,7 +80,7 @@ def write(
         if tokens[position][0] not in ("tensor", "array"):
             continue
         known.append(name)
-        # The readers tie what is tied: a second name of a tensor would be a second copy of it.
+        # The readers restore ties: a second name of a tensor would be a second copy of it.
         if number in chosen:
             continue
         shard = shards[stored[number].shard]
@@ -114,7 +114,7 @@ def _parts(tokens: list[Any]) -> set[int]:
 
 def _is_one(tokens: Sequence[Any], position: int) -> bool:
     """Whether the value of a type is a tensor, an array or a random generator, and not a container."""
-    # A library's classes of containers have names of other modules.
+    # A library's container classes have names from other modules.
     return tokens[position][1].startswith(("torch.", "numpy.")) or (
         tokens[position + 1] in _WRAPPERS and tokens[position + 2][:1] == ["dict"]
     )

@@ -29,7 +29,7 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand
     library, torch = safetensors_for(source), torch_for(source)
     if destination.is_dir():
         raise FileExistsError(errno.EEXIST, "it is a directory, which a file does not replace", str(destination))
-    # The writer of safetensors has one exception for everything, without an errno.
+    # The writer of safetensors raises one exception for everything, without an errno.
     parent = destination.parent
     if not parent.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
@@ -42,7 +42,7 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand
     dtypes: dict[Any, tuple[str, int]] = {}
     names = 0
     for path, leaf in _leaves(state):
-        # The patterns choose other values, too, which a file of tensors has no place for.
+        # The patterns also match values, which have no place in a file of tensors.
         if keys is not None and not isinstance(leaf, (np.ndarray, torch.Tensor)) and not flatten(leaf).tensors:
             continue
         tensor = _storable(leaf, path, source, library, torch, dtypes)

@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-#: Memory for the objects, bytes: for any file, and for each byte of it.
+#: Memory for the objects, in bytes: for any file, and for each byte of it.
 _MEMORY, _MEMORY_OF_BYTE = 512 << 20, 16
-#: Processor seconds: for any file, and bytes that one more is for.
+#: Processor seconds: for any file, and bytes for which one more is allowed.
 _SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
 
-#: It must find the modules that this process finds, and no others: not those of the directory that it is started in.
+#: It must find the modules that this process finds, and no others: not those of its working directory.
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[3:]
@@ -58,7 +58,7 @@ def check(source: Path) -> None:
             pass_fds=[answer.fileno()],
             check=False,
         )
-        # The child has moved the position that the two share.
+        # The child has moved the file position, which both share.
         answer.seek(0)
         text = answer.read()
     if done.returncode == 0 and not text:
@@ -177,5 +177,5 @@ def _limit(size: int) -> None:
 
     lower(resource.RLIMIT_CPU, int(seconds) + 1)
     lower(resource.RLIMIT_DATA, _data(size))
-    # One that is ended by its limits sends nothing.
+    # A child that is ended by its limits sends nothing.
     lower(resource.RLIMIT_CORE, 0)

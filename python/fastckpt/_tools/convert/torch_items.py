@@ -61,7 +61,7 @@ class Record:
 
 
 def _kind(name: str) -> type[Record]:
-    # Nothing can be set on it: its __setstate__ is found, and misses an argument.
+    # Nothing can be set on it: its __setstate__ is found, but lacks an argument.
     return type(name, (Record,), {"__slots__": ()})
 
 
@@ -152,7 +152,7 @@ def _taking(kind: Any, *kinds: type, most: int = 1) -> Recorder:
     return Recorder(make, kind)
 
 
-#: What may be in either pickle, by module and name.
+#: The names that may occur in either pickle, by module.
 _PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Recorder(_ordered),
     ("torch", "Size"): Recorder(size),
@@ -160,7 +160,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Recorder(_encode),
 }
 _NUMBERS = (int, float)
-#: No number is an argument of bytes: it would be their length.
+#: A number is no argument of bytes: it would be their length.
 _BUILT_IN = {
     "set": _taking(set, list, tuple),
     "frozenset": _taking(frozenset, list, tuple),
@@ -189,7 +189,7 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _dtype(torch: Any, name: str) -> Any:
-    # Not getattr, for which torch imports modules of its own.
+    # Not getattr, which makes torch import modules of its own.
     found = vars(torch).get(name)
     return found if type(found) is torch.dtype else None
 
@@ -254,7 +254,7 @@ class Archive:
         return found
 
 
-#: Pickles in Python: what each opcode does can be limited, and none allocates more than the pickle has.
+#: Pickles interpreted in Python: each opcode can be limited, and none allocates more than the size of the pickle.
 _Unpickler: Any = pickle._Unpickler  # noqa: SLF001 - the module's own other reader
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP),
@@ -406,7 +406,7 @@ class _Dtype:
         return made
 
 
-#: Stands for ``numpy.ndarray`` where a pickle makes an array.
+#: Replaces ``numpy.ndarray`` where a pickle makes an array.
 _ARRAY = Recorder(lambda *_: _refuse("numpy", "ndarray"))
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CAP_IPC_LOCK, _CAP_SYS_ADMIN = 14, 21
-#: What gVisor says of its kernel, whatever runs below.
+#: The kernel version that gVisor reports, whatever runs below.
 _GVISOR = "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"
 #: Clients of storage elsewhere, by the names that they mount under.
 _NETWORK = (
@@ -184,7 +184,7 @@ def _directory(directory: str, trouble: tuple[str, int] | None, root: Path) -> d
     found |= {
         "free_bytes": room and room.f_bavail * room.f_frsize,
         "total_bytes": room and room.f_blocks * room.f_frsize,
-        # File systems that make inodes as they go (btrfs) say 0 of 0.
+        # File systems that create inodes on demand (btrfs) report 0 of 0.
         "free_inodes": room.f_favail if room and room.f_files else None,
     }
     found["trouble"] = trouble and {"operation": trouble[0], "error": _name(trouble[1])}
@@ -246,7 +246,7 @@ def _counters(needed: int, places: Sequence[tuple[str, str | None]], root: Path)
 
 def _counters_at(needed: int, directory: Path, refused: str | None, root: Path) -> dict[str, Any]:
     writable, free = False, None
-    # A save does not look there either: it might wait for ever.
+    # A save does not look there either: it might block for ever.
     if refused is None:
         there = directory if directory.exists() else directory.parent
         writable = os.access(there, os.W_OK | os.X_OK)

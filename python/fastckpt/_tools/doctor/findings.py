@@ -17,7 +17,7 @@ _LITTLE_SPACE = 10**9
 _FEW_INODES = 1000
 _PAGE = 4096
 
-#: Step refused -> code, sentence, remedy. In a container there is often a nearer one.
+#: Step refused -> code, sentence, remedy. In a container, another remedy is often closer at hand.
 _TROUBLES = {
     "ENOENT": (
         "directory-missing",
@@ -117,7 +117,7 @@ def _ring(facts: Mapping[str, Any]) -> Iterator[Finding]:
     if cause and facts["engine"]["requested"] in ("auto", "uring"):
         yield cause
     memlock, process = facts["process"]["memlock"]["soft"], facts["process"]
-    # A ring takes a few pages of it, and each thread of each rank has one: 64 KiB hold about eight.
+    # A ring takes a few pages of locked memory, and each thread of each rank has one: 64 KiB suffice for about eight.
     if not cause and memlock is not None and memlock < 1 << 20 and not process["ipc_lock"]:
         yield Finding(
             code="little-memlock",
@@ -205,7 +205,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
             evidence=(f"{where['mount']} is {where['type']}",),
             remedies={"any": "save to a disk or a shared file system"},
         )
-    # A container's own layer, or an overlay that somebody mounted for another reason.
+    # A container's own layer, or an overlay that was mounted for another reason.
     if where["type"] == "overlay":
         container = where["mount"] == "/" and facts["container"] in ("docker", "podman", "kubernetes")
         yield Finding(

@@ -28,7 +28,7 @@ _MOST, _OF_DISK, _OF_MEMORY = 256 << 20, 10, 8
 _LEAST = 1 << 20
 #: What may be used where the free space is unknown.
 _UNKNOWN = 16 << 20
-#: How much larger a second piece may be than the first: it took little time, and says little of more.
+#: The greatest ratio of a second piece to the first: the first took little time, and predicts little.
 _GROWTH = 16
 #: Seconds that one direction of the plain part should take, and all rounds of save and load together.
 _PLAIN, _ROUNDS = 0.3, 0.8
@@ -91,7 +91,8 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
     how = {"direct": direct, "threads": _THREADS}
     try:
         path.unlink()
-        # More each time, until it takes a while. The first says little: another process's sync may slow it down.
+        # More each time, until it takes long enough. The first one means little: another process's sync may slow it
+        # down.
         size = _LEAST
         for turn in itertools.count():
             if allocate:
@@ -139,7 +140,7 @@ def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview,
         for thread in threads:
             thread.join()
     finally:
-        # When Ctrl-C ended the waiting, no thread may still use the descriptor: its number may be another file's next.
+        # When Ctrl-C has ended the wait, no thread may still use the descriptor: its number may be another file's next.
         stop.set()
         for thread in threads:
             thread.join()

@@ -9,17 +9,17 @@ from fastckpt import _interval as formulas
 from fastckpt import _units as units
 from fastckpt._paths import AnyPath
 
-# The tiers stand beside this package: the benchmark uses them, too.
+# The tiers are outside this package: the benchmark uses them, too.
 from fastckpt._tools.tiers import TIERS, Tier
 
 from . import architectures, sizing
 from .layout import Share, check, layout
 from .record import Plan, Verdict
 
-#: Hours that one accelerator runs between failures, as MLCommons assumes.
+#: Hours between failures of one accelerator, as MLCommons assumes.
 MTTF_GPU = 50_000.0
 
-#: NVIDIA's guidance: checkpoints and what goes with them should cost less than 5 % of training.
+#: NVIDIA's guidance: checkpoints, with all their costs, should take less than 5 % of training.
 GOODPUT = 0.95
 
 

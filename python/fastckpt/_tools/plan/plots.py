@@ -92,7 +92,7 @@ def plot_simulation(file: Path, result: Simulation) -> None:
     axes.errorbar(minutes, shown, yerr=errors, fmt="o", markersize=3, label="simulated")
     axes.plot(minutes, [100 * point.formula for point in result.points], label="Daly's model")
     axes.plot(minutes, [100 * point.first_order for point in result.points], "--", label="first order")
-    # The marks mostly lie over each other: dashes of different lengths let all be seen.
+    # The marks mostly overlap: dashes of different lengths make all of them visible.
     for index, mark in enumerate(result.marks):
         style = (0, (2 + 2 * index, 2)) if index else "-"
         axes.axvline(mark.interval / 60, color=f"C{3 + index}", linewidth=1, linestyle=style, label=mark.name)

@@ -216,7 +216,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     standing = "" if plan.stall == plan.seconds else f", of which training stands still for {show_seconds(plan.stall)}"
     away = f" + {show_seconds(plan.restart)} to restart" if plan.restart else ""
     day = plan.checkpoints_per_day
-    # As many as begin in a day; the small number is for rounding's sake.
+    # The number that begin in a day; the small constant absorbs rounding.
     number = f"up to {math.ceil(day - 1e-9):,}" if day >= 10 else digits(day)  # noqa: PLR2004
     parts = [
         [

@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _DAY = 86400.0
 
-#: Fewer failures in all runs say nothing about the best interval.
+#: Fewer failures in all runs prove nothing about the best interval.
 _FEWEST = 300
-#: More are memory and minutes of work for meaningless digits.
+#: More would cost memory and minutes of work for meaningless digits.
 _MOST = 20_000_000
 
 #: Groups of runs whose scatter gives the standard errors.
 _GROUPS = 10
 
-#: The first-order formula is said to part from the simulation where they differ by this much goodput.
+#: The first-order formula counts as differing from the simulation beyond this much goodput.
 PARTED = 0.01
 
 
@@ -229,8 +229,8 @@ def simulate(
     drawn = [gaps(np.random.default_rng([seed, run]), accelerators, mttf_gpu, horizon, shape) for run in range(runs)]
     played = _Runs(drawn, horizon, cost, restart + lag)
     if shape != 1 and played.failures:
-        # New accelerators that fail early or late make another rate than old ones. The formulas get the one that was
-        # seen, as a job that counts its failures would: what is left between them and the simulation is the shape's.
+        # New accelerators that fail early or late have another rate than old ones. The formulas get the observed rate,
+        # as a job that counts its failures would: the remaining difference from the simulation is due to the shape.
         mttf = runs * horizon / played.failures
 
     def point(name: str, interval: float) -> Point:
@@ -244,7 +244,7 @@ def simulate(
             first_order=formulas.first_order_goodput(interval, cost, mttf, restart + lag),
         )
 
-    # A rough look over all intervals that make sense, so that no formula says where the search begins.
+    # A coarse scan over all sensible intervals, so that no formula decides where the search begins.
     rough = np.geomspace(min(cost, mttf) / 10, 3 * mttf, 60)
     trained, error = played.best(float(rough[np.argmax([played.goodput(time + cost).mean() for time in rough])]))
     best = trained + cost

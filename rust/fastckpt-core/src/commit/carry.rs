@@ -77,7 +77,7 @@ impl Workspace {
             match fs::linkat(file.directory(), file.name, self.directory(), name, AtFlags::empty()) {
                 Ok(()) => self.is_same(name, open).inspect_err(|_| self.unlink(name)),
                 Err(Errno::EXIST) => Err(Errno::EXIST.into()),
-                // It has too many links, belongs to somebody else, or lies where there are none.
+                // It has too many links or another owner, or the file system has no hard links.
                 Err(error) => self.clone_blocks(open, name).map_err(|_| error.into()),
             }
         });

@@ -41,7 +41,7 @@ pub(super) fn id_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
 pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     refresh(parent);
     let listed = if is_nfs(parent) { Some(number_of(parent, name)?) } else { None };
-    // On FUSE, the cached attributes of the inode itself may be stale.
+    // On FUSE, the cached attributes of the inode may be stale.
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
     let _ = fs::statx(parent, name, flags, StatxFlags::BASIC_STATS);
     let (device, number) = id_of(parent, name)?;

@@ -71,7 +71,7 @@ impl Gathering {
         let name = (gathering_name(&name, seal), name);
         let parent = open_or_make(&parent_path)?;
         look(parent.as_fd(), &name.1, target, overwrite)?;
-        // What dead writers left takes space that the copy may need.
+        // Leftovers of dead writers take space that the copy may need.
         sweep(parent.as_fd());
         let name = name.0;
         let path = parent_path.join(&name);
@@ -196,13 +196,13 @@ impl Gathering {
             if id(&fs::fstat(&file)?) != expected {
                 return Err(Errno::STALE.into());
             }
-            // Whoever made it may not have synced it: it may be a copy that a user made.
+            // Another program may have made it without syncing it, for example a copy made by a user.
             retry_on_intr(|| fs::fsync(&file))?;
             let to = Located::make(self.directory.as_fd(), name)?;
             Ok(fs::renameat(&self.directory, part.as_str(), to.directory(), to.name)?)
         };
         let linked = link();
-        // After a failure. And where the file had its name already: a rename to another link of one file does nothing.
+        // After a failure. Or the file had its name already: a rename to another link of one file does nothing.
         self.unlink(&part);
         linked.map_err(Error::io("link", &source))
     }
@@ -293,7 +293,7 @@ fn furnish(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<(OwnedFd, Id, Fil
     let directory = open_child(parent, name)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(retry_on_intr(|| fs::openat(&directory, LOCK, flags, Mode::from_raw_mode(0o666)))?);
-    // On a file system without locks nothing is known of others, and nothing of theirs is removed.
+    // On a file system without locks, other processes cannot be detected, and none of their files is removed.
     if lock::take(&file).is_ok() && reach(directory.as_fd()) != Reach::Unknown {
         clear(directory.as_fd())?;
     }

@@ -151,8 +151,8 @@ pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> 
     let id = id(&fs::fstat(&directory).ok()?);
     let files = files(directory.as_fd()).ok()?;
     let manifest = files.all.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
-    // A workspace gets its manifest before anything else. Without one, this directory is someone else's: a save displaced
-    // it and was killed. Where it holds nothing but files with our names, somebody may have removed the manifest.
+    // A workspace gets its manifest before anything else. Without one, this directory is someone else's: a save
+    // displaced it and was killed. If it holds only files with our names, somebody may have removed the manifest.
     let without = temporary.kind != Kind::Del && !manifest && !files.is_empty();
     let spoilt = temporary.kind == Kind::Tmp && files.all.iter().all(|(file, _)| is_ours(file.to_bytes()));
     let foreign = !files.are_plain() || (without && !spoilt);
@@ -382,7 +382,7 @@ pub(super) mod tests {
                 std::fs::remove_file(workspace.join(lost)).unwrap();
             }
             drop(Workspace::create(&parent.path().join("c"), true).unwrap());
-            // Without its manifest it may be a model of somebody else's that a save displaced.
+            // Without its manifest it may be another program's model that a save displaced.
             assert_eq!(workspace.exists(), lost == manifest::FILE, "{lost}");
             let remove = |force| crate::commit::remove_leftover(parent.path(), &name, force).unwrap();
             assert!(!remove(false));

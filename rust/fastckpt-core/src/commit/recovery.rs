@@ -128,7 +128,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool)
     let before = changed(parent);
     let aside = match taken_aside(parent, name) {
         Free::Taken => return Then::OpenAgain,
-        // The clock of a file system stands still for a tick of the kernel, so a change while the directory was listed
+        // The clock of a file system advances only with the kernel's tick, so a change while the directory was listed
         // may not show. Only a second look after a pause proves that nothing is there.
         Free::Truly => {
             std::thread::sleep(PAUSE);
@@ -183,7 +183,7 @@ fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> 
     while missing(&directory) {
         let taken = clock();
         if taken > PATIENCE {
-            // Not "nothing is there": a program would take that for a new beginning.
+            // Not "nothing is there": a program would take that for a new run.
             directory = Err(Errno::BUSY.into());
             break;
         }

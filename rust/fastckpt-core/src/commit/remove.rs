@@ -31,7 +31,8 @@ pub fn remove(path: &Path, more: &[String], everything: bool) -> Result<()> {
         split(path).ok_or_else(|| stays(path, "the path must end in the checkpoint's own name"))?;
     let parent = open_directory(&parent_path).map_err(Error::io("remove", path))?;
     let parent = parent.as_fd();
-    // Swept first: an old checkpoint whose successor has the name would stay for good once the successor is gone.
+    // Swept first: an old checkpoint whose successor has the name would otherwise stay for good once the successor is
+    // gone.
     sweep(parent);
     let mut removed = false;
     for _ in 0..TURNS {
@@ -91,7 +92,7 @@ fn take(
     fs::renameat(parent, &claimed, parent, &garbage).map_err(Error::io("remove", path))?;
     sync(parent).map_err(Error::io("sync the directory of", path))?;
     match destroy(parent, &garbage, expected) {
-        // A process has one of its files open, on a file system that keeps such files under its own names. A later save
+        // A process has one of its files open, on a file system that keeps such files under hidden names. A later save
         // sweeps the rest.
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTEMPTY | libc::EBUSY)) => Ok(true),
         other => other.map(|()| true).map_err(Error::io("remove the files of", path)),

@@ -98,8 +98,8 @@ impl Workspace {
         self.close_to_others(mode)?;
         done.unsynced |=
             !sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
-        // An XFS file system that has shut down syncs a directory without an error. It reports the failure when it is
-        // asked for a file.
+        // An XFS file system that has shut down syncs a directory without an error. It reports the failure when a file
+        // is looked up.
         match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
             Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),
@@ -139,7 +139,7 @@ impl Workspace {
             Some(old) => self.replace(old, attempt, done),
         };
         match outcome {
-            // Another process saved first, or removed the checkpoint first: look again. This does not go on for ever,
+            // Another process saved first, or removed the checkpoint first: look again. This does not loop for ever,
             // and it does not happen if the finished directory itself was removed.
             Err(ref error) if is_taken(error) && attempt < TURNS && self.is_there() => {
                 refresh(&self.parent);
@@ -285,7 +285,7 @@ impl Workspace {
             }
         };
         if let Err(refusal) = examine(directory.as_fd(), &self.target, self.overwrite) {
-            // Another save may have taken it over and be removing it. What was seen then says nothing.
+            // Another save may have taken it over and be removing it. Anything seen in it then proves nothing.
             return if id_of_renamed(self.parent.as_fd(), displaced) == Some(seen) {
                 Err(refusal)
             } else {

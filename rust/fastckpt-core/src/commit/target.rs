@@ -51,8 +51,8 @@ pub(super) fn look(
     target: &Path,
     overwrite: bool,
 ) -> Result<Option<Old>> {
-    // What was taken aside is current until something has the name. Taking it over needs no proof that its writer is
-    // dead: the process whose rename comes first has the name, and the other one looks again.
+    // The checkpoint that was moved aside is current until another one has the name. Taking it over needs no proof that
+    // its writer is dead: the process whose rename comes first has the name, and the other one looks again.
     let mut turn = 0;
     while is_free(parent, name) {
         match taken_aside(parent, name) {
@@ -89,7 +89,7 @@ pub(super) fn look_at_name(
     loop {
         let before = id_of(parent, name);
         let outcome = look_once(parent, name, target, overwrite);
-        // The directory may have been replaced and emptied meanwhile. The answer then says nothing.
+        // The directory may have been replaced and emptied meanwhile. The answer then proves nothing.
         if outcome.is_ok() || turn == TURNS {
             return outcome;
         }
@@ -131,7 +131,8 @@ fn is_mount_point(parent: BorrowedFd<'_>, name: &OsStr, stat: &Stat) -> bool {
         Ok(about) if about.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT) => {
             about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
         }
-        // Linux before 5.8 does not say, and a sandbox may refuse the call. A subvolume of btrfs is refused with that.
+        // Linux before 5.8 does not report it, and a sandbox may refuse the call. That is how a subvolume of btrfs is
+        // refused.
         _ => fs::fstat(parent).is_ok_and(|parent| parent.st_dev != stat.st_dev),
     }
 }
@@ -159,11 +160,11 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
             "it holds a directory `training` and is not a checkpoint of fastckpt: choose another name",
         );
     }
-    // First, for these say best what lies there. A file of ours that is damaged has such a name, too.
+    // First, because these describe best what is there. A file of ours that is damaged has such a name, too.
     for (file, _) in &files.all {
         let name = file.to_bytes();
         let own = is_ours(name) && name != TORCH_METADATA.as_bytes();
-        // Beside a checkpoint only what torch.distributed.checkpoint would still find: the rest is carried over.
+        // Beside a checkpoint only files that torch.distributed.checkpoint would still find: the rest is carried over.
         let counts =
             if checkpoint { name.ends_with(b".distcp") } else { in_training(file).is_none() && !own };
         if let Some(writer) = writer_of(name).filter(|_| counts) {

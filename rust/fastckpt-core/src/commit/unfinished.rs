@@ -44,7 +44,7 @@ pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     let (state, lock) = if files.are_plain() {
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         match fs::openat(&directory, LOCK, flags, Mode::empty()) {
-            // Its maker is about to make the lock, or was killed before it did.
+            // Its creator is about to make the lock, or was killed before it did.
             Err(_) if files.is_empty() => (State::Dead, None),
             Err(_) => (State::Foreign, None),
             Ok(file) => match lock::take(&file) {
@@ -79,7 +79,7 @@ pub(super) fn throw_away(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) ->
     };
     fs::renameat(parent, found, parent, &garbage)?;
     if id_of_renamed(parent, &garbage) != Some(expected) {
-        // Another one has taken the name since it was examined. It holds copies of what is elsewhere.
+        // Another one has taken the name since it was examined. It holds copies of files that are elsewhere.
         return Ok(fs::renameat(parent, &garbage, parent, found)?);
     }
     destroy(parent, &garbage, expected)

@@ -267,7 +267,7 @@ fn furnish(
     match lock::take(&manifest) {
         // A sweep holds the lock.
         Err(error) if lock::is_taken(&error) => return Err(Errno::NOENT),
-        // This fails if the file system has no locks. Nothing relies on them there.
+        // This fails if the file system has no locks. Nothing relies on locks there.
         _ => {}
     }
     // A power cut must not leave shards without the manifest, which shows that they are a workspace.

@@ -39,7 +39,7 @@ pub struct Loaded {
 /// Compares the checksums that all ranks found of extents that they read in parts with what was written.
 pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Result<()> {
     let tensors = &checkpoint.body().tensors;
-    // An empty tensor may begin at the same byte as the one whose bytes lie there.
+    // An empty tensor may begin at the same byte as a tensor with bytes.
     let mut places: Vec<(usize, u64, usize)> = tensors
         .iter()
         .enumerate()
@@ -207,7 +207,7 @@ impl RankLoad {
             let storage = read.as_ref().map_or(0, |(report, _): &(Report, _)| report.bytes);
             self.watch(unpacker, &mut || progress(storage, storage))
         });
-        // What stopped the mail is the cause of the other failure.
+        // The reason why the mail was stopped is the cause of the other failure.
         let ((report, sums), copied) = match (read, outcome) {
             (Err(Error::Stopped(_)) | Ok(_), Err(error)) | (Err(error), _) => {
                 return Err(error);

@@ -330,7 +330,7 @@ impl Mail {
     pub fn arrived(&self, message: usize) -> Result<()> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let mut buffer = match &mut lock(&self.state).incoming[message] {
-            // It has more than no bytes until it is taken here.
+            // Its length is above zero until it is taken here.
             In::Admitted(buffer) if !buffer.is_empty() => std::mem::take(buffer),
             _ => return Err(Error::Misused("this message was not admitted, or is here already")),
         };
@@ -519,7 +519,7 @@ impl Deref for Received {
 
 impl Drop for Received {
     fn drop(&mut self) {
-        // Before it counts as taken: the last one that counts is then the last one that has the buffer.
+        // Before it counts as taken, so that the last one to be counted is the last one to have the buffer.
         self.buffer = None;
         let mut state = lock(&self.mail.state);
         let slot = &mut state.incoming[self.message];

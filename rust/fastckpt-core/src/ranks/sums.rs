@@ -48,7 +48,7 @@ impl Sums {
             }
         }
         for found in self.0.values_mut().filter(|found| found.changed) {
-            // What else is known of it does not matter.
+            // No other fact about it matters.
             *found = Found { changed: true, ..Found::default() };
         }
     }
@@ -85,7 +85,7 @@ impl Sums {
         let mut all = Vec::new();
         for (tensor, Found { changed, bytes, xz, extents }) in &self.0 {
             all.extend(tensor.to_le_bytes());
-            // A tensor that has changed has nothing else.
+            // A tensor that has changed has no other facts.
             all.extend(if *changed { u32::MAX } else { extents.len() as u32 }.to_le_bytes());
             if !changed {
                 let numbers = extents.iter().flat_map(|(number, sum)| [*number, *sum]);

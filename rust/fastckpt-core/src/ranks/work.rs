@@ -329,7 +329,7 @@ impl Work for Ranges {
     }
 
     fn fetch(&self, units: Range<usize>, mut to: &mut [u8]) -> Result<()> {
-        // Rows that lie elsewhere come together first, and are spread then: where they go, each is a few bytes.
+        // Rows at other addresses are first gathered, and then scattered: at the destination, each is a few bytes.
         let rows = |number: usize| {
             let some = self.supplies(number).filter(|(_, from)| matches!(from, From::Rows));
             some.filter_map(move |(item, _)| Some((number, item, self.held.pull(item)?)))
@@ -415,7 +415,7 @@ impl Work for Ranges {
                     }
                 }
                 From::Rows => self.held.spread(item, &inside, (&mut *to, start))?,
-                // Nothing of such an item is written without a copy, so all of it is copied at once.
+                // No part of such an item is written without a copy, so all of it is copied at once.
                 From::Message(place) => {
                     self.with(number, place, item.len, |payload| unpack(payload, item, (&mut *to, start)))?;
                 }

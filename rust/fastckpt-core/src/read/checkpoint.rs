@@ -106,7 +106,7 @@ impl Checkpoint {
         let (mut doubt, given) = (None, known.is_some());
         loop {
             match Self::open_once(path, keep, &mut known) {
-                // It was the one that was given, up to some point. A second attempt would open another one.
+                // Up to some point, it was the one that was given. A second attempt would open another one.
                 Err(error) if given && known.is_none() => return Err(error),
                 // A client of a network file system may have the manifest of an earlier checkpoint, for a while.
                 Err(error @ Error::Replaced { .. })

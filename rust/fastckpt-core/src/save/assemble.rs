@@ -62,7 +62,7 @@ impl<'a> Filling<'a> {
         Piece { extent, straight }: &Piece,
     ) -> Result<()> {
         let before = self.at;
-        // How far the extent is summed, as a file offset, and its CRC so far.
+        // How far the extent has been summed, as a file offset, and its CRC so far.
         let (mut reached, mut sum) = (extent.offset, Pair::of(&[]));
         let copy = |to: &mut [u8], from: u64, sum: Pair| {
             let skip = from - extent.offset;

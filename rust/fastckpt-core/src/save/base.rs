@@ -354,12 +354,12 @@ fn link(
     let is_known = |vouched: &&Vouched| (vouched.modified, vouched.inode) == before;
     let vouched = base.body().saved.files.get(index).filter(is_known);
     if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
-        // What is read is no progress of the save.
+        // These reads are not progress of the save.
         base.check_shard(index, options, &mut |_, _| progress(0, 0))?;
     }
     if vouched.is_none() {
-        // Whoever made it may not have synced it: it may be a copy that a user made. After the link, the sync would wait
-        // for the file system to write that, too.
+        // Another program may have made it without syncing it, for example a copy made by a user. After the link, the
+        // sync would wait for the file system to write that, too.
         sync(open.as_fd()).map_err(Error::io("sync the base's file", &path))?;
     }
     let name = provisional(number);
@@ -368,7 +368,7 @@ fn link(
         workspace.unlink(&name);
         return Err(Error::corrupt(&path, "it was changed while it was linked"));
     }
-    // A clone is another file than the base's.
+    // A clone is a different file from the base's.
     let inode =
         fs::statat(workspace.directory(), &name, AtFlags::SYMLINK_NOFOLLOW).map_or(0, |stat| stat.st_ino);
     let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);

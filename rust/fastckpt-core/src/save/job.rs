@@ -189,7 +189,7 @@ impl<W: Work> Job for WriteJob<'_, W> {
         lane.moved(unit.len());
         if let Some(file) = self.files.release(unit.shard) {
             if self.leaves_a_sync {
-                // Its manifest follows at once, and a file system that has both makes them durable together.
+                // Its manifest follows at once, and a file system that has both to write makes them durable together.
                 let _ = self.unsynced.set(file);
             } else {
                 let synced = lane.during(State::Fsync, || file.sync());

@@ -55,7 +55,7 @@ impl Shape {
         group: u32,
         dims: &mut Vec<Bounds>,
     ) -> Result<(), String> {
-        // Whoever has everything has all bytes, whatever the shape.
+        // A rank with full boxes has all bytes, whatever the shape.
         if groups.is_whole() {
             return groups.ranges(group, &self.sizes, dims);
         }

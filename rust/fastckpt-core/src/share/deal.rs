@@ -25,7 +25,7 @@ impl Share {
     /// The deals of all tensors. Those in `first` come from copy 0, strictly.
     pub(super) fn deal(&self, first: &[bool]) -> Result<Vec<Deal>> {
         let mut deals = vec![Deal::default(); self.tensors.len()];
-        // By spreads and number of copies: what is alike is balanced by itself.
+        // By spreads and number of copies: equal ones are balanced among themselves.
         let mut groups: HashMap<(&[u32], u32), usize> = HashMap::new();
         let mut batches: Vec<(u32, Vec<Batch>)> = Vec::new();
         for tensors in &self.order {
@@ -73,7 +73,7 @@ impl Share {
             loop {
                 let copy = (0..given.len()).min_by_key(|&copy| given[copy]).unwrap_or(0);
                 let len = rest.end - rest.start;
-                // No longer runs: where a copy is spread over several ranks, each of them is to give some of it.
+                // No longer runs: if a copy is spread over several ranks, each of them should give some of it.
                 let end = (rest.start + RUN).next_multiple_of(self.block_size);
                 let cut = given[copy] + len > share + share / SPARE && end + RUN / 2 <= rest.end;
                 let run = rest.start..if cut { end } else { rest.end };

@@ -262,7 +262,7 @@ impl<'a> Work<'a> {
         let section = tensor.cover.section(interval);
         let (range, tiles) = (tensor.interval(interval), &own.tiles[&section]);
         let begin = range.start.next_multiple_of(page).min(range.end);
-        // The writer of the only cell is who gives it.
+        // The owner of the only cell gives it.
         let end = if tensor.cover.cells(section).len() == 1 { begin } else { range.end };
         for stretch in tensor.cut(interval, range.start..end, true) {
             let owner = if stretch.start < begin {

@@ -59,7 +59,7 @@ impl Share {
         let (mut found, mut teams) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();
         let mut work = Work::new(self, rank, &[]);
-        // Also those of files that nobody writes: they are linked for what one copy has.
+        // Also of files that no rank writes: they are linked because of one copy.
         for tensor in self.with_bytes() {
             let cover = self.cover(tensor)?;
             if cover.copies() < 2 || (depth == Depth::Overlaps && !cover.overlaps()) {
@@ -71,7 +71,7 @@ impl Share {
                 let section = cover.section(interval);
                 let (lines, mut last) = (cover.bytes(interval), None);
                 for &(number, tile, part) in &own.tiles[&section] {
-                    // Of several tiles of one cell the first one stands for this rank.
+                    // Of several tiles of one cell, the first represents this rank.
                     let Some(cell) = cover.cells(section).nth(number).filter(|_| last != Some(number)) else {
                         continue;
                     };
@@ -118,7 +118,7 @@ fn samples(all: &Item, page: u64, seed: u64) -> Vec<Item> {
     let (rows, Range { start, end }) = (&*all.rows, all.bytes.clone());
     let from = |start| grown(rows, start, end);
     let mut chosen = vec![from(start), from(start + (end - start) / 2), last(rows, start, end)];
-    // Who writes the page in which it begins may take its own copy of it.
+    // The writer of the page in which it begins may take its own copy of it.
     chosen[0] = start..chosen[0].end.max(end.min(start + page));
     for (number, at) in (0..).zip((start..end).step_by(DRAWN as usize)) {
         let room = (end.min(at + DRAWN) - at).saturating_sub(SAMPLE);

@@ -294,7 +294,7 @@ impl Share {
             let Tensor { stored, shape, .. } = &self.tensors[*first];
             let spreads = self.spreads_of(&self.tensors[*first]);
             let whole = spreads.iter().all(|groups| groups.is_whole());
-            // Whoever has everything has all bytes, whatever the shape.
+            // A rank with full boxes has all bytes, whatever the shape.
             let flat = |why| if whole { Ok(Shape::flat(*stored)) } else { Err(why) };
             let in_bytes = Shape::new(shape, *stored).or_else(flat)?;
             Cover::new(in_bytes, shape, &spreads)

@@ -117,7 +117,7 @@ impl Staging {
         }
         let Self { contents, places, memory, .. } = &mut *self;
         let mut outcome = copy((contents, places), wanted, writable(memory)?, options, counters, go_on);
-        // What was not copied would be bytes of an earlier snapshot with correct checksums.
+        // Bytes that were not copied would be those of an earlier snapshot, with correct checksums.
         if last.is_some_and(|total| total != counters.done.load(Ordering::Relaxed)) && outcome.is_ok() {
             outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));
         }

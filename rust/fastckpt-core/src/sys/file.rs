@@ -455,7 +455,7 @@ fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFl
         all => {
             let count = i32::try_from(all.len().min(MOST_VECTORS)).map_err(|_| Errno::INVAL)?;
             let vectors = all.as_ptr().cast();
-            // A sandbox may know the older call alone.
+            // A sandbox may know only the older call.
             if flags == 0 {
                 // SAFETY: as above, and `Bytes` are laid out as the `iovec` that the kernel takes: an address and a
                 // length.

@@ -47,7 +47,7 @@ impl Note {
 impl Drop for Note {
     fn drop(&mut self) {
         if let Some(place) = self.place {
-            // In a child, the place may be free or hold another descriptor.
+            // In a child, the slot may be free or hold another descriptor.
             let _ = place.compare_exchange(self.fd, FREE, Ordering::Relaxed, Ordering::Relaxed);
         }
     }

@@ -80,12 +80,12 @@ impl Bytes<'_> {
         if self.is_empty() {
             return; // an empty tensor's address may be null
         }
-        // The compiler does not see whose function this is. Of a copy that it knows, it may read the source again where
-        // the copy is wanted, and the two would differ.
+        // The compiler cannot see which function this is. It could read the source of a copy that it knows a second
+        // time where the copy is used, and the two would differ.
         let memcpy: Memcpy = black_box(libc::memcpy);
-        // SAFETY: the source is readable by the contract of `new`. `to` is borrowed for this call alone, so nothing else
-        // has a byte of it, the source neither. Where the source changes, the C library reads it as the processor does:
-        // what arrives is a mixture of old and new bytes.
+        // SAFETY: the source is readable by the contract of `new`. `to` is borrowed for this call alone, so no other
+        // reference, and not the source, has a byte of it. Where the source changes, the C library reads it as the
+        // processor does: what arrives is a mixture of old and new bytes.
         unsafe { memcpy(to.as_mut_ptr().cast(), self.base.cast(), self.len) };
     }
 

@@ -91,7 +91,7 @@ pub fn local(path: &Path, mounts: &[Mount]) -> Result<PathBuf, String> {
         if parts.is_empty() {
             break;
         }
-        // What is no link, or is missing, is no link.
+        // A path that is not a link, or is missing, is not followed.
         let Ok(target) = read_link(&found) else { continue };
         links += 1;
         if links > LINKS {

@@ -143,7 +143,7 @@ impl Rows {
             }
             Some(Line { at: at + skip, to: to + skip.cast_signed(), len, count, step: inner })
         };
-        // A row that ends before the range has nothing in it.
+        // A row that ends before the range has no bytes in it.
         std::iter::from_fn(line).filter(|line| line.len > 0)
     }
 

@@ -28,7 +28,7 @@ impl Begun {
 
     fn operation(&self) -> MutexGuard<'_, Option<Operation>> {
         let mut operation = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // A forked child that goes on with the save has one of its own.
+        // A forked child that continues the save has its own.
         let _ = operation.take_if(|operation| !operation.is_own());
         operation
     }

@@ -58,11 +58,11 @@ pub fn wait_for(rank: Option<u32>) {
 #[expect(clippy::cast_sign_loss, reason = "a share is clamped to what is positive")]
 pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     let [model, optimizer] = [model, optimizer].map(|share| {
-        // In millionths, rounded up: only what is 0 is shown as 0.
+        // In millionths, rounded up: only 0 is shown as 0.
         share.map_or(0, |share| 1 + (share.clamp(0.0, 1.0) * 1e6).ceil() as u64)
     });
     with_segment(|segment| {
-        // A reader that finds shares finds the step that they are of.
+        // A reader that finds shares also finds the step that they belong to.
         segment.process.changed.store(0, Relaxed);
         fence(Release);
         segment.process.changed_step.store(step, Relaxed);
@@ -75,7 +75,7 @@ pub fn warn(text: &str) {
     with_segment(|segment| {
         let process = &segment.process;
         let number = process.warned.load(Relaxed);
-        // A reader that finds the number finds its text.
+        // A reader that finds the number also finds its text.
         process.warned.store(0, Relaxed);
         fence(Release);
         process.warning.set(text);

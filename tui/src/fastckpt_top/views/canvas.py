@@ -128,7 +128,7 @@ class Canvas(Widget):
         key = (name, selected)
         style = self._style_cache.get(key)
         if style is None:
-            # Always a style with both colours: Textual's monochrome filter cannot do without.
+            # Always a style with both colours: Textual's monochrome filter needs them.
             palette = self._palette
             if palette is not None:  # the terminal's own colours cannot be mixed
                 style = Style(bgcolor="default") + Style.parse(palette[name]) + Style(underline=selected)

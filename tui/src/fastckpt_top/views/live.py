@@ -102,7 +102,7 @@ def share_out(room: int, ranks: int, threads: int, *, graph: bool) -> tuple[int,
     """
     high = min(GRAPH, room - RANKS) if graph and room >= RANKS + GRAPH - 1 else 0
     room -= high
-    # Where not all ranks fit, the threads have a third of what there is.
+    # If not all ranks fit, the threads get a third of the space.
     rows = ranks if ranks <= room else room - (min(threads, room // 3) if room >= 2 * RANKS else 0)
     below = min(threads, room - rows)
     below = below if below >= THREADS else 0

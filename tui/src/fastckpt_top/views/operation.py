@@ -151,7 +151,7 @@ def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
         tail.add("   now ", "dim").add(f"{now:<6}")
     if cols.size == 3:  # noqa: PLR2004
         tail.fill(17).add("  peak ", "dim").add(f"{text.rate(op.peak or None):<6}")
-    # The word says what the mark says; a failure is never dim.
+    # The word repeats the mark; a failure is never dim.
     judged = style if op.verdict is not Verdict.FAILED else "bad"
     tail.add(" " * max(cols.right - 9 - tail.width, 0))
     tail.add(f"{frame.glyph(op.verdict)} {VERDICT_WORDS[op.verdict]}", judged)
