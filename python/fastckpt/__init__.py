@@ -147,7 +147,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> Sequence[str]:
-    """Also what is imported later: for completion."""
+    """Also the names that are imported later: for completion."""
     return sorted({*globals(), *_LATER, *_MODULES})
 
 

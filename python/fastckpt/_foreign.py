@@ -1,6 +1,6 @@
-"""Names what is found where a checkpoint was expected, for error messages.
+"""Names the formats found where a checkpoint was expected, for error messages.
 
-And which names say that another program's checkpoint lies there, so that no save goes there.
+Also lists the names that mark another program's checkpoint, so that no save replaces it.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def written_beside(path: str | os.PathLike[str]) -> str | None:
 
 
 def file_format(path: str | os.PathLike[str]) -> Literal["torch.save", "safetensors"] | None:
-    """What wrote a regular file, by its first bytes."""
+    """The program that wrote a regular file, by its first bytes."""
     with open(path, "rb") as file:  # noqa: PTH123
         begin = file.read(_LOOK)
         size = os.fstat(file.fileno()).st_size
@@ -117,7 +117,7 @@ def _directory(path: str) -> str:
 
 
 def of_distributed(path: str | os.PathLike[str]) -> str | None:
-    """What to do with a directory of torch.distributed.checkpoint, if it is one."""
+    """Advice for a directory of torch.distributed.checkpoint, if it is one."""
     if not os.path.lexists(os.path.join(path, TORCH_METADATA)):  # noqa: PTH118
         return None
     return f"it looks like a checkpoint of torch.distributed.checkpoint; {_convert(os.fspath(path))}"

@@ -1,6 +1,6 @@
 """Another project's distribution is called ``fastckpt`` and installs a module of the same name (docs/install.md).
 
-pip lets both into one directory, where the later one overwrites files of the earlier one and says nothing.
+pip installs both into one directory, where the later one silently overwrites files of the earlier one.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _about = re.compile(r"fastckpt(?:-(\d[\w.+!]*)(?:-py[\d.]+)?)?\.(?:dist|egg)-inf
 
 
 def warn_of_namesake() -> None:
-    """Warn if the other project's distribution is installed where this package lies.
+    """Warn if the other project's distribution is installed in this package's directory.
 
     Only the directory of this package is looked at: elsewhere the other one overwrites nothing, and the order of
     ``sys.path`` decides. ``importlib.metadata`` would know more, but to import it takes nearly as long as to import
@@ -71,7 +71,7 @@ def _other_in(directory: Path) -> str | None:
 
 
 def _has_files(record: Path) -> bool:
-    """Whether the list of files ``record`` is of a distribution that has a package ``fastckpt``, and not of this one.
+    """Whether the list of files ``record`` belongs to another distribution that has a package ``fastckpt``.
 
     Distributions of Debian, and old ones, have no such list: there the name decides.
     """

@@ -61,12 +61,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Composed:
-    """A value made of others, in a checkpoint's structure: a tensor that is not plain, or an object.
+    """A value made of several parts, in a checkpoint's structure: a tensor that is not plain, or an object.
 
     Attributes:
         kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.
         about: what describes it: sizes, layout, the name of its type.
-        parts: what it is made of; of an object, its value, and the dict of its attributes if it has any beside that.
+        parts: its parts; for an object, its value, and the dict of its attributes if it has any.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Composed:
 
 
 class _View:
-    """Shows each tensor as what is known about it."""
+    """Shows each tensor as its facts."""
 
     plain = False
 
@@ -103,10 +103,10 @@ class Checkpoint:
     """A checkpoint opened for reading single tensors; made by :func:`fastckpt.open`.
 
     It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
-    against the checksums as far as it covers whole blocks. What it knows and reads of a tensor that was expanded is its
-    base, with one element along the dimensions that repeat; only ``load`` gives the whole. A tied tensor is listed
-    once, under its first name, and found under the name of each of its places. After ``close`` what needs no shard
-    still works; reads raise ValueError.
+    against the checksums as far as it covers whole blocks. For an expanded tensor, this describes and reads its base,
+    with one element along the dimensions that repeat; only ``load`` gives the whole. A tied tensor is listed once,
+    under its first name, and found under the name of each of its places. After ``close`` what needs no shard still
+    works; reads raise ValueError.
 
     Attributes:
         report: what the last read did, or None before the first.
@@ -167,7 +167,7 @@ class Checkpoint:
 
     @property
     def origin(self) -> Origin:
-        """What wrote it, when and how."""
+        """Which program wrote it, when and how."""
         return self._origin
 
     def keys(self) -> list[str]:
@@ -193,7 +193,7 @@ class Checkpoint:
 
     @property
     def ranks(self) -> int:
-        """How many ranks saved a state of their own with it: 0 where none did.
+        """How many ranks saved a state of their own with it; 0 if none did.
 
         :func:`fastckpt.distributed.load_per_rank` gives them.
         """
@@ -233,11 +233,11 @@ class Checkpoint:
             name: its name.
 
         Returns:
-            A tensor, an array, or bytes, as it was saved; a tensor where ``device`` of :func:`fastckpt.open` says.
+            A tensor, an array, or bytes, as saved; tensors are on the ``device`` of :func:`fastckpt.open`.
 
         Raises:
             KeyError: there is no such tensor.
-            CorruptCheckpointError: its bytes are not what was written.
+            CorruptCheckpointError: its bytes differ from those that were written.
             RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
         """
         self._open()
@@ -249,22 +249,22 @@ class Checkpoint:
     def slice(self, name: str, index: Any) -> Any:
         """Read a part of one tensor.
 
-        Of each block of 4 MiB that the index touches, the tensor's part is read and compared with its checksum, whole.
+        Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes.
 
         Args:
             name: the tensor's name.
             index: what basic indexing takes: an int, a slice of any step, an Ellipsis, or a tuple of them.
 
         Returns:
-            The part, contiguous, in memory of its own: a tensor or an array, as saved, and where ``device`` of
-            :func:`fastckpt.open` says; a part of bytes is an array.
+            The part, contiguous, in memory of its own: a tensor or an array, as saved, on the ``device`` of
+            :func:`fastckpt.open`; a part of bytes is an array.
 
         Raises:
             KeyError: there is no such tensor.
             IndexError: the index does not fit the shape.
             TypeError: the index is none of these.
             ValueError: the step of a slice is 0.
-            CorruptCheckpointError: bytes are not what was written.
+            CorruptCheckpointError: bytes differ from those that were written.
             RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
         """
         self._open()
@@ -310,7 +310,7 @@ class Checkpoint:
         return f"<fastckpt.Checkpoint {self._path!r}: {len(self)} tensors>"
 
     def close(self) -> None:
-        """Close the shards. What was read stays valid."""
+        """Close the shards. Values that were read stay valid."""
         self._reader = None
 
     def __enter__(self) -> Checkpoint:  # noqa: PYI034 - Self is not in Python 3.10
@@ -330,7 +330,7 @@ def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoin
     can then still be read when another save has replaced the checkpoint, or it was removed. (The disk has room for both
     until then.) Shards of a larger one are opened when they are read from; a read of one that is gone raises
     ReplacedCheckpointError, and so may any read of what another machine replaced on NFS or FUSE. A forked child has no
-    open shards: it opens them when it reads from them. Of a URL nothing stays open, and a child that was forked after
+    open shards: it opens them when it reads from them. For a URL nothing stays open, and a child that was forked after
     the first read cannot read more (docs/stores.md).
 
     Args:
@@ -340,7 +340,7 @@ def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoin
 
     Raises:
         CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
-        FormatVersionError: it is of a version that this release does not read.
+        FormatVersionError: this release does not read its format version.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: ``device`` is given and torch cannot be imported; or ``path`` is a URL, and the package obstore
             cannot.

@@ -49,15 +49,16 @@ class Whole(NamedTuple):
 
 
 class Targets:
-    """What to read, where to, and what becomes of it.
+    """The requests of a read: what to read, where to, and how to finish it.
 
     Attributes:
-        requests: for the core; the address is 0 where a mover takes the bytes. With ``mappings``: what is copied.
+        requests: for the core; the address is 0 where a mover takes the bytes. With ``mappings``: the tensors that are
+            copied from them.
         movers: by request number.
         mappings: where shards are mapped, if they are: then new tensors of the host are pages of them, and
             :meth:`copy_mapped` fills the others.
         sinks: what :meth:`begin` made.
-        fresh: bytes of new tensors and arrays in host memory that is filled, and those of the large ones among them.
+        fresh: bytes of new tensors and arrays in host memory that are filled, and those of the large ones among them.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class Targets:
         self._pushed += nbytes
 
     def begin(self, operation: str) -> None:
-        """All has been asked for, and :meth:`drain` may be called; by the thread whose streams the devices wait for.
+        """All is requested, and :meth:`drain` may be called; by the thread whose streams the devices wait for.
 
         Raises:
             RuntimeError: one of these streams is being captured into a graph.
@@ -96,7 +97,7 @@ class Targets:
 
     @contextmanager
     def lent(self) -> Iterator[Lent]:
-        """Inside, there is staging memory for what goes to devices."""
+        """Inside, there is staging memory for tensors on devices."""
         assert self.sinks is not None  # noqa: S101 - it has begun
         with lent(self.sinks.devices, self._pushed) as staging:
             yield staging
@@ -107,10 +108,10 @@ class Targets:
         self.sinks.drain(ranges)
 
     def copy_mapped(self, report: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
-        """Fill what is not mapped itself from the mappings, which were checked.
+        """Fill tensors that are not mapped from the mappings, which were checked.
 
         Args:
-            report: that of the check.
+            report: the report of the check.
             threads: how many copy at most; None for as many as there are cores, within limits.
 
         Returns:
@@ -144,7 +145,7 @@ class Targets:
         return self.sinks.is_on_device(number)
 
     def _steps(self) -> Iterator[list[Range]]:
-        """What is to be copied from the mappings, in portions."""
+        """The copies to make from the mappings, in portions."""
         step: list[Range] = []
         room = _STEP
         for number, request in enumerate(self.requests):
@@ -164,19 +165,19 @@ class Targets:
     def ask(
         self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None, whole: Whole | None = None
     ) -> None:
-        """Ask for the whole of a tensor, to be put into the tensor or array ``memory``; or for what a rank has of it.
+        """Request all of a tensor, or a rank's part of it, to be put into the tensor or array ``memory``.
 
-        Every request passes here, or through one of the two below, whatever its memory was made of.
+        Every request goes through here, or through one of the two below, whatever its memory is.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
-            address: that of its memory, if it is contiguous and on the host, else 0.
+            address: the address of its memory, if it is contiguous and on the host, else 0.
             mover: what takes the bytes otherwise.
             whole: what ``memory`` is this rank's part of.
 
         Raises:
-            CorruptCheckpointError: what is stored has another number of bytes.
+            CorruptCheckpointError: the stored tensor has another number of bytes.
         """
         self._fits(index, memory.nbytes if whole is None else whole.nbytes)
         self._request(index, address, memory.nbytes, whole, mover=mover)
@@ -227,7 +228,7 @@ class Targets:
         Args:
             index: the tensor's number.
             memory: the tensor or array.
-            address: that of its memory, if it is contiguous and on the host, else 0.
+            address: the address of its memory, if it is contiguous and on the host, else 0.
             mover: what takes its elements otherwise.
             whole: what ``memory`` is this rank's part of.
             torch: whether torch converts them, else numpy.
@@ -270,7 +271,7 @@ class Targets:
         Args:
             index: the tensor's number.
             memory: the tensor or array.
-            layout: where its elements lie (:func:`fastckpt._tensors.memory.laid_out`).
+            layout: where its elements are (:func:`fastckpt._tensors.memory.laid_out`).
             whole: what ``memory`` is this rank's part of.
         """
         self._fits(index, memory.nbytes if whole is None else whole.nbytes)
@@ -278,7 +279,7 @@ class Targets:
         self._request(index, low, high - low, whole, layout=layout)
 
     def take(self, value: Any) -> None:
-        """The next token stands for ``value``, which exists."""
+        """The next token represents ``value``, which exists."""
         self._values.append(value)
 
     def make(self, tokens: Sequence[list[Any]]) -> None:
@@ -300,12 +301,12 @@ class Targets:
             values.append(value)
 
     def _count(self, index: int, nbytes: int) -> None:
-        """New memory was made for a tensor, of a load that maps nothing; what goes to a device does not stay there."""
+        """Memory was allocated for a tensor, in a load without mappings; memory for a device is only temporary."""
         if self.mappings is None and index not in self.devices:
             self.fresh = self.fresh[0] + nbytes, self.fresh[1] + (nbytes if nbytes >= _memory.LARGE else 0)
 
     def values(self) -> list[Any]:
-        """What each token stands for, once all has been read."""
+        """The value of each token, once all has been read."""
         self._exports.clear()
         finished: dict[tuple[Any, ...], Any] = {}
         for position, key, finish in self._later:
@@ -407,7 +408,7 @@ class Targets:
         return memory.copy() if stored.offset % alignment else memory
 
     def _address(self, index: int) -> int:
-        """Where a tensor begins in the mappings."""
+        """The byte at which a tensor begins in the mappings."""
         stored = self.stored[index]
         assert self.mappings is not None  # noqa: S101 - asked before
         return self.mappings.address(stored.shard, stored.offset, stored.nbytes)
@@ -473,8 +474,8 @@ class Targets:
     def _fits(self, index: int, nbytes: int) -> None:
         """Refuse a tensor that is stored in another number of bytes than it has.
 
-        That of a tensor to be made, on the host, on a device or over a mapping, and of a part of one, follows from its
-        dtype and shape; a tensor that exists is asked for its own.
+        The description of a new tensor, on the host, on a device or over a mapping, and of a part of one, follows from
+        its dtype and shape; an existing tensor is described itself.
         """
         if self.stored[index].nbytes != nbytes:
             raise self._malformed(index, "its logical dtype and shape do not fit its bytes")

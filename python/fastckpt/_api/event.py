@@ -12,7 +12,7 @@ class Event:
     """Like ``threading.Event``, never cleared, and safe inside signal handlers.
 
     A handler runs on top of whatever its thread was doing, also on top of a wait for the same event. So no waiter holds
-    anything that another could want: each brings a lock of its own, and the list of them changes in atomic steps.
+    a lock that another could want: each has a lock of its own, and the list of them changes in atomic steps.
     """
 
     __slots__ = ("_set", "_waiters")

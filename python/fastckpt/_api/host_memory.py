@@ -35,7 +35,7 @@ class Memory:
         core: what the core takes.
         nbytes: its size.
         generation: how often the caller had asked to free memory when this was made.
-        registration: what is pinned of it; None before :meth:`pin`, and where devices know no pinning.
+        registration: the registration of its pinned part; None before :meth:`pin`, and for devices without pinning.
     """
 
     __slots__ = ("_home", "_limit", "core", "generation", "nbytes", "registration")
@@ -51,7 +51,7 @@ class Memory:
     def pin(self, devices: Iterable[Any], limit: int | None = None, piece: int | None = None) -> None:
         """Begin to pin it for copies from and to devices, in the background; copies wait for what they need of it.
 
-        What an earlier operation has pinned stays pinned. No copy may be under way.
+        Memory that an earlier operation has pinned stays pinned. No copy may be under way.
 
         Args:
             devices: ``torch.device`` objects.
@@ -99,8 +99,8 @@ class Memory:
     def give(self) -> None:
         """Keep it for the next operation, or unmap it if the caller has asked to free memory meanwhile.
 
-        What is being pinned of it is waited for: an operation that has ended asks CUDA for nothing any more, and the
-        program may capture a graph.
+        Pinning in progress is waited for: an operation that has ended makes no further CUDA calls, and the program may
+        capture a graph.
         """
         try:
             if self.registration is not None and self.generation == _generation:
@@ -113,7 +113,7 @@ class Memory:
 
 
 def take(nbytes: int) -> Memory:
-    """Memory for a snapshot of ``nbytes``, with what a former one left in it."""
+    """Memory for a snapshot of ``nbytes``, with the contents that a former one left in it."""
     return _take(nbytes, _free)
 
 

@@ -79,7 +79,7 @@ def admit(save: SaveInFlight, most: int) -> None:
 
 
 def _register() -> None:
-    """Have the end of this process wait for what is in flight, and write what failed to stderr."""
+    """Have the end of this process wait for saves in flight, and write failures to stderr."""
     global _registered  # noqa: PLW0603 - once a process
     if _registered:
         return
@@ -140,7 +140,7 @@ def unasked() -> tuple[Failure, ...]:
 def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
     """Raise the first unreported failure, with ``why`` as a note; warn of those with ``on_error="warn"``.
 
-    What has been told counts as seen. The failure of ``but`` is left alone.
+    A failure that has been reported counts as seen. The failure of ``but`` is left alone.
     """
     for failure in tuple(_unasked):
         if failure.save is but:
@@ -159,7 +159,7 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
 
 
 def unasked_text(failure: Failure) -> str:
-    """What a warning says of a failure."""
+    """The text of a warning about a failure."""
     return (
         f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
         f"{failure.error}"
@@ -178,7 +178,7 @@ def drain(timeout: float | None = None) -> None:
 
     Raises:
         TimeoutError: not all are done in time. They go on.
-        Exception: the failure of a save whose result nobody has asked for, the first of them; call again for others.
+        Exception: the first failure of a save whose result was never requested; call again for others.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     for save in saves():

@@ -47,7 +47,7 @@ def _is_torch(item: Occurrence) -> bool:
 
 
 def _memory_of(item: Occurrence) -> Any:
-    """The tensor or array that is to be filled: of one that is spread, what this rank has of it."""
+    """The tensor or array that is to be filled: for a spread tensor, the part that this rank has."""
     local = None if item.stored is None else item.stored.local
     return item.value if local is None else local.memory
 
@@ -61,12 +61,12 @@ def _layout_of(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
-    """Where each position of the whole is in what is left; of all of it, where it was."""
+    """For each position of the whole, its position in the part that is left; for all of it, the same position."""
     return origin if isinstance(origin, range) else {position: index for index, position in enumerate(origin)}
 
 
 class _Entry:
-    """A tensor of the checkpoint, and what it fills: None where it is made anew."""
+    """A tensor of the checkpoint, and the tensor that it fills: None if it is made anew."""
 
     __slots__ = ("given", "item")
 
@@ -82,15 +82,15 @@ class Into:
         reader: the checkpoint.
         path: its path, for messages.
         into: the state.
-        targets: what is to be read, and where to.
+        targets: the requests of the read.
         types: the types that are known.
         strict: whether each side must have all tensors of the other.
         spreads: describes tensors that are spread over ranks; without it they are refused.
-        shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` says.
+        shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` is.
 
     Attributes:
-        missing: with ``strict`` unset, the names of what the checkpoint lacks, values too.
-        unexpected: likewise, and with ``shared``, the names of what ``into`` lacks.
+        missing: with ``strict`` unset, the names of tensors and values that the checkpoint lacks.
+        unexpected: likewise, and with ``shared``, the names of tensors that ``into`` lacks.
         unwanted: the numbers of those.
     """
 
@@ -149,7 +149,7 @@ class Into:
         self.filled: list[Any] = []
 
     def _objects(self) -> dict[Place, Owner]:
-        """The objects in ``into``, but for those in the states of others."""
+        """The objects in ``into``, except those in the states of others."""
         owners: dict[Place, Owner] = {}
         for place, value in self.flat.objects:
             if self._owner(owners, place)[0] is None:
@@ -158,7 +158,7 @@ class Into:
 
     @staticmethod
     def _owner(owners: dict[Place, Owner], place: Place) -> tuple[Owner | None, Place]:
-        """Whose state ``place`` is in, and which entry of it."""
+        """The object whose state contains ``place``, and which entry of it that is."""
         entry, at = place, place if owners else None
         while at is not None:
             owner = owners.get(at)
@@ -183,14 +183,14 @@ class Into:
         *,
         renamed: bool,
     ) -> list[Token]:
-        """Match every tensor of what was chosen of a structure, and ask for their bytes.
+        """Match every chosen tensor of a structure, and request their bytes.
 
         Args:
             tokens: the whole structure.
-            left: what was chosen of it.
+            left: the chosen part of it.
             origin: where each token of that is in the whole.
             chosen: the positions that were chosen, or None for all.
-            selection: what was chosen by.
+            selection: the patterns that chose it.
             renamed: whether the structure has other names than those that the selection saw.
 
         Returns:
@@ -237,7 +237,7 @@ class Into:
         return left
 
     def _find(self, found: Sequence[Found]) -> None:
-        """What each tensor of the checkpoint fills, or why it does not."""
+        """Match each tensor of the checkpoint with the tensor that it fills, or report why it does not fit."""
         lacking: list[_Entry] = []
         for item in found:
             tensor = is_tensor(item.token)
@@ -259,14 +259,14 @@ class Into:
         self._without_place(lacking)
 
     def _make(self, item: Found) -> None:
-        """Note that a tensor is new, should it be in what is left, as one in a key is."""
+        """Note that a tensor is new if it is among the chosen ones, as one in a key may be."""
         if is_tensor(item.token):
             self._entries.append(_Entry(item, None))
         else:
             self._composed[item.position] = None
 
     def _reason(self, entry: _Entry, lacking: list[_Entry]) -> str | None:
-        """Why something does not fit what is in its place, or None; what has no place is added to ``lacking``."""
+        """Why a tensor does not fit the value in its place, or None; one without a place is added to ``lacking``."""
         item, given = entry.item, entry.given
         if given is not None:
             return self._fit(item, given)
@@ -316,7 +316,7 @@ class Into:
         return new
 
     def _without_place(self, lacking: Sequence[_Entry]) -> None:
-        """What ``into`` lacks: no matter for one place of a tied tensor, if ``into`` has another."""
+        """Report what ``into`` lacks; a place of a tied tensor does not matter if ``into`` has another."""
         filled = {
             entry.item.token[1]: entry.given
             for entry in self._entries
@@ -354,7 +354,7 @@ class Into:
         self.missing = tuple(missing)
 
     def _extra(self, known: set[Place], selection: Selection) -> None:
-        """What the checkpoint lacks: no matter for what is tied to something that is filled."""
+        """Report what the checkpoint lacks; a tensor that is tied to a filled one does not matter."""
         filled = {entry.given.stored.tie for entry in self._entries if entry.given and entry.given.stored}
         missing = list(self.missing)
         last = self._entries[-1].item.position + 1 if self._entries else 0
@@ -373,7 +373,7 @@ class Into:
         self.missing = tuple(missing)
 
     def _extra_values(self, tokens: list[Token], keyed: set[Place], selection: Selection) -> None:
-        """What the checkpoint lacks beside tensors; ``keyed`` are the places under its keys."""
+        """Report the values that the checkpoint lacks; ``keyed`` are the places under its keys."""
         lacking = [place for place in self.flat.values if place not in keyed and place not in self.given]
         # A list may be found where into has a mapping of numbers.
         there = locate(tokens, self.flat.places, lacking) if lacking else ()
@@ -384,7 +384,7 @@ class Into:
                     self._mismatches.append((len(tokens), f"{place}: not in the checkpoint"))
 
     def _again(self, tokens: list[Token], left: list[Token], at: Mapping[int, int] | range) -> None:
-        """Note containers that stand at several places of ``into``, where the checkpoint has different values there."""
+        """Note containers that are in several places of ``into``, where the checkpoint has different values there."""
         again = [pair for pair in self.flat.again if all(self._owner(self._owners, place)[0] is None for place in pair)]
         starts = locate(tokens, self.flat.places, {place for pair in again for place in pair}) if again else {}
         starts = {place: start for place, start in starts.items() if start in at}
@@ -453,7 +453,7 @@ class Into:
         ) == self.reader.checksum(right)
 
     def _clashes(self) -> None:
-        """Note targets that overlap: what is read into one would destroy the other. A tie is one target."""
+        """Note targets that overlap: reading one of them would destroy the other. A tie is one target."""
         spans: dict[Any, tuple[str, int, int, Found, np.ndarray[Any, Any]]] = {}
         for entry in self._entries:
             given = entry.given
@@ -482,7 +482,7 @@ class Into:
         return known
 
     def _whole(self, item: Found, given: Occurrence) -> str | None:
-        """Why a tensor made of several does not fit, or None."""
+        """Why a tensor made of several parts does not fit, or None."""
         self._composed[item.position] = given.value
         if item.token[0] == "quantized":
             return "a quantised tensor cannot be filled in place: load it without into="
@@ -543,7 +543,7 @@ class Into:
                     self.filled.append(mine.local.memory)
 
     def _like_parameter(self, item: Found) -> Occurrence | None:
-        """Of the state of an optimizer: a new tensor that is spread as the parameter is that it belongs to.
+        """For the state of an optimizer: a new tensor that is spread like the parameter that it belongs to.
 
         None where it has another shape than the parameter, or that is not spread: then the rank has it whole.
         """
@@ -565,7 +565,7 @@ class Into:
         return Occurrence(item.place, made, describe(made), '["tensor",]')  # type: ignore[arg-type]
 
     def spreads_of(self, value: Any) -> Describe | None:
-        """What describes a tensor that is spread over ranks; None for any other."""
+        """The description of a tensor that is spread over ranks; None for any other."""
         return None if self.spreads is None else self.spreads.describe_of(type(value))
 
     def _fill(self, index: int, given: Occurrence) -> None:
@@ -603,7 +603,7 @@ class Into:
 
 
 def _values(tokens: list[Token], starts: Mapping[Place, int]) -> dict[Place, list[Any]]:
-    """The tokens of each of these values. Which tensors they have is compared one by one."""
+    """The tokens of each of these values. Their tensors are compared one by one."""
     ends = ends_of(tokens) if starts else []
     return {
         place: [token[0] if is_tensor(token) else token for token in tokens[start : ends[start]]]

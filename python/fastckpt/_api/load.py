@@ -101,26 +101,24 @@ def load(  # noqa: PLR0913 - all by name
         into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
             the checkpoint; what cannot be changed (a number, a tuple, a frozen dataclass) is replaced in what holds it,
-            and so is a container where the checkpoint has another type. A list gets the length that it had,
-            so that numbers at its end which only ``into`` has are no mismatch. Values that
-            only the checkpoint has are added. Objects may stand in it, too: of a module, its
-            Parameters and buffers are filled in place, and ``load_state_dict`` gets the state if it does more than to
-            copy them (hooks, overrides, an extra state); an optimizer, also one
-            that has not stepped, and whatever else has ``load_state_dict`` is given the state that was read.
-            Everything is compared before anything is changed. Where only one side has a
-            tie, that is not a mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal.
-            Tensors that overlap in memory without being tied are a mismatch, and so are different values in the places
-            of one container.
+            and so is a container where the checkpoint has another type. A list gets the length that it had, so that
+            numbers at its end which only ``into`` has are no mismatch. Values that only the checkpoint has are added.
+            Objects may stand in it, too: of a module, its Parameters and buffers are filled in place, and
+            ``load_state_dict`` gets the state if it does more than to copy them (hooks, overrides, an extra state); an
+            optimizer, also one that has not stepped, and whatever else has ``load_state_dict`` is given the state that
+            was read. Everything is compared before anything is changed. A tie that only one side has is not a mismatch;
+            nor is a tie in ``into`` of tensors that are stored separately and are equal. Tensors that overlap in memory
+            without being tied are a mismatch, and so are different values in the places of one container.
         keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
             (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). A pattern without ``*``, ``?``
             and ``[`` also chooses all that is below that name (``"model"``). Only tensors that match are read, and the
             result holds only what matches, tensors and values, and the containers that lead there: positions in lists
-            close up. With ``into``, the rest of that stays as it is, and what is chosen of a list keeps its position.
-            An empty container is a value. What is made of several parts (a sparse tensor, a registered object) comes
-            whole when it or one of its parts matches; types of other parts need not be registered. A tied tensor has a
-            name at each of its places, and comes back at those that match.
-        exclude: likewise, what is left out, even if it matches ``keys``. What is made of several parts stays out whole
-            when it or one of its parts matches.
+            close up. With ``into``, everything else there stays unchanged, and items chosen from a list keep their
+            positions. An empty container is a value. A value made of several parts (a sparse tensor, a registered
+            object) comes whole when it or one of its parts matches; types of other parts need not be registered. A tied
+            tensor has a name at each of its places, and comes back at those that match.
+        exclude: patterns of values to leave out, even if they match ``keys``. A value made of several parts stays out
+            whole when it or one of its parts matches.
         strict: False allows differences, as ``load_state_dict`` does: tensors that only the checkpoint has are not read
             and are not in the result; tensors, values and ends of lists that only ``into`` has stay as they are; a
             pattern that matches nothing is no error. The report lists them (``missing``, ``unexpected``). Shapes and
@@ -128,44 +126,44 @@ def load(  # noqa: PLR0913 - all by name
         dtype: cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name
             (``"bfloat16"``); a dict of patterns over names, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which
             the first that matches decides; a function of the :class:`TensorInfo`. None, also in a dict or from a
-            function, is the dtype that was saved. One dtype for all leaves the ``step`` of optimizers as it is;
-            patterns and functions are obeyed to the letter. Integers, complex numbers, quantised tensors and wrapper
-            subclasses stay as they are. With ``into`` the dtype is that of the tensor in it.
-        rename: other keys: a dict of new keys by old ones, or a function of the key. It changes every key of a dict
-            that is a string, once what is to be loaded has been chosen by the names in the file, and before it is
-            compared with ``into``.
-        strip_prefix: a prefix that is taken off such keys before, or several (``["module.", "_orig_mod."]``).
+            function, is the dtype that was saved. A single dtype leaves the ``step`` of optimizers unchanged; patterns
+            and functions are obeyed to the letter. Integers, complex numbers, quantised tensors and wrapper subclasses
+            stay as they are. With ``into``, the dtype is that of the tensor in it.
+        rename: other keys: a dict of new keys by old ones, or a function of the key. It changes every dict key that is
+            a string, after the names in the file have been chosen from, and before the comparison with ``into``.
+        strip_prefix: a prefix, or several, to remove from such keys first (``["module.", "_orig_mod."]``).
         framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
             tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
-        device: where new torch tensors go; None for the CPU. A ``torch.device`` or its name, as ``cuda:0``: all go
-            there but what was saved from the CPU and has to be there, the states of random generators and the ``step``
-            of optimizers. ``"saved"``: each goes where it was. A dict of patterns over names, as ``{"model.*":
-            "cuda:0"}``, of which the first that matches decides, and what matches none goes to the CPU; or a function
-            of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read into pinned staging memory
-            and copied from there while more is read; they are there when this returns, for any stream.
+        device: where new torch tensors go; None for the CPU. A ``torch.device`` or its name, such as ``cuda:0``: all go
+            there except tensors that were saved from the CPU and have to be there, the states of random generators and
+            the ``step`` of optimizers. ``"saved"``: each goes to the device that it was saved from. A dict of patterns
+            over names, such as ``{"model.*": "cuda:0"}``: the first match decides, and a tensor without a match goes to
+            the CPU; or a function of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read into
+            pinned staging memory and copied from there while more is read; they are there when this returns, for any
+            stream.
         registry: types that this call knows before those of :func:`fastckpt.register_type`.
         unknown: how to load values of types that this program does not know: ``error``, or ``plain`` for their stored
             form (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type,
             without attributes; where only something hashable can be, a tuple; a time zone None), with a warning.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
-            checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
-            their storage fails, touching a page ends the process with SIGBUS. (To save to the same path, or to remove
-            it, does no harm on a local file system; on NFS another host must not.) With ``device``, new tensors there
-            are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been checked, so
-            that a damaged checkpoint changes nothing. Not with ``dtype``, and not of a URL.
+            checkpoints that are hot. As long as the tensors are in use, nobody may change or truncate the files in
+            place, and if their storage fails, touching a page ends the process with SIGBUS. (To save to the same path,
+            or to remove it, does no harm on a local file system; on NFS another host must not.) With ``device``, new
+            tensors there are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been
+            checked, so that a damaged checkpoint changes nothing. Not with ``dtype``, and not of a URL.
         verify: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one that memory
             pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are touched.
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
-            OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO
-            if it is set, else takes the first of these that works. It takes from the page cache what is there.
-            Where LOCAL_WORLD_SIZE is more than 1, ``auto`` reads all through the page cache, so that the ranks of a
-            node that load one path read the storage once, unless one of the path's last two components names
-            the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``.
-            With ``mmap`` there is only the page cache, whatever the variable says.
-            None of them changes how a URL is read, of which ``direct`` is an OSError.
+            OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO if
+            it is set, else takes the first of these that works. It reads cached files from the page cache. Where
+            LOCAL_WORLD_SIZE is more than 1, ``auto`` reads all through the page cache, so that the ranks of a node that
+            load one path read the storage once, unless one of the path's last two components names the rank
+            (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``. ``mmap``
+            always uses the page cache, whatever the variable is. None of them changes how a URL is read, of which
+            ``direct`` is an OSError.
         threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
-            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. Of a URL 16 by default, each
+            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. For a URL 16 by default, each
             with a request of up to 8 MiB.
         progress: show a progress bar.
         report: return a report, too.
@@ -175,15 +173,15 @@ def load(  # noqa: PLR0913 - all by name
         the state and a :class:`LoadReport`.
 
     Raises:
-        CorruptCheckpointError: the checkpoint is damaged; the message says where.
-        FormatVersionError: it is of a version that this release does not read.
+        CorruptCheckpointError: the checkpoint is damaged; the message names the place.
+        FormatVersionError: this release does not read its format version.
         StructureMismatchError: ``into`` does not fit; nothing was changed, and ``differences`` lists every difference.
         CheckpointError: an object in ``into`` refused its state: tensors and the objects before it are already
             filled, plain values are unchanged. Or a class in this program is not the one that was saved.
         MemoryError: new tensors would take more memory than the control group of this process has left.
         UnsupportedTypeError: the type of a value is not known, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
-        TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` is of another type.
+        TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` has the wrong type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported; or ``path`` is a URL, and the
             package obstore cannot.
@@ -239,7 +237,7 @@ def _load(source: str, wishes: Wishes) -> Loaded:
 
 
 def _read(source: str, reader: _core.Reader, targets: Targets, numbers: list[int], wishes: Wishes) -> Mapping[str, Any]:
-    """Bring the bytes: what was asked for, or with ``mmap`` the pages of the tensors ``numbers``."""
+    """Read the bytes: the requested ones, or with ``mmap`` the pages of the tensors ``numbers``."""
     with ticker("load", source, shown=wishes.progress) as tick:
         if targets.mappings is not None:
             checked = numbers if wishes.verify else []

@@ -27,10 +27,10 @@ _NUMBER = -2
 
 
 class Owner:
-    """An object in ``into``, and what is known of its state.
+    """An object in ``into``, and the facts about its state.
 
     Attributes:
-        place: where it stands.
+        place: its place.
         value: the object.
         kind: ``module``, ``optimizer`` or None.
     """
@@ -55,8 +55,8 @@ class Owner:
     def is_fillable(self, entry: Place, tie: Any | None) -> bool:
         """Whether a tensor in this entry of the state is a part of the object, which has to fit and can be filled.
 
-        What a module makes anew whenever it is asked (its extra state, a packed description of a quantised weight) is
-        none: to fill it would change nothing.
+        Tensors that a module makes anew whenever it is asked (its extra state, a packed description of a quantised
+        weight) are not fillable: filling them would change nothing.
         """
         if self.kind == "optimizer":
             return tie is not None
@@ -176,7 +176,7 @@ class _Trial(_Outline):
 
 
 def try_classes(tokens: Sequence[Token], framework: str, types: Types) -> None:
-    """Make what the classes of this program are made of, but for tensors: to be done before anything is changed.
+    """Try to build the parts, except tensors, of values of this program's classes, before anything is changed.
 
     Args:
         tokens: the state.

@@ -37,7 +37,7 @@ _RATES: Final = (1e8, 2.5e8, 5e8, 7.5e8, 1e9, 1.5e9, 2e9, 3e9, 4e9, 6e9, 8e9, 1e
 
 
 class Exporter:
-    """Where spans and metrics go.
+    """The tracer and the instruments of an operation.
 
     Args:
         tracer: takes the spans.
@@ -131,7 +131,7 @@ class Exporter:
 
 
 def _attributes(ended: Ended) -> dict[str, Any]:
-    """What the span of the operation says; attributes that are None are left out."""
+    """The attributes of the operation's span; those that are None are left out."""
     report = ended.report
     found: dict[str, Any] = {"fastckpt.path": ended.path, "fastckpt.asynchronous": ended.asynchronous}
     if report is not None:

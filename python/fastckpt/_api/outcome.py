@@ -27,7 +27,7 @@ _told: set[str] = set()
 
 
 def until_settled(read: Callable[[], _T]) -> _T:
-    """What ``read`` returns of a checkpoint, which starts again if a save has replaced it."""
+    """The result of ``read``, which starts again if a save has replaced the checkpoint."""
     give_up = time.monotonic() + _REPLACED_WAIT
     while True:
         try:
@@ -53,7 +53,7 @@ _LISTED, _SHOWN = 20, 200
 
 
 class LastWord(logging.NullHandler):
-    """Silent, as a library has to be, but for errors in a program that has configured no logging.
+    """Silent, as a library has to be, except for errors in a program that has configured no logging.
 
     Such a program would never hear of a save that fails in the background: the handler that Python keeps for its
     warnings is off as soon as a library has one of its own, a silent one, too.
@@ -63,7 +63,7 @@ class LastWord(logging.NullHandler):
         super().__init__(logging.ERROR)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Give an error to Python's last resort, which writes to stderr, unless somebody else has a handler for it."""
+        """Give an error to Python's last resort, which writes to stderr, unless another handler takes it."""
         at: logging.Logger | None = logging.getLogger(record.name)
         while at is not None:
             if not all(isinstance(handler, logging.NullHandler) for handler in at.handlers):

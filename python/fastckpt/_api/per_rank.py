@@ -28,7 +28,7 @@ def states_of(operation: str, reader: _core.Reader) -> list[list[Token]]:
     """The structure of each rank's own state; empty where nothing was saved so.
 
     Raises:
-        CorruptCheckpointError: what is there is not a list of states.
+        CorruptCheckpointError: the stored value is not a list of states.
     """
     text = reader.per_rank()
     if text is None:
@@ -50,7 +50,7 @@ def load_state_of(path: AnyPath, rank: int | None, own: tuple[int, int] | None) 
 
     Args:
         path: the checkpoint's directory, or its URL.
-        rank: whose; None for that of ``own``.
+        rank: the rank whose state is wanted; None for the state of ``own``.
         own: this rank, and how many there are.
 
     Raises:

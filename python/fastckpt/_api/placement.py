@@ -30,7 +30,7 @@ _RANDOM = frozenset({16, 5056})
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices and dtypes by the number of the stored tensor, where they are not the CPU and what was stored.
+    """Devices and dtypes by the number of the stored tensor, if they differ from the CPU and the stored dtype.
 
     Attributes:
         devices: a ``torch.device`` each.
@@ -43,13 +43,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What is there to be loaded.
+    """The tensors and values that can be loaded.
 
     Attributes:
         tokens: the whole structure, under the names of the file.
         stored: all tensors.
         files: the names of the shards.
-        wanted: the tokens of the tensors that are to be loaded.
+        wanted: the tokens of the tensors to load.
         types: the types that are known.
         operation: the word that error messages begin with.
     """
@@ -79,7 +79,7 @@ def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool
 
     Raises:
         KeyError: a pattern matches nothing, and ``strict`` is set.
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: there is no such device here, or a dtype is not a floating-point dtype.
     """
     devices: dict[int, Any] = {}
@@ -95,10 +95,10 @@ def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool
 
 
 def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
-    """The names of the dtypes that tensors are cast to, by number: those that are not what is stored.
+    """The names of the dtypes that tensors are cast to, by number, if they differ from the stored ones.
 
     Args:
-        stock: what is there.
+        stock: the tensors and values of the checkpoint.
         dtype: as :func:`fastckpt.load` takes it.
         strict: whether a pattern that matches nothing is an error.
 
@@ -143,7 +143,7 @@ def _by_rule(
     *,
     strict: bool,
 ) -> list[tuple[int, Any]]:
-    """What patterns or a function say of each tensor."""
+    """The answer of patterns or a function for each tensor."""
     if callable(rule):
         return [(index, rule(info_of(stock.stored[index], token, stock.files))) for index, token in tensors.items()]
     patterns, values = Patterns(argument, rule, stock.operation), list(rule.values())

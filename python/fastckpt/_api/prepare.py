@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What a load was asked for, checked."""
+    """The arguments of a load, checked."""
 
     into: Any
     selection: Selection
@@ -103,10 +103,10 @@ class Prepared:
     """A load before anything is read.
 
     Attributes:
-        tokens: the structure of what will be returned.
-        targets: what is to be read, and where to.
+        tokens: the structure of the result.
+        targets: the requests of the read.
         numbers: with ``mmap``, the tensors whose bytes are wanted.
-        missing: names of what only ``into`` has, and patterns that match nothing.
+        missing: names of values that only ``into`` has, and patterns that match nothing.
         unexpected: names of tensors that only the checkpoint has.
         unwanted: the numbers of those.
     """
@@ -142,12 +142,12 @@ def prepare(
     spreads: Spreads | None = None,
     shared: bool = False,
 ) -> Prepared:
-    """Find out what has to be read, and make the memory for it.
+    """Find out what has to be read, and allocate the memory for it.
 
     Args:
         reader: the checkpoint.
         source: its path, for messages.
-        wishes: what was asked for.
+        wishes: the arguments of the load.
         target: what takes the requests.
         spreads: describes tensors of ``into`` that are spread over ranks.
         shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
@@ -211,12 +211,12 @@ def prepare(
 
 
 def _numbers(tokens: Iterable[list[Any]]) -> list[int]:
-    """The numbers of the tensors that tokens stand for."""
+    """The numbers of the tensors of these tokens."""
     return sorted({token[1] for token in tokens})
 
 
 def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) -> list[Token]:
-    """A structure with other tokens at some positions of it, but for the sizes of containers."""
+    """A structure with other tokens at some positions, except for the sizes of containers."""
     out = list(tokens)
     for position, token in zip(positions, others, strict=True):
         if type(token) is str:

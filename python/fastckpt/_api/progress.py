@@ -1,6 +1,6 @@
 """Progress of a long operation: a bar on request, and a line in the log every few seconds.
 
-What is called about ten times a second also sees when an operation has had its time.
+The progress callback, called about ten times a second, also notices when the deadline of an operation has passed.
 """
 
 from __future__ import annotations

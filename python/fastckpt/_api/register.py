@@ -1,4 +1,4 @@
-"""Declaring types: what the state may hold beyond what is built in."""
+"""Declaring types: values that the state may hold beyond the built-in ones."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def register_type(
         cls: the class.
         encode: makes of an instance any value that can be saved; it may hold tensors. None, together with ``decode``,
             for a class of one of the kinds above.
-        decode: makes of such a value an instance.
+        decode: turns such a value back into an instance.
         name: the name in the file; by default the module's and the class's, joined with a dot.
 
     Raises:
-        TypeError: ``cls`` is not a class, or is of none of these kinds and ``encode`` or ``decode`` cannot be called.
+        TypeError: ``cls`` is not a class, or is of none of these kinds, and ``encode`` or ``decode`` is not callable.
         ValueError: the type is supported without registration, or another class has that name.
 
     Example:

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[SaveOptions]) -> SaveReport:
     """Write ``state`` to the directory ``path``; the checkpoint is durable and complete when this returns.
 
-    Until then ``path`` holds what it held before. The state must not change meanwhile: the checkpoint would hold
-    a mixture of old and new values.
+    Until then ``path`` keeps its old contents. The state must not change meanwhile: the checkpoint would hold a mixture
+    of old and new values.
 
     Args:
         state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it, named
@@ -45,7 +45,7 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
         {options}
 
     Returns:
-        What was done: bytes, seconds by phase, engine.
+        The report: bytes, seconds by phase, engine.
 
     Raises:
         UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format

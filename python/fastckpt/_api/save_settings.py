@@ -56,7 +56,7 @@ class SaveOptions(WriteOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSettings(Settings):
-    """How a checkpoint is written, checked."""
+    """How a checkpoint is written; checked."""
 
     given = WriteOptions
 
@@ -114,7 +114,7 @@ class WriteSettings(Settings):
     )
 
     def core(self, **more: Any) -> _core.SaveOptions:
-        """What the core takes of it, with what a save adds."""
+        """The core's options: these, and those that a save adds."""
         own = {
             "overwrite": self.overwrite,
             "files": self.files,
@@ -128,7 +128,7 @@ class WriteSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSettings(WriteSettings):
-    """How a state is saved, checked. Patterns are texts: those that count what they match are made for each save."""
+    """How a state is saved; checked. Patterns are texts: those that count what they match are made for each save."""
 
     given = SaveOptions
 

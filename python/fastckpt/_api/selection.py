@@ -1,4 +1,4 @@
-"""Names that patterns choose: what ``keys``, ``exclude`` and the patterns of ``dtype`` and ``device`` are made of."""
+"""Names that patterns choose: the base of ``keys``, ``exclude`` and the patterns of ``dtype`` and ``device``."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def patterns_of(argument: str, given: Any, operation: str) -> Patterns:
 
 
 class Selection:
-    """What ``keys`` and ``exclude`` choose of a checkpoint: all, where both are None.
+    """The choice that ``keys`` and ``exclude`` make in a checkpoint: everything, if both are None.
 
     Raises:
         TypeError: they are neither patterns nor None.
@@ -102,7 +102,7 @@ class Selection:
         return self.keys is None and self.exclude is None
 
     def takes(self, name: str) -> bool:
-        """Whether what has this name is chosen."""
+        """Whether this name is chosen."""
         if self.exclude is not None and self.exclude.first(name) is not None:
             return False
         return self.keys is None or self.keys.first(name) is not None

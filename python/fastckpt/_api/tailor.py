@@ -1,4 +1,4 @@
-"""The copy that is shipped: what a save leaves out of a state (``exclude=``), and what it casts (``dtype=``)."""
+"""Tailoring of a saved state: what a save leaves out (``exclude=``), and what it casts (``dtype=``)."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class _Given(NamedTuple):
 
 
 class Tailor:
-    """What one save leaves out and casts.
+    """The values that one save leaves out, and the casts that it makes.
 
     Args:
         operation: the word that error messages begin with.
@@ -71,7 +71,7 @@ class Tailor:
 
     @property
     def excluded(self) -> Callable[[str], bool] | None:
-        """Whether what has a name is left out: for :func:`.flatten.flatten`. None where nothing is."""
+        """Whether a name is left out: for :func:`.flatten.flatten`. None where nothing is."""
         selection = self._selection
         return None if selection is None else lambda name: not selection.takes(name)
 
@@ -142,7 +142,7 @@ class Tailor:
 
     @property
     def warnings(self) -> list[str]:
-        """What the casts lost, for the report. To be asked once everything is written."""
+        """Warnings about casts, for the report. To be asked once everything is written."""
         names: dict[str, list[str]] = {}
         for tensor, dtype, loss in self._losses:
             if loss.happened():

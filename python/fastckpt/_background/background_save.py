@@ -37,7 +37,7 @@ class BackgroundSave:
     """The common part of saves of one process and of ranks, which differ in the snapshot and in its writer.
 
     Args:
-        request: what is saved.
+        request: the save.
         settings: how it is saved in the background.
         snapshot: where it is copied to.
         ranks: those that save together; None for this process alone.
@@ -47,7 +47,7 @@ class BackgroundSave:
         group: who saves.
         snapshot: as given.
         staging: makes the copy.
-        claim: taken by whoever finishes the save, or gives it up before that.
+        claim: taken by the thread or the call that finishes the save, or gives it up before that.
         inline: whether the call finishes it.
     """
 
@@ -72,7 +72,7 @@ class BackgroundSave:
     def begin(self) -> PendingSave:
         """Wait for earlier saves, copy, and start the thread that writes; the handle.
 
-        What it raises has been told to the other ranks.
+        Its errors have been reported to the other ranks.
         """
         pending, request = self.pending, self.request
         began = time.perf_counter()
@@ -104,7 +104,7 @@ class BackgroundSave:
         return nullcontext()
 
     def alive(self) -> None:
-        """Say that it goes on, while it waits."""
+        """Report that the save is alive while it waits."""
 
     def start(self) -> bool:
         """Start the thread; whether there is one."""
@@ -151,7 +151,7 @@ class BackgroundSave:
             raise error
 
     def _save(self) -> BaseException | None:
-        """Write what was copied, and let go of everything; why it failed, or None."""
+        """Write the snapshot, and release all references; why it failed, or None."""
         pending = self.pending
         error: BaseException | None = None
         try:
@@ -194,7 +194,7 @@ class BackgroundSave:
         return report
 
     def _told(self) -> dict[str, Any]:
-        """What the report has beside."""
+        """Further fields of the report."""
         pending = self.pending
         return {
             "beside": {"wait": self._waited, "stage": self.staging.seconds},

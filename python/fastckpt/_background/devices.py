@@ -27,10 +27,10 @@ def mask(sources: Sources, count: int, *, on_device: bool) -> bytes:
 
 
 class Devices:
-    """What a save asks of devices. Made at the call: copies come after what streams had been asked for by then.
+    """The copies from devices that a save requests. Made at the call: copies run after the streams' earlier work.
 
     Args:
-        sources: bring the bytes of tensors without an address.
+        sources: copy tensors without an address.
         pin: the most bytes that may be pinned in this process; None for any number.
     """
 
@@ -61,17 +61,17 @@ class Devices:
 
     @property
     def is_pinned(self) -> bool:
-        """Whether copies go on by themselves once they are asked for.
+        """Whether copies continue on their own once they are requested.
 
-        Of other memory the host may have to wait for each: CUDA fills that before it returns, and devices that know no
-        pinning promise nothing.
+        For other memory, the host may have to wait for each copy: CUDA fills that before it returns, and devices
+        without pinning promise nothing.
         """
         memory = self.memory
         return memory is not None and memory.registration is not None and memory.is_pinned()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a report says of memory that could not be pinned: nothing where ``pin=False`` asked for that."""
+        """The warning for a report about memory that could not be pinned; none after ``pin=False``."""
         if self.memory is None or not self.sources.devices or self.memory.problem is None:
             return ()
         return (self.memory.problem,)
@@ -89,7 +89,7 @@ class Devices:
         return made
 
     def wait(self, arrived: Callable[[int], object] = lambda _: None) -> None:
-        """Wait for all of it; ``arrived`` is told the bytes of each part that has come.
+        """Wait for all copies; ``arrived`` is called with the bytes of each part that has arrived.
 
         Raises:
             Exception: a device has failed, or ``arrived`` raises. The rest is still to be waited for.

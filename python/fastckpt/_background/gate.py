@@ -1,4 +1,4 @@
-"""A gate that opens once, and how long it held those who came before."""
+"""A gate that opens once, and measures how long it held those who came before."""
 
 from __future__ import annotations
 

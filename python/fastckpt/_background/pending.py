@@ -56,8 +56,8 @@ class SaveProgress:
 class PendingSave(in_flight.SaveInFlight):
     """A save that runs in the background; made by :func:`fastckpt.save_async`.
 
-    Methods named as those of ``concurrent.futures.Future`` do the same. ``await pending`` gives the report, too;
-    to cancel the task that waits does not cancel the save.
+    Methods with names of ``concurrent.futures.Future`` behave the same. ``await pending`` gives the report, too; to
+    cancel the task that waits does not cancel the save.
 
     Attributes:
         path: the checkpoint's directory, absolute.
@@ -115,7 +115,7 @@ class PendingSave(in_flight.SaveInFlight):
             raise TimeoutError(f"wait_staged: {self.path}: the state has not been copied after {timeout} s")
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable and return what was done.
+        """Wait until the checkpoint is durable and return the report.
 
         Args:
             timeout: seconds; None for as long as it takes.
@@ -162,7 +162,7 @@ class PendingSave(in_flight.SaveInFlight):
         return isinstance(self._error, CancelledError)
 
     def progress(self) -> SaveProgress:
-        """How far it is."""
+        """The progress of the save."""
         staged = 0 if self._snapshot is None else self._snapshot.staged
         return SaveProgress(self._phase(), staged, self._written, self._total)
 
@@ -241,8 +241,8 @@ class PendingSave(in_flight.SaveInFlight):
     def _hold_step(self) -> None:
         """Have a step wait that is about to begin in the calling thread.
 
-        The host waits for copies of host tensors, and until those of device tensors have been asked for; for these the
-        thread's streams wait, and the host does not.
+        The host waits for copies of host tensors, and until those of device tensors have been requested; for the latter
+        the thread's streams wait, and the host does not.
         """
         if self._staged.is_open():
             return
@@ -254,7 +254,7 @@ class PendingSave(in_flight.SaveInFlight):
             late.hold_step()
 
     def _set_staged(self) -> None:
-        """Let all who wait go on."""
+        """Release all waiters."""
         self._may_step.open()
         self._staged.open()
 

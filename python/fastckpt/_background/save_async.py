@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Job(BackgroundSave):
-    """Of one process: its snapshot holds the files, which are laid out at the call."""
+    """For one process: its snapshot holds the files, which are laid out at the call."""
 
     def __init__(self, request: SaveRequest, settings: BackgroundSettings) -> None:
         flat, agreed = request.flat, SingleProcess().agree(request)
@@ -52,7 +52,7 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
     (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable.
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
-    ``result()``. If it is never asked for, the next ``save_async`` starts its own save and then raises it (see
+    ``result()``. If nobody asks for it, the next ``save_async`` starts its own save and then raises it (see
     ``on_error``). Without a next one, it is written to stderr when the process ends, also if multiprocessing forked
     that process.
 

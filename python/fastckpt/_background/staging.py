@@ -46,7 +46,7 @@ class Staging:
 
     Args:
         pending: the handle.
-        request: what is saved.
+        request: the save.
         snapshot: has a place for each of its tensors.
         settings: how it is saved in the background.
 
@@ -97,7 +97,7 @@ class Staging:
         """Copy the rest, and let go of the state.
 
         Raises:
-            CancelledError: the save is to stop.
+            CancelledError: the save was cancelled.
             RuntimeError: a tensor was changed meanwhile.
         """
         self._pending._stop_if_cancelled()
@@ -153,7 +153,7 @@ class Staging:
         self._request.movers.clear()
 
     def _copy_early(self) -> None:
-        """Copy what a lazy save copies at the call, and ask for what can be asked for now."""
+        """Copy what a lazy save copies at the call, and request the copies that can be requested now."""
         keep, late, rest = self._keep, self.late, self._rest
         self._versions = self._count(on_device=False)
         asked = self._pending._late = Late(self._count(on_device=True))
@@ -181,7 +181,7 @@ class Staging:
             self._pending._may_step.open()
 
     def _count(self, *, on_device: bool) -> list[tuple[str, Any, int]]:
-        """Late tensors, and their versions. Of a DTensor, torch counts a change of it or one of its local tensor."""
+        """Late tensors, and their versions. torch counts a change of a DTensor on it or on its local tensor."""
         wholes = self._request.flat.wholes
         return versions_of(
             (name, tensor)
@@ -192,7 +192,7 @@ class Staging:
         )
 
     def _copy_late(self) -> list[str]:
-        """Copy what is left of a lazy save; the names of the tensors that were changed meanwhile."""
+        """Copy the rest of a lazy save; returns the names of tensors that were changed meanwhile."""
         late = self._pending._late
         assert late is not None  # noqa: S101 - where the call did not copy everything
         devices = bool(self.devices.sources.devices)
@@ -208,7 +208,7 @@ class Staging:
         return names
 
     def _ranges(self) -> list[Range]:
-        """Where the tensors on devices go."""
+        """The place in the snapshot of tensors on devices."""
         if not self.devices.sources.devices:
             return []
         places = self._snapshot.places()
@@ -268,7 +268,7 @@ class Staging:
 def _countable(request: SaveRequest) -> dict[int, str]:
     """The tensors that may be copied late: names by number.
 
-    Of inference tensors torch counts no changes, and of the parts of a tensor only some.
+    torch counts no changes of inference tensors, and only some of the parts of a tensor.
     """
     values = iter(request.flat.keep)
     parts = [(tensor, index in flat.inner) for flat in request.parts for index, tensor in enumerate(flat.tensors)]
@@ -283,6 +283,6 @@ def _countable(request: SaveRequest) -> dict[int, str]:
 
 
 def _storage(tensor: Any) -> int:
-    """Where the memory that a tensor is in begins; 0 where there is none."""
+    """The start address of the memory that a tensor is in; 0 if there is none."""
     address: int = tensor.untyped_storage().data_ptr()
     return address

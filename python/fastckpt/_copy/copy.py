@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Copied(NamedTuple):
-    """What a copy did.
+    """The result of a copy.
 
     Attributes:
         bytes: bytes that this process moved.
@@ -55,20 +55,20 @@ def copy_checkpoint(
 ) -> Copied:
     """Copy a checkpoint; durable and visible as a whole when it returns.
 
-    What a copy that was cut short has brought is not brought again. A place is an absolute path or a URL, as
+    Files that an interrupted copy has sent are not sent again. A place is an absolute path or a URL, as
     :func:`fastckpt._stores.urls.place_of` gives it.
 
     Args:
         sources: places of the checkpoint, the nearest first. Each file comes from the first one where it is whole.
         target: the place of the copy. If it is among the sources, with ``overwrite``, its damaged files are replaced,
             and the others stay as they are.
-        operation: what is done, for messages.
+        operation: the name of the operation, for messages.
         overwrite: replace another checkpoint at ``target``.
         limit: bytes per second that this process may move.
         stop: called about ten times a second, by the calling thread; once it returns true, the copy stops.
         tick: called beside it with the bytes that are done, and all bytes of this process's share.
-        share: ``(index, count)``, where ``count`` processes copy together. All but the first bring some of the files
-            and return. The first brings its own, waits as long as others bring theirs, brings what is missing then, and
+        share: ``(index, count)``, where ``count`` processes copy together. All but the first copy some of the files and
+            return. The first copies its own, waits as long as files of the others arrive, copies the missing ones, and
             makes the copy visible.
 
     Returns:

@@ -52,7 +52,7 @@ class ToDirectory:
         )
 
     def bring(self, plan: Plan, pace: Pace, share: tuple[int, int]) -> tuple[int, list[str]]:
-        """Bring a share of the files; the first process brings what is missing then, and publishes them.
+        """Copy a share of the files; the first process then copies missing ones, and publishes all.
 
         Returns:
             Bytes that this process needed not move, and warnings.
@@ -108,7 +108,7 @@ class ToDirectory:
 
 
 def _is_of_no_use(error: BaseException) -> bool:
-    """Whether no later copy could go on with what was gathered, or there is no room for it."""
+    """Whether no later copy could continue with the gathered files, or there is no room for them."""
     if isinstance(error, (CancelledError, KeyboardInterrupt, TimeoutError)):
         return False
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST)
@@ -143,7 +143,7 @@ class _Copied:
 
 
 class _Linked(_Copied):
-    """A file that stays as it is where the target is: it is read and compared, and linked."""
+    """A file that stays unchanged at the target: it is read and compared, and linked."""
 
     def __init__(self, gathering: Gathering, source: Source, item: Item, linked: list[int]) -> None:
         self._gathering = gathering

@@ -52,7 +52,7 @@ class ToObjects:
     def has(self, plan: Plan) -> bool:
         """Whether the checkpoint is there: the manifest, all files with their lengths, the shards with their sums.
 
-        What an earlier copy left, killed after its manifest, goes then.
+        Objects of an earlier copy that was killed after its manifest are removed then.
         """
         before = self._manifest()
         if before is None or before.content != plan.manifest:
@@ -64,7 +64,7 @@ class ToObjects:
         return True
 
     def bring(self, plan: Plan, pace: Pace, share: tuple[int, int]) -> tuple[int, list[str]]:
-        """Bring a share of the files; the first process brings what is missing then, and the manifest at last.
+        """Send a share of the files; the first process then sends missing ones, and finally the manifest.
 
         Returns:
             Bytes that this process needed not move, and warnings.

@@ -73,14 +73,14 @@ class Pace:
         """Return when ``nbytes`` may be moved.
 
         Raises:
-            CancelledError: the copy is to stop.
+            CancelledError: the copy was cancelled.
         """
         delay = self.book(nbytes, time.monotonic())
         if self._stopped.wait(delay) if delay > 0 else self._stopped.is_set():
             raise CancelledError
 
     def moved(self, nbytes: int) -> None:
-        """Count ``nbytes``, which may be fewer than none: those of a file that is to be moved again."""
+        """Count ``nbytes``, which may be negative: those of a file that is to be moved again."""
         with self._lock:
             self.done += nbytes
 

@@ -40,9 +40,9 @@ def bring_share(
     Args:
         items: all files.
         share: ``(index, count)``.
-        pace: counts what is done.
+        pace: counts the bytes.
         missing: the files that are not whole at the target.
-        bring: brings files there.
+        bring: copies files there.
         every: seconds between two calls of ``missing``.
 
     Returns:
@@ -70,7 +70,7 @@ def _wait(
     rate: float,
     every: float,
 ) -> None:
-    """Wait as long as files arrive that others bring; bring what is missing then."""
+    """Wait as long as files of other processes arrive; then copy the missing ones."""
     before: Sequence[Item] | None = None
     deadline = 0.0
     while left := missing():

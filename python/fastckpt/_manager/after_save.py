@@ -144,5 +144,5 @@ class AfterSave:
             self.drain.start()
 
     def _note_open(self, done: Event) -> None:
-        """What sets it has begun. Not before: nobody would set that of a call that an interrupt ends."""
+        """The thread that sets it has begun. Not before: nothing would set the one of a call that an interrupt ends."""
         self._open = [*(one for one in self._open if not one.is_set()), done]

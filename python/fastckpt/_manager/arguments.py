@@ -31,7 +31,7 @@ def step_of(operation: str, step: int) -> int:
 
 
 class StepState(NamedTuple):
-    """What a program gives to a save: the state of a step, what belongs to this rank alone, and the metadata."""
+    """A program's arguments for a save: the state of a step, the state of this rank alone, and the metadata."""
 
     step: int
     state: Any
@@ -96,7 +96,7 @@ def save_options_of(
     """``save_options=``, with what only saves of several ranks take beside: how they compare what several hold.
 
     Raises:
-        TypeError: an option is of another type.
+        TypeError: an option has the wrong type.
         ValueError: an option is unknown, or out of range.
     """
     options = options or {}

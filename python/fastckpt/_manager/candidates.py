@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Candidate(NamedTuple):
     """A checkpoint that may be restored.
 
-    It is that of the remote tier if it is ``far``, and a later save than the local tier's if it is ``alone``.
+    It is in the remote tier if it is ``far``, and a later save than the local tier's if it is ``alone``.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Candidates:
     """The checkpoints that may be restored, of the local tier and of the remote one.
 
     Attributes:
-        order: that of the last save that a look has found (:mod:`.lineage`).
+        order: the order of the last save that was found (:mod:`.lineage`).
     """
 
     local: Tier[Directory]
@@ -46,7 +46,7 @@ class Candidates:
     order: int = 0
 
     def look(self) -> list[Candidate]:
-        """What to try of the branch that saved last: the highest step first, and of one step the local tier's.
+        """The checkpoints to try of the branch that saved last: by step, the highest first; the local tier's first.
 
         Raises:
             OSError: there is none in the directory, and the remote tier does not answer.

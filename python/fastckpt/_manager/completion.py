@@ -31,7 +31,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """Waits for what a run in a directory has begun.
+    """Waits for the background work of a run in a directory.
 
     Attributes:
         drain: copies to the remote tier; None where this process does not.
@@ -66,10 +66,10 @@ class Completion:
         return self.saves.last_report()
 
     def end_block(self, error: BaseException | None) -> None:
-        """The block of the manager has ended, by ``error`` if there is one: wait for what is in flight.
+        """The block of the manager has ended, by ``error`` if there is one: wait for background work.
 
-        A signal that comes meanwhile, or has come since the last step boundary, is answered: what is in flight becomes
-        durable or is given up, and the signal is passed on.
+        A signal that comes meanwhile, or has come since the last step boundary, is answered: saves in flight become
+        durable or are given up, and the signal is passed on.
         """
         signals = self.preemption.signals
         try:
@@ -99,7 +99,7 @@ class Completion:
                     self.preemption.pass_on_at_end()
 
     def _finish(self, error: BaseException | None) -> BaseException | None:
-        """Wait for what is in flight at the end of the block; what the block has failed with."""
+        """Wait for background work at the end of the block; returns the block's failure."""
         try:
             if error is None or not self.shared:
                 self.wait()

@@ -79,7 +79,7 @@ class Names:
 
 
 class Listing(NamedTuple):
-    """The steps that have a checkpoint, rising, and those of them that are pinned."""
+    """The steps that have a checkpoint, ascending, and which of them are pinned."""
 
     steps: list[int]
     pinned: set[int]
@@ -96,7 +96,7 @@ class Directory:
         return f"{self.path}{os.sep}{self.names.name_of(step)}"
 
     def look(self) -> Listing:
-        """Which checkpoints there are, by their names alone."""
+        """The checkpoints in a directory, by their names alone."""
         steps, pins = [], set()
         step_of = self.names.step_of
         try:
@@ -131,12 +131,12 @@ class Directory:
         _sync(self.path)
 
     def remove(self, step: int, files: Collection[str]) -> str:
-        """Remove the checkpoint of a step; what it did not bring is moved into a directory beside it first.
+        """Remove the checkpoint of a step; files of others are moved into a directory beside it first.
 
-        ``files`` are the names of what ``files=`` has put into it.
+        ``files`` are the names of the files given with ``files=``.
 
         Returns:
-            What was moved, and to where, in words; empty where nothing was.
+            The files that were moved, and to where, in words; empty if none were.
 
         Raises:
             NotACheckpointError: it is none.
@@ -169,7 +169,7 @@ class Directory:
         return Path(self.path, name).read_bytes()
 
     def replace(self, name: str, content: bytes, *, durable: bool) -> None:
-        """Give a file of the run a new content in one step; what a reader finds is the old one or the new one.
+        """Replace the content of a file of the run in one step; a reader finds the old content or the new one.
 
         Without ``durable`` a power cut may leave it empty.
         """
@@ -192,7 +192,7 @@ class Directory:
             return
 
     def identity(self, name: str) -> Identity | None:
-        """What another checkpoint under the same name would not have; None where there is none.
+        """A value that another checkpoint of the same name would not have; None if there is none.
 
         The times when directory and manifest were changed, and the manifest's inode.
         """

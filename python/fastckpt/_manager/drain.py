@@ -1,11 +1,11 @@
-"""The drain: what is durable on the local tier is copied to the remote one, beside training.
+"""The drain: durable checkpoints of the local tier are copied to the remote one, beside training.
 
-The last save goes first, for it is the one that a lost node would cost. What waits, or is being copied, is not removed
-from the local tier. The queue is not a file: at its next start a manager queues whatever lies on the local tier, finds
-out which of it the remote has, and goes on with the rest.
+The last save goes first, because a lost node would cost that one. Checkpoints that wait, or are being copied, are not
+removed from the local tier. The queue is not a file: at its next start a manager queues all checkpoints of the local
+tier, finds out which of them the remote has, and continues with the rest.
 
-The drain's thread copies until nothing waits, and ends. As those of saves it keeps the process alive; where the remote
-does not answer then, it leaves the rest to the next run.
+The drain's thread copies until nothing waits, and ends. Like the thread of a save it keeps the process alive; if the
+remote does not answer then, the rest is left to the next run.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Drain:
     """Copies the checkpoints of a run from the local tier to the remote one.
 
     Args:
-        local: the tier that is copied from. What waits is not removed there.
+        local: the tier that is copied from. Waiting checkpoints are not removed there.
         remote: the one that is copied to.
         limit: the most bytes per second; None without limit.
         share: which of how many processes this one is that copy each checkpoint together; the first commits.
@@ -118,7 +118,7 @@ class Drain:
     # What others ask.
 
     def resume(self) -> None:
-        """Queue what lies on the local tier: an earlier process may have ended before it was copied."""
+        """Queue all checkpoints of the local tier: an earlier process may have ended before they were copied."""
         with self._lock:
             steps = self._from.look().steps
             entries = self._local.catalogue.entries(steps)
@@ -161,14 +161,14 @@ class Drain:
             return step in self._waiting
 
     def again(self, step: int) -> None:
-        """Queue a step behind the others: the remote is to have it now."""
+        """Queue a step behind the others: it is to be copied now."""
         with self._lock:
             if step not in self._waiting:
                 self._queue(step, next(self._late))
             self.start()
 
     def go_back(self, step: int) -> None:
-        """Give up what is being copied, and copy nothing above a step that is here now; the remote has that one then.
+        """Give up the current copy, and copy nothing above the step, which the remote has now.
 
         Raises:
             Exception: it cannot be copied.
@@ -225,7 +225,7 @@ class Drain:
 
         Args:
             end: until when, by ``time.monotonic``.
-            must_leave: whether something else is more urgent; then it goes on by itself.
+            must_leave: whether something else is more urgent; then the drain continues by itself.
 
         Raises:
             TimeoutError: not by then. It goes on.
@@ -241,7 +241,7 @@ class Drain:
         self.raise_failure()
 
     def leave(self, end: float) -> None:
-        """Wait until ``end``; then give up what is being copied, and leave it to the next save or the next run."""
+        """Wait until ``end``; then give up the current copy, and leave it to the next save or the next run."""
         try:
             self.wait(math.inf, lambda: time.monotonic() >= end)
         except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason
@@ -264,7 +264,7 @@ class Drain:
         idle.wait()
 
     def _stop(self) -> list[int]:
-        """Give up what is being copied, and wait for the thread; the steps that wait. It stays stopped."""
+        """Give up the current copy, and wait for the thread; returns the steps that wait. It stays stopped."""
         with self._lock:
             self._stopped = True
             waiting = sorted(self._waiting)
@@ -295,11 +295,11 @@ class Drain:
             return max(fresh, key=lambda step: self._waiting[step])
 
     def _forgive(self) -> None:
-        """What waits may be tried again."""
+        """Waiting steps may be tried again."""
         self._failed = {step: error for step, error in self._failed.items() if step not in self._waiting}
 
     def _drop(self, step: int, number: int | None) -> None:
-        """It waits no longer, unless it was asked for again."""
+        """It waits no longer, unless it was queued again."""
         with self._lock:
             if self._waiting.get(step) == number:
                 del self._waiting[step]

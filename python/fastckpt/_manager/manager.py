@@ -61,8 +61,8 @@ class Manager:
     people and scripts.
 
     Several managers, of several processes, may use one directory: each removes only checkpoints that are older than one
-    that it has made durable itself, so the newest stays whatever they do. What one of them wants to keep, the others do
-    not know; pass the same policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
+    that it has made durable itself, so the newest stays whatever they do. No manager knows what another one wants to
+    keep; pass the same policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
 
     In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
     ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
@@ -87,7 +87,7 @@ class Manager:
         overhead: for ``"auto"``: the share of the time that saves may cost.
         name: the format of the names.
         read_only: write and remove nothing: for programs that evaluate what another one trains. Without ``keep`` it
-            knows the policies of the one that does.
+            uses the policies of the run's own manager.
         remote: a second place for the checkpoints, a path or the URL of an object store: each is copied there in the
             background after it is durable here (docs/tiers.md).
         remote_keep: as ``keep``, for the remote.
@@ -103,7 +103,7 @@ class Manager:
 
     Raises:
         ImportError: ``remote`` is a URL, and the package obstore cannot be imported.
-        TypeError: an argument is of another type, or ``process_group`` is not a process group.
+        TypeError: an argument has the wrong type, or ``process_group`` is not a process group.
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
             is not in ``process_group``.
         RanksError: another rank has not made its manager, or has other arguments.
@@ -193,7 +193,7 @@ class Manager:
     # Saving.
 
     def should_save(self, step: int) -> bool:
-        """Whether ``step`` is to be saved; call it at the end of each step, where the state is whole.
+        """Whether to save ``step``; call it at the end of each step, where the state is whole.
 
         It may be asked again about one step, also during an evaluation. When a signal of :meth:`save_on_signal` has
         come, it is true, whatever the policies say; where that step is saved already, the signal is answered here.
@@ -202,13 +202,13 @@ class Manager:
             step: the number of the training step, the same on all ranks.
 
         Returns:
-            Whether it is to be saved, the same on all ranks. They ask each other about once per second, and whenever a
-            policy wants a step for its number.
+            Whether to save it, the same on all ranks. They ask each other about once per second, and whenever a policy
+            wants a step for its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
             RanksError: a rank has ended, does not answer, or is at another step.
-            RuntimeError: a process group was initialised after the manager was made, or that of the manager is gone.
+            RuntimeError: a process group was initialised after the manager was made, or the manager's group is gone.
         """
         step = step_of("should_save", step)
         if self._read_only:
@@ -226,7 +226,7 @@ class Manager:
         metadata: Mapping[str, Any] | None = None,
         per_rank: Any = None,
     ) -> bool:
-        """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` says so.
+        """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` returns True.
 
         In the background it returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
         is durable, the file ``latest`` names it, and what no policy keeps is removed, in the background. For a signal
@@ -235,8 +235,8 @@ class Manager:
         Args:
             step: the number of the training step.
             state: as for :func:`fastckpt.save`.
-            metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata; of several ranks
-                those of the first.
+            metrics: numbers by name, such as ``{"loss": 1.5}``, which are stored in the checkpoint's metadata; of
+                several ranks those of the first.
             force: save whatever the policies say, also a step that is saved already.
             metadata: more for the checkpoint's metadata, without tensors; likewise.
             per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`; ``restore`` gives it
@@ -261,7 +261,7 @@ class Manager:
             raise
 
     def wait(self, timeout: float | None = None) -> SaveReport | None:
-        """Wait until the last save is durable, and copied to the remote tier, and what is not kept is removed.
+        """Wait until the last save is durable, and copied to the remote tier, and unneeded checkpoints are removed.
 
         For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; it
         does not wait for copies then, which go on. Among several ranks all of them call it, and it returns when that
@@ -354,12 +354,12 @@ class Manager:
         discard_newer: bool = False,
         **options: Any,
     ) -> Restored | None:
-        """Load the newest checkpoint that verifies, every byte of it, or that of a step.
+        """Load the newest checkpoint of which every byte verifies, or that of a step.
 
-        The newest is that of the branch that saved last: what a run left behind when it went back to an earlier step is
-        loaded by its number alone. A newer one that cannot be loaded is skipped with a warning that says why; it stays
-        where it is, and does not count as one that is kept. One of a format that this release does not read is not
-        skipped but an error.
+        The newest one of the branch that saved last: checkpoints that a run left behind when it went back to an earlier
+        step are loaded by their number only. A newer one that cannot be loaded is skipped with a warning that names the
+        reason; it stays, and does not count as kept. One of a format that this release does not read is not skipped but
+        an error.
 
         With a remote tier, what the directory lacks or has damaged is fetched from there, and loaded from the directory
         then; from the remote itself where the directory cannot take it.
@@ -458,7 +458,7 @@ class Manager:
 
     @property
     def policies(self) -> list[keeping.Policy]:
-        """What is kept: the policies of ``keep=``. A read-only manager without any has those of the run's own manager.
+        """The policies of ``keep=``. A read-only manager without any uses those of the run's own manager.
 
         Raises:
             ValueError: a later release has written them, and this one does not know them.
@@ -472,7 +472,7 @@ class Manager:
         return [entry.saved for entry in self._catalogue.entries(self.steps()).values()]
 
     def kept(self) -> dict[int, list[str]]:
-        """Why each checkpoint of :meth:`saved` stays, by step; one without a reason goes after the next save.
+        """Why each checkpoint of :meth:`saved` stays, by step; one without a reason is removed after the next save.
 
         Raises:
             ValueError: as for :attr:`policies`.
@@ -511,11 +511,11 @@ class Manager:
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step whatever the policies say, until :meth:`unpin`; durably, on each tier.
 
-        What only the local tier has is copied to the remote one, and pinned there then.
+        A checkpoint that only the local tier has is copied to the remote one, and then pinned there.
 
         Raises:
             FileNotFoundError: there is none.
-            OSError: the remote tier does not answer; what is on the local one is pinned.
+            OSError: the remote tier does not answer; the local checkpoint is pinned.
             RuntimeError: the manager is read-only.
         """
         self._check("pin")

@@ -1,8 +1,8 @@
 """Handles signals that announce the end of a run: each is noted when it comes, answered, and passed on.
 
-It is answered where the state is whole, and within the grace period: the step is saved, or what is in flight becomes
-durable or is given up. To pass it on is to do what it would have done without the manager. ``step_boundary`` says where
-the state is whole, ``completion`` what else waits.
+It is answered where the state is whole, and within the grace period: the step is saved, or saves in flight become
+durable or are given up. Passing it on means to do what it would have done without the manager. ``step_boundary``
+decides where the state is whole, ``completion`` what else waits.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Signals:
             self.answer = around
 
     def answer_now(self) -> None:
-        """Answer what has come, if it can be answered here: in the handler, or at the begin of such a block."""
+        """Answer the signals that have come, if possible here: in the handler, or at the beginning of such a block."""
         answer = self.answer
         if answer is not None and self._pending:
             # A second signal that arrives meanwhile is only noted.
@@ -151,7 +151,7 @@ class Signals:
         """Do what the signals would have done without us, each once.
 
         Raises:
-            SystemExit: nobody had a handler for one whose default is to end the process.
+            SystemExit: there was no handler for a signal whose default is to end the process.
         """
         if self._called:
             self._end = self.deadline
@@ -262,7 +262,7 @@ class Preemption:
                 self.signals.pass_on()
 
     def pass_on_at_end(self) -> None:
-        """Likewise among several ranks, which have told each other all that they will."""
+        """Likewise among several ranks, which have exchanged all that they will."""
         # All ranks have agreed in `wait` on the signals known to any of them; a signal that came to this rank since is
         # its own.
         self.signals.pass_on()

@@ -1,8 +1,8 @@
 """The run below a URL of an object store, with the interface of :class:`.directory.Directory`.
 
 An object store has no directories, and nothing in it gets a name last: the names of a checkpoint's objects begin with
-that of the checkpoint, and it is one as soon as its manifest is there, which is written last. A step that is saved
-again has its old checkpoint until the new manifest takes the place of the old one.
+the checkpoint's, and it exists as soon as its manifest does, which is written last. A step that is saved again has its
+old checkpoint until the new manifest takes the place of the old one.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Prefix:
         return f"{self.path}/{self.names.name_of(step)}"
 
     def look(self) -> Listing:
-        """Which checkpoints there are: those that have a manifest.
+        """The checkpoints that exist: those that have a manifest.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -76,7 +76,7 @@ class Prefix:
         return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
 
     def names_below(self) -> tuple[list[str], list[str]]:
-        """The names below which there are objects, and those of the objects here.
+        """The names below which there are objects, and the objects here.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -102,12 +102,12 @@ class Prefix:
             self._objects.remove([self._pin(step)])
 
     def remove(self, step: int, files: Collection[str]) -> str:
-        """Remove the checkpoint of a step; what it did not bring stays where it is.
+        """Remove the checkpoint of a step; files of others stay.
 
-        ``files`` are the names of what ``files=`` has put into it.
+        ``files`` are the names of the files given with ``files=``.
 
         Returns:
-            What stays, in words; empty where nothing does.
+            The files that stay, in words; empty if there are none.
 
         Raises:
             OSError: the store does not answer, or refuses; FileNotFoundError: there is none.
@@ -130,7 +130,7 @@ class Prefix:
         self._objects.write(name, [content], len(content), None)
 
     def identity(self, name: str) -> Identity | None:
-        """What another checkpoint under the same name would not have; None where there is none."""
+        """A value that another checkpoint of the same name would not have; None if there is none."""
         return self._looked.pop(name, None) or self._identity(name)
 
     def _identity(self, name: str) -> Identity | None:
@@ -145,9 +145,9 @@ class Prefix:
             return None
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Remove what killed copies left, of this host or of another, of steps for which ``is_over`` says so.
+        """Remove leftovers of killed copies, from this host or another, of steps for which ``is_over`` returns True.
 
-        A store does not tell whether somebody still writes to a name: what is younger than a day stays.
+        A store cannot tell whether a name is still being written to: objects younger than a day stay.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -163,7 +163,7 @@ class Prefix:
                 self.unfinished.discard(step)
 
     def forget(self, step: int) -> None:
-        """Remove what killed copies left of a step with which nobody goes on, if the last look has found any of it.
+        """Remove leftovers of killed copies of a step that no process continues, if the last listing has found any.
 
         Raises:
             OSError: the store does not answer, or refuses.

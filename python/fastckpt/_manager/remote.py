@@ -39,8 +39,8 @@ def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remo
 
     Raises:
         ImportError: it is a URL, and the package for those is not there.
-        TypeError: one of these is of another type.
-        ValueError: it is no place for checkpoints, or the local one.
+        TypeError: one of these has the wrong type.
+        ValueError: it is not a place for checkpoints, or is the local one.
     """
     policies = [] if keep is None else keep_of(keep, "remote_keep")
     if remote is None:
@@ -77,7 +77,7 @@ class Remote(Tier[Place]):
         return there < here
 
     def is_better(self, step: int) -> bool:
-        """Whether it has a later save of a step, or one of the branch that goes on, which left the local one."""
+        """Whether it has a later save of a step, or one of the continuing branch, which left the local one."""
         tiers = self._local, self
         here, there = (tier.catalogue.entries([step]).get(step) for tier in tiers)
         if here is None or there is None or there.lineage.order == here.lineage.order:
@@ -87,7 +87,7 @@ class Remote(Tier[Place]):
         return left == [True, False] or (left[0] == left[1] and there.lineage.order > here.lineage.order)
 
     def unwanted(self, waiting: Mapping[int, int]) -> list[int]:
-        """Those of the steps that wait, each with its number, which its policies would not keep.
+        """The waiting steps, each with its number, that its policies would not keep.
 
         Raises:
             OSError: it does not answer.
@@ -135,16 +135,16 @@ class Remote(Tier[Place]):
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
     def go_back(self) -> None:
-        """Steps are removed: nothing older goes for what was durable until now."""
+        """Remove steps: nothing older than what was durable until now."""
         self._durable, self._latest = None, -math.inf
 
     # For a restore.
 
     def fetch(self, step: int, *, alone: bool) -> str:
-        """Have the local tier hold what this one has of a step; where the checkpoint is to be loaded from.
+        """Have the local tier hold the remote checkpoint of a step; returns where to load it from.
 
-        What of it is good on the local tier is not fetched, unless that has another save of the step (``alone``). Where
-        the local tier has no room, or may or can not be written, this one is read in its place.
+        Good files on the local tier are not fetched, unless they belong to another save of the step (``alone``). If the
+        local tier has no room, or must not or cannot be written, the remote one is read instead.
 
         Raises:
             CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.

@@ -57,7 +57,7 @@ class Restored:
         report: what the load did.
         per_rank: what this rank gave to ``save(per_rank=...)``; None where it gave nothing, or where another number of
             ranks has saved (:func:`fastckpt.distributed.load_per_rank` gives each).
-        lineage: its place in the run, as docs/manager.md tells.
+        lineage: its place in the run, as in docs/manager.md.
     """
 
     step: int
@@ -203,7 +203,7 @@ class Loader:
         return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
 
     def _warn(self, step: int, failure: _Failure, *, last: bool) -> None:
-        """Say on the first rank why the checkpoint of a step is not loaded as it is."""
+        """Warn on the first rank why the checkpoint of a step is not loaded directly."""
         local, remote = self.candidates.local.place, self.candidates.remote
         if self.ranks.leads:
             what = "is gone" if failure.gone else "cannot be loaded"
@@ -214,7 +214,7 @@ class Loader:
     def _failures(self, error: Exception | None, *, far: bool) -> list[_Failure]:
         """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.
 
-        Whatever keeps one from reaching the remote tier, an older checkpoint may be loaded instead.
+        Whatever prevents one from being fetched from the remote tier, an older checkpoint may be loaded instead.
         """
         own = None
         if error is not None:

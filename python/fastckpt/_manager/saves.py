@@ -43,7 +43,7 @@ class Saves:
         asynchronous: whether they go on in the background.
         pending: the last one in the background, until it is known to be over.
         step: the step that needs no further save: saved, being saved, or restored.
-        report: that of the last durable one.
+        report: the report of the last durable one.
     """
 
     local: Tier[Directory]
@@ -67,11 +67,11 @@ class Saves:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save goes on in the background."""
+        """Whether a save is running in the background."""
         return self.pending is not None and not self.pending.done()
 
     def resume(self, step: int, path: str, place: Lineage, order: int) -> None:
-        """Training goes on from the checkpoint at ``path``; ``order`` is that of the last save of the run."""
+        """Training continues from the checkpoint at ``path``; ``order`` is the order of the last save of the run."""
         self._history.resume(step, place)
         self._history.see(order)
         self.alarm.resume(step, path)
@@ -79,7 +79,7 @@ class Saves:
         self.step = step
 
     def plan(self, step: int, *, look: bool = False) -> dict[str, Any]:
-        """What the metadata of a save of a step note of its place in the run; ``look`` if there is time for it."""
+        """The place in the run for the metadata of a save of a step; ``look`` if there is time for it."""
         if look and not self._looked:
             self._looked = True
             place, catalogue = self.local.place, self.local.catalogue
@@ -156,14 +156,14 @@ class Saves:
                 self.pending = None
 
     def last_report(self) -> SaveReport | None:
-        """The report of the last durable save, with what has been found since."""
+        """The report of the last durable save, with later findings."""
         if self.report is not None:
             new = [text for text in self.after_save.warnings() if text not in self.report.warnings]
             self.report = replace(self.report, warnings=(*self.report.warnings, *new))
         return self.report
 
     def _how(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> dict[str, Any]:
-        """What a save gets beside state and path, which begins now."""
+        """The arguments, besides state and path, of a save that begins now."""
         if plan:
             given.metadata[lineage.KEY] = plan
             self._history.begin(given.step, plan)

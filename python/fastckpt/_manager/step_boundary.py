@@ -129,7 +129,7 @@ class StepBoundary:
             yield
 
     def ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, **more: Any) -> Agreed:
-        """Agree with the other ranks on what happens now; the arguments are those of :class:`.ranks.Asked`."""
+        """Agree with the other ranks on the next action; the arguments are those of :class:`.ranks.Asked`."""
         signals = self.preemption.signals
         left = None if signals.deadline == math.inf else signals.deadline - time.monotonic()
         apart = min(apart, signals.grace / _ROUNDS)
@@ -143,7 +143,7 @@ class StepBoundary:
         return agreed
 
     def raise_stale(self) -> None:
-        """Raise on all ranks what is to be raised of the last save."""
+        """Raise on all ranks the pending error of the last save."""
         if self.alarm.raises:
             self.ranks.first("stale", self.alarm.raise_once)
 

@@ -48,7 +48,7 @@ class StepTiming:
         self._left = now
 
     def resume(self, step: int) -> None:
-        """Training goes on behind ``step``, which is saved."""
+        """Training continues after ``step``, which is saved."""
         self._step = step
         self._left = self._began = self._clock()
 
@@ -67,7 +67,7 @@ class StepTiming:
         self._stall = _mean(self._stall, stall)
 
     def moment(self, *, in_flight: bool, measured: bool = True) -> Moment:
-        """What policies are told at this boundary; those that go by steps alone need nothing that is measured."""
+        """The inputs of policies at this boundary; those that depend only on steps need no measurements."""
         step = self._step if self._step is not None else 0
         return Moment(
             step=step,
