@@ -484,7 +484,7 @@ class Snapshot:
 
 @final
 class LogicalType:
-    """What a tensor is that is stored as bytes, because safetensors has no name for its dtype."""
+    """The logical dtype and shape of a tensor that is stored as bytes because safetensors cannot name its dtype."""
 
     def __new__(cls, dtype: str, shape: tuple[int, ...]) -> LogicalType: ...
     @property
@@ -679,7 +679,7 @@ class Spread:
 
 @final
 class Share:
-    """What each rank of a job writes or reads of a checkpoint, and which bytes travel: the same on every rank."""
+    """The ranges that each rank of a job writes or reads, and which bytes travel: the same on every rank."""
 
     @staticmethod
     def to_save(

@@ -335,7 +335,7 @@ class Into:
                     self._composed[item.position] = None
 
     def _states(self, left: list[Token], starts: dict[Place, int | None], selection: Selection) -> None:
-        """Whether there is a state for each object, of its kind; ``starts`` are where they begin in what is left."""
+        """Check that there is a state of its kind for each object; ``starts`` are their positions in the tokens."""
         ends = ends_of(left) if starts else []
         missing = []
         for place, owner in self._owners.items():

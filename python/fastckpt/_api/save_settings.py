@@ -173,5 +173,5 @@ class SaveSettings(WriteSettings):
     progress: bool = option(False, as_bool, "show a progress bar of what this process writes.")
 
     def for_writing(self) -> Self:
-        """Without what only the walk over the state needs, and what may hold much of the program's memory."""
+        """Without the options that only the walk over the state needs, which may hold much of the program's memory."""
         return replace(self, default=None, registry=None, exclude=None, dtype=None)

@@ -21,7 +21,7 @@ RATE = 50e6
 
 
 def share_of(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
-    """The files that a process brings. What has no checksum is brought by the first, which makes it visible."""
+    """The files that a process copies; the first, which makes the copy visible, copies those without a checksum."""
     index, count = share
     shards = [item for item in items if item.is_shard][index::count]
     return shards if index else shards + [item for item in items if not item.is_shard]

@@ -214,7 +214,7 @@ class Preemption:
     ranks: Ranks
 
     def settle(self) -> None:
-        """Wait for the saves in flight, and give up what is not durable in time for the signals that have come."""
+        """Wait for the saves in flight, and give up those that do not become durable within the grace period."""
         for path in self.saves.settle(self.signals.deadline):
             self._given_up(f"{path} was not durable in time")
 

@@ -54,7 +54,7 @@ class TensorOf(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """Memory of this rank: as ``_core.RankSave`` takes it. The address is 0 where ``fill`` brings the bytes."""
+    """Memory of this rank: as ``_core.RankSave`` takes it. The address is 0 if ``fill`` copies the bytes."""
 
     tensor: int
     part: int
@@ -67,18 +67,18 @@ PER_RANK = "per_rank."
 
 
 class JobState:
-    """What ranks agree on about the state of their job, and what this one holds of it.
+    """The agreement of ranks about the state of their job, and the part that this one holds.
 
     Attributes:
-        tensors: of the job, those of ``per_rank`` at the end.
-        spreads: what their numbers stand for.
+        tensors: the job's tensors, those of ``per_rank`` at the end.
+        spreads: the spreads that their numbers refer to.
         held: the memories of this rank.
         prefix: what the names of the model's tensors start with.
         has_extras: whether there are tensors of ``per_rank``, which are never the model's.
-        sources: brings the bytes of memories without an address; see :class:`fastckpt._api.save_request.SaveRequest`.
+        sources: copies the bytes of memories without an address; see :class:`fastckpt._api.save_request.SaveRequest`.
         structure: on the coordinator, the tokens of the state, JSON text.
-        metadata: likewise, of the metadata.
-        per_rank: likewise, the list of what belongs to each rank alone; None where nothing does.
+        metadata: likewise, for the metadata.
+        per_rank: likewise, the list of the states of each rank alone; None if there are none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class JobState:
         self.sources.fill([(numbers[index], start, address, nbytes) for index, start, address, nbytes in ranges])
 
     def sum(self, index: int) -> int | None:
-        """The sum of such a memory, by the index in ``held``, where a device makes it."""
+        """The sum of such a memory, by the index in ``held``, if a device computes it."""
         assert self.sources is not None  # noqa: S101 - as above
         return self.sources.sum(self._numbers[index])
 
@@ -130,7 +130,7 @@ class Agreement:
 
     Attributes:
         table: the main part of the table of this rank.
-        told: both parts of it, as ranks tell them.
+        told: both parts of it, as ranks exchange them.
     """
 
     def __init__(self, request: SaveRequest, rank: int, size: int, operation: str = "save") -> None:
@@ -145,7 +145,7 @@ class Agreement:
         self._extras: list[Any] = []
 
     def arrival(self) -> list[Any]:
-        """What goes up first: the digests of both parts of the table, and whether there is something per rank."""
+        """The first message up: the digests of both parts of the table, and whether there is a state per rank."""
         return [*self.told.digests, self.request.per_rank is not None]
 
     def decide(self, combined: list[Any]) -> list[Any]:
@@ -159,7 +159,7 @@ class Agreement:
         return verdict != [EQUAL, False]
 
     def offer(self, verdict: list[Any]) -> bytes:
-        """What goes up second."""
+        """The second message up."""
         what, has_extras = verdict
         own = self.request.per_rank
         if not has_extras or own is None:
@@ -170,7 +170,7 @@ class Agreement:
         return self.told.offer(what, [[self.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
 
     def unite(self, combined: bytes) -> bytes:
-        """What comes down: everything that a rank needs to know beside its own table.
+        """The answer: everything that a rank needs to know besides its own table.
 
         Raises:
             ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
@@ -188,7 +188,7 @@ class Agreement:
         return packed(*parts, *self._unite_extras(extras, blobs))
 
     def _unite_cuts(self, spreads: list[tuple[list[Spread], list[int]]]) -> list[bytes]:
-        """Of ranks whose main tables are equal: for each number of a spread the list of what ranks hold."""
+        """For ranks with equal main tables: for each number of a spread, the list of what ranks hold."""
         variant = Variant(self.table, spreads)
         made = SpreadLists(self.size)
         lists = [made.add(holders_of(variant, number)) for number in range(1 + len(spreads[0][0]))]
@@ -205,7 +205,7 @@ class Agreement:
         return [json.dumps([[made.lists[each] for each in lists]]).encode(), encode_spreads(made.spreads)]
 
     def _unite_tables(self, variants: dict[str, Variant]) -> list[bytes]:
-        """Of ranks whose main tables differ: the tensors of the union, and where each finds its own."""
+        """For ranks with different main tables: the tensors of the union, and the place of each rank's own in it."""
         united = unite(list(variants.values()), self.size, operation=self.operation)
         prefix = split_model(self.operation, united.flat, self.request.settings.model_key)
         self._structure = united.structure
@@ -229,7 +229,7 @@ class Agreement:
         return [compressed(data), encode_spreads(united.spreads)]
 
     def _unite_extras(self, extras: list[Any], blobs: dict[str, bytes]) -> list[bytes]:
-        """What ranks have alone: lists of tensors, and the ranks that have each."""
+        """The tensors of ranks alone: lists of tensors, and the ranks that have each."""
         lists: dict[str, list[int]] = {}
         self._extras = []
         for rank, tensors, tokens in sorted(extras):
@@ -240,7 +240,7 @@ class Agreement:
 
     @paused()
     def settle(self, verdict: list[Any], answer: bytes | None) -> JobState:
-        """What all ranks agree on, once ``answer`` is there, where one was needed."""
+        """The agreement of all ranks, once ``answer`` is there, if one was needed."""
         what, _ = verdict
         main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
         if what == TABLES:
@@ -296,7 +296,7 @@ class Agreement:
         return job
 
     def _hold(self, job: JobState, numbers: list[list[int]]) -> None:
-        """Note the memories of this rank: where its tensors are among those of the job."""
+        """Note the memories of this rank: the positions of its tensors among those of the job."""
         request, flat = self.request, self.request.flat
         where = Parts(job.spreads, self.rank)
         tensors = job.tensors

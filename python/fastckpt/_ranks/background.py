@@ -1,4 +1,4 @@
-"""Asynchronous saves of all ranks: each copies what it holds to host memory, and the rest happens in the background."""
+"""Asynchronous saves of all ranks: each copies its part to host memory, and the rest happens in the background."""
 
 from __future__ import annotations
 

@@ -72,7 +72,7 @@ class Boxed:
         self._drain([(numbers[request], start, address, nbytes) for request, start, address, nbytes in ranges])
 
     def _ask_parts(self, number: int, demand: Demand, ranges: list[Ranges], itemsize: int) -> None:
-        """Several boxes that lie side by side in the memory of the demand."""
+        """Several boxes that are adjacent in the memory of the demand."""
         sizes = [sum(stop - start for start, stop in part) for part in ranges]
         address = demand.address
         if not address:

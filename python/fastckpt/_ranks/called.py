@@ -20,10 +20,10 @@ class Called(NamedTuple):
     """One call of one rank.
 
     Attributes:
-        kind: what it does; empty where it ends whatever the others do.
+        kind: the kind of call; empty if it ends whatever the others do.
         path: to what.
         place: where the path leads, by :func:`location_of`; None where that is not known.
-        marks: what is equal on all ranks that have it, by name: the step.
+        marks: values that are equal on all ranks that have them, by name: the step.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Called(NamedTuple):
     marks: Mapping[str, str]
 
     def is_other(self, other: Called) -> bool:
-        """Whether these cannot be one call of all ranks. Where nothing tells them apart, they can."""
+        """Whether these cannot be one call of all ranks. Two calls that nothing distinguishes can be one."""
         if not (self.kind and other.kind):
             return False
         if self.kind != other.kind or not self.leads_to(other):
@@ -40,7 +40,7 @@ class Called(NamedTuple):
         return any(other.marks.get(name, mark) != mark for name, mark in self.marks.items())
 
     def leads_to(self, other: Called) -> bool:
-        """Whether the paths are those of one directory, as far as this host can see."""
+        """Whether the paths lead to one directory, as far as this host can see."""
         if self.path == other.path:
             return True
         if self.place is None or other.place is None:
@@ -52,9 +52,9 @@ class Called(NamedTuple):
 
 
 def location_of(path: str, host: str) -> list[Any]:
-    """Where a path leads: the host, and of the nearest directories that are there device, inode, and what follows.
+    """The identity of a path: the host, and for the nearest existing directories device, inode, and the remaining path.
 
-    Of several, for the nearest may just have been made, or replaced.
+    For several, because the nearest may just have been made, or replaced.
     """
     levels: list[Any] = []
     at, rest = path, ""
@@ -70,10 +70,10 @@ def location_of(path: str, host: str) -> list[Any]:
 
 
 def marks_of(*given: Any) -> dict[str, str]:
-    """The first plain values in nested mappings: what is equal on all ranks that have it, and often differs by call.
+    """The first plain values in nested mappings: they are equal on all ranks that have them, and often differ by call.
 
-    Those at the top come first, so that what a scheduler counts is among them. In lists of several ranks, one place may
-    have different values.
+    Those at the top come first, so that the counters of schedulers are among them. In lists of several ranks, one place
+    may have different values.
     """
     marks: dict[str, str] = {}
     known: set[int] = set()

@@ -70,7 +70,7 @@ class Differences:
             self._noted.append(f"{path}: " + ", ".join(f"{text} on {named(ranks)}" for ranks, text in sides))
 
     def raise_any(self) -> None:
-        """Raise what was noted.
+        """Raise the differences that were noted.
 
         Raises:
             ValueError: something was.
@@ -87,7 +87,7 @@ class Differences:
 
 
 def short(token: Any) -> str:
-    """A token as the value that it stands for, as far as that is short."""
+    """The value that a token represents, if it is short."""
     if type(token) is list and len(token) == 2 and type(token[1]) is int:  # noqa: PLR2004 - a container and its size
         text = f"{_CONTAINERS.get(token[0], f'a {token[0]}')} of {token[1]}"
     else:

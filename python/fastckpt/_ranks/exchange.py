@@ -1,8 +1,8 @@
 """Messages between ranks: what one reads or has in memory, and another writes or wants.
 
-The core says which messages there are, packs them and takes them apart (``_core.Mail``). Here they travel: for each
-direction one thread begins transfers, in order, and one waits for them, in the same order. So several are on their way
-at a time, and who begins may wait for memory without keeping what has arrived from being used.
+The core knows which messages there are, and packs and unpacks them (``_core.Mail``). Here they travel: for each
+direction one thread begins transfers, in order, and one waits for them, in the same order. So several messages travel
+at a time, and a sender that waits for memory does not hold up what has arrived.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ class LostError(CheckpointError):
 
 
 def lost_by(name: str, error: LostError) -> dict[str, Any]:
-    """What a rank of this name says in the last round, in the place of its outcome: its exchange broke off."""
+    """The message of the rank ``name`` in the last round instead of its outcome: its exchange broke off."""
     return {"lost": f"{name}: {error}"}
 
 
 def first_lost(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first of several outcomes that says so; empty if none does."""
+    """The first of several outcomes that reports a broken exchange; empty if none does."""
     return next((outcome for outcome in outcomes if "lost" in outcome), {})
 
 
 def raise_lost(outcome: dict[str, Any]) -> None:
-    """Raise :class:`LostError` if an outcome says so."""
+    """Raise :class:`LostError` if an outcome reports one."""
     if "lost" in outcome:
         raise LostError(outcome["lost"])
 
@@ -80,10 +80,10 @@ class Link:
     """The gloo group of a process group: made when ranks first have something to send, kept, made anew once broken.
 
     Its name is agreed on in a round of the protocol: each rank offers what it has (:meth:`offer`), and the coordinator
-    answers what to use (:meth:`agree`).
+    chooses (:meth:`agree`).
 
     Args:
-        group: who is in it.
+        group: the ranks in it.
         host_of: the name of a rank's host, for errors.
     """
 
@@ -94,12 +94,12 @@ class Link:
         self._data: DataGroup | None = None
 
     def offer(self, *, needed: bool) -> list[Any]:
-        """What this rank says in the round: whether it needs a group, and the name of the one that it has."""
+        """The offer of this rank in the round: whether it needs a group, and the name of the one that it has."""
         return [needed, self._name]
 
     @staticmethod
     def combine(offers: Sequence[list[Any]]) -> list[Any]:
-        """What several say: whether one of them needs a group, and the name of the one that all of them have."""
+        """Several offers combined: whether a rank needs a group, and the name of the one that all of them have."""
         names = {name for _, name in offers}
         return [any(needed for needed, _ in offers), names.pop() if len(names) == 1 else ""]
 
@@ -144,7 +144,7 @@ class Exchange:
     Args:
         group: the gloo group.
         mail: the messages.
-        name: what a rank is called in errors, ``rank 3 on node-b``.
+        name: the name of a rank in errors, ``rank 3 on node-b``.
         limit: seconds after which a transfer that does not end is given up, whatever the other ranks say.
 
     Attributes:
@@ -177,7 +177,7 @@ class Exchange:
 
     @property
     def altered(self) -> CheckpointError | None:
-        """What other bytes than those that were sent mean, if such have come."""
+        """The error for bytes that arrived altered, if there are any."""
         found = self.mail.altered()
         if found is None:
             return None
@@ -279,13 +279,13 @@ class Exchange:
                 self.moved += 1
 
     def _lost(self, lane: Lane, peer: int, error: Exception) -> Exception:
-        """What a failure of gloo's means: that the other side has gone."""
+        """The meaning of a failure of gloo: the other side has gone."""
         if not isinstance(error, RuntimeError):
             return error
         return LostError(f"the exchange of bytes {lane.what} {self.name(peer)} broke off: {_text(error)}")
 
     def _fail(self, error: BaseException) -> None:
-        """The first failure is the one that is told; those that the end of the exchange makes are none."""
+        """The first failure is reported; later ones result from ending the exchange."""
         with self._lock:
             if self._ended or self._error is not None:
                 return
@@ -296,7 +296,7 @@ class Exchange:
 
 
 def _text(error: RuntimeError) -> str:
-    """What gloo says, without the place in its source."""
+    """The message of gloo, without the place in its source."""
     return str(error).partition("] ")[2].partition(". This is")[0] or str(error)
 
 
@@ -331,7 +331,7 @@ def _attend_for(seconds: float, attend: Callable[[], None]) -> None:
 
 
 def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
-    """Run what may wait for other ranks in a thread; ``attend`` is called meanwhile, and what it raises ends the wait.
+    """Run in a thread what may wait for other ranks; ``attend`` is called meanwhile, and its errors end the wait.
 
     The thread may then go on until its own deadline; nothing asks for its result.
     """

@@ -50,8 +50,8 @@ class Read(NamedTuple):
     """What was done.
 
     Attributes:
-        state: the state, with what is in ``into`` filled.
-        fields: what :class:`fastckpt._api.rank_reports.RankLoadReport` is made of.
+        state: the state, with the tensors in ``into`` filled.
+        fields: the fields of :class:`fastckpt._api.rank_reports.RankLoadReport`.
     """
 
     state: Any
@@ -107,7 +107,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
     Args:
         call: the call.
         operation: its operation.
-        attention: that of the operation.
+        attention: the operation's.
         caches: whether this rank reads through the page cache: 0 for no, 1 if that has the checkpoint, 2 for yes.
     """
     session = call.session
@@ -140,7 +140,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
 
 
 def _combine_arrivals(arrivals: list[Any]) -> list[Any]:
-    """What several ranks say: up to two hosts, the least that one makes of the page cache, and the gloo group."""
+    """Several arrivals combined: up to two hosts, the least use of the page cache, and the gloo group."""
     hosts = sorted({host for hosts, _, _ in arrivals for host in hosts})[:2]
     return [hosts, min(least for _, least, _ in arrivals), Link.combine([offer for _, _, offer in arrivals])]
 
@@ -153,7 +153,7 @@ def _read(
     attention: Attention,
     tick: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Agree on the parts to load, and bring them; returns data for the report, and names that no rank wants."""
+    """Agree on the parts to load, and load them; returns data for the report, and names that no rank wants."""
     session, wishes, targets = call.session, wanted.prepared.wishes, wanted.targets
     agreement = Wanting(wanted)
     share: _core.Share | None = None
@@ -183,7 +183,7 @@ def _read(
 
 
 def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None) -> Any:
-    """The round ``wanted``. A rank that could not be passed the manifest says that: the cause is another one."""
+    """The round ``wanted``. A rank that did not receive the manifest reports that another rank is the cause."""
 
     def combine(values: list[dict[str, Any]]) -> dict[str, Any]:
         lost = first_lost(values)
@@ -266,13 +266,13 @@ def through_messages(
     requests: Sequence[tuple[int, int, int, int, Sequence[int] | None]],
     drain: Drain,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what falls to this rank, keep its own, and pass on the rest; what it did, and what it tells the others.
+    """Read this rank's share, and pass on what others want; returns its report, and its message to the others.
 
     Args:
         session: the process group.
         group: what bytes travel in; None where they do not.
         reading: how this rank reads.
-        share: who wants what.
+        share: the duties of all ranks.
         requests: tensor, part, address, bytes and strides of each memory of this rank.
         drain: takes the bytes of those without an address.
     """
@@ -309,7 +309,7 @@ def through_messages(
 
 
 def done(operation: Operation, reader: _core.Reader, share: _core.Share | None, outcome: dict[str, Any]) -> None:
-    """The round ``done``: are the blocks that several ranks have read parts of what was written?"""
+    """The round ``done``: do the blocks that several ranks have read in parts match their checksums?"""
 
     def combine(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
         lost = first_lost(outcomes)

@@ -2,8 +2,8 @@
 
 **A session** is one process group in one store. The store may be older: a restarted job finds keys of its former self.
 So each rank says hello with a word that no process had before, the rank above answers under that word, and the keys of
-all turns carry the session that rank 0 drew. A hello that was left by a former process is answered too; nobody reads
-that. When the rank itself comes, its hello has another word, which the rank above sees and answers.
+all turns carry the session that rank 0 drew. A hello that was left by a former process is answered too; nothing reads
+that answer. When the rank itself comes, its hello has another word, which the rank above sees and answers.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class Member:
     def come(self, called: Called) -> list[Called]:
         """Note that this rank comes with a call; return the calls by which others may find that it is ahead of them.
 
-        A save that nothing tells from an earlier one is never ahead: it could meet a later one of the others.
+        A save that is indistinguishable from an earlier one is never ahead: it could meet a later one of the others.
         """
         if called.kind != "save":
             return self.behind
@@ -154,7 +154,7 @@ class Member:
         yield from self.answer(dict(zip(late, hellos, strict=True)))
 
     def answer(self, hellos: dict[int, bytes | None]) -> Steps:
-        """Answer the ranks below that have said hello since they were answered."""
+        """Answer the ranks below that have said hello since the last answer."""
         answers = {}
         for rank, hello in hellos.items():
             if hello and self.answered.get(rank) != hello:

@@ -34,7 +34,7 @@ __all__ = ["LAST", "Operation", "Peers"]
 
 
 class Peers:
-    """The ranks of one process group. It is kept as long as the group: its counters move with those of the others.
+    """The ranks of one process group. It is kept as long as the group: its counters advance with those of the others.
 
     Args:
         rank: the index of this process in the group.
@@ -144,7 +144,7 @@ class Peers:
 
     @staticmethod
     def _wait(transport: Transport, request: Wait, timeout: float, watch: Callable[[], None]) -> bool:
-        """Serve a wait, and call ``watch`` meanwhile; what it raises ends the wait."""
+        """Serve a wait, and call ``watch`` meanwhile; its errors end the wait."""
         until = time.monotonic() + request.seconds
         while True:
             watch()
@@ -251,13 +251,13 @@ class Operation:
 
         Args:
             name: the round, the same on all ranks; ``done`` is the last.
-            value: what this rank says: None, numbers, text, bytes, lists and dicts of them.
-            combine: makes one value of several, those of ranks or of what it has made; they come in the order
-                of ranks as far as a tree has one, this rank's first. Without it, the answer is made of the list of all.
+            value: the message of this rank: None, numbers, text, bytes, lists and dicts of them.
+            combine: combines several values, of ranks or combined ones; they come in the order of ranks as far as a
+                tree has one, this rank's first. Without it, the answer is computed from the list of all.
             decide: makes the answer of the value of all ranks, on rank 0 alone; its exception fails the operation for
                 all. It calls ``alive`` where it takes long. Without it, the answer is the value.
-            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others are told so.
-            watch: called while this rank waits for others; what it raises ends the round here.
+            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others hear that.
+            watch: called while this rank waits for others; its errors end the round here.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.

@@ -41,17 +41,17 @@ _WARNINGS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedByRanks(Agreed):
-    """What ranks agreed on. Only the coordinator has the texts.
+    """The agreement of the ranks. Only the coordinator has the texts.
 
     Attributes:
-        spreads: what the tensors' numbers of spreads stand for.
+        spreads: the spreads that the tensors' numbers refer to.
         page: bytes of the largest memory page that a rank's kernel has.
-        seed: what samples of what several ranks hold are drawn by.
+        seed: the seed for drawing samples of what several ranks hold.
         held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
-            is 0 where ``fill`` brings the bytes.
+            is 0 if ``fill`` copies the bytes.
         sum: the CRC-64 of all bytes of a part without an address, by its index in held, where its device makes that;
             else None.
-        per_rank: the structure of what belongs to each rank alone, JSON; None where nothing does.
+        per_rank: the structure of the states of each rank alone, JSON; None if there are none.
     """
 
     spreads: Sequence[_core.Spread]
@@ -63,11 +63,11 @@ class AgreedByRanks(Agreed):
 
     @property
     def texts(self) -> tuple[str, str, str | None]:
-        """What the checkpoint says of its state."""
+        """The JSON texts of the checkpoint."""
         return self.structure, self.metadata, self.per_rank
 
     def sum_of(self) -> Callable[[int, int], int | None] | None:
-        """What the core asks for the sums of parts, by tensor and part."""
+        """The callback that the core asks for the sums of parts, by tensor and part."""
         summed = self.sum
         if summed is None:
             return None
@@ -136,11 +136,11 @@ class ProcessGroup:
         )
 
     def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
-        """The tensors, and the spreads that their numbers stand for, as the core takes them."""
+        """The tensors, and the spreads that their numbers refer to, as the core takes them."""
         return job.tensors, [core_spread(each) for each in job.spreads]
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
-        """What a rank says of what has to be equal beside the state: its terms, and its step.
+        """The values of a rank that have to be equal besides the state: its options, and its step.
 
         The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
         """
@@ -168,7 +168,7 @@ class ProcessGroup:
         """Write a checkpoint together, beside a base where there is one.
 
         It is durable, and has its name, when this returns on any rank. On an error nothing has been committed, unless
-        the error says that the outcome is not known.
+        the error says that the outcome is unknown.
 
         Raises:
             RanksError: another rank failed, or does not answer.
@@ -204,11 +204,11 @@ class ProcessGroup:
         A manifest that the texts make too large is refused before a byte is written.
 
         Args:
-            request: what is saved.
+            request: the save.
             agreed: what ranks agreed on.
             options: how it is saved.
             progress: called with bytes written and bytes to write by this rank.
-            share: who has what of which tensor, equal on all ranks.
+            share: the boxes and duties of all ranks, equal on all ranks.
             plain: the same, laid out without a base; None where what several ranks hold has been compared.
             base: what the share was laid out beside, if anything was taken over from an earlier checkpoint.
         """
@@ -271,7 +271,7 @@ class ProcessGroup:
 
 
 def _combine_calls(calls: list[Any]) -> list[Any]:
-    """What several ranks say when they arrive.
+    """Several arrivals combined.
 
     Their tables, terms and steps that differ, unused patterns, and the largest of their memory pages.
     """
@@ -352,7 +352,7 @@ def _write(
 
 
 def _combine_created(offers: list[list[Any]]) -> list[Any]:
-    """What several ranks say before there is a workspace: their gloo groups, and the first of each kind of shares."""
+    """Several offers combined before there is a workspace: their gloo groups, and the first of each kind of shares."""
     links, shares, teams = zip(*offers, strict=True)
     return [Link.combine(links), first_two(shares), combine_teams(teams)]
 
@@ -366,7 +366,7 @@ def _create(
 ) -> list[Any]:
     """At the coordinator: the name of the workspace, the gloo group to use, and the teams of ranks that differ.
 
-    The identity of the workspace goes to ``made``. Where ranks differ, nothing is made.
+    The identity of the workspace is appended to ``made``. If ranks differ, no workspace is made.
     """
     offer, shares, teams = offered
     if len(shares) > 1:
@@ -384,7 +384,7 @@ def _create(
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
-    """Which directory a path names: a rename keeps it. None where there is none."""
+    """The identity of the directory at a path: a rename keeps it. None where there is none."""
     try:
         found = Path(path).stat()
     except OSError:
@@ -397,7 +397,7 @@ def _nothing(_: list[Any]) -> None:
 
 
 def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], commit: float) -> dict[str, Any]:
-    """What the report of this rank is made of."""
+    """The fields of the report of this rank."""
     fields = {name: value for name, value in own.items() if name not in {"sent", "received"}}
     return fields | {
         "phases": {**own["phases"], "commit": commit},
@@ -416,7 +416,7 @@ def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], com
 
 
 def figures(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a rank's report is added up over the ranks."""
+    """The fields of a rank's report that are added up over the ranks."""
     return {
         "bytes": own["bytes"],
         "seconds": own["seconds"],
@@ -434,7 +434,7 @@ def figures(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_up(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several ranks did together: bytes add up, seconds pass at the same time, and the first says the engine."""
+    """The combined report of several ranks: bytes add up, seconds run in parallel, the engine is the first one's."""
     out = dict(reports[0])
     for name in ("bytes", "threads", "copied", "sent", "received"):
         out[name] = sum(report[name] for report in reports)

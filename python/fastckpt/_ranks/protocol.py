@@ -5,37 +5,38 @@ one.
 
 **A turn** is one call of ``save`` or ``load`` on all ranks, numbered by each rank for itself (each call takes one,
 however it ends) or named by a label that its caller gives. It has **rounds**. In a round each rank posts one message
-for the rank above it, which waits for those of the ranks below it, joins them with its own, and posts the result; rank
-0, the coordinator, makes the answer.
+for the rank above it, which waits for those of the ranks below it, combines them with its own, and posts the result;
+rank 0, the coordinator, makes the answer.
 
-**The verdict** of a round stands in one key, its register. It goes from nothing to ``DECIDING`` to the answer, or to a
-failure, by compare-and-set alone; whoever finds a failure in it, or puts it there, has the same verdict as all others.
-So a coordinator that was stopped, and wakes up after the others have given up, cannot decide; one that stopped while it
-was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The bell is a
-key that appears after the verdict, to wake those who wait; it may also ring for nothing.
+**The verdict** of a round is stored in one key, its register. It goes from nothing to ``DECIDING`` to the answer, or to
+a failure, by compare-and-set alone; a rank that finds a failure in it, or puts it there, has the same verdict as all
+others. So a coordinator that was stopped, and wakes up after the others have given up, cannot decide; one that stopped
+while it was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The
+bell is a key that appears after the verdict, to wake waiting ranks; it may also ring for nothing.
 
 **Out of step.** A rank that missed a call, or gave one up alone, is in an earlier turn than the others: it comes with a
-call to a turn that has failed without it, or in which others have come with another one. A verdict says of which calls
-it is (``called.py``). A rank whose call is not among them goes on to the next turn with it, until it is with the
-others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs. Of
-calls that met in one turn all fail, but for those of ranks that have left the others' call behind already: these wait
-in the next turn. So ranks meet again, and saves that nothing tells apart are never taken for one another. Of other
-calls like that a rank takes one old verdict, as it may be late, and leaves further ones behind.
+call to a turn that has failed without it, or in which others have come with another one. A verdict lists the calls that
+it applies to (``called.py``). A rank whose call is not among them moves on to the next turn with it, until it is with
+the others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs.
+Of calls that met in one turn all fail, except those of ranks that have given up the others' call already: these wait in
+the next turn. So ranks meet again, and indistinguishable saves are never confused. A rank takes one old verdict of
+other calls like its own, because it may be late, and skips further ones.
 
 **Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
 rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
-works itself: it may be waiting for bytes of theirs. So every rank that has not posted has somebody who listens. The
-beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a rank could not
-listen is not counted against others (``silence.py``).
+works itself: it may be waiting for bytes of theirs. So every rank that has not posted has a rank that listens to it.
+The beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a rank could
+not listen is not counted against others (``silence.py``).
 
-**A failure** is told to all at once in one key, ``abort``, so that those who work can stop; then it goes up like any
-message. Who knows of one waits a short while for the messages that are missing, to list all failures. Only ranks that
-have never been heard of are waited for longer: they need an answer to their hello, or they could not learn the verdict.
+**A failure** is announced to all at once in one key, ``abort``, so that working ranks can stop; then it goes up like
+any message. A rank that knows of one waits a short while for the missing messages, to list all failures. Only ranks
+that have never been heard of are waited for longer: they need an answer to their hello, or they could not learn the
+verdict.
 
 **Leaving.** The reader of a message removes it. The coordinator removes a round's answer when the next round shows that
 all have read it; what the last round leaves, the last rank to leave removes. A rank that leaves without a verdict (its
-store did not answer) says so when it next comes: until then it is silent. The rank in whose process the store may be
-waits, when all has succeeded, until the others have read that.
+store did not answer) reports that when it next comes: until then it is silent. The rank in whose process the store may
+be waits, when all has succeeded, until the others have read that.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ class _Listening:
 
 
 def _is_final(verdict: bytes | None) -> bool:
-    """Whether what a register holds is a verdict."""
+    """Whether the value of a register is a verdict."""
     return verdict is not None and verdict != DECIDING
 
 
@@ -112,15 +113,15 @@ class Turn:
 
     Args:
         member: the rank.
-        kind: what it does, as ``save``.
+        kind: the kind of operation, such as ``save``.
         path: to what.
         timeout: seconds of silence after which a rank is taken to be gone.
         label: names the turn in place of its number, for callers that cannot count: the same on all ranks, never again.
         place: where the path leads, by :func:`fastckpt._ranks.called.location_of`.
 
     Attributes:
-        marks: what tells this call from others of its kind to the same path, see :class:`Called`; to be filled before
-            the first round.
+        marks: values that distinguish this call from others of its kind to the same path, see :class:`Called`; to be
+            filled before the first round.
     """
 
     def __init__(
@@ -183,7 +184,7 @@ class Turn:
 
     @property
     def number(self) -> str:
-        """What the turn is called in the store: taken when it is first needed, by earlier turns of this rank before."""
+        """The name of the turn in the store: taken when it is first needed, by earlier turns of this rank before."""
         while self._number is None:
             self.member.coming.popleft().take_number()
         return self._number
@@ -274,9 +275,9 @@ class Turn:
 
         Args:
             name: the round, the same on all ranks; ``LAST`` is the last.
-            value: what this rank says.
-            failure: that this rank has failed instead, or that it stopped for that of another.
-            combine: makes one value of those of a rank and the ranks below it, its own first; None makes a list of all.
+            value: the message of this rank.
+            failure: the failure of this rank, or the other rank's failure because of which it stopped.
+            combine: combines the values of a rank and the ranks below it, its own first; None makes a list of all.
             decide: makes the answer of the value of all ranks, at rank 0; None takes the value itself.
             is_done: whether ``decide``, which has raised, has done nevertheless what the operation is for.
 
@@ -344,7 +345,7 @@ class Turn:
         combine: Callable[[list[Any]], Any] | None,
         decide: Callable[[Any], Any] | None,
     ) -> Any:
-        """Take part in a round of one rank. No other rank has to be told: an exception propagates unchanged."""
+        """Take part in a round of one rank. No other rank has to hear of it: an exception propagates unchanged."""
         self.rounds += 1
         if failure:
             raise self.error([failure])
@@ -365,7 +366,7 @@ class Turn:
     def _collect(self, own: Message) -> Steps:
         """Return the messages of the ranks below by rank, in order, or None if there is a verdict.
 
-        What is missing is a failure of ``own``.
+        A missing message is a failure of ``own``.
         """
         member = self.member
         now = yield Now()
@@ -401,7 +402,7 @@ class Turn:
         return self._up(rank) if rank in self.member.answered else hello_of(rank)
 
     def _receive(self, keys: dict[int, str], state: _Listening) -> Steps:
-        """Take what has come, and return whether there was anything."""
+        """Take the messages that have come, and return whether there were any."""
         member = self.member
         values = yield Get(tuple(keys.values()))
         came = {rank: data for rank, data in zip(keys, values, strict=True) if data is not None}
@@ -548,7 +549,7 @@ class Turn:
         return self._read(data)
 
     def _read(self, verdict: bytes) -> Any:
-        """What a verdict says; raise if it is not what was said."""
+        """Return the answer of a verdict; raise if it arrived altered."""
         try:
             return words.decode(verdict, "the answer of rank 0")
         except words.DamagedError as error:
@@ -558,13 +559,13 @@ class Turn:
     # Ends.
 
     def _tell(self, failure: RankFailure) -> Steps:
-        """Tell those who work that the turn has failed; the first failure stands."""
+        """Tell working ranks that the turn has failed; the first failure counts."""
         if not self._aborted:
             self._aborted = True
             yield Swap(self._abort, b"", words.encode(list(failure)))
 
     def leave(self, *, failed: bool = False) -> Steps:
-        """End the turn on this rank; the last rank to leave clears what is left of it."""
+        """End the turn on this rank; the last rank to leave removes its remaining keys."""
         if failed:
             self.member.leave_behind(self.called)
         elif self.name == LAST:
@@ -659,7 +660,7 @@ class Turn:
         return calls is None or all(one[0] for one, _ in calls)
 
     def owe(self, why: str) -> None:
-        """Leave without a verdict, and without a word: the others are told when this rank next comes."""
+        """Leave without a verdict or a message: the others hear of it when this rank next comes."""
         if not self.over and self.member.size > 1:
             _ = self.number  # before a later turn takes it
             self.member.leave_behind(self.called)
@@ -674,14 +675,14 @@ class Turn:
             owed.pop(0)
 
     def error(self, failures: list[RankFailure], more: int = 0, outcome: str = words.NOTHING) -> RanksError:
-        """Return the error that tells what failed, and what that means for the checkpoint."""
+        """Return the error that names the failure and its consequence for the checkpoint."""
         ending = self._ending(outcome)
         others = f"; and {more:,} more" if more else ""
         told = "; ".join(str(failure) for failure in failures) + others
         return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
 
     def unreachable(self, error: UnreachableError) -> RanksError:
-        """Leave because the store does not answer, and return the error that says so."""
+        """Leave because the store does not answer, and return an error about that."""
         self.owe(f"gave up: {error}")
         ending = self._ending(words.UNKNOWN if self._unknown else words.NOTHING)
         return RanksError(f"{self.kind}: {self.path}: {error}: {ending}")
@@ -698,7 +699,7 @@ class Turn:
         yield Put({key: b"=" + data if len(data) < VALUE else (yield from self._cut(key, data))})
 
     def _cut(self, key: str, data: bytes) -> Steps:
-        """Put a large value as parts beside a key, and return what the key is to hold."""
+        """Store a large value as parts beside a key, and return the value for the key."""
         starts = range(0, len(data), VALUE)
         for part, start in enumerate(starts):
             self._posted.append(f"{key}/{part}")

@@ -1,4 +1,4 @@
-"""What several ranks hold of the same tensors is compared before a byte is written.
+"""Copies of the same tensors on several ranks are compared before a byte is written.
 
 Each rank sums what it holds (``_core.Replicas``), and one number for each team of ranks that holds the same parts
 comes up with the round in which the ranks meet at the workspace. Only where two numbers differ, two more rounds find
@@ -52,7 +52,7 @@ def _one_of(name: str, known: tuple[str, ...]) -> Callable[[str, Any], str]:
 
 
 class ReplicaOptions(TypedDict, total=False):
-    """What every save of ranks takes."""
+    """Options of every save of ranks."""
 
     replicas: Literal["sample", "full", "first"]
     on_difference: Literal["raise", "warn"]
@@ -60,7 +60,7 @@ class ReplicaOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy(Settings):
-    """How much is compared, and what a difference does, checked."""
+    """How much is compared, and how saves react to a difference; checked."""
 
     given = ReplicaOptions
 
@@ -88,7 +88,7 @@ class Policy(Settings):
 
 
 class Comparison:
-    """What this rank holds and others hold, too.
+    """The parts that this rank holds and others hold, too.
 
     Args:
         engine: the save of this rank, which holds the memory.
@@ -114,7 +114,7 @@ class Comparison:
         self.replicas = engine.replicas(policy.replicas, seed, sum_of, tick)
 
     def offer(self) -> list[Any]:
-        """What goes up: the number and the size of each team, and its sums with how many ranks found them."""
+        """The message up: the number and the size of each team, and its sums with how many ranks found them."""
         return [[team, size, [[total, 1]]] for team, size, total in self.replicas.digests()]
 
     def differing(self, session: Session, operation: Operation, path: str, teams: list[int]) -> tuple[list[int], str]:
@@ -170,7 +170,7 @@ class Comparison:
 
 
 def _in_short(names: list[str]) -> str:
-    """What the monitor tells of tensors that differ: the first name, the end of which says most, and how many more."""
+    """The monitor's text about tensors that differ: the end of the first name, and how many more."""
     said = "ranks differ in "
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     name, room = names[0].encode(), _TOLD - len((said + more).encode())
@@ -180,7 +180,7 @@ def _in_short(names: list[str]) -> str:
 
 
 def combine_teams(offers: Sequence[list[Any]]) -> list[Any]:
-    """What several ranks offer, as one; a team that has been heard whole, and agrees, is left out."""
+    """Several offers combined; a team that has been heard completely, and agrees, is left out."""
     teams: dict[int, tuple[int, dict[int, int]]] = {}
     for offer in offers:
         for team, size, sums in offer:
@@ -195,12 +195,12 @@ def combine_teams(offers: Sequence[list[Any]]) -> list[Any]:
 
 
 def teams_that_differ(offer: list[Any]) -> list[int]:
-    """Of what all ranks offer: the numbers of teams that do not agree."""
+    """The numbers of teams that do not agree, from the offers of all ranks."""
     return [team for team, _, sums in offer if len(sums) > 1]
 
 
 def not_compared(share: _core.Share) -> list[str]:
-    """What the report of a save says that takes all from the lowest ranks."""
+    """The warning in the report of a save that takes everything from the lowest ranks."""
     count = share.replicated()
     if not count:
         return []
@@ -214,7 +214,7 @@ def _cell(key: str) -> tuple[int, int, int]:
 
 
 def _united(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Which rank found which sum of which cell."""
+    """The sums of cells, and which ranks found them."""
     out: dict[str, Any] = {}
     for one in found:
         for key, sums in one.items():
@@ -257,7 +257,7 @@ def _held_by(session: Session, ranks: Sequence[int]) -> str:
 
 
 def _measured(views: list[bytes], size: int) -> str:
-    """How many of the elements compared differ between ranks."""
+    """How many of the compared elements differ between ranks."""
     if not views:
         return ""
     count = len(views[0]) // size

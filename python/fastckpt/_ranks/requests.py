@@ -31,14 +31,14 @@ class Forget(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add to a counter, which begins at 0, and return what it is then. Its value is text of digits."""
+    """Add to a counter, which begins at 0, and return its new value. Its value is text of digits."""
 
     key: str
     amount: int
 
 
 class Swap(NamedTuple):
-    """Set a key to ``value`` if it is ``expected`` (empty: not there), and return what it is then."""
+    """Set a key to ``value`` if it is ``expected`` (empty: not there), and return its value afterwards."""
 
     key: str
     expected: bytes
@@ -56,7 +56,7 @@ class Now(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Return what a function makes of a value."""
+    """Return the result of a function."""
 
     function: Callable[[Any], Any]
     value: Any
@@ -68,7 +68,7 @@ Steps: TypeAlias = Generator[Request, Any, Any]
 
 
 class UnreachableError(Exception):
-    """The store does not answer. The text says which, and what may be the cause."""
+    """The store does not answer. The text names it, and a possible cause."""
 
 
 def value_of(key: str) -> Steps:

@@ -13,7 +13,7 @@ class Session:
     """One process group, for as long as torch has it.
 
     Attributes:
-        group: who is in it.
+        group: the ranks in it.
         peers: the ranks, and what they do together.
         link: the group that bytes travel in.
     """
@@ -47,7 +47,7 @@ class Session:
             peers.close()
 
     def name(self, rank: int) -> str:
-        """What a rank is called in errors."""
+        """The name of a rank in errors."""
         host = self.peers.host_of(rank)
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 

@@ -1,4 +1,4 @@
-"""How long other ranks have been silent, as one rank hears it."""
+"""How long other ranks have been silent, from the point of view of one rank."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Silence:
         self._ranks.update((rank, _Heard(None, 0.0, now)) for rank in ranks)
 
     def hear(self, rank: int, sign: bytes | None, now: float) -> float:
-        """Take down what is there of a rank now, and return its seconds of silence. The first look hears none."""
+        """Note the current state of a rank, and return its seconds of silence. The first look hears none."""
         last = self._ranks.get(rank, _Heard(sign, 0.0, now))
         silent = last.silent + min(now - last.looked, self._most) if sign == last.sign else 0.0
         self._ranks[rank] = _Heard(sign, silent, now)
@@ -46,7 +46,7 @@ class Silence:
         return self._ranks[rank].silent
 
     def take_over(self, other: Silence, ranks: Iterable[int]) -> None:
-        """Go on where another has got to, with those of the ranks that it has listened to."""
+        """Continue from the state of another one, with the ranks that it has listened to."""
         self._ranks.update((rank, other._ranks[rank]) for rank in ranks if rank in other._ranks)
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 """Serves the requests of the protocol from a store of torch's: TCPStore, FileStore, HashStore, PrefixStore over them.
 
 A client of a TCPStore whose server is stopped waits for ever, whatever timeout it was given. So every call runs in a
-thread of its own (``_Line``), and its caller waits for a bounded time. A thread that hangs is left behind: it ends when
-the server answers or goes. Where the store can be cloned, each line is a clone with a connection of its own, so that
+thread of its own (``_Line``), and its caller waits for a bounded time. A thread that hangs is abandoned: it ends when
+the server answers or goes. If the store can be cloned, each line is a clone with a connection of its own, so that
 neither our waits block other users of the store nor theirs ours.
 """
 
@@ -179,9 +179,9 @@ class Transport:
         return True
 
     def _forget(self, limit: float) -> None:
-        """End a wait at the server by what it waits for.
+        """End a wait at the server by setting the key that it waits for.
 
-        It would end with the store, perhaps in the middle of the interpreter's own end, which kills such threads badly.
+        It would end with the store, perhaps during the interpreter's own end, which kills such threads badly.
         """
         with self._lock:
             waits, self._waits = self._waits, None
@@ -226,7 +226,7 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _answer(client: Any, request: Request) -> Any:
-    """Make the call that a request stands for."""
+    """Make the call of a request."""
     if isinstance(request, Put):
         if len(request.values) > 1 and client.has_extended_api():
             client.multi_set(list(request.values), list(request.values.values()))

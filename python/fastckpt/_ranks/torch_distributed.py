@@ -1,7 +1,7 @@
-"""torch.distributed, as far as ranks need it: who is in a process group, its store, and a group of our own for bytes.
+"""torch.distributed, as far as ranks need it: the members of a process group, its store, and our own group for bytes.
 
-The one file that knows torch's process groups. What differs between its versions (2.6 to 2.15), and what torch keeps
-behind underscores, is here: the store that a process group was made with, a connection to it of our own
+The one file that knows torch's process groups. Differences between its versions (2.6 to 2.15), and torch's private
+attributes, are handled here: the store that a process group was made with, our own connection to it
 (:func:`_own_connection`), and gloo's options (:func:`_new_gloo`).
 """
 
@@ -81,13 +81,13 @@ def this_process() -> Group:
 
 
 def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
-    """What ``make`` returns for a process group: made once, and kept as long as torch has the group.
+    """The result of ``make`` for a process group: made once, and kept as long as torch has the group.
 
     Args:
         operation: the word that error messages begin with.
-        process_group: a process group of torch's, or None for the default one. Where none was initialised, this process
+        process_group: a process group of torch's, or None for the default one. If none was initialised, this process
             works alone.
-        make: called with the group; what it returns is closed when the group is gone.
+        make: called with the group; its result is closed when the group is gone.
 
     Raises:
         TypeError: ``process_group`` is not a process group.
@@ -166,14 +166,14 @@ def store_below(store: Any, name: str) -> Any:
 
 
 def _default_store() -> Any:
-    """The store of the default group: all versions of torch have this function, and none says so in public."""
+    """The store of the default group: all versions of torch have this function, although it is undocumented."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     return distributed_c10d._get_default_store()
 
 
 def _own_connection(store: Any) -> Any:
-    """A connection of our own to a store: one that is shared has a lock, which a wait of somebody else's holds."""
+    """Our own connection to a store: a shared one has a lock, which another user's wait holds."""
     try:
         return store.clone()
     except (AttributeError, RuntimeError):  # since torch 2.8, and not of every store
@@ -210,7 +210,7 @@ class DataGroup:
     """A gloo group of our own: between host memories, beside training, unknown to ``torch.distributed``'s own list.
 
     Args:
-        group: who is in it.
+        group: the ranks in it.
         name: what no other group made with the same store is called.
         timeout: seconds after which to make it fails because another rank has not come.
 
@@ -261,7 +261,7 @@ class DataGroup:
     def end(self) -> None:
         """End all transfers with an error, here and at the other ranks, which see that the connections are closed.
 
-        Gloo does that when a transfer of it runs out of time, so one does. The group is of no use after that.
+        Gloo does that when a transfer of it runs out of time, so one does. The group is unusable after that.
         """
         peers = self._met or ({1 - min(self.rank, 1)} if self.size <= _CONNECT_ALL else ())
         tensor = _tensor_of(bytearray(1))

@@ -91,7 +91,7 @@ class _Unhashable:
 
 
 class _Uses:
-    """What tensors are part of others that are made of several: these are copied and checked whenever one is made.
+    """Tensors that are parts of others made of several are copied and checked whenever such a one is made.
 
     So such a part is stored in full, and used again only within a multiple of what is stored: a few bytes of a file
     could ask for any number of copies.
@@ -135,7 +135,7 @@ class Validator:
 
     Args:
         stored: the tensors of the checkpoint.
-        types: the types that are known, and whether values of others are all right, too.
+        types: the known types, and whether values of others are accepted, too.
         strangers: whether types that are not known are all right.
 
     Attributes:
@@ -237,10 +237,10 @@ class StateBuilder:
 
     Args:
         framework: ``auto``, ``torch`` or ``numpy``.
-        tensors: what each token of a tensor stands for, in order.
-        composed: what each token of a tensor made of several stands for, in order, where these exist already; None for
-            one that is to be made.
-        types: the types that are known, and whether values of others come back as what they are stored as.
+        tensors: the tensor of each token of a tensor, in order.
+        composed: the existing value for each token of a tensor made of several, in order; None for one that is to be
+            made.
+        types: the known types, and whether values of others come back in their stored form.
     """
 
     def __init__(

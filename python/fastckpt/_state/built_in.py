@@ -1,4 +1,4 @@
-"""Types that fastckpt knows by itself, under names of its own: a file names one, and this table says what to import."""
+"""Types that fastckpt knows by itself, under names of its own: this table maps a name in a file to its class."""
 
 from __future__ import annotations
 
@@ -288,7 +288,7 @@ def by_class(cls: type) -> Codec | None:
 def by_name(name: str) -> Codec | None:
     """The codec under a name; None for a name that is none of these, or whose module cannot be imported.
 
-    What is made on demand alone is what it is stored as.
+    A type that is made on demand only comes back in its stored form.
     """
     if name in ON_DEMAND:
         return Codec(object, name, lambda value: (value, None), lambda value, _: value)

@@ -28,7 +28,7 @@ def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
             like its own; None for no model apart.
 
     Returns:
-        What the names of the model's tensors start with; empty where the whole state counts as the model.
+        The prefix of the names of the model's tensors; empty if the whole state counts as the model.
 
     Raises:
         ValueError: nothing under ``model_key`` is a mapping, or another outer key makes names that start like its own.

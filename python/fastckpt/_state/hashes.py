@@ -1,4 +1,4 @@
-"""Dicts and sets of keys that a file chose: Python's hashes of numbers, and of what is made of them, can be forged.
+"""Dicts and sets of keys that a file chose: Python's hashes of numbers, and of values made of them, can be forged.
 
 Python takes nested keys apart in C without an end: a key that is nested deep enough overflows the stack. Keys whose
 hashes lead to the same places cost each insertion a walk over the others, and a small file minutes. Such

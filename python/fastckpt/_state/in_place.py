@@ -20,19 +20,19 @@ _NOTHING: Any = type("Nothing", (), {})()
 
 
 def update(given: Any, built: Any, *, exact: bool) -> Any:
-    """Move what was built into what exists.
+    """Move newly built values into existing containers.
 
-    Dicts, lists and their subclasses, dataclasses that are not frozen and namespaces are updated where both are of one
-    class, and one that stands at several places by what was built for each of them. A tuple is made anew where an
-    item is another object. Everything else is what was built.
+    Dicts, lists and their subclasses, dataclasses that are not frozen and namespaces are updated if both are of one
+    class, and one that is at several places by the new values of each of them. A tuple is made anew where an item is
+    another object. Everything else is replaced by the new value.
 
     Args:
         given: what exists.
-        built: what was built, which is not to be used afterwards.
-        exact: whether a list becomes as long as what was built, if that has no holes.
+        built: the new value, which must not be used afterwards.
+        exact: whether a list becomes as long as the new one, if that has no holes.
 
     Returns:
-        What takes the place of ``given``: that itself where it was updated.
+        The replacement for ``given``: ``given`` itself if it was updated.
     """
     walk = _Update(exact=exact)
     # A stack of its own: states may be nested deeper than Python can recurse.
@@ -121,7 +121,7 @@ class _Update:
         return made
 
     def items(self, own: list[Any], built: list[Any], whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
-        """What becomes the items of a list or tuple."""
+        """The new items of a list or tuple."""
         made: list[Any] = []
         holes = False
         # Most long lists hold nothing else: their items need not be examined one by one.

@@ -26,7 +26,7 @@ class KeyText:
 
 
 def step_of(key: Any) -> str:
-    """What ``key`` adds to a place."""
+    """The text of ``key`` at the end of a place."""
     kind = type(key)
     if kind is Part:
         return f".{key.name}"
@@ -83,7 +83,7 @@ class Places:
         self._known: dict[tuple[Place, str], Place] = {}
 
     def below(self, above: Place, key: Any) -> Place:
-        """Where ``key`` leads from ``above``."""
+        """The place of ``key`` below ``above``."""
         step = step_of(key)
         if not step:
             return above
@@ -93,7 +93,7 @@ class Places:
         return known
 
     def at(self, stack: Sequence[Frame], depth: int | None = None) -> Place:
-        """Where the keys at hand in ``stack`` lead, the root first. Each frame keeps its place: its key stays.
+        """The place of the current keys in ``stack``, the root first. Each frame keeps its place: its key stays.
 
         With ``depth`` it is that of so many frames.
         """
@@ -126,7 +126,7 @@ class Places:
 
 
 class Frame(Protocol):
-    """A value whose parts are being walked: the key at hand, and its own place once it is known."""
+    """A value whose parts are being walked: the current key, and its own place once it is known."""
 
     key: Any
     place: Place | None
@@ -152,7 +152,7 @@ def _cut(place: str) -> str:
 
 
 def part_of(key: Any) -> str | None:
-    """What ``key`` adds to a tensor's name, or None for nothing."""
+    """The part of a tensor's name for ``key``, or None for nothing."""
     kind = type(key)
     if kind is str:
         part: str = key
@@ -166,7 +166,7 @@ def part_of(key: Any) -> str | None:
 
 
 def prefix_of(keys: Iterable[Any]) -> str:
-    """What the names of all tensors below the key path ``keys`` start with."""
+    """The prefix of the names of all tensors below the key path ``keys``."""
     return "".join(f"{part}." for key in keys if (part := part_of(key)) is not None)
 
 
@@ -183,7 +183,7 @@ RESERVED = {"__metadata__": 1}
 
 
 def unique(taken: dict[str, int], name: str) -> str:
-    """``name``, with a number behind it where it is in ``taken``, to which what is returned is added."""
+    """``name``, with a number appended if it is in ``taken``, to which the result is added."""
     count = taken.get(name)
     if count is None:
         taken[name] = 1

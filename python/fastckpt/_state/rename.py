@@ -15,10 +15,10 @@ if TYPE_CHECKING:
 
 
 class Renaming:
-    """What ``strip_prefix`` and ``rename`` make of string keys, in this order.
+    """The effect of ``strip_prefix`` and ``rename`` on string keys, in this order.
 
     Args:
-        strip_prefix: a prefix, or several: each comes off once, in whatever order they stand.
+        strip_prefix: a prefix, or several: each is removed once, in whatever order they come.
         rename: new keys by old ones, or a function of the key.
 
     Raises:
@@ -114,7 +114,7 @@ class Renaming:
 
 
 def _children(position: int, ends: list[int], *, skip: int) -> list[int]:
-    """Where the parts of the value at ``position`` begin."""
+    """The positions where the parts of the value at ``position`` begin."""
     out = []
     at = position + skip
     while at < ends[position]:

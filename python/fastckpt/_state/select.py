@@ -78,7 +78,7 @@ class Found(NamedTuple):
 
 
 class _Frame:
-    """A value whose parts are being walked: their keys, and the one at hand."""
+    """A value whose parts are being walked: their keys, and the current one."""
 
     __slots__ = ("key", "keys", "left", "place")
 
@@ -91,10 +91,10 @@ class _Frame:
 
 
 def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, list[_Frame], bool]]:  # noqa: C901 - one hot loop
-    """The position of every value, what is made of others before its parts, and of every tensor in a key, in order.
+    """The position of every value, composed ones before their parts, and of every tensor in a key, in order.
 
     Tensors made of several are among those. With it come the values around, each with the key at hand, and whether it
-    is a tensor in that key. Without ``items`` plain values are passed over but for those of mappings.
+    is a tensor in that key. Without ``items`` plain values are skipped, except those of mappings.
     """
     ends: list[int] = []
     stack = [_Frame(1, iter((THROUGH,)))]
@@ -144,7 +144,7 @@ def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, lis
 
 
 def locate(tokens: list[Token], places: Places, wanted: Container[Place]) -> dict[Place, int]:
-    """Where the values at the places ``wanted`` begin, those that are there."""
+    """The positions of the values at the places ``wanted``, as far as they exist."""
     found: dict[Place, int] = {}
     for position, stack, in_key in _walk(tokens):
         place = None if in_key else places.known(stack)
@@ -194,7 +194,7 @@ def _plain(token: Token) -> Any:
 
 
 def _name(stack: Sequence[_Frame], most: int) -> str | None:
-    """The name that :func:`.flatten.flatten` would give a tensor here; None if the keys do not tell it.
+    """The name that :func:`.flatten.flatten` would give a tensor here; None if the keys do not determine it.
 
     Also None if names and keys down to it have more than ``most`` characters.
     """
@@ -210,8 +210,8 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
     """Position, number and name of each place of a tensor.
 
     A place of a tied tensor has the name that its key path makes, unless a tensor is stored under that, or the keys do
-    not tell it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. Where the
-    stored name is left without a place, the first has it; and so has the only place of a tensor.
+    not tell it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. If no place
+    has the stored name, the first has it; and so has the only place of a tensor.
     """
     uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)
@@ -271,9 +271,8 @@ def outer_values(tokens: list[Token]) -> list[range]:
 def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Position and name of everything that can be chosen: tensors by :func:`aliases`, then values by their places.
 
-    A value has the name that a tensor in its place would have. Containers are chosen by what is in them, empty ones as
-    values. What is made of several values (a sparse tensor, a registered object) has a name, too, and so has each part
-    of it.
+    A value has the name that a tensor in its place would have. Containers are chosen by their contents, empty ones as
+    values. A value made of several (a sparse tensor, a registered object) has a name, too, and so has each part of it.
     """
     for position, _, name in aliases(tokens, stored):
         yield position, name
@@ -311,12 +310,12 @@ def _shown(key: Any) -> Any:
 
 
 def leaves(tokens: list[Token]) -> set[int]:
-    """The positions that :func:`named` yields: with all of them, :func:`prune` leaves the structure as it is."""
+    """The positions that :func:`named` yields: with all of them, :func:`prune` leaves the structure unchanged."""
     return {position for position, _, in_key in _walk(tokens) if not in_key and not _filled(tokens[position])}
 
 
 def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[int]:
-    """The positions ``wanted`` but for ``unwanted``; what is made of several goes whole with one of its parts."""
+    """The positions ``wanted`` without ``unwanted``; a value made of several goes whole with one of its parts."""
     left = wanted - unwanted
     ends = ends_of(tokens)
     position = 0
@@ -383,13 +382,13 @@ def prune(
 ) -> tuple[list[Token], list[int]]:
     """Keep what leads to the positions ``wanted``, which :func:`named` yields.
 
-    Containers lose every item that does not lead there; what is made of several values (a sparse tensor, a registered
-    object) stays whole.
+    Containers lose every item that does not lead there; a value made of several (a sparse tensor, a registered object)
+    stays whole.
 
     Args:
         tokens: the structure.
         wanted: the positions.
-        hole: stands for what a list or tuple loses, so that the rest keeps its position; None where that closes up.
+        hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close up.
         closed: from where to where in ``tokens`` it closes up all the same.
 
     Returns:

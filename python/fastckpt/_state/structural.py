@@ -29,7 +29,7 @@ Encoded: TypeAlias = "tuple[Any, dict[str, Any] | None]"
 
 
 class Undecodable(Exception):  # noqa: N818 - it never leaves the package: the loop over the tokens adds the place
-    """A value that the class in this program cannot be made of, and why."""
+    """A value that the class in this program cannot be built from, and why."""
 
 
 class Codec(NamedTuple):
@@ -37,7 +37,7 @@ class Codec(NamedTuple):
 
     ``decode`` takes what ``encode`` gave: the value and the attributes. It raises Undecodable where the class does not
     fit, and anything else where the file is malformed. With ``spares`` a save leaves out attributes that cannot be
-    stored, with a warning. With ``shallow`` what it is made of is not looked into, whatever that is.
+    stored, with a warning. With ``shallow`` its parts are not examined.
     """
 
     cls: type
@@ -54,7 +54,7 @@ def name_of(cls: type) -> str:
 
 
 def codec_of(cls: type, name: str | None = None) -> Codec | None:
-    """The codec of a class that explains itself by what it is; None for any other."""
+    """The codec of a class that can be stored by its structure; None for any other."""
     for kind in (_enum, _wrapper, _tensor, _named_tuple, _struct_sequence, _namespace, _derived, _dataclass):
         found = kind(cls)
         if found is not None:
@@ -105,7 +105,7 @@ def _enum(cls: Any) -> _Pair:
 
 
 def wraps_tensors(cls: type) -> bool:
-    """Whether a tensor subclass says itself what it is made of."""
+    """Whether a tensor subclass names its own parts."""
     return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
@@ -158,7 +158,7 @@ def _tensor(cls: Any) -> _Pair:
 
 
 def _classes(cls: type) -> list[type]:
-    """The classes that a class is made of, up to the first that is built in, or not made at run time."""
+    """The bases of a class, up to the first that is built in, or not made at run time."""
     # In Python 3.12 ``defaultdict`` is made at run time, too.
     return list(itertools.takewhile(lambda base: base not in _BASES and base.__flags__ & _HEAP, cls.__mro__))
 
@@ -401,7 +401,7 @@ def is_record(cls: Any) -> bool:
 
 
 def is_updated(cls: type) -> bool:
-    """Whether a load moves what it has read into instances of a class that exist."""
+    """Whether a load moves new values into existing instances of a class."""
     return issubclass(cls, (dict, list)) or is_record(cls)
 
 

@@ -37,7 +37,7 @@ _BYTES = frozenset({"bytes", "bytearray"})
 
 
 class Builder(Protocol):
-    """What the tokens that are not Python's own become."""
+    """Builds the values of tokens that are not Python's own."""
 
     #: Whether values of unknown types become their stored form, which may be unhashable.
     plain: bool
@@ -52,7 +52,7 @@ class Builder(Protocol):
         """A ``coo``, ``compressed``, ``quantized`` or ``expanded`` tensor."""
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
-        """What a type with a name is stored as, and its attributes, if it has any."""
+        """The stored form of a type with a name, and its attributes, if it has any."""
 
     def zone(self, value: Any) -> dt.tzinfo | None:
         """The time zone of a date and time or of a time of day; ValueError where ``value`` is none."""
@@ -81,7 +81,7 @@ def _parse_constant(name: str) -> NoReturn:
 
 
 def is_tensor(token: Token) -> bool:
-    """Whether a well-formed token stands for a stored tensor."""
+    """Whether a well-formed token represents a stored tensor."""
     if type(token) is not list:
         return False
     return token[0] in _TENSORS or (token[0] in _BYTES and len(token) == _LONG)
@@ -168,7 +168,7 @@ _FINISH: dict[str, Finish] = {
 
 
 def _hashable(value: Any) -> Any:
-    """What stands for a value of a type that is not known where only what is hashable can: as tuples and frozensets."""
+    """A hashable replacement for a value of an unknown type where only that can be: tuples and frozensets."""
     kind = type(value)
     if kind in {dict, OrderedDict, defaultdict}:
         return tuple((_hashable(key), _hashable(item)) for key, item in value.items())
@@ -337,7 +337,7 @@ def _plain(token: Any) -> Any:
 
 
 def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PLR0911 - a table of tags
-    """How many parts a value has, and what makes it of them."""
+    """How many parts a value has, and the function that builds it from them."""
     tag = token[0]
     maker = _FINISH.get(tag)
     if maker is not None:
@@ -365,7 +365,7 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
 
 
 def _arity(tag: Any) -> int:
-    """How many values follow a token that makes one of them."""
+    """How many values follow a token as parts of it."""
     if type(tag) is str and tag not in _ARITIES:
         raise FormatVersionError(
             f"the checkpoint has values of the kind {tag[:40]!r}, which this release does not know: upgrade fastckpt-io"

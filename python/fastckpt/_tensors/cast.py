@@ -27,8 +27,8 @@ class Cast:
     Args:
         convert: makes of stored elements those wanted.
         sizes: bytes of a stored element, and of one that is wanted.
-        address: that of contiguous memory for all elements, or 0.
-        mover: takes the converted elements where there is no address.
+        address: contiguous memory for all elements, or 0.
+        mover: takes the converted elements if there is no address.
     """
 
     def __init__(self, convert: Convert, sizes: tuple[int, int], address: int, mover: Mover | None) -> None:
@@ -54,9 +54,9 @@ class Cast:
 
         Args:
             start: where the range begins in the stored tensor.
-            address: where it lies in memory.
+            address: its place in memory.
             nbytes: its size.
-            move: where there is no address, called with converted elements, in memory of their own, and the byte of the
+            move: without an address, called with converted elements, in memory of their own, and the byte of the
                 converted tensor that they begin at.
         """
         data = _memory.at(address, nbytes)

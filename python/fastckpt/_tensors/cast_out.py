@@ -59,8 +59,8 @@ class Recast(NamedTuple):
         dtype: the name in the file.
         logical: the name that the user sees, where that is another.
         size: bytes of an element.
-        mover: brings the elements.
-        loss: what is lost.
+        mover: copies the elements.
+        loss: notes what is lost.
     """
 
     dtype: str
@@ -117,7 +117,7 @@ class CastDownload(_device.Download):
         value: the tensor.
         dtype: a ``torch.dtype``.
         lost: whether a part has numbers that the dtype does not reach, as a tensor of one element; None if none can.
-        loss: what is told of it.
+        loss: notes what is lost.
     """
 
     __slots__ = ("_dtype", "_loss", "_lost")

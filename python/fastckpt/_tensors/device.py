@@ -1,8 +1,8 @@
 """Tensors of other devices, and their copies from and to host memory, in streams of our own.
 
-Nothing here waits for a copy before the next one is asked for: one operation asks a stream for many, with one event
-behind them all. What follows rests on what CUDA guarantees, and holds for every device whose module in torch has
-``Stream`` and ``Event``; a device without them is waited for with ``synchronize``.
+No copy is waited for before the next one is requested: one operation requests many from a stream, with one event behind
+them all. The following relies on CUDA's guarantees, and holds for every device whose module in torch has ``Stream`` and
+``Event``; a device without them is waited for with ``synchronize``.
 
 - A stream does one thing after the other. A stream of ours first waits for an event that the caller's stream has
   reached (``ready``), so a copy finds what that stream was asked to compute.
@@ -55,7 +55,7 @@ def release() -> None:
 
 
 class Link:
-    """What one operation needs to know of a device.
+    """The facts about a device that one operation needs.
 
     Args:
         torch: the module.
@@ -93,7 +93,7 @@ class Link:
                 )
 
     def ready(self) -> Any:
-        """An event behind all that the caller's current stream was asked for; None when the host has waited for it."""
+        """An event after all work of the caller's current stream; None when the host has waited for it."""
         with self.selected():
             if not self.has_streams:
                 self.module.synchronize(self.device)
@@ -108,12 +108,12 @@ class Link:
             self.module.current_stream(self.device).wait_event(event)
 
     def synchronize(self) -> None:
-        """Wait for all that the device was asked for in any stream."""
+        """Wait for all work of the device in any stream."""
         with self.selected():
             self.module.synchronize(self.device)
 
     def take(self) -> Any:
-        """A stream with nothing under way; None where there are no streams."""
+        """An idle stream; None if there are no streams."""
         if not self.has_streams:
             return None
         try:
@@ -127,7 +127,7 @@ class Link:
             _free.setdefault(self.device, []).append(stream)
 
     def aside(self, ready: Any, body: Callable[[], T]) -> T:
-        """What ``body`` returns, run in a stream of ours behind the event ``ready``; it must wait for what it asks."""
+        """The result of ``body``, run in a stream of ours after the event ``ready``; it must wait for its own work."""
         with self.selected():
             if ready is not None:
                 ready.synchronize()
@@ -144,7 +144,7 @@ class Link:
             return found
 
     def mark(self, stream: Any) -> Any:
-        """An event behind what a stream has been asked for; None where the device has been waited for."""
+        """An event after the work of a stream; None if the device has been waited for."""
         if stream is None:
             self.module.synchronize(self.device)
             return None
@@ -196,7 +196,7 @@ def _is_vector(torch: ModuleType, part: Any) -> bool:
 class Download(_Tensor):
     """What brings ranges of a tensor to the host: for :class:`.movers.Sources`, which asks for many at a time.
 
-    Called as a mover, it waits for all that the device was asked for, and for the copy.
+    Called as a mover, it waits for all earlier work of the device, and for the copy.
     """
 
     __slots__ = ()
@@ -231,7 +231,7 @@ class Download(_Tensor):
 class Upload(_Tensor):
     """What brings ranges of a tensor from the host: for :class:`.movers.Sinks`, which asks for many at a time.
 
-    Called as a mover, it waits for all that the device was asked for, and for the copy.
+    Called as a mover, it waits for all earlier work of the device, and for the copy.
 
     Args:
         torch: the module.
@@ -281,7 +281,7 @@ class Upload(_Tensor):
 
 
 class Transfer:
-    """Copies that a stream of ours has been asked for, with one event behind them.
+    """Copies that were requested from a stream of ours, with one event behind them.
 
     Args:
         link: the device.
@@ -327,7 +327,7 @@ class Transfer:
                 return True
 
     def wait(self) -> None:
-        """Wait until they have ended, and do what is left for the host.
+        """Wait until they have ended, and do the work that is left for the host.
 
         May be called again where a signal handler has ended it while :attr:`event` is not None.
         """
@@ -367,7 +367,7 @@ class _Run:
         self.begin = self.end = 0
 
     def add(self, part: Any, address: int, nbytes: int) -> None:
-        """One more; those before it are moved if it is no neighbour, or too large."""
+        """One more; those before it are moved if it is not adjacent, or too large."""
         if address != self.end or nbytes >= SMALL or self.end + nbytes > self.begin + GATHERED:
             self.flush()
             self.begin = self.end = address
@@ -386,7 +386,7 @@ class _Run:
 
 
 def _protect(tensors: Sequence[Any], stream: Any) -> None:
-    """Have torch's allocator keep the memory of tensors until ``stream`` has ended what it will have been asked for.
+    """Have torch's allocator keep the memory of tensors until the future work of ``stream`` has ended.
 
     A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor that others still hold, as
     sharded modules do between steps.
@@ -410,7 +410,7 @@ def download(
 
     Args:
         link: the device.
-        jobs: what to bring: the tensor, and start, address and bytes.
+        jobs: the ranges: the tensor, and start, address and bytes.
         ready: an event that the copies come after, or None.
         outlives: whether the transfer may outlive the call that asks for it: then the tensors are protected.
     """

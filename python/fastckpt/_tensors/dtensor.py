@@ -63,7 +63,7 @@ def _as_cut(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class _Known:
-    """What DTensors of one mesh, of equal placements and of one shape have in common."""
+    """The common properties of DTensors of one mesh, of equal placements and of one shape."""
 
     __slots__ = ("hold", "local", "number")
 

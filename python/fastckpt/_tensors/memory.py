@@ -69,7 +69,7 @@ def at(address: int, nbytes: int, owner: object = None) -> Bytes:
 
 
 def laid_out(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray[Any, Any]:
-    """Where the elements of an array lie. The addresses may be those of a device: nothing may be read through it."""
+    """The positions of an array's elements in memory, which may be a device's: nothing may be read through it."""
     return np.asarray(_At(address, shape, f"|V{size}", strides))
 
 
@@ -83,7 +83,7 @@ def span(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def is_nested(array: np.ndarray[Any, Any]) -> bool:
-    """Whether each dimension of an array steps over all that lies along shorter steps: then no two elements overlap."""
+    """Whether each dimension of an array steps over everything along shorter steps: then no two elements overlap."""
     reach = array.itemsize if array.size else 0  # numpy gives an empty one strides of zero
     for step, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if length > 1:
@@ -108,7 +108,7 @@ def address_of(array: np.ndarray[Any, Any]) -> int:
 
 
 def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
-    """New memory for ``nbytes > 0`` that lie at ``offset`` of a file: a large one has the file's residue modulo a page.
+    """New memory for ``nbytes > 0`` at ``offset`` of a file: a large one has the file's residue modulo a page.
 
     Elements of ``itemsize`` bytes are aligned in it, even where they are not in the file.
     """
@@ -127,7 +127,7 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
 class _Pages:
     """Pages of a region.
 
-    Dropping this returns their memory to the system; the address range goes when the last tensor in the region does.
+    Dropping this returns their memory to the system; the address range is released with the last tensor in the region.
     """
 
     __slots__ = ("mapping", "nbytes", "start")
@@ -238,7 +238,7 @@ def copy_in(shape: Sequence[int], itemsize: int, copy: Copy, back: Copy, start: 
 
 
 def mover_in(layout: np.ndarray[Any, Any]) -> Mover:
-    """Copies ranges to where their elements lie in host memory (:func:`laid_out`)."""
+    """Copies ranges to the positions of their elements in host memory (:func:`laid_out`)."""
 
     def copy(index: Index, contiguous: Bytes) -> None:
         part = layout[(*index, ...)]

@@ -1,7 +1,7 @@
 """Moves bytes of a state that are not contiguous in host memory: many ranges at a time, for the core.
 
-:class:`Sources` brings them for a save, :class:`Sinks` takes them of a load. Both are made in the caller's thread, at
-the call: what its streams were asked for until then is what a save finds, and what a load must not overtake.
+:class:`Sources` reads them for a save, :class:`Sinks` writes them for a load. Both are made in the caller's thread, at
+the call: a save finds the results of earlier work in its streams, and a load must not overtake that.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Range: TypeAlias = "tuple[int, int, int, int]"
 
 
 class Copies:
-    """Copies that devices have been asked for.
+    """Copies that were requested from devices.
 
-    The memory on both sides must stay until they have ended: :meth:`wait` says so to the host, and
-    :meth:`hold_streams` to streams of the devices.
+    The memory on both sides must stay until they have ended: :meth:`wait` waits on the host, and :meth:`hold_streams`
+    in streams of the devices.
     """
 
     def __init__(self, operation: str, transfers: list[_device.Transfer]) -> None:
@@ -71,8 +71,7 @@ class Copies:
     def hold_streams(self) -> None:
         """Have the current streams of the calling thread wait for the copies; the host does not wait.
 
-        What these streams are asked for from now on may change the tensors. Does nothing once :meth:`wait` has
-        returned.
+        Later work of these streams may change the tensors. Does nothing once :meth:`wait` has returned.
 
         Raises:
             RuntimeError: such a stream is being captured into a CUDA graph. No stream has been held.
@@ -95,12 +94,12 @@ class Copies:
 
 
 class _Movers:
-    """What is common to both directions.
+    """The common part of both directions.
 
     Args:
         operation: the name of the operation, for errors.
         movers: by number.
-        kind: the class of those of devices.
+        kind: the class of movers for devices.
 
     Attributes:
         movers: the mapping that was given, not a copy.
@@ -127,12 +126,12 @@ class _Movers:
         return isinstance(self.movers.get(index), self._kind)
 
     def synchronize(self) -> None:
-        """Wait until the devices have ended all that they were asked for, by anybody."""
+        """Wait until the devices have ended all requested work."""
         for link, _ in self._links.values():
             link.synchronize()
 
     def _sort(self, ranges: Iterable[Range]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
-        """The jobs of each device, those of the processor, and memory of ours that the first need."""
+        """The jobs of each device, those of the processor, and temporary memory that the first need."""
         jobs: dict[Any, list[Any]] = {device: [] for device in self.devices}
         rest: list[Any] = []
         kept: list[Any] = []
@@ -167,7 +166,7 @@ class _Movers:
         return copies
 
     def _move(self, ranges: Iterable[Range], ask: Callable[..., _device.Transfer]) -> None:
-        """Move ranges, and wait. The processor moves what is in host memory while the devices copy."""
+        """Move ranges, and wait. The processor moves the parts in host memory while the devices copy."""
         jobs, rest, _kept = self._sort(ranges)
         copies = self._ask(jobs, ask)
         try:
