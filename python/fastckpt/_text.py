@@ -40,7 +40,7 @@ def natural(name: str) -> tuple[object, ...]:
 def visible(text: str) -> str:
     """``text`` on one line as a terminal may have it.
 
-    Whatever could move its cursor, reverse its direction or not be encoded stands there as Python escapes it.
+    Characters that could move the cursor, reverse the direction or not be encoded are escaped as in Python.
     """
     if text.isprintable():
         return text

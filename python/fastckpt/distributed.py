@@ -8,9 +8,9 @@ model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimize
 ``into=`` is updated in place and returned: tensors are filled, and values, as the step, are replaced. A module or an
 optimizer may stand in it in the place of its state, and is given that.
 
-The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of
-fastckpt's own; torch's collectives are not used, so training may go on beside it. Without a process group, one process
-works alone.
+The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of fastckpt's
+own; torch's collectives are not used, so training may go on beside it. Without a process group, one process works
+alone.
 """
 
 from __future__ import annotations
@@ -78,9 +78,9 @@ def save(
 ) -> RankSaveReport:
     """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
 
-    When it returns, on any rank, the checkpoint is durable and whole. Until then the final name holds what it held
-    before, even if ranks fail. The files are those that :func:`fastckpt.save` writes of the same state in one
-    process, to the last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
+    When it returns, on any rank, the checkpoint is durable and whole. Until then the final name keeps its old contents,
+    even if ranks fail. The files are those that :func:`fastckpt.save` writes of the same state in one process, to the
+    last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
 
     Args:
         state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Tensors
@@ -102,12 +102,12 @@ def save(
     or by one process: each rank compares what it holds, and nothing of a tensor travels for that.
 
     Returns:
-        What was done: ``bytes`` by this rank, ``bytes_total`` by all; ``linked_bytes`` are those of the checkpoint.
+        The report: ``bytes`` by this rank, ``bytes_total`` by all; ``linked_bytes`` are those of the checkpoint.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
-            their hosts and what happened there. Nothing was committed, unless the message says that the outcome is not
-            known.
+            their hosts and what happened there. Nothing was committed, unless the message says that the outcome is
+            unknown.
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
         ValueError: tensors or values that must be equal differ between ranks; or an argument is out of range, ``path``
             is a URL, or this process is not in ``process_group``.
@@ -159,12 +159,12 @@ def save_async(
 ) -> PendingSave:
     """Write the state of all ranks in the background; the state of this rank may change when this returns.
 
-    What this rank holds is copied to host memory (with ``lazy``, later), and everything else happens in a thread: to
-    agree with the other ranks, to write, to commit. Every rank of the group calls it, before or after other saves and
-    loads of the group in the same order; those wait for it on every rank, but for the copy of another asynchronous
-    save, with ``max_in_flight``. Those of several groups go on side by side, in any order. The memory is one copy of
-    what this rank holds for each save in flight; it is kept for the next save (see :func:`fastckpt.release_buffers`).
-    The process does not end before the checkpoint is durable, or has failed.
+    The part of this rank is copied to host memory (with ``lazy``, later), and everything else happens in a thread:
+    agreement with the other ranks, writing, and the commit. Every rank of the group calls it, before or after other
+    saves and loads of the group in the same order; those wait for it on every rank, but for the copy of another
+    asynchronous save, with ``max_in_flight``. Saves of several groups go on side by side, in any order. The memory is
+    one copy of this rank's part for each save in flight; it is kept for the next save (see
+    :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable, or has failed.
 
     Args:
         state: as for :func:`save`.
@@ -175,8 +175,8 @@ def save_async(
         metadata: as for :func:`save`.
         {options}
 
-    The contents of ``files`` are taken at the call. What was copied is compared with the ``base`` and with other ranks,
-    in the background.
+    The contents of ``files`` are taken at the call. The copy is compared with the ``base`` and with other ranks, in the
+    background.
 
     Returns:
         A handle on the save, as that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is durable
@@ -289,11 +289,11 @@ def load(  # noqa: PLR0913 - all by name
     progress: bool = False,
     report: bool = False,
 ) -> Any:
-    """Read a checkpoint on all ranks; every rank of the group calls it, and gets what it asks for.
+    """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
 
-    It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read
-    once for all ranks: each reads a share, and passes on what others want. On one host, what is in the page cache is
-    taken from there.
+    It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read once
+    for all ranks: each reads a share, and passes on what others want. On one host, cached files are read from the page
+    cache.
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
@@ -306,7 +306,7 @@ def load(  # noqa: PLR0913 - all by name
         process_group: the ranks that load together, as for :func:`save`.
         timeout: seconds for which a rank may make no progress before all give up.
         keys: as for :func:`fastckpt.load`; so are the following. Ranks may choose differently.
-        exclude: what is left out.
+        exclude: patterns of values to leave out.
         strict: False allows differences. A tensor of the checkpoint is unexpected where no rank has a place for it.
         dtype: cast floating-point tensors.
         rename: other keys.
@@ -319,7 +319,7 @@ def load(  # noqa: PLR0913 - all by name
         io: the engine of this rank. Where all ranks of the group are on one host and all have ``buffered``, they read
             through its page cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
         threads: worker threads of this rank.
-        progress: show a progress bar of what this rank reads.
+        progress: show a progress bar for this rank's reads.
         report: return a report, too.
 
     Returns:
@@ -327,10 +327,10 @@ def load(  # noqa: PLR0913 - all by name
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
-            their hosts and what happened there. What is in ``into`` may be filled in part.
+            their hosts and what happened there. ``into`` may be filled in part.
         StructureMismatchError: ``into`` does not fit on this rank, or no rank has a place for a tensor; nothing was
             changed.
-        CorruptCheckpointError: the checkpoint is damaged; the message says where.
+        CorruptCheckpointError: the checkpoint is damaged; the message names the place.
         Exception: whatever :func:`fastckpt.load` raises, on this rank. Where an object in ``into`` refuses its state
             (CheckpointError), the other ranks have theirs by then, and return.
         TypeError: ``process_group`` is not a process group, or an argument is unknown.
@@ -370,7 +370,7 @@ def load(  # noqa: PLR0913 - all by name
 
 
 def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any = None) -> Any:
-    """Read what a rank has saved for itself, with ``per_rank=`` of :func:`save`. Each process reads by itself.
+    """Read the state that a rank saved for itself, with ``per_rank=`` of :func:`save`. Each process reads alone.
 
     Args:
         path: the checkpoint's directory, or its URL.

@@ -1,4 +1,4 @@
-"""What fastckpt raises beyond Python's own exceptions.
+"""Exceptions of fastckpt beyond Python's own.
 
 Where Python has an exception for the case, that one is raised: ``FileNotFoundError``, ``FileExistsError``,
 ``PermissionError``, and ``OSError`` with its ``errno`` (``ENOSPC``, ``EIO``) and ``filename``.
@@ -14,7 +14,7 @@ class CheckpointError(Exception):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A file of the checkpoint is not what was written: damaged, cut short, or missing."""
+    """A file of the checkpoint is damaged, truncated, or missing."""
 
 
 class NotACheckpointError(CheckpointError):

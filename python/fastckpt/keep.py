@@ -2,8 +2,8 @@
 
 fastckpt.Manager("runs/gpt", keep=[keep.Last(3), keep.Best(2, "loss"), keep.Every(steps=10_000)])
 
-A checkpoint stays as long as one policy of the list wants it. Whatever the policies say, the newest checkpoint and the
-pinned ones stay. A policy is any object with ``kept(saved, now)`` as :class:`Policy` describes it.
+A checkpoint stays as long as one policy of the list wants it. The newest checkpoint and the pinned ones stay, whatever
+the policies decide. A policy is any object with ``kept(saved, now)`` as :class:`Policy` describes it.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class Policy(Protocol):
     """Decides when to save."""
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved. It may be asked twice about one step."""
+        """Whether to save the step. It may be asked twice about one step."""
 
 
 class Every:
@@ -72,7 +72,7 @@ class Every:
         self.steps, self.time = steps_or_time("save_when.Every", steps, time)
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         if self.steps is None:
             return moment.since >= (self.time or 0.0)
         if moment.previous is None:
@@ -92,7 +92,7 @@ class Steps:
         self.steps = named_steps("save_when.Steps", steps)
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         return moment.step in self.steps
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ class First:
     """Saves the first step that the manager is asked about: it shows at once whether saving works."""
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         return moment.step == moment.first
 
 
@@ -122,7 +122,7 @@ class Continuously:
         self.apart = 0.0 if apart is None else seconds("save_when.Continuously: apart", apart)
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         return not moment.in_flight and moment.since >= self.apart
 
     def __repr__(self) -> str:
@@ -137,7 +137,7 @@ class Auto:
     the time, nor shorter than a save takes to be durable. It is rounded to whole steps. A checkpoint that is durable
     some seconds after training went on delays all of them alike, and so does not move the optimum.
 
-    The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) says
+    The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) shows
     what was chosen and why, and again when it changes by more than a tenth.
 
     Args:
@@ -151,7 +151,7 @@ class Auto:
         self._said: float | None = None
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         if moment.in_flight:
             return False
         if moment.cost is None or moment.durable_seconds is None:

@@ -542,7 +542,7 @@ class _Flattener:
         return stored or None
 
     def replace(self, value: Any, refusal: Unsupported) -> Parts:
-        """The result of ``default`` for a value that cannot be saved; Unsupported if there is none, or it is no help."""
+        """The result of ``default`` for a value that cannot be saved; Unsupported if there is none or it fails."""
         if self.default is None:
             raise refusal
         try:

@@ -1,4 +1,4 @@
-"""numpy arrays and scalars: what can be stored, how it is named, and where it lies."""
+"""numpy arrays and scalars: which can be stored, under which names, and where they are in memory."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def converter(source: np.dtype[Any], target: np.dtype[Any]) -> Callable[[Bytes, 
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, nbytes: int) -> Array:
-    """A new array for ``nbytes`` that lie at ``offset`` of a file."""
+    """A new array for ``nbytes`` at ``offset`` of a file."""
     if nbytes < _memory.CONGRUENT:
         return np.ndarray(shape, dtype)
     return _memory.buffer(nbytes, offset, dtype.itemsize).view(dtype).reshape(shape)

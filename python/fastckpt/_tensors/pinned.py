@@ -1,12 +1,12 @@
 """Host memory that is pinned, or being pinned: registered with CUDA, so that devices copy from and to it by themselves.
 
-To register memory is slow: each page of it is made and locked. So it goes on in the background, in pieces, and
-a copy waits only for the pieces it reaches into. CUDA refuses a copy whose host memory is registered in part, and does
-not promise one that spans two registrations, so :func:`split` cuts at the borders of pieces.
+To register memory is slow: each page of it is made and locked. So it happens in the background, in pieces, and a copy
+waits only for the pieces that it touches. CUDA refuses a copy whose host memory is registered in part, and does not
+promise one that spans two registrations, so :func:`split` cuts at the borders of pieces.
 
-CUDA's runtime keeps the last error of each thread until it is asked for, and the next to ask is the check after the
-caller's next kernel: training would die of a refusal of ours. So each call is made in a thread that ends soon after,
-and its error with it.
+CUDA's runtime keeps the last error of each thread until it is read, and the next to read it is the check after the
+caller's next kernel: training would fail because of our refused call. So each call is made in a thread that ends soon
+after, and its error with it.
 
 A registered range must not be unmapped. :meth:`Registration.close` comes first, in every case: also when
 a signal handler raises meanwhile, when the process has no more threads, and when the interpreter ends.
@@ -56,7 +56,7 @@ class _Piece:
 
 
 class _Known:
-    """All pieces of the process. Their lists are replaced, never changed: who reads them needs no lock."""
+    """All pieces of the process. Their lists are replaced, never changed: readers need no lock."""
 
     def __init__(self) -> None:
         # Signal handlers save, too: one may run while its own thread is in here.
@@ -232,9 +232,9 @@ class Registration:
             piece.settled.set()
 
     def close(self) -> None:
-        """Unregister what is registered, after the piece that is on its way; then the memory may be unmapped.
+        """Unregister the registered pieces, after the one in progress; then the memory may be unmapped.
 
-        No copy may be under way. What a signal handler raises meanwhile is raised when it is done.
+        No copy may be under way. An error of a signal handler is raised when this is done.
         """
         if self._is_closed:
             return
@@ -287,7 +287,7 @@ def register(
         piece: bytes to register at a time, whole pages.
 
     Returns:
-        What undoes it; None for devices that know no registration.
+        The inverse call; None for devices without registration.
     """
     if not hasattr(torch.get_device_module(device), "cudart"):
         return None
@@ -302,7 +302,7 @@ def register(
 
 
 def _text(cudart: Any, status: Any) -> str:
-    """What CUDA calls an error."""
+    """CUDA's name for an error."""
     text = f"error {int(status)}"
     with contextlib.suppress(Exception):
         text = f"{text}: {cudart.cudaGetErrorString(status)}"
@@ -312,7 +312,7 @@ def _text(cudart: Any, status: Any) -> str:
 def _apart(work: Callable[[], None]) -> None:
     """Have ``work`` done in a thread of its own, and wait for it; raise what signal handlers raised after that.
 
-    Where no thread can be started, or it is not known whether one was, the first of the two that comes to it does it.
+    If no thread can be started, or it is unknown whether one was, whichever of the two comes first does it.
     """
     claim = threading.Lock()
     done = threading.Event()

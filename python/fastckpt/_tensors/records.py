@@ -96,7 +96,7 @@ def _of_fields(value: dict[str, Any], formats: list[np.dtype[Any]]) -> np.dtype[
 
 
 def describe_array(array: Array) -> Parts:
-    """The token of an array whose elements are not plain, and what it is stored as."""
+    """The token of an array whose elements are not plain, and its stored form."""
     return Parts('["type","numpy.ndarray"]', ((THROUGH, encode_array(array)),))
 
 

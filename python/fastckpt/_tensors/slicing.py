@@ -1,4 +1,4 @@
-"""Basic indexing of what is still on disk: the box that an index takes, and how it is to lie in memory."""
+"""Basic indexing of tensors that are still on disk: the box that an index takes, and its layout in memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Box: TypeAlias = "list[tuple[int, int, int]]"
 
 
 class Part(NamedTuple):
-    """What an index takes of an array.
+    """The part of an array that an index takes.
 
     Attributes:
-        box: where it lies in the array.
-        strides: for each of the array's dimensions, how many bytes apart neighbours are to lie in the part.
+        box: its box in the array.
+        strides: for each of the array's dimensions, the distance in bytes between neighbours in the part.
         shape: the part's sizes.
     """
 
@@ -37,7 +37,7 @@ def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
         index: an int, a slice, an Ellipsis, or a tuple of them.
 
     Returns:
-        The part, contiguous. A slice that goes backwards is a box read forwards into memory that goes backwards.
+        The part, contiguous. A slice that goes backwards is a box read forwards into memory with negative strides.
 
     Raises:
         IndexError: the index does not fit the shape.

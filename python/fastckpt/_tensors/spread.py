@@ -18,7 +18,7 @@ REPLICATE: Placement = ("replicate", 0, 0)
 
 
 class Spread(NamedTuple):
-    """Which ranks of a group hold a tensor.
+    """The ranks of a group that hold a tensor.
 
     Attributes:
         ranks: ascending where each has it whole, else in row-major order over the mesh.
@@ -43,7 +43,7 @@ def orders_of(mesh: Sequence[int], placements: Sequence[Placement]) -> dict[int,
     """For each dimension of a tensor that is cut, the dimensions of the mesh in the order in which they cut it.
 
     A placement is strided where its dimension of the mesh cuts what later ones have cut before, into as many chunks as
-    these have ranks. A dimension of a tensor whose strided placements are of no such order is left out.
+    these have ranks. A dimension of a tensor whose strided placements have no such order is left out.
     """
     orders: dict[int, list[int]] = {}
     strange = set()
@@ -82,7 +82,7 @@ def in_order(
 
 
 def _chunk(length: int, chunks: int, index: int) -> tuple[int, int]:
-    """Where the chunk ``index`` of ``chunks`` begins and ends, as ``torch.chunk`` has it."""
+    """The range of chunk ``index`` of ``chunks``, as ``torch.chunk`` cuts."""
     size = -(-length // chunks)
     return min(index * size, length), min((index + 1) * size, length)
 

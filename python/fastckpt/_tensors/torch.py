@@ -1,4 +1,4 @@
-"""Everything torch: tensors to what is stored, and back. No other file imports torch, and this one is imported late."""
+"""Torch: tensors to their stored form, and back. No other file imports torch, and this one is imported late."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _is_whole(value: Tensor) -> bool:
 
 
 def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
-    """Whatever is not contiguous in host memory."""
+    """Any tensor that is not contiguous in host memory."""
     if value.is_nested:
         return describe_nested(value)
     if value.is_meta:
@@ -260,7 +260,7 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe a type of torch's, or None; Unsupported for a tensor subclass that cannot be taken apart."""
+    """How to describe one of torch's types, or None; Unsupported for a tensor subclass that cannot be taken apart."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
         reason = _why_not(kind)
@@ -288,7 +288,7 @@ EXTRA_STATE = "_extra_state"
 
 
 def extra_states(module: torch.nn.Module) -> set[str] | None:
-    """The keys of what ``get_extra_state`` adds to the state of a module; None where hooks may change the keys."""
+    """The keys that ``get_extra_state`` adds to the state of a module; None if hooks may change the keys."""
     base = torch.nn.Module
     parts = dict(module.named_modules(remove_duplicate=False))
     if any(part._state_dict_hooks or type(part).state_dict is not base.state_dict for part in parts.values()):
@@ -363,7 +363,7 @@ def without_class(value: Tensor) -> Tensor:
 
 
 def with_class(value: Any, cls: type[Tensor]) -> Tensor:
-    """What :func:`without_class` gave, as a tensor of the subclass again."""
+    """The inverse of :func:`without_class`: a tensor of the subclass again."""
     (tensor,) = _tensors([value])
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(cls).requires_grad_(tensor.requires_grad)
@@ -393,9 +393,9 @@ class _Flip:
 
 
 def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
-    """The bits as they lie in memory, and what must be done to them for a conj or neg view.
+    """The bits in memory, and the conversion needed for a conj or neg view.
 
-    They are integers of the dtype's size; of a device, where they lie in order, a vector of bytes.
+    They are integers of the dtype's size; on a device, if they are in order, a vector of bytes.
     """
     value = value.detach()
     dtype = value.dtype
@@ -565,7 +565,7 @@ def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, offset: int, nbytes: int) -> Tensor:
-    """A new tensor in host memory for ``nbytes`` that lie at ``offset`` of a file."""
+    """A new tensor in host memory for ``nbytes`` at ``offset`` of a file."""
     if nbytes < _memory.CONGRUENT:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return over(_memory.buffer(nbytes, offset, dtype.itemsize), dtype, shape)
@@ -591,7 +591,7 @@ def converter(source: torch.dtype, target: torch.dtype) -> Callable[[Bytes, Byte
 
 
 def from_array(array: np.ndarray[Any, Any]) -> Tensor | None:
-    """A numpy array as a tensor over its memory, or a copy in native byte order; None where torch has no such dtype."""
+    """A numpy array as a tensor over its memory, or a copy in native byte order; None if torch has no such dtype."""
     native = array.dtype.newbyteorder("=")
     try:
         return torch.from_numpy(array.astype(native, copy=False))
@@ -727,7 +727,7 @@ def encode_named(value: Any) -> str:
 
 
 def decode_named(kind: type, name: Any) -> Any:
-    """What :func:`encode_named` gave the name of; UnsupportedTypeError where this torch has none of that name."""
+    """The inverse of :func:`encode_named`; UnsupportedTypeError if this torch has no value of that name."""
     found = _NAMED[kind].get(text(name))
     if found is None:
         raise UnsupportedTypeError(
@@ -776,7 +776,7 @@ _NUMBERS = 624
 
 
 def decode_nested(_: Any, value: Any) -> Tensor:
-    """The nested tensor of its constituents, or of what they are ranges of."""
+    """The nested tensor of its constituents, or of the tensors that they are ranges of."""
     if len(exact(value, dict)) == 3:  # noqa: PLR2004 - these
         constituents, dtype, flags = members(value, "constituents", "dtype", "flags")
         if type(dtype) is not torch.dtype:

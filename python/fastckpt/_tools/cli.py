@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return a value of a checkpoint's metadata as JSON can hold it: what it cannot becomes text."""
+    """Return a value of a checkpoint's metadata for JSON: values that JSON cannot hold become text."""
     kind = type(value)
     if value is None or kind in {bool, int, str}:
         return value
@@ -146,7 +146,7 @@ def _metadata(checkpoint: fastckpt.Checkpoint) -> Any:
 
 
 def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """What a checkpoint holds, on one screen."""
+    """The contents of a checkpoint, on one screen."""
     with fastckpt.open(options.path) as checkpoint:
         tensors, metadata = _tensors(checkpoint), _metadata(checkpoint)
     numbers: Counter[str] = Counter()

@@ -30,7 +30,7 @@ _WORD = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What became of one tensor from the first checkpoint to the second.
+    """The change of one tensor from the first checkpoint to the second.
 
     Attributes:
         name: its name.
@@ -39,8 +39,8 @@ class Difference:
         elements: how many elements differ, or bytes where several elements share one; None where the shapes differ.
         max_abs: the largest absolute difference of two elements; nan where only one of them is a number; None where
             they are not numbers.
-        relative: the Euclidean norm of the difference divided by that of the first tensor; inf where that is zero; None
-            like ``max_abs``.
+        relative: the Euclidean norm of the difference divided by the norm of the first tensor; inf if that is zero;
+            None like ``max_abs``.
     """
 
     name: str
@@ -109,7 +109,7 @@ def compare(first: fastckpt.Checkpoint, second: fastckpt.Checkpoint, name: str) 
         name: A tensor that both have.
 
     Raises:
-        CorruptCheckpointError: bytes of one are not what was written.
+        CorruptCheckpointError: bytes of one differ from those that were written.
     """
     a, b = first.info(name), second.info(name)
     dtype = a.dtype if a.dtype == b.dtype else f"{a.dtype} -> {b.dtype}"
@@ -227,7 +227,7 @@ _PARTS = {
 
 
 def _children(value: Any) -> tuple[Any, dict[str, Any]] | None:
-    """What two values must have in common to be compared by their parts, and these by name; None for a leaf."""
+    """The properties that two values must share to be compared part by part; None for a leaf."""
     if isinstance(value, fastckpt.Composed):
         # The value of an object has the same name as the object, and so has the base of an expanded tensor.
         names = _PARTS.get(value.kind, ("", "__dict__"))
@@ -297,13 +297,13 @@ def _contrasted(before: str, after: str) -> tuple[str, str]:
 
 
 def _order(one: Difference) -> tuple[bool, float, str]:
-    """What cannot be measured first, then the most changed."""
+    """Tensors that cannot be measured first, then the most changed."""
     measured = one.relative is not None and not math.isnan(one.relative)
     return measured, -(one.relative or 0.0) if measured else 0.0, one.name
 
 
 def _as_json(one: Difference) -> dict[str, Any]:
-    """As JSON can hold it, which has no nan and no infinity."""
+    """A number for JSON, which has no nan and no infinity."""
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in asdict(one).items()

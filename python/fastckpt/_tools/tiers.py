@@ -18,7 +18,7 @@ OPTIMIZER_BYTES = 4 + 8
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What storage should give each GPU.
+    """The throughput that storage should give each GPU.
 
     Attributes:
         name: ``light``, ``medium`` or ``high``.

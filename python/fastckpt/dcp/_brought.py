@@ -7,7 +7,7 @@ Each entry of the planner's state is one of these:
 - A value: that of the lowest rank that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
   each value to some rank, and values of several ranks together would be a state that no rank held. Tokens travel to
   the coordinator alone; all ranks hear of the tensors in a value, for their order is that of the state.
-- Boxes: of a ShardedTensor, of a DTensor whose parts are no mesh's, and of all that other planners cut. Every rank
+- Boxes: of a ShardedTensor, of a DTensor whose parts match no mesh, and of all that other planners cut. Every rank
   hears who has which.
 """
 
@@ -66,7 +66,7 @@ class _OfOne:
 
 
 class _Described(Spreads):
-    """Describes what is spread over ranks: DTensors, tensors in values of one rank, and boxes."""
+    """Describes tensors that are spread over ranks: DTensors, tensors in values of one rank, and boxes."""
 
     def describe_of(self, kind: type) -> Describe | None:
         """How to describe a type of such tensors; None for any other type."""
@@ -95,7 +95,7 @@ class _Described(Spreads):
 
 
 class Brought:
-    """What one rank brings to a save.
+    """The contribution of one rank to a save.
 
     Args:
         plan: what torch's plan has this rank save.
@@ -145,7 +145,7 @@ class Brought:
         self._boxes: dict[str, tuple[Cut, dict[Box, Memory]]] = {}
 
     def _sort(self, plan: _torch.SavePlan, local: _torch.SavePlan | None) -> None:
-        """Sort the items by keys, and find what is stored of values."""
+        """Sort the items by keys, and find the stored form of values."""
         kinds: dict[str, _torch.WriteItemType] = {}
         values: dict[str, _torch.WriteItem] = {}
         for item in plan.items:
@@ -203,7 +203,7 @@ class Brought:
                     self.strange.append(key)
 
     def told(self) -> list[Any]:
-        """What the others are told first."""
+        """The first message to the other ranks."""
         values = [
             [key, self.rank, value.tokens, [one.about() for one in value.tensors]]
             for key, value in self._values.items()
@@ -234,7 +234,7 @@ class Brought:
         }
 
     def cuts(self, known: Known) -> list[Any]:
-        """The boxes that this rank has of what some rank can describe by them alone."""
+        """The boxes that this rank has of tensors that some rank can describe by boxes only."""
         told = []
         for key in known.strange:
             items = self._items.get(key)
@@ -252,7 +252,7 @@ class Brought:
         return told
 
     def _mesh_of(self, key: str) -> str:
-        """What tells the mesh by which this rank has a tensor from others: a box of two is of two tensors."""
+        """The identity of the mesh by which this rank has a tensor: a box of two meshes belongs to two tensors."""
         value = None if self._state is None else self._state.get(key)
         if not isinstance(value, _torch.DTensor):
             return ""
@@ -267,8 +267,8 @@ class Brought:
 
         Args:
             request: the save.
-            known: what the others have told first.
-            boxes: who has which boxes.
+            known: the first messages of all ranks.
+            boxes: the boxes of all ranks.
 
         Raises:
             RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
@@ -292,7 +292,7 @@ class Brought:
         request.sources = Sources(request.operation, request.movers)
 
     def _nested(self, known: Known, boxes: Boxes) -> dict[Any, Any]:
-        """What this rank has, with lists as mappings of positions."""
+        """The state of this rank, with lists as mappings of positions."""
         root: dict[Any, Any] = {}
         for key in dict.fromkeys([*self._paths, *(self._state or ()), *self._items, *self._values, *self._refused]):
             if not self._is_planned(key, known):

@@ -81,7 +81,7 @@ def _is_mapping(token: Token) -> bool:
 
 
 def _children(ends: list[int], position: int) -> Iterator[int]:
-    """Where the members of a list begin."""
+    """The positions of the members of a list."""
     child = position + 1
     while child < ends[position]:
         yield child
@@ -118,11 +118,11 @@ def _is_terminal(tokens: list[Token], ends: list[int], position: int) -> bool:
 class Known(dict[str, Any]):
     """The metadata of all entries. A key that leads to several is found, too, but not listed.
 
-    Planners with ``flatten_state_dict=False`` ask for such keys, and take what is there as one value.
+    Planners with ``flatten_state_dict=False`` request such keys, and take the contents as one value.
 
     Args:
         entries: the metadata of each entry.
-        outer: the keys of what holds several.
+        outer: the keys of containers.
         value: the metadata of a value.
     """
 

@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class Fill:
-    """What brings boxes into tensors: requests, and movers for those without an address, by their numbers."""
+    """Reads boxes into tensors: requests, and movers for those without an address, by their numbers."""
 
     def __init__(self, targets: Targets) -> None:
         self.targets = targets

@@ -1,7 +1,7 @@
 """fastckpt's writer and reader in the place of torch's, for programs that name those themselves.
 
-The classes of torch stay what they are, under every name that anybody has imported them by; only what a call of one of
-them makes is another object. Classes derived from them are not touched.
+The classes of torch stay unchanged, under every name that they have been imported by; only calling one of them makes
+another object. Classes derived from them are not touched.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _prepared = False
 
 
 class InstalledWriter(Writer):
-    """What ``FileSystemWriter(path, ...)`` makes while fastckpt is installed."""
+    """The result of ``FileSystemWriter(path, ...)`` while fastckpt is installed."""
 
 
 class InstalledReader(Reader):
-    """What ``FileSystemReader(path)`` makes while fastckpt is installed: torch's own checkpoints are read by torch."""
+    """The result of ``FileSystemReader(path)`` during an installation: torch reads torch's own checkpoints."""
 
     def __init__(self, path: Any, **options: Any) -> None:
         super().__init__(path, **options)
@@ -48,7 +48,7 @@ class InstalledReader(Reader):
         self._torchs = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """What the checkpoint holds, by torch's reader where torch wrote it."""
+        """The contents of the checkpoint, by torch's reader if torch wrote it."""
         path = self.checkpoint_id
         self._torchs = None
         if path is not None and not _has(path, _MANIFEST) and (_has(path, TORCH_METADATA) or "rank" in kwargs):
@@ -111,9 +111,9 @@ def install(**options: Any) -> Installation:
 
     The arguments of torch's writer that say how its files are written have no effect; ``overwrite`` has.
 
-    torch pickles what it does not know, and fastckpt never does. So a save refuses some values that torch's writer
-    takes, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class is no
-    named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
+    torch pickles values that it does not know, and fastckpt never does. So a save refuses some values that torch's
+    writer takes, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class
+    is no named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
     (docs/states.md); shards that are not plain dense tensors; what a planner makes bytes of that
     ``torch.load(weights_only=True)`` refuses; and ``use_collectives=False``. A load refuses values of classes that its
     program has not declared, unless it is given ``unknown="plain"``.
@@ -193,7 +193,7 @@ def _make_writers_here(executor: Any) -> None:
 
 
 def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """A writer for the arguments of torch's, or None where it is to be torch's."""
+    """A writer for the arguments of torch's, or None if torch's is to be used."""
     # In the order of torch 2.6 and later.
     names = (*_IRRELEVANT[:5], "overwrite", "_extensions", "serialization_format")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -204,7 +204,7 @@ def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None) -> Any:
-    """A reader for the arguments of torch's, or None where it is to be torch's."""
+    """A reader for the arguments of torch's, or None if torch's is to be used."""
     if _extension_registry is not None:
         return None
     return InstalledReader(path, **_for_readers(options))

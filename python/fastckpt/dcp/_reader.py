@@ -51,8 +51,8 @@ class Reader(_torch.StorageReader):
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
-        process_group: the group passed to ``dcp.load``; None for the default group. Its ranks read
-            each byte once from the storage and pass it on; where others load, each rank reads what it needs.
+        process_group: the group passed to ``dcp.load``; None for the default group. Its ranks read each byte once from
+            the storage and pass it on; in other loads, each rank reads what it needs.
         timeout: seconds of silence of another rank after which a load fails.
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
         unknown: how to load values of types that this program does not know; see :func:`fastckpt.load`.
@@ -109,14 +109,14 @@ class Reader(_torch.StorageReader):
         self._opened = None
 
     def read_metadata(self, *_: Any, **__: Any) -> _torch.Metadata:
-        """What the checkpoint holds. Each tensor is one whole chunk, so that it fits any sharding.
+        """The contents of the checkpoint. Each tensor is one whole chunk, so that it fits any sharding.
 
         Raises:
             CheckpointError: there is no path, or the state is no mapping.
             CorruptCheckpointError: the manifest is damaged.
             FileNotFoundError: there is nothing at the path.
             NotACheckpointError: ``path`` is not a checkpoint of fastckpt.
-            UnsupportedTypeError: a value is of a type that this program does not know.
+            UnsupportedTypeError: this program does not know the type of a value.
         """
         if self._path is None:
             raise CheckpointError("load: pass a path to the Reader, or checkpoint_id= to dcp.load")
@@ -131,11 +131,11 @@ class Reader(_torch.StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: _torch.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
-        """A load begins on this rank. What was read of the checkpoint is kept."""
+        """A load begins on this rank. The opened checkpoint is kept."""
         forget()
 
     def prepare_local_plan(self, plan: _torch.LoadPlan) -> _torch.LoadPlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
@@ -146,9 +146,9 @@ class Reader(_torch.StorageReader):
         """Read what the plan asks for, straight into the tensors that the planner gives.
 
         Raises:
-            CorruptCheckpointError: bytes are not what was written; the message says where.
+            CorruptCheckpointError: bytes differ from those that were written; the message names the place.
             RanksError: another rank failed, or does not answer.
-            UnsupportedTypeError: a value is of a type that this program does not know.
+            UnsupportedTypeError: this program does not know the type of a value.
 
         Warns:
             RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
@@ -208,7 +208,7 @@ class Reader(_torch.StorageReader):
 
 
 class _Work:
-    """What one rank reads of a checkpoint, and where it goes."""
+    """The parts of a checkpoint that one rank reads, and their destinations."""
 
     def __init__(self, opened: _Opened, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> None:
         self.opened = opened
@@ -272,7 +272,7 @@ class _Opened:
         return found
 
     def described(self, entry: Entry) -> Any:
-        """What torch knows of an entry."""
+        """The description of an entry for torch."""
         number = entry.number
         if number is not None:
             dtype = self.targets.tensor_dtype(number)
@@ -301,14 +301,14 @@ class _Opened:
 
 
 def _box(item: _torch.ReadItem) -> list[tuple[int, int]]:
-    """Where what an item asks for lies in its tensor."""
+    """The box of its tensor that an item requests."""
     origin = item.storage_index.offset or (0,) * len(item.lengths)
     starts = [base + offset for base, offset in zip(origin, item.storage_offsets, strict=True)]
     return [(start, start + length) for start, length in zip(starts, item.lengths, strict=True)]
 
 
 def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> None:
-    """Bring a part of a tensor made of several to where the planner wants it."""
+    """Copy a part of a tensor made of several to the planner's destination."""
     box = _box(item)
     whole = all(bounds == (0, size) for bounds, size in zip(box, value.shape, strict=True))
     # ``detach`` or ``narrow`` of a tensor without strides makes a new one: a copy into it would be lost.

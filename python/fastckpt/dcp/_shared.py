@@ -1,6 +1,6 @@
 """A load of several ranks: each byte is read from the storage once, by one rank, which passes it on.
 
-Where all ranks are on one host, the page cache does that.
+If all ranks are on one host, the page cache does that.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def read_together(
         asked: makes out what this rank reads.
 
     Returns:
-        What a report of this rank is made of.
+        The fields of this rank's report.
 
     Raises:
         RanksError: another rank failed, or does not answer.
@@ -107,7 +107,7 @@ def _decide(path: str, arrived: list[Any]) -> list[Any]:
 
 
 def _unite(demands: list[Any]) -> str:
-    """What all ranks want: for each tensor, ranks and boxes."""
+    """The requests of all ranks: for each tensor, ranks and boxes."""
     found: dict[int, list[Any]] = {}
     for rank, boxes in demands:
         for tensor, box in boxes:
@@ -116,7 +116,7 @@ def _unite(demands: list[Any]) -> str:
 
 
 def _wanted(united: list[Any]) -> tuple[list[tuple[int, list[int]]], list[_core.Spread]]:
-    """What ``Share.to_load`` takes: tensors that are cut alike have one spread."""
+    """The arguments of ``Share.to_load``: tensors that are cut alike have one spread."""
     spreads: dict[Any, int] = {}
     wanted = []
     for tensor, holders in united:

@@ -34,7 +34,7 @@ class Together(ProcessGroup):
         operation: what its ranks do together, in its body.
         timeout: seconds for which a rank may make no progress.
         policy: how what several ranks hold is compared.
-        brought: what this rank brings.
+        brought: the contribution of this rank.
     """
 
     def __init__(
@@ -97,5 +97,5 @@ class Together(ProcessGroup):
         return tensors, spreads
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:  # noqa: ARG002 - those of the first rank count
-        """Nothing: of options, files and metadata those of the first rank count."""
+        """Nothing: the options, files and metadata of the first rank apply."""
         return [[], []]

@@ -73,7 +73,7 @@ def gives_objects(planner: SavePlanner) -> bool:
 
 
 def keeps_state(planner: SavePlanner) -> bool:
-    """Whether the tensors that a planner resolves are those of its ``state_dict``, by the same keys."""
+    """Whether a planner resolves tensors to those of its ``state_dict``, by the same keys."""
     kind: Any = type(planner)
     stock: Any = DefaultSavePlanner
     return gives_objects(planner) and all(
@@ -93,14 +93,14 @@ def plans_all(planner: SavePlanner) -> bool:
 
 
 def is_cut(value: Any) -> bool:
-    """Whether a tensor that is no DTensor stands for shards of a larger one."""
+    """Whether a tensor that is not a DTensor represents shards of a larger one."""
     if isinstance(value, ShardedTensor) or hasattr(value, "__create_write_items__"):
         return True
     return all(hasattr(value, name) for name in _SHARD_FIELDS)
 
 
 def async_executors() -> list[Any]:
-    """What runs the saves of ``dcp.async_save``, since torch 2.7.
+    """Runs the saves of ``dcp.async_save``, since torch 2.7.
 
     Raises:
         RuntimeError: this torch runs them in another way.
@@ -118,7 +118,7 @@ def async_executors() -> list[Any]:
 
 
 def copy_shard_fields(source: Any, made: Any) -> None:
-    """Let ``made`` stand for the same shards of a larger tensor as ``source``, if it stands for some."""
+    """Let ``made`` represent the same shards of a larger tensor as ``source``, if it represents some."""
     if all(hasattr(source, name) for name in _SHARD_FIELDS):
         for name in _SHARD_FIELDS:
             setattr(made, name, getattr(source, name))
@@ -170,7 +170,7 @@ __all__ = [
 
 
 def kept_plan(planner: Any) -> SavePlan | None:
-    """The plan that a rank made for an earlier save, and that its planner has kept as it is the same again."""
+    """The plan that a rank made for an earlier save, and that its planner has kept because it is the same again."""
     kept = getattr(planner, "_cached_save_plan", None)
     plan = kept.get(getattr(planner, "_cached_plans_key", None)) if isinstance(kept, dict) else None
     return plan if getattr(planner, "_enable_plan_caching", False) else None

@@ -56,8 +56,8 @@ class Writer(_torch.StorageWriter):
 
     The checkpoint is that of :func:`fastckpt.distributed.save` of the same state: whole tensors under their dotted
     names, the same bytes for any number of ranks. It is durable and has its name when ``dcp.save`` returns, and a save
-    that fails on any rank leaves what was there before. It also is an ``AsyncStager`` (:class:`fastckpt.dcp.Stager`),
-    so ``async_save`` copies the state into memory that is kept for the next save.
+    that fails on any rank leaves the old checkpoint unchanged. It also is an ``AsyncStager``
+    (:class:`fastckpt.dcp.Stager`), so ``async_save`` copies the state into memory that is kept for the next save.
 
     Beside the manifest lies a ``.metadata``, which is there for other tools that look for one: it has keys, sizes and
     dtypes for torch. torch's own reader does not find the bytes, and its FileNotFoundError names
@@ -74,7 +74,7 @@ class Writer(_torch.StorageWriter):
         process_group: the group passed to ``dcp.save``; None for the default group. The process of
             ``async_save`` with ``AsyncCheckpointerType.PROCESS`` has that as its default group.
         timeout: seconds of silence of another rank after which a save fails.
-        metadata: a state without tensors, to be read without them; that of the first rank.
+        metadata: a state without tensors, to be read without them; the first rank's.
         {options}
 
     ``files`` are read when the writer is made. ``replicas`` are the tensors that several ranks gave to ``dcp.save``.
@@ -126,7 +126,7 @@ class Writer(_torch.StorageWriter):
 
         Raises:
             CheckpointError: there is no path.
-            FileExistsError: what is there is not to be replaced.
+            FileExistsError: the target must not be replaced.
             ValueError: ``use_collectives=False`` was given to ``dcp.save``.
         """
         if not kwargs.get("use_collectives", True):
@@ -155,7 +155,7 @@ class Writer(_torch.StorageWriter):
                 ) from error
 
     def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
-        """The plan as it is: planners keep plans for later saves, so nothing of one save may be in it."""
+        """The plan, unchanged: planners keep plans for later saves, so they must not hold anything of one save."""
         # torch assigns a tensor that several ranks have to one of them. Here all of them take part, and their copies
         # are compared.
         self._now.local = plan
@@ -181,7 +181,7 @@ class Writer(_torch.StorageWriter):
 
         Raises:
             CheckpointError: not all of a tensor is there, or the plan has not come from the coordinator of a save.
-            OSError: the storage failed; what was there before is untouched.
+            OSError: the storage failed; the old checkpoint is unchanged.
             RanksError: another rank failed, or does not answer.
             UnsupportedTypeError: something cannot be stored; the message names it.
             ValueError: the plans do not fit together.

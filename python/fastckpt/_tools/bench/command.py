@@ -102,7 +102,7 @@ def _within(name: str, value: int | None, most: int) -> None:
 
 
 def _shares(options: argparse.Namespace) -> list[Any]:
-    """What each rank saves."""
+    """The share of each rank."""
     from fastckpt._units import bytes_of  # noqa: PLC0415
 
     from . import shapes  # noqa: PLC0415
@@ -120,7 +120,7 @@ def _shares(options: argparse.Namespace) -> list[Any]:
 
 
 def _fits(directory: Path, shares: list[Any]) -> list[str]:
-    """Refuse what does not fit; what is left out, and why."""
+    """Refuse shares that do not fit; returns the ones left out, and why."""
     from . import room  # noqa: PLC0415
 
     if not directory.is_dir():
@@ -131,7 +131,7 @@ def _fits(directory: Path, shares: list[Any]) -> list[str]:
 
 
 def _say(line: str) -> None:
-    """Show progress to somebody who waits for it."""
+    """Show progress to a waiting user."""
     if sys.stderr.isatty():
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

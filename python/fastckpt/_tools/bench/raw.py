@@ -105,7 +105,7 @@ class Transfer:
             thread.start()
 
     def run(self, began: float) -> dict[str, Any]:
-        """Move everything, once; what it took since ``began`` (``time.monotonic``)."""
+        """Move everything, once; returns the seconds since ``began`` (``time.monotonic``)."""
         try:
             self._begin.set()
             for thread in self._threads:

@@ -30,7 +30,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
     state and, while it loads, a copy; a hot load needs the files in the page cache as well.
 
     Args:
-        directory: where it is to run.
+        directory: the directory of the benchmark.
         shares: what each rank saves.
         hot: whether hot loads are wanted.
 
@@ -38,7 +38,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
         The reason for which hot loads are left out, or None.
 
     Raises:
-        ValueError: it does not fit; the message says how much would.
+        ValueError: it does not fit; the message names a size that would.
     """
     total, ranks = sum(share.bytes for share in shares), len(shares)
     what = f"bench {directory}: {count(ranks, 'rank')} with {size(total)} in total"
@@ -66,7 +66,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
 
 
 def _less(room: int, total: int, ranks: int) -> str:
-    """What to do where ``total`` bytes are more than ``room``."""
+    """Advice for ``total`` bytes that exceed ``room``."""
     share = int(room * 0.9) // ranks // 10**6
     if share < 1 or total < 1:
         return "free some, or choose another directory"

@@ -67,7 +67,7 @@ def measure(run: Run, said: Callable[[str], None]) -> Measured:
 
     Args:
         run: what to measure.
-        said: takes a line about each operation.
+        said: called with a line about each operation.
 
     Raises:
         RankError: a rank failed or died.

@@ -28,7 +28,7 @@ _STAMP = 4096 // 8
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank saves.
+    """The share of one rank.
 
     Attributes:
         weights: bytes of the weights, of two bytes each.
@@ -55,7 +55,7 @@ def of_size(size: int, ranks: int, tensors: int) -> list[Share]:
 
 
 def of_workload(name: str, scale: float, ranks: int, tensors: int) -> list[Share]:
-    """What the first ``ranks`` processes of a workload of MLPerf Storage write, each times ``scale``.
+    """The shares of the first ``ranks`` processes of a workload of MLPerf Storage, each times ``scale``.
 
     Raises:
         ValueError: there is no such workload, it has fewer processes, or a share is too small for its tensors.
@@ -136,7 +136,7 @@ def make(share: Share) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
 
 
 def stamp(memory: np.ndarray[Any, Any]) -> None:
-    """Change a word in every 4096 bytes of an array: what is written next is not what was written before."""
+    """Change a word in every 4096 bytes of an array, so that no two saves write the same bytes."""
     flat = memory.reshape(-1).view(np.uint8)
     words = flat[: flat.nbytes // 8 * 8].view(np.uint64)
     words[::_STAMP] += np.uint64(0x9E3779B97F4A7C15)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What a conversion did: tensors and bytes written, and seconds for all of it."""
+    """The result of a conversion: tensors and bytes written, and seconds for all of it."""
 
     source: str
     destination: str
@@ -44,7 +44,7 @@ def convert(
     expand: bool = False,
     to_hugging_face: Mapping[str, Any] | None = None,
 ) -> Converted:
-    """Convert ``source`` to ``destination``; the kind of each follows from what it is and from its name.
+    """Convert ``source`` to ``destination``; the kind of each follows from its content and its name.
 
     Args:
         source: a checkpoint, a file of ``torch.save``, a safetensors file, or a directory as Hugging Face or

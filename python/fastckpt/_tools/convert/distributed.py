@@ -48,14 +48,14 @@ class Item(NamedTuple):
 
 
 class Directory:
-    """A directory that torch wrote: its table is read, and its files are mapped when they are asked for.
+    """A directory that torch wrote: its table is read, and its files are mapped on demand.
 
     Attributes:
-        items: what it holds, by dotted keys.
+        items: its entries, by dotted keys.
 
     Raises:
         CorruptCheckpointError: it is damaged.
-        UnsupportedTypeError: it was written with extensions, or its table holds what is not read.
+        UnsupportedTypeError: it was written with extensions, or its table holds values that are not read.
     """
 
     def __init__(self, source: Path) -> None:
@@ -192,7 +192,7 @@ def _longest(items: dict[str, Item]) -> int:
 
 
 def _covers(sizes: tuple[int, ...], pieces: list[Piece]) -> bool:
-    """Whether pieces lie in a tensor, and have as many elements as it has."""
+    """Whether pieces are inside a tensor, and have as many elements as it has."""
     inside = all(
         len(piece.offsets) == len(piece.sizes) == len(sizes)
         and all(

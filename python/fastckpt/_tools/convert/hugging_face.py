@@ -1,7 +1,7 @@
 """A checkpoint to a directory as Hugging Face lays it out, without holding the state in memory.
 
-What a save writes is laid out so already. This writes another checkpoint, with nothing but the model's tensors in it,
-under the names that their readers want, and with the files that they look for.
+Checkpoints written by a save have this layout already. This writes another checkpoint, with nothing but the model's
+tensors in it, under the names that their readers want, and with the files that they look for.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def write(
         source: a checkpoint.
         destination: a new directory.
         keys: glob patterns over names; None takes the tensors of the model's files.
-        strip: what is taken off the start of names.
+        strip: prefixes to remove from names.
         shard_size: bytes a file, about.
-        files: files to copy; those of a model that lie in the checkpoint come along, unless they are links.
+        files: files to copy; those of a model in the checkpoint come along, unless they are links.
         overwrite: whether a checkpoint at ``destination`` may be replaced.
 
     Returns:
@@ -66,7 +66,7 @@ def write(
     Raises:
         CheckpointError: nothing is chosen, or names collide.
         CorruptCheckpointError: the structure is malformed.
-        UnsupportedTypeError: what is chosen is no plain tensor.
+        UnsupportedTypeError: a chosen value is not a plain tensor.
         ValueError: a pattern is empty, or a file has a name of fastckpt's own.
     """
     patterns = Patterns("--keys", keys or (), "convert")
@@ -154,7 +154,7 @@ def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> lis
 
 
 def _files(source: Path, given: Sequence[Path]) -> dict[str, Any]:
-    """The files that go along, by name: what the user gave, and what the checkpoint has of a model's."""
+    """The files that go along, by name: the user's, and those of a model in the checkpoint."""
     found: dict[str, Any] = {path.name: path for path in given}
     for name in _BESIDE:
         content = None if name in found else _content(source / name)
@@ -164,7 +164,7 @@ def _files(source: Path, given: Sequence[Path]) -> dict[str, Any]:
 
 
 def _content(path: Path) -> bytes | None:
-    """What is in a regular file; None where it is something else, such as a link, or nothing."""
+    """The content of a regular file; None if it is something else, such as a link, or missing."""
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError:

@@ -42,7 +42,7 @@ def refuse_growth(source: Path, written: int, read: int) -> None:
     """Refuse to write many times the bytes that are read, unless asked to.
 
     Args:
-        source: what is converted.
+        source: the path to convert.
         written: bytes of the tensors that would be written.
         read: bytes that the source has.
     """
@@ -71,7 +71,7 @@ def first_line(error: Exception) -> str:
 
 
 def regular(source: Path) -> None:
-    """Refuse what is not a file: a pipe would be waited for, and a device may have no end."""
+    """Refuse anything but a file: opening a pipe would block, and a device may have no end."""
     if not source.is_file():
         source.stat()  # where there is nothing, that is the error
         raise CheckpointError(f"cannot convert {source}: it is not a regular file; give a file or a directory")

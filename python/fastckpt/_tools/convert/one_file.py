@@ -124,7 +124,7 @@ def _write_safetensors(path: Path, header: bytes, tensors: Sequence[Any], torch:
 
 
 def _open(path: Path, source: Path, library: ModuleType) -> None:
-    """Open what was written as its readers will: a file that they refuse must replace nothing."""
+    """Open the written file as its readers will: a file that they refuse must replace nothing."""
     try:
         with library.safe_open(path, framework="pt"):
             pass

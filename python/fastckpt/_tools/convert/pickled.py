@@ -1,4 +1,4 @@
-"""A look at a file of ``torch.save`` before it is read: in a process of its own, because what it makes is not bounded.
+"""A check of a file of ``torch.save`` before it is read: in a process of its own, because its memory is unbounded.
 
 Nothing in a pickle is executed, and yet a few bytes of it can name a list many times over, ask for gigabytes, or make
 keys that collide. So a child reads the file first, and makes tokens of it, with as much memory and time as a file of
@@ -34,7 +34,7 @@ look(sys.argv[1], int(sys.argv[2]))
 
 
 class RefusedError(Exception):
-    """What the child met. ``kind`` is the name of its exception's type, or None where it ran out of its limits."""
+    """The child's error. ``kind`` is the name of its exception's type, or None where it ran out of its limits."""
 
     def __init__(self, kind: str | None, reason: str, errno: int | None = None) -> None:
         super().__init__(reason)
@@ -77,7 +77,7 @@ def check(source: Path) -> None:
 
 
 def _answer() -> BinaryIO:
-    """What the child answers in: a file of its own, because what starts with Python may print.
+    """The file for the child's answer: not a pipe, because code that starts with Python may print.
 
     A file in memory and not a pipe, because an answer may be longer than a pipe holds. Its descriptor is none of the
     standard three, which the child replaces.

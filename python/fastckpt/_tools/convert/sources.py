@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """Return the state that lies in ``source`` and the metadata that came with it."""
+    """Return the state in ``source`` and the metadata that came with it."""
     if source.is_dir():
         return _read_hugging_face(source)
     regular(source)
@@ -133,7 +133,7 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
 
 
 def _refusal(error: Exception) -> str:
-    """Return the line of torch's page of advice that names what was refused."""
+    """Return the line of torch's advice that names the refused class."""
     telling = (line for line in str(error).splitlines() if "GLOBAL" in line or line.startswith("Unsupported"))
     # The rest of the line explains how to allow it after all.
     return re.split(r"(?<=[^.]{3})\. |,? (?:Please )?use `torch", next(telling, first_line(error)).strip())[0]

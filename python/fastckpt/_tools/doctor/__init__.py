@@ -24,8 +24,8 @@ class Finding:
         code: a stable name, as ``io_uring-seccomp``; ``docs/doctor.md`` lists them.
         level: ``error`` (no checkpoint can be made here), ``warning`` (it works, but slower or less safely than it
             could), ``note`` (good to know).
-        text: what is the matter, in a sentence.
-        evidence: what it was concluded from.
+        text: the finding, in a sentence.
+        evidence: the facts behind it.
         remedies: what to do, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
     """
 
@@ -43,7 +43,7 @@ class Diagnosis:
     Attributes:
         status: 0 for all well, 1 for warnings, 2 where no checkpoint can be made: the command's exit status.
         verdict: that in a sentence.
-        engine: what a save with ``io="auto"`` (or ``FASTCKPT_IO``) runs on here: ``uring``, ``threads`` or
+        engine: the engine of a save with ``io="auto"`` (or ``FASTCKPT_IO``) here: ``uring``, ``threads`` or
             ``buffered``.
         why: why that one.
         findings: the worst first.

@@ -64,7 +64,7 @@ def _finding(finding: Finding, container: str | None) -> list[str]:
 
 
 def _rows(found: Diagnosis) -> dict[str, str]:
-    """Return what was found, by topic."""
+    """Return the findings, by topic."""
     facts = found.facts
     process, where, memory, cpu = (facts[topic] for topic in ("process", "directory", "memory", "cpu"))
     seccomp = {0: "no seccomp", 1: "strict seccomp", 2: "seccomp filter"}[process["seccomp"]]

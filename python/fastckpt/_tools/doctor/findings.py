@@ -70,7 +70,7 @@ def diagnose(facts: Mapping[str, Any]) -> Diagnosis:
 
 
 def _engine(facts: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the engine that a save gets here, and why; what a save just reported goes before what is expected."""
+    """Return the engine that a save gets here, and why; an actual save takes precedence over the prediction."""
     asked, io = facts["engine"], facts["io"]
     chosen = "chosen by FASTCKPT_IO" if asked["requested"] != "auto" else "the best that works here"
     ran = (facts["measured"] or {}).get("save")
@@ -112,7 +112,7 @@ def _directory(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _ring(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """What keeps io_uring away, where it is wanted."""
+    """The obstacle to io_uring, if it is wanted."""
     cause = ring.diagnose(facts)
     if cause and facts["engine"]["requested"] in ("auto", "uring"):
         yield cause
@@ -140,7 +140,7 @@ def _choice(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _direct(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether direct I/O is what it says."""
+    """Whether direct I/O really bypasses the cache."""
     io, where = facts["io"], facts["directory"]
     if io is None or where["type"] in ("tmpfs", "ramfs"):
         return
@@ -195,7 +195,7 @@ def _under(where: Mapping[str, Any]) -> str | None:
 
 
 def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether what is written here stays."""
+    """Whether files that are written here persist."""
     where = facts["directory"]
     if where["type"] in ("tmpfs", "ramfs"):
         yield Finding(
@@ -234,7 +234,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _commit(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the file system lacks of what a commit likes to have. It does without."""
+    """Features for a commit that the file system lacks. It does without."""
     io = facts["io"]
     if io is None:
         return

@@ -1,4 +1,4 @@
-"""About two seconds of writing and reading: plainly, and through save and load. What it makes it removes."""
+"""About two seconds of writing and reading: plainly, and through save and load. Its files are removed."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _PLAIN, _ROUNDS = 0.3, 0.8
 def measure(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Time plain writing and reading, then saving and loading, in ``directory``. Speeds are GB/s of 10^9 bytes.
 
-    ``error`` holds what went wrong, if anything; then the rest is what was done until then.
+    ``error`` holds the failure, if any; then the rest covers the time before it.
     """
     found: dict[str, Any] = dict.fromkeys(("raw_write", "raw_read", "save", "load", "error"))
     free, memory = facts["directory"]["free_bytes"], facts["memory"]["available_bytes"]
@@ -116,7 +116,7 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
 
 
 def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview, int], int]) -> int:
-    """Move ``size`` bytes with a thread for each block of memory; those of them that were moved until a deadline."""
+    """Move ``size`` bytes with a thread for each block of memory; returns those that were moved by a deadline."""
     offsets = iter(range(0, size, _BLOCK))
     deadline = time.perf_counter() + 2 * _PLAIN
     moved = [0] * len(blocks)

@@ -1,4 +1,4 @@
-"""Why there is no io_uring: the one right cause, from the evidence. Looks at nothing but the facts.
+"""Why there is no io_uring: the single cause, from the evidence. Looks at nothing but the facts.
 
 A filter (seccomp) answers before the kernel does, and usually to all three calls of io_uring; the kernel answers
 ``io_uring_enter`` and ``io_uring_register`` without a ring by ``EBADF`` or ``EINVAL``, whatever its settings. So a

@@ -13,7 +13,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each of a group of GPUs writes.
+    """The bytes that each of a group of GPUs writes.
 
     Attributes:
         gpus: how many they are.
@@ -26,7 +26,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a model is laid over GPUs.
+    """How a model is split over GPUs.
 
     Attributes:
         tp: tensor parallelism.
@@ -53,7 +53,7 @@ class Layout:
         return self.tp * self.pp
 
     def shares(self, held: Contents) -> tuple[Share, ...]:
-        """What each rank writes, the busiest first; together exactly one checkpoint.
+        """The bytes that each rank writes, the busiest first; together exactly one checkpoint.
 
         Only one data-parallel replica has to be written, since all hold the same. Experts are spread over ``ep`` ranks
         of data parallelism, so their part is written by that many. ZeRO 1 and 2 cut the optimizer state over all
@@ -111,7 +111,7 @@ def layout(
     ep: int = 1,
     zero: int | None = None,
 ) -> Layout:
-    """Fill in what is not said of a layout, and refuse what cannot be.
+    """Fill in the missing parts of a layout, and refuse impossible ones.
 
     Args:
         gpus: all GPUs; by default ``tp * pp * dp``.
@@ -146,7 +146,7 @@ def layout(
 
 
 def check(**numbers: int | None) -> None:
-    """Refuse what is not a number of GPUs or a stage of ZeRO."""
+    """Refuse anything but a number of GPUs or a stage of ZeRO."""
     for name, value in numbers.items():
         if value is None:
             continue

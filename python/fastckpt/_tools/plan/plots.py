@@ -50,8 +50,8 @@ def plot_sweep(file: Path, name: str, values: Sequence[str], plans: Sequence[Pla
     """Draw what follows from each value of a sweep.
 
     Args:
-        file: what to write; its suffix says the format.
-        name: what was swept.
+        file: the file to write; its suffix sets the format.
+        name: the swept argument.
         values: its values, as they were written.
         plans: the plan of each.
     """
@@ -81,7 +81,7 @@ def plot_simulation(file: Path, result: Simulation) -> None:
     """Draw the goodput at each interval: as simulated, by Daly's model and to first order.
 
     Args:
-        file: what to write; its suffix says the format.
+        file: the file to write; its suffix sets the format.
         result: what to draw.
     """
     picture = _matplotlib().Figure(figsize=(8, 5), layout="constrained")

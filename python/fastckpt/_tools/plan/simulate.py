@@ -44,7 +44,7 @@ class Point:
         interval: seconds from start to start.
         simulated: mean share of time that became training that was kept.
         error: its standard error.
-        formula: :func:`fastckpt._interval.expected_goodput`, which is what a plan says.
+        formula: :func:`fastckpt._interval.expected_goodput`, as in a plan.
         first_order: :func:`fastckpt._interval.first_order_goodput`.
     """
 
@@ -58,13 +58,13 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What months of training came to; times in seconds.
+    """The result of months of training; times in seconds.
 
     Attributes:
         cost: for which a checkpoint stops training.
         mttf: mean time between failures of the cluster, as the formulas take it: of exponential lives the one given,
             else the one that was seen.
-        restart: from a failure until training goes on.
+        restart: the time from a failure until training continues.
         lag: after training went on until a checkpoint is durable.
         accelerators: how many were simulated.
         days: of each run.
@@ -180,7 +180,7 @@ class _Runs:
 
 
 def _top(logs: NDArray[np.float64], values: NDArray[np.float64]) -> float:
-    """Where a cubic through noisy values is highest."""
+    """The maximum of a cubic through noisy values."""
     fine = np.linspace(logs[0], logs[-1], 4001)
     return float(fine[np.polyval(np.polyfit(logs, values, 3), fine).argmax()])
 
@@ -204,7 +204,7 @@ def simulate(
         cost: seconds for which a checkpoint stops training.
         accelerators: how many train.
         mttf_gpu: mean time to failure of one, in seconds.
-        restart: seconds from a failure until training goes on from the last checkpoint.
+        restart: seconds from a failure until training continues from the last checkpoint.
         lag: seconds after training went on until a checkpoint is durable.
         days: days of each run.
         runs: how many, at least 10.

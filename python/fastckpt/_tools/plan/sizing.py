@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds, in bytes.
+    """The contents of a checkpoint, in bytes.
 
     Attributes:
         weights: the weights as they are trained.
@@ -90,7 +90,7 @@ def bytes_per_parameter(
 
 
 def contents(parameters: int, experts: int, each: tuple[float, float]) -> Contents:
-    """What a checkpoint of a model holds.
+    """The contents of a checkpoint of a model.
 
     Args:
         parameters: of the whole model.

@@ -82,7 +82,7 @@ def sweep(name: str, values: Sequence[str], known: Mapping[str, Any]) -> list[Pl
 
     Args:
         name: an argument of :func:`plan`.
-        values: what it is to be.
+        values: its values.
         known: the other arguments.
 
     Raises:
