@@ -1,4 +1,4 @@
-//! What this process can do here, as records. The stub documents them.
+//! The abilities of this process in a directory, as records. The stub documents them.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -35,7 +35,7 @@ struct ProbedFiles {
     lock_reach: &'static str,
 }
 
-/// What a save in a directory would do; made by `fastckpt.probe`.
+/// The steps that a save in a directory would take; made by `fastckpt.probe`.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct Probe {
     engine: &'static str,
@@ -52,7 +52,7 @@ struct Probe {
     trouble: Option<(&'static str, i32)>,
 }
 
-/// Tries what a save would do in `directory`.
+/// Tries the steps of a save in `directory`.
 #[pyfunction]
 #[pyo3(name = "probe", signature = (directory, *, io))]
 fn run(py: Python<'_>, directory: PathBuf, io: &str) -> PyResult<Probe> {

@@ -16,7 +16,7 @@ use crate::report::{options, tick, to_dict};
 use crate::share::{Kind, Share};
 use crate::snapshot::Memory;
 
-/// Tensor, part, address, capacity and strides of where a part goes.
+/// Tensor, part, address, capacity and strides of a part's destination.
 type Target = (usize, u32, usize, u64, Option<Vec<i64>>);
 
 /// See `_core.pyi`.

@@ -37,7 +37,7 @@ pub(super) fn id_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
 ///
 /// A network client renames by name, and assumes that the new name refers to what it believed the old one referred to.
 /// If another client has put something else there before, that is wrong. On NFS, asking again does not correct it: only
-/// a listing shows what is there.
+/// a listing shows the truth.
 pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     refresh(parent);
     let listed = if is_nfs(parent) { Some(number_of(parent, name)?) } else { None };
@@ -90,7 +90,8 @@ pub(super) fn open_child(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd
     retry_on_intr(|| fs::openat(parent, name, flags, Mode::empty()))
 }
 
-/// Makes a network file system ask its server what is in `directory`. Its cached names may be half a minute old.
+/// Makes a network file system ask its server for the entries of `directory`. Its cached names may be half a minute
+/// old.
 pub(crate) fn refresh(directory: impl AsFd) {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
     let _ = fs::statx(directory, "", flags, StatxFlags::BASIC_STATS);

@@ -1,4 +1,5 @@
-//! What dead writers left beside a checkpoint. The next save tells it apart from what is needed, and sweeps it.
+//! Leftovers of dead writers beside a checkpoint. The next save distinguishes them from needed directories, and sweeps
+//! them.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -137,7 +138,7 @@ impl State {
     }
 }
 
-/// What was found out about a temporary directory. Valid as long as this is held.
+/// The verdict on a temporary directory. Valid as long as this is held.
 pub(super) struct Finding {
     pub(super) state: State,
     pub(super) id: Id,
@@ -214,7 +215,7 @@ pub(super) fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -
     other && later && has_magic(holder.as_fd()).unwrap_or(false)
 }
 
-/// Removes what is not needed from the parent of the target path.
+/// Removes unneeded directories from the parent of the target path.
 pub(super) fn sweep(parent: BorrowedFd<'_>) {
     let mut synced = false;
     let mut all = temporaries(parent).unwrap_or_default();

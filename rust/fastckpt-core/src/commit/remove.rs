@@ -103,7 +103,7 @@ fn stays(path: &Path, why: &str) -> Error {
     Error::Stays { path: path.to_path_buf(), why: why.to_owned() }
 }
 
-/// Refuses a directory that is no checkpoint, that holds anything but plain files, or one that it `stays_with`.
+/// Refuses a directory that is not a checkpoint, that holds anything but plain files, or one that it `stays_with`.
 fn examine(directory: BorrowedFd<'_>, path: &Path, stays_with: &dyn Fn(&CStr) -> bool) -> Result<()> {
     if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
         return Err(stays(path, "it is not a checkpoint of fastckpt"));

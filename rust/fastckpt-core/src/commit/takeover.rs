@@ -40,8 +40,8 @@ impl Published {
     }
 }
 
-/// What has to go now that another checkpoint has its name. It goes when this is dropped. What is left then, the next
-/// save sweeps.
+/// A directory to remove, now that another checkpoint has its name. It is removed when this is dropped. The next save
+/// sweeps the rest.
 #[derive(Debug)]
 #[must_use = "dropping it may take long"]
 pub struct Displaced {
@@ -66,7 +66,7 @@ impl Drop for Displaced {
 
 /// The outcome of a rename.
 pub(super) enum Step {
-    /// This workspace has the name. What lies under the other name, if anything, is no longer needed.
+    /// This workspace has the name. The directory under the other name, if any, is no longer needed.
     Done(Option<(OsString, Id)>),
     /// Another process was faster: look again.
     Again,
@@ -251,8 +251,8 @@ impl Workspace {
         }
     }
 
-    /// Checks what was displaced, and returns its id. It can be another directory than the one that was examined, or hold
-    /// more by now. It must be replaceable, and the files in it that fastckpt did not write are carried over.
+    /// Checks the displaced directory, and returns its id. It can be another directory than the one that was examined,
+    /// or hold more by now. It must be replaceable, and the files in it that fastckpt did not write are carried over.
     ///
     /// `seen` is the id that was found under the name after the rename. Where a rival renamed at the same moment, FUSE
     /// and NFS may have given that of the other directory, so the id is read again until the name opens with it.

@@ -1,4 +1,4 @@
-//! What exists at the target path, and whether a save may take its place.
+//! The directory at the target path, and whether a save may replace it.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -44,7 +44,7 @@ pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     }
 }
 
-/// Returns what is current under the name `name`: nothing, a directory that may be replaced, or an error.
+/// Returns the current state of the name `name`: nothing, a directory that may be replaced, or an error.
 pub(super) fn look(
     parent: BorrowedFd<'_>,
     name: &OsStr,
@@ -78,7 +78,7 @@ pub(super) fn is_gone(error: &Error) -> bool {
     matches!(error.errno(), Some(libc::ENOENT | libc::ESTALE))
 }
 
-/// Like [`look`], but only for what has the name `name` itself.
+/// Like [`look`], but only for the directory called `name` itself.
 pub(super) fn look_at_name(
     parent: BorrowedFd<'_>,
     name: &OsStr,
@@ -123,8 +123,8 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
     open_old(parent, name, target, overwrite)
 }
 
-/// Whether a file system is mounted at `name`. A rename cannot replace it, and its content lies elsewhere than its
-/// siblings.
+/// Whether a file system is mounted at `name`. A rename cannot replace it, and its content is on another file system
+/// than its siblings.
 fn is_mount_point(parent: BorrowedFd<'_>, name: &OsStr, stat: &Stat) -> bool {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     match fs::statx(parent, name, flags, StatxFlags::empty()) {

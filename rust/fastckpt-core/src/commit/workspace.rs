@@ -42,7 +42,7 @@ pub struct Workspace {
     pub(super) own: Option<Own>,
 }
 
-/// What only the maker of a workspace has.
+/// State that only the creator of a workspace has.
 #[derive(Debug)]
 pub(super) struct Own {
     /// Empty until the workspace is sealed. Its lock proves that the writer is alive. A forked child does not keep it.
@@ -181,15 +181,15 @@ impl Workspace {
         }
     }
 
-    /// An error that says what cannot be done with this workspace.
+    /// An error that names the operation that failed with this workspace.
     pub(super) fn refused(&self, operation: &str, why: &str) -> Error {
         Error::Invalid(format!("cannot {operation} `{}`: {why}", Visible(&self.path_of("").display())))
     }
 
     /// Makes it a whole checkpoint that lacks only its final name. `shards`, by file name and length, must exist and be
     /// durable. The manifest and the other `files`, by name and content, are written and made durable here. `meanwhile`
-    /// runs while they are on their way to the disk. What it makes durable then costs one flush less on a file system
-    /// that flushes once for everything.
+    /// runs while they are on their way to the disk. Syncing it then costs one flush less on a file system that flushes
+    /// once for everything.
     pub fn seal(
         &mut self,
         shards: Vec<(String, u64)>,

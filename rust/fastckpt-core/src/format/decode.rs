@@ -88,13 +88,13 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
     serde_json::from_str(text).map_err(|error| corrupt(error.to_string()))
 }
 
-/// What to do about a newer checkpoint.
+/// The remedy for a newer checkpoint.
 const UPGRADE: &str = "upgrade the package fastckpt-io";
-/// What is wrong with a manifest that begins with its writer.
+/// The error for a manifest that begins with its writer.
 const EARLIER: &str = "was written before format version 1 was released, when the training state lay beside the \
     model: load it with the fastckpt that wrote it";
 
-/// The first member of the body, which tells which reader it needs; nothing without that member.
+/// The first member of the body, the reader version that it needs; nothing without that member.
 fn min_reader(body: &[u8]) -> Option<u64> {
     let rest = body.strip_prefix(MIN_READER)?;
     let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
@@ -102,7 +102,7 @@ fn min_reader(body: &[u8]) -> Option<u64> {
     Some(std::str::from_utf8(&rest[..digits]).ok().and_then(|digits| digits.parse().ok()).unwrap_or(0))
 }
 
-/// Refuses a manifest that no save writes, and says why.
+/// Refuses a manifest that no save writes, and names the reason.
 pub fn check(body: &Body) -> std::result::Result<(), String> {
     let block = body.block_size;
     if !(PAGE..=MAX_BLOCK).contains(&block) || !block.is_multiple_of(PAGE) {

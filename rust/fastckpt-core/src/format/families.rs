@@ -1,11 +1,11 @@
-//! Which tensor goes to which shard of its group (`docs/format.md`, 2.1). Pure.
+//! The assignment of tensors to the shards of their group (`docs/format.md`, 2.1). Pure.
 
 use crate::error::{Error, Result};
 use crate::format::geometry::{PAGE, Placement};
 use crate::format::groups::Group;
 use crate::format::limits::MAX_HEADER;
 
-/// A shard of another checkpoint that becomes a shard of this one as it is.
+/// A shard of another checkpoint that becomes a shard of this one unchanged.
 #[derive(Debug, Clone)]
 pub struct LinkedShard {
     /// Its group.
@@ -16,7 +16,7 @@ pub struct LinkedShard {
     pub bytes: u64,
 }
 
-/// What a save reuses of another checkpoint, and lays out so that a later one can.
+/// The parts of another checkpoint that a save reuses, and the tensors that it groups so that a later save can.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reuse<'a> {
     /// For each tensor, whether it is expected to stay unchanged. Such tensors share no shard with others. Empty if none
@@ -64,7 +64,7 @@ impl Filling {
     }
 }
 
-/// What is asked of a tensor here.
+/// The properties of a tensor that matter here.
 pub(super) struct Asked<'a> {
     pub(super) name: &'a str,
     /// Its bytes.

@@ -5,8 +5,9 @@
 //! [`Mail::admit`], then [`Mail::arrived`]. The bytes are put in and taken out by others: a function or
 //! [`Mail::put`] fills an outgoing message, and [`Mail::take`] reads an incoming one.
 //!
-//! Each direction has a budget of memory. A message goes beyond it only where all would wait for each other otherwise:
-//! - An incoming message is admitted if somebody waits for it, or for one after it in the list.
+//! Each direction has a budget of memory. A message exceeds it only where all ranks would otherwise wait for each
+//! other:
+//! - An incoming message is admitted if a worker waits for it, or for one after it in the list.
 //! - A message is begun by [`Mail::put`] if the next one to be sent is not complete. Until it is, no memory is freed.
 //!
 //! Behind its bytes a message has their checksum: the network's own sums are short, and end at each device on the way.
@@ -21,7 +22,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use crate::error::{Error, Result};
 use crate::format::checksum;
 
-/// Bytes of the checksum behind those of a message.
+/// Bytes of the checksum after those of a message.
 const SUM: usize = 8;
 /// Bytes of buffers in each direction.
 pub const BUDGET: u64 = 64 << 20;
@@ -64,13 +65,13 @@ struct Outgoing {
 
 struct State {
     stopped: Option<String>,
-    /// Who sent the first message that is not what was sent, and what is wrong with it.
+    /// The sender of the first message that was altered, and what is wrong with it.
     altered: Option<(u32, String)>,
     outgoing: Vec<Out>,
     incoming: Vec<In>,
     /// The first outgoing message that was not sent yet.
     next: usize,
-    /// The incoming messages before this one are admitted whatever the budget says.
+    /// The incoming messages before this one are admitted regardless of the budget.
     demanded: usize,
     /// Bytes of buffers.
     outgoing_held: u64,
@@ -103,9 +104,9 @@ enum In {
 #[derive(Debug)]
 struct Arrived {
     bytes: Vec<u8>,
-    /// What came behind the bytes.
+    /// The checksum that followed the bytes.
     sum: [u8; SUM],
-    /// The checksum of the bytes, once somebody has asked for them.
+    /// The checksum of the bytes, once it has been requested.
     found: OnceLock<u64>,
 }
 
@@ -120,8 +121,8 @@ pub struct Received {
 }
 
 impl Mail {
-    /// The messages of a rank, in the order in which they are sent and received. `contents` says what the incoming ones
-    /// have. `fill` fills the outgoing ones; without it, [`Mail::put`] does.
+    /// The messages of a rank, in the order in which they are sent and received. `contents` describes the incoming
+    /// ones. `fill` fills the outgoing ones; without it, [`Mail::put`] does.
     #[must_use]
     pub fn new(
         outgoing: Vec<Envelope>,
@@ -186,8 +187,8 @@ impl Mail {
         (state.sent, state.received)
     }
 
-    /// Ends every wait, now and later, with an error that says why. The first reason is kept. Buffers whose addresses
-    /// were handed out stay until the mail is dropped.
+    /// Ends every wait, now and later, with an error that names the reason. The first reason is kept. Buffers whose
+    /// addresses were handed out stay until the mail is dropped.
     pub fn stop(&self, why: &str) {
         lock(&self.state).stopped.get_or_insert_with(|| why.to_owned());
         self.changed.notify_all();
@@ -310,7 +311,7 @@ impl Mail {
         Ok(())
     }
 
-    /// Waits until the budget allows an incoming message, or until somebody waits for it or for one after it. Returns
+    /// Waits until the budget allows an incoming message, or until a worker waits for it or for one after it. Returns
     /// the address of the memory for its bytes.
     pub fn admit(&self, message: usize) -> Result<usize> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
@@ -368,7 +369,7 @@ impl Mail {
         Ok(here)
     }
 
-    /// Compares a message with its checksum, once. If it is not what was sent, the mail is stopped.
+    /// Compares a message with its checksum, once. If it was altered, the mail is stopped.
     fn compare(&self, message: usize, arrived: &Arrived) -> Result<()> {
         let found = *arrived.found.get_or_init(|| checksum::of(&arrived.bytes));
         if found.to_le_bytes() == arrived.sum {

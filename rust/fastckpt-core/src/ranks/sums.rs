@@ -1,8 +1,8 @@
-//! What ranks find of the tensors that a base has, each in its own memory, and what it says when it is put together.
+//! The findings of ranks about the tensors of a base, each in its own memory, and their combined meaning.
 //!
-//! Nothing but checksums travels. A CRC is linear, but for a constant: that of an extent is the sum (xor) of what each of
-//! its bytes adds, wherever these are. So each rank sums its bytes with zeros in the place of all others, and the parts
-//! add up in any order, however a tensor is cut.
+//! Nothing but checksums travels. A CRC is linear, apart from a constant: the CRC of an extent is the sum (xor) of the
+//! contributions of its bytes, wherever these are. So each rank sums its bytes with zeros in the place of all others,
+//! and the parts add up in any order, however a tensor is cut.
 
 use std::collections::BTreeMap;
 
@@ -13,20 +13,20 @@ use crate::format::layout::TensorSpec;
 use crate::format::manifest::Body;
 use crate::save::compare::counterparts;
 
-/// What ranks found of one tensor.
+/// The findings about one tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Found {
     /// An extent that one rank has whole is another one.
     pub(super) changed: bool,
     /// The bytes that were summed.
     pub(super) bytes: u64,
-    /// What they add to the second checksum of the tensor.
+    /// Their contribution to the second checksum of the tensor.
     pub(super) xz: u64,
-    /// What they add to the first checksums of extents that no rank has whole, by number.
+    /// Their contributions to the first checksums of extents that no rank has whole, by number.
     pub(super) extents: BTreeMap<u64, u64>,
 }
 
-/// What ranks found, by tensor.
+/// The findings of ranks, by tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sums(BTreeMap<u32, Found>);
 

@@ -17,7 +17,7 @@ use crate::sys::memory::Source;
 /// The blocks of a part, and their checksums.
 pub(super) struct Whole<'a> {
     part: &'a Part<'a>,
-    /// Where each tensor lies; empty if there are `images`.
+    /// The memory of each tensor; empty if there are `images`.
     contents: &'a [Content],
     /// The shards as they will be on the disk.
     images: &'a [Stretch],

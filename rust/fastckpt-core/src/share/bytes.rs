@@ -47,7 +47,8 @@ impl Shape {
         Self { sizes: vec![bytes], item: 1, elements: 1, bytes: 1 }
     }
 
-    /// What a group has of a tensor that is logically `sizes`, counted as this shape is. Replaces what is in `dims`.
+    /// The part of a tensor of the logical shape `sizes` that a group has, counted in this shape. Replaces the contents
+    /// of `dims`.
     pub(super) fn ranges(
         &self,
         sizes: &[u64],

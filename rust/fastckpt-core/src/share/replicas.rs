@@ -1,7 +1,7 @@
-//! What a rank holds that other ranks hold, too, and which bytes of it are compared. Pure.
+//! The bytes that a rank holds and others hold, too, and which of them are compared. Pure.
 //!
-//! Cells of intervals are compared, not parts: where boxes overlap in part, what is compared is the overlap. All ranks
-//! that hold a cell choose the same bytes of it.
+//! Cells of intervals are compared, not parts: if boxes overlap in part, the overlap is compared. All ranks that hold a
+//! cell choose the same bytes of it.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -14,8 +14,8 @@ use super::table::Share;
 use crate::error::Result;
 use crate::sys::strided::Rows;
 
-/// How much of what several ranks hold is compared. Where boxes of several groups of ranks overlap, everything is: they
-/// may be other tensors of the same name.
+/// How many of the shared bytes are compared. If boxes of several groups of ranks overlap, everything is: they may be
+/// different tensors of the same name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
     /// Nothing else.
@@ -35,11 +35,11 @@ pub struct Copied {
     pub start: u64,
     /// The number of the cell.
     pub cell: u32,
-    /// Which team holds it: a number of [`Share::copied`].
+    /// The team that holds it: a number of [`Share::copied`].
     pub team: usize,
     /// The part of the rank that has it, and whether the cell is all of that part.
     pub part: (u32, bool),
-    /// What is compared, in order.
+    /// The compared ranges, in order.
     pub items: Vec<Item>,
     /// Whether that is all of the cell.
     pub whole: bool,
@@ -53,8 +53,9 @@ const SAMPLE: u64 = 4 << 10;
 const DRAWN: u64 = 4 << 20;
 
 impl Share {
-    /// The cells that `rank` holds and others hold, too, as far as `depth` has something compared, and the ranks of each
-    /// team that holds some, ascending. What a save takes from the lowest rank alone is not compared for its depth.
+    /// The cells that `rank` holds and others hold, too, as far as `depth` has something compared, and the ranks of
+    /// each team that holds some, ascending. Bytes that a save takes from the lowest rank alone are not compared for
+    /// its depth.
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
         let (mut found, mut teams) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();

@@ -1,11 +1,11 @@
-//! Who has which boxes of a tensor, for any shape. Pure.
+//! The ranks' boxes of a tensor, for any shape. Pure.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::error::Error;
 
-/// What one dimension of a mesh does with a tensor.
+/// The effect of one dimension of a mesh on a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// Every coordinate has all of it.
@@ -24,7 +24,7 @@ pub enum Placement {
 /// A box: a range of indices along each dimension of the logical shape.
 pub type Bounds = Vec<Range<u64>>;
 
-/// Which ranks have which boxes of a tensor. What a rank has is one part, or one part for each of its explicit boxes.
+/// Which ranks have which boxes of a tensor. A rank has one part, or one part for each of its explicit boxes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Spread {
     /// Every rank has all of it.
@@ -149,8 +149,8 @@ impl Groups {
         }
     }
 
-    /// What a group has of a tensor: along each dimension, ascending ranges of indices, which follow each other in the
-    /// part. If it has nothing, at least one dimension has no range. Replaces what is in `dims`.
+    /// The part of a tensor that a group has: along each dimension, ascending ranges of indices, which are adjacent in
+    /// the part. If it has nothing, at least one dimension has no range. Replaces the contents of `dims`.
     pub(super) fn ranges(&self, group: u32, shape: &[u64], dims: &mut Vec<Bounds>) -> Result<(), String> {
         let at = &self.all[group as usize].at;
         dims.resize_with(shape.len(), Bounds::new);

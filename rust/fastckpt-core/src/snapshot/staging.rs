@@ -24,14 +24,14 @@ pub(super) struct Counters {
     pub(super) stop: AtomicBool,
 }
 
-/// How far the copying is.
+/// The progress of copying.
 #[derive(Debug, PartialEq, Eq)]
 enum Phase {
     /// Contents are still to be copied.
     Staging,
     /// The copy is complete.
     Staged,
-    /// A copy failed. What is in the memory is unusable.
+    /// A copy failed. The contents of the memory are unusable.
     Failed,
 }
 
@@ -142,7 +142,7 @@ fn writable(memory: &mut Option<(Arc<Memory>, Arc<Mapping>)>) -> Result<&mut [u8
     Ok(&mut *memory)
 }
 
-/// Copies what is `wanted` of contents to their places in `memory`.
+/// Copies the `wanted` contents to their places in `memory`.
 fn copy(
     (contents, places): (&[Content], &[Placement]),
     wanted: &[u8],
@@ -162,7 +162,8 @@ fn copy(
 /// Pieces that one thread takes at a time.
 type Batch<'a> = Mutex<Vec<Piece<'a>>>;
 
-/// Cuts what is wanted into pieces, and bundles small ones, because a batch is not free. Also returns the bytes of all.
+/// Cuts the wanted contents into pieces, and bundles small ones, because a batch is not free. Also returns the bytes of
+/// all.
 fn batches<'a>(
     contents: &'a [Content],
     places: &[Placement],
@@ -196,7 +197,7 @@ fn batches<'a>(
     Ok((all, total + batched))
 }
 
-/// Copies a batch. Callbacks bring what they have of it in one call.
+/// Copies a batch. Callbacks copy their pieces of it in one call.
 fn copy_batch(batch: Vec<Piece<'_>>, counters: &Counters) -> Result<()> {
     let mut wanted = Vec::new();
     for Piece { content, start, to } in batch {

@@ -1,4 +1,4 @@
-//! The caller's memory: where a tensor to save lies, and where a tensor that is read goes.
+//! The caller's memory: of a tensor to save, and of the destination of one that is read.
 
 use std::ffi::c_void;
 use std::hint::black_box;
@@ -13,7 +13,7 @@ use super::page;
 /// The most stretches of memory per operation of the kernel (`UIO_MAXIOV`).
 pub(super) const MOST_VECTORS: usize = 1024;
 
-/// Memory that is read, the caller's or this crate's own. Its owner may write to it meanwhile, so nobody gets a slice of
+/// Memory that is read, the caller's or this crate's own. Its owner may write to it meanwhile, so there is no slice of
 /// it, which would promise the compiler that it does not change. Its bytes are copied, summed, or given to the kernel.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)] // as the kernel takes it
@@ -23,7 +23,7 @@ pub struct Bytes<'a> {
     owner: PhantomData<&'a [u8]>,
 }
 
-/// Memory of the caller, where a tensor lies.
+/// Memory of the caller that holds a tensor.
 pub type Source = Bytes<'static>;
 
 // SAFETY: the caller of `new` promised that the memory may be read from any thread, and so may a slice's.
@@ -89,7 +89,7 @@ impl Bytes<'_> {
         unsafe { memcpy(to.as_mut_ptr().cast(), self.base.cast(), self.len) };
     }
 
-    /// Adds the bytes to a checksum, where they lie: to copy them first costs as much again.
+    /// Adds the bytes to a checksum, in place: to copy them first costs as much again.
     pub fn sum(&self, digest: &mut Digest) {
         if self.is_empty() {
             return;

@@ -8,7 +8,7 @@ use super::operation::{Call, Operation};
 use crate::environment::Environment;
 
 /// An operation that belongs to its caller until the core takes it over. After that, and after a failure, the caller's
-/// calls have no effect. One that nobody takes over has failed when this is dropped.
+/// calls have no effect. One that no save takes over has failed when this is dropped.
 #[derive(Debug)]
 pub struct Begun(Mutex<Option<Operation>>);
 
@@ -54,7 +54,7 @@ impl Begun {
         }
     }
 
-    /// The operation, for the one who ends it.
+    /// The operation, for the caller that ends it.
     pub(crate) fn take(&self) -> Option<Operation> {
         self.operation().take()
     }

@@ -54,7 +54,7 @@ pub fn wait_for(rank: Option<u32>) {
 }
 
 /// Tells the monitor which shares of the model's and of the optimizer's bytes have changed with the save of a step;
-/// none where nobody knows.
+/// none if unknown.
 #[expect(clippy::cast_sign_loss, reason = "a share is clamped to what is positive")]
 pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     let [model, optimizer] = [model, optimizer].map(|share| {
@@ -91,7 +91,7 @@ fn with_segment(change: impl FnOnce(&Segment)) {
     }
 }
 
-/// What the process knows about its own segment.
+/// The facts about a process's own segment.
 struct Process {
     pid: u32,
     segment: &'static Segment,
@@ -257,7 +257,7 @@ pub(super) fn give_thread(segment: &'static Segment, number: usize) {
     }
 }
 
-/// Whether somebody has the lock under which slots are handed out.
+/// Whether another thread holds the lock under which slots are handed out.
 #[cfg(test)]
 pub(super) fn is_locked() -> bool {
     PROCESS.try_lock().is_err()
@@ -308,8 +308,8 @@ pub(super) fn finish(
     }
 }
 
-/// Where this process may publish its counters, in turn: each directory, then the same without symbolic links, or why it
-/// is not even looked at.
+/// The places where this process may publish its counters, in turn: each directory, then the same without symbolic
+/// links, or why it is not even checked.
 #[must_use]
 pub fn places(environment: &Environment) -> Vec<(PathBuf, Result<PathBuf, String>)> {
     let variable = |name| environment.get(name).map(PathBuf::from);
