@@ -1,4 +1,4 @@
-"""The Textual application: keys, timer, signals. What is shown is painted by `views`."""
+"""The Textual application: keys, timer, signals. `views` paints the screen."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ class TopApp(App[None]):
     # --- life ------------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        """The canvas, and a line to type in that is only shown while it is asked for."""
+        """The canvas, and a line for text input that is only shown on request."""
         yield self.canvas
         yield self.prompt
 
     def on_mount(self) -> None:
-        """Start the timer; take care that the terminal is restored when we are told to stop."""
+        """Start the timer; take care that the terminal is restored when a signal ends the program."""
         self.theme_changed_signal.subscribe(self, lambda _: self.canvas.restyle())
         themes = self.available_themes
         wanted = self._theme_wanted if self._theme_wanted in themes else ""
@@ -176,7 +176,7 @@ class TopApp(App[None]):
         await super().on_event(event)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While something is being typed, keys are letters; only quitting by control key goes on."""
+        """During text input, keys are letters; only quitting by control key still works."""
         del parameters
         return not self.prompt.asking or action in ("clear", "quit")
 
@@ -266,7 +266,7 @@ class TopApp(App[None]):
         self._say("only running operations" if self.ui.active_only else "all ranks")
 
     def action_pause(self) -> None:
-        """Let the screen stand still while the model goes on, or play and pause a recording."""
+        """Freeze the screen while the model continues, or play and pause a recording."""
         if isinstance(self.session, Replay):
             self.session.toggle()
         else:
@@ -369,7 +369,7 @@ class TopApp(App[None]):
             self._say(f"no time: {text.clean(event.value)}")
 
     def action_clear(self) -> None:
-        """Leave what is being typed; clear the filter; follow the slowest rank again."""
+        """Leave the text input; clear the filter; follow the slowest rank again."""
         self.ui.clear()
         self.prompt.value = ""
         self.prompt.close()
@@ -398,7 +398,7 @@ class TopApp(App[None]):
 
     @property
     def _model(self) -> Model:
-        """What is on the screen."""
+        """The text on the screen."""
         return self._frozen or self.session.model
 
     def _remember(self, key: str, value: object) -> None:

@@ -305,7 +305,7 @@ def _nothing(words: str) -> None:
 
 
 def _complain(words: str) -> None:
-    """Tell of an error on standard error: paths and what a file holds are foreign."""
+    """Print an error to standard error: paths and the contents of files are untrusted."""
     print(f"fastckpt-top: {text.clean(words)}", file=sys.stderr)
 
 

@@ -72,7 +72,7 @@ def directories_of_all() -> list[str]:
 
 @dataclass(slots=True)
 class _File:
-    """An open segment, what was last read of it, and what the kernel last said of its process."""
+    """An open segment, its last contents, and the kernel's last answer about its process."""
 
     fd: int
     device: int
@@ -125,7 +125,7 @@ class ShmFeed:
         self._kernel = Kernel()
 
     def poll(self) -> Snapshot:
-        """Look at all segments now. About 0.2 ms a process; no exception for whatever lies in the directories."""
+        """Look at all segments now. About 0.2 ms a process; no exception, whatever the directories contain."""
         mono = self._mono()
         if self._all and mono - self._searched >= RESCAN_S:
             self._places = directories_of_all()
@@ -238,7 +238,7 @@ class ShmFeed:
         return self._kernel.is_alive(file.header) if held is None else held
 
     def _ask(self, file: _File, mono: float) -> None:
-        """Ask the kernel what a process does in whose operation it matters."""
+        """Ask the kernel about a process if its operation needs it."""
         if not file.alive or not any(op.running for _, op in file.operations.values()):
             file.state = ""
             file.progress = {}

@@ -32,7 +32,7 @@ def errno_name(number: int) -> str:
 def remembered(seen: frozenset[int], proc: Proc) -> frozenset[int]:
     """The operations of a process whose records were taken in, with those that it has now.
 
-    What has left its segment does not come back, so that those of a job of weeks do not pile up.
+    Operations that have left their segment do not come back, so that those of a job of weeks do not pile up.
     """
     now = frozenset(record.op_id for record in proc.history)
     both = seen | now
@@ -53,11 +53,11 @@ class Group:
         target: Bytes/s that they were to reach while it was seen running; 0 if it was not.
         ranks: Ranks that these GPUs belong to, also those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
-        told_end: Whether the event was given; likewise `told_change`.
+        told_end: Whether the event was reported; likewise `told_change`.
         was_running: Whether it was ever seen running.
         job: Key of its job.
         causes: How often each thing was seen to hold it back.
-        said: The sentence about it, and what it was made of.
+        said: The sentence about it, and the facts behind it.
     """
 
     def __init__(self, track: OpTrack) -> None:
@@ -84,7 +84,7 @@ class Group:
 
     @property
     def running(self) -> bool:
-        """Whether any rank goes on."""
+        """Whether any rank continues."""
         return any(track.running for track in self.members.values())
 
     @property
@@ -105,8 +105,9 @@ class Group:
     def takes(self, track: OpTrack) -> bool:
         """Whether another rank's operation is part of this one.
 
-        What begins after a rank has failed is another attempt, and so is what a new process of the same rank does. When
-        a rank died is only known to lie between two looks: what another rank began in that time is still part of it.
+        Operations that begin after a rank has failed belong to another attempt, and so do those of a new process of the
+        same rank. The death of a rank is only known to be between two looks: an operation that another rank began in
+        that time is still part of it.
         """
         op, rank = track.op, track.proc.rank
         same = (track.proc.team, op.kind, op.label, op.step) == (self.team, self.kind, self.label, self.step)
@@ -134,7 +135,7 @@ class Past:
         self._seen: dict[str, frozenset[int]] = {}
 
     def add(self, procs: Iterable[Proc], groups: Iterable[Group], name: Callable[[Proc], str]) -> None:
-        """Take in the records that are new in these processes, and what has become of the others' parts.
+        """Take in the new records of these processes, and the ends of the others' parts.
 
         Args:
             procs: Processes, with their records.

@@ -126,7 +126,7 @@ class JsonWriter:
         self._ticks = Ticks()
 
     def write(self, model: Model) -> None:
-        """Write the model as it stands."""
+        """Write the current state of the model."""
         if self._header:
             self._header = False
             self._out.write(dumps(header_line(model)))
@@ -153,7 +153,7 @@ def proc_values(
 
     Raises:
         KeyError: Something is missing.
-        TypeError: Something is of another type, or an array is too short.
+        TypeError: A value has the wrong type, or an array is too short.
         ValueError: A number is none.
         OverflowError: A number is infinite.
     """

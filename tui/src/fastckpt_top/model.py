@@ -1,4 +1,4 @@
-"""From snapshots to what is shown: it remembers processes and operations, and fills anew what the views show.
+"""From snapshots to rows: it remembers processes and operations, and fills anew what the views show.
 
 Pure: no I/O, no clock of its own.
 """
@@ -71,7 +71,7 @@ class Model:
     """Everything the views show, filled anew by `update`.
 
     Args:
-        target: What the user asked for; None to follow the processes.
+        target: The user's target; None to follow the processes.
         gpus: Number of GPUs that the target is multiplied by; None to count them.
         job: Name or key of the only job that is looked at; empty for all.
 
@@ -133,7 +133,7 @@ class Model:
         self._refresh(look)
 
     def set_target(self, target: Target | None) -> None:
-        """Change the target; what is shown follows at once."""
+        """Change the target; the screen follows at once."""
         self.target = target
         if self.snapshot is not None:
             look = self._look(self.snapshot)
@@ -141,7 +141,7 @@ class Model:
             self._refresh(look)
 
     def frozen(self) -> Model:
-        """What it shows now, as a model of its own that stands still."""
+        """Its current contents, as a model of its own that does not change."""
         kept = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list) or name in ("past", "_events", "_series"):
@@ -170,7 +170,7 @@ class Model:
     # --- remembering -----------------------------------------------------------------------------------------------
 
     def _wanted(self, snapshot: Snapshot) -> Snapshot:
-        """Give each process its job, and leave out those of other jobs than the one that was asked for."""
+        """Assign each process to its job, and leave out other jobs than the requested one."""
         self.job_of = self._jobs.assign(snapshot.procs)
         if not self.job:
             return snapshot
@@ -374,7 +374,7 @@ class Model:
         return targets
 
     def _said(self, op: NodeOp, group: Group, rows: Mapping[str, Row], look: Look) -> NodeOp:
-        """An operation with its sentence; that of an ended one is made once."""
+        """An operation with its sentence; the sentence of an ended one is made once."""
         if group.said is not None and group.said[0] == op:
             return replace(op, sentence=group.said[1])
         places = ranks.places(look)

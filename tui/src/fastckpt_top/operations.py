@@ -71,7 +71,7 @@ def node_op(group: Group, look: Look) -> NodeOp:
 
 
 def _changed(group: Group) -> tuple[tuple[str, float], ...]:
-    """What has changed with a save, as the rank says that looks."""
+    """The changes of a save, as the rank that compares reports them."""
     blocks = [track.proc.process for track in group.members.values()]
     shares = next((one.shares for one in blocks if one.changed and one.changed_step == group.step), {})
     return tuple(shares.items())

@@ -131,7 +131,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
 
 
 def worst(row: Row) -> float:
-    """How far a rank holds its job back: who died, who failed, who stalled, the straggler, the rest.
+    """How far a rank holds its job back: dead, failed, stalled, the straggler, the rest.
 
     Within each of these, time still needed and the shortfall of its target count. Idle ranks have 0.
     """

@@ -43,7 +43,7 @@ class Recording:
         times: Reader's clock of each tick, seconds.
 
     Raises:
-        ReplayError: It cannot be read, is no recording, or one of another major version.
+        ReplayError: It cannot be read, is not a recording, or is one of another major version.
     """
 
     def __init__(self, path: str) -> None:
@@ -150,7 +150,7 @@ class Replay:
 
     Args:
         path: The recording.
-        target: What the user asked for; None for what was asked for when it was recorded.
+        target: The user's target; None for the target of the recording.
         gpus: Likewise.
         speed: Times real time.
         now: Monotonic clock, seconds.

@@ -1,4 +1,4 @@
-"""What the views show: plain values that the model fills anew in each update."""
+"""The rows that the views show: plain values that the model fills anew in each update."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def judge(average: float | None, target: float) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """What matters most about an operation now, in words.
+    """The most important fact about an operation now, in words.
 
     Attributes:
         level: One of `LEVELS`.
-        words: The same said at several lengths, the longest first; the last has at most 36 cells.
+        words: The same sentence at several lengths, the longest first; the last has at most 36 cells.
         row: Key of the row that it speaks of; empty if of none.
     """
 
@@ -112,7 +112,7 @@ class ThreadRow:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Shares of the last second by what was waited for, of which no two are of the same moment; empty unknown."""
+        """Shares of the last second by the kind of wait, of which no two overlap; empty if unknown."""
         busy, source, limit, fsync, peers = self.busy, self.source, self.limit, self.fsync, self.peers
         if busy is None:
             return {}
@@ -131,7 +131,7 @@ class ThreadRow:
 
 
 def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | None]:
-    """What holds a thread or rank up: what most of the last second was spent with, if that is anything to speak of.
+    """The cause that holds a thread or rank up: the largest part of the last second, if it is significant.
 
     A bandwidth limit comes first: it only makes a worker wait where nothing else is slower.
 
@@ -171,7 +171,7 @@ class Row:
         version: Its fastckpt.
         alive: Whether it lives.
         kind: `save`, `load`, `verify`, or empty.
-        running: Whether the operation goes on.
+        running: Whether the operation continues.
         state: Six letters at most: the phase, or `WAIT` (for another rank), `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
         stalled_s: Seconds without a sign of life or progress; None if not stalled.
         rate: Bytes/s over the last second; None unknown or not moving data.
@@ -210,7 +210,7 @@ class Row:
         job_key: The job that it belongs to.
         user: Name of its user, or the number where it has none.
         process_state: Letter of /proc/PID/stat: `R`, `S`, `D`, `T`; empty where unknown.
-        wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, or empty: the kind of what `wait` names.
+        wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, or empty: the kind of `wait`.
         wait_share: Share of the last second spent with it; None where it has none.
         worst: How far the rank holds its job back; the largest comes first.
     """
@@ -270,7 +270,7 @@ class Row:
 
     @property
     def name(self) -> str:
-        """How to call it in a sentence."""
+        """The name in a sentence."""
         return f"rank {self.rank}" if self.rank is not None else f"pid {self.pid}"
 
 
@@ -303,7 +303,7 @@ class NodeOp:
         verdict: The average against the target.
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
-        target_source: Who asked for the target, as `Target.source`.
+        target_source: The origin of the target, as `Target.source`.
         changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
         sentence: What matters most about it; None where there is nothing to say.
     """
@@ -402,7 +402,7 @@ class Checkpoint:
         p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
         team: What its ranks have in common: their process group, or the job's name.
         running: Whether a rank is still at it.
-        target: Bytes/s that it was to reach while it ran; 0 where nobody looked.
+        target: Bytes/s that it was to reach while it ran; 0 if unknown.
     """
 
     kind: str

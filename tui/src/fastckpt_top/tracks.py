@@ -1,4 +1,4 @@
-"""What the model remembers between two snapshots: one track a process, operation and thread."""
+"""The model's memory between two snapshots: one track a process, operation and thread."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ class ThreadTrack:
 
     Args:
         thread: The slot.
-        before: The slot as it was before the operation; None if nobody looked.
+        before: The slot before the operation; None if unknown.
     """
 
     def __init__(self, thread: Thread, before: Thread | None) -> None:
@@ -142,7 +142,7 @@ class OpTrack:
         changed: Reader's clock when something last moved.
         died: Whether its process died under it.
         lost: Reader's clock when that was noticed, which is later than `end`; None where it was not watched.
-        told_fallback: Whether the event was given; likewise `told_stall` and `told_end`.
+        told_fallback: Whether the event was reported; likewise `told_stall` and `told_end`.
     """
 
     def __init__(self, proc: Proc, op: Operation, mono: float, real: float) -> None:
@@ -177,7 +177,7 @@ class OpTrack:
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
+        """Whether it continues."""
         return self.op.running and not self.died
 
     @property
@@ -230,8 +230,8 @@ class OpTrack:
     def stalled(self, track: ProcTrack, mono: float) -> float | None:
         """Seconds without progress or sign of life, if that is too long; else None.
 
-        To wait for others is no stall. Nor is silence while a save is prepared, unless the kernel says that the process
-        is stopped or held.
+        Waiting for others is not a stall. Nor is silence while a save is prepared, unless the kernel reports that the
+        process is stopped or held.
         """
         if not self.running or self.proc.waits_for is not None:
             return None

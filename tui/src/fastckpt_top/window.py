@@ -79,7 +79,7 @@ class Window:
         return (self._still(chosen, newest) or chosen), newest
 
     def waits(self) -> tuple[Sample, Sample] | None:
-        """The same, of samples whose waits are known: only those of the first may not be."""
+        """The same, of samples with known waits: only those of the first may be unknown."""
         ends = self.ends()
         if ends is None or ends[0].waits:
             return ends

@@ -23,7 +23,7 @@ _PREFIX: Final = "canvas--"
 
 
 class Canvas(Widget):
-    """Paints the whole screen anew once a tick, and only draws lines that are asked for.
+    """Paints the whole screen anew once a tick, and only draws the requested lines.
 
     Args:
         frame: Makes the frame to paint, given width and height in cells.
@@ -67,7 +67,7 @@ class Canvas(Widget):
 
     @property
     def _palette(self) -> dict[str, str] | None:
-        """Rich styles that stand for the theme's; None where the theme's are shown."""
+        """Rich styles that replace the theme's; None if the theme's are shown."""
         if not colours.ansi(self.app.theme):
             return None
         return colours.ANSI_DARK if self.app.current_theme.dark else colours.ANSI_LIGHT

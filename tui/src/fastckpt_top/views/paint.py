@@ -121,9 +121,9 @@ class Frame:
         glyphs: Characters.
         width: Cells.
         height: Lines.
-        status: `live`, or where a replay stands.
+        status: `live`, or the position of a replay.
         live: Whether processes are being watched, and not a recording.
-        frozen: Whether it stands still while the processes go on.
+        frozen: Whether it is frozen while the processes continue.
     """
 
     model: Model

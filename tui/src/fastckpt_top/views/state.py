@@ -1,4 +1,4 @@
-"""What the user chose: view, selection, sorting, filter. It remembers the order of the rows, and is otherwise pure."""
+"""The user's choices: view, selection, sorting, filter. It remembers the order of the rows, and is otherwise pure."""
 
 from __future__ import annotations
 
@@ -164,8 +164,8 @@ def pin(rows: list[Row], order: list[str]) -> list[Row]:
         order: Keys of the order so far.
 
     Returns:
-        The rows. None stands above one that is worse by more than `PINNED`; a row moves only where that asks for it.
-        What is new, of ended operations too, stands above what was faster.
+        The rows. None is above one that is worse by more than `PINNED`; a row moves only if that requires it. New rows,
+        also of ended operations, are above those that were faster.
     """
     places = {key: place for place, key in enumerate(order)}
     known = sorted((row for row in rows if row.key in places), key=lambda row: places[row.key])

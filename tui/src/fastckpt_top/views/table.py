@@ -1,4 +1,4 @@
-"""The ranks: a row each, the worst first, as many columns as fit; those that do not fit stand in a grid below."""
+"""The ranks: a row each, the worst first, as many columns as fit; those that do not fit are in a grid below."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How wide each column is, without the blank before it; 0 where it is left out.
+    """The width of each column, without the blank before it; 0 if it is left out.
 
-    `target` is what a rank should reach, bytes/s, where all have the same.
+    `target` is the rate that a rank should reach, bytes/s, if all have the same.
     """
 
     width: int
@@ -309,7 +309,7 @@ def _with_grid(frame: Frame, shown: list[Row], chosen: Row | None, cols: Columns
 
 
 def _first(frame: Frame, lines: list[Line], chosen: Row | None, room: int) -> int:
-    """First line that is shown, so that the selected row is to be seen; it moves no more than it must."""
+    """The first visible line, chosen so that the selected row is visible; it moves no more than necessary."""
     first = frame.ui.scroll.get("live", 0)
     at = next((index for index, line in enumerate(lines) if line.selected), 0)
     last = at
