@@ -510,7 +510,7 @@ def read_targets(
     threads: int | None = None,
     tick: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, Any]:
-    """Read in one process what targets ask for, or in place of that ``requests``; the report.
+    """Read the requests of targets, or instead ``requests``, in one process; returns the report.
 
     See ``_core.Reader.read``.
     """

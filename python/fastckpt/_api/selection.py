@@ -131,6 +131,6 @@ class Selection:
             if strict and patterns is not None:
                 patterns.check()
         if 0 in unwanted:
-            raise ValueError(f"{self._operation}: exclude: it leaves nothing to save: the state is a single value")
+            raise ValueError(f"{self._operation}: exclude= leaves nothing to save: the state is a single value")
         missing = () if self.keys is None else tuple(self.keys.unused())
         return without(tokens, wanted, unwanted) if unwanted else wanted, missing

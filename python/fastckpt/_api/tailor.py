@@ -93,7 +93,7 @@ class Tailor:
             try:
                 numbers = leave_out(flat, tokens, wanted)
             except ValueError as error:
-                raise ValueError(f"{self._operation}: exclude: {error}") from error
+                raise ValueError(f"{self._operation}: exclude= {error}") from error
             dtypes = {numbers[index]: name for index, name in dtypes.items() if index in numbers}
         for index, name in dtypes.items():
             self._cast(flat, index, name)

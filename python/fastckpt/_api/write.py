@@ -77,7 +77,7 @@ def write(
     progress: Callable[[int, int], None],
     told: Callable[[], Mapping[str, Any]] = dict,
 ) -> _R:
-    """Save; the report.
+    """Save; returns the report.
 
     Args:
         request: what, and how.

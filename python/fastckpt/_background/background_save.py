@@ -70,7 +70,7 @@ class BackgroundSave:
         self._earlier = in_flight.to_path(request.base, pending)
 
     def begin(self) -> PendingSave:
-        """Wait for earlier saves, copy, and start the thread that writes; the handle.
+        """Wait for earlier saves, copy, and start the thread that writes; returns the handle.
 
         Its errors have been reported to the other ranks.
         """

@@ -113,7 +113,7 @@ class Saves:
         self.after_save.note(given.metadata, began, report, report.seconds)
 
     def settle(self, end: float) -> list[str]:
-        """Wait for the saves in flight, and give up those that are not durable by ``end``; the paths of these."""
+        """Wait for the saves in flight, and give up those that are not durable by ``end``; returns their paths."""
         given_up = []
         before = [one for one in self._before if not one.done()]
         for pending in filter(None, (*before, self.pending)):

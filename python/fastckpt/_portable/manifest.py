@@ -222,7 +222,7 @@ def _shard(entry: Any) -> StoredShard:
 
 
 def is_plain(file: str, *, windows: bool) -> bool:
-    """Whether ``file`` names a shard: in the checkpoint's directory, or in the one for all but the model.
+    """Whether ``file`` names a shard: in the checkpoint's directory, or in its directory ``training``.
 
     To Windows a colon leads elsewhere.
     """

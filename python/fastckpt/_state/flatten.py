@@ -673,7 +673,7 @@ class _Flattener:
         frame.noted = not frame.keyed
 
     def note_parts(self, value: Any, token: str, *, keyed: bool) -> int | None:
-        """Note a value with parts, unless they are noted themselves; the depth of its frame."""
+        """Note a value with parts, unless they are noted themselves; returns the depth of its frame."""
         parent = self.stack[-1]
         if parent.depth is None or (type(parent.hold) is _Attributed and type(value) is not _Bare):
             return None

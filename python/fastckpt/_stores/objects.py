@@ -101,7 +101,7 @@ class Objects:
 
     @classmethod
     def at(cls, operation: str, url: str) -> Objects:
-        """The objects below ``url``, as :func:`fastckpt._stores.urls.place_of` has it.
+        """The objects below ``url``, which :func:`fastckpt._stores.urls.place_of` has checked.
 
         Endpoint and credentials come from the environment (docs/stores.md). Nothing is sent yet.
 
@@ -227,7 +227,7 @@ class Objects:
             ranges: where each begins in the object, and its memory: writable, contiguous bytes.
 
         Raises:
-            OSError: with EIO, the object ends before one of them does.
+            OSError: with EIO, a range reaches beyond the end of the object.
         """
         parts = [
             (start + offset, memory[offset : offset + PART])

@@ -28,7 +28,7 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand
     """Write the tensors of a checkpoint to one file, durable and whole or not at all."""
     library, torch = safetensors_for(source), torch_for(source)
     if destination.is_dir():
-        raise FileExistsError(errno.EEXIST, "it is a directory, which a file does not replace", str(destination))
+        raise FileExistsError(errno.EEXIST, "it is a directory, and a file cannot replace it", str(destination))
     # The writer of safetensors raises one exception for everything, without an errno.
     parent = destination.parent
     if not parent.exists():

@@ -160,7 +160,7 @@ def _noise(words: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def _rounds(directory: Path, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Save and load a state of ``size`` bytes until the time is up; the medians."""
+    """Save and load a state of ``size`` bytes until the time is up; returns the medians."""
     state = {f"tensor.{number}": piece for number, piece in enumerate(np.array_split(_noise(size // 8), 16))}
     saves: list[fastckpt.SaveReport] = []
     loads: list[float] = []

@@ -224,7 +224,7 @@ struct Worker<'a, 'b, J> {
     /// Blocks to start, in their order, with what was fetched for them. The first one may wait for its bytes, or until a
     /// file can be opened again.
     todo: VecDeque<(usize, Option<Dealt>)>,
-    /// What the first one waits for.
+    /// The state of the worker while the first one waits.
     awaits: State,
     /// Bytes of staging memory that they take, until callbacks have brought what they have of them.
     unfetched: usize,
