@@ -257,7 +257,7 @@ class Gathering:
         What begins at a page in memory and in the file bypasses the page cache.
         """
     def keep(self, file: Incoming, name: str) -> None:
-        """Make a file that is filled durable, and give it its name, in the place of one that has it."""
+        """Sync a complete file, and give it its name, replacing a file of that name."""
     def drop(self, file: Incoming) -> None:
         """Remove a file that is not whole."""
     def link(self, source: str, name: str, expected: tuple[int, int]) -> None:
@@ -597,8 +597,8 @@ class Reader:
     def __new__(cls, path: str, *, keep: bool = False, manifest: bytes | None = None) -> Reader:
         """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced.
 
-        ``manifest`` is what :meth:`manifest` of another process's reader returned: of the file only the beginning is
-        read, and ReplacedCheckpointError raised where it is that of another manifest.
+        ``manifest`` is the result of :meth:`manifest` of another process's reader: only the beginning of the file is
+        read, and ReplacedCheckpointError is raised if it belongs to another manifest.
         """
     def manifest(self) -> bytes:
         """The content of the manifest, read again."""
@@ -725,7 +725,7 @@ class Share:
     def about(self, tensor: int) -> tuple[str, int, list[list[int]]]:
         """Name, bytes of an element (at least one), and the ranks of each spread of a tensor."""
     def digest(self) -> int:
-        """A number that is the same on all ranks that made the same share."""
+        """A number that is equal on all ranks that made the same share."""
     def merge(self, pieces: Sequence[bytes]) -> bytes:
         """Put the checksums of several ranks together. ValueError where they overlap or belong nowhere."""
     def compare(self, reader: Reader, pieces: bytes) -> None:

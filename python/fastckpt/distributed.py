@@ -94,7 +94,7 @@ def save(
             :func:`load_per_rank` gives it back.
         timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
             when the first one came.
-        metadata: the first rank's is written; other ranks may give none, or one that differs, except in ``step``.
+        metadata: the first rank's is written; other ranks may pass none, or a different one, except for ``step``.
         {options}
 
     ``dtype`` and ``exclude`` are the same on all ranks, too. The files of the first rank are written. A pattern has to
@@ -111,8 +111,8 @@ def save(
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
         ValueError: tensors or values that must be equal differ between ranks; or an argument is out of range, ``path``
             is a URL, or this process is not in ``process_group``.
-        FileExistsError: ``path`` exists and is not a checkpoint, among it what another program wrote, or it is one and
-            ``overwrite`` is false.
+        FileExistsError: ``path`` exists and is not a checkpoint (for example, another program wrote it), or it is one
+            and ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
         TypeError: ``process_group`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
@@ -160,8 +160,8 @@ def save_async(
     """Write the state of all ranks in the background; the state of this rank may change when this returns.
 
     The part of this rank is copied to host memory (with ``lazy``, later), and everything else happens in a thread:
-    agreement with the other ranks, writing, and the commit. Every rank of the group calls it, before or after other
-    saves and loads of the group in the same order; those wait for it on every rank, but for the copy of another
+    agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
+    relative to other saves and loads of the group; those wait for it on every rank, except for the copy of another
     asynchronous save, with ``max_in_flight``. Saves of several groups go on side by side, in any order. The memory is
     one copy of this rank's part for each save in flight; it is kept for the next save (see
     :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable, or has failed.
@@ -316,7 +316,7 @@ def load(  # noqa: PLR0913 - all by name
         registry: types that this call knows.
         unknown: how to load values of unknown types.
         verify: compare every byte with its checksum.
-        io: the engine of this rank. Where all ranks of the group are on one host and all have ``buffered``, they read
+        io: the engine of this rank. If all ranks of the group are on one host and all have ``buffered``, they read
             through its page cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
         threads: worker threads of this rank.
         progress: show a progress bar for this rank's reads.

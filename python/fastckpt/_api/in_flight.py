@@ -60,7 +60,7 @@ _registered = False
 def admit(save: SaveInFlight, most: int) -> None:
     """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in.
 
-    Those of other groups do not count: other ranks may have called in another order, and would wait for this one.
+    Saves of other groups do not count: other ranks may have called in another order, and would wait for this one.
     """
     _register()
     while True:
@@ -93,7 +93,7 @@ def _register() -> None:
 
 
 def leave(save: SaveInFlight) -> None:
-    """It is over; nothing happens if it was never admitted."""
+    """Note the end of a save; does nothing if it was never admitted."""
     with contextlib.suppress(ValueError):
         _in_flight.remove(save)
     while _waiting:

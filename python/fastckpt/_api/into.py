@@ -297,7 +297,7 @@ class Into:
         return self._tensor(item, given) if is_tensor(item.token) else self._whole(item, given)
 
     def _is_new(self, entry: _Entry) -> bool:
-        """Whether a tensor is made for an object, which takes it from there."""
+        """Whether a tensor is made for an object, which is then given it."""
         item, given = entry.item, entry.given
         owner, part = self._owner(self._owners, item.place)
         if owner is None:

@@ -100,27 +100,27 @@ def load(  # noqa: PLR0913 - all by name
             waited for.
         into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
-            the checkpoint; what cannot be changed (a number, a tuple, a frozen dataclass) is replaced in what holds it,
-            and so is a container where the checkpoint has another type. A list gets the length that it had, so that
+            the checkpoint; immutable values (a number, a tuple, a frozen dataclass) are replaced in their containers,
+            and so is a container for which the checkpoint has another type. A list gets the length that it had, so that
             numbers at its end which only ``into`` has are no mismatch. Values that only the checkpoint has are added.
-            Objects may stand in it, too: of a module, its Parameters and buffers are filled in place, and
-            ``load_state_dict`` gets the state if it does more than to copy them (hooks, overrides, an extra state); an
-            optimizer, also one that has not stepped, and whatever else has ``load_state_dict`` is given the state that
-            was read. Everything is compared before anything is changed. A tie that only one side has is not a mismatch;
-            nor is a tie in ``into`` of tensors that are stored separately and are equal. Tensors that overlap in memory
-            without being tied are a mismatch, and so are different values in the places of one container.
+            It may contain objects, too: the Parameters and buffers of a module are filled in place, and
+            ``load_state_dict`` gets the state if it does more than copy them (hooks, overrides, an extra state); an
+            optimizer, also one that has not stepped, and any other object with ``load_state_dict`` is given the state
+            that was read. Everything is compared before anything is changed. A tie that only one side has is not a
+            mismatch; nor is a tie in ``into`` of tensors that are stored separately and are equal. Tensors that overlap
+            in memory without being tied are a mismatch, and so are different values in the places of one container.
         keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
             (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). A pattern without ``*``, ``?``
-            and ``[`` also chooses all that is below that name (``"model"``). Only tensors that match are read, and the
-            result holds only what matches, tensors and values, and the containers that lead there: positions in lists
-            close up. With ``into``, everything else there stays unchanged, and items chosen from a list keep their
-            positions. An empty container is a value. A value made of several parts (a sparse tensor, a registered
-            object) comes whole when it or one of its parts matches; types of other parts need not be registered. A tied
-            tensor has a name at each of its places, and comes back at those that match.
+            and ``[`` also chooses all that is below that name (``"model"``). Only matching tensors are read, and the
+            result holds only matching tensors and values, and the containers that lead there: positions in lists close
+            up. With ``into``, everything else there stays unchanged, and items chosen from a list keep their positions.
+            An empty container is a value. A value made of several parts (a sparse tensor, a registered object) comes
+            whole when it or one of its parts matches; types of other parts need not be registered. A tied tensor has a
+            name at each of its places, and comes back at those that match.
         exclude: patterns of values to leave out, even if they match ``keys``. A value made of several parts stays out
             whole when it or one of its parts matches.
         strict: False allows differences, as ``load_state_dict`` does: tensors that only the checkpoint has are not read
-            and are not in the result; tensors, values and ends of lists that only ``into`` has stay as they are; a
+            and are not in the result; tensors, values and ends of lists that only ``into`` has stay unchanged; a
             pattern that matches nothing is no error. The report lists them (``missing``, ``unexpected``). Shapes and
             dtypes must fit all the same.
         dtype: cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name
@@ -132,15 +132,16 @@ def load(  # noqa: PLR0913 - all by name
         rename: other keys: a dict of new keys by old ones, or a function of the key. It changes every dict key that is
             a string, after the names in the file have been chosen from, and before the comparison with ``into``.
         strip_prefix: a prefix, or several, to remove from such keys first (``["module.", "_orig_mod."]``).
-        framework: ``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives
-            tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.
+        framework: ``auto`` returns each tensor as it was saved; ``torch`` returns arrays as tensors, too; ``numpy``
+            returns tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without
+            torch.
         device: where new torch tensors go; None for the CPU. A ``torch.device`` or its name, such as ``cuda:0``: all go
             there except tensors that were saved from the CPU and have to be there, the states of random generators and
             the ``step`` of optimizers. ``"saved"``: each goes to the device that it was saved from. A dict of patterns
             over names, such as ``{"model.*": "cuda:0"}``: the first match decides, and a tensor without a match goes to
             the CPU; or a function of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read into
-            pinned staging memory and copied from there while more is read; they are there when this returns, for any
-            stream.
+            pinned staging memory and copied from there while more is read; the copies have ended when this returns, for
+            any stream.
         registry: types that this call knows before those of :func:`fastckpt.register_type`.
         unknown: how to load values of types that this program does not know: ``error``, or ``plain`` for their stored
             form (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type,
@@ -157,9 +158,9 @@ def load(  # noqa: PLR0913 - all by name
         io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO if
             it is set, else takes the first of these that works. It reads cached files from the page cache. Where
-            LOCAL_WORLD_SIZE is more than 1, ``auto`` reads all through the page cache, so that the ranks of a node that
+            LOCAL_WORLD_SIZE is more than 1, ``auto`` reads through the page cache, so that the ranks of a node that
             load one path read the storage once, unless one of the path's last two components names the rank
-            (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``. ``mmap``
+            (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, pass ``uring``. ``mmap``
             always uses the page cache, whatever the variable is. None of them changes how a URL is read, of which
             ``direct`` is an OSError.
         threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at

@@ -38,7 +38,7 @@ def until_settled(read: Callable[[], _T]) -> _T:
 
 
 def warn_of_unknown(operation: str, names: Iterable[str]) -> None:
-    """Warn of types that are not known, whose values come back as what they are stored as."""
+    """Warn of unknown types, whose values come back in their stored form."""
     listed = list(names)
     shown = ", ".join(name[:_SHOWN] for name in listed[:_LISTED])
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
@@ -55,8 +55,8 @@ _LISTED, _SHOWN = 20, 200
 class LastWord(logging.NullHandler):
     """Silent, as a library has to be, except for errors in a program that has configured no logging.
 
-    Such a program would never hear of a save that fails in the background: the handler that Python keeps for its
-    warnings is off as soon as a library has one of its own, a silent one, too.
+    Such a program would never hear of a save that fails in the background: Python's last-resort handler is off as soon
+    as a library has a handler of its own, even a silent one.
     """
 
     def __init__(self) -> None:

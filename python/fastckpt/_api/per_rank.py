@@ -55,7 +55,7 @@ def load_state_of(path: AnyPath, rank: int | None, own: tuple[int, int] | None) 
 
     Raises:
         KeyError: no rank saved a state of its own.
-        ValueError: there are other ranks than these.
+        ValueError: the number of ranks has changed.
     """
     source = place_of(_OPERATION, path)
     if rank is not None and type(rank) is not int:

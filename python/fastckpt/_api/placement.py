@@ -121,7 +121,7 @@ def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
 def named_dtypes_of(stock: Stock, dtype: Mapping[str, Any], inner: set[int]) -> dict[int, str]:
     """Likewise for tensors of integers and booleans whose very name is in ``dtype``, which patterns do not choose.
 
-    Those whose number is in ``inner`` are parts of other tensors, and stay as they are.
+    Those with a number in ``inner`` are parts of other tensors, and stay unchanged.
     """
     tensors = stock.tensors(frozenset({"tensor", "array"})).keys() - inner
     return {
@@ -228,7 +228,7 @@ def _dtypes(
 
 
 def can_cast(source: str, target: str) -> bool:
-    """Whether ``dtype=`` makes one of these dtypes of the other."""
+    """Whether ``dtype=`` converts one of these dtypes to the other."""
     return re.fullmatch(_CASTABLE, source) is not None and re.fullmatch(_FLOATING, target) is not None
 
 

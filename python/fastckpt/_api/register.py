@@ -17,9 +17,9 @@ def register_type(
     """Declare a class, so that its instances can be saved and come back as instances of it.
 
     Named tuples, dataclasses, enums, subclasses of built-in types and tensor subclasses that wrap others are saved
-    without registration. They come back as their class only if the program that loads them has declared it, under
-    the same name: a checkpoint never causes an import or a call of anything else. The class is matched exactly: a
-    subclass is declared by itself.
+    without registration. They come back as their class only if the loading program has declared it, under the same
+    name: a checkpoint never causes any other import or call. The class is matched exactly: a subclass is declared by
+    itself.
 
     Without ``encode`` and ``decode``, an instance is stored and rebuilt from its fields: no ``__init__`` runs.
     Fields that the checkpoint lacks have their defaults; fields that the class lacks are an error.

@@ -63,10 +63,10 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             file name, or one of fastckpt's own.
 
     Warns:
-        RuntimeWarning: a value is of a class that this program does not declare, so that a load would refuse it, or of
-            one of ``__main__`` without another name, or an attribute beside the fields of a dataclass cannot be stored,
-            once for each; a filter that makes errors of warnings ends the save by it before anything is written. Or an
-            earlier asynchronous save failed, and its result was never requested: of that the save warns when it is
+        RuntimeWarning: a value has a class that this program does not declare, so that a load would refuse it, or a
+            class of ``__main__`` without another name, or an attribute besides the fields of a dataclass cannot be
+            stored, once for each; a filter that turns warnings into errors ends the save before anything is written. Or
+            an earlier asynchronous save failed, and its result was never requested: of that the save warns when it is
             done.
     """
     began = time.perf_counter()

@@ -128,7 +128,7 @@ class WriteSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSettings(WriteSettings):
-    """How a state is saved; checked. Patterns are texts: those that count what they match are made for each save."""
+    """How a state is saved; checked. Patterns are kept as texts: objects that count matches are made for each save."""
 
     given = SaveOptions
 

@@ -84,7 +84,7 @@ class Settings:
         Args:
             operation: the word that error messages begin with.
             given: values by name; a missing one gets its default.
-            door: what the caller called; it takes no other arguments than those that :func:`takes` shows.
+            door: the function that the caller called; it takes no other arguments than those that :func:`takes` shows.
 
         Raises:
             TypeError: it has no argument of a name.

@@ -103,8 +103,8 @@ class Devices:
     def settle(self) -> bool:
         """Wait until nothing writes to the memory any more; whether all that was waited for here went well.
 
-        It waits only where a save has failed, so whatever comes meanwhile, also from a signal handler, comes after an
-        error that is on its way to the caller, and ends nothing.
+        It waits only after a save has failed, so any other exception meanwhile, also from a signal handler, is chained
+        to an error that is on its way to the caller, and changes nothing.
         """
         while self._left:
             try:

@@ -99,7 +99,7 @@ def guard(module: Any) -> Guard:
         module: a ``torch.nn.Module``.
 
     Returns:
-        The guard, one for each module: ``remove()`` takes it off; it is a context manager that does.
+        The guard, one for each module: ``remove()`` removes it; as a context manager it removes itself.
 
     Raises:
         TypeError: it is not a module.

@@ -181,7 +181,7 @@ class PendingSave(in_flight.SaveInFlight):
         return self.cancelled()
 
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
-        """Call ``function(pending)`` when it is over, in the thread that writes; at once if it is over already.
+        """Call ``function(pending)`` in the thread that writes when the save ends; at once if it has ended already.
 
         Exceptions that it raises are logged.
         """

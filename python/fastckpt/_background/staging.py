@@ -39,10 +39,10 @@ class Staging:
 
     Memory that a device still reads must neither be changed nor be given to another tensor. The program's own
     references do not see to that: they may go when the call returns. So this holds references of its own until the
-    copies have ended; versions are read from these, too. And each copy is noted with the allocator
-    (``Tensor.record_stream``, in :mod:`fastckpt._tensors.device`), for a reference does not keep what
+    copies have ended; versions are read from these, too. Each copy is also noted with the allocator
+    (``Tensor.record_stream``, in :mod:`fastckpt._tensors.device`), because a reference does not keep memory that
     ``untyped_storage().resize_(0)`` gives back, as FSDP does with parameters that it has gathered: the allocator then
-    lends that memory to nobody before the copy has read it.
+    reuses that memory only after the copy has read it.
 
     Args:
         pending: the handle.

@@ -59,9 +59,10 @@ def copy_checkpoint(
     :func:`fastckpt._stores.urls.place_of` gives it.
 
     Args:
-        sources: places of the checkpoint, the nearest first. Each file comes from the first one where it is whole.
+        sources: places of the checkpoint, the nearest first. Each file comes from the first source in which it is
+            whole.
         target: the place of the copy. If it is among the sources, with ``overwrite``, its damaged files are replaced,
-            and the others stay as they are.
+            and the others stay unchanged.
         operation: the name of the operation, for messages.
         overwrite: replace another checkpoint at ``target``.
         limit: bytes per second that this process may move.
@@ -75,7 +76,8 @@ def copy_checkpoint(
         What was done.
 
     Raises:
-        CancelledError: ``stop`` returned true, or this process must go on at another time: what is there stays.
+        CancelledError: ``stop`` returned true, or this process must continue at another time: files that were copied
+            stay.
         CorruptCheckpointError: a file is damaged at all sources; nothing became visible.
         ReplacedCheckpointError: the checkpoint was replaced or removed meanwhile, or a file beside it has another
             length.

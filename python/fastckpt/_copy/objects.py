@@ -88,7 +88,7 @@ class ToObjects:
         return reused, []
 
     def _commit(self, plan: Plan, before: Version | None) -> None:
-        """Have the manifest take the place of the one that was there; of several copies at a time one can do that."""
+        """Replace the old manifest; of several simultaneous copies only one can do that."""
         try:
             self._objects.replace(MANIFEST, plan.manifest, _crc64.to_hex(_crc64.of(plan.manifest)), before)
         except FileExistsError:
@@ -98,7 +98,7 @@ class ToObjects:
                 raise self._busy() from None
 
     def _settle(self, plan: Plan, bring: Callable[[Sequence[Item]], None]) -> None:
-        """Bring again what another copy has removed meanwhile, which took it for the rest of an earlier one."""
+        """Send again what another copy has removed meanwhile, because it took it for a leftover of an earlier one."""
         for _ in range(_TURNS):
             left = self._missing(plan, self._objects.sizes())
             if not left:

@@ -93,7 +93,7 @@ def policies_text(policies: Sequence[Any]) -> str:
 def save_options_of(
     options: Mapping[str, Any] | None, comparison: Mapping[str, Any], *, grouped: bool
 ) -> dict[str, Any]:
-    """``save_options=``, with what only saves of several ranks take beside: how they compare what several hold.
+    """``save_options=``, with the options that only saves of several ranks take: how they compare their copies.
 
     Raises:
         TypeError: an option has the wrong type.

@@ -1,4 +1,4 @@
-"""Which checkpoints a restore tries, and in which order; and whether a run may begin anew where there are none."""
+"""Which checkpoints a restore tries, and in which order; and whether a run may start anew if there are none."""
 
 from __future__ import annotations
 

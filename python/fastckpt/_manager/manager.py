@@ -61,8 +61,8 @@ class Manager:
     people and scripts.
 
     Several managers, of several processes, may use one directory: each removes only checkpoints that are older than one
-    that it has made durable itself, so the newest stays whatever they do. No manager knows what another one wants to
-    keep; pass the same policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
+    that it has made durable itself, so the newest always stays. No manager knows what another one wants to keep; pass
+    the same policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
 
     In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
     ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
@@ -169,7 +169,7 @@ class Manager:
         *,
         asynchronous: bool,
     ) -> None:
-        """Make the parts. Each knows some of those before it, and none of those behind it."""
+        """Make the parts. Each knows some of the entries before it, and none of those after it."""
         local, remote, ranks, path = self._local, self._remote, self._ranks, self.directory
         timing, leftovers = StepTiming(), Leftovers(local.place)
         signals = self._signals = Signals(shared=ranks.size > 1)
@@ -292,8 +292,8 @@ class Manager:
         it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
         installed their handlers.
 
-        Among several ranks, a signal to one of them is answered by all, which save the same step; each then does what
-        it would have done had the signal come to itself.
+        Among several ranks, all answer a signal to one of them and save the same step; each then does what it would
+        have done if the signal had come to itself.
 
         Args:
             signals: numbers; SIGTERM without any.
@@ -361,8 +361,8 @@ class Manager:
         reason; it stays, and does not count as kept. One of a format that this release does not read is not skipped but
         an error.
 
-        With a remote tier, what the directory lacks or has damaged is fetched from there, and loaded from the directory
-        then; from the remote itself where the directory cannot take it.
+        With a remote tier, missing or damaged checkpoints are fetched from there, and then loaded from the directory;
+        or from the remote itself if the directory has no room.
 
         Args:
             into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of what is returned.

@@ -46,7 +46,7 @@ class Signals:
         shared: whether only those are answered on which all ranks have agreed.
 
     Attributes:
-        answer: what answers a signal as it comes, in the handler; None where the state may be half new.
+        answer: answers a signal as it comes, in the handler; None while the state may be inconsistent.
     """
 
     def __init__(self, *, shared: bool) -> None:

@@ -92,7 +92,7 @@ class Ranks:
         rank: the index of this rank.
         size: the number of ranks.
         leads: whether this rank writes the file ``latest`` and removes checkpoints.
-        share: index and count of this rank among those that copy, one on each host, once they have begun; None for the
+        share: index and count of this rank among those that copy, one on each host, once they have begun; None for
             other ranks.
 
     Raises:

@@ -38,7 +38,7 @@ def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remo
     """The tier of ``remote=`` and ``remote_keep=``; None without the former.
 
     Raises:
-        ImportError: it is a URL, and the package for those is not there.
+        ImportError: it is a URL, and the package for URLs is missing.
         TypeError: one of these has the wrong type.
         ValueError: it is not a place for checkpoints, or is the local one.
     """

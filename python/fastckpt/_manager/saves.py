@@ -1,4 +1,4 @@
-"""The saves of a run: the one in flight, the step that needs none, and what the next one continues."""
+"""The saves of a run: the one in flight, the step that needs none, and the place of the next one in the lineage."""
 
 from __future__ import annotations
 

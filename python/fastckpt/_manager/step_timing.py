@@ -87,7 +87,7 @@ class StepTiming:
 
     @property
     def cost(self) -> float | None:
-        """Seconds of training that a save costs: the stall, and what steps take longer while it is written."""
+        """Seconds of training that a save costs: the stall, and how much longer steps take while it is written."""
         if self._stall is None or self._durable is None:
             return None
         slower = 0.0

@@ -1,4 +1,4 @@
-"""A tier of a run, local or remote: a place for checkpoints, what is removed there, and why the rest stays.
+"""A tier of a run, local or remote: a place for checkpoints, which ones are removed there, and why the rest stays.
 
 Only steps older than a checkpoint that has just become durable are removed. So whatever happens to the removal, and
 however many managers work on one directory, the newest durable checkpoint is there: each of them removes only what is

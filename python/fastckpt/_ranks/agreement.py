@@ -16,7 +16,7 @@ offers and answers are bytes. Arrivals can travel inside of another value: ``com
 
 What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and the
 coordinator gets one of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the
-manifest) travel up, one by one, and its tensors as lists, of which equal ones travel and come back as one.
+manifest) travel up, one by one, and its tensors as lists; equal lists are sent only once.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ class Boxed:
 
     Attributes:
         requests: those.
-        drain: takes the bytes of those without an address; None where there are none.
+        drain: takes the bytes of those without an address; None if there are none.
     """
 
     def __init__(

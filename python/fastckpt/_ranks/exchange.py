@@ -1,8 +1,8 @@
 """Messages between ranks: what one reads or has in memory, and another writes or wants.
 
 The core knows which messages there are, and packs and unpacks them (``_core.Mail``). Here they travel: for each
-direction one thread begins transfers, in order, and one waits for them, in the same order. So several messages travel
-at a time, and a sender that waits for memory does not hold up what has arrived.
+direction one thread starts transfers, in order, and another waits for them, in the same order. So several messages
+travel at a time, and a sender that waits for memory does not hold up what has arrived.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Link:
         return (name or secrets.token_hex(8)) if needed else ""
 
     def meet(self, name: str, timeout: float, attend: Callable[[], None]) -> DataGroup | None:
-        """The group that was agreed on; to make one, all ranks come here at about the same time.
+        """The group that was agreed on; all ranks that create one arrive here at about the same time.
 
         Raises:
             RanksError: another rank has not come for ``timeout`` seconds, or the operation has failed there.
@@ -216,7 +216,7 @@ class Exchange:
 
         Args:
             why: for whom the core's part then fails.
-            alive: called while that takes time, so that this rank does not pass for the one that is gone.
+            alive: called meanwhile, so that this rank is not mistaken for the one that is gone.
         """
         if not self.busy:
             return

@@ -1,11 +1,11 @@
 """A checkpoint read by all ranks of a process group: each byte once, by one rank, which passes it on.
 
-Where all ranks are on one host, and the checkpoint is in its page cache, each rank reads what it wants from there: that
-takes half the time of the processor that messages take. From storage they read it once, with direct I/O, and pass it
-on: to read it through the page cache together is slower, for the ranks wait for each other's pages.
+If all ranks are on one host, and the checkpoint is in its page cache, each rank reads its own part from there: that
+takes half the processor time of messages. From storage they read it once, with direct I/O, and pass it on: to read it
+through the page cache together is slower, for the ranks wait for each other's pages.
 
-From an object store each rank reads what it wants, wherever it runs: a store serves many readers at a time, and one
-that read for others would make its own network the limit of all.
+From an object store each rank reads its own part, on any number of hosts: a store serves many readers at a time, and a
+rank that read for others would make its own network the limit of all.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ class Opened(NamedTuple):
 
     Attributes:
         reader: the checkpoint.
-        apart: whether each rank reads what it wants: through the page cache of the one host that they are on, or from
-            an object store.
+        apart: whether each rank reads its own part: through the page cache of the one host that they are on, or from an
+            object store.
         group: what bytes travel in; None where they do not.
     """
 

@@ -32,7 +32,7 @@ class Numbered(Protocol):
         """Be the next turn."""
 
     def abandon(self, failure: RankFailure) -> Steps:
-        """Leave without a verdict, so that the others have one at once."""
+        """Leave without a verdict, so that the others get one at once."""
 
 
 @dataclass
@@ -86,7 +86,7 @@ class Member:
         return bool(self.session) and self.known.issuperset(tree.below(self.rank, self.size))
 
     def come(self, called: Called) -> list[Called]:
-        """Note that this rank comes with a call; return the calls by which others may find that it is ahead of them.
+        """Note that this rank makes a call; return the calls by which others may find that it is ahead of them.
 
         A save that is indistinguishable from an earlier one is never ahead: it could meet a later one of the others.
         """

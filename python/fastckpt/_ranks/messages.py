@@ -34,7 +34,7 @@ class Message:
     failures: list[RankFailure]
     #: The number of failures beyond those listed.
     more: int
-    #: Nothing, where there are failures.
+    #: The combined value; nothing if there are failures.
     value: Any
     #: The calls of these ranks, each with those that its ranks have given up; None: too many.
     met: list[tuple[Called, list[Called]]] | None

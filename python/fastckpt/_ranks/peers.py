@@ -86,8 +86,8 @@ class Peers:
     ) -> Operation:
         """Take the next turn: an operation that all ranks begin in the same order.
 
-        It must be entered, also where it can only fail: the other ranks wait for this one. Entering waits until the
-        turns before it have ended on this rank.
+        It must be entered, even if it can only fail: the other ranks wait for this one. Entering waits until the turns
+        before it have ended on this rank.
 
         Args:
             kind: ``save`` or ``load``.
@@ -265,7 +265,7 @@ class Operation:
         return self._run(self._turn.round(name, value, None, combine, decide, is_done), watch=watch)
 
     def mark(self, marks: Mapping[str, str]) -> None:
-        """Say before the first round what tells this call from others to the same path; equal on ranks that have it."""
+        """Mark this call, before the first round, by values that are equal on all ranks that have them."""
         self._turn.marks.update(marks)
 
     def alive(self) -> None:

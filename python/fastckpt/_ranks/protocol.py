@@ -14,8 +14,8 @@ others. So a coordinator that was stopped, and wakes up after the others have gi
 while it was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The
 bell is a key that appears after the verdict, to wake waiting ranks; it may also ring for nothing.
 
-**Out of step.** A rank that missed a call, or gave one up alone, is in an earlier turn than the others: it comes with a
-call to a turn that has failed without it, or in which others have come with another one. A verdict lists the calls that
+**Out of step.** A rank that missed a call, or gave one up alone, is in an earlier turn than the others: it brings its
+call to a turn that has failed without it, or to which others have brought another call. A verdict lists the calls that
 it applies to (``called.py``). A rank whose call is not among them moves on to the next turn with it, until it is with
 the others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs.
 Of calls that met in one turn all fail, except those of ranks that have given up the others' call already: these wait in
@@ -278,7 +278,7 @@ class Turn:
             value: the message of this rank.
             failure: the failure of this rank, or the other rank's failure because of which it stopped.
             combine: combines the values of a rank and the ranks below it, its own first; None makes a list of all.
-            decide: makes the answer of the value of all ranks, at rank 0; None takes the value itself.
+            decide: computes the answer from the combined value, at rank 0; None takes the value itself.
             is_done: whether ``decide``, which has raised, has done nevertheless what the operation is for.
 
         Raises:
@@ -631,7 +631,7 @@ class Turn:
                 yield from self._pass()
 
     def abandon(self, failure: RankFailure) -> Steps:
-        """Leave without a verdict, so that the others have one at once; return whether they are in a later turn."""
+        """Leave without a verdict, so that the others get one at once; return whether they are in a later turn."""
         if not self.member.session:
             self.owe(failure.message)
             return False

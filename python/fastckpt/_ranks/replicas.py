@@ -1,8 +1,8 @@
 """Copies of the same tensors on several ranks are compared before a byte is written.
 
-Each rank sums what it holds (``_core.Replicas``), and one number for each team of ranks that holds the same parts
-comes up with the round in which the ranks meet at the workspace. Only where two numbers differ, two more rounds find
-out which tensors those are, and how much of them differs.
+Each rank sums its parts (``_core.Replicas``), and one number for each team of ranks that holds the same parts travels
+with the round in which the ranks meet at the workspace. Only where two numbers differ, two more rounds find out which
+tensors those are, and how much of them differs.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Comparison:
         engine: the save of this rank, which holds the memory.
         share: what all ranks hold.
         policy: how much is compared.
-        seed: what samples are drawn by, the same on all ranks, and another one for each save.
+        seed: the seed of the samples, equal on all ranks, and different for each save.
         sum_of: see ``_core.RankSave.replicas``.
         tick: called meanwhile.
     """

@@ -72,5 +72,5 @@ class UnreachableError(Exception):
 
 
 def value_of(key: str) -> Steps:
-    """Return the value of one key, None where there is none."""
+    """Return the value of one key, None if it does not exist."""
     return (yield Get((key,)))[0]

@@ -40,7 +40,7 @@ class _Task:
 
 
 class _Line:
-    """A thread with a client of the store, which makes calls one after the other.
+    """A thread with a client of the store, which makes one call after the other.
 
     Args:
         connect: makes the client; it may hang as well.

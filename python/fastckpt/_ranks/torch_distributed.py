@@ -211,7 +211,7 @@ class DataGroup:
 
     Args:
         group: the ranks in it.
-        name: what no other group made with the same store is called.
+        name: a name that no other group made with the same store has.
         timeout: seconds after which to make it fails because another rank has not come.
 
     Raises:
@@ -242,7 +242,7 @@ class DataGroup:
         return Transfer(self._gloo.send([tensor], peer, 0), tensor)
 
     def receive(self, peer: int, address: int, nbytes: int, owner: object) -> Transfer:
-        """Begin to receive what another rank sends; what one rank sends arrives in order."""
+        """Begin to receive from another rank; messages of one rank arrive in order."""
         self._met.add(peer)
         tensor = _tensor(address, nbytes, owner)
         return Transfer(self._gloo.recv([tensor], peer, 0), tensor)

@@ -440,7 +440,7 @@ class _Flattener:
                 self.stack.append(deeper)
 
     def children(self, frame: _Frame) -> _Frame | None:  # noqa: C901, PLR0912 - one hot loop
-        """Emit the children that are leaves, up to one that has children itself: its frame, or None at the end."""
+        """Emit the children that are leaves, up to one with children of its own: its frame, or None at the end."""
         emit = self.flat.tokens.append
         leaf_of = _values.ENCODERS.get
         describe_of = self.describe.get
@@ -770,7 +770,7 @@ def flatten(
     Args:
         state: any state.
         operation: the word that error messages begin with.
-        refuse_tensors: why there may be no tensors, where there may be none.
+        refuse_tensors: the reason why tensors are refused, if they are.
         observe: also note each tensor by its place, and note what cannot be flattened instead of raising.
         types: the known types with names; by default those of the process.
         default: replaces values that cannot be saved.

@@ -24,8 +24,8 @@ def split_model(operation: str, flat: Flat, model_key: str | None) -> str:
         operation: for the error: ``save``.
         flat: the state, flattened. The names of tied tensors may change.
         model_key: the outer key of the model; ``auto`` for the first of :data:`CONVENTIONS` that leads to a mapping
-            with tensors in it (or to what is stored as one: a module), unless another outer key makes names that start
-            like its own; None for no model apart.
+            with tensors in it (or to an object stored as one: a module), unless another outer key makes names that
+            start like its own; None if no part is the model.
 
     Returns:
         The prefix of the names of the model's tensors; empty if the whole state counts as the model.

@@ -55,7 +55,7 @@ class _Update:
         self.exact = exact
 
     def steps(self, given: Any, built: Any, *, whole: bool) -> Steps:
-        """Update one value; ``whole`` where it is part of a value of a class, of which nothing else is kept."""
+        """Update one value; ``whole`` if it is part of a value of a class, of which nothing else is kept."""
         kind = type(built)
         if built is given:
             return given

@@ -36,7 +36,7 @@ def step_of(key: Any) -> str:
 
 
 class Place:
-    """A place in a state, as a step from the one above: so that deep places take no more memory than shallow ones."""
+    """A place in a state, as a step from the one above, so that deep places take no more memory than shallow ones."""
 
     __slots__ = ("above", "key", "shown", "step")
 

@@ -160,7 +160,7 @@ class Types:
         operation: for the error: ``save``.
         registry: the types of the call, or None.
         framework: ``numpy`` if torch's types are to come back in their stored form.
-        plain: whether values of types that are not known come back as what they are stored as.
+        plain: whether values of unknown types come back in their stored form.
         on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made, where they are declared.
 
     Raises:
@@ -233,7 +233,7 @@ class Types:
 
 
 def _safe(name: str) -> Codec | None:
-    """The codec of a class that the program lets ``torch.load(weights_only=True)`` make: it lets us make it, too."""
+    """The codec of a class that the program allows ``torch.load(weights_only=True)`` to build: it allows us, too."""
     if "torch" not in sys.modules:
         return None
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch

@@ -60,8 +60,8 @@ class Renaming:
     def of(self, tokens: list[Token], *, strict: bool) -> list[Token]:
         """A structure with other keys: as many tokens, in the same places.
 
-        What encodes an object of a registered type keeps its keys, and so do attributes; keys inside an attribute, as
-        the modules in a module's ``_metadata``, go with the others as far as they stay apart.
+        The encoder of an object of a registered type keeps its keys, and so do attributes; keys inside an attribute,
+        such as the modules in a module's ``_metadata``, change with the others as long as they stay distinct.
 
         Raises:
             ValueError: two keys become one.

@@ -305,7 +305,7 @@ def _filled(token: Token) -> bool:
 
 
 def _shown(key: Any) -> Any:
-    """A key; one that only the program that saved it could name, as it is in the file."""
+    """A key; one that only the program that saved it could name is shown as in the file."""
     return key.text if type(key) is KeyText and key.name is _NAMELESS else key
 
 

@@ -65,7 +65,7 @@ FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
 def encode_text(value: str) -> str:
-    """A text as JSON. Two surrogates that make one character are not two in JSON, and would come back as that one."""
+    """A text as JSON. Two surrogates that form one character are not two in JSON, and would come back as that one."""
     if not value.isascii() and re.search(_PAIR, value) is not None:
         raise Unsupported("a string with a surrogate pair cannot be stored: store the character that the pair encodes")
     return quote(value)

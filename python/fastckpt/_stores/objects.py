@@ -348,7 +348,7 @@ class Objects:
         return about["last_modified"]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; what is not there is not missed. The order among them is the store's."""
+        """Remove objects; missing ones are ignored. The order among them is the store's."""
         import obstore  # noqa: PLC0415
 
         keys = [self._key(name) for name in names]

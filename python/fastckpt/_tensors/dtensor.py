@@ -2,8 +2,8 @@
 
 From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and is a class of its own since; specs have a ``shard_order``
 since 2.9, which can say what strided shards say. FSDP over tensor parallelism makes strided shards: the mesh's last
-dimension cuts first, and the strided one cuts what that has left. So do ``redistribute`` and ``full_tensor`` of torch;
-what torch says of offsets applies strided shards first, and is wrong where chunks are uneven.
+dimension cuts first, and the strided one cuts the rest. So do ``redistribute`` and ``full_tensor`` of torch; what torch
+says of offsets applies strided shards first, and is wrong where chunks are uneven.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class DTensors:
     Args:
         ranks: by its global rank, the rank of each member of the group.
         rank: this rank in the group.
-        found: takes the different spreads, in the order in which they are met; their numbers begin at 1.
+        found: collects the different spreads, in the order in which they are met; their numbers begin at 1.
     """
 
     def __init__(self, ranks: Mapping[int, int], rank: int, found: list[Spread]) -> None:

@@ -185,7 +185,7 @@ class Sources(_Movers):
             all copies have been asked for.
 
     Attributes:
-        devices: the ``torch.device`` objects that copies come from; empty when there are none.
+        devices: the ``torch.device`` objects that copies come from; empty if there are none.
 
     Raises:
         RuntimeError: the caller's current stream of a device is being captured into a CUDA graph.
@@ -203,7 +203,7 @@ class Sources(_Movers):
         self._move(ranges, _device.download)
 
     def sum(self, index: int) -> int | None:
-        """The CRC-64 of all bytes of a tensor, made by the device that has it; None where it cannot make that.
+        """The CRC-64 of all bytes of a tensor, computed by its device; None if the device cannot.
 
         Any thread may call it.
         """
@@ -221,8 +221,8 @@ class Sources(_Movers):
         It returns at once where the host memory is pinned, and waits for memory that is being pinned. Other memory is
         filled before it returns. Any thread may call it.
 
-        The tensors are kept until the copies have been waited for, and their memory, if it is freed earlier all the
-        same, goes to nobody else before they have ended.
+        The tensors are kept until the copies have been waited for, and their memory, even if it is freed earlier, is
+        not reused before they have ended.
 
         Args:
             ranges: of tensors on devices alone.
@@ -258,8 +258,8 @@ class Sinks(_Movers):
     def drain(self, ranges: Iterable[Range]) -> None:
         """Bring ranges from host memory to where they belong. The core's callback, for any thread.
 
-        When it returns they are there: the memory may be used again, and every stream sees them, as the host has
-        waited for the copies.
+        When it returns the copies have ended: the memory may be reused, and every stream sees them, because the host
+        has waited for the copies.
 
         Raises:
             Exception: what failed; all copies have ended.

@@ -124,7 +124,7 @@ def mover_out(array: Array) -> Mover:
 
 
 def converter(source: np.dtype[Any], target: np.dtype[Any]) -> Callable[[Bytes, Bytes], None]:
-    """What makes elements of one dtype of those of another."""
+    """Converts elements of one dtype to another."""
 
     def convert(data: Bytes, out: Bytes) -> None:
         with np.errstate(all="ignore"):

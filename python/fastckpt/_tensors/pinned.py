@@ -159,7 +159,7 @@ class Registration:
 
     @property
     def problem(self) -> str | None:
-        """Why not all of the memory is pinned, and what to do; None while it is on its way, and when it is pinned."""
+        """Why not all of the memory is pinned, and what to do; None during pinning, and when all is pinned."""
         if self._reason is None or not self.is_done():
             return None
         return (

@@ -66,7 +66,7 @@ def in_order(
 ) -> Spread:
     """The spread of a mesh whose dimensions cut a tensor in these orders, by the dimension of the tensor.
 
-    Dimensions of the mesh trade places, so that each of them cuts what those before it have left.
+    Dimensions of the mesh are reordered, so that each of them cuts what the ones before it have left.
     """
     axes = list(range(len(mesh)))
     placed = list(placements)

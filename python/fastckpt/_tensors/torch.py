@@ -172,7 +172,7 @@ def describe_nested(value: Tensor) -> Parts:
 
 
 def encode_nested(value: Tensor) -> dict[str, Any]:
-    """The tensors in a nested tensor: apart, or as one of which they are ranges along one dimension."""
+    """The tensors in a nested tensor: separate ones, or one tensor of which they are ranges along one dimension."""
     whole: Any = value.detach()
     if value.layout is _strided:
         parts: dict[str, Any] = {"constituents": list(whole.unbind()), "dtype": value.dtype}
@@ -279,7 +279,7 @@ def kind_of(value: Any) -> str | None:
 
 
 def own_tensors(module: torch.nn.Module) -> list[Tensor]:
-    """The Parameters and buffers of a module: what can be filled so that the module has it."""
+    """The Parameters and buffers of a module: the tensors that can be filled in place."""
     return [*module.parameters(), *module.buffers()]
 
 
@@ -312,7 +312,7 @@ def reacts(module: torch.nn.Module) -> bool:
 
 
 def safe_types() -> list[type]:
-    """The classes that the program lets ``torch.load(weights_only=True)`` make, less those that no save stores."""
+    """The classes that the program declared safe for ``torch.load``, except those that no save stores."""
     listed: list[Any] = getattr(torch.serialization, "get_safe_globals", list)()
     return [
         item
@@ -357,7 +357,7 @@ def _why_not(kind: type[Tensor]) -> str | None:
 
 
 def without_class(value: Tensor) -> Tensor:
-    """The data of a tensor of a subclass that has it itself, as a plain tensor over the same memory."""
+    """The data of a tensor of a subclass that holds it itself, as a plain tensor over the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad)
 
@@ -577,7 +577,7 @@ def over(memory: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def converter(source: torch.dtype, target: torch.dtype) -> Callable[[Bytes, Bytes], None]:
-    """What makes elements of one dtype of those of another; RuntimeError where torch cannot."""
+    """Converts elements of one dtype to another; RuntimeError if torch cannot."""
     torch.zeros(1, dtype=source).to(target)
 
     def convert(data: Bytes, out: Bytes) -> None:

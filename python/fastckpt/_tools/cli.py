@@ -1,8 +1,8 @@
 """The command ``fastckpt``: inspect, verify, compare, copy, convert, plan, measure and clean up checkpoints.
 
 Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
-slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
-too; everything else goes to standard error.
+slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, also for an
+error; everything else goes to standard error.
 """
 
 from __future__ import annotations

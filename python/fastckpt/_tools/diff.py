@@ -37,8 +37,8 @@ class Difference:
         dtype: its dtype in the first, and, where that differs, in the second: ``float32 -> bfloat16``.
         shape: likewise.
         elements: how many elements differ, or bytes where several elements share one; None where the shapes differ.
-        max_abs: the largest absolute difference of two elements; nan where only one of them is a number; None where
-            they are not numbers.
+        max_abs: the largest absolute difference of two elements; nan if only one of them is a number; None if they are
+            not numbers.
         relative: the Euclidean norm of the difference divided by the norm of the first tensor; inf if that is zero;
             None like ``max_abs``.
     """

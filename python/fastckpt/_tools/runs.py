@@ -84,7 +84,7 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
 
 
 def _files(path: str) -> dict[tuple[int, int], int]:
-    """The files of a checkpoint, by what makes them the same file in several directories."""
+    """The files of a checkpoint, by the identity that they have in several directories."""
     found = {}
     with os.scandir(path) as entries:
         for entry in entries:

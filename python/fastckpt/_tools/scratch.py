@@ -26,7 +26,7 @@ class _Ended(BaseException):
 class Signals:
     """SIGINT, SIGTERM and SIGHUP as an exception, or, while ``held``, kept; sent anew when the block ends.
 
-    Only those that would have their default effect, and only in the main thread: no other gets them.
+    Only those that would have their default effect, and only in the main thread: no other thread receives them.
     """
 
     def __init__(self, *, held: bool = False) -> None:

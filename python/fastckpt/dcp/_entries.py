@@ -1,7 +1,7 @@
 """Lists a checkpoint as torch.distributed.checkpoint does: entries by dotted keys.
 
 Its planners look into mappings, and into lists that hold tensors or mappings; everything else is one entry. A key is
-made a string. Here the same is done to the structure of a checkpoint, so that the keys meet those of a state.
+made a string. The same is done here to the structure of a checkpoint, so that the keys match those of a state.
 """
 
 from __future__ import annotations

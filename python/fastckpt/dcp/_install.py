@@ -112,9 +112,9 @@ def install(**options: Any) -> Installation:
     The arguments of torch's writer that say how its files are written have no effect; ``overwrite`` has.
 
     torch pickles values that it does not know, and fastckpt never does. So a save refuses some values that torch's
-    writer takes, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class
-    is no named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
-    (docs/states.md); shards that are not plain dense tensors; what a planner makes bytes of that
+    writer accepts, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class
+    is not a named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
+    (docs/states.md); shards that are not plain dense tensors; bytes from a planner that
     ``torch.load(weights_only=True)`` refuses; and ``use_collectives=False``. A load refuses values of classes that its
     program has not declared, unless it is given ``unknown="plain"``.
 
@@ -149,7 +149,7 @@ def install(**options: Any) -> Installation:
 def _prepare() -> None:
     """Let calls of torch's classes ask whether fastckpt is installed.
 
-    That stays: a class that has once had a ``__new__`` does not take arguments any more when it is deleted.
+    That stays: a class whose ``__new__`` has been deleted no longer accepts arguments.
     """
     global _prepared  # noqa: PLW0603 - once a process
     if _prepared:

@@ -46,8 +46,8 @@ class Reader(_torch.StorageReader):
     states of any sharding: boxes go straight into the local tensors. Values are decoded without pickle, and handed to
     the planner in the form that its ``torch.load`` expects.
 
-    Keys are those of torch's planners: joined with dots, each made a string; tuples and values of other types are one
-    entry. Every block that is read whole is compared with its checksum.
+    Keys are those of torch's planners: joined with dots, each converted to a string; tuples and values of other types
+    are one entry. Every block that is read whole is compared with its checksum.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
@@ -327,7 +327,7 @@ def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> Non
 
 
 def _as_bytes(value: Any) -> io.BytesIO:
-    """A value as the planner takes it: what ``torch.save`` makes of it."""
+    """A value in the planner's form: the output of ``torch.save``."""
     made = io.BytesIO()
     _torch.torch.save(value, made)
     made.seek(0)

@@ -24,8 +24,8 @@ _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 class Stager:
     """An AsyncStager for ``dcp.async_save`` that copies states into memory that fastckpt keeps for the next save.
 
-    All tensors of a state are in one stretch of huge pages, which is pinned if they come from a GPU. Tensors that are
-    the same stay the same. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon as
+    All tensors of a state are in one stretch of huge pages, which is pinned if they come from a GPU. Ties between
+    tensors are kept. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon as
     nothing refers to the tensors of the copy any more. :func:`fastckpt.release_buffers` frees what is kept.
     """
 

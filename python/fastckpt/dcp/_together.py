@@ -45,7 +45,7 @@ class Together(ProcessGroup):
         self._boxes = Boxes([[], []])
 
     def agree(self, request: SaveRequest) -> AgreedByRanks:
-        """Agree on what the state of the job is: the rounds ``values`` and, where there are any, ``boxes`` come first.
+        """Agree on the state of the job: the rounds ``values`` and, if there are any, ``boxes`` come first.
 
         Raises:
             RanksError: another rank failed, or does not answer.

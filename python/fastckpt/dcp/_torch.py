@@ -82,7 +82,7 @@ def keeps_state(planner: SavePlanner) -> bool:
 
 
 def plans_all(planner: SavePlanner) -> bool:
-    """Whether all that the ranks' own plans have is in the plan that a planner makes of these."""
+    """Whether everything in the ranks' own plans is in the plan that a planner makes from them."""
     kind: Any = type(planner)
     stock: Any = DefaultSavePlanner
     names = ("create_global_plan", "_create_global_plan", "_dedup_save_plans", "finish_plan")
@@ -170,7 +170,7 @@ __all__ = [
 
 
 def kept_plan(planner: Any) -> SavePlan | None:
-    """The plan that a rank made for an earlier save, and that its planner has kept because it is the same again."""
+    """The plan that a rank made for an earlier save, and that its planner has kept because the new one is equal."""
     kept = getattr(planner, "_cached_save_plan", None)
     plan = kept.get(getattr(planner, "_cached_plans_key", None)) if isinstance(kept, dict) else None
     return plan if getattr(planner, "_enable_plan_caching", False) else None

@@ -59,15 +59,15 @@ class Writer(_torch.StorageWriter):
     that fails on any rank leaves the old checkpoint unchanged. It also is an ``AsyncStager``
     (:class:`fastckpt.dcp.Stager`), so ``async_save`` copies the state into memory that is kept for the next save.
 
-    Beside the manifest lies a ``.metadata``, which is there for other tools that look for one: it has keys, sizes and
-    dtypes for torch. torch's own reader does not find the bytes, and its FileNotFoundError names
-    :class:`fastckpt.dcp.Reader`. fastckpt never reads it.
+    Beside the manifest there is a ``.metadata`` for other tools that look for one: it has keys, sizes and dtypes for
+    torch. torch's own reader does not find the bytes, and its FileNotFoundError names :class:`fastckpt.dcp.Reader`.
+    fastckpt never reads it.
 
-    What torch makes of a state before a writer sees it stays so: keys are strings, empty mappings are left out,
-    mappings are plain dicts, and a value that is not a tensor is that of one rank: of the lowest that has it, even if
-    torch's plan leaves it to another one. The numbers of parameters in a plain ``optimizer.state_dict()`` come back as
-    numbers; where they stand for other parameters on other ranks, the save is refused: give what
-    ``get_optimizer_state_dict`` returns.
+    torch's changes to a state before a writer sees it remain: keys are strings, empty mappings are left out, mappings
+    are plain dicts, and a value that is not a tensor is one rank's: the lowest rank's that has it, even if torch's plan
+    assigns it to another one. The numbers of parameters in a plain ``optimizer.state_dict()`` come back as numbers; if
+    they refer to different parameters on different ranks, the save is refused: pass the result of
+    ``get_optimizer_state_dict``.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.

@@ -45,7 +45,7 @@ NOTICE_S: Final = 4.0
 
 
 def _hung_up() -> bool:
-    """Whether the terminal has gone. SIGHUP comes only to those whose controlling terminal it was."""
+    """Whether the terminal has gone. Only processes with this controlling terminal receive SIGHUP."""
     poll = select.poll()
     poll.register(sys.__stdin__ or 0, 0)
     return any(found & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, found in poll.poll(0))

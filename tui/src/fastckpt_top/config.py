@@ -63,7 +63,7 @@ def load(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def remember(file: Path, key: str, value: object) -> str:
-    """Change one value. The file is replaced atomically; what else it holds stays, unless it cannot be read.
+    """Change one value. The file is replaced atomically; its other contents stay, unless it cannot be read.
 
     Args:
         file: The file.

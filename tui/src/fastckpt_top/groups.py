@@ -190,7 +190,7 @@ class Past:
         return next((checkpoint for checkpoint in reversed(self.checkpoints) if checkpoint.kind == kind), None)
 
     def interval_s(self, kind: str) -> float | None:
-        """Seconds from the start of the same job's one before to that of the latest of a kind; None without both."""
+        """Seconds between the starts of a job's two latest operations of a kind; None without both."""
         last = self.last(kind)
         starts = [one.start for one in self.checkpoints if last and (one.kind, one.team) == (kind, last.team)][-2:]
         return starts[1] - starts[0] if len(starts) == 2 else None  # noqa: PLR2004

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Jobs:
     """Gives each process its job.
 
-    Those that one launcher started, and those that share a process group, are one job. A job keeps its key, the name
+    Processes started by one launcher, and those that share a process group, are one job. A job keeps its key, the name
     and the pid of its first process, also when that has gone.
     """
 

@@ -1,9 +1,8 @@
 """JSON lines: one schema (schema.json) for --json, --record and --replay.
 
-A line is a `header` or a `tick`. A tick has what people want (`node`, `jobs`, `ops`, `ranks`, `events`: figures in base
-units, unknown is null) and what a replay needs (`procs`: the counters as they stood in the segments, as arrays in the
-order of docs/telemetry.md).
-Within `fastckpt-top/1` keys and array elements are only ever added.
+A line is a `header` or a `tick`. A tick has the figures for users (`node`, `jobs`, `ops`, `ranks`, `events`: in base
+units, null if unknown) and those for a replay (`procs`: the counters as they were in the segments, as arrays in the
+order of docs/telemetry.md). Within `fastckpt-top/1` keys and array elements are only ever added.
 """
 
 from __future__ import annotations

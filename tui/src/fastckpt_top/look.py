@@ -43,7 +43,7 @@ class Look:
         return self.gpus if self.gpus is not None else count_ranks(procs)
 
     def per_gpu(self, procs: Iterable[Proc]) -> Target:
-        """The target of these processes: the user's, else what they ask for, idle ones too."""
+        """The target of these processes: the user's, else the one that they ask for, even idle ones."""
         return self.target or asked(procs)
 
     def target_of(self, group: Group) -> Target:

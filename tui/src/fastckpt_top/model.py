@@ -232,7 +232,7 @@ class Model:
     def _prune(self) -> None:
         """Forget ended operations beyond the last few, unless they are the last of a living process.
 
-        Those that died are as many more: however many they are, those that ended well keep their place.
+        Dead ones are kept in addition: however many they are, those that ended well keep their place.
         """
         ended = sorted((group for group in self._groups if not group.running), key=lambda group: group.end)
         alive = {name for name, track in self._procs.items() if track.alive}

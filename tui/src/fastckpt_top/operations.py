@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def node_op(group: Group, look: Look) -> NodeOp:
-    """An operation as it stands, without its sentence; the group's peak, GPUs, target and straggler are updated."""
+    """The current state of an operation, without its sentence; updates the group's peak, GPUs, target, straggler."""
     tracks = list(group.members.values())
     running = [track for track in tracks if track.running]
     if running or not group.gpus:

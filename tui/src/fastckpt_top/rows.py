@@ -126,14 +126,14 @@ class ThreadRow:
 
     @property
     def wait(self) -> str:
-        """What holds the thread up: `source 42%`, `limit 80%`, `peers 75%`, `fsync`, `disk 97%`, or nothing."""
+        """The thread's bottleneck: `source 42%`, `limit 80%`, `peers 75%`, `fsync`, `disk 97%`, or nothing."""
         return wait_text(*bottleneck(self.state, self.waits))
 
 
 def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | None]:
     """The cause that holds a thread or rank up: the largest part of the last second, if it is significant.
 
-    A bandwidth limit comes first: it only makes a worker wait where nothing else is slower.
+    A bandwidth limit comes first: it only makes a worker wait if nothing else is slower.
 
     Args:
         state: Of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
@@ -180,7 +180,8 @@ class Row:
         done: Bytes completed.
         total: Bytes in all; 0 unknown.
         durable: Bytes known to be durable.
-        progress: Of the copy while the state is `STAGE`; else of the operation, 1 only when all is being made durable.
+        progress: Of the copy while the state is `STAGE`; else of the operation, 1 only when all bytes are being made
+            durable.
         eta_s: Seconds until it is durable; None unknown.
         elapsed_s: Seconds since its start, or its duration.
         phase_s: Seconds in the present phase.

@@ -17,7 +17,7 @@ class Proc:
     """One process at one moment.
 
     Attributes:
-        key: The same in each snapshot of the same process, and of no other one.
+        key: The same in each snapshot of one process, and unique to it.
         path: The segment's file.
         header: Who it is.
         process: Its totals.

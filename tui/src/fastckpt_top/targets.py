@@ -95,7 +95,7 @@ def parse(text: str, source: str) -> Target:
 
 
 def following(present: Target, asked: Target | None) -> Target:
-    """The target after the present one: the tiers, then what the command line asked for if it is none, going round."""
+    """The target after the present one: the tiers, then the command line's if it is none of them, in a circle."""
     round_ = [tier(name, "key") for name in TIERS]
     if asked is not None and asked.name not in TIERS:
         round_.append(asked)

@@ -276,7 +276,7 @@ def _latest(proc: Proc, op: Operation) -> int:
 
 
 def _elapsed(proc: Proc, op: Operation, mono: float) -> float:
-    """Seconds from an operation's start to now. Two clocks are only compared where they are one and the same."""
+    """Seconds from an operation's start to now. Two clocks are only compared if they are the same clock."""
     if proc.same_clock:
         return max(mono - op.t_start_mono_ns / 1e9, 0.0)
     latest = max(

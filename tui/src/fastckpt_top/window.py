@@ -65,7 +65,7 @@ class Window:
             samples.popleft()
 
     def ends(self) -> tuple[Sample, Sample] | None:
-        """The window's oldest and newest sample; None while there is only one."""
+        """The window's oldest and newest sample; None if there is only one."""
         samples = self._samples
         if len(samples) < 2:  # noqa: PLR2004
             return None

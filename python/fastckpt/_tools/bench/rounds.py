@@ -62,8 +62,8 @@ class Measured:
 def measure(run: Run, said: Callable[[str], None]) -> Measured:
     """Run all rounds.
 
-    Every other round begins with the checkpoint instead of the plain file: what comes first finds another disk than
-    what comes second, and the speed of a shared one drifts.
+    Every other round begins with the checkpoint instead of the plain file: the first finds the disk in another state
+    than the second, and the speed of a shared one drifts.
 
     Args:
         run: what to measure.

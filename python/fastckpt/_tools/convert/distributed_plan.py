@@ -1,7 +1,7 @@
 """Directories of torch.distributed.checkpoint to checkpoints, without holding the state in memory.
 
-The contents of a directory are a plan for our own writer. Its files are mapped, and the save takes each byte from there
-when it is its turn.
+The contents of a directory are a plan for our own writer. Its files are mapped, and the save reads each byte from there
+in its turn.
 """
 
 from __future__ import annotations

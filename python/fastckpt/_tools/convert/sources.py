@@ -46,7 +46,7 @@ def read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
 
 
 def _read_pickled(source: Path) -> Any:
-    """Return what ``torch.save`` wrote, if it is made of tensors and plain containers alone."""
+    """Return the content of a file of ``torch.save``, if it consists of tensors and plain containers only."""
     torch = unpickling_torch_for(source)
     try:
         _pickled.check(source)

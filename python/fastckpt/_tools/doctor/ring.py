@@ -80,7 +80,7 @@ _SELINUX = {
 
 
 def diagnose(facts: Mapping[str, Any]) -> Finding | None:
-    """Return what keeps a save from having a ring, or None if it has one."""
+    """Return the obstacle to a ring, or None if a save has one."""
     ring, process = facts["io_uring"], facts["process"]
     answer = ring["answer"]
     if answer == "ok":

@@ -90,8 +90,8 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         node_write: GB/s that one node writes, as measured there; the slower of the two counts.
         node_read: GB/s that one node reads; as ``node_write`` by default.
         tier: ``light``, ``medium`` or ``high``: GB/s for each GPU instead. ``light`` if no speed is given.
-        target_seconds: how long a checkpoint may take: the speed that this needs if no speed is given, else what the
-            verdicts are measured against.
+        target_seconds: how long a checkpoint may take: sets the necessary speed if no speed is given, else the limit
+            for the verdicts.
         stall: seconds for which training stops, where checkpoints are written in the background; all of it by
             default.
         restart: seconds to notice a failure and start again, without the reading; 0 by default.

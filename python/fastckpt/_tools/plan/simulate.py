@@ -62,8 +62,8 @@ class Simulation:
 
     Attributes:
         cost: for which a checkpoint stops training.
-        mttf: mean time between failures of the cluster, as the formulas take it: of exponential lives the one given,
-            else the one that was seen.
+        mttf: mean time between failures of the cluster, for the formulas: with exponential lives the given one, else
+            the observed one.
         restart: the time from a failure until training continues.
         lag: after training went on until a checkpoint is durable.
         accelerators: how many were simulated.

@@ -55,7 +55,7 @@ pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     Ok(found)
 }
 
-/// The space that the files of the directory `name` take, and when it or one of them changed last; nothing if it is gone.
+/// The space that the files of the directory `name` take, and the time of their last change; nothing if it is gone.
 fn measure(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(u64, i64)> {
     let inside = open_child(parent, name).ok()?;
     let mut stats = vec![fs::fstat(&inside).ok()?];

@@ -61,7 +61,7 @@ pub(super) fn workspace_name(name: &OsStr) -> OsString {
 }
 
 /// The name for the old checkpoint that makes way for the workspace named `temporary` at the given attempt. No two
-/// attempts share a name: a process that judges what one attempt left must not find what the next one left.
+/// attempts share a name: a process that judges the leftovers of one attempt must not find those of the next one.
 pub(super) fn aside_name(temporary: &OsStr, attempt: u8) -> OsString {
     let parsed = Temporary::parse(temporary.as_bytes());
     let mut name = parsed.map_or_else(OsString::new, |t| compose(t.stem, Kind::Old, t.workspace));

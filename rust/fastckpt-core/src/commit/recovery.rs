@@ -122,8 +122,8 @@ enum Then {
     Missing,
 }
 
-/// Puts back an old checkpoint whose writer died between the two plain renames. If it must stay where it is (the mount
-/// is read-only, or its writer may be alive and has taken too `long`), it is read there.
+/// Puts back an old checkpoint whose writer died between the two plain renames. If it must stay (the mount is
+/// read-only, or its writer may be alive and has taken too `long`), it is read in place.
 fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool) -> Then {
     let before = changed(parent);
     let aside = match taken_aside(parent, name) {
@@ -169,8 +169,8 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     open_by(path, &mut || began.elapsed())
 }
 
-/// Likewise, with a clock for the time it has taken. It is asked once before each look, so that the last look is one
-/// after the wait is over: a machine may be so busy that a single one takes longer.
+/// Likewise, with a clock for the time it has taken. It is called once before each look, so that the last look comes
+/// after the end of the wait: on a busy machine a single one may take longer.
 fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {

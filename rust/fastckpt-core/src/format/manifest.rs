@@ -102,8 +102,8 @@ pub struct Vouched {
     pub modified: i64,
     /// How many saves have linked it since it was written.
     pub links: u64,
-    /// The number that its file system gives it, so that a copy with the file's time does not pass for it. 0 where it is
-    /// not known.
+    /// The number that its file system gives it, so that a copy with the file's time is not mistaken for it. 0 if
+    /// unknown.
     #[serde(default)]
     pub inode: u64,
 }

@@ -32,7 +32,7 @@ const KEPT: usize = 16 << 20;
 /// Fills the buffer of an outgoing message, given by number, and returns its checksum. The sending thread calls it.
 pub type Fill = Box<dyn Fn(usize, &mut [u8]) -> Result<u64> + Send + Sync>;
 
-/// A message as the list of its direction has it: the other rank, and the number of bytes without their checksum.
+/// A message in the list of its direction: the other rank, and the number of bytes without their checksum.
 pub type Envelope = (u32, u64);
 
 /// Says which bytes of the job an incoming message has, given by number, for errors.

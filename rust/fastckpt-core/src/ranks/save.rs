@@ -1,6 +1,6 @@
 //! The save of one rank. All ranks have the same [`Table`]. One of them, the coordinator, creates the workspace and
-//! commits. The others join it. Each writes its ranges of the shards, and makes them durable, while its [`Mail`] brings
-//! and takes the bytes that one rank has and another one writes.
+//! commits. The others join it. Each writes its ranges of the shards, and makes them durable, while its [`Mail`]
+//! exchanges the bytes that one rank has and another one writes.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -92,7 +92,7 @@ pub struct RankSave {
 /// The least operations that a ring keeps in flight, unless the caller asks for less.
 const LEAST_DEPTH: usize = 4;
 
-/// Operations that a ring keeps in flight: the ranks of a node share what one process would have. They write parts of
+/// Operations that a ring keeps in flight: the ranks of a node share the number for one process. They write parts of
 /// one file, some of them small. With many of those in flight, a file system is busy with its own locks.
 fn depth(options: &Options) -> usize {
     let share = options.queue_depth / options.ranks().local.max(1);

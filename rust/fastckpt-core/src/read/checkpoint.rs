@@ -202,7 +202,7 @@ impl Checkpoint {
         if replaced { Error::Replaced { path: self.path.clone() } } else { error }
     }
 
-    /// Whether apparent damage is none, because the files belong to another checkpoint. If a file system resolves open
+    /// Whether apparent damage is not real, because the files belong to another checkpoint. If a file system resolves open
     /// files by name (FUSE), an open directory is whatever another machine has put in its place.
     pub(super) fn is_other(&self) -> bool {
         commit::reach(self.directory.as_fd()) != commit::Reach::Machine

@@ -230,8 +230,8 @@ impl LinkedShards {
         all.collect::<Option<_>>().unwrap_or_default()
     }
 
-    /// Keeps nothing apart in a group of which nearly all is written anyway: a file for a few constants would only be one
-    /// more file.
+    /// Keeps nothing separate in a group that is rewritten almost completely: a file for a few constants would only be
+    /// one more file.
     fn leave_a_few(&mut self, state: &State<'_>) {
         let groups: Vec<_> = (0..state.tensors.len()).map(|tensor| state.group_of(tensor)).collect();
         let mut bytes = vec![[0; 2]; state.groups.len()];
@@ -311,8 +311,8 @@ fn candidates(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(us
 }
 
 /// Leaves out small shards that are no larger than the tensors written in their group because they are unchanged,
-/// `unchanged` bytes: the two become one shard. So the shards that are linked double in size, and their number stays
-/// small however tensors come to rest one by one.
+/// `unchanged` bytes: the two become one shard. So linked shards double in size, and their number stays small even if
+/// tensors stop changing one by one.
 fn worth_linking(
     whole: Vec<(usize, LinkedShard)>,
     mut unchanged: Vec<u64>,

@@ -127,7 +127,8 @@ impl<'a> Comparison<'a> {
     }
 }
 
-/// The tensors that have one of the same name, type and shape in `base`, with both checksums: its number there.
+/// The tensors that have a counterpart of the same name, type and shape in `base`, with both checksums: its number
+/// there.
 pub(crate) fn counterparts(tensors: &[TensorSpec], base: &Body) -> Vec<(usize, usize)> {
     let known: HashMap<_, _> =
         base.tensors.iter().enumerate().map(|(index, entry)| (entry.name.as_str(), index)).collect();

@@ -42,7 +42,7 @@ impl Shape {
         Ok(shape)
     }
 
-    /// The only shape of `bytes` that has one dimension.
+    /// The only one-dimensional shape of `bytes`.
     pub(super) fn flat(bytes: u64) -> Self {
         Self { sizes: vec![bytes], item: 1, elements: 1, bytes: 1 }
     }

@@ -10,7 +10,7 @@ use crate::sys::strided::Rows;
 const FULL: u64 = 1 << 20;
 /// The same in a job of any number of ranks.
 const LEAST: u64 = 64 << 10;
-/// Bytes of one message from each rank of a job, about: a block may need one from each at the same time.
+/// Approximate bytes of one message from each rank of a job: a block may need one from each at the same time.
 const OF_ALL: u64 = 64 << 20;
 /// A message takes no item that is this many bytes or more after its first one in the file. So it does not hold memory
 /// for long on the side that reads or writes the file.

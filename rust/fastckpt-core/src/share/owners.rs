@@ -62,8 +62,8 @@ impl<'a> Held<'a> {
         self.deal.map_or(0, |deal| deal.copy(offset))
     }
 
-    /// The rank that writes the bytes of an interval in the block of `offset`: those that give some of them take turns,
-    /// block by block. `None` if no rank has any.
+    /// The rank that writes the bytes of an interval in the block of `offset`: the ranks that give some of them take
+    /// turns, block by block. `None` if no rank has any.
     pub(super) fn writer(&self, interval: usize, offset: u64) -> Option<u32> {
         let (section, copy) = (self.cover.section(interval), self.copy(offset));
         let mut cells = self.cover.cells(section);
@@ -123,9 +123,8 @@ impl<'a> Held<'a> {
 
     /// The rank that gives a cell of a stretch of an interval to its `writer`, and its tile of it.
     ///
-    /// It is the one that has the copy. Where the bytes are compared whatever else is, it may be the writer itself if that
-    /// has the cell, or else the rank that is nearest to it: a page in which a part begins, and boxes of several groups
-    /// that overlap.
+    /// It is the one that has the copy. If the bytes are always compared, it may be the writer itself if that has the
+    /// cell, or else the nearest rank: a page in which a part begins, and boxes of several groups that overlap.
     pub(super) fn giver(
         &self,
         cell: &[u32],

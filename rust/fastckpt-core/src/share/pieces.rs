@@ -16,7 +16,7 @@ pub struct Piece {
     pub start: u64,
     /// The number of bytes.
     pub len: u64,
-    /// Their checksums. A load takes the first one alone, and the second one means nothing.
+    /// Their checksums. A load uses only the first one, and the second one has no meaning.
     pub sum: Pair,
 }
 

@@ -201,7 +201,7 @@ impl Groups {
     }
 }
 
-/// The index of each rank along each dimension of the mesh. Zero where the dimension replicates: ranks that differ only
+/// The index of each rank along each dimension of the mesh. Zero if the dimension replicates: ranks that differ only
 /// there are one group.
 fn coordinates(ranks: &[u32], mesh: &[u64], placements: &[Placement]) -> Result<Vec<Vec<u64>>, String> {
     let size = mesh.iter().try_fold(1u64, |all, &size| all.checked_mul(size));

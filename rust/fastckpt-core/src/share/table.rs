@@ -37,8 +37,8 @@ pub struct Tensor {
 pub(super) struct Deal {
     /// Runs of the file, one after another: where each ends, and its copy. The last copy goes on to the tensor's end.
     pub(super) runs: Vec<(u64, u32)>,
-    /// Every byte comes from that copy. Else the rank that writes a page may take what it holds of a part that begins
-    /// there, which is compared whatever else is.
+    /// Every byte comes from that copy. Else the rank that writes a page may use its own copy of a part that begins
+    /// there, which is always compared.
     pub(super) strict: bool,
 }
 
@@ -213,7 +213,7 @@ impl Share {
         Ok(Self { page, first, ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)? })
     }
 
-    /// A number that is the same for all ranks that made the same share, and follow the same rules.
+    /// A number that is equal for all ranks that made the same share, and follow the same rules.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();

@@ -76,10 +76,10 @@ pub struct Part {
     pub joins: bool,
 }
 
-/// A state that is copied to memory, so that it may change while the copy is written. Either the memory holds the files of
-/// a checkpoint as they will be on the disk, including headers (only the manifest is missing), and this writes them; or it
-/// holds parts, which somebody else writes from their [`Self::places`] before this is closed. Each method except the
-/// getters and `stop` refuses while another one runs.
+/// A state that is copied to memory, so that it may change while the copy is written. Either the memory holds the files
+/// of a checkpoint as they will be on the disk, including headers (only the manifest is missing), and this writes them;
+/// or it holds parts, which another object writes from their [`Self::places`] before this is closed. Each method except
+/// the getters and `stop` refuses while another one runs.
 #[derive(Debug)]
 pub struct Snapshot {
     total: u64,

@@ -163,8 +163,8 @@ impl Rows {
         assert!(to.is_empty(), "{} bytes too few", to.len());
     }
 
-    /// Where the bytes of the rows in `range` of the tensor lie in memory, if the first one of all rows is byte `base`
-    /// there: first byte and length of what lies together, in the tensor's order.
+    /// The memory of the bytes of the rows in `range` of the tensor, if the first one of all rows is byte `base` there:
+    /// first byte and length of each contiguous stretch, in the tensor's order.
     #[must_use]
     pub fn runs(&self, base: u64, range: Range<u64>) -> Vec<(u64, usize)> {
         let mut runs: Vec<(u64, usize)> = Vec::new();

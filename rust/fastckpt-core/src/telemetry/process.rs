@@ -263,8 +263,8 @@ pub(super) fn is_locked() -> bool {
     PROCESS.try_lock().is_err()
 }
 
-/// Closes an operation: its history record, its slot (`close`), the totals, the state. A slot is free as soon as it says
-/// that its operation has ended, so all that is read from it or written to it comes before the lock is given back.
+/// Closes an operation: its history record, its slot (`close`), the totals, the state. A slot is free as soon as it
+/// shows that its operation has ended, so all reads and writes of it come before the lock is released.
 pub(super) fn finish(
     segment: &'static Segment,
     number: u32,
@@ -420,10 +420,9 @@ fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
     header.launch.store(launch(environment, parent, ticks), Relaxed);
 }
 
-/// What the processes of one job have in common on this machine, and those of another job have not: the job step of
-/// Slurm; else the process that started them (torchrun's agent, mpirun, the shell); else, for ranks that nothing here
-/// has started (each is the first process of a Kubernetes container), where they meet. Any other process is a job of
-/// its own.
+/// The common feature of the processes of one job on this machine: the job step of Slurm; else the process that started
+/// them (torchrun's agent, mpirun, the shell); else, for ranks that no process here has started (each is the first
+/// process of a Kubernetes container), the store where they meet. Any other process is a job of its own.
 pub(super) fn launch(environment: &Environment, parent: i32, own_ticks: u64) -> u64 {
     let mut hasher = DefaultHasher::new();
     let both = |first, second| environment.text(first).zip(environment.text(second));

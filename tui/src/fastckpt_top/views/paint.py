@@ -137,7 +137,7 @@ class Frame:
 
     @property
     def job(self) -> Job | None:
-        """The job that is shown: the chosen one while it is there, else the first; None where none is known."""
+        """The visible job: the chosen one while it exists, else the first; None if none is known."""
         key = self.ui.job_of(self.model)
         return next((job for job in self.model.jobs if job.key == key), None)
 

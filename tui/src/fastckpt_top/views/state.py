@@ -95,7 +95,7 @@ class Ui:
     order: list[str] = field(default_factory=list)
 
     def job_of(self, model: Model) -> str:
-        """Key of the job that is shown: the chosen one while it is there, else the first; empty without any."""
+        """Key of the visible job: the chosen one while it exists, else the first; empty without any."""
         keys = [job.key for job in model.jobs]
         return self.job if self.job in keys else keys[0] if keys else ""
 
@@ -134,7 +134,7 @@ class Ui:
         return min(rows, key=lambda row: places.get(row.key, len(places)), default=None)
 
     def sort_by(self, column: str) -> None:
-        """Sort by a column, or the other way round where it is the one already."""
+        """Sort by a column, or in reverse order if it is already the one."""
         if column in SORTS:
             self.sort, self.reverse = column, column == self.sort and not self.reverse
 

@@ -65,7 +65,7 @@ class Columns:
 
 
 def columns(rows: list[Row], width: int) -> Columns:
-    """Choose the columns. They depend on the ranks that there are, never on what these do at the moment.
+    """Choose the columns. They depend only on which ranks there are, never on their current work.
 
     Args:
         rows: All ranks of the job, also those that a filter hides.
