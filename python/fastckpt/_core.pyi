@@ -128,14 +128,14 @@ class Verified(Report):
 class SaveOptions:
     """How a state is saved: see :func:`fastckpt.save_async`. ValueError for a value that is none.
 
-    ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
-    Names that begin with ``training_prefix`` are not the model's, unless it is empty. ``files`` are further files for
-    the directory, by plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for
-    the live counters. ``operation`` is the save that these options are for, if it has begun already; ``step`` and
-    ``elapsed`` are its own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked;
-    ``frozen`` tells for each tensor whether it will not change, and is empty if that is unknown. Ranks ignore ``base``:
-    see :class:`RankBase`. ``staging`` is memory for the staging buffers; None for the core's own. It is in use until
-    the operation ends, or for a rank until ``close``.
+    ``model_prefix`` is the prefix of the model's tensor names, empty if all of the state is the model. Names that begin
+    with ``training_prefix`` are not the model's, unless it is empty. ``files`` are further files for the directory, by
+    plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for the live
+    counters. ``operation`` is the save that these options are for, if it has begun already; ``step`` and ``elapsed``
+    are its own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen``
+    tells for each tensor whether it will not change, and is empty if that is unknown. Ranks ignore ``base``: see
+    :class:`RankBase`. ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the
+    operation ends, or for a rank until ``close``.
     """
 
     def __new__(
@@ -185,7 +185,7 @@ def check_target(path: str, overwrite: bool) -> None:
 
 @final
 class ListedCheckpoint:
-    """A checkpoint in a directory: its own docstring says what each attribute is."""
+    """A checkpoint in a directory: its own docstring explains each attribute."""
 
     @property
     def name(self) -> str: ...
@@ -254,7 +254,7 @@ class Gathering:
     def write(self, file: Incoming, offset: int, address: int, nbytes: int) -> int:
         """Write ``nbytes`` bytes at ``address`` to ``offset`` and return their CRC-64. Threads may do so at once.
 
-        What begins at a page in memory and in the file bypasses the page cache.
+        Bytes that begin at a page in memory and in the file bypass the page cache.
         """
     def keep(self, file: Incoming, name: str) -> None:
         """Sync a complete file, and give it its name, replacing a file of that name."""
@@ -298,7 +298,7 @@ def set_changed(step: int, model: float | None, optimizer: float | None) -> None
     """Tell the monitor which shares of the model's and the optimizer's bytes have changed with the save of a step."""
 
 def warn(text: str) -> None:
-    """Tell the monitor what this process warns of: up to 64 bytes of UTF-8."""
+    """Show a warning of this process in the monitor: up to 64 bytes of UTF-8."""
 
 @final
 class ProbedRing:
@@ -315,7 +315,7 @@ class ProbedRing:
 
 @final
 class ProbedFiles:
-    """What a file system supports: an errno, 0 when it works, None when it was not tried.
+    """Features of a file system: an errno, 0 when it works, None when it was not tried.
 
     ``direct_used`` is whether a save would try direct I/O; ``direct_alignment`` the alignments of memory and of offsets
     in bytes, None where the kernel does not report them; ``direct_bypasses`` whether direct writes leave the page cache
@@ -344,9 +344,9 @@ class Probe:
     ``engine`` is the engine that would run, ``fallback`` why it is not the requested one, ``threads`` its workers,
     ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the answers of ``madvise``, an
     errno or 0. ``staging`` is the most staging memory of an operation, ``counters`` the size of a process's live
-    counters, both in bytes. ``counters_at`` are the directories in which they may lie, in turn, each with why it is not
-    looked at, or None. ``files`` lists what the file system supports, or is None, and then ``trouble`` is the step that
-    failed and its errno.
+    counters, both in bytes. ``counters_at`` are their possible directories, in turn, each with why it is not checked,
+    or None. ``files`` lists what the file system supports, or is None, and then ``trouble`` is the step that failed and
+    its errno.
     """
 
     engine: str
@@ -526,7 +526,7 @@ class StoredTensor:
 class StoredShard:
     """A file of a checkpoint.
 
-    ``prefix`` is what its header leaves out at the start of its tensors' names, ``crc`` the CRC-64/NVME of the whole
+    ``prefix`` is the beginning of its tensors' names that its header leaves out, ``crc`` the CRC-64/NVME of the whole
     file, 16 digits.
     """
 
@@ -721,7 +721,7 @@ class Share:
     def first(self, tensors: Sequence[int] | None) -> Share:
         """The same share of a save, with all bytes of these tensors, or of all, from the lowest rank that has them."""
     def replicated(self) -> int:
-        """The number of tensors of which several ranks hold the same bytes."""
+        """The number of tensors whose bytes several ranks hold."""
     def about(self, tensor: int) -> tuple[str, int, list[list[int]]]:
         """Name, bytes of an element (at least one), and the ranks of each spread of a tensor."""
     def digest(self) -> int:
@@ -790,7 +790,7 @@ class RankBase:
     def know(self, path: str, manifest: bytes) -> None:
         """Take the manifest of the base at ``path``, which the coordinator has opened."""
     def compare(self, tick: Callable[[int, int], None] | None) -> bytes:
-        """Sum what this rank holds of the base's tensors. ``fill`` and ``tick`` are called as by :func:`save`."""
+        """Sum this rank's part of the base's tensors. ``fill`` and ``tick`` are called as by :func:`save`."""
     @staticmethod
     def merge(found: Sequence[bytes]) -> bytes:
         """The findings of several ranks, combined; in any order."""
@@ -799,14 +799,14 @@ class RankBase:
 
         Args:
             path: the checkpoint's directory.
-            found: what all ranks found, merged. A tensor of which they have not summed each byte once has changed.
+            found: the merged findings of all ranks. A tensor of which they have not summed each byte once has changed.
             tick: as in :func:`save`.
 
         Returns:
             The answer that the others ``follow``.
         """
     def follow(self, told: bytes) -> None:
-        """Note what the coordinator took over."""
+        """Note the files that the coordinator took over."""
     def share(self) -> Share:
         """The layout of the rest, for :class:`RankSave`; equal on all ranks."""
     def close(self) -> None:
@@ -838,7 +838,7 @@ class RankSave:
         options: SaveOptions,
         base: RankBase | None = None,
     ) -> RankSave:
-        """Find out what ``rank`` does.
+        """Find out the duties of ``rank``.
 
         Args:
             share: made by :meth:`Share.to_save`.
@@ -862,11 +862,11 @@ class RankSave:
         sum_of: Callable[[int, int], int | None] | None,
         tick: Callable[[int, int], None] | None,
     ) -> Replicas:
-        """Sum what this rank holds and others hold, too.
+        """Sum the cells that this rank and others hold.
 
         Args:
             depth: ``sample``, ``full``, or ``first`` for the parts that are always compared.
-            seed: what samples are drawn by.
+            seed: the seed of the samples.
             sum_of: called with tensor and part, for one without an address that is summed whole; the sum, or None if
                 only the host can compute it, from bytes that ``fill`` copies.
             tick: called meanwhile.
@@ -904,7 +904,7 @@ class RankSave:
                 once.
             structure: the structure of the state, as JSON text.
             metadata: the caller's metadata, as JSON text.
-            per_rank: what each rank saved for itself, as JSON text.
+            per_rank: the states that ranks saved for themselves, as JSON text.
             saved: how the ranks wrote, for the manifest; a report will do.
             tick: as in :func:`save`.
         """
@@ -932,7 +932,7 @@ class RankLoad:
         threads: int | None,
         staging: Memory | None = None,
     ) -> RankLoad:
-        """Find out what ``rank`` does.
+        """Find out the duties of ``rank``.
 
         Args:
             share: made by :meth:`Share.to_load`.
@@ -954,7 +954,7 @@ class RankLoad:
     @property
     def mail(self) -> Mail: ...
     def read(self, tick: Callable[[int, int], None] | None) -> LoadedReport:
-        """Read what this rank reads for all, and wait for what others read for it; all parts are filled then.
+        """Read this rank's share, and wait for the shares of the others; all parts are filled then.
 
         ``sent`` are the bytes that other ranks want of this one; they may still be on their way. ``tick`` is called
         with the bytes read and received so far, and in all. Works once: RuntimeError the second time.

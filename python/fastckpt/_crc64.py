@@ -27,7 +27,7 @@ _join: Callable[[int, Sequence[tuple[int, int]]], int]
 
 
 def use(sum_: _Sum, join: Callable[[int, Sequence[tuple[int, int]]], int]) -> None:
-    """Say what computes: functions of the core, which the portable reader below it takes from here, too."""
+    """Set the functions that compute: the core's, which the portable reader below it also uses."""
     global _sum, _join
     _sum, _join = sum_, join
 

@@ -1,4 +1,4 @@
-"""Quantities with their units, read from what callers pass and written for people. The API and the tools share it."""
+"""Quantities with their units, read from callers' arguments and written for people. The API and the tools share it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def bytes_of(what: str, value: Any) -> int:
 
     Args:
         what: the name of the quantity, for the error.
-        value: what the caller gave.
+        value: the caller's argument.
 
     Raises:
         ValueError: it is not that, or not from 1 to 2**63 - 1.

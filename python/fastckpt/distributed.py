@@ -6,7 +6,7 @@ fastckpt.distributed.load("step-1000", into=state)       # on as many ranks as t
 model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
 
 ``into=`` is updated in place and returned: tensors are filled, and values, as the step, are replaced. A module or an
-optimizer may stand in it in the place of its state, and is given that.
+optimizer may take the place of its state in it, and is given that.
 
 The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of fastckpt's
 own; torch's collectives are not used, so training may go on beside it. Without a process group, one process works
@@ -98,8 +98,8 @@ def save(
         {options}
 
     ``dtype`` and ``exclude`` are the same on all ranks, too. The files of the first rank are written. A pattern has to
-    match something on one rank. A ``base`` may have been written by any number of ranks, however they held the tensors,
-    or by one process: each rank compares what it holds, and nothing of a tensor travels for that.
+    match something on one rank. A ``base`` may have been written by any number of ranks, with any sharding, or by one
+    process: each rank compares its own part, and no tensor data travels for that.
 
     Returns:
         The report: ``bytes`` by this rank, ``bytes_total`` by all; ``linked_bytes`` are those of the checkpoint.
@@ -108,7 +108,7 @@ def save(
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
             their hosts and what happened there. Nothing was committed, unless the message says that the outcome is
             unknown.
-        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds a value that cannot be stored.
         ValueError: tensors or values that must be equal differ between ranks; or an argument is out of range, ``path``
             is a URL, or this process is not in ``process_group``.
         FileExistsError: ``path`` exists and is not a checkpoint (for example, another program wrote it), or it is one
@@ -179,11 +179,11 @@ def save_async(
     background.
 
     Returns:
-        A handle on the save, as that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is durable
-        on all ranks, and returns a :class:`RankSaveReport`. To cancel it on one rank fails it on all.
+        A handle on the save, like that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is
+        durable on all ranks, and returns a :class:`RankSaveReport`. To cancel it on one rank fails it on all.
 
     Raises:
-        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored. This and all
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds a value that cannot be stored. This and all
             later errors fail the save on the other ranks.
         Exception: an earlier asynchronous save failed, and its result was never requested, as for
             :func:`fastckpt.save_async`.
@@ -297,12 +297,11 @@ def load(  # noqa: PLR0913 - all by name
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
-            which each rank reads what it wants.
+            which each rank reads its own request.
         into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them, and gets the values
-            of all ranks. Objects may stand in
-            it, too: modules, and optimizers, whose state comes spread as their parameters are; to any other object
-            its state is given with whole tensors. Ranks may want different tensors, as the stages of a pipeline do.
-            With None every rank gets the whole state, in plain tensors.
+            of all ranks. It may contain objects, too: modules, and optimizers, whose state is spread like their
+            parameters; any other object gets its state with whole tensors. Ranks may want different tensors, as the
+            stages of a pipeline do. With None every rank gets the whole state, in plain tensors.
         process_group: the ranks that load together, as for :func:`save`.
         timeout: seconds for which a rank may make no progress before all give up.
         keys: as for :func:`fastckpt.load`; so are the following. Ranks may choose differently.
@@ -311,7 +310,7 @@ def load(  # noqa: PLR0913 - all by name
         dtype: cast floating-point tensors.
         rename: other keys.
         strip_prefix: a prefix that is taken off keys.
-        framework: what new tensors are.
+        framework: the type of new tensors.
         device: where new torch tensors go.
         registry: types that this call knows.
         unknown: how to load values of unknown types.

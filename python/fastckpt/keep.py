@@ -142,7 +142,7 @@ class Every:
 
 
 class Younger:
-    """Keeps those whose save began less than ``age`` before that of the newest: seconds, or ``"2h"``.
+    """Keeps checkpoints whose save began less than ``age`` before the newest one's: seconds, or ``"2h"``.
 
     The age does not depend on the clock of the process that removes, and a stopped run does not age.
     """
@@ -250,7 +250,7 @@ def named_steps(what: str, steps: Sequence[int]) -> frozenset[int]:
 
 
 def steps_or_time(what: str, steps: int | None, time: float | str | None) -> tuple[int | None, float | None]:
-    """One of two ways to say how far apart."""
+    """One of two ways to give the distance."""
     if (steps is None) == (time is None):
         raise ValueError(f"{what}: give either steps= or time=")
     if time is not None:

@@ -3,7 +3,7 @@
 fastckpt.Manager("runs/gpt", save_when=[save_when.Every(steps=1000), save_when.Every(time="10min"), save_when.First()])
 
 A step is saved as soon as one policy of the list wants it. A signal of ``Manager.save_on_signal`` that has come wants
-it, too, whatever the policies say. A policy is any object with ``due(moment)`` as :class:`Policy` describes it.
+it, too, whatever the policies decide. A policy is any object with ``due(moment)`` as :class:`Policy` describes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Auto", "Continuously", "Every", "First", "Moment", "Policy", "Steps"
 
 logger = logging.getLogger("fastckpt")
 
-#: By how much the interval must change before the log says so again.
+#: The relative change of the interval from which on the log shows it again.
 _CHANGED = 0.1
 
 
@@ -31,7 +31,7 @@ class Moment:
 
     Attributes:
         step: the training step.
-        previous: the step before it of which the manager knows, or None.
+        previous: the last step before it that the manager knows, or None.
         first: the first step that this manager was asked about.
         since: seconds since the last save began, or since the manager was made.
         in_flight: whether a save is still being written.

@@ -65,7 +65,7 @@ class Composed:
 
     Attributes:
         kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.
-        about: what describes it: sizes, layout, the name of its type.
+        about: its description: sizes, layout, the name of its type.
         parts: its parts; for an object, its value, and the dict of its attributes if it has any.
     """
 
@@ -105,11 +105,11 @@ class Checkpoint:
     It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
     against the checksums as far as it covers whole blocks. For an expanded tensor, this describes and reads its base,
     with one element along the dimensions that repeat; only ``load`` gives the whole. A tied tensor is listed once,
-    under its first name, and found under the name of each of its places. After ``close`` what needs no shard still
-    works; reads raise ValueError.
+    under its first name, and found under the name of each of its places. After ``close``, methods that need no shard
+    still work; reads raise ValueError.
 
     Attributes:
-        report: what the last read did, or None before the first.
+        report: the report of the last read, or None before the first.
     """
 
     def __init__(self, path: AnyPath, device: Any = None, io: Engine = "auto") -> None:
@@ -124,7 +124,7 @@ class Checkpoint:
         self._ranks = len(states_of("open", self._reader))
         check = Validator(self._stored, strangers=True)
         unflatten(tokens, check, operation="open")
-        # The first token of each tensor says how it comes back.
+        # The first token of each tensor determines how it comes back.
         self._first: dict[int, list[Any]] = {}
         for token in check.found:
             self._first.setdefault(token[1], token)
@@ -201,7 +201,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Any:
-        """The value passed to ``save(metadata=...)``, made anew on each access.
+        """The value passed to ``save(metadata=...)``, built on each access.
 
         Values of types that this program does not know are returned in their stored form, with a warning; so are
         configurations of omegaconf, without one.
@@ -219,7 +219,7 @@ class Checkpoint:
 
     @property
     def structure(self) -> Any:
-        """The state with a :class:`TensorInfo` in the place of each tensor, made anew on each access.
+        """The state with a :class:`TensorInfo` in place of each tensor, built on each access.
 
         A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse, quantised and expanded tensors and
         registered objects are :class:`fastckpt.Composed`.
@@ -253,7 +253,7 @@ class Checkpoint:
 
         Args:
             name: the tensor's name.
-            index: what basic indexing takes: an int, a slice of any step, an Ellipsis, or a tuple of them.
+            index: a basic index: an int, a slice of any step, an Ellipsis, or a tuple of them.
 
         Returns:
             The part, contiguous, in memory of its own: a tensor or an array, as saved, on the ``device`` of

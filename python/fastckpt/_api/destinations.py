@@ -57,7 +57,7 @@ class Targets:
         movers: by request number.
         mappings: where shards are mapped, if they are: then new tensors of the host are pages of them, and
             :meth:`copy_mapped` fills the others.
-        sinks: what :meth:`begin` made.
+        sinks: the sinks that :meth:`begin` made.
         fresh: bytes of new tensors and arrays in host memory that are filled, and those of the large ones among them.
     """
 
@@ -173,8 +173,8 @@ class Targets:
             index: the tensor's number.
             memory: the tensor or array.
             address: the address of its memory, if it is contiguous and on the host, else 0.
-            mover: what takes the bytes otherwise.
-            whole: what ``memory`` is this rank's part of.
+            mover: takes the bytes otherwise.
+            whole: the tensor of which ``memory`` is this rank's part.
 
         Raises:
             CorruptCheckpointError: the stored tensor has another number of bytes.
@@ -223,14 +223,14 @@ class Targets:
         *,
         torch: bool = True,
     ) -> None:
-        """Likewise for a tensor or array of the dtype that :attr:`dtypes` has for it, filled by what is converted.
+        """The same for a tensor or array of the dtype that :attr:`dtypes` has for it, filled with converted elements.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
             address: the address of its memory, if it is contiguous and on the host, else 0.
-            mover: what takes its elements otherwise.
-            whole: what ``memory`` is this rank's part of.
+            mover: takes its elements otherwise.
+            whole: the tensor of which ``memory`` is this rank's part.
             torch: whether torch converts them, else numpy.
         """
         convert, sizes = self._converter(index, torch=torch)
@@ -266,13 +266,13 @@ class Targets:
         return found
 
     def ask_strided(self, index: int, memory: Any, layout: np.ndarray[Any, Any], whole: Whole | None = None) -> None:
-        """Likewise for host memory with gaps or in another order, no element of which overlaps another.
+        """The same for host memory with gaps or in another order, whose elements do not overlap.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
             layout: where its elements are (:func:`fastckpt._tensors.memory.laid_out`).
-            whole: what ``memory`` is this rank's part of.
+            whole: the tensor of which ``memory`` is this rank's part.
         """
         self._fits(index, memory.nbytes if whole is None else whole.nbytes)
         low, high = _memory.span(layout) if memory.nbytes else (0, 0)
@@ -466,7 +466,7 @@ class Targets:
         stored = self.stored[index]
         shape, nbytes = (stored.logical or stored).shape, stored.nbytes
         self._fits(index, prod(shape) * itemsize)
-        # Neither library can count the elements of what would be this large without its zero.
+        # Neither library can count the elements of a tensor that would be this large without its zero.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
             raise self._malformed(index, "its shape is out of range")
         return shape

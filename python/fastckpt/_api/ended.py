@@ -1,4 +1,4 @@
-"""An operation that has ended, as it is exported."""
+"""An ended operation, for export."""
 
 from __future__ import annotations
 

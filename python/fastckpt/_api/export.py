@@ -55,7 +55,7 @@ def put(ended: Ended | None) -> None:
     """Export it, if it is one, in this thread, in whose context the spans find their parent.
 
     All further work of the operation comes before this: the program's exporters may block. A signal handler may save
-    while this thread exports: they hold locks then. So what the handler did waits until they have returned.
+    while this thread exports: they hold locks then. So the handler's operations wait until they have returned.
     """
     if ended is None:
         return

@@ -32,7 +32,7 @@ class Memory:
     """The memory of one snapshot, or the staging memory of one operation.
 
     Attributes:
-        core: what the core takes.
+        core: the object for the core.
         nbytes: its size.
         generation: how often the caller had asked to free memory when this was made.
         registration: the registration of its pinned part; None before :meth:`pin`, and for devices without pinning.
@@ -49,7 +49,7 @@ class Memory:
         self._home = home
 
     def pin(self, devices: Iterable[Any], limit: int | None = None, piece: int | None = None) -> None:
-        """Begin to pin it for copies from and to devices, in the background; copies wait for what they need of it.
+        """Begin to pin it for copies from and to devices, in the background; copies wait for the parts that they need.
 
         Memory that an earlier operation has pinned stays pinned. No copy may be under way.
 
@@ -83,7 +83,7 @@ class Memory:
 
     @property
     def problem(self) -> str | None:
-        """Why some of it could not be pinned, for the warnings of a report; None where there is nothing to say."""
+        """Why some of it could not be pinned, for the warnings of a report; None if all could."""
         return None if self.registration is None else self.registration.problem
 
     def _unpin(self) -> None:

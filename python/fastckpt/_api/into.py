@@ -138,7 +138,7 @@ class Into:
         self._ties: dict[Any, int] = {}
         #: By ties, too: where their elements are in memory.
         self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}
-        #: Positions of what into lacks.
+        #: Positions of tensors that into lacks.
         self._dropped: set[int] = set()
         #: Parts of a value that does not fit are not reported again.
         self._unfit: set[Place | None] = set()

@@ -101,17 +101,17 @@ def load(  # noqa: PLR0913 - all by name
         into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
             the checkpoint; immutable values (a number, a tuple, a frozen dataclass) are replaced in their containers,
-            and so is a container for which the checkpoint has another type. A list gets the length that it had, so that
-            numbers at its end which only ``into`` has are no mismatch. Values that only the checkpoint has are added.
-            It may contain objects, too: the Parameters and buffers of a module are filled in place, and
-            ``load_state_dict`` gets the state if it does more than copy them (hooks, overrides, an extra state); an
-            optimizer, also one that has not stepped, and any other object with ``load_state_dict`` is given the state
-            that was read. Everything is compared before anything is changed. A tie that only one side has is not a
-            mismatch; nor is a tie in ``into`` of tensors that are stored separately and are equal. Tensors that overlap
-            in memory without being tied are a mismatch, and so are different values in the places of one container.
+            and so is a container for which the checkpoint has another type. A list keeps its length, so that numbers at
+            its end which only ``into`` has are no mismatch. Values that only the checkpoint has are added. It may
+            contain objects, too: the Parameters and buffers of a module are filled in place, and ``load_state_dict``
+            gets the state if it does more than copy them (hooks, overrides, an extra state); an optimizer, also one
+            that has not stepped, and any other object with ``load_state_dict`` is given the state that was read.
+            Everything is compared before anything is changed. A tie that only one side has is not a mismatch; nor is a
+            tie in ``into`` of tensors that are stored separately and are equal. Tensors that overlap in memory without
+            being tied are a mismatch, and so are different values in the places of one container.
         keys: a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots
             (``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). A pattern without ``*``, ``?``
-            and ``[`` also chooses all that is below that name (``"model"``). Only matching tensors are read, and the
+            and ``[`` also chooses everything below that name (``"model"``). Only matching tensors are read, and the
             result holds only matching tensors and values, and the containers that lead there: positions in lists close
             up. With ``into``, everything else there stays unchanged, and items chosen from a list keep their positions.
             An empty container is a value. A value made of several parts (a sparse tensor, a registered object) comes
@@ -124,11 +124,11 @@ def load(  # noqa: PLR0913 - all by name
             pattern that matches nothing is no error. The report lists them (``missing``, ``unexpected``). Shapes and
             dtypes must fit all the same.
         dtype: cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name
-            (``"bfloat16"``); a dict of patterns over names, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which
-            the first that matches decides; a function of the :class:`TensorInfo`. None, also in a dict or from a
-            function, is the dtype that was saved. A single dtype leaves the ``step`` of optimizers unchanged; patterns
-            and functions are obeyed to the letter. Integers, complex numbers, quantised tensors and wrapper subclasses
-            stay as they are. With ``into``, the dtype is that of the tensor in it.
+            (``"bfloat16"``); a dict of patterns over names, such as ``{"*.norm.*": "float32", "*": "bfloat16"}``, where
+            the first match decides; a function of the :class:`TensorInfo`. None, also in a dict or from a function, is
+            the dtype that was saved. A single dtype leaves the ``step`` of optimizers unchanged; patterns and functions
+            are obeyed to the letter. Integers, complex numbers, quantised tensors and wrapper subclasses stay
+            unchanged. With ``into``, the dtype is that of the tensor in it.
         rename: other keys: a dict of new keys by old ones, or a function of the key. It changes every dict key that is
             a string, after the names in the file have been chosen from, and before the comparison with ``into``.
         strip_prefix: a prefix, or several, to remove from such keys first (``["module.", "_orig_mod."]``).
@@ -161,8 +161,8 @@ def load(  # noqa: PLR0913 - all by name
             LOCAL_WORLD_SIZE is more than 1, ``auto`` reads through the page cache, so that the ranks of a node that
             load one path read the storage once, unless one of the path's last two components names the rank
             (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, pass ``uring``. ``mmap``
-            always uses the page cache, whatever the variable is. None of them changes how a URL is read, of which
-            ``direct`` is an OSError.
+            always uses the page cache, whatever the variable is. They do not change how a URL is read; ``direct`` is an
+            OSError there.
         threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
             least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. For a URL 16 by default, each
             with a request of up to 8 MiB.

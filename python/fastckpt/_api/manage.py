@@ -1,4 +1,4 @@
-"""Checkpoints as directories: listed, removed, and what killed saves left of them."""
+"""Checkpoints as directories: listed and removed, with the leftovers of killed saves."""
 
 from __future__ import annotations
 

@@ -39,7 +39,8 @@ class Owner:
         self.place = place
         self.value = value
         self.kind = torch_kind(value)
-        #: What was filled in place, by identity: the Parameter or buffer of a module, None if it has several parts.
+        #: Tensors that were filled in place, by identity: the Parameter or buffer of a module, None if it has several
+        #: parts.
         self._filled: dict[int, Any] = {}
         #: The Parameters and buffers of a module by their ties.
         self._own: dict[Any, Any] = {}
@@ -165,7 +166,7 @@ class _Outline(StateBuilder):
 
 
 class _Trial(_Outline):
-    """Likewise, with values of classes that explain themselves by what they are."""
+    """The same, with values of classes that are stored by their structure."""
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
         codec = self.types.by_name(name)
@@ -180,7 +181,7 @@ def try_classes(tokens: Sequence[Token], framework: str, types: Types) -> None:
 
     Args:
         tokens: the state.
-        framework: the load's. It decides what dtypes become, which may be keys.
+        framework: the load's. It decides the decoded form of dtypes, which may be keys.
         types: the types that are known.
 
     Raises:

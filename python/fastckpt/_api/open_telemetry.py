@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .ended import Ended
 
-#: Names that dashboards for Megatron-LM know: what holds the training loop, then phases.
+#: Names that dashboards for Megatron-LM know: spans of the training loop, then phases.
 _HELD: Final = {"save": "megatron.checkpoint.save", "load": "megatron.checkpoint.load"}
 _PHASES: Final = {
     ("save", "plan"): "megatron.checkpoint.save.state_dict",

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
-#: Dtypes that can be asked for, and those that can be cast: numpy's in any byte order, too.
+#: Dtypes that can be requested, and those that can be cast: numpy's in any byte order, too.
 _FLOATING = r"b?float16|float(32|64)|float8_\w+"
 _CASTABLE = _FLOATING + r"|[<>]f\d+"
 _WHOLE = r"bool|u?int\d+|[<>|][biu]\d+"
@@ -119,7 +119,7 @@ def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
 
 
 def named_dtypes_of(stock: Stock, dtype: Mapping[str, Any], inner: set[int]) -> dict[int, str]:
-    """Likewise for tensors of integers and booleans whose very name is in ``dtype``, which patterns do not choose.
+    """The same for tensors of integers and booleans whose exact name is in ``dtype``, which patterns do not choose.
 
     Those with a number in ``inner`` are parts of other tensors, and stay unchanged.
     """

@@ -148,7 +148,7 @@ def prepare(
         reader: the checkpoint.
         source: its path, for messages.
         wishes: the arguments of the load.
-        target: what takes the requests.
+        target: the class that takes the requests.
         spreads: describes tensors of ``into`` that are spread over ranks.
         shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
 

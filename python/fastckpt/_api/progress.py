@@ -27,7 +27,7 @@ _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 @contextmanager
 def until(deadline: float) -> Iterator[None]:
-    """Have operations of the calling thread raise TimeoutError that are not done then, and undo what they have begun.
+    """Have operations of the calling thread that are not done then raise TimeoutError, and undo their work.
 
     Args:
         deadline: by ``time.monotonic``; infinite for as long as they take.

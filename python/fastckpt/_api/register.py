@@ -26,8 +26,8 @@ def register_type(
 
     Args:
         cls: the class.
-        encode: makes of an instance any value that can be saved; it may hold tensors. None, together with ``decode``,
-            for a class of one of the kinds above.
+        encode: converts an instance to any value that can be saved; it may hold tensors. None, together with
+            ``decode``, for a class of one of the kinds above.
         decode: turns such a value back into an instance.
         name: the name in the file; by default the module's and the class's, joined with a dot.
 

@@ -1,4 +1,4 @@
-"""Reports: what an operation did, frozen, printable, loggable."""
+"""Reports of operations, frozen, printable, loggable."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Report:
         ``sent_bytes`` and ``total_bytes`` and ``received_bytes`` (save) or ``storage_bytes`` and ``peer_bytes`` (load).
 
         Args:
-            prefix: what each name begins with.
+            prefix: the beginning of each name.
 
         Returns:
             The figures, all of type float; without ``step`` where there is none.
@@ -207,7 +207,7 @@ class Loaded(NamedTuple):
 
     Attributes:
         state: the state.
-        report: what the load did.
+        report: the report of the load.
     """
 
     state: Any

@@ -48,8 +48,8 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
         The report: bytes, seconds by phase, engine.
 
     Raises:
-        UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
-            allows, or a tensor cannot be cast; nothing was written.
+        UnsupportedTypeError: the state or the metadata holds a value that cannot be stored, or is larger than the
+            format allows, or a tensor cannot be cast; nothing was written.
         KeyError: a pattern of ``exclude``, ``dtype`` or ``frozen`` matches nothing; nothing was written.
         TypeError: a pattern is not a string, or an argument is unknown.
         FileExistsError: ``path`` exists, and is not a checkpoint of fastckpt or ``overwrite`` is false.

@@ -37,7 +37,7 @@ class SaveRequest:
         metadata: the metadata, flattened.
         flat: the state, flattened. Its ``keep`` holds the objects that addresses point into, and after them those of
             ``per_rank``.
-        per_rank: what belongs to this rank alone, flattened; None for nothing.
+        per_rank: the state of this rank alone, flattened; None for nothing.
         spreads: of the tensors that are spread over ranks.
         movers: the movers of tensors without an address: by their numbers in ``flat``, and after these by those in
             ``per_rank``.
@@ -104,7 +104,7 @@ def build_request(
     per_rank: Any = None,
     spreads: Spreads | None = None,
 ) -> SaveRequest:
-    """Flatten the state, leave out and cast, and warn of types. Call it from what the user calls.
+    """Flatten the state, leave out and cast, and warn of types. Call it from the public function.
 
     Args:
         operation: the word that error messages begin with.

@@ -24,7 +24,7 @@ def _expression(pattern: str) -> str:
 
 
 class Patterns:
-    """The glob patterns of one argument. One without ``*``, ``?`` and ``[`` also chooses all that is below that name.
+    """The glob patterns of one argument. One without ``*``, ``?`` and ``[`` also chooses everything below that name.
 
     Args:
         argument: its name.
@@ -59,7 +59,7 @@ class Patterns:
         return found
 
     def forget(self) -> None:
-        """Begin anew: the checkpoint may be another one, where a save has replaced it."""
+        """Start over: the checkpoint may be another one, if a save has replaced it."""
         self._used = [False] * len(self.texts)
         self._known.clear()
 

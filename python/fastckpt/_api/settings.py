@@ -33,7 +33,7 @@ class Option(NamedTuple):
 
     Attributes:
         default: the value without an argument.
-        check: called with the operation and the value; returns what the record holds, or raises.
+        check: called with the operation and the value; returns the value for the record, or raises.
         words: its description, for the docstring.
         alike: whether all ranks of a job have to give the same.
     """
@@ -88,7 +88,7 @@ class Settings:
 
         Raises:
             TypeError: it has no argument of a name.
-            Exception: what the check of an option raises.
+            Exception: the error of an option's check.
         """
         if door is not None:
             known = [*(vars(door)["__init__"] if isinstance(door, type) else door).__signature__.parameters]
@@ -146,7 +146,7 @@ def with_lines(doc: str, lines: Iterable[str]) -> str:
     """A docstring with these lines in place of its line ``{options}``."""
 
     def wrapped(mark: re.Match[str]) -> str:
-        # From Python 3.13 on, what all lines of a docstring are indented by is not in it.
+        # From Python 3.13 on, docstrings come without their common indentation.
         indent = mark.group(1)
         more = {"initial_indent": indent, "subsequent_indent": f"{indent}    "}
         return "\n".join(one for line in lines for one in textwrap.wrap(line, _WIDTH, **more))  # type: ignore[arg-type]

@@ -55,7 +55,7 @@ class FromSnapshot(SingleProcess):
     """This process alone, with a copy of the state that it agreed on before.
 
     Args:
-        agreed: what that was.
+        agreed: the earlier agreement.
         snapshot: the copy.
     """
 

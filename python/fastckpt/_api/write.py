@@ -25,8 +25,8 @@ class Agreed:
     """The agreement of a group: the contents of the checkpoint, and the part of this process.
 
     Attributes:
-        prefix: what the names of the model's tensors begin with; empty where all of the state is the model.
-        training_prefix: what names begin with that are never the model's; empty for none.
+        prefix: the prefix of the model's tensor names; empty if all of the state is the model.
+        training_prefix: a prefix of names that are never the model's; empty for none.
         frozen: for each tensor, whether it will not change; empty if that is unknown.
         files: further files for the directory.
         tensors: as the core takes them.
@@ -63,7 +63,7 @@ class Group(Protocol[_A, _R_co]):
         """The class of the report."""
 
     def agree(self, request: SaveRequest, /) -> _A:
-        """Find out what the checkpoint holds, equally on all ranks."""
+        """Agree on the contents of the checkpoint, equally on all ranks."""
 
     def write(
         self, request: SaveRequest, agreed: _A, options: _core.SaveOptions, progress: Callable[[int, int], None], /
@@ -80,7 +80,7 @@ def write(
     """Save; returns the report.
 
     Args:
-        request: what, and how.
+        request: the save.
         group: who saves.
         progress: called with bytes written and bytes to write by this process.
         told: called at the end for further fields of the report, and for ``warnings``.

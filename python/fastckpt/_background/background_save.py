@@ -125,8 +125,8 @@ class BackgroundSave:
         if not self.claim.take():
             return
         pending = self.pending
-        # Not before: a signal handler can interrupt the start of a thread, and must not wait for one it blocks; nor may
-        # one wait for the call that it has interrupted, and that finishes the save itself.
+        # Not earlier: a signal handler can interrupt the start of a thread, and must not wait for the one that it
+        # blocks; nor may a handler wait for the call that it has interrupted, and that finishes the save itself.
         pending.started = not self.inline
         try:
             pending._finish(self._save())
@@ -139,7 +139,7 @@ class BackgroundSave:
         """Finish the save in the calling thread, which keeps its niceness.
 
         Raises:
-            BaseException: what ends the program, KeyboardInterrupt and the like.
+            BaseException: an exception that ends the program, such as KeyboardInterrupt.
         """
         self.inline = True
         self.request.nice = None

@@ -55,7 +55,7 @@ class Devices:
         return self.memory is not None and bool(self.sources.devices) and self.memory.must_pin(self._pin)
 
     def pin(self) -> None:
-        """Have the memory pinned in the background. Copies wait for what they need of it. None may be under way."""
+        """Have the memory pinned in the background. Copies wait for the parts that they need. None may be under way."""
         if self.memory is not None:
             self.memory.pin(self.sources.devices, self._pin)
 
@@ -101,7 +101,7 @@ class Devices:
             arrived(nbytes)
 
     def settle(self) -> bool:
-        """Wait until nothing writes to the memory any more; whether all that was waited for here went well.
+        """Wait until nothing writes to the memory any more; returns whether all copies here succeeded.
 
         It waits only after a save has failed, so any other exception meanwhile, also from a signal handler, is chained
         to an error that is on its way to the caller, and changes nothing.

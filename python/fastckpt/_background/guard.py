@@ -120,6 +120,6 @@ def guard(module: Any) -> Guard:
 
 
 def guarded() -> list[Any]:
-    """The buffers of all guarded modules, as they are at the moment."""
-    # Of a DTensor, what this rank has.
+    """The current buffers of all guarded modules."""
+    # For a DTensor, this rank's part.
     return [getattr(buffer, "_local_tensor", buffer) for module in tuple(_guards) for buffer in module.buffers()]

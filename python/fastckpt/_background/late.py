@@ -34,8 +34,8 @@ class Late:
     def changed(self) -> list[str]:
         """The names of the tensors that were changed between the call and the first step.
 
-        No lock, for a signal handler may step on top of a step. Many steps may compare at a time: a step goes on only
-        after it has appended its findings, so the first to append had compared before any step changed a version.
+        No lock, because a signal handler may step on top of a step. Many steps may compare at a time: a step goes on
+        only after it has appended its findings, so the first to append had compared before any step changed a version.
         """
         if not self._verdicts:
             self._verdicts.append(changed(self._versions))

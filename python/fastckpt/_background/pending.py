@@ -87,7 +87,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._callbacks: list[Callable[[PendingSave], object]] = []
         # Seconds that the call took.
         self._called = 0.0
-        # The caller's: the log line and the span of the save belong to what the caller did.
+        # The caller's: the log line and the span of the save belong to the caller's work.
         self._context = copy_context()
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class PendingSave(in_flight.SaveInFlight):
     # What others ask.
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the state may change: it has been copied, or the save is over. ``result`` raises what failed.
+        """Wait until the state may change: it has been copied, or the save is over. ``result`` raises the failure.
 
         At once where :func:`fastckpt.save_async` was called without ``lazy``. The time counts as stall.
 
@@ -123,7 +123,7 @@ class PendingSave(in_flight.SaveInFlight):
         Raises:
             TimeoutError: it has not finished in time; it continues.
             CancelledError: it was cancelled.
-            Exception: it failed: what :func:`fastckpt.save` would have raised.
+            Exception: the failure, as :func:`fastckpt.save` would have raised it.
         """
         error = self.exception(timeout)
         if error is None:

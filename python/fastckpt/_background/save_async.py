@@ -69,8 +69,8 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
         A handle on the save.
 
     Raises:
-        UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
-            allows, or a tensor cannot be cast.
+        UnsupportedTypeError: the state or the metadata holds a value that cannot be stored, or is larger than the
+            format allows, or a tensor cannot be cast.
         KeyError: a pattern matches nothing.
         TypeError: a pattern is not a string, or an argument is unknown.
         FileExistsError: ``path`` exists and may not be replaced.

@@ -51,7 +51,7 @@ class Staging:
         settings: how it is saved in the background.
 
     Attributes:
-        devices: what copies come from.
+        devices: the devices to copy from.
         is_lazy: whether something is copied after the call, or by devices on their own.
         seconds: for how long the state has been copied.
     """
@@ -69,7 +69,7 @@ class Staging:
         self._keep = request.flat.keep
         #: The tensors that the core still has to copy: 1 for each on the host, 0 for each on a device.
         self._rest = mask(request.sources, len(self._keep), on_device=False)
-        #: What is copied in the background: names by number.
+        #: Tensors that are copied in the background: names by number.
         self.late = _countable(request) if settings.lazy else {}
         self.is_lazy = bool(self.late) or (settings.lazy and bool(request.sources.devices))
         #: Late tensors of the host, and their versions at the call.
@@ -78,7 +78,7 @@ class Staging:
         self._unasked: list[Range] = []
 
     def begin(self) -> None:
-        """Get memory, and copy what must be copied at the call."""
+        """Get memory, and copy the tensors that must be copied at the call."""
         self._snapshot.attach(self.devices.take(self._snapshot.nbytes).core)
         if self.is_lazy:
             # First: a guard that comes meanwhile waits for this save.
@@ -127,7 +127,7 @@ class Staging:
             self.seconds += time.perf_counter() - began
 
     def _exempt_guarded(self) -> None:
-        """Copy at the call what forward of a guarded module may change."""
+        """Copy at the call the buffers that forward of a guarded module may change."""
         guarded = _guard.guarded()
         if not guarded:
             return
@@ -153,7 +153,7 @@ class Staging:
         self._request.movers.clear()
 
     def _copy_early(self) -> None:
-        """Copy what a lazy save copies at the call, and request the copies that can be requested now."""
+        """Copy the first part of a lazy save, and request the copies that can be requested now."""
         keep, late, rest = self._keep, self.late, self._rest
         self._versions = self._count(on_device=False)
         asked = self._pending._late = Late(self._count(on_device=True))
@@ -164,7 +164,7 @@ class Staging:
         asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
         for copies in asked.copies:
             copies.hold_streams()
-        # Not before: these few are copied as the device can, into memory as it is, and the call waits for no pinning.
+        # Not earlier: these few are copied with the memory as it is, pinned or not, and the call waits for no pinning.
         if must_pin:
             self.devices.pin()
         self._unasked = [each for each in ranges if each[0] in late]
@@ -254,7 +254,7 @@ class Staging:
         )
 
     def _free(self) -> None:
-        """Drop what the state gave us, little by little."""
+        """Drop the references to the state, little by little."""
         keep, movers = self._keep, self._request.movers
         while keep or movers:
             del keep[-_DROPPED:]

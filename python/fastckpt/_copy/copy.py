@@ -30,7 +30,7 @@ class Copied(NamedTuple):
         reused_bytes: bytes that were there already.
         files: the files of the checkpoint, the manifest among them.
         seconds: wall-clock seconds.
-        warnings: what else the caller should know, in words.
+        warnings: further warnings for the caller, in words.
         was_there: whether the target held the checkpoint already, and nothing was done.
     """
 
@@ -84,7 +84,7 @@ def copy_checkpoint(
         FileNotFoundError: there is no checkpoint at any source.
         FileExistsError: there is something else at ``target``.
         OSError: storage failed.
-        ValueError: a source holds what cannot be copied: a directory, a link.
+        ValueError: a source holds an entry that cannot be copied: a directory, a link.
     """
     began = time.perf_counter()
     plan = Plan([source_at(operation, place) for place in sources])

@@ -34,7 +34,7 @@ logger = logging.getLogger("fastckpt")
 #: Files that are sent at the same time: those sent in parts, which keep the network busy except at their beginning and
 #: end, and those sent whole.
 _LARGE, _SMALL = 4, 8
-#: Seconds between two looks at what others have brought.
+#: Seconds between two checks for files that others have sent.
 _EVERY = 1.0
 #: How often files are sent again that another copy removes.
 _TURNS = 5
@@ -121,7 +121,7 @@ class ToObjects:
         return [item for item in plan.items if item.name not in whole]
 
     def _refuse(self, plan: Plan, before: Version | None) -> None:
-        """Raise FileExistsError for what must not be replaced."""
+        """Raise FileExistsError for objects that must not be replaced."""
         names = list(self._objects.sizes())
         for name in names:
             # A copy keeps its files in a folder of its own.
@@ -136,7 +136,7 @@ class ToObjects:
             raise self._error(errno.EEXIST, "another checkpoint is there, and overwrite=False")
         if before is not None:
             return
-        # What an earlier copy brought has its sum.
+        # Objects of an earlier copy have a checksum.
         doubtful = [name for name in names if not self._overwrite or is_ours(file_of(name))]
         for name, noted in sums_of(self._objects, doubtful).items():
             if noted is None:

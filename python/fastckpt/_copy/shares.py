@@ -1,4 +1,4 @@
-"""Several processes copy one checkpoint: each copies its share, then the first copies what is missing."""
+"""Several processes copy one checkpoint: each copies its share, then the first copies the rest."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from .pace import Pace
     from .sources import Item
 
-#: How long no file has to arrive until the first process brings what is missing: seconds, and how much of the time
-#: that it would take itself.
+#: How long no file has to arrive until the first process copies the missing ones: seconds, and a multiple of its own
+#: time for them.
 PATIENCE, TIMES = 10.0, 4
-#: Bytes per second that are assumed where it has brought nothing itself.
+#: Bytes per second that are assumed if it has copied nothing itself.
 RATE = 50e6
 
 

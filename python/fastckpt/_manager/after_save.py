@@ -35,7 +35,7 @@ def seconds_until(end: float) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class AfterSave:
-    """Does what follows a durable save, outside the thread that trains wherever it can.
+    """Does the work after a durable save, outside the training thread wherever it can.
 
     Attributes:
         drain: copies to the remote tier; None where this process does not.
@@ -56,7 +56,7 @@ class AfterSave:
     _latest: float = field(default=-math.inf, init=False)
 
     def follow(self, about: dict[str, Any], began: float, pending: PendingSave, failed: Callable[[], None]) -> None:
-        """When a save in the background is durable, do what follows in its thread; if it fails, call ``failed``."""
+        """When a background save is durable, do the work after it in its thread; if it fails, call ``failed``."""
         done = Event()
 
         def ended(pending: PendingSave) -> None:
@@ -76,7 +76,7 @@ class AfterSave:
         self._note_open(done)
 
     def after(self, about: dict[str, Any], began: float, report: SaveReport) -> None:
-        """A save of the calling thread is durable: what follows, with the removals in another thread."""
+        """Do the work after a durable save of the calling thread, with the removals in another thread."""
         self.note(about, began, report, report.seconds)
         self._copy()
         if not self.leads:
@@ -96,7 +96,7 @@ class AfterSave:
         self._note_open(done)
 
     def note(self, about: dict[str, Any], began: float, report: SaveReport, stall: float) -> None:
-        """All of it but the removals, and the copies to the remote tier, which this only asks for."""
+        """All of it except the removals, and the copies to the remote tier, which this only requests."""
         step = about["step"]
         if self.drain is not None:
             self.drain.add(step)

@@ -85,7 +85,7 @@ def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:
 
 
 def policies_text(policies: Sequence[Any]) -> str:
-    """Policies as ranks compare them: a policy of the caller's by its type, for its text may have an address."""
+    """Policies as ranks compare them: a caller's own policy by its type, because its text may contain an address."""
     ours = {keeping.__name__, saving.__name__}
     return ", ".join(str(one) if type(one).__module__ in ours else type(one).__qualname__ for one in policies) or "none"
 

@@ -91,7 +91,7 @@ class Candidates:
             return False
 
     def refuse_new_beginning(self) -> None:
-        """Refuse to begin anew where a run was.
+        """Refuse to start anew if there are traces of a run.
 
         Raises:
             CheckpointError: a run was here; NotACheckpointError: it was another program's.

@@ -141,7 +141,7 @@ class Completion:
                 raise
 
     def _wait_for_copies(self, end: float) -> None:
-        """Wait until all that waits is at the remote tier."""
+        """Wait until all queued checkpoints are at the remote tier."""
         drain, signals = self.drain, self.preemption.signals
         if not self.copies:
             return

@@ -1,7 +1,7 @@
 """The directory of a run: which names are checkpoints, which are pinned, and the file ``latest``.
 
-The directories are the truth. A directory with the name of a step is a whole checkpoint, for a save gives it that name
-last; the file ``latest`` only repeats one of the names, for people and scripts, and nothing here reads it.
+The directories are the truth. A directory with the name of a step is a whole checkpoint, because a save gives it that
+name last; the file ``latest`` only repeats one of the names, for people and scripts, and nothing here reads it.
 
 A pin is an empty file beside the checkpoint, ``step-00001000.pin``: it is set and lost in one step of the file system,
 several programs can set pins at a time, it outlives a save that replaces the checkpoint, and ``touch`` sets one.
@@ -74,7 +74,7 @@ class Names:
         if found is None:
             return None
         step = int(found[1])
-        # Otherwise two names could stand for one step.
+        # Otherwise two names could mean one step.
         return step if self._form.format(step=step) == name else None
 
 
@@ -198,7 +198,7 @@ class Directory:
         """
         path = f"{self.path}{os.sep}{name}"
         try:
-            # Strings, for this is done for every checkpoint of thousands.
+            # Strings, because this is done for every checkpoint of thousands.
             changed = os.stat(path, follow_symlinks=False).st_mtime_ns  # noqa: PTH116
             manifest = os.stat(f"{path}{os.sep}{MANIFEST}", follow_symlinks=False)  # noqa: PTH116
         except OSError:
@@ -217,7 +217,7 @@ class Directory:
                         Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Sweep, and remove what killed copies left of steps whose copy no process continues, by ``is_over``.
+        """Sweep, and remove leftovers of killed copies of steps that no process continues, by ``is_over``.
 
         Raises:
             OSError: the directory cannot be read.
@@ -225,7 +225,7 @@ class Directory:
         self.sweep()
         for one in leftovers(self.path):
             step = self.names.step_of(one.checkpoint)
-            # What a copy leaves names no host.
+            # The leftover of a copy names no host.
             if not one.host and one.state == "dead" and step is not None and is_over(step):
                 with contextlib.suppress(FileNotFoundError):  # another manager was first
                     remove_leftover(self.path, one.name)

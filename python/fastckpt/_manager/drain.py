@@ -55,7 +55,8 @@ def _at_end() -> None:
 
 
 # The pools of concurrent.futures, which make the copies, end before the interpreter waits for other threads. Functions
-# that are registered here are called before that, the last one first. Without it, what waits is left to the next run.
+# that are registered here are called before that, the last one first. Without it, waiting steps are left to the next
+# run.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
 if hasattr(os, "register_at_fork"):  # Windows has no fork
@@ -93,7 +94,7 @@ class Drain:
         # Reentrant: a signal handler that saves may run in between.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        #: For steps that are older than what is being saved.
+        #: For steps older than the one that is being saved.
         self._late = itertools.count(0, -1)
         #: The steps that wait, or are being copied; those with the highest numbers go first.
         self._waiting: dict[int, int] = {}
@@ -136,7 +137,7 @@ class Drain:
             _running.add(self)
 
     def start(self) -> None:
-        """See to it that what waits is copied; not in a signal handler, where no thread can be started."""
+        """Start copying waiting steps; not in a signal handler, where no thread can be started."""
         with self._lock:
             if self._stopped or not self._waiting or not self._idle.is_set():
                 return
@@ -192,7 +193,7 @@ class Drain:
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
-        """Somebody waits: each step is tried once, without pauses, and then the thread ends."""
+        """A caller waits: each step is tried once, without pauses, and then the thread ends."""
         with self._lock:
             self._hurry = True
             self._forgive()
@@ -208,7 +209,7 @@ class Drain:
         return self._idle.wait(max(0.0, limit - time.monotonic()))
 
     def raise_failure(self) -> None:
-        """Raise what the last attempts ended with; what waits is tried again.
+        """Raise the errors of the last attempts; waiting steps are tried again.
 
         Raises:
             Exception: an attempt failed, and the step is not at the remote.
@@ -405,7 +406,7 @@ class Drain:
         return False
 
     def _note(self, step: int, number: int | None, error: Exception) -> None:
-        """An attempt failed: what becomes of the step."""
+        """Decide about a step after a failed attempt."""
         where = self._from.path, self._to.path
         if not self._leads:
             # The first process sends what is missing.

@@ -2,8 +2,8 @@
 
 A run that goes back to an older checkpoint leaves newer ones behind, and both branches are in one directory. Each save
 notes its place in its metadata: an *order*, which rises from save to save on whatever host, and the *forks* of its
-branch. A fork is the order at which the run went on from an earlier checkpoint: what had been saved by then, and has a
-higher step than that one or a later order, was left behind. So a checkpoint shows which others its branch has left,
+branch. A fork is the order at which the run continued from an earlier checkpoint: checkpoints saved by then, with a
+higher step than that one or a later order, were left behind. So a checkpoint shows which others its branch has left,
 also those that it never saw, and also if those between them were removed.
 """
 

@@ -77,7 +77,7 @@ class Manager:
         timeout: seconds for which a rank may make no progress before the others give up.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
-        save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved if one of them asks for it. A
+        save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved if one of them wants it. A
             number is short for ``save_when.Every(steps=number)``; ``"auto"`` for the interval that loses the least
             time, by ``mttf`` and ``overhead`` (:class:`fastckpt.save_when.Auto`). None saves each step for which
             ``save`` is called.
@@ -86,8 +86,8 @@ class Manager:
             for 50,000 h per process.
         overhead: for ``"auto"``: the share of the time that saves may cost.
         name: the format of the names.
-        read_only: write and remove nothing: for programs that evaluate what another one trains. Without ``keep`` it
-            uses the policies of the run's own manager.
+        read_only: write and remove nothing: for programs that evaluate the checkpoints of another one. Without ``keep``
+            it uses the policies of the run's own manager.
         remote: a second place for the checkpoints, a path or the URL of an object store: each is copied there in the
             background after it is durable here (docs/tiers.md).
         remote_keep: as ``keep``, for the remote.
@@ -96,8 +96,8 @@ class Manager:
         stale: how to react if the step has advanced, but no weight of the model has changed, or no moment of the
             optimizer: ``warn`` in the log and in the report's ``warnings``, ``raise`` from the next ``save`` or
             ``wait``, or ``ignore`` it. The checkpoint stays.
-        replicas: how saves compare what several ranks hold, as for :func:`fastckpt.distributed.save`.
-        on_difference: how saves react to a difference, likewise.
+        replicas: how saves compare copies on several ranks, as for :func:`fastckpt.distributed.save`.
+        on_difference: how saves react to a difference, as there.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
@@ -196,7 +196,7 @@ class Manager:
         """Whether to save ``step``; call it at the end of each step, where the state is whole.
 
         It may be asked again about one step, also during an evaluation. When a signal of :meth:`save_on_signal` has
-        come, it is true, whatever the policies say; where that step is saved already, the signal is answered here.
+        come, it is true, whatever the policies decide; if that step is saved already, the signal is answered here.
 
         Args:
             step: the number of the training step, the same on all ranks.
@@ -229,16 +229,17 @@ class Manager:
         """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` returns True.
 
         In the background it returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
-        is durable, the file ``latest`` names it, and what no policy keeps is removed, in the background. For a signal
-        that has come, it is saved at once instead, within the grace period, and the signal is passed on after that.
+        is durable, the file ``latest`` names it, and checkpoints that no policy keeps are removed, in the background.
+        For a signal that has come, it is saved at once instead, within the grace period, and the signal is passed on
+        after that.
 
         Args:
             step: the number of the training step.
             state: as for :func:`fastckpt.save`.
             metrics: numbers by name, such as ``{"loss": 1.5}``, which are stored in the checkpoint's metadata; of
                 several ranks those of the first.
-            force: save whatever the policies say, also a step that is saved already.
-            metadata: more for the checkpoint's metadata, without tensors; likewise.
+            force: save whatever the policies decide, also a step that is saved already.
+            metadata: more for the checkpoint's metadata, without tensors; the first rank's counts.
             per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`; ``restore`` gives it
                 back.
 
@@ -249,9 +250,9 @@ class Manager:
             RuntimeError: the manager is read-only, belongs to the process that this one was forked from, or its process
                 group is gone.
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
-            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, or their namesakes of
-                :mod:`fastckpt.distributed`, among it the failure of the last save in the background; that of this call
-                then goes on.
+            Exception: the errors of :func:`fastckpt.save` or :func:`fastckpt.save_async`, or of their namesakes in
+                :mod:`fastckpt.distributed`, including the failure of the last save in the background; the save of this
+                call then goes on.
         """
         self._check("save")
         try:
@@ -284,13 +285,13 @@ class Manager:
     # Preemption.
 
     def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
-        """Save when one of these signals comes, at the next step boundary, and then do what the signal would have done.
+        """Save when one of these signals comes, at the next step boundary, and then let it have its usual effect.
 
         At the next call of :meth:`should_save` or :meth:`save` the step is saved; within :meth:`steady`, at once. When
         the checkpoint is durable, or given up, the handler that the signal had before is called. Without one the
-        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal does what
-        it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
-        installed their handlers.
+        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal has its
+        earlier effect, except for SIGUSR1 and similar ones, which do not end a child. Call it in the main thread, after
+        others have installed their handlers.
 
         Among several ranks, all answer a signal to one of them and save the same step; each then does what it would
         have done if the signal had come to itself.
@@ -299,7 +300,7 @@ class Manager:
             signals: numbers; SIGTERM without any.
             grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
                 that is not durable after nine tenths of it is given up, and nothing of it stays. None: without limit.
-            exit: False: where there was no handler, go on; the loop ends when :attr:`preempted` says so.
+            exit: False: without an earlier handler, continue; the loop ends when :attr:`preempted` is set.
 
         Raises:
             RuntimeError: not the main thread, or the manager is read-only.
@@ -365,7 +366,7 @@ class Manager:
         or from the remote itself if the directory has no room.
 
         Args:
-            into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of what is returned.
+            into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of the result.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
             fresh: start anew even if an earlier run left no checkpoint here; without it that is an error.
@@ -509,7 +510,7 @@ class Manager:
         return sorted(self._local.place.look().pinned)
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step whatever the policies say, until :meth:`unpin`; durably, on each tier.
+        """Keep the checkpoint of a step whatever the policies decide, until :meth:`unpin`; durably, on each tier.
 
         A checkpoint that only the local tier has is copied to the remote one, and then pinned there.
 

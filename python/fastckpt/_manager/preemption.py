@@ -1,8 +1,8 @@
 """Handles signals that announce the end of a run: each is noted when it comes, answered, and passed on.
 
 It is answered where the state is whole, and within the grace period: the step is saved, or saves in flight become
-durable or are given up. Passing it on means to do what it would have done without the manager. ``step_boundary``
-decides where the state is whole, ``completion`` what else waits.
+durable or are given up. Passing it on means to let it have its effect without the manager. ``step_boundary`` decides
+where the state is whole, ``completion`` what else waits.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class Signals:
         return " and ".join(signal.Signals(number).name for number in self._called or self._pending)
 
     def pass_on(self) -> None:
-        """Do what the signals would have done without us, each once.
+        """Let the signals have their effect without us, each once.
 
         Raises:
             SystemExit: there was no handler for a signal whose default is to end the process.
@@ -195,7 +195,7 @@ class Signals:
             self._default(number, frame)
 
     def _default(self, number: int, frame: FrameType | None) -> None:
-        """Do what the signal would do without this handler."""
+        """Let the signal have its effect without this handler."""
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
@@ -262,7 +262,7 @@ class Preemption:
                 self.signals.pass_on()
 
     def pass_on_at_end(self) -> None:
-        """Likewise among several ranks, which have exchanged all that they will."""
+        """The same among several ranks, which have exchanged all that they will."""
         # All ranks have agreed in `wait` on the signals known to any of them; a signal that came to this rank since is
         # its own.
         self.signals.pass_on()

@@ -63,7 +63,7 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know of a boundary.
+    """The common facts of all ranks at a boundary.
 
     The signals that have come on any rank, the least time that is left on any, and whether no rank waits for anything;
     ``saved``, ``due``, and the plan of the due step as the first rank has them.
@@ -311,7 +311,7 @@ class Ranks:
     def _pace(self, apart: float) -> int:
         """How many boundaries come in this many seconds, judging by the last ones.
 
-        At most twice as many as there were before the last question, plus one: a few short steps say little.
+        At most twice as many as there were before the last question, plus one: a few short steps mean little.
         """
         now = time.monotonic()
         before, self._asked = self._asked, now

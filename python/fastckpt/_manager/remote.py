@@ -110,7 +110,7 @@ class Remote(Tier[Place]):
         return [step for step in waiting if step in wanted and not wanted[step]]
 
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
-        """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and what copies left.
+        """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and leftovers of copies.
 
         It had this ``number`` among the steps that were queued, and was there before if nothing had to be copied. A
         step that ``waits`` is still to be copied.

@@ -51,12 +51,12 @@ class Restored:
         step: its training step.
         state: as :func:`fastckpt.load` returns it.
         metrics: the metrics that were saved with it.
-        metadata: what else was given to ``save(metadata=...)``.
+        metadata: the other members of ``save(metadata=...)``.
         path: its directory.
         skipped: newer checkpoints that could not be loaded: step and reason, the newest first.
-        report: what the load did.
-        per_rank: what this rank gave to ``save(per_rank=...)``; None where it gave nothing, or where another number of
-            ranks has saved (:func:`fastckpt.distributed.load_per_rank` gives each).
+        report: the report of the load.
+        per_rank: the value that this rank gave to ``save(per_rank=...)``; None if it gave none, or if another number of
+            ranks has saved (:func:`fastckpt.distributed.load_per_rank` returns each).
         lineage: its place in the run, as in docs/manager.md.
     """
 
@@ -152,7 +152,7 @@ class Loader:
     def _try(
         self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool = False
     ) -> tuple[Restored | None, list[_Failure], Exception]:
-        """Load a checkpoint on all ranks, or say why ranks cannot, and what this one may raise.
+        """Load a checkpoint on all ranks, or report why ranks cannot, and the error that this one may raise.
 
         Before it others were ``skipped``; after it ``more`` may be tried.
         """

@@ -108,7 +108,7 @@ class Saves:
             self.timing.leave()
 
     def save_in_time(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
-        """Likewise at once, where time is short: without a limit, and old checkpoints stay for now."""
+        """The same at once, if time is short: without a limit, and old checkpoints stay for now."""
         began, report = self._save(given, base, plan, bandwidth_limit=None)
         self.after_save.note(given.metadata, began, report, report.seconds)
 

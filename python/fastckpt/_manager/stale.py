@@ -40,7 +40,7 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
 
     Args:
         path: its path.
-        operation: what reads it, for errors.
+        operation: the operation that reads it, for errors.
         frozen: patterns of tensors that are not trained.
 
     Raises:

@@ -36,7 +36,7 @@ class StepBoundary:
     saves: Saves
     alarm: StaleAlarm
     preemption: Preemption
-    #: The step that all ranks have agreed to save next, and what the metadata of that save note of its place.
+    #: The step that all ranks have agreed to save next, and its place in the lineage for the metadata.
     _wanted: int | None = field(default=None, init=False)
     _plan: dict[str, Any] = field(default_factory=dict, init=False)
     #: The step that needed no further save at the last boundary, on all ranks: the next one may take files from it.
@@ -148,7 +148,7 @@ class StepBoundary:
             self.ranks.first("stale", self.alarm.raise_once)
 
     def miss(self, why: str) -> None:
-        """This rank does not save the step that all have agreed to save: the others, which do, hear why."""
+        """This rank does not save the step that all have agreed to save: the others, which do, hear the reason."""
         step, self._wanted = self._wanted, None
         if step is None or self.ranks.size == 1:
             return

@@ -1,4 +1,4 @@
-"""How long steps take and what saves cost, measured at the boundaries that the manager sees."""
+"""The duration of steps and the cost of saves, measured at the boundaries that the manager sees."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ def write_latest(place: Place, step: int) -> None:
 
 
 def write_hint(place: Place, step: int) -> None:
-    """Likewise; that it cannot be written is logged."""
+    """The same; an error in writing it is logged."""
     try:
         write_latest(place, step)
     except OSError as error:
@@ -132,7 +132,7 @@ class Tier(Generic[_P]):
         return found
 
     def pin(self, step: int) -> bool:
-        """Pin a checkpoint; whether it is there."""
+        """Pin a checkpoint; returns whether it exists."""
         # A removal that has begun ends first; another process may still remove it, until it sees the pin.
         name = self.place.names.name_of(step)
         with self._removing:
@@ -169,7 +169,7 @@ class Tier(Generic[_P]):
                 logger.warning("%s: the facts of its checkpoints are not cached: %s", self.place.path, error)
 
     def clear_again(self) -> None:
-        """Remove what may go now that fewer are held."""
+        """Remove checkpoints that are no longer held."""
         if self._durable is not None:
             self.clear(self._durable)
 

@@ -12,7 +12,7 @@ For a save (loads do the same with :class:`.demands.Wanting`):
 
 ``combine_arrivals`` and ``combine_offers`` are in :mod:`.offers`. Arrivals and verdicts are JSON of some 200 bytes;
 offers and answers are bytes. Arrivals can travel inside of another value: ``combine_arrivals`` takes a list of them.
-``decide`` and ``unite`` run on the coordinator; what only that needs (the structure) does not travel.
+``decide`` and ``unite`` run on the coordinator; the structure, which only that needs, does not travel.
 
 What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and the
 coordinator gets one of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the
@@ -73,12 +73,12 @@ class JobState:
         tensors: the job's tensors, those of ``per_rank`` at the end.
         spreads: the spreads that their numbers refer to.
         held: the memories of this rank.
-        prefix: what the names of the model's tensors start with.
+        prefix: the prefix of the model's tensor names.
         has_extras: whether there are tensors of ``per_rank``, which are never the model's.
         sources: copies the bytes of memories without an address; see :class:`fastckpt._api.save_request.SaveRequest`.
         structure: on the coordinator, the tokens of the state, JSON text.
-        metadata: likewise, for the metadata.
-        per_rank: likewise, the list of the states of each rank alone; None if there are none.
+        metadata: the structure of the metadata.
+        per_rank: the list of the states of each rank alone; None if there are none.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Agreement:
     """The agreement of one save.
 
     Args:
-        request: what this rank saves.
+        request: the save of this rank.
         rank: this rank in the group.
         size: the number of ranks.
         operation: the word that error messages begin with.
@@ -149,7 +149,7 @@ class Agreement:
         return [*self.told.digests, self.request.per_rank is not None]
 
     def decide(self, combined: list[Any]) -> list[Any]:
-        """The verdict on what arrived: which parts differ, and whether there is something per rank."""
+        """The verdict on the arrivals: which parts differ, and whether there is a state per rank."""
         main, cuts, extra = combined
         return [TABLES if main is None else CUTS if cuts is None else EQUAL, extra]
 
@@ -173,7 +173,7 @@ class Agreement:
         """The answer: everything that a rank needs to know besides its own table.
 
         Raises:
-            ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
+            ValueError: values of several ranks differ, or ``model_key`` leads to no mapping.
         """
         classes, extras, blobs = offer_of(combined)
         variants = classes_of(classes, blobs)
@@ -313,7 +313,7 @@ class Agreement:
                 job.hold(number, part, tensor.address, tensor.capacity, index)
 
     def _settle_extras(self, job: JobState, parts: list[bytes]) -> None:
-        """Add what each rank has alone."""
+        """Add the tensors that each rank has alone."""
         head, *lists = parts
         runs = json.loads(head)
         by_rank = {

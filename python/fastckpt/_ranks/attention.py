@@ -26,7 +26,7 @@ class Attention:
 
     Attributes:
         exchange: the messages that travel, once they do.
-        limit: seconds after which a single message is given up, whatever the other ranks say.
+        limit: seconds after which a single message is given up, regardless of the other ranks.
     """
 
     def __init__(self, operation: Operation, timeout: float, bandwidth: float | None = None) -> None:

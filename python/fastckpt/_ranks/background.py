@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Job(BackgroundSave):
-    """Its snapshot holds what this rank has: the files are laid out when ranks have agreed on them."""
+    """Its snapshot holds this rank's parts: the files are laid out when ranks have agreed on them."""
 
     group: ProcessGroup
 
@@ -37,7 +37,7 @@ class Job(BackgroundSave):
         return self.group.operation
 
     def alive(self) -> None:
-        """Likewise to the other ranks."""
+        """The same for the other ranks."""
         self.group.operation.alive()
 
     def _write(self) -> SaveReport:

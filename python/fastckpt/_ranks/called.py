@@ -8,7 +8,8 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-#: How many values tell a call from others, how long their names and texts are, and how large a number.
+#: The number of values that distinguish a call from others, the length of their names and texts, and the largest
+#: number.
 _MARKS, _NAME, _LONGEST, _BITS = 16, 64, 32, 64
 #: How many mappings of a state are looked into, and how many keys these have: larger ones are tables of tensors.
 _MAPPINGS, _KEYS = 64, 64

@@ -62,7 +62,7 @@ class Demand(NamedTuple):
         tensor: its number in the checkpoint.
         spread: the number of its spread among those of this rank; 0 if the rank has it whole.
         address: the address of the lowest byte; 0 if ``targets.drain`` takes the bytes.
-        nbytes: the bytes that are there to be written to; 0 for an empty part.
+        nbytes: the writable bytes there; 0 for an empty part.
         strides: see ``_core.ReadRequest``.
     """
 
@@ -267,7 +267,7 @@ class Wanting:
     """The agreement of one load: as :class:`.agreement.Agreement`, whose rounds it shares.
 
     Args:
-        local: what this rank demands.
+        local: the demands of this rank.
     """
 
     def __init__(self, local: Demands) -> None:
@@ -312,7 +312,7 @@ class Wanting:
         """The answer: the demands of all ranks.
 
         Raises:
-            ValueError: a rank of a mesh does not want what the others of it do.
+            ValueError: a rank of a mesh does not want a tensor that the others of it want.
         """
         classes, _, blobs = offer_of(combined)
         local = self.local

@@ -60,7 +60,7 @@ class Differences:
             self._remedies[remedy] = None
 
     def absent(self, path: Path, ranks: Sequence[int], absent: Sequence[int], remedy: str) -> None:
-        """A tensor is spread over ``ranks``, and some of them do not say so."""
+        """A tensor is spread over ``ranks``, and some of them do not declare it."""
         present = [rank for rank in ranks if rank not in absent]
         self.texts(path, [(present, f"a DTensor over {named(ranks)}"), (absent, "no such")], remedy)
 

@@ -1,4 +1,4 @@
-"""Messages between ranks: what one reads or has in memory, and another writes or wants.
+"""Messages between ranks: bytes that one reads or has in memory, and another writes or wants.
 
 The core knows which messages there are, and packs and unpacks them (``_core.Mail``). Here they travel: for each
 direction one thread starts transfers, in order, and another waits for them, in the same order. So several messages
@@ -40,7 +40,7 @@ _FOUND = 4.0
 class LostError(CheckpointError):
     """The exchange broke off: the cause is at another rank, or between the two."""
 
-    #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks says more.
+    #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks is more specific.
     of_others = True
 
 
@@ -64,7 +64,7 @@ class Lane(NamedTuple):
     """One direction.
 
     Attributes:
-        what: for messages, ``to`` or ``from`` a rank.
+        what: the direction, for messages: ``to`` or ``from`` a rank.
         messages: rank and bytes of each, in order.
         begin: the number of a message; the address of its memory, once there is some.
         done: the number of a message: it has been sent or has arrived.
@@ -77,7 +77,7 @@ class Lane(NamedTuple):
 
 
 class Link:
-    """The gloo group of a process group: made when ranks first have something to send, kept, made anew once broken.
+    """The gloo group of a process group: made when ranks first have something to send, kept, and replaced once broken.
 
     Its name is agreed on in a round of the protocol: each rank offers what it has (:meth:`offer`), and the coordinator
     chooses (:meth:`agree`).
@@ -105,7 +105,7 @@ class Link:
 
     @staticmethod
     def agree(offer: list[Any]) -> str:
-        """The coordinator's answer to what all say: the name of the group to use; empty for none."""
+        """The coordinator's answer to all offers: the name of the group to use; empty for none."""
         needed, name = offer
         return (name or secrets.token_hex(8)) if needed else ""
 
@@ -145,7 +145,7 @@ class Exchange:
         group: the gloo group.
         mail: the messages.
         name: the name of a rank in errors, ``rank 3 on node-b``.
-        limit: seconds after which a transfer that does not end is given up, whatever the other ranks say.
+        limit: seconds after which a transfer that does not end is given up, regardless of the other ranks.
 
     Attributes:
         moved: how many messages have been sent and have arrived.
@@ -172,7 +172,7 @@ class Exchange:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it broke off, or None: a :class:`LostError`, or what the core raised."""
+        """Why it broke off, or None: a :class:`LostError`, or the core's error."""
         return self._error
 
     @property
@@ -189,7 +189,7 @@ class Exchange:
 
     @property
     def waits(self) -> bool:
-        """Whether a message of another rank, or its taking of one, is what this rank may be waiting for."""
+        """Whether this rank may be waiting for another rank, to send a message or to take one."""
         return self._error is None and self.busy
 
     @property
@@ -212,10 +212,10 @@ class Exchange:
             raise self._error
 
     def end(self, why: str, alive: Callable[[], None]) -> None:
-        """Stop what still travels, here and at the other ranks; nothing happens if nothing does.
+        """Stop all transfers, here and at the other ranks; does nothing if there are none.
 
         Args:
-            why: for whom the core's part then fails.
+            why: the reason, which becomes the core's error.
             alive: called meanwhile, so that this rank is not mistaken for the one that is gone.
         """
         if not self.busy:
@@ -305,7 +305,7 @@ def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[
 
     Raises:
         LostError: the exchange broke off.
-        Exception: what the core raised.
+        Exception: the core's error.
     """
     try:
         done = work()
@@ -331,9 +331,9 @@ def _attend_for(seconds: float, attend: Callable[[], None]) -> None:
 
 
 def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
-    """Run in a thread what may wait for other ranks; ``attend`` is called meanwhile, and its errors end the wait.
+    """Run in a thread what may wait for other ranks, and call ``attend`` meanwhile, whose errors end the wait.
 
-    The thread may then go on until its own deadline; nothing asks for its result.
+    The thread may then run until its own deadline; its result is ignored.
     """
     found: list[_T] = []
     failed: list[BaseException] = []
@@ -367,7 +367,7 @@ def passed_on(group: DataGroup, content: bytes | None, nbytes: int, limit: float
     Raises:
         LostError: a rank has gone.
         RanksError: the operation has failed at another rank.
-        DamagedError: what came is not what rank 0 has.
+        DamagedError: the received bytes differ from those of rank 0.
     """
     sent = None if content is None else words.sealed(content)
     try:

@@ -1,8 +1,8 @@
 """A checkpoint read by all ranks of a process group: each byte once, by one rank, which passes it on.
 
 If all ranks are on one host, and the checkpoint is in its page cache, each rank reads its own part from there: that
-takes half the processor time of messages. From storage they read it once, with direct I/O, and pass it on: to read it
-through the page cache together is slower, for the ranks wait for each other's pages.
+takes half the processor time of messages. From storage they read it once, with direct I/O, and pass it on: reading it
+through the page cache together is slower, because the ranks wait for each other's pages.
 
 From an object store each rank reads its own part, on any number of hosts: a store serves many readers at a time, and a
 rank that read for others would make its own network the limit of all.
@@ -65,7 +65,7 @@ class Opened(NamedTuple):
         reader: the checkpoint.
         apart: whether each rank reads its own part: through the page cache of the one host that they are on, or from an
             object store.
-        group: what bytes travel in; None where they do not.
+        group: the group for the bytes; None if they do not travel.
     """
 
     reader: _core.Reader
@@ -74,7 +74,7 @@ class Opened(NamedTuple):
 
 
 def load_wishes(call: Call, operation: Operation, wishes: Wishes) -> Read:
-    """Load what this rank wants, while the others load what they want: all rounds of a load.
+    """Load the request of this rank, while the others load theirs: all rounds of a load.
 
     Raises:
         RanksError: another rank failed, or does not answer.
@@ -202,7 +202,7 @@ class Reading(NamedTuple):
 
     Attributes:
         reader: the checkpoint.
-        targets: what takes bytes of requests without an address.
+        targets: takes the bytes of requests without an address.
         verify: whether bytes are compared with their checksums.
         io: the engine.
         threads: how many read, or None.
@@ -227,9 +227,9 @@ class Reading(NamedTuple):
 def apart(
     reading: Reading, requests: Sequence[_core.ReadRequest], drain: Drain | None = None, *, cached: bool
 ) -> dict[str, Any]:
-    """Read what this rank wants, as if it were alone.
+    """Read the request of this rank, as if it were alone.
 
-    With ``cached`` what another rank of the host has read is in the page cache.
+    With ``cached``, pages that another rank of the host has read are in the page cache.
     """
     before = _storage_reads()
     with range_of("fastckpt.read"):
@@ -249,7 +249,7 @@ def apart(
 
 
 def _storage_reads() -> int | None:
-    """Bytes that this process has made its storage read so far; None where the system does not say."""
+    """Bytes that this process has made its storage read so far; None if the system does not report it."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(": ")
@@ -270,7 +270,7 @@ def through_messages(
 
     Args:
         session: the process group.
-        group: what bytes travel in; None where they do not.
+        group: the group for the bytes; None if they do not travel.
         reading: how this rank reads.
         share: the duties of all ranks.
         requests: tensor, part, address, bytes and strides of each memory of this rank.

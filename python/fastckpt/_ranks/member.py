@@ -166,7 +166,7 @@ class Member:
 
 
 def hello_of(rank: int) -> str:
-    """Return the key in which a rank says hello. It is there as long as the rank is in its first turn."""
+    """Return the key in which a rank says hello. It exists as long as the rank is in its first turn."""
     return f"fastckpt/hello/{rank}"
 
 

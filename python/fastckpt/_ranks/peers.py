@@ -42,7 +42,7 @@ class Peers:
         store: the ``torch.distributed.Store`` of the group; a group of one needs none.
         host: the name of this host, for errors.
         serves: the rank whose process may have the server of the store; None if that is none of them.
-        shown: whether the monitor shows the group, and for whom this rank waits.
+        shown: whether the monitor shows the group, and the rank that this one waits for.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Peers:
 
     @property
     def has_met(self) -> bool:
-        """Whether the others hear of it where this rank leaves an operation without waiting for them."""
+        """Whether the others hear of it if this rank leaves an operation without waiting for them."""
         return self._member.has_met
 
     @property
@@ -91,9 +91,9 @@ class Peers:
 
         Args:
             kind: ``save`` or ``load``.
-            path: to what, the same on all ranks.
+            path: the path of the operation, the same on all ranks.
             timeout: seconds of silence after which a rank is taken to be gone.
-            label: what the ranks know this operation by, where they cannot count: one that is never used again.
+            label: the name of this operation, if ranks cannot count: one that is never used again.
             place: where the path leads, if its directory may have another name on other ranks.
         """
         with self._turns:
@@ -116,7 +116,7 @@ class Peers:
         self._transport.close()
 
     def _run(self, steps: Steps, timeout: float, watch: Callable[[], None] | None = None) -> Any:
-        """Serve the requests of a generator, and return what it returns."""
+        """Serve the requests of a generator, and return its result."""
         reply: Any = None
         error: BaseException | None = None
         whom: int | None = None
@@ -206,7 +206,7 @@ class Peers:
 
 
 class Operation:
-    """One operation of all ranks, as a context manager around what this rank does.
+    """One operation of all ranks, as a context manager around this rank's part.
 
     An exception in the body goes to all ranks with the next round, then it is raised; the others get a ``RanksError``.
     The round ``done`` is the last: a body that has had its answer cannot fail for others.

@@ -80,9 +80,9 @@ class ProcessGroup:
 
     Args:
         session: the process group.
-        operation: what its ranks do together, in its body; the caller's rounds may have come before.
+        operation: the common operation of its ranks, in its body; the caller's rounds may have come before.
         timeout: seconds for which a rank may make no progress.
-        policy: how what several ranks hold is compared.
+        policy: how copies on several ranks are compared.
     """
 
     report: ClassVar[type[RankSaveReport]] = RankSaveReport
@@ -94,12 +94,12 @@ class ProcessGroup:
         self.policy = policy
 
     def agree(self, request: SaveRequest) -> AgreedByRanks:
-        """Agree on what the state of the job is: the rounds ``arrive`` and ``tables``.
+        """Agree on the state of the job: the rounds ``arrive`` and ``tables``.
 
         Raises:
             RanksError: another rank failed, or does not answer.
             KeyError: a pattern matches nothing on any rank.
-            ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
+            ValueError: values of several ranks differ, or ``model_key`` leads to no mapping.
         """
         group, operation, path = self.session.group, self.operation, request.path
         agreement = Agreement(request, group.rank, group.size, request.operation)
@@ -205,12 +205,12 @@ class ProcessGroup:
 
         Args:
             request: the save.
-            agreed: what ranks agreed on.
+            agreed: the agreement of the ranks.
             options: how it is saved.
             progress: called with bytes written and bytes to write by this rank.
             share: the boxes and duties of all ranks, equal on all ranks.
-            plain: the same, laid out without a base; None where what several ranks hold has been compared.
-            base: what the share was laid out beside, if anything was taken over from an earlier checkpoint.
+            plain: the same, laid out without a base; None if copies on several ranks have been compared.
+            base: the base of the layout, if files were taken over from an earlier checkpoint.
         """
         session, operation, timeout, path = self.session, self.operation, self.timeout, request.path
         rank = session.group.rank
@@ -281,7 +281,7 @@ def _combine_calls(calls: list[Any]) -> list[Any]:
 
 
 def first_two(said: Sequence[list[list[Any]]]) -> list[list[Any]]:
-    """Two ranks that say different things, and what they say; or one."""
+    """Two ranks with different values, and the values; or one."""
     kinds: dict[Any, int] = {}
     for rank, what in chain.from_iterable(said):
         kinds.setdefault(what, rank)
@@ -322,7 +322,7 @@ def _outcome(
     progress: Callable[[int, int], None],
     name: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The core's report of what this rank, which has this ``name``, has written, and what the others hear of it."""
+    """The core's report of what this rank, called ``name``, has written, and its message to the others."""
     try:
         own = _write(engine, exchange, attention, progress)
     except LostError as error:
@@ -337,7 +337,7 @@ def _write(
     attention: Attention,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write what belongs to this rank, and see all messages off."""
+    """Write this rank's share, and complete all messages."""
 
     def each(done: int, total: int) -> None:
         attention(done, total)
@@ -393,7 +393,7 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def _nothing(_: list[Any]) -> None:
-    """Some rounds only say that all are there."""
+    """Some rounds only confirm that all are there."""
 
 
 def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], commit: float) -> dict[str, Any]:

@@ -22,11 +22,11 @@ Of calls that met in one turn all fail, except those of ranks that have given up
 the next turn. So ranks meet again, and indistinguishable saves are never confused. A rank takes one old verdict of
 other calls like its own, because it may be late, and skips further ones.
 
-**Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
-rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
-works itself: it may be waiting for bytes of theirs. So every rank that has not posted has a rank that listens to it.
-The beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a rank could
-not listen is not counted against others (``silence.py``).
+**Silence**, not duration, ends a wait. A rank that works beats; so does one that waits for those below it. A rank
+listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it works
+itself: it may be waiting for bytes of theirs. So every rank that has not posted has a rank that listens to it. The
+beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a rank could not
+listen is not counted against others (``silence.py``).
 
 **A failure** is announced to all at once in one key, ``abort``, so that working ranks can stop; then it goes up like
 any message. A rank that knows of one waits a short while for the missing messages, to list all failures. Only ranks
@@ -34,9 +34,9 @@ that have never been heard of are waited for longer: they need an answer to thei
 verdict.
 
 **Leaving.** The reader of a message removes it. The coordinator removes a round's answer when the next round shows that
-all have read it; what the last round leaves, the last rank to leave removes. A rank that leaves without a verdict (its
-store did not answer) reports that when it next comes: until then it is silent. The rank in whose process the store may
-be waits, when all has succeeded, until the others have read that.
+all have read it; the keys of the last round are removed by the last rank to leave. A rank that leaves without a verdict
+(its store did not answer) reports that when it next comes: until then it is silent. The rank in whose process the store
+may be waits, when all has succeeded, until the others have read that.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class _Listening:
     silence: Silence
     #: When it last listened: while it listens to one rank after the other, the remaining ones are silent.
     listened: float
-    #: When the turn was known to have failed.
+    #: When the failure of the turn became known.
     failed: float | None = None
     #: There is a verdict already.
     decided: bool = False
@@ -160,15 +160,15 @@ class Turn:
         #: It has the verdict of its last round, or has left without one.
         self.over = False
         self._beaten: float | None = None
-        #: What it has heard since the last round.
+        #: Messages that arrived since the last round.
         self._silence = Silence(self.timeout)
         #: A rank has failed, and all can know.
         self._aborted = False
-        #: This rank has said that it succeeded, and does not know the outcome.
+        #: This rank has reported success, and does not know the outcome.
         self._unknown = False
         #: The coordinator has completed the operation.
         self._committed = False
-        #: The others have failed without this rank, which has been told of an earlier call like this.
+        #: The others have failed without this rank, which heard of an earlier call like this.
         self._outrun = False
         #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
@@ -177,7 +177,7 @@ class Turn:
 
     @property
     def called(self) -> Called:
-        """The call that this is."""
+        """The identity of this call."""
         return Called(self.kind, self.path, self._place, self.marks)
 
     # Keys.
@@ -279,7 +279,7 @@ class Turn:
             failure: the failure of this rank, or the other rank's failure because of which it stopped.
             combine: combines the values of a rank and the ranks below it, its own first; None makes a list of all.
             decide: computes the answer from the combined value, at rank 0; None takes the value itself.
-            is_done: whether ``decide``, which has raised, has done nevertheless what the operation is for.
+            is_done: whether ``decide``, which has raised, has completed the operation nevertheless.
 
         Raises:
             RanksError: a rank failed or is silent.
@@ -496,7 +496,7 @@ class Turn:
         silence.begin((0,), (yield Now()))
         pause = self.long_slice
         if self._aborted:
-            # What this rank has heard while it worked still counts.
+            # Messages that arrived while this rank worked still count.
             silence.take_over(self._silence, (0,))
             pause = self.slice
         while True:

@@ -83,7 +83,7 @@ class Policy(Settings):
     )
 
     def dealt(self, share: _core.Share) -> _core.Share:
-        """The share with the copies from which it takes what several ranks hold."""
+        """The share with the copies from which it takes bytes that several ranks hold."""
         return share.first(None) if self.replicas == "first" else share
 
 
@@ -92,7 +92,7 @@ class Comparison:
 
     Args:
         engine: the save of this rank, which holds the memory.
-        share: what all ranks hold.
+        share: the boxes of all ranks.
         policy: how much is compared.
         seed: the seed of the samples, equal on all ranks, and different for each save.
         sum_of: see ``_core.RankSave.replicas``.

@@ -19,7 +19,7 @@ class Get(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until all keys exist, at most so many seconds; return whether they do. ``whom`` is to set one of them."""
+    """Wait until all keys exist, at most so many seconds; return whether they do. ``whom`` sets one of them."""
 
     keys: tuple[str, ...]
     seconds: float
@@ -63,7 +63,7 @@ class Call(NamedTuple):
 
 
 Request: TypeAlias = Put | Get | Wait | Forget | Add | Swap | Remove | Now | Call
-#: A generator that yields requests and is sent their answers, which are of the type that each request says.
+#: A generator that yields requests and receives their answers, which have the type that each request declares.
 Steps: TypeAlias = Generator[Request, Any, Any]
 
 

@@ -15,7 +15,7 @@ _NOWAIT = getattr(os, "RWF_NOWAIT", None)
 
 
 def is_resident(path: str, reader: _core.Reader) -> bool:
-    """Whether the files are in the page cache, as far as a few looks show; False where the system does not say."""
+    """Whether the files are in the page cache, as far as a few looks show; False if the system does not report it."""
     shards = reader.shards()
     total = sum(shard.nbytes for shard in shards)
     if _NOWAIT is None or not total:

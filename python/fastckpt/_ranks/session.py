@@ -14,7 +14,7 @@ class Session:
 
     Attributes:
         group: the ranks in it.
-        peers: the ranks, and what they do together.
+        peers: the ranks, and their common operations.
         link: the group that bytes travel in.
     """
 
@@ -41,7 +41,7 @@ class Session:
         return self._apart[-1]
 
     def end(self, peers: Peers) -> None:
-        """Nobody needs what :meth:`apart` gave any more."""
+        """The result of :meth:`apart` is no longer needed."""
         if peers in self._apart:
             self._apart.remove(peers)
             peers.close()

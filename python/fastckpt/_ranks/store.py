@@ -30,7 +30,7 @@ _NO_VALUE = b"\0none"
 
 
 class _Task:
-    """One call, and what came of it."""
+    """One call, and its result."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -138,7 +138,7 @@ class Transport:
         return self._connect()
 
     def _call(self, function: Callable[[Any], Any], limit: float, *, again: bool = True) -> Any:
-        """Make a call; a broken connection is made anew once, where the call may be repeated."""
+        """Make a call; a broken connection is replaced once, if the call may be repeated."""
         while True:
             with self._lock:
                 line = self._line = self._line or _Line(self._connect_again)

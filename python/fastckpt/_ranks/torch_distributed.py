@@ -64,7 +64,7 @@ _alone: list[Any] = []
 if hasattr(os, "register_at_fork"):  # Windows has no fork
     # A thread of the parent may be in a turn, which would never end in the child.
     os.register_at_fork(after_in_child=_alone.clear)
-#: By process group: the process that made it, and what it made.
+#: By process group: the process that made it, and the result.
 _kept: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 
@@ -148,9 +148,9 @@ def _group_of(group: Any) -> Group:
         return this_process()
     name = getattr(group, "group_name", "")
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
-    # A store can outlive a group (torchrun's does), and torch reuses names: a new group must not be confused by
-    # what a former group of the same name has left.
-    # By default the first process serves it; torchrun's agents do where they say so.
+    # A store can outlive a group (torchrun's does), and torch reuses names: a new group must not be confused by keys
+    # that a former group of the same name has left. By default the first process serves it; with torchrun, its agents
+    # may.
     apart = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = None if apart or 0 not in ranks else ranks.index(0)
     return Group(
@@ -248,7 +248,7 @@ class DataGroup:
         return Transfer(self._gloo.recv([tensor], peer, 0), tensor)
 
     def broadcast(self, content: bytes | None, nbytes: int, limit: float) -> bytes:
-        """Give all ranks what rank 0 has: ``content`` there, of ``nbytes``. They come here at about the same time."""
+        """Send all ranks ``content`` of rank 0, of ``nbytes``. They come here at about the same time."""
         from torch import distributed as dist  # noqa: PLC0415
 
         data = bytearray(nbytes) if content is None else bytearray(content)

@@ -149,7 +149,7 @@ def unite(variants: Sequence[Variant], size: int, *, operation: str = "save") ->
         operation: the word that error messages begin with.
 
     Raises:
-        ValueError: what several ranks have is not equal. All differences are in the message.
+        ValueError: values of several ranks differ. All differences are in the message.
     """
     with paused():
         union = _Union(variants, size, operation)
@@ -306,7 +306,7 @@ class _Union:
         self.out += [["list", len(names)], *names]
 
     def copy(self, path: Path, which: int, start: int) -> None:
-        """Emit what one variant alone has."""
+        """Emit tokens that one variant alone has."""
         tokens = self.tokens[which][start : self.ends[which][start]]
         for index, token in enumerate(tokens):
             if type(token) is list and is_tensor(token):
@@ -334,7 +334,7 @@ class _Union:
     def number(self, path: Path, found: list[tuple[int, int, int]]) -> int:
         """The number in the union of the tensor in one place, given by variant, position and number there.
 
-        Places are tied where all ranks that have both say so.
+        Places are tied if all ranks that have both agree.
         """
         candidates = {number for which, _, index in found for number in self.numbers[which][index]}
         which, position, index = found[0]

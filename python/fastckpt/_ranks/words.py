@@ -41,7 +41,7 @@ def opened(data: bytes, what: str) -> bytes:
     """Return the bytes that ``sealed`` was given.
 
     Raises:
-        DamagedError: they were altered on their way; ``what`` names them.
+        DamagedError: they were altered on their way; the message names ``what``.
     """
     content, sum_ = data[:-SUM], data[-SUM:]
     if _crc64.of(content).to_bytes(SUM, "little") != sum_:
@@ -78,7 +78,7 @@ def decode(data: bytes, what: str = "the message of a rank") -> Any:
     """Return the value that ``encode`` was given, its tuples as lists.
 
     Raises:
-        DamagedError: it was altered on its way; ``what`` names it.
+        DamagedError: it was altered on its way; the message names ``what``.
     """
     length, _, rest = opened(data, what).partition(b"\n")
     at = int(length)
@@ -143,7 +143,7 @@ def failed(
     """Return the verdict that names the failures.
 
     Args:
-        failures: of which ranks.
+        failures: the failures of ranks.
         more: how many further ones there are.
         outcome: what remains.
         calls: the calls that were in the turn, and which of them wait for the next; None: too many to distinguish.

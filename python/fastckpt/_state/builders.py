@@ -46,7 +46,7 @@ MADE_OF_TENSORS = frozenset(
 
 
 def torch_for(what: str) -> ModuleType:
-    """The module that knows torch, for ``what`` needs it."""
+    """The module with torch's types, which ``what`` needs."""
     try:
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
     except ImportError as error:
@@ -85,7 +85,7 @@ class _Later(dt.tzinfo):
 
 
 class _Unhashable:
-    """Stands for what can be neither a key nor a member of a set."""
+    """Represents a value that can be neither a key nor a member of a set."""
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -93,8 +93,8 @@ class _Unhashable:
 class _Uses:
     """Tensors that are parts of others made of several are copied and checked whenever such a one is made.
 
-    So such a part is stored in full, and used again only within a multiple of what is stored: a few bytes of a file
-    could ask for any number of copies.
+    So such a part is stored in full, and used again only within a multiple of the stored bytes: a few bytes of a file
+    could otherwise request any number of copies.
     """
 
     def __init__(self, stored: Sequence[StoredTensor]) -> None:
@@ -117,7 +117,7 @@ class _Uses:
             raise ValueError("tensors that are part of too many others")
 
     def add_all(self, value: Any) -> None:
-        """Likewise of all tensors in plain containers."""
+        """The same for all tensors in plain containers."""
         rest = [value]
         while rest:
             part = rest.pop()

@@ -27,7 +27,7 @@ _FRACTION_BITS = 1 << 16
 
 
 class Own(NamedTuple):
-    """Two conversions: of a value, and of what that gave, for the class.
+    """Two conversions: of a value, and from its result back to the class.
 
     ``spelled`` is the name that the class gives itself, where its module and name in the file are others.
     """

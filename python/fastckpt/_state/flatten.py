@@ -70,7 +70,7 @@ class Flat:
 
     Attributes:
         tokens: JSON text of each structure token.
-        tensors: what ``_core.save`` takes.
+        tensors: the tensors for ``_core.save``.
         ties: number and name of each further place of a tensor.
         movers: by tensor number, the movers of those without an address.
         keep: everything that addresses point into; for bytes an array over them. To be cleared when the
@@ -81,7 +81,7 @@ class Flat:
         values: with ``observe``, the places under a key of a mapping at which there is something that is neither a
             tensor nor a mapping with items. A list of such values counts as one, and so does a value made of several (a
             registered object). Attributes of a mapping are none.
-        problems: with ``observe``, what could not be flattened, by place.
+        problems: with ``observe``, values that could not be flattened, by place.
         again: with ``observe``, containers that a load updates in place and that are at several places: the first place
             and each further one.
         places: with ``observe``, all of these places.
@@ -89,7 +89,7 @@ class Flat:
         inner: numbers of the tensors that are parts of another, such as those of a sparse tensor.
         remarks: warnings about types: the name of a type, and the text.
         spreads: by tensor number, the number of the spread of those that are spread over ranks.
-        wholes: likewise the DTensor of which ``keep`` has the local tensor: torch counts the changes of both.
+        wholes: the DTensor whose local tensor ``keep`` has: torch counts the changes of both.
     """
 
     __slots__ = (
@@ -340,7 +340,7 @@ class _Frame:
         self.depth = depth
         #: Whether that key has been noted, or is not to be.
         self.noted = not depth
-        #: Whether this is, or is in, a tensor that is made of several.
+        #: Whether this is, or is in, a tensor made of several.
         self.made = made
         self.items = items
         self.keyed = keyed
@@ -723,7 +723,7 @@ class _Flattener:
         return KeyText(name, ",".join(tokens[start:]))
 
     def unsupported(self, reason: str, cause: BaseException | None) -> None:
-        """Raise, or with ``observe`` note it and go on: what ``into=`` holds beside tensors does not matter."""
+        """Raise, or with ``observe`` note it and continue: values in ``into=`` other than tensors do not matter."""
         if not self.observe:
             place = show(place_of(frame.key for frame in self.stack))
             reason = f"{self.operation}: cannot store {place}: {reason}"
@@ -771,11 +771,11 @@ def flatten(
         state: any state.
         operation: the word that error messages begin with.
         refuse_tensors: the reason why tensors are refused, if they are.
-        observe: also note each tensor by its place, and note what cannot be flattened instead of raising.
+        observe: also note each tensor by its place, and note values that cannot be flattened instead of raising.
         types: the known types with names; by default those of the process.
         default: replaces values that cannot be saved.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
-            do not have the index of the device then, unless it says so: each rank has another.
+            then lack the index of the device, unless it is to be kept: each rank has another.
         excluded: whether a name will be left out: then a token :data:`EXCLUDED` may represent its value.
 
     Raises:

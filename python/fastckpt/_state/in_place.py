@@ -23,8 +23,8 @@ def update(given: Any, built: Any, *, exact: bool) -> Any:
     """Move newly built values into existing containers.
 
     Dicts, lists and their subclasses, dataclasses that are not frozen and namespaces are updated if both are of one
-    class, and one that is at several places by the new values of each of them. A tuple is made anew where an item is
-    another object. Everything else is replaced by the new value.
+    class, and one that is at several places by the new values of each of them. A tuple is rebuilt if an item is another
+    object. Everything else is replaced by the new value.
 
     Args:
         given: what exists.
@@ -141,7 +141,7 @@ class _Update:
         return (built if plain else made) + rest
 
 
-#: Most values, which are what was built.
+#: Most values: the new ones.
 _LEAVES = frozenset((int, float, str, bool, type(None)))
 _PLAIN = frozenset((dict, OrderedDict, defaultdict))
 

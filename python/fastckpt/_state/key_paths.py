@@ -95,7 +95,7 @@ class Places:
     def at(self, stack: Sequence[Frame], depth: int | None = None) -> Place:
         """The place of the current keys in ``stack``, the root first. Each frame keeps its place: its key stays.
 
-        With ``depth`` it is that of so many frames.
+        With ``depth`` it is the place at that number of frames.
         """
         last = len(stack) if depth is None else depth
         first = last - 1

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, int]:
-    """Keep what leads to the positions ``wanted``, which :func:`.select.named` yields. Tensors get new numbers.
+    """Keep the parents of the positions ``wanted``, which :func:`.select.named` yields. Tensors get new numbers.
 
     Args:
         flat: the state, which is changed.

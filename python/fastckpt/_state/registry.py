@@ -61,7 +61,7 @@ class Registry:
 
         Args:
             cls: the class, matched exactly.
-            encode: makes of an instance any value that can be saved; it may hold tensors. None, together with
+            encode: converts an instance to any value that can be saved; it may hold tensors. None, together with
                 ``decode``, for a class that can be stored by its structure: a named tuple, a dataclass, an enum, a
                 subclass of a built-in container, of ``str``, ``int``, ``float``, ``bytes`` or of a namespace, a tensor
                 subclass that has ``__tensor_flatten__`` and ``__tensor_unflatten__``.

@@ -93,8 +93,8 @@ class _Frame:
 def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, list[_Frame], bool]]:  # noqa: C901 - one hot loop
     """The position of every value, composed ones before their parts, and of every tensor in a key, in order.
 
-    Tensors made of several are among those. With it come the values around, each with the key at hand, and whether it
-    is a tensor in that key. Without ``items`` plain values are skipped, except those of mappings.
+    Tensors made of several are among those. With it come the enclosing values, each with its current key, and whether
+    the tensor is in that key. Without ``items`` plain values are skipped, except those of mappings.
     """
     ends: list[int] = []
     stack = [_Frame(1, iter((THROUGH,)))]
@@ -175,7 +175,7 @@ def find(tokens: list[Token], places: Places) -> tuple[list[Found], set[Place]]:
 
 
 def _key(tokens: list[Token], start: int, stop: int) -> Any:
-    """A mapping's key that is no plain token, as a flattened state shows it."""
+    """A mapping's key that is not a plain token, as a flattened state shows it."""
     if _tag(tokens[start]) in {"int", "float"}:
         return DECODERS[tokens[start][0]](tokens[start])
     text = ",".join(map(canonical, tokens[start:stop]))
@@ -209,8 +209,8 @@ def _name(stack: Sequence[_Frame], most: int) -> str | None:
 def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, str]]:
     """Position, number and name of each place of a tensor.
 
-    A place of a tied tensor has the name that its key path makes, unless a tensor is stored under that, or the keys do
-    not tell it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. If no place
+    A place of a tied tensor has the name made of its key path, unless a tensor is stored under that, or the keys do not
+    determine it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. If no place
     has the stored name, the first has it; and so has the only place of a tensor.
     """
     uses = Counter(token[1] for token in tokens if is_tensor(token))
@@ -244,7 +244,7 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
 def tensor_names(tokens: list[Token]) -> Iterator[tuple[int, str | None, bool]]:
     """Position of each place of a tensor, the name that its key path makes, and whether it is in a key.
 
-    The name is None in a key, and where the keys do not tell it.
+    The name is None in a key, and if the keys do not determine it.
     """
     for position, stack, in_key in _walk(tokens):
         if is_tensor(tokens[position]):
@@ -332,7 +332,7 @@ def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[in
 
 
 def bound(tokens: list[Token], types: Types) -> set[int]:
-    """The numbers of tensors whose dtype belongs to what they are part of: a quantised tensor, a wrapper subclass."""
+    """The numbers of tensors whose dtype belongs to a larger value: a quantised tensor, a wrapper subclass."""
     ends = ends_of(tokens)
     out: set[int] = set()
     position = 0
@@ -380,7 +380,7 @@ def prune(
     hole: Token = None,
     closed: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[Token], list[int]]:
-    """Keep what leads to the positions ``wanted``, which :func:`named` yields.
+    """Keep the parents of the positions ``wanted``, which :func:`named` yields.
 
     Containers lose every item that does not lead there; a value made of several (a sparse tensor, a registered object)
     stays whole.

@@ -1,8 +1,8 @@
 """Encodes values of classes as the plain values that they consist of, and decodes them.
 
-A named tuple or a dataclass is its fields and what attributes it has beside them, an enum its name, a subclass of a
-built-in type the value of that and its attributes, a tensor subclass the parts that its own protocol names. Back: no
-``__init__`` runs, and no other code of the class, but the ``__tensor_unflatten__`` of tensors, the factories of a
+A named tuple or a dataclass is stored as its fields and its other attributes, an enum as its name, a subclass of a
+built-in type as the plain value and its attributes, a tensor subclass as the parts that its own protocol names. Back:
+no ``__init__`` runs, and no other code of the class, but the ``__tensor_unflatten__`` of tensors, the factories of a
 dataclass's defaults, the ``__set__`` of its fields that are descriptors, and an enum's own way to unknown flags
 (``_missing_``).
 """
@@ -35,8 +35,8 @@ class Undecodable(Exception):  # noqa: N818 - it never leaves the package: the l
 class Codec(NamedTuple):
     """A class with its name in files and its two conversions.
 
-    ``decode`` takes what ``encode`` gave: the value and the attributes. It raises Undecodable where the class does not
-    fit, and anything else where the file is malformed. With ``spares`` a save leaves out attributes that cannot be
+    ``decode`` takes the result of ``encode``: the value and the attributes. It raises Undecodable where the class does
+    not fit, and anything else where the file is malformed. With ``spares`` a save leaves out attributes that cannot be
     stored, with a warning. With ``shallow`` its parts are not examined.
     """
 
@@ -215,7 +215,7 @@ _PARAMETERS = "__orig_class__"
 
 
 def _stands_in(cls: type, name: str) -> bool:
-    """Whether an attribute of that name would hide what the class does."""
+    """Whether an attribute of that name would hide a member of the class."""
     if name.startswith("__") and name.endswith("__"):
         return True
     for base in cls.__mro__:

@@ -178,7 +178,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _with_plain(maker: Finish, every: int) -> Finish:
-    """``maker``, of which each ``every``-th part must be hashable, and may be of a type that is not known."""
+    """``maker``, where each ``every``-th part must be hashable, and may be of an unknown type."""
 
     def make(parts: list[Any]) -> Any:
         skipped = len(parts) % every
@@ -222,7 +222,7 @@ def _key_of(frame: tuple[list[Any], int, Finish]) -> Any:
 
 
 def _attributed(parts: list[Any]) -> OrderedDict[Any, Any]:
-    """An OrderedDict and its attributes, none of which may stand in for a method."""
+    """An OrderedDict and its attributes, none of which may hide a method."""
     ((made, attributes),) = parts
     if type(made) is not OrderedDict or type(attributes) is not dict:
         raise ValueError("not an OrderedDict and its attributes")

@@ -156,7 +156,7 @@ ENCODERS: dict[type, Callable[[Any], str]] = {
 }
 
 
-#: Every type that is part of the structure itself, without torch's and those of paths.
+#: Every type in the structure itself, except torch's and those of paths.
 PLAIN = frozenset(
     (
         *ENCODERS,

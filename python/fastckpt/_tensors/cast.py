@@ -25,7 +25,7 @@ class Cast:
     """A mover that takes the bytes of a stored tensor and converts its elements.
 
     Args:
-        convert: makes of stored elements those wanted.
+        convert: converts stored elements to the wanted ones.
         sizes: bytes of a stored element, and of one that is wanted.
         address: contiguous memory for all elements, or 0.
         mover: takes the converted elements if there is no address.
@@ -36,7 +36,7 @@ class Cast:
         self._convert = convert
         self._from, self._to = sizes
         self._address = address
-        #: The bytes of each element that a block's edge cuts, and which of them are there. They are kept, so that a
+        #: The bytes of each element that a block's edge cuts, and which of them have arrived. They are kept, so that a
         #: part may arrive again.
         self._cut: dict[int, tuple[Bytes, Bytes]] = {}
         self._lock = Lock()
@@ -50,7 +50,7 @@ class Cast:
         self.mover(start, _memory.address_of(made), len(made))
 
     def convert(self, start: int, address: int, nbytes: int, move: Callable[[int, Bytes], None]) -> None:
-        """Convert what can be converted of a range, which may cut elements.
+        """Convert the whole elements of a range, which may cut some.
 
         Args:
             start: where the range begins in the stored tensor.

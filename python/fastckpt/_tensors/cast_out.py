@@ -70,7 +70,7 @@ class Recast(NamedTuple):
     loss: Loss
 
     def of(self, tensor: Tensor, count: int) -> Tensor:
-        """A tensor of which ``count`` elements are here, in this dtype."""
+        """A tensor of this dtype with ``count`` elements here."""
         shape: Sequence[int] = tensor.shape if tensor.logical is None else tensor.logical[1]
         capacity = count * self.size
         if self.logical is None:
@@ -110,7 +110,7 @@ class CastOut:
 
 
 class CastDownload(_device.Download):
-    """What brings ranges of a tensor of a device, converted there.
+    """Copies ranges of a tensor on a device, converted there.
 
     Args:
         torch: the module.
@@ -170,8 +170,8 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
         torch: the module.
         value: the tensor.
         dtype: a ``torch.dtype``.
-        name: what the file calls that.
-        logical: what the user calls it, where that is another.
+        name: the name in the file.
+        logical: the user's name, if it differs.
 
     Raises:
         RuntimeError: torch cannot convert it.
@@ -195,7 +195,7 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
 
 @functools.cache
 def _losing(torch: ModuleType, source: Any, target: Any) -> Callable[[Any], Any] | None:
-    """What tells whether a part of a tensor has numbers that ``target`` does not reach; None where none can have."""
+    """Detects numbers in a part of a tensor beyond the range of ``target``; None if there can be none."""
     # If it is refused, then here; and not every dtype has infinities.
     keeps_infinities = bool(torch.full((1,), torch.inf).to(target).float().isinf())
     torch.zeros(1, dtype=source).to(target)

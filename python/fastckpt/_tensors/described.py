@@ -96,7 +96,7 @@ Describe: TypeAlias = "Callable[[Any], str | Stored | Parts]"
 
 
 class Expansion(NamedTuple):
-    """An array with steps of 0: the index that takes its base, and the token that stands before that."""
+    """An array with steps of 0: the index that takes its base, and the token before that."""
 
     base: tuple[slice, ...]
     token: str

@@ -71,8 +71,8 @@ class Link:
     def selected(self) -> Any:
         """Inside, the device is the thread's own.
 
-        A new thread has the first device, and CUDA would set that up for this process, with memory of its own, when
-        the thread asks for anything at all.
+        A new thread has the first device, and CUDA would initialise that for this process, with memory of its own, at
+        the thread's first call.
         """
         select = getattr(self.module, "device", None)
         return contextlib.nullcontext() if select is None else select(self.device)
@@ -162,8 +162,8 @@ class _Tensor:
 
     Args:
         torch: the module.
-        raw: the tensor, as integers of its element's size; or as a vector of bytes, where it lies in order.
-        flip: what must be done to its bytes on the host, or None; for a vector None.
+        raw: the tensor, as integers of its element's size; or as a vector of bytes, if it is in order.
+        flip: the conversion of its bytes on the host, or None; for a vector None.
     """
 
     __slots__ = ("device", "flat", "flip", "nbytes", "raw", "size", "torch")
@@ -175,7 +175,7 @@ class _Tensor:
         self.device = raw.device
         self.size: int = raw.element_size()
         self.nbytes: int = raw.numel() * self.size
-        #: The bytes as they lie in memory, where that is in order.
+        #: The bytes in memory, if they are in order.
         self.flat = raw if _is_vector(torch, raw) else _bytes(torch, raw) if raw.is_contiguous() else None
 
     def _pieces(self, first: int, last: int) -> Iterator[tuple[Any, int]]:
@@ -194,7 +194,7 @@ def _is_vector(torch: ModuleType, part: Any) -> bool:
 
 
 class Download(_Tensor):
-    """What brings ranges of a tensor to the host: for :class:`.movers.Sources`, which asks for many at a time.
+    """Copies ranges of a tensor to the host: for :class:`.movers.Sources`, which requests many at a time.
 
     Called as a mover, it waits for all earlier work of the device, and for the copy.
     """
@@ -229,14 +229,14 @@ class Download(_Tensor):
 
 
 class Upload(_Tensor):
-    """What brings ranges of a tensor from the host: for :class:`.movers.Sinks`, which asks for many at a time.
+    """Copies ranges of a tensor from the host: for :class:`.movers.Sinks`, which requests many at a time.
 
     Called as a mover, it waits for all earlier work of the device, and for the copy.
 
     Args:
         torch: the module.
         raw: the tensor, as integers of its element's size.
-        flip: what must be done to its bytes on the host, or None.
+        flip: the conversion of its bytes on the host, or None.
         inference: whether it is an inference tensor.
     """
 
@@ -286,10 +286,10 @@ class Transfer:
     Args:
         link: the device.
         ready: an event that they come after, or None.
-        ask: asks for them; called with this, while the stream is the current one.
+        ask: requests them; called with this, while the stream is the current one.
 
     Raises:
-        Exception: what asking for them raised; those that were asked for have ended.
+        Exception: the error of a request; copies that were requested have ended.
     """
 
     def __init__(self, link: Link, ready: Any, ask: Callable[[Transfer], None]) -> None:
@@ -412,7 +412,7 @@ def download(
         link: the device.
         jobs: the ranges: the tensor, and start, address and bytes.
         ready: an event that the copies come after, or None.
-        outlives: whether the transfer may outlive the call that asks for it: then the tensors are protected.
+        outlives: whether the transfer may outlive the call that requests it: then the tensors are protected.
     """
     torch = link.torch
 

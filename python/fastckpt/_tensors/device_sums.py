@@ -3,8 +3,8 @@
 A CRC is linear over GF(2): apart from a constant that depends on the length alone, each of its 64 bits is the parity of
 some of the message's bits. So it is the product of a vector of bits and a matrix of bits, in which sums count modulo 2.
 Rows of 256 bytes are multiplied by one matrix; then 32 neighbouring results at a time, 2048 bits again, by a matrix
-that moves each to its place; and so on, until one result is left. Zeros in front change nothing, so what does not fill
-a row is filled up there.
+that moves each to its place; and so on, until one result is left. Leading zeros change nothing, so an incomplete row is
+filled up there.
 
 Every count is exact in any type that devices multiply in: a product is 0 or 1, and a sum is at most 2048, which half
 precision still has, in whatever order and precision of accumulation.

@@ -1,9 +1,9 @@
 """DTensors: which ranks hold them, and the local memory of this one. Imports torch; differences of its versions here.
 
 From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and is a class of its own since; specs have a ``shard_order``
-since 2.9, which can say what strided shards say. FSDP over tensor parallelism makes strided shards: the mesh's last
-dimension cuts first, and the strided one cuts the rest. So do ``redistribute`` and ``full_tensor`` of torch; what torch
-says of offsets applies strided shards first, and is wrong where chunks are uneven.
+since 2.9, which can express strided shards. FSDP over tensor parallelism makes strided shards: the mesh's last
+dimension cuts first, and the strided one cuts the rest. So do ``redistribute`` and ``full_tensor`` of torch; torch's
+functions for offsets apply strided shards first, and are wrong if chunks are uneven.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _as_cut(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The global ranks of a mesh in the order in which they have the parts of a tensor.
 
     Collectives give parts out by the ranks of the process group of each line of the mesh, which ascend; a mesh may name
-    them in another order. (What DTensors say of their offsets goes by the mesh, and is wrong then.)
+    them in another order. (Offsets reported by DTensors follow the mesh, and are wrong then.)
     """
     order = [np.argsort(np.argsort(grid, axis=dim), axis=dim) for dim in range(grid.ndim)]
     out = np.full_like(grid, -1)

@@ -65,7 +65,7 @@ def _encode_seeds(generator: Any) -> dict[str, Any] | None:
 
 
 def decode_bit_generator(name: str, value: Any) -> Any:
-    """The bit generator of class ``name`` in such a state; ValueError where it is none."""
+    """The bit generator of class ``name`` in such a state; ValueError if it is none."""
     state = _state(value)
     seeds = state.pop("seed_sequence")
     if state["bit_generator"] != name:

@@ -102,7 +102,7 @@ def overlap(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Where the first element lies."""
+    """The address of the first element."""
     address: int = array.__array_interface__["data"][0]
     return address
 
@@ -158,8 +158,8 @@ _regions: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
 def _carve(nbytes: int, residue: int) -> Bytes:
     """Memory in huge pages, at ``residue`` modulo 4096, that shares no page of the kernel with a neighbour.
 
-    A process may have 65,530 mappings, and neighbours in huge pages and in small ones are two. So smaller tensors lie
-    close together in regions of huge pages alone: none has an end that would take a huge page for a few bytes.
+    A process may have 65,530 mappings, and neighbours in huge pages and in small ones are two. So smaller tensors share
+    regions of huge pages: none has an end that would take a huge page for a few bytes.
     """
     size = -(-(residue + nbytes) // _GRANULE) * _GRANULE
     if size >= _ALONE:
@@ -193,7 +193,7 @@ def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
 
 
 def _locked() -> bool:
-    """Whether new mappings are locked in memory (``mlockall``): the kernel does not let go of such pages."""
+    """Whether new mappings are locked in memory (``mlockall``): the kernel does not release such pages."""
     with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
         try:
             page.madvise(mmap.MADV_DONTNEED)
@@ -254,7 +254,7 @@ def mover_in(layout: np.ndarray[Any, Any]) -> Mover:
 def copy_strided(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
     """Copy a strided array into a contiguous one, in the calling thread alone and without the GIL.
 
-    A matrix that lies by columns is copied in strips: their cache lines stay until each row has taken its element.
+    A matrix stored by columns is copied in strips: their cache lines stay until each row has taken its element.
     """
     if source.ndim == 2 and abs(source.strides[0]) < abs(source.strides[1]):  # noqa: PLR2004
         for start in range(0, source.shape[1], _STRIP):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .memory import Mover
 
 #: ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor or request ``index``, and the
-#: host memory that they are brought to or taken from.
+#: host memory that they are copied to or from.
 Range: TypeAlias = "tuple[int, int, int, int]"
 
 
@@ -41,7 +41,7 @@ class Copies:
         self._lock = RLock()
 
     def wait(self) -> None:
-        """Wait in the host until all have ended and their bytes are as they are stored. The GIL is free meanwhile.
+        """Wait in the host until all have ended and their bytes are in their stored form. The GIL is free meanwhile.
 
         Any thread may call it, more than once.
 
@@ -177,12 +177,12 @@ class _Movers:
 
 
 class Sources(_Movers):
-    """What a save copies from: tensors on devices, and tensors that are strided in host memory.
+    """The sources of a save: tensors on devices, and tensors that are strided in host memory.
 
     Args:
         operation: the name of the operation, for errors.
         movers: by tensor number, for tensors without an address. They are read at each call, and may be emptied when
-            all copies have been asked for.
+            all copies have been requested.
 
     Attributes:
         devices: the ``torch.device`` objects that copies come from; empty if there are none.
@@ -195,10 +195,10 @@ class Sources(_Movers):
         super().__init__(operation, movers, _device.Download)
 
     def fill(self, ranges: Iterable[Range]) -> None:
-        """Bring ranges to host memory; they are there when this returns. The core's callback, for any thread.
+        """Copy ranges to host memory, and wait for the copies. The core's callback, for any thread.
 
         Raises:
-            Exception: what failed; all copies have ended.
+            Exception: the failure; all copies have ended.
         """
         self._move(ranges, _device.download)
 
@@ -230,7 +230,7 @@ class Sources(_Movers):
         Raises:
             ValueError: a tensor is in host memory.
             RuntimeError: the memory of a tensor has been freed.
-            Exception: what a device refused; nothing is under way then.
+            Exception: the refusal of a device; nothing is under way then.
         """
         jobs, rest, _ = self._sort(ranges)
         if rest:
@@ -239,7 +239,7 @@ class Sources(_Movers):
 
 
 class Sinks(_Movers):
-    """What a load copies to: tensors on devices, and host memory that takes more than a copy.
+    """The destinations of a load: tensors on devices, and host memory that takes more than a copy.
 
     Args:
         operation: the name of the operation, for errors.
@@ -262,6 +262,6 @@ class Sinks(_Movers):
         has waited for the copies.
 
         Raises:
-            Exception: what failed; all copies have ended.
+            Exception: the failure; all copies have ended.
         """
         self._move(ranges, _device.upload)

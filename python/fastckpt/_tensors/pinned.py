@@ -310,7 +310,7 @@ def _text(cudart: Any, status: Any) -> str:
 
 
 def _apart(work: Callable[[], None]) -> None:
-    """Have ``work`` done in a thread of its own, and wait for it; raise what signal handlers raised after that.
+    """Run ``work`` in a thread of its own, and wait for it; raise errors of signal handlers after that.
 
     If no thread can be started, or it is unknown whether one was, whichever of the two comes first does it.
     """

@@ -25,7 +25,7 @@ DTYPES = tuple({type(np.dtype(text)) for text in np.typecodes["All"]})
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> Parts:
-    """The token of a dtype, and what describes it."""
+    """The token of a dtype, and its description."""
     return Parts('["type","numpy.dtype"]', ((THROUGH, encode_dtype(dtype)),))
 
 
@@ -133,5 +133,5 @@ def decode_array(value: Any) -> Array:
 
 
 def decode_records(value: Any) -> Array:
-    """Likewise of a ``numpy.recarray``, whose fields are attributes."""
+    """The same for a ``numpy.recarray``, whose fields are attributes."""
     return decode_array(value).view(np.recarray)

@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
-    """Find what ``array[index]`` takes.
+    """Find the part that ``array[index]`` takes.
 
     Args:
         shape: the array's sizes.

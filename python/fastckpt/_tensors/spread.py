@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 #: ``("replicate", 0, 0)``, ``("shard", dimension, 0)`` or ``("strided", dimension, factor)``.
 Placement: TypeAlias = "tuple[str, int, int]"
-#: Ranges of one dimension, in the order in which they lie in local memory.
+#: Ranges of one dimension, in the order of local memory.
 Ranges: TypeAlias = "list[tuple[int, int]]"
 
 REPLICATE: Placement = ("replicate", 0, 0)
@@ -42,8 +42,8 @@ def simplest(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Pla
 def orders_of(mesh: Sequence[int], placements: Sequence[Placement]) -> dict[int, list[int]]:
     """For each dimension of a tensor that is cut, the dimensions of the mesh in the order in which they cut it.
 
-    A placement is strided where its dimension of the mesh cuts what later ones have cut before, into as many chunks as
-    these have ranks. A dimension of a tensor whose strided placements have no such order is left out.
+    A placement is strided if its dimension of the mesh cuts a tensor that later ones have cut before, into as many
+    chunks as these have ranks. A dimension of a tensor whose strided placements have no such order is left out.
     """
     orders: dict[int, list[int]] = {}
     strange = set()

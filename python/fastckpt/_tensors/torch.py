@@ -80,7 +80,7 @@ _HEAD = '["tensor",'
 _TAILS = {"": "]", "g": ',"g"]', "p": ',"p"]', "pg": ',"pg"]'}
 
 
-# What is in a state.
+# In a state: values to tokens.
 
 
 def _tensor(value: Tensor) -> Stored | Parts:
@@ -525,7 +525,7 @@ def range_of(name: str) -> Iterator[None]:
 
 
 def before_steps(function: Callable[[], None]) -> Callable[[], None]:
-    """Have ``function`` called before each step of any optimizer, in the thread that steps; returns what undoes it."""
+    """Have ``function`` called before each step of any optimizer, in the thread that steps; returns the inverse."""
     # Dynamo would trace it into compiled steps, with guards on values that other threads change meanwhile.
     hook = torch._disable_dynamo(lambda *_: function())  # type: ignore[attr-defined]
     undo: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
@@ -541,7 +541,7 @@ def changed(tensors: Sequence[Tensor]) -> None:
                 bump(tensor)
 
 
-# What is in a file.
+# In a file: tokens to values.
 
 
 def dtype_of(dtype: str, logical: str | None) -> torch.dtype | None:

@@ -167,7 +167,7 @@ def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 
 def _info_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return the screen for what :func:`_info` found."""
+    """Return the screen for the result of :func:`_info`."""
     shards = document["shards"]
     created = dt.datetime.fromtimestamp(document["created"]).astimezone()
     speed = f"{document['seconds']:.3f} s, {document['gigabytes_per_second']:.2f} GB/s"
@@ -199,7 +199,7 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """Return ``text``, cut to what fits on a line."""
+    """Return ``text``, cut to the width of a line."""
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
@@ -252,7 +252,7 @@ _COMMANDS = {
 
 
 def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> str:
-    """Return what failed, where, why, and what helps."""
+    """Return the operation that failed, its place, cause and remedy."""
     if isinstance(error, KeyError):
         return str(error.args[0]) if error.args else type(error).__name__
     if not isinstance(error, OSError) or error.errno is None:
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """Print ``text``; what the locale cannot encode is escaped."""
+    """Print ``text``; characters that the locale cannot encode are escaped."""
     encoding = stream.encoding or "ascii"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 

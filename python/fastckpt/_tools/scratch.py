@@ -24,7 +24,7 @@ class _Ended(BaseException):
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP as an exception, or, while ``held``, kept; sent anew when the block ends.
+    """SIGINT, SIGTERM and SIGHUP as an exception, or, while ``held``, kept; sent again when the block ends.
 
     Only those that would have their default effect, and only in the main thread: no other thread receives them.
     """
@@ -59,7 +59,7 @@ class Signals:
 def scratch(directory: str | os.PathLike[str], tool: str) -> Iterator[tuple[Path, contextlib.ExitStack]]:
     """Make a directory for as long as the block lasts, also if it is ended by Ctrl-C or by a termination signal.
 
-    What the block leaves on the stack is done before the directory is removed, and no signal comes in between.
+    The exit callbacks of the block run before the directory is removed, and no signal comes in between.
     """
     path = Path(directory, f".fastckpt-{tool}-{os.getpid()}-{os.urandom(8).hex()}")
     ending = contextlib.ExitStack()

@@ -2,9 +2,9 @@
 
 Each entry of the planner's state is one of these:
 
-- A plain tensor: every rank that has it has it whole. They share the work, and what they hold is compared.
+- A plain tensor: every rank that has it has it whole. They share the work, and their copies are compared.
 - A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
-- A value: that of the lowest rank that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
+- A value: the lowest rank's that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
   each value to some rank, and values of several ranks together would be a state that no rank held. Tokens travel to
   the coordinator alone; all ranks hear of the tensors in a value, for their order is that of the state.
 - Boxes: of a ShardedTensor, of a DTensor whose parts match no mesh, and of all that other planners cut. Every rank
@@ -98,7 +98,7 @@ class Brought:
     """The contribution of one rank to a save.
 
     Args:
-        plan: what torch's plan has this rank save.
+        plan: this rank's part of torch's plan.
         planner: knows the tensors.
         types: the types with names that are known.
         ranks: the global ranks of the group, in its order.
@@ -263,7 +263,7 @@ class Brought:
         return self._planned is None or key in known.planned
 
     def fill(self, request: SaveRequest, known: Known, boxes: Boxes) -> None:
-        """Flatten what this rank has into a request.
+        """Flatten this rank's state into a request.
 
         Args:
             request: the save.

@@ -38,10 +38,10 @@ class Entry(NamedTuple):
 
 
 def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
-    """The entries of a structure that has been checked, in order, by their dotted keys; and what holds several.
+    """The entries of a structure that has been checked, in order, by their dotted keys; and its containers.
 
     Raises:
-        CheckpointError: the state is no mapping, or two entries have one key.
+        CheckpointError: the state is not a mapping, or two entries have one key.
     """
     ends = ends_of(tokens)
     found: dict[str, Entry] = {}

@@ -97,7 +97,7 @@ class Fill:
         self.requests.append(Request(index, 0, room, box))
 
     def take_whole(self) -> None:
-        """Take what the targets ask for themselves: whole tensors for values, into memory that has an address."""
+        """Take the requests of targets for whole tensors of values, into memory that has an address."""
         for request in self.targets.requests:
             stored = self.targets.stored[request.tensor]
             sizes = (stored.logical or stored).shape

@@ -107,9 +107,9 @@ def install(**options: Any) -> Installation:
     For accelerate, Lightning and others, and for ``dcp.save(state, checkpoint_id=path)`` without a writer. From now on
     a call of these classes makes a :class:`fastckpt.dcp.Writer` or :class:`fastckpt.dcp.Reader`, wherever and by
     whatever name they were imported. A directory that torch itself wrote is read by torch. Classes derived from
-    torch's, and writers with extensions or of another serialization format, stay as they are.
+    torch's, and writers with extensions or of another serialization format, stay unchanged.
 
-    The arguments of torch's writer that say how its files are written have no effect; ``overwrite`` has.
+    The arguments of torch's writer about how its files are written have no effect; ``overwrite`` has.
 
     torch pickles values that it does not know, and fastckpt never does. So a save refuses some values that torch's
     writer accepts, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class

@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 class Reader(_torch.StorageReader):
     """A StorageReader for ``torch.distributed.checkpoint.load``.
 
-    It reads what :class:`fastckpt.dcp.Writer`, :func:`fastckpt.distributed.save` and :func:`fastckpt.save` wrote, into
-    states of any sharding: boxes go straight into the local tensors. Values are decoded without pickle, and handed to
-    the planner in the form that its ``torch.load`` expects.
+    It reads checkpoints of :class:`fastckpt.dcp.Writer`, :func:`fastckpt.distributed.save` and :func:`fastckpt.save`,
+    into states of any sharding: boxes go straight into the local tensors. Values are decoded without pickle, and handed
+    to the planner in the form that its ``torch.load`` expects.
 
     Keys are those of torch's planners: joined with dots, each converted to a string; tuples and values of other types
     are one entry. Every block that is read whole is compared with its checksum.
@@ -61,10 +61,10 @@ class Reader(_torch.StorageReader):
         threads: worker threads; by default as :func:`fastckpt.load` has them.
 
     Attributes:
-        report: what the last read of this rank did, or None.
+        report: the report of the last read of this rank, or None.
 
     Raises:
-        TypeError: ``path`` is no path.
+        TypeError: ``path`` is not a path.
         ValueError: an argument is out of range, or ``path`` is a URL.
     """
 
@@ -112,7 +112,7 @@ class Reader(_torch.StorageReader):
         """The contents of the checkpoint. Each tensor is one whole chunk, so that it fits any sharding.
 
         Raises:
-            CheckpointError: there is no path, or the state is no mapping.
+            CheckpointError: no path was given, or the state is not a mapping.
             CorruptCheckpointError: the manifest is damaged.
             FileNotFoundError: there is nothing at the path.
             NotACheckpointError: ``path`` is not a checkpoint of fastckpt.
@@ -139,11 +139,11 @@ class Reader(_torch.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
-        """The plans, with a label where all ranks of the process group are there, which then read together."""
+        """The plans, with a label if all ranks of the process group are there, which then read together."""
         return labelled(plans) if len(plans) > 1 and _torch.group_size(self._group) == len(plans) else plans
 
     def read_data(self, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> _torch.Future[None]:
-        """Read what the plan asks for, straight into the tensors that the planner gives.
+        """Read the plan's requests, straight into the tensors that the planner gives.
 
         Raises:
             CorruptCheckpointError: bytes differ from those that were written; the message names the place.
@@ -220,7 +220,7 @@ class _Work:
         self.values: list[tuple[_torch.ReadItem, Entry, int]] = []
 
     def ask(self) -> list[Request]:
-        """Boxes straight into tensors, and what values need."""
+        """Boxes straight into tensors, and the tensors that values need."""
         for item in self.plan.items:
             entry = self.opened.find(item.storage_index.fqn)
             if item.type is _torch.LoadItemType.TENSOR and entry.number is not None:
@@ -236,7 +236,7 @@ class _Work:
         return self.fill.requests
 
     def finish(self) -> None:
-        """Once all has been read: hand over what the planner has to have."""
+        """Once all has been read: give the planner its values."""
         self.fill.finish()
         made = iter(self.targets.values())
         for item, entry, count in self.values:

@@ -41,7 +41,7 @@ def read_together(
         operation: the operation, in its body.
         path: the checkpoint's directory.
         timeout: seconds of silence that are waited for.
-        asked: makes out what this rank reads.
+        asked: computes the reads of this rank.
 
     Returns:
         The fields of this rank's report.
@@ -70,7 +70,7 @@ def read_together(
             asks = [[request.tensor, [[start, stop] for start, stop, _ in request.box]] for request in requests]
             answer = operation.round("demands", [[here.group.rank, asks]], combine=gathered, decide=_unite)
             share = _core.Share.to_load(reading.reader, *_wanted(json.loads(answer)), here.group.size, apart=True)
-            # A rank's boxes of a tensor are its parts, in the order in which it asks for them.
+            # A rank's boxes of a tensor are its parts, in the order of its requests.
             parts: Counter[int] = Counter()
             mine = []
             for tensor, address, capacity, _, strides in requests:

@@ -26,7 +26,7 @@ class Stager:
 
     All tensors of a state are in one stretch of huge pages, which is pinned if they come from a GPU. Ties between
     tensors are kept. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon as
-    nothing refers to the tensors of the copy any more. :func:`fastckpt.release_buffers` frees what is kept.
+    nothing refers to the tensors of the copy any more. :func:`fastckpt.release_buffers` frees the kept memory.
     """
 
     _synchronize_after_execute = False
@@ -88,7 +88,7 @@ class _Copier:
         self.counted: set[Any] = set()
 
     def measure(self, value: Any) -> None:
-        """Add up what the tensors in a value need."""
+        """Add up the bytes of the tensors in a value."""
         todo = [value]
         while todo:
             one = todo.pop()

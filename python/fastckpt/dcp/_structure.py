@@ -71,7 +71,7 @@ def finish(
     """The stored structure, and for each entry, by its dotted key, the keys that lead to it and its kind.
 
     Args:
-        structure: what the ranks agreed on, JSON.
+        structure: the structure that the ranks agreed on, JSON.
         values: the tokens of each value, JSON, in which tensors are numbered from 0.
         tensors: the checkpoint's tensors.
 
@@ -136,7 +136,7 @@ def _about(tokens: list[Any], tensors: Sequence[Any]) -> About | None:
 def _restore_numbers(root: dict[Any, Any]) -> None:
     """Give optimizer states the numbers of parameters back that torch made strings, and the empty state that it lost.
 
-    Else ``load_state_dict`` of an optimizer would find no state for its parameters, and say nothing.
+    Else ``load_state_dict`` of an optimizer would silently find no state for its parameters.
     """
     todo: list[dict[Any, Any]] = [root]
     while todo:

@@ -1,4 +1,4 @@
-"""A save of several ranks: they exchange what differs between them, then agree as in any save."""
+"""A save of several ranks: they exchange their differences, then agree as in any save."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Together(ProcessGroup):
 
     Args:
         session: the process group.
-        operation: what its ranks do together, in its body.
+        operation: the common operation of its ranks, in its body.
         timeout: seconds for which a rank may make no progress.
-        policy: how what several ranks hold is compared.
+        policy: how copies on several ranks are compared.
         brought: the contribution of this rank.
     """
 

@@ -1,4 +1,4 @@
-"""Everything of torch.distributed.checkpoint that the adapters use, and what differs between torch 2.6 and 2.15."""
+"""Everything of torch.distributed.checkpoint that the adapters use, and the differences between torch 2.6 and 2.15."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def group_size(group: Any) -> int:
 
 
 def gives_objects(planner: SavePlanner) -> bool:
-    """Whether a planner hands out the values themselves, and the tensors of its state as they are."""
+    """Whether a planner hands out the values themselves, and the tensors of its state unchanged."""
     kind: Any = type(planner)
     stock: Any = DefaultSavePlanner
     return isinstance(planner, DefaultSavePlanner) and all(

@@ -103,7 +103,7 @@ def stored_value(key: str, value: Any, types: Types, rank: int) -> Value:
 
 
 class Cut(NamedTuple):
-    """A tensor of which ranks have boxes: stored dtype and shape, and the logical ones where they differ."""
+    """A tensor of which ranks have boxes: stored dtype and shape, and the logical ones if they differ."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -54,7 +54,7 @@ class WriterOptions(WriteOptions, ReplicaOptions, total=False):
 class Writer(_torch.StorageWriter):
     """A StorageWriter for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    The checkpoint is that of :func:`fastckpt.distributed.save` of the same state: whole tensors under their dotted
+    The checkpoint equals that of :func:`fastckpt.distributed.save` of the same state: whole tensors under their dotted
     names, the same bytes for any number of ranks. It is durable and has its name when ``dcp.save`` returns, and a save
     that fails on any rank leaves the old checkpoint unchanged. It also is an ``AsyncStager``
     (:class:`fastckpt.dcp.Stager`), so ``async_save`` copies the state into memory that is kept for the next save.
@@ -80,10 +80,10 @@ class Writer(_torch.StorageWriter):
     ``files`` are read when the writer is made. ``replicas`` are the tensors that several ranks gave to ``dcp.save``.
 
     Attributes:
-        report: what the last save of this rank did, or None.
+        report: the report of the last save of this rank, or None.
 
     Raises:
-        TypeError: ``path`` is no path, or an argument is unknown.
+        TypeError: ``path`` is not a path, or an argument is unknown.
         ValueError: an argument is out of range, or ``path`` is a URL.
     """
 
@@ -125,7 +125,7 @@ class Writer(_torch.StorageWriter):
         """A save begins on this rank.
 
         Raises:
-            CheckpointError: there is no path.
+            CheckpointError: no path was given.
             FileExistsError: the target must not be replaced.
             ValueError: ``use_collectives=False`` was given to ``dcp.save``.
         """
@@ -180,7 +180,7 @@ class Writer(_torch.StorageWriter):
         """Write this rank's part, and commit the checkpoint once all ranks have written theirs.
 
         Raises:
-            CheckpointError: not all of a tensor is there, or the plan has not come from the coordinator of a save.
+            CheckpointError: a tensor is incomplete, or the plan has not come from the coordinator of a save.
             OSError: the storage failed; the old checkpoint is unchanged.
             RanksError: another rank failed, or does not answer.
             UnsupportedTypeError: something cannot be stored; the message names it.

@@ -46,7 +46,7 @@ pub enum Error {
     Version {
         /// The manifest.
         path: PathBuf,
-        /// Why not, and what to do.
+        /// The reason, and the remedy.
         why: String,
     },
     /// The target path exists and must not be replaced.
@@ -71,7 +71,7 @@ pub enum Error {
     /// The tensors or options do not form a valid checkpoint.
     #[error("{0}")]
     Invalid(String),
-    /// The state exceeds what the format can hold; nothing was written.
+    /// The state exceeds the limits of the format; nothing was written.
     #[error("this state is too large for one checkpoint: {0}")]
     TooLarge(String),
     /// A callback of the caller, run by a worker, failed.
@@ -200,7 +200,7 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::ENFILE) => ": too many open files on this machine (see sysctl fs.file-max)",
         Some(libc::EROFS) => ": choose a directory that can be written",
         Some(libc::EXDEV) if operation == LINK => ": it is on another file system",
-        // An overlay cannot rename what its lower layers hold.
+        // An overlay cannot rename directories of its lower layers.
         Some(libc::EXDEV) => {
             ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a \
              volume"

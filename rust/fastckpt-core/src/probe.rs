@@ -268,7 +268,7 @@ fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
                 look();
             }
         };
-        // Without a thread, only what stays in the cache is seen.
+        // Without a thread, only pages that stay in the cache are seen.
         let watched = builder().spawn_scoped(scope, watch).is_ok();
         while watched && !ready.load(Ordering::Relaxed) {
             thread::yield_now();

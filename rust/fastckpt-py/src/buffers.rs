@@ -81,8 +81,9 @@ pub(crate) fn destination(
     Ok(Destination::Strided(unsafe { Strided::new(base, Arc::clone(rows)) }))
 }
 
-/// Where part `index` of a rank goes, an array of a shape, a number of bytes and strides: to `address`, where Python knows
-/// of `capacity` bytes, or, if the address is 0, into `drain`. With strides, `address` is the address of the lowest byte.
+/// The destination of part `index` of a rank, an array of a shape, a number of bytes and strides: `address`, where
+/// Python knows of `capacity` bytes, or, if the address is 0, `drain`. With strides, `address` is the address of the
+/// lowest byte.
 pub(crate) fn place(
     index: usize,
     (shape, nbytes, strides): (&[u64], u64, Option<&[i64]>),

@@ -17,7 +17,7 @@ struct ProbedRing {
     register: i32,
 }
 
-/// What a file system supports: an errno, 0 if it works, None if it was not tried.
+/// The features of a file system: an errno, 0 if it works, None if it was not tried.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ProbedFiles {
     direct_open: probe::Answer,
@@ -104,7 +104,7 @@ fn record_of(files: &probe::Files) -> ProbedFiles {
     }
 }
 
-/// Adds what this file defines to the module.
+/// Adds the functions of this file to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ProbedRing>()?;
     module.add_class::<ProbedFiles>()?;

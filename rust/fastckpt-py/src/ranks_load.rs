@@ -69,7 +69,7 @@ impl RankLoad {
         let checkpoint = Arc::clone(&reader.checkpoint);
         let core = py.detach(|| ranks::RankLoad::new(share, rank, checkpoint, places));
         let core = core.map_err(|error| to_python(&error, &raised))?;
-        // Callbacks run in `read`, which raises what they raised.
+        // Callbacks run in `read`, which raises their errors.
         let mail = Py::new(py, Mail::new(core.mail(), &Arc::default()))?;
         Ok(Self { core, verify, options, mail, raised })
     }

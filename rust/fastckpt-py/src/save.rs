@@ -1,4 +1,4 @@
-//! `_core.save`, and what it shares with a snapshot: `SaveOptions` and the state.
+//! `_core.save`, and the parts shared with a snapshot: `SaveOptions` and the state.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -1,6 +1,6 @@
 //! `_core.Operation`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed`, `_core.warn` and
-//! `_core.counters_refused`: what the live counters show of operations that the core does not run yet, and beside
-//! operations, and why nobody sees it.
+//! `_core.counters_refused`: the live counters of operations that the core does not run yet, and those beside
+//! operations, and why they are hidden.
 
 use std::path::PathBuf;
 use std::sync::Arc;

@@ -55,13 +55,13 @@ class TopApp(App[None]):
     """The monitor.
 
     Args:
-        session: What to show.
+        session: The session to show.
         ui: The first choice of view, sorting and so on.
         glyphs: Characters.
         theme: Name of a Textual theme; empty for one that suits the terminal.
         duration: Quit after so many seconds; None never.
-        remembered: File that takes what the user chooses; None to forget it.
-        notice: What to say first.
+        remembered: The file for the user's choices; None to forget them.
+        notice: The first message.
         clock: Monotonic clock, seconds.
     """
 
@@ -188,7 +188,7 @@ class TopApp(App[None]):
             self.call_later(self.run_action, value)
 
     def action_help(self) -> None:
-        """Show the keys, and what the screen's signs and words mean."""
+        """Show the keys, and the meaning of the screen's signs and words."""
         self.ui.help = True
         self.ui.scroll["help"] = 0
         self.canvas.repaint()
@@ -345,7 +345,7 @@ class TopApp(App[None]):
     # --- typing ----------------------------------------------------------------------------------------------------
 
     def action_filter(self) -> None:
-        """Ask what to filter by."""
+        """Ask for a filter."""
         self.prompt.ask("filter", "filter: rank, pid, job, label, state", self.ui.filter)
 
     def action_goto(self) -> None:
@@ -402,7 +402,7 @@ class TopApp(App[None]):
         return self._frozen or self.session.model
 
     def _remember(self, key: str, value: object) -> None:
-        """Keep a choice for the next time; where that fails, say so once and keep none."""
+        """Keep a choice for the next time; if that fails, report it once and keep none."""
         if self._remembered is None:
             return
         problem = config.remember(self._remembered, key, value)

@@ -1,4 +1,4 @@
-"""Joins what ranks do into what the node does: running operations, and ended ones from the history records."""
+"""Joins the work of ranks to operations of the node: running ones, and ended ones from the history records."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KNOWN: Final = 256
 
 
 def errno_name(number: int) -> str:
-    """`EPERM` for 1; `errno 9999` for what this system does not know; empty for 0."""
+    """`EPERM` for 1; `errno 9999` for numbers that this system does not know; empty for 0."""
     return errno.errorcode.get(number, f"errno {number}") if number else ""
 
 
@@ -43,7 +43,7 @@ class Group:
     """One operation of the node.
 
     Attributes:
-        team: What the ranks have in common: their process group, or the job's name.
+        team: The common feature of the ranks: their process group, or the job's name.
         kind: As in the segment.
         label: Base name of the target.
         step: Training step, -1 unknown.
@@ -196,7 +196,7 @@ class Past:
         return starts[1] - starts[0] if len(starts) == 2 else None  # noqa: PLR2004
 
     def _find(self, proc: Proc, record: History, start: float, end: float) -> Checkpoint | None:
-        """The checkpoint of a record whose operation nobody saw."""
+        """The checkpoint of a record whose operation was never seen."""
         mine = (proc.team, KINDS.get(record.kind, "unknown"), record.label, record.step if record.step >= 0 else None)
         for checkpoint in reversed(self._all):
             same = mine == (checkpoint.team, checkpoint.kind, checkpoint.label, checkpoint.step)

@@ -48,7 +48,7 @@ def header_line(model: Model) -> Json:
 
 @dataclass(slots=True)
 class _Sent:
-    """What a stream has given already: headers, history records and dead processes by key, events by number."""
+    """Records that a stream has given already: headers, history records and dead processes by key, events by number."""
 
     headers: set[str]
     dead: set[str]
@@ -57,7 +57,7 @@ class _Sent:
 
 
 class Ticks:
-    """Makes the ticks of one stream, each with what is new in it.
+    """Makes the ticks of one stream, each with its new records.
 
     A tick that was built is only counted as given after `commit`, so that a recorder can drop it.
     """
@@ -66,10 +66,10 @@ class Ticks:
         self._sent = _Sent(set(), set(), {}, 0)
 
     def build(self, model: Model) -> tuple[Json, _Sent]:
-        """A tick of the model as it stands.
+        """A tick with the current state of the model.
 
         Returns:
-            The line, and what to `commit` when it has been written.
+            The line, and the records to `commit` when it has been written.
         """
         sent = _Sent(set(self._sent.headers), set(self._sent.dead), dict(self._sent.history), model.event_count)
         snapshot = model.snapshot

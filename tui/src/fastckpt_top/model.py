@@ -68,7 +68,7 @@ class Node:
 
 
 class Model:
-    """Everything the views show, filled anew by `update`.
+    """Everything the views show, refilled by `update`.
 
     Args:
         target: The user's target; None to follow the processes.
@@ -116,7 +116,7 @@ class Model:
         self._dead_jobs: set[str] = set()
 
     def update(self, snapshot: Snapshot) -> None:
-        """Take in what one look found."""
+        """Take in the result of one look."""
         snapshot = self._wanted(snapshot)
         self.snapshot, self.mono, self.real = snapshot, snapshot.mono, snapshot.real
         self.problems, self.places = snapshot.problems, snapshot.places

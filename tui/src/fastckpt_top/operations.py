@@ -1,4 +1,4 @@
-"""Makes the node's operations: what the ranks of one checkpoint do together."""
+"""Makes the node's operations: the common work of the ranks on one checkpoint."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _changed(group: Group) -> tuple[tuple[str, float], ...]:
 
 
 def _progress(tracks: list[OpTrack], *, copying: bool, total: int) -> float | None:
-    """Mean of the ranks, 0 to 1: of the copy into memory, or of all that is moved; None while no size is known."""
+    """Mean of the ranks, 0 to 1: of the copy into memory, or of all bytes to move; None while no size is known."""
     if not total and not (copying and any(track.op.bytes_to_stage for track in tracks)):
         return None
     parts = [derive.staged(track) if copying else derive.progress(track) for track in tracks]

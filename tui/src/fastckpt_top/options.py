@@ -1,4 +1,4 @@
-"""The options of the command, and what values they take."""
+"""The options of the command, and their values."""
 
 from __future__ import annotations
 

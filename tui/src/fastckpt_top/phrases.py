@@ -116,7 +116,7 @@ def compared(rate: float | None, target: float) -> tuple[str, str]:
 
 
 def share(rows: Sequence[Row]) -> str:
-    """Mean share of the time that ranks spend with what they wait for, ` 80 %`; empty where it is not known."""
+    """Mean share of the time that ranks spend waiting, ` 80 %`; empty if unknown."""
     known = [row.wait_share for row in rows if row.wait_share is not None]
     return f" {round(sum(known) / len(known) * 100)} %" if known else ""
 
@@ -132,7 +132,7 @@ def count(rows: Sequence[Row]) -> str:
 
 
 def still(op: NodeOp) -> list[str]:
-    """The groups of which nothing has changed with a save."""
+    """The groups that have not changed with a save."""
     return [group for group, share in op.changed if share == 0]
 
 

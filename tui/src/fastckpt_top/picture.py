@@ -173,7 +173,7 @@ class _Ink:
     Attributes:
         behind: Backgrounds of cells.
         front: Blocks, lines and dots.
-        marks: What has curves or slopes, by its attributes.
+        marks: Shapes with curves or slopes, by their attributes.
         texts: An element for each line with text.
         cells: Width of the longest line.
     """

@@ -36,7 +36,7 @@ class Kernel:
         return header.boot_id == self.boot_id and header.time_ns in (0, self._time_ns)
 
     def is_alive(self, header: Header) -> bool:
-        """Whether a process lives, where its lock cannot say so (docs/telemetry.md 3)."""
+        """Whether a process lives, if its lock cannot show it (docs/telemetry.md 3)."""
         if header.boot_id != self.boot_id:
             return False
         if header.pid_ns != self._pid_ns:

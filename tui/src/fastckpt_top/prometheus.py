@@ -63,7 +63,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class Prometheus:
-    """Writes the file anew at each tick, by rename.
+    """Rewrites the file at each tick, by rename.
 
     Args:
         path: The file; node_exporter wants it to end in `.prom`.

@@ -1,4 +1,4 @@
-"""Records what the monitor sees, as JSON lines, for `--replay`."""
+"""Records the monitor's input, as JSON lines, for `--replay`."""
 
 from __future__ import annotations
 

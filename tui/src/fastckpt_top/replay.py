@@ -259,7 +259,7 @@ class Replay:
             where: Seconds, `mm:ss` or `h:mm:ss`.
 
         Returns:
-            Whether that was a time.
+            Whether the text was a time.
         """
         try:
             parts = [float(part) for part in where.strip().split(":")]

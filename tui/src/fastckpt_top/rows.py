@@ -72,7 +72,7 @@ class ThreadRow:
         latency_s: Mean over the last second; None if nothing completed.
         latency_max_s: Largest of this operation.
         p50_s: Median of this operation as far as it was watched; None unknown.
-        p99_s: 99th percentile, likewise.
+        p99_s: The 99th percentile.
         busy: Share of the last second with a request in flight; None unknown.
         source: Share spent waiting for the source.
         limit: Share spent waiting for the bandwidth limit.
@@ -80,7 +80,7 @@ class ThreadRow:
         peers: Share spent waiting for bytes of other ranks.
         target: Bytes/s that this thread should reach.
         slow: Whether it is clearly behind the other threads of its operation.
-        retries: Since the process began, likewise the next two.
+        retries: Since the process began, as the next two.
         shorts: Short reads and writes.
         errors: Failed requests.
         spark: Bytes/s, one value a column.
@@ -191,7 +191,7 @@ class Row:
         direct: Whether O_DIRECT is used.
         mixed: Whether part goes through the page cache nevertheless.
         fallback: Why the wanted engine does not run (`EPERM`); empty if it does.
-        refused: What was wanted and does not run, as in `segment.REFUSALS`.
+        refused: The wanted features that do not run, as in `segment.REFUSALS`.
         asynchronous: Whether it is a `save_async`.
         step: Training step; None unknown.
         label: Base name of the target.
@@ -202,7 +202,7 @@ class Row:
         files: Shards in all.
         files_done: Shards completed.
         error: errno name of a failure; empty if none.
-        wait: What holds it up.
+        wait: The cause that holds it up.
         p50_s: Median latency of this operation as far as it was watched; None unknown.
         p99_s: 99th percentile.
         histogram: Requests by latency (docs/telemetry.md 5.4).
@@ -277,7 +277,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class NodeOp:
-    """One checkpoint operation of the node: what its ranks do together.
+    """One checkpoint operation of the node: the common work of its ranks.
 
     Attributes:
         kind: `save`, `load`, `verify`.
@@ -306,7 +306,7 @@ class NodeOp:
         job_key: The job that it belongs to.
         target_source: The origin of the target, as `Target.source`.
         changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
-        sentence: What matters most about it; None where there is nothing to say.
+        sentence: The most important fact about it; None if there is none.
     """
 
     kind: str
@@ -352,7 +352,7 @@ class Job:
         gpus: GPUs that its targets are multiplied by.
         target: Per GPU.
         active: Whether any of its operations runs.
-        sentence: What matters most about it now; None where there is nothing to say.
+        sentence: The most important fact about it now; None if there is none.
     """
 
     key: str
@@ -401,7 +401,7 @@ class Checkpoint:
         members: Process key and operation of each rank.
         gpus: Members that have a GPU.
         p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
-        team: What its ranks have in common: their process group, or the job's name.
+        team: The common feature of its ranks: their process group, or the job's name.
         running: Whether a rank is still at it.
         target: Bytes/s that it was to reach while it ran; 0 if unknown.
     """

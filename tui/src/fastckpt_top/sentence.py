@@ -50,7 +50,7 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
         cause: The most frequent `cause` while it ran; empty unknown.
 
     Returns:
-        None where there is nothing to say: in the first second, and without a target.
+        None if there is nothing to report: in the first second, and without a target.
     """
     if op.failed:
         return _lost(op, rows)
@@ -99,7 +99,7 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
     row = failed[0] if failed else None
     known = row is not None and row.error not in ("", "failed")
     what = row.error if row is not None and known else f"{op.kind} failed"
-    unchanged = ": the old checkpoint is unchanged" if op.kind == "save" else ""
+    unchanged, short = (": the old checkpoint is unchanged", ": old one unchanged") if op.kind == "save" else ("", "")
     by = f"{phrases.names(failed)}: " if op.ranks > 1 and failed else ""
     where = f" in {op.label}" if op.label else ""
     reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
@@ -109,6 +109,7 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
         f"{by}{what}{where}{reads}{unchanged}",
         f"{what}{where}{reads}{unchanged}",
         f"{what}{reads}{unchanged}",
+        f"{what}{reads}{short}",
     )
 
 
@@ -235,7 +236,7 @@ def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sente
 
 
 def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
-    """On target, or too early to say."""
+    """On target, or too early to judge."""
     if tail := phrases.fallback(running):
         row = next(row for row in running if row.fallback)
         return _made("info", row.key, tail, f"fallback: {row.engine} ({row.fallback})")
@@ -280,7 +281,7 @@ def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
 
 
 def _syncing(op: NodeOp, running: list[Row], those: list[Row]) -> tuple[str, ...]:
-    """The words for ranks of which most are in fsync."""
+    """The words for ranks that are mostly in fsync."""
     since = max(row.phase_s or 0.0 for row in those)
     during = f" for {phrases.seconds(since)}" if since >= 1.0 else ""
     if len(running) == 1 < op.ranks:

@@ -50,8 +50,8 @@ class Live:
 
     Args:
         source: Where snapshots come from.
-        model: What they are fed to.
-        sinks: What gets each state.
+        model: The model that is fed.
+        sinks: The outputs for each state.
 
     Attributes:
         model: As of the last tick.

@@ -88,7 +88,8 @@ class ProcTrack:
 class ThreadTrack:
     """A thread slot while it counts for one operation.
 
-    All counters of a slot but `bytes_op` are the process's: what they were when the operation began has to be known.
+    All counters of a slot except `bytes_op` are the process's: their values at the beginning of the operation have to
+    be known.
 
     Args:
         thread: The slot.
@@ -131,7 +132,7 @@ class OpTrack:
 
     Attributes:
         proc: The process, as of the last snapshot.
-        op: The operation, likewise.
+        op: The operation.
         start: Its start on the reader's clock, seconds.
         start_real: Its start, seconds since the epoch.
         end: Its end on the reader's clock; None while it runs.
@@ -142,7 +143,7 @@ class OpTrack:
         changed: Reader's clock when something last moved.
         died: Whether its process died under it.
         lost: Reader's clock when that was noticed, which is later than `end`; None where it was not watched.
-        told_fallback: Whether the event was reported; likewise `told_stall` and `told_end`.
+        told_fallback: Whether the event was reported, as `told_stall` and `told_end`.
     """
 
     def __init__(self, proc: Proc, op: Operation, mono: float, real: float) -> None:

@@ -53,7 +53,7 @@ class Window:
         self._samples: deque[Sample] = deque()
 
     def add(self, sample: Sample) -> None:
-        """Add the newest sample; a counter that went back (another owner) or a clock that did begins anew."""
+        """Add the newest sample; after a counter (another owner) or a clock that went back, start over."""
         samples = self._samples
         if samples and (sample.mono < samples[-1].mono or sample.bytes < samples[-1].bytes):
             samples.clear()

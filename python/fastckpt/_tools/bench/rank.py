@@ -110,7 +110,7 @@ class _Rank:
         return sample
 
     def remove(self) -> None:
-        """Remove what the round has written."""
+        """Remove the files of the round."""
         for path in self.spec.directory.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -136,7 +136,7 @@ def _sample(report: fastckpt.SaveReport | fastckpt.LoadReport, seconds: float) -
 def serve(connection: Connection, spec: Spec) -> None:
     """Answer the parent until it closes the pipe.
 
-    Each request is prepared and answered by None; then comes the time (``time.monotonic``) at which all ranks begin,
+    Each request is prepared and answered by None; then the time (``time.monotonic``) arrives at which all ranks begin,
     and the sample goes back. Any error goes back as a :class:`Failure`.
     """
     # Ctrl-C reaches the whole process group; the parent decides.

@@ -72,7 +72,7 @@ class Ranks:
         return self._answers(doing)
 
     def remove(self, number: int) -> None:
-        """Have all ranks remove what they wrote in a round."""
+        """Have all ranks remove their files of a round."""
         self._tell(Request("remove", number))
         self._answers("removing the files")
 

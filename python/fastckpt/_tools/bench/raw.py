@@ -1,7 +1,7 @@
 """The raw device: the same bytes written and read plainly, with direct I/O and nothing else.
 
 A few threads have a large block in flight each, in huge pages, into a file that is allocated beforehand; a write ends
-with ``fdatasync``. The interpreter's lock is released in each of these calls. It is what fio does with io_uring and
+with ``fdatasync``. The interpreter's lock is released in each of these calls. It does the same as fio with io_uring and
 direct I/O at the same block size and depth; a test compares the two.
 """
 

@@ -24,14 +24,14 @@ _MEMORY_TYPES = ("tmpfs", "ramfs")
 
 
 def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
-    """Refuse what fits neither on the disk nor in memory.
+    """Refuse shares that fit neither on the disk nor in memory.
 
     On the disk there is one copy at any time: of the checkpoints, or of the plain files. In memory each rank has its
     state and, while it loads, a copy; a hot load needs the files in the page cache as well.
 
     Args:
         directory: the directory of the benchmark.
-        shares: what each rank saves.
+        shares: the shares of the ranks.
         hot: whether hot loads are wanted.
 
     Returns:

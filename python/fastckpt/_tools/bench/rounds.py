@@ -29,7 +29,7 @@ class Run:
 
     Attributes:
         directory: where.
-        shares: what each rank saves.
+        shares: the shares of the ranks.
         rounds: how many rounds.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads of each rank, or None.
@@ -52,7 +52,7 @@ class Measured:
 
     Attributes:
         samples: by operation: of each round, the samples of all ranks.
-        caches: how caches were dropped before what had to be cold.
+        caches: how caches were dropped before cold operations.
     """
 
     samples: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
@@ -66,7 +66,7 @@ def measure(run: Run, said: Callable[[str], None]) -> Measured:
     than the second, and the speed of a shared one drifts.
 
     Args:
-        run: what to measure.
+        run: the benchmark to measure.
         said: called with a line about each operation.
 
     Raises:

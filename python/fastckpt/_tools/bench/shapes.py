@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 #: Tensors per rank, like those of a small Llama in four groups: enough that each has its part in the cost.
 TENSORS = 512
 
-#: What is kept of each parameter: its group, its dtype. The weights are float16, because numpy has no bfloat16.
+#: The kinds of tensors that are kept for each parameter: group, dtype. The weights are float16, because numpy has no
+#: bfloat16.
 _GROUPS = (("model", "float16"), ("master", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 #: A layer of Llama 3 8B, elements of each tensor: query, key, value and output projections, the three of the
@@ -84,8 +85,8 @@ def _check(share: Share) -> None:
 def layout(share: Share) -> list[tuple[str, str, str, int]]:
     """Group, name, dtype and elements of every tensor of a share: ``share.tensors`` of them.
 
-    The groups have equally many tensors, of which the sizes go round as in the layers of a Llama. Fewer tensors than
-    groups leave the later groups' bytes to the last one.
+    The groups have equally many tensors, whose sizes cycle as in the layers of a Llama. Fewer tensors than groups leave
+    the later groups' bytes to the last one.
 
     Raises:
         ValueError: not every tensor gets an element.

@@ -34,7 +34,7 @@ def summary(document: Mapping[str, Any]) -> str:
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen: what ran, the table, how it ran, the summary."""
+    """The screen: the job, the table, the engine, the summary."""
     ranks, scores = document["ranks"], document["scores"]
     sizes = sorted({rank["bytes"] for rank in ranks})
     each = " to ".join(size(value) for value in (sizes if len(sizes) < 2 else (sizes[0], sizes[-1])))  # noqa: PLR2004

@@ -59,7 +59,7 @@ def convert(
     Raises:
         FileExistsError: ``destination`` exists, and ``overwrite`` is not set.
         FileNotFoundError: there is no ``source``.
-        UnsupportedTypeError: the source holds what the destination cannot.
+        UnsupportedTypeError: the source holds a value that the destination cannot.
         CheckpointError: the source cannot be read, or the two do not go together.
     """
     begin = time.perf_counter()
@@ -115,7 +115,7 @@ def convert(
 
 
 def _refuse(source: Path, destination: Path, keys: Sequence[str] | None) -> None:
-    """Refuse what cannot be done to make a checkpoint of another format."""
+    """Refuse impossible conversions to a checkpoint."""
     if keys is not None:
         raise CheckpointError(f"cannot choose tensors of {source}: only a checkpoint is converted in part")
     if destination.suffix in (".safetensors", *PICKLED):

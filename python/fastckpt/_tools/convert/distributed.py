@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Item(NamedTuple):
-    """An entry: what leads to it, and its pieces; ``sizes`` is None for a value."""
+    """An entry: the keys that lead to it, and its pieces; ``sizes`` is None for a value."""
 
     path: tuple[str | int, ...]
     dtype: Any
@@ -182,7 +182,7 @@ def _leads(path: tuple[Any, ...]) -> bool:
 
 
 def _longest(items: dict[str, Item]) -> int:
-    """The members of all lists, by the last one of each that is there."""
+    """The members of all lists, by the last existing one of each."""
     lists: dict[tuple[str | int, ...], int] = {}
     for item in items.values():
         for at, step in enumerate(item.path):

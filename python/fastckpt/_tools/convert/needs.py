@@ -18,7 +18,7 @@ PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def torch_for(source: Path) -> Any:
-    """Return the module torch, or say that it is needed."""
+    """Return the module torch, or raise an error that it is needed."""
     try:
         from fastckpt._tensors import torch as ours  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
@@ -28,7 +28,7 @@ def torch_for(source: Path) -> Any:
 
 
 def unpickling_torch_for(source: Path) -> Any:
-    """Likewise, of a version whose reader of pickles executes nothing: before 2.6 a file could make it."""
+    """The same, for a version whose reader of pickles executes nothing: before 2.6 a file could make it."""
     torch = torch_for(source)
     if tuple(int(part) for part in str(torch.__version__).split(".")[:2]) < (2, 6):
         raise CheckpointError(
@@ -54,7 +54,7 @@ def refuse_growth(source: Path, written: int, read: int) -> None:
 
 
 def safetensors_for(source: Path) -> ModuleType:
-    """Return the module safetensors with its part for torch, or say that it is needed."""
+    """Return the module safetensors with its part for torch, or raise an error that it is needed."""
     torch_for(source)
     try:
         import safetensors.torch  # noqa: PLC0415 - an optional dependency

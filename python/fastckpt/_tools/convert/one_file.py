@@ -145,7 +145,7 @@ def _storable(
 ) -> Any:
     """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place.
 
-    Notes what the format calls its dtype, and how many values of the format one element is.
+    Notes the format's name of its dtype, and how many values of the format one element is.
     """
     if isinstance(leaf, np.ndarray):
         with suppress(TypeError):

@@ -134,7 +134,7 @@ def _look_at_directory(path: str) -> None:
 
 
 def load(torch: Any, path: str | os.PathLike[str]) -> Any:
-    """What ``torch.save`` wrote, if it is made of tensors and plain containers alone."""
+    """The content of a file of ``torch.save``, if it consists of tensors and plain containers only."""
     import zipfile  # noqa: PLC0415
 
     # Only zip archives can be mapped, and files from before torch 1.6 are not.

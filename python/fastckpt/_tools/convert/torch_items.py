@@ -160,7 +160,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Recorder(_encode),
 }
 _NUMBERS = (int, float)
-#: A number is no argument of bytes: it would be their length.
+#: A number is not a valid argument of bytes: it would be their length.
 _BUILT_IN = {
     "set": _taking(set, list, tuple),
     "frozenset": _taking(frozenset, list, tuple),

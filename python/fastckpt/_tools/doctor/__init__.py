@@ -26,7 +26,7 @@ class Finding:
             could), ``note`` (good to know).
         text: the finding, in a sentence.
         evidence: the facts behind it.
-        remedies: what to do, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
+        remedies: the remedies, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
     """
 
     code: str
@@ -64,7 +64,7 @@ class Diagnosis:
 
 
 def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
-    """Report how checkpoints in a directory will be written and read, what slows them down, and what to do about it.
+    """Report how checkpoints in a directory will be written and read, what slows them down, and the remedies.
 
     Takes about three seconds with the measurement, a fraction of one without. Everything is tried in temporary
     files in the directory, of at most a tenth of its free space and 256 MiB, which are removed also when the call is

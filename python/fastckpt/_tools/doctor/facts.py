@@ -1,4 +1,4 @@
-"""The facts: what the kernel, the file system and the process say. No judgement.
+"""The facts: reports of the kernel, the file system and the process. No judgement.
 
 Answers of the system are ``"ok"``, the name of an errno, or None where nothing was asked.
 """
@@ -160,7 +160,7 @@ def _ring(ring: Any, root: Path) -> dict[str, Any]:
 
 
 def _configured(root: Path) -> bool | None:
-    """Whether the kernel was built with io_uring, None if it does not say."""
+    """Whether the kernel was built with io_uring, None if it does not report it."""
     if (root / "proc/sys/kernel/io_uring_disabled").exists():
         return True
     config = None

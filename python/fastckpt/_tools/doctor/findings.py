@@ -184,7 +184,7 @@ def _direct(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _under(where: Mapping[str, Any]) -> str | None:
-    """Return what helps on a file system that buffers."""
+    """Return the remedies for a file system that buffers."""
     kind = where["type"] or ""
     if kind == "btrfs":
         return (

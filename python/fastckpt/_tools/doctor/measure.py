@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 #: Bytes of a plain operation, and how many threads have one in flight each: enough for the devices met so far.
 _BLOCK, _THREADS = 4 << 20, 4
-#: The most bytes to write at a time, and the divisors of what is free on the disk and in memory.
+#: The most bytes to write at a time, and the divisors of the free space on the disk and in memory.
 _MOST, _OF_DISK, _OF_MEMORY = 256 << 20, 10, 8
 _LEAST = 1 << 20
-#: What may be used where the free space is unknown.
+#: The limit if the free space is unknown.
 _UNKNOWN = 16 << 20
 #: The greatest ratio of a second piece to the first: the first took little time, and predicts little.
 _GROWTH = 16

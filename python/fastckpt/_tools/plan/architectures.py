@@ -19,7 +19,7 @@ class Count:
     Attributes:
         parameters: all of them; tied embeddings count once.
         experts: the parameters of routed experts among them.
-        notes: what is not counted, or was assumed.
+        notes: omissions and assumptions.
     """
 
     parameters: int
@@ -117,7 +117,7 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
 
     Args:
         fields: the config.
-        where: what to call it in errors.
+        where: its name in errors.
 
     Raises:
         ValueError: a field is missing, or the kind of model is not understood.

@@ -17,7 +17,7 @@ class Share:
 
     Attributes:
         gpus: how many they are.
-        bytes: what each writes.
+        bytes: the bytes of each.
     """
 
     gpus: int
@@ -64,7 +64,7 @@ class Layout:
         v2.0 writes it.
 
         Args:
-            held: what the checkpoint holds.
+            held: the contents of the checkpoint.
         """
         if self.zero == 3:  # noqa: PLR2004 - ZeRO's stage
             return (Share(self.gpus, (held.weights + held.optimizer) / self.gpus),)
@@ -86,12 +86,12 @@ class Layout:
     def bytes_to_restore(self, held: Contents) -> float:
         """Bytes that all GPUs together read to start again.
 
-        Restore reads more than was written: every data-parallel replica reads all that it holds.
+        A restore reads more than was written: every data-parallel replica reads its whole state.
 
         Source: Megatron-LM's example: 6 replicas that read at 273 GB/s each need 1638 GB/s.
 
         Args:
-            held: what the checkpoint holds.
+            held: the contents of the checkpoint.
         """
         if self.zero == 3:  # noqa: PLR2004 - ZeRO's stage
             return held.weights + held.optimizer
@@ -117,7 +117,7 @@ def layout(
         gpus: all GPUs; by default ``tp * pp * dp``.
         tp: tensor parallelism, by default 1.
         pp: pipeline parallelism, by default 1.
-        dp: data parallelism, by default what the GPUs leave.
+        dp: data parallelism, by default the remaining factor of the GPUs.
         ep: expert parallelism.
         zero: ZeRO stage; by default 0 where tensor or pipeline parallelism cut the model, else 3, since no single GPU
             holds a large model.

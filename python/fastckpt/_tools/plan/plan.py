@@ -76,7 +76,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         gpus: all GPUs.
         tp: tensor parallelism.
         pp: pipeline parallelism.
-        dp: data parallelism; by default what the GPUs leave.
+        dp: data parallelism; by default the remaining factor of the GPUs.
         ep: expert parallelism, a divisor of data parallelism.
         zero: ZeRO stage 0 to 3; by default 0 with ``tp`` or ``pp``, else 3 (FSDP).
         gpus_per_node: GPUs of a node.

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .record import Plan
     from .simulate import Simulation
 
-#: What a sweep's picture shows, each on axes of its own.
+#: The curves of a sweep's picture, each on axes of its own.
 _CURVES: tuple[tuple[str, Callable[[Plan], float]], ...] = (
     ("interval, min", lambda plan: plan.interval / 60),
     ("a checkpoint takes, s", lambda plan: plan.seconds),
@@ -47,7 +47,7 @@ def check(file: Path) -> None:
 
 
 def plot_sweep(file: Path, name: str, values: Sequence[str], plans: Sequence[Plan]) -> None:
-    """Draw what follows from each value of a sweep.
+    """Draw the results for each value of a sweep.
 
     Args:
         file: the file to write; its suffix sets the format.
@@ -82,7 +82,7 @@ def plot_simulation(file: Path, result: Simulation) -> None:
 
     Args:
         file: the file to write; its suffix sets the format.
-        result: what to draw.
+        result: the result to draw.
     """
     picture = _matplotlib().Figure(figsize=(8, 5), layout="constrained")
     axes = picture.subplots()

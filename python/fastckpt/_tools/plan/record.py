@@ -65,14 +65,14 @@ class Plan:
         goodput_wanted: the requested share of time, or the usual 0.95.
         interval: seconds from checkpoint to checkpoint.
         interval_rule: where it comes from, in words.
-        interval_goodput: what the goodput wanted asks for (:func:`fastckpt._interval.goodput_rule`).
+        interval_goodput: the interval for the wanted goodput (:func:`fastckpt._interval.goodput_rule`).
         interval_young: Young's, and the stall.
         interval_daly: Daly's, and the stall.
         interval_best: the exact minimum of Daly's model.
-        restore_bytes: what all GPUs together read to restore.
+        restore_bytes: the bytes that all GPUs together read to restore.
         restore_seconds: how long that takes.
         restart: seconds of a failure beside that: noticing it, and starting again.
-        verdicts: what storage of each tier would do.
+        verdicts: the results with storage of each tier.
         notes: assumptions and omissions.
     """
 

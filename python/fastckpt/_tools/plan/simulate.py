@@ -1,9 +1,9 @@
 """Months of training with failures, played through many times, to hold the formulas against.
 
 Every accelerator fails on its own and is replaced by a new one. A failure stops all of them; the job restarts, reads
-the last checkpoint that was durable, and loses what came after. Failures may come at any time, also during a checkpoint
-or a restart. All intervals are tried on the very same failures (common random numbers), so that what differs between
-two of them is the interval's doing and not chance.
+the last durable checkpoint, and loses the work after it. Failures may come at any time, also during a checkpoint or a
+restart. All intervals are tried on the very same failures (common random numbers), so that differences between two of
+them are due to the interval and not to chance.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Simulation:
         accelerators: how many were simulated.
         days: of each run.
         runs: how many.
-        seed: what they were drawn from.
+        seed: the seed of the random numbers.
         shape: Weibull shape of the accelerators' lives; 1 is exponential.
         failures: in all runs together.
         best: the interval that lost the least.
@@ -110,7 +110,7 @@ def gaps(
     """Draw the times between the failures of a cluster, from start to end.
 
     Args:
-        random: what to draw from.
+        random: the generator to draw from.
         accelerators: each with a life of its own, new at the start, and a new one after a failure.
         mttf: of one accelerator, in seconds.
         horizon: seconds that are simulated.

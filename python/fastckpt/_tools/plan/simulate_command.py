@@ -53,7 +53,7 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
     """The speed at which one node writes and reads, by the medians of a measurement of ``fastckpt bench DIR``.
 
     Args:
-        file: what its ``--json`` printed.
+        file: the output of its ``--json``.
         known: other arguments of the job.
 
     Returns:

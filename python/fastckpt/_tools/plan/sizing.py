@@ -36,7 +36,7 @@ class Contents:
 
     Attributes:
         weights: the weights as they are trained.
-        optimizer: what the optimizer keeps: master weights and its state.
+        optimizer: the optimizer's share: master weights and its state.
         expert_weights: the part of ``weights`` that belongs to routed experts.
         expert_optimizer: the part of ``optimizer`` that belongs to routed experts.
     """
@@ -63,8 +63,8 @@ def bytes_per_parameter(
 ) -> tuple[float, float]:
     """Bytes a parameter: 2 + (4 + 8) = 14 under mixed-precision Adam.
 
-    Source: the mixed-precision recipe of Megatron-LM and DeepSpeed, and what MLPerf Storage v2.0 writes: weights, fp32
-    master weights, and two fp32 moments. Gradients are not saved.
+    Source: the mixed-precision recipe of Megatron-LM and DeepSpeed, and the checkpoints of MLPerf Storage v2.0:
+    weights, fp32 master weights, and two fp32 moments. Gradients are not saved.
 
     Args:
         weights: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.

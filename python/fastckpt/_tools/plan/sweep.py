@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from .record import Plan
 
-#: What can be swept, and the options of `plan` that it takes the place of.
+#: The arguments that can be swept, and the options of `plan` that each replaces.
 SWEPT = {
     "gpus": (),
     "dp": ("gpus",),

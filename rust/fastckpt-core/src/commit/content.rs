@@ -94,7 +94,7 @@ pub(super) fn has_magic(directory: BorrowedFd<'_>) -> io::Result<bool> {
             let read = retry_on_intr(|| rustix::io::pread(&fd, &mut begin[..], 0))?;
             Ok(read == begin.len() && begin == *manifest::MAGIC)
         }
-        // There is no manifest, or something else has its name. Any other failure says nothing about what is there.
+        // There is no manifest, or something else has its name. Any other failure proves nothing about the contents.
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(false),
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
             Ok(false)

@@ -35,9 +35,9 @@ pub(super) fn id_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
 
 /// The id of the directory that a rename has just moved to `name` in `parent`.
 ///
-/// A network client renames by name, and assumes that the new name refers to what it believed the old one referred to.
-/// If another client has put something else there before, that is wrong. On NFS, asking again does not correct it: only
-/// a listing shows the truth.
+/// A network client renames by name, and assumes that the new name refers to the directory that it believed the old one
+/// referred to. If another client has put something else there before, that is wrong. On NFS, asking again does not
+/// correct it: only a listing shows the truth.
 pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     refresh(parent);
     let listed = if is_nfs(parent) { Some(number_of(parent, name)?) } else { None };

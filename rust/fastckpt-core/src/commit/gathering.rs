@@ -31,7 +31,7 @@ use crate::sys::fork::Note;
 use crate::sys::lock;
 use crate::sys::memory::Bytes;
 
-/// How long to wait for a process that holds the lock exclusively. It clears away what dead ones left.
+/// How long to wait for a process that holds the lock exclusively. It removes the leftovers of dead ones.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(10));
 /// The suffix of a file that is not whole. It begins with a dot.
 const PART: &str = ".part";

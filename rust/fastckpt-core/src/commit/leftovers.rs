@@ -145,7 +145,7 @@ pub(super) struct Finding {
     pub(super) verdict: Option<Verdict>,
 }
 
-/// Finds out what the temporary directory `found` is; nothing if it is gone.
+/// Determines the kind of the temporary directory `found`; nothing if it is gone.
 pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> {
     let temporary = Temporary::parse(found.as_bytes())?;
     let directory = open_child(parent, found).ok()?;

@@ -42,7 +42,7 @@ pub(super) fn open_or_judge(path: &Path) -> Result<(OwnedFd, bool)> {
             let operation = if missing.is_empty() { "create a directory in" } else { "make the directory" };
             Err(Error::io(operation, missing.last().unwrap_or(&path))(error))
         }
-        // Any other failure says nothing about permissions.
+        // Any other failure proves nothing about permissions.
         _ => Ok((at, missing.is_empty())),
     }
 }

@@ -169,7 +169,7 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     open_by(path, &mut || began.elapsed())
 }
 
-/// Likewise, with a clock for the time it has taken. It is called once before each look, so that the last look comes
+/// The same, with a clock for the time it has taken. It is called once before each look, so that the last look comes
 /// after the end of the wait: on a busy machine a single one may take longer.
 fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {

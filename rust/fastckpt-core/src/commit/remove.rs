@@ -16,8 +16,8 @@ use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
 
-/// Durably removes the checkpoint at `path`, and what killed saves left of it under other names. It does not wait for
-/// readers: a process that is reading the checkpoint finds its files missing.
+/// Durably removes the checkpoint at `path`, and leftovers of it under other names from killed saves. It does not wait
+/// for readers: a process that is reading the checkpoint finds its files missing.
 ///
 /// Files that are not part of the checkpoint make this an error. Plain ones are removed as well if they are among
 /// `more`, which are names, or all with `everything`.

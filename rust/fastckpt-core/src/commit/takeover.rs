@@ -1,5 +1,4 @@
-//! How a finished checkpoint takes its final name, and what happens to the checkpoint that had it (`docs/format.md`,
-//! 6.3).
+//! How a finished checkpoint takes its final name, and what happens to the previous one (`docs/format.md`, 6.3).
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd as _;
@@ -73,12 +72,12 @@ pub(super) enum Step {
 }
 
 impl Workspace {
-    /// Gives the sealed checkpoint its final name, makes that name durable, and removes what had it.
+    /// Gives the sealed checkpoint its final name, makes that name durable, and removes the previous one.
     pub fn publish(self) -> Result<Published> {
         self.publish_beside_old().map(|(done, _)| done)
     }
 
-    /// The same, but what had the name is removed when the second value is dropped.
+    /// The same, but the previous checkpoint is removed when the second value is dropped.
     pub fn publish_beside_old(mut self) -> Result<(Published, Displaced)> {
         let own = self.own.as_ref().ok_or_else(|| self.refused("publish", "another process made it"))?;
         let files = own.sealed.as_ref().ok_or_else(|| self.refused("publish", "it is not sealed"))?;
@@ -193,7 +192,7 @@ impl Workspace {
             if self.is_there() {
                 return refusal;
             }
-            // A third save took the name in between and has been told that it succeeded. It gets the name back.
+            // A third save took the name in between and has reported success. It gets the name back.
             let _ = self.exchange();
         }
         // The displaced directory is someone else's. It stays under a name that no sweep removes.
@@ -233,8 +232,8 @@ impl Workspace {
             Ok(()) => Ok(Step::Done(Some((aside, there)))),
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
                 // Another save took the name, or another process put the old checkpoint back. In the second case it is
-                // no longer aside. If the checkpoint that took the name was written before the old one, the old one
-                // stays, and is swept once this save has the name.
+                // no longer moved aside. If the checkpoint that took the name was written before the old one, the old
+                // one stays, and is swept once this save has the name.
                 let holder = open_child(parent.as_fd(), name);
                 let checkpoint = holder.is_ok_and(|holder| has_magic(holder.as_fd()).unwrap_or(false));
                 if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
@@ -254,8 +253,8 @@ impl Workspace {
     /// Checks the displaced directory, and returns its id. It can be another directory than the one that was examined,
     /// or hold more by now. It must be replaceable, and the files in it that fastckpt did not write are carried over.
     ///
-    /// `seen` is the id that was found under the name after the rename. Where a rival renamed at the same moment, FUSE
-    /// and NFS may have given that of the other directory, so the id is read again until the name opens with it.
+    /// `seen` is the id that was found under the name after the rename. If a rival renamed at the same moment, FUSE and
+    /// NFS may have returned the id of the other directory, so the id is read again until the name opens with it.
     fn adopt(&self, displaced: &OsStr, mut seen: Id) -> Result<Id> {
         let mut turn = 0;
         let directory = loop {

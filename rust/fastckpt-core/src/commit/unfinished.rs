@@ -29,7 +29,7 @@ pub(super) fn unfinished(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
     Ok(all.filter(|name| parse_gathering(name).is_some()).collect())
 }
 
-/// The verdict on such a directory. Nobody else gathers in one that is dead while this is held.
+/// The verdict on such a directory. No other process gathers in a dead one while this is held.
 pub(super) struct Judged {
     pub(super) state: State,
     pub(super) id: Id,
@@ -85,7 +85,7 @@ pub(super) fn throw_away(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) ->
     destroy(parent, &garbage, expected)
 }
 
-/// Removes what copies have left in `parent` that ended between the commit and the clean-up.
+/// Removes leftovers in `parent` of copies that ended between the commit and the clean-up.
 pub(super) fn sweep_finished(parent: BorrowedFd<'_>) {
     for found in unfinished(parent).unwrap_or_default() {
         if !is_finished(parent, &found) {

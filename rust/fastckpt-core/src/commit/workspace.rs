@@ -58,8 +58,8 @@ pub(super) struct Own {
 }
 
 impl Workspace {
-    /// Makes the parents of the target path, checks the path, sweeps what dead writers left beside it, and creates the
-    /// temporary directory.
+    /// Makes the parents of the target path, checks the path, sweeps leftovers of dead writers beside it, and creates
+    /// the temporary directory.
     pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
         let parent = open_or_make(&parent_path)?;

@@ -183,7 +183,7 @@ impl Digests {
     }
 }
 
-/// The CRC of a buffer that is filled from its first byte on. What is there is summed while it is in cache.
+/// The CRC of a buffer that is filled from its first byte on. Existing bytes are summed while they are in cache.
 pub struct Filled {
     digest: Digest,
     summed: usize,

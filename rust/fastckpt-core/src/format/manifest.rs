@@ -243,7 +243,7 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MO
 pub fn encode(body: &Body) -> Result<Vec<u8>> {
     let json =
         serde_json::to_vec(body).map_err(|e| Error::Invalid(format!("cannot write the manifest: {e}")))?;
-    // The body's opening brace becomes that of the prefix.
+    // The body's opening brace replaces that of the prefix.
     let mut rest = json.get(1..).unwrap_or_default().to_vec();
     rest.push(b'\n');
     let crc = checksum::to_hex(checksum::of(&rest));
@@ -267,8 +267,8 @@ pub fn check_size(body: &Body, most: u64) -> Result<()> {
     if count.0 > most { Err(too_large(count.0, most, body)) } else { Ok(()) }
 }
 
-/// An upper bound for the size of a manifest of these tensors and texts (structure, metadata and what each rank has for
-/// itself), in bytes.
+/// An upper bound for the size of a manifest of these tensors and texts (structure, metadata and the states of ranks
+/// alone), in bytes.
 #[must_use]
 pub fn at_most(tensors: &[TensorSpec], plan: &Plan, texts: [&str; 3]) -> u64 {
     // JSON escapes a byte to at most six. Numbers have at most 20 digits and a comma each.

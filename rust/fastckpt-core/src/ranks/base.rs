@@ -110,8 +110,7 @@ impl RankBase {
     }
 
     /// For the coordinator: makes the workspace for a save to `path`, and links the unchanged files, by the findings of
-    /// all ranks. Returns what the others need to know of it. Problems with the base become warnings, and more is
-    /// written.
+    /// all ranks. Returns the message for the others. Problems with the base become warnings, and more is written.
     pub fn take(
         &self,
         path: &Path,
@@ -128,7 +127,7 @@ impl RankBase {
         Ok(encode(&prepared.linked))
     }
 
-    /// For all others: notes what [`Self::take`] returned.
+    /// For all others: notes the result of [`Self::take`].
     pub fn follow(&self, told: &[u8]) -> Result<()> {
         let told = decode(told, self.table.tensors.len())?;
         self.prepared().linked.follow(&self.table.state(), self.base()?.body(), told)

@@ -13,7 +13,7 @@ struct Span {
     last: usize,
 }
 
-/// Describes the range of each of `messages`. `file` and `tensor` name what they get the number of.
+/// Describes the range of each of `messages`. `file` and `tensor` map a number to a name.
 pub(super) fn of(
     share: &Share,
     messages: &[Message],

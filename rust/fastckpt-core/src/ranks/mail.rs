@@ -14,7 +14,7 @@
 //! Both sides sum a message where its bytes are in the processor's cache, which costs a quarter of a pass of its own. The
 //! giver does so when the last of them is in, the taker when the first of them is about to be taken out.
 //!
-//! Nothing waits for longer than its cause lasts: every change wakes all who wait, and [`Mail::stop`] ends every wait.
+//! No wait is longer than its cause: every change wakes all waiting threads, and [`Mail::stop`] ends every wait.
 
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -86,7 +86,7 @@ struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Out {
     Away,
-    /// It has memory, and this many of its bytes are there.
+    /// It has memory, and this many of its bytes have arrived.
     Filling(u64),
     Full,
     Sent,
@@ -200,8 +200,8 @@ impl Mail {
         lock(&self.state).altered.clone()
     }
 
-    /// Stops it and waits for the function that fills messages, which is not called again. So what that function reads is
-    /// free when this returns.
+    /// Stops it and waits for the function that fills messages, which is not called again. So the memory that that
+    /// function reads is free when this returns.
     pub fn end(&self, why: &str) {
         self.stop(why);
         let mut state = lock(&self.state);
@@ -210,7 +210,7 @@ impl Mail {
         }
     }
 
-    /// Waits until all bytes of an outgoing message are there. Returns the address of the first one. They, and their
+    /// Waits until all bytes of an outgoing message have arrived. Returns the address of the first one. They, and their
     /// checksum behind them, stay there until [`Mail::sent`].
     pub fn pack(&self, message: usize) -> Result<usize> {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
@@ -327,7 +327,7 @@ impl Mail {
         Ok(address)
     }
 
-    /// Notes that the bytes of an incoming message are there.
+    /// Notes that the bytes of an incoming message have arrived.
     pub fn arrived(&self, message: usize) -> Result<()> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let mut buffer = match &mut lock(&self.state).incoming[message] {

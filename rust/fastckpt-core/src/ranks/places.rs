@@ -21,7 +21,7 @@ pub enum Place {
 /// The places of a rank, by tensor and part.
 pub type Places = HashMap<(usize, u32), Place>;
 
-/// Bytes of a message that a callback takes: to whom, and the first byte there.
+/// Bytes of a message that a callback takes: its number, and the first byte there.
 pub(super) type Due<'a> = (Push, u64, &'a [u8]);
 
 /// The destination of one item.

@@ -40,7 +40,7 @@ pub struct Digest {
 pub type Cell = (usize, u64, u32, u64);
 
 impl Replicas {
-    /// Sums what `rank` holds and others hold, too.
+    /// Sums the cells that `rank` and others hold.
     pub(super) fn new(
         table: &Table,
         rank: u32,

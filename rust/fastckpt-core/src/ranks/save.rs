@@ -62,7 +62,7 @@ struct Open {
 
 #[derive(Debug)]
 enum Stage {
-    /// With what it will write.
+    /// Before writing.
     New(Ranges),
     Open(Open, Ranges),
     /// With its checksums, or without if it failed. The workspace stays even then: others may still write to it, and
@@ -89,7 +89,7 @@ pub struct RankSave {
     displaced: Mutex<Option<Displaced>>,
 }
 
-/// The least operations that a ring keeps in flight, unless the caller asks for less.
+/// The least operations that a ring keeps in flight, unless the caller requests fewer.
 const LEAST_DEPTH: usize = 4;
 
 /// Operations that a ring keeps in flight: the ranks of a node share the number for one process. They write parts of

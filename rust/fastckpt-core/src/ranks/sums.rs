@@ -36,7 +36,7 @@ impl Sums {
         self.0.entry(tensor as u32).or_default()
     }
 
-    /// Adds what others found, of other bytes.
+    /// Adds the findings of others, about other bytes.
     pub fn add(&mut self, others: Self) {
         for (tensor, other) in others.0 {
             let found = self.0.entry(tensor).or_default();
@@ -53,7 +53,7 @@ impl Sums {
         }
     }
 
-    /// For each of `tensors`, its number in the base if all its bytes were found, and are as they are there.
+    /// For each of `tensors`, its number in the base if all its bytes were found, and are unchanged.
     #[must_use]
     pub(super) fn unchanged(&self, tensors: &[TensorSpec], base: &Body) -> Vec<Option<usize>> {
         let mut same = vec![None; tensors.len()];

@@ -84,8 +84,7 @@ pub(super) struct Ranges {
 }
 
 impl Ranges {
-    /// The work of the rank with these `duties`, which has `held`. Refuses duties that do not say where each byte comes
-    /// from.
+    /// The work of the rank with these `duties`, which has `held`. Refuses duties in which a byte has no source.
     pub(super) fn new(
         table: &Arc<Table>,
         duties: &Arc<Duties>,

@@ -184,8 +184,8 @@ impl Assembler {
         })
     }
 
-    /// The extents in a unit, with what of each is written without a copy, and the reason why the largest of the
-    /// others is not.
+    /// The extents in a unit, with the parts of each that are written without a copy, and the reason why the largest of
+    /// the others is not.
     fn pieces<W: Work>(
         &self,
         work: &W,
@@ -322,7 +322,7 @@ impl Assembler {
         Ok(Assembled { buf: Buf::new(None, vec![Part::Stretch(stretch)]), path, reason, copied: 0 })
     }
 
-    /// Why a unit goes through the page cache. `past` is whether the file is open for direct I/O.
+    /// The reason why a unit goes through the page cache. `past` is whether the file is open for direct I/O.
     const fn buffered(&self, past: bool) -> (IoPath, Reason) {
         let reason = match (past, self.direct) {
             (true, _) => Reason::Remainder,

@@ -46,7 +46,7 @@ pub struct Committed {
     pub linked: Linked,
 }
 
-/// Shards in a workspace, and what makes them a checkpoint.
+/// Shards in a workspace, and the parts that make them a checkpoint.
 pub(crate) struct Finish<'a> {
     /// The manifest, without shards and tensors.
     pub(crate) body: Body,

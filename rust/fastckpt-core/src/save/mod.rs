@@ -195,8 +195,8 @@ fn contents_of<'a>(bytes: &Bytes<'a>, tensors: &[TensorSpec], plan: &Plan) -> Re
     places.collect::<Option<Vec<_>>>().map(Cow::Owned).ok_or_else(Content::too_short)
 }
 
-/// A manifest without shards and tensors. `texts` are the structure, the metadata and what each rank has for itself;
-/// the last may be empty, and is left out then.
+/// A manifest without shards and tensors. `texts` are the structure, the metadata and the states of ranks alone; the
+/// last may be empty, and is left out then.
 pub(crate) fn empty_body(
     created: f64,
     block_size: u64,

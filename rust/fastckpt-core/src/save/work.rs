@@ -54,7 +54,7 @@ pub(crate) trait Work: Sync {
         extents(self.plan(), unit)
     }
 
-    /// Whether the bytes of a unit are there. A unit whose bytes are not there is requested repeatedly.
+    /// Whether the bytes of a unit have arrived. A unit whose bytes are not there is requested repeatedly.
     fn is_ready(&self, _number: usize) -> Result<bool> {
         Ok(true)
     }
@@ -86,8 +86,8 @@ pub(crate) trait Work: Sync {
         Ok(())
     }
 
-    /// Adds to `found` the stretches of `extent` that lie in host memory as they lie in the file, in order, each with
-    /// its file offset.
+    /// Adds to `found` the stretches of `extent` that are in host memory in the order of the file, each with its file
+    /// offset.
     fn memory(&self, number: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()>;
 
     /// Copies bytes of tensor `tensor`, from `start` on, and returns their checksums.

@@ -10,8 +10,8 @@ use std::collections::HashMap;
 use super::table::{Deal, Share};
 use crate::error::Result;
 
-/// A tensor is not cut into runs of fewer bytes, but for its last one. Writing one rank's excess over its share takes a
-/// moment.
+/// A tensor is not cut into runs of fewer bytes, except for its last one. Writing one rank's excess over its share
+/// takes a moment.
 const RUN: u64 = 64 << 20;
 /// A copy may give this fraction more than its share, so that a tensor need not be cut.
 const SPARE: u64 = 16;

@@ -206,7 +206,7 @@ impl<'a> Work<'a> {
         (len > 0).then_some(Item { tensor: held.tensor, bytes, part, rows, base, len })
     }
 
-    /// Adds what this rank does with `tile` of rank `peer` in a stretch that it reads or writes.
+    /// Adds this rank's work on `tile` of rank `peer` in a stretch that it reads or writes.
     fn serve(&mut self, held: &Held<'_>, stretch: &Range<u64>, tile: u32, peer: u32) -> bool {
         let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
         let Some(item) = self.item(held, stretch, tile, part) else { return false };
@@ -256,7 +256,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Adds what of an interval of this rank others write.
+    /// Adds the parts of an interval of this rank that others write.
     fn send(&mut self, held: &[Held<'_>], index: usize, interval: usize, own: &Own) {
         let (tensor, page) = (&held[index], self.share.page);
         let section = tensor.cover.section(interval);
@@ -287,7 +287,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Adds what this rank needs to write `range` of a file.
+    /// Adds the bytes that this rank needs to write `range` of a file.
     fn write(&mut self, held: &[Held<'_>], range: Range<u64>) {
         let first = held.partition_point(|tensor| tensor.range.end <= range.start);
         for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < range.end) {

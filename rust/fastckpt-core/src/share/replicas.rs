@@ -53,9 +53,8 @@ const SAMPLE: u64 = 4 << 10;
 const DRAWN: u64 = 4 << 20;
 
 impl Share {
-    /// The cells that `rank` holds and others hold, too, as far as `depth` has something compared, and the ranks of
-    /// each team that holds some, ascending. Bytes that a save takes from the lowest rank alone are not compared for
-    /// its depth.
+    /// The cells that `rank` and others hold, as far as `depth` compares some of them, and the ranks of each team that
+    /// holds some, ascending. Bytes that a save takes from the lowest rank alone are not compared for its depth.
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
         let (mut found, mut teams) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();

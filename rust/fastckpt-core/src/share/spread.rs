@@ -31,8 +31,8 @@ pub enum Spread {
     All,
     /// These ranks have all of it.
     Ranks(Vec<u32>),
-    /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to what the
-    /// earlier ones left. The part is what remains, in order.
+    /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to the part
+    /// that the earlier ones left. The part is what remains, in order.
     Mesh {
         /// The ranks.
         ranks: Vec<u32>,
@@ -262,8 +262,8 @@ fn length(sequence: &[Range<u64>]) -> u64 {
     sequence.iter().map(|range| range.end - range.start).sum()
 }
 
-/// Leaves chunk `index` of `count` of a sequence, as `torch.chunk` cuts it: all have the length of the first, but for
-/// the last that has any, and those after it have none.
+/// Leaves chunk `index` of `count` of a sequence, as `torch.chunk` cuts it: all have the length of the first, except
+/// for the last non-empty one, and those after it are empty.
 fn chunk(sequence: &mut Bounds, count: u64, index: u64) {
     let all = length(sequence);
     let len = all.div_ceil(count);

@@ -88,8 +88,8 @@ impl Tiles {
         &self.bounds[tile as usize * rank..][..rank]
     }
 
-    /// Adds the part of a tile that lies in `deep` along the last dimensions, if it is not there. `known` has those
-    /// that were added.
+    /// Adds the part of a tile in `deep` along the last dimensions, if it is not there. `known` has those that were
+    /// added.
     pub(super) fn cut(&mut self, tile: u32, deep: &Bounds, known: &mut HashMap<(u32, Bounds), u32>) -> u32 {
         let rank = self.shape.sizes.len();
         let level = rank - deep.len();

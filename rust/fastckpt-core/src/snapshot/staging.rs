@@ -55,7 +55,7 @@ struct Piece<'a> {
 }
 
 impl Staging {
-    /// For contents of which each has one of `places`, given in the order of the memory: `tensor` is the content's number,
+    /// For contents that each have one of `places`, given in the order of the memory: `tensor` is the content's number,
     /// and `offset` is counted in the memory.
     pub(super) const fn new(contents: Vec<Content>, places: Vec<Placement>) -> Self {
         Self { contents, places, phase: Phase::Staging, memory: None }

@@ -1,4 +1,4 @@
-//! Memory of the caller that is filled box by box: what one rank wants of a tensor.
+//! Memory of the caller that is filled box by box: the part of a tensor that one rank wants.
 
 use std::sync::Arc;
 

@@ -74,7 +74,7 @@ impl Buffers {
         Ok(found.map(|buffer| buffer.deal(len)))
     }
 
-    /// Gives what came from the pool back to it. It keeps at most `keep` bytes.
+    /// Gives buffers of the pool back to it. It keeps at most `keep` bytes.
     pub fn give(self, keep: usize) {
         let own = if self.most > 0 { self.all } else { Vec::new() };
         let free =

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::file::PAGE;
 use super::mapping::Mapping;
 
-/// What parts begin at multiples of.
+/// The alignment of parts.
 pub(super) const PAGES: usize = PAGE as usize;
 
 /// A part of a mapping. It belongs to its owner alone, and keeps the mapping mapped.

@@ -173,8 +173,8 @@ pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<us
     Ok(done)
 }
 
-/// The alignment that direct I/O on `fd` requires of file offsets, lengths and memory: at least a page, more where the
-/// file system says so. `None` if the file cannot do direct I/O.
+/// The alignment that direct I/O on `fd` requires of file offsets, lengths and memory: at least a page, more if the
+/// file system requires it. `None` if the file cannot do direct I/O.
 fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     let Some(stat) = stat.ok().filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0) else {

@@ -96,8 +96,8 @@ impl Bytes<'_> {
         }
         // SAFETY: the memory is readable by the contract of `new`. `update` takes nothing but a slice, and the promise
         // that its bytes do not change cannot be kept here. It makes a number of them and keeps no reference. Whatever
-        // it reads, once or twice, it stays within the slice, and within tables that have an entry for each byte. So of
-        // bytes that change, the number may be that of no bytes that there ever were, and nothing else is wrong. A save
+        // it reads, once or twice, it stays within the slice, and within tables that have an entry for each byte. So
+        // the number for changing bytes may belong to no bytes that ever existed, and nothing else is wrong. A save
         // that wrote them sums them again (`Assembler::has_changed`).
         digest.update(unsafe { std::slice::from_raw_parts(self.base, self.len) });
     }

@@ -252,8 +252,8 @@ pub struct Strided {
     rows: Arc<Rows>,
     /// Counted in the tensor.
     range: Range<u64>,
-    /// Set if the rows lie in an array with strides of its own: where the box's first element lies among the array's
-    /// bytes in their own order, and where those lie in memory.
+    /// Set if the rows are in an array with strides of its own: the position of the box's first element among the
+    /// array's bytes in their own order, and the memory of those.
     array: Option<(u64, Arc<Rows>)>,
 }
 
@@ -277,7 +277,7 @@ impl Strided {
     /// Exclusive access to the rows of an array.
     ///
     /// # Safety
-    /// As for `new`, for the memory that the array has for the rows; all of them must lie in the array.
+    /// As for `new`, for the memory that the array has for the rows; all of them must be in the array.
     pub(super) unsafe fn inside(base: *mut u8, rows: Arc<Rows>, array: Option<(u64, Arc<Rows>)>) -> Self {
         let range = rows.range();
         Self { base, rows, range, array }

@@ -14,7 +14,7 @@ pub enum Kind {
 /// The phase of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// Determines what to do.
+    /// Determines the next step.
     Plan = 1,
     /// Copies the state, so that it may change.
     Stage = 2,

@@ -62,7 +62,7 @@ impl<'a> Lane<'a> {
         self.operation
     }
 
-    /// Sets what the worker is doing.
+    /// Sets the state of the worker.
     pub fn state(&self, state: State) {
         self.slot.state.store(state as u32, Relaxed);
     }

@@ -70,7 +70,7 @@ pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     });
 }
 
-/// Tells the monitor what this process warns of: up to 64 bytes.
+/// Shows a warning of this process in the monitor: up to 64 bytes.
 pub fn warn(text: &str) {
     with_segment(|segment| {
         let process = &segment.process;

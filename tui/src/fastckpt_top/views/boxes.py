@@ -70,7 +70,7 @@ def box(
 
     Args:
         frame: Where the characters come from.
-        block: What is inside, as wide as it likes: cut or padded to `width` - 4 cells and `height` - 2 lines.
+        block: The contents, as wide as they like: cut or padded to `width` - 4 cells and `height` - 2 lines.
         title: Stands in the upper border at the left; it is cut where it does not fit.
         note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
         width: Cells of the box, borders included; at least 4.

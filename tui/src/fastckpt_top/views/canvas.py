@@ -81,7 +81,7 @@ class Canvas(Widget):
         return self._painted
 
     def repaint(self) -> None:
-        """Paint anew: the model or the user's choice has changed."""
+        """Repaint: the model or the user's choice has changed."""
         self._painted = None
         self.refresh()
 

@@ -108,7 +108,7 @@ def _in_trouble(frame: Frame) -> list[Job]:
 
 
 def _news(frame: Frame, event: Event) -> bool:
-    """Whether an event is a warning that the sentence does not say, or say worse."""
+    """Whether an event is a warning that is missing in the sentence, or worse there."""
     said = frame.main.sentence if frame.main is not None else None
     if said is None or event.level == "info":
         return event.level != "info"

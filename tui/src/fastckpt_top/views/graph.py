@@ -77,7 +77,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     """The graph of the node, in a box where the screen has boxes.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells, borders included.
         height: Lines, borders included.
     """

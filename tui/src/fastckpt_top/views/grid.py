@@ -33,7 +33,7 @@ def block(frame: Frame, rows: list[Row], chosen: Row | None, rank: int, width: i
     If it does not hold them all, it shows the part with the selected one; the worst if none is selected.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         rows: The ranks.
         chosen: The selected one.
         rank: Cells of the longest name.

@@ -1,4 +1,4 @@
-"""The help, over the whole screen: keys, and what every sign, column and word means. Pure."""
+"""The help, over the whole screen: keys, and the meaning of every sign, column and word. Pure."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     """The latest ended operations, and the latest events below them; the newest of each first.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells.
         height: Lines.
 

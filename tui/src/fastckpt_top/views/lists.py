@@ -20,7 +20,7 @@ def paint(frame: Frame, room: int) -> list[Line]:
     """The body of a view: its head, and the visible part of its list.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         room: Lines.
     """
     if room <= 0:

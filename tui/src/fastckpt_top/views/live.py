@@ -1,4 +1,4 @@
-"""The live view, and the frame that all views share: what runs above, keys below."""
+"""The live view, and the frame that all views share: running operations above, keys below."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def paint(frame: Frame) -> Screen:
     """The whole screen.
 
     Args:
-        frame: What to paint, and how large.
+        frame: The frame to paint, and its size.
 
     Returns:
         Exactly as many lines as the frame is high, each as wide as it.

@@ -36,7 +36,7 @@ class Columns:
     """Cells of the text at the left and right of the two bars: the same in both lines, whatever the figures are.
 
     Attributes:
-        left: What is done, and how fast.
+        left: The work, and its rate.
         bar: The bars themselves; 0 for none.
         right: The remaining time, and its reliability.
         size: The amount of detail: 3 with names and peaks, 2 with names, 1 with the essentials, 0 with hardly that.
@@ -69,7 +69,7 @@ def block(frame: Frame, width: int) -> Block:
     """The box, or the same lines without one.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells, borders included.
     """
     if not boxed(frame):
@@ -221,7 +221,7 @@ def _wrapped(variants: tuple[str, ...], width: int, high: int) -> list[str]:
 
 
 def _names(frame: Frame) -> Line:
-    """`fastckpt-top · gpu07 · llama70b`, and what the user has chosen that hides something."""
+    """`fastckpt-top · gpu07 · llama70b`, and choices of the user that hide something."""
     glyphs, ui = frame.glyphs, frame.ui
     line = Line("fastckpt-top" if frame.width >= 100 else "", "title")  # noqa: PLR2004
     job = frame.job

@@ -1,4 +1,4 @@
-"""Lines of styled text, and where on the screen a click means what. Pure."""
+"""Lines of styled text, and the meaning of clicks on the screen. Pure."""
 
 from __future__ import annotations
 
@@ -116,8 +116,8 @@ class Frame:
     """Everything a view needs to paint itself.
 
     Attributes:
-        model: What to show.
-        ui: What the user chose.
+        model: The model to show.
+        ui: The user's choices.
         glyphs: Characters.
         width: Cells.
         height: Lines.

@@ -6,7 +6,7 @@ from textual.widgets import Input
 
 
 class Prompt(Input):
-    """A line at the bottom that is only shown while it asks.
+    """A line for input at the bottom, shown only during input.
 
     Attributes:
         asking: The question; empty if there is none.

@@ -63,8 +63,8 @@ class Ui:
         all_threads: Show the threads of each rank.
         expanded: Process keys whose threads are shown.
         active_only: Only rows with a running operation.
-        mode: What the GB/s column shows, one of `MODES`.
-        layout: What the live view shows: one of `LAYOUTS`.
+        mode: The contents of the GB/s column, one of `MODES`.
+        layout: The contents of the live view: one of `LAYOUTS`.
         help: The help is shown.
         recording: File being recorded to; empty if none.
         notice: A message for the line above the keys; empty if none.

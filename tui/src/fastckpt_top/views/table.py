@@ -113,7 +113,7 @@ def wanted(frame: Frame, width: int) -> int:
     """Lines that the ranks would like, borders included: one each, or on a low screen as many as show them in a grid.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells.
     """
     shown = frame.ui.shown(frame.model)
@@ -130,7 +130,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     """The ranks of the job that is shown.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells.
         height: Lines.
 
@@ -172,7 +172,7 @@ def _named(rows: list[Row]) -> int:
 
 
 def _title(frame: Frame, shown: list[Row]) -> Line:
-    """`8 ranks`, how they are sorted, and what hides some."""
+    """`8 ranks`, how they are sorted, and the filter."""
     ui, glyphs = frame.ui, frame.glyphs
     line = Line(text.count(len({row.proc_key for row in shown}), "rank"), "title")
     sign = glyphs.rising if (ui.sort in RISING) != ui.reverse else glyphs.falling

@@ -80,7 +80,7 @@ def head(frame: Frame, cols: Columns, target: float | None) -> Line:
     """The head of a list of threads.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         cols: Its columns.
         target: Bytes/s of a thread where all have the same; else None.
     """
@@ -153,17 +153,17 @@ def wanted(frame: Frame, row: Row) -> int:
     """Lines that a rank would like for itself, borders included.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         row: The rank.
     """
     return len(row.threads) + (1 if row.threads else 0) + DETAILS + (BORDERS if boxed(frame) else 1)
 
 
 def block(frame: Frame, row: Row, width: int, height: int) -> Block:
-    """The selected rank in full: its threads, the worst first where they do not fit, and what else is known of it.
+    """The selected rank in full: its threads, the worst first if they do not fit, and other facts about it.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         row: The rank.
         width: Cells.
         height: Lines.
