@@ -373,7 +373,7 @@ def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any 
 
     Args:
         path: the checkpoint's directory, or its URL.
-        rank: whose; None for this process's own, which takes as many ranks as have saved.
+        rank: the rank; None for this process's own, which takes as many ranks as have saved.
         process_group: the ranks that load, as for :func:`save`; with ``rank`` it does not matter.
 
     Returns:

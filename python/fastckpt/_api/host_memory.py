@@ -162,8 +162,8 @@ def release_buffers() -> None:
 
     That is, for asynchronous saves, one copy of the largest state saved so far for each save that was in flight at a
     time, and for each operation at a time that copied from or to devices, up to 256 MiB. The memory of an operation
-    that is under way is freed when that ends. The next one maps new memory, and pins it where there are devices, which
-    makes it slower, and the stall of an asynchronous save longer.
+    that is under way is freed when that ends. The next one maps new memory, and pins it if there are devices: it is
+    slower, and an asynchronous save stalls training for longer.
     """
     global _generation  # noqa: PLW0603 - counted here alone
     _generation += 1

@@ -196,9 +196,9 @@ class WithObjects(StateBuilder):
 
     Args:
         framework: see :class:`.StateBuilder`.
-        tensors: likewise.
-        composed: likewise.
-        types: likewise.
+        tensors: see there.
+        composed: see there.
+        types: see there.
         tokens: all tokens.
         regions: the objects, and the first token of the state of each and one past its last, in order.
     """

@@ -110,7 +110,7 @@ def build_request(
         operation: the word that error messages begin with.
         path: the checkpoint's directory, absolute.
         state: see :func:`fastckpt.save`.
-        metadata: likewise.
+        metadata: see there.
         settings: how it is saved.
         began: when the program called (``time.perf_counter``).
         per_rank: a state that is this rank's own, without DTensors; None for none.

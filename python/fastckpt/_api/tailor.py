@@ -53,7 +53,7 @@ class Tailor:
     Args:
         operation: the word that error messages begin with.
         exclude: as :func:`fastckpt.save` takes it.
-        dtype: likewise.
+        dtype: as :func:`fastckpt.save` takes it.
 
     Raises:
         TypeError: ``exclude`` is neither patterns nor None.

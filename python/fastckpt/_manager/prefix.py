@@ -44,7 +44,7 @@ class Prefix:
         self.names = names
         #: The steps for which the last listing found objects and no manifest.
         self.unfinished: set[int] = set()
-        #: The steps of which it found objects.
+        #: The steps for which it found objects.
         self._begun: set[int] = set()
         #: The result of the last listing, by name, until it is used: this saves a round trip for each.
         self._looked: dict[str, Identity] = {}

@@ -40,7 +40,7 @@ class Call:
         kind: ``save`` or ``load``.
         session: the process group.
         path: as the caller gave it.
-        timeout: likewise.
+        timeout: as the caller gave it.
 
     Attributes:
         operation: has its turn, and must be entered.

@@ -64,7 +64,7 @@ def encode(value: Any) -> bytes:
         if isinstance(one, dict):
             for key in one:
                 if not isinstance(key, str) or key == _BYTES:
-                    raise TypeError(f"a dict that travels between ranks has the key {key!r}, reserved or not a string")
+                    raise TypeError(f"a dict for other ranks has the key {key!r}, which is reserved or not a string")
             return {key: plain(item) for key, item in one.items()}
         if isinstance(one, (list, tuple)):
             return [plain(item) for item in one]

@@ -62,7 +62,7 @@ def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bo
     known by the sums that fastckpt notes with them.
 
     Args:
-        url: where.
+        url: the checkpoint's URL.
         everything: also remove other objects right below it.
         files: names of further objects that belong to it.
         leave: let other objects stay, instead of refusing.

@@ -107,7 +107,7 @@ class Objects:
 
         Args:
             operation: what is to be done, for messages.
-            url: where.
+            url: the URL above the objects.
 
         Raises:
             ImportError: the package obstore is missing.

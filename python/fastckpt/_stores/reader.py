@@ -15,7 +15,7 @@ def open_reader(operation: str, place: str, *, keep: bool = False, manifest: byt
 
     Args:
         operation: what is to be done, for messages.
-        place: where.
+        place: the checkpoint's directory or URL.
         keep: whether its shards stay open, as ``_core.Reader`` has it; objects cannot.
         manifest: its manifest, if another process has read it.
 

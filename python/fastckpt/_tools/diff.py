@@ -35,7 +35,7 @@ class Difference:
     Attributes:
         name: its name.
         dtype: its dtype in the first, and, where that differs, in the second: ``float32 -> bfloat16``.
-        shape: likewise.
+        shape: its shape in the first, or in both.
         elements: how many elements differ, or bytes where several elements share one; None where the shapes differ.
         max_abs: the largest absolute difference of two elements; nan if only one of them is a number; None if they are
             not numbers.

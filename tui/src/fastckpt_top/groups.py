@@ -125,7 +125,7 @@ class Past:
     """The history of the node's operations.
 
     Attributes:
-        checkpoints: Those that no rank is at any more, newest last.
+        checkpoints: Those that no rank is working on any more, newest last.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,7 @@ class Run:
     """What to measure.
 
     Attributes:
-        directory: where.
+        directory: the directory of the benchmark.
         shares: the shares of the ranks.
         rounds: how many rounds.
         io: the engine, as :func:`fastckpt.save` takes it.
