@@ -826,7 +826,7 @@ class RankSave:
     """The save of one rank: ``create`` or ``join``, ``write``, ``commit`` by the coordinator, ``close``.
 
     Each method raises RuntimeError while another runs, or out of order. After any error but ValueError of ``check`` the
-    save is over, and the mail is stopped; the coordinator's workspace is gone with ``close`` at the latest.
+    save has ended, and the mail is stopped; the coordinator's workspace is removed with ``close`` at the latest.
     """
 
     def __new__(

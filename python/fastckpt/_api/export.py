@@ -71,7 +71,7 @@ def put(ended: Ended | None) -> None:
 
 
 def _export(ended: Ended) -> None:
-    """The operation is over: no error here may make it fail."""
+    """The operation has ended: no error here may make it fail."""
     try:
         from . import open_telemetry  # noqa: PLC0415 - the program has imported the package
 

@@ -170,8 +170,8 @@ def drain(timeout: float | None = None) -> None:
     """Wait until every asynchronous save that is in flight is durable.
 
     It may be called from a signal handler, also while the thread below waits for a save, or is in ``save_async``: a
-    save that that call has not yet handed over is not waited for. (A handler should not call ``save_async`` itself, for
-    Python's threads cannot be started there reliably; ``save`` can be called.)
+    save that that call has not yet handed over is not waited for. (A handler should not call ``save_async`` itself,
+    because Python's threads cannot be started there reliably; it can call ``save``.)
 
     Args:
         timeout: seconds; None for as long as it takes.

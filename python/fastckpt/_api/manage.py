@@ -33,9 +33,9 @@ def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = 
 
     It loses its name in one durable step, and its files after that: half of it is never visible. If the process is
     killed in between, files stay under a temporary name, which the next save into the same parent directory removes.
-    Readers of the checkpoint are not waited for. A copy of it that a killed save left under a temporary name, for a
-    load to put back, is removed as well. At a URL the manifest is removed first, and the checkpoint with it; a second
-    call removes what a killed one has left.
+    Readers of the checkpoint are not waited for. An old copy of it that a killed save left under a temporary name, and
+    that a load would restore, is removed as well. At a URL the manifest is removed first, and the checkpoint with it; a
+    second call removes what a killed one has left.
 
     Args:
         path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md). An

@@ -1,4 +1,4 @@
-"""The throughput that a process wants, for the live monitor to compare with."""
+"""The throughput that a process wants, for comparison in the live monitor."""
 
 from __future__ import annotations
 

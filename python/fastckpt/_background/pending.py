@@ -96,7 +96,7 @@ class PendingSave(in_flight.SaveInFlight):
     # What others ask.
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the state may change: it has been copied, or the save is over. ``result`` raises the failure.
+        """Wait until the state may change: it has been copied, or the save has ended. ``result`` raises the failure.
 
         At once where :func:`fastckpt.save_async` was called without ``lazy``. The time counts as stall.
 
@@ -137,7 +137,7 @@ class PendingSave(in_flight.SaveInFlight):
             del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until it is over and return why it failed, or None.
+        """Wait until it has ended and return why it failed, or None.
 
         Raises:
             TimeoutError: it has not finished in time; it continues.
@@ -154,7 +154,7 @@ class PendingSave(in_flight.SaveInFlight):
         return self._error
 
     def done(self) -> bool:
-        """Whether it is over: durable, failed or cancelled."""
+        """Whether it has ended: durable, failed or cancelled."""
         return self.finished.is_set()
 
     def cancelled(self) -> bool:
@@ -235,7 +235,7 @@ class PendingSave(in_flight.SaveInFlight):
                 raise
 
     def _stall(self) -> float:
-        """Seconds that training stood still for this save so far: the call, and waits on the host."""
+        """Seconds that training has stopped for this save so far: the call, and waits on the host."""
         return self._called + self._may_step.seconds + self._staged.seconds
 
     def _hold_step(self) -> None:

@@ -1,4 +1,4 @@
-"""How a run waits: until the last save is over on all ranks, until all is copied, and at the end of the block."""
+"""How a run waits: until the last save has ended on all ranks, until all is copied, and at the end of the block."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class Completion:
         return error
 
     def _wait_for_all(self, end: float) -> None:
-        """Wait until the last save is over on all ranks; where it has failed, not for ranks that do not wait for it."""
+        """Wait until the last save has ended on all ranks; if it has failed, not for ranks that do not wait for it."""
         pending = self.saves.pending
 
         def has_failed(limit: float) -> BaseException | None:
@@ -161,10 +161,10 @@ class Completion:
     def _wait_together(
         self, end: float, is_over: Callable[[float], bool], watch: Callable[[], None] | None = None
     ) -> bool:
-        """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
+        """Wait until something has ended on all ranks, or a save in flight is given up on all for a signal.
 
         Returns:
-            Whether it is over.
+            Whether it has ended.
 
         Raises:
             TimeoutError: not by ``end``. It goes on.

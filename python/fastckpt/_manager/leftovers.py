@@ -60,7 +60,7 @@ class Leftovers:
                 logger.warning("%s", self.warning)
 
     def clear(self) -> None:
-        """Remove those that have stood still since they were first seen, if there were any at the beginning."""
+        """Remove leftovers that have not changed since they were first seen, if there were any at the beginning."""
         if not self._seen:
             return
         try:

@@ -264,8 +264,8 @@ class Manager:
     def wait(self, timeout: float | None = None) -> SaveReport | None:
         """Wait until the last save is durable, and copied to the remote tier, and unneeded checkpoints are removed.
 
-        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; it
-        does not wait for copies then, which go on. Among several ranks all of them call it, and it returns when that
+        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; then
+        it does not wait for copies, which continue. Among several ranks all of them call it, and it returns when that
         holds on all.
 
         Args:

@@ -220,7 +220,7 @@ class Operation:
         try:
             self._peers._enter(self._place)  # noqa: SLF001 - they are one
         except BaseException as error:
-            # An earlier turn may go on for long, and the callers that wait for this one must not: it ends here and now.
+            # An earlier turn may take long, and the callers that wait for this one must not: it ends here and now.
             try:
                 with contextlib.suppress(RanksError):
                     self._run(self._turn.quit(error), _HURRY)
@@ -305,7 +305,7 @@ class Operation:
         if isinstance(error, StopError):
             raise verdict from None
         if getattr(error, "of_others", False):
-            # This rank has not failed; it has met the failure of another one, which the verdict names.
+            # This rank has not failed; it has seen the failure of another one, which the verdict names.
             raise verdict from error
         if error is not None and self._peers.size > 1 and sys.version_info >= (3, 11):
             error.add_note(str(verdict))

@@ -26,7 +26,7 @@ _PIECE = 30 << 10
 
 
 class Loss:
-    """Whether a cast met numbers that the new dtype does not reach. Any thread may note it."""
+    """Whether a cast found numbers beyond the range of the new dtype. Any thread may note it."""
 
     __slots__ = ("_flags", "_is_certain")
 
@@ -45,7 +45,7 @@ class Loss:
         self._flags.append(flag)
 
     def happened(self) -> bool:
-        """Whether any was met; to be asked once all copies have ended."""
+        """Whether any was found; to be asked once all copies have ended."""
         flags, self._flags = self._flags, []
         for flag in flags:
             self.note(bool(flag))

@@ -80,7 +80,7 @@ class DTensors:
     Args:
         ranks: by its global rank, the rank of each member of the group.
         rank: this rank in the group.
-        found: collects the different spreads, in the order in which they are met; their numbers begin at 1.
+        found: collects the different spreads, in the order in which they occur; their numbers begin at 1.
     """
 
     def __init__(self, ranks: Mapping[int, int], rank: int, found: list[Spread]) -> None:

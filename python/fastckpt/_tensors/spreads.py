@@ -24,7 +24,7 @@ class Spreads:
     Attributes:
         ranks: as given.
         device_numbers: as given.
-        found: the different spreads of the tensors that were met; their numbers begin at 1.
+        found: the different spreads of the tensors so far; their numbers begin at 1.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, *, device_numbers: bool = False) -> None:

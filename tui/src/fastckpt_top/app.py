@@ -133,7 +133,7 @@ class TopApp(App[None]):
             self.look()
 
     def look(self) -> None:
-        """Let the session go on, and show it."""
+        """Continue the session, and show it."""
         now = self._clock()
         try:
             self.session.tick()

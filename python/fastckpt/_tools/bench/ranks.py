@@ -26,7 +26,7 @@ _STUCK = 60
 
 
 class RankError(CheckpointError):
-    """A rank failed or died: the run is over."""
+    """A rank failed or died: the run has ended."""
 
 
 class Ranks:

@@ -363,7 +363,7 @@ pub(super) mod tests {
         let mut other = living();
         // As `execve` in the middle of a save leaves it.
         let unsealed = half(parent.path().join(name_by("c", other.id())));
-        // As an exchange of names leaves the checkpoint that was replaced, which may have to get its name back.
+        // The state in which an exchange of names leaves the replaced checkpoint, which may have to get its name back.
         let displaced = half(parent.path().join(name_by("b", other.id())));
         std::fs::write(displaced.join(manifest::FILE), "{\"fastckpt\":1,").unwrap();
         drop(Workspace::create(&parent.path().join("c"), true).unwrap());

@@ -35,7 +35,7 @@ pub struct Tensor {
 /// From which copy the bytes of a tensor come.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Deal {
-    /// Runs of the file, one after another: where each ends, and its copy. The last copy goes on to the tensor's end.
+    /// Runs of the file, one after another: where each ends, and its copy. The last copy continues to the tensor's end.
     pub(super) runs: Vec<(u64, u32)>,
     /// Every byte comes from that copy. Else the rank that writes a page may use its own copy of a part that begins
     /// there, which is always compared.
