@@ -31,7 +31,7 @@ def groups(controller: str, root: Path = _ROOT) -> Iterator[tuple[int, Path]]:
         if number == "0" and not controllers:
             version, top = 2, base
         elif controller in controllers.split(","):
-            # Mounted alone, or together with others under a name with commas, to which links lead.
+            # A controller is mounted alone, or with others under a name with commas, with links to it.
             version, top = 1, base / controller
         else:
             continue

@@ -52,8 +52,7 @@ class Targets:
     """The requests of a read: what to read, where to, and how to finish it.
 
     Attributes:
-        requests: for the core; the address is 0 where a mover takes the bytes. With ``mappings``: the tensors that are
-            copied from them.
+        requests: for the core; the address is 0 where a mover takes the bytes. With ``mappings``: those to copy.
         movers: by request number.
         mappings: where shards are mapped, if they are: then new tensors of the host are pages of them, and
             :meth:`copy_mapped` fills the others.

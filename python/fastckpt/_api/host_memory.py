@@ -66,8 +66,7 @@ class Memory:
         self._limit = limit
         self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
         if self.registration is not None:
-            # If a signal handler ends the operation, this memory may be dropped: it must stay as long as it is
-            # registered.
+            # A signal handler may end the operation and drop this memory: it must stay while it is registered.
             self.registration.owner = self.core
 
     def must_pin(self, limit: int | None) -> bool:

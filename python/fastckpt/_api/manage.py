@@ -23,8 +23,7 @@ from .checkpoint import Checkpoint
 __all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remove_leftover"]
 
 
-#: The names that a file system gives to a file that is removed while a process has it open, and those of leftovers of a
-#: killed save.
+#: Names of files that a file system keeps because a process has them open, and of leftovers of a killed save.
 _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 
 

@@ -39,8 +39,7 @@ class Owner:
         self.place = place
         self.value = value
         self.kind = torch_kind(value)
-        #: Tensors that were filled in place, by identity: the Parameter or buffer of a module, None if it has several
-        #: parts.
+        #: Tensors that were filled in place, by identity: a module's Parameter or buffer, None if it has parts.
         self._filled: dict[int, Any] = {}
         #: The Parameters and buffers of a module by their ties.
         self._own: dict[Any, Any] = {}

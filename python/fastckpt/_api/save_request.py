@@ -35,8 +35,7 @@ class SaveRequest:
         settings: how it is saved.
         step: the training step, for the live counters.
         metadata: the metadata, flattened.
-        flat: the state, flattened. Its ``keep`` holds the objects that addresses point into, and after them those of
-            ``per_rank``.
+        flat: the state, flattened. Its ``keep`` holds the owners of addresses, and after them those of ``per_rank``.
         per_rank: the state of this rank alone, flattened; None for nothing.
         spreads: of the tensors that are spread over ranks.
         movers: the movers of tensors without an address: by their numbers in ``flat``, and after these by those in

@@ -185,7 +185,7 @@ class _Tensor:
 
 
 def _bytes(torch: ModuleType, contiguous: Any) -> Any:
-    # By stride: a tensor of one element can count as contiguous although its step to the next one does not.
+    # By stride: torch calls a tensor of one element contiguous whatever its stride is.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 

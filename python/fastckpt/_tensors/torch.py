@@ -402,7 +402,7 @@ def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
     size = dtype.itemsize
     conjugate, negative = value.is_conj(), value.is_neg()
     if not conjugate and not negative and not value.is_cpu and value.is_contiguous():
-        # By stride: one element can count as contiguous with a step to the next that is none.
+        # By stride: torch calls a tensor of one element contiguous whatever its stride is.
         return value.as_strided((value.numel(),), (1,)).view(torch.uint8), None
     if negative:
         value = torch._neg_view(value)
