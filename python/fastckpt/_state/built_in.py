@@ -120,7 +120,7 @@ def _decode_random(cls: Any, value: Any) -> Any:
     return made
 
 
-# A DictConfig or ListConfig is stored as its container, with unresolved interpolations. Its flags (read-only, struct) are
+# A DictConfig or ListConfig is stored as its container; interpolations stay text. Its flags (read-only, struct) are
 # attributes: for each configuration in it that has some, the keys that lead there, and they.
 
 
