@@ -417,7 +417,7 @@ class Operation:
     def __new__(cls, path: str, nbytes: int, *, step: int | None = None, elapsed: float = 0.0) -> Operation:
         """Begin a save to ``path``, with tensors of ``nbytes`` bytes, ``elapsed`` seconds after the program called."""
     def staged(self, nbytes: int) -> None:
-        """Say that so many bytes have been copied by now. One thread at a time calls this."""
+        """Report the number of bytes copied so far. One thread at a time calls this."""
     def plan(self) -> None:
         """Say that the copy is complete."""
     def fail(self, errno: int | None = None) -> None:

@@ -67,11 +67,12 @@ class Drain:
     """Copies the checkpoints of a run from the local tier to the remote one.
 
     Args:
-        local: the tier that is copied from. Waiting checkpoints are not removed there.
-        remote: the one that is copied to.
+        local: the source tier. Waiting checkpoints are not removed there.
+        remote: the target tier.
         limit: the most bytes per second; None without limit.
-        share: which of how many processes this one is that copy each checkpoint together; the first commits.
-        deadline: until when, by ``time.monotonic``, it may go on when the process ends.
+        share: the number of this process among those that copy each checkpoint together, and their count; the first
+            commits.
+        deadline: the time, by ``time.monotonic``, until which it may go on when the process ends.
     """
 
     def __init__(

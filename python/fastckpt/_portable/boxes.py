@@ -36,7 +36,7 @@ class Box:
         self._name = tensor.name
         for given in (box, shape if strides is None else strides):
             if len(given) != len(shape):
-                raise self._wrong(f"it has {len(given)} dimensions, and the tensor {len(shape)}")
+                raise self._wrong(f"it has {len(given)} dimensions, but the tensor has {len(shape)}")
         for dimension, ((start, stop, step), size) in enumerate(zip(box, shape, strict=True)):
             if not 0 <= start <= stop <= size or step < 1:
                 raise self._wrong(f"{start}..{stop} in steps of {step} is not in dimension {dimension} of size {size}")
