@@ -108,7 +108,7 @@ __version__ = _core.__version__
 logging.getLogger("fastckpt").addHandler(LastWord())
 
 
-#: What few programs need is imported when it is first asked for: asynchronous saves, planning, diagnosis.
+#: Rarely used modules are imported on first use: asynchronous saves, planning, diagnosis.
 _LATER = {
     "copy": "_api.copy",
     "release_buffers": "_api.host_memory",
@@ -147,7 +147,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> Sequence[str]:
-    """Also what is imported later: for completion."""
+    """Also the names that are imported later: for completion."""
     return sorted({*globals(), *_LATER, *_MODULES})
 
 

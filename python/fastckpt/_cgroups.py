@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _ROOT = Path("/")
-#: Memory that the kernel reclaims before it kills a process: cached pages, and slabs of its own.
+#: Memory that the kernel reclaims before it kills a process: cached pages, and its own slabs.
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
 
@@ -31,11 +31,11 @@ def groups(controller: str, root: Path = _ROOT) -> Iterator[tuple[int, Path]]:
         if number == "0" and not controllers:
             version, top = 2, base
         elif controller in controllers.split(","):
-            # Mounted alone, or together with others under a name with commas, to which links lead.
+            # A controller is mounted alone, or with others under a name with commas, with links to it.
             version, top = 1, base / controller
         else:
             continue
-        # A container sees its own group as the root, or, without a namespace, a name that is not there.
+        # A container sees its own group as the root or, without a namespace, under a name that does not exist there.
         group = Path(name.lstrip("/"))
         for part in (group, *group.parents):
             if ".." not in part.parts and (top / part).is_dir():

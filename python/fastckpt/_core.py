@@ -1,6 +1,6 @@
 """Stands in for the compiled core if there is none: Python prefers an extension module of this name.
 
-It has what reading, inspecting, verifying and converting take. All else is there by name, and refuses to be called.
+It has the functions for reading, inspecting, verifying and converting. All other names exist, and refuse to be called.
 """
 
 import sys
@@ -74,7 +74,7 @@ __all__ = [
 
 __version__ = version("fastckpt-io")
 DEBUG_BUILD = False
-#: No bound: none of the core's threads run here.
+#: No limit: none of the core's threads run here.
 MOST_THREADS = sys.maxsize
 #: None: ranks do not save or load together here.
 PLAN = 0

@@ -69,7 +69,7 @@ PLAN: int
 
 @type_check_only
 class Report(TypedDict):
-    """What one operation did. Times are seconds, sizes bytes."""
+    """The report of one operation. Times are seconds, sizes bytes."""
 
     bytes: int
     seconds: float
@@ -87,7 +87,7 @@ class Report(TypedDict):
 
 @type_check_only
 class WrittenReport(Report):
-    """A report of a save, and what it linked from its base."""
+    """The report of a save, and what it linked from its base."""
 
     linked_files: int
     linked_bytes: int
@@ -128,16 +128,14 @@ class Verified(Report):
 class SaveOptions:
     """How a state is saved: see :func:`fastckpt.save_async`. ValueError for a value that is none.
 
-    ``model_prefix`` is what the names of the model's tensors begin with, empty where all of the state is the model.
-    Names that begin with ``training_prefix`` are not the model's, unless it is empty.
-    ``files`` are further files for the directory, by plain names that are not fastckpt's own.
-    ``elapsed`` are the seconds since the program called, for the live counters. ``operation`` is the save that these
-    options are for, if it has begun already; ``step`` and ``elapsed`` are its own then.
-    ``base`` is an earlier checkpoint, whose files with nothing but unchanged tensors are linked; ``frozen`` tells for
-    each tensor whether it stays as it is, and is empty where that is not said. Ranks ignore ``base``: see
-    :class:`RankBase`.
-    ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the operation ends, or
-    for a rank until ``close``.
+    ``model_prefix`` is the prefix of the model's tensor names, empty if all of the state is the model. Names that begin
+    with ``training_prefix`` are not the model's, unless it is empty. ``files`` are further files for the directory, by
+    plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for the live
+    counters. ``operation`` is the save that these options are for, if it has begun already; ``step`` and ``elapsed``
+    are its own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen``
+    tells for each tensor whether it will not change, and is empty if that is unknown. Ranks ignore ``base``: see
+    :class:`RankBase`. ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the
+    operation ends, or for a rank until ``close``.
     """
 
     def __new__(
@@ -171,23 +169,23 @@ def save(
 ) -> WrittenReport:
     """Write a checkpoint; durable and visible when it returns.
 
-    ``fill(ranges)`` brings the bytes of tensors without an address; worker threads call it. A range is a tuple
+    ``fill(ranges)`` copies the bytes of tensors without an address; worker threads call it. A range is a tuple
     ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor number ``index`` go to
     ``address``. That memory belongs to ``fill`` until it returns. ValueError unless a tensor's dtype and shape need as
     many bytes as its memory has. The caller keeps the memory alive and unchanged until the call returns. ``tick(done,
     total)`` is called about ten times a second on the calling thread, in bytes; an exception that it, ``fill`` or a
-    signal handler raises stops the save, removes what was written, and is raised.
+    signal handler raises stops the save, removes its files, and is raised.
     """
 
 def check_target(path: str, overwrite: bool) -> None:
-    """Raise what a save to ``path`` would, as far as a look shows; make nothing.
+    """Raise the error that a save to ``path`` would raise, as far as a check shows; make nothing.
 
     Something has the name and must not be replaced, or no directory can be made there.
     """
 
 @final
 class ListedCheckpoint:
-    """A checkpoint in a directory: its own docstring says what each attribute is."""
+    """A checkpoint in a directory: its own docstring explains each attribute."""
 
     @property
     def name(self) -> str: ...
@@ -210,7 +208,7 @@ def remove(path: str, more: Sequence[str], everything: bool) -> None:
 
 @final
 class Leftover:
-    """What lies in a directory of checkpoints under a temporary name.
+    """An entry under a temporary name in a directory of checkpoints.
 
     Attributes:
         name: the name of the directory.
@@ -242,13 +240,13 @@ class Incoming:
 class Gathering:
     """The place beside ``target`` where the files of a copy of the checkpoint with this ``manifest`` are gathered.
 
-    It is made, or found as an earlier copy or another process has it. What is gathered stays there until ``give_up``,
-    whatever becomes of this object. ValueError after ``close`` or ``give_up``, and for a name that no file may have.
+    It is made, or found as an earlier copy or another process has it. The gathered files stay there until ``give_up``,
+    even if this object is dropped. ValueError after ``close`` or ``give_up``, and for a name that no file may have.
     """
 
     def __new__(cls, target: str, manifest: bytes, overwrite: bool) -> Gathering: ...
     def path(self) -> str:
-        """Where the files are gathered."""
+        """The directory in which the files are gathered."""
     def held(self) -> list[tuple[str, int]]:
         """The names and lengths of the whole files that are there."""
     def begin(self, nbytes: int) -> Incoming:
@@ -256,10 +254,10 @@ class Gathering:
     def write(self, file: Incoming, offset: int, address: int, nbytes: int) -> int:
         """Write ``nbytes`` bytes at ``address`` to ``offset`` and return their CRC-64. Threads may do so at once.
 
-        What begins at a page in memory and in the file bypasses the page cache.
+        Bytes that begin at a page in memory and in the file bypass the page cache.
         """
     def keep(self, file: Incoming, name: str) -> None:
-        """Make a file that is filled durable, and give it its name, in the place of one that has it."""
+        """Sync a complete file, and give it its name, replacing a file of that name."""
     def drop(self, file: Incoming) -> None:
         """Remove a file that is not whole."""
     def link(self, source: str, name: str, expected: tuple[int, int]) -> None:
@@ -271,12 +269,12 @@ class Gathering:
             Warnings, in words.
         """
     def close(self) -> None:
-        """Leave what is gathered for a later copy."""
+        """Leave the gathered files for a later copy."""
     def give_up(self) -> None:
-        """Remove what is gathered."""
+        """Remove the gathered files."""
 
 def leftovers(directory: str) -> list[Leftover]:
-    """What lies in ``directory`` under temporary names."""
+    """The entries of ``directory`` under temporary names."""
 
 def remove_leftover(directory: str, name: str, force: bool) -> bool:
     """Remove one of them that is dead; with ``force`` one that is unknown or kept, too. Return whether it was."""
@@ -300,7 +298,7 @@ def set_changed(step: int, model: float | None, optimizer: float | None) -> None
     """Tell the monitor which shares of the model's and the optimizer's bytes have changed with the save of a step."""
 
 def warn(text: str) -> None:
-    """Tell the monitor what this process warns of: up to 64 bytes of UTF-8."""
+    """Show a warning of this process in the monitor: up to 64 bytes of UTF-8."""
 
 @final
 class ProbedRing:
@@ -317,7 +315,7 @@ class ProbedRing:
 
 @final
 class ProbedFiles:
-    """What a file system supports: an errno, 0 when it works, None when it was not tried.
+    """Features of a file system: an errno, 0 when it works, None when it was not tried.
 
     ``direct_used`` is whether a save would try direct I/O; ``direct_alignment`` the alignments of memory and of offsets
     in bytes, None where the kernel does not report them; ``direct_bypasses`` whether direct writes leave the page cache
@@ -341,14 +339,14 @@ class ProbedFiles:
 
 @final
 class Probe:
-    """What a save in a directory would do; made by :func:`fastckpt.probe`.
+    """The steps that a save in a directory would take; made by :func:`fastckpt.probe`.
 
-    ``engine`` is the engine that would run, ``fallback`` why it is not the one that was asked for, ``threads`` its
-    workers, ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the answers of
-    ``madvise``, an errno or 0. ``staging`` is the most staging memory of an operation, ``counters`` the size of a
-    process's live counters, both in bytes. ``counters_at`` are the directories in which they may lie, in turn, each
-    with why it is not looked at, or None. ``files`` says what the file system supports, or is None, and then
-    ``trouble`` is the step that failed and its errno.
+    ``engine`` is the engine that would run, ``fallback`` why it is not the requested one, ``threads`` its workers,
+    ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the answers of ``madvise``, an
+    errno or 0. ``staging`` is the most staging memory of an operation, ``counters`` the size of a process's live
+    counters, both in bytes. ``counters_at`` are their possible directories, in turn, each with why it is not checked,
+    or None. ``files`` lists what the file system supports, or is None, and then ``trouble`` is the step that failed and
+    its errno.
     """
 
     engine: str
@@ -365,13 +363,13 @@ class Probe:
     trouble: tuple[str, int] | None
 
 def crc64(address: int, nbytes: int, before: int | None = None) -> int:
-    """The CRC-64/NVME of ``nbytes`` bytes at ``address``; with ``before``, of what has that sum, followed by them.
+    """The CRC-64/NVME of ``nbytes`` bytes at ``address``; with ``before``, of bytes with that sum before them.
 
     The caller holds the memory, and nothing writes to it meanwhile. :mod:`fastckpt._crc64` takes buffers.
     """
 
 def crc64_joined(first: int, parts: Sequence[tuple[int, int]]) -> int:
-    """The sum of what has the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
+    """The sum of the bytes with the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
 
 def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
     """Whether inserting ``keys``, in this order, would take more than 128 steps for each of them.
@@ -381,7 +379,7 @@ def crowded(keys: Sequence[object], *, neighbours: int) -> bool:
     """
 
 def probe(directory: str, *, io: str) -> Probe:
-    """Try in ``directory`` what a save with this ``io`` would do, and remove it all again.
+    """Try in ``directory`` the steps of a save with this ``io``, and remove all traces.
 
     ``ValueError`` for an unknown engine.
     """
@@ -391,10 +389,10 @@ def try_nice(nice: int) -> None:
 
 @final
 class Mappings:
-    """Shards as private memory, unmapped with this object: what is written to it never reaches the files."""
+    """Shards as private memory, unmapped with this object: writes to it never reach the files."""
 
     def address(self, shard: int, offset: int, nbytes: int) -> int:
-        """Where ``nbytes`` of a shard's file begin, ``offset`` bytes in; IndexError where they are not mapped."""
+        """The address of ``nbytes`` of a shard's file, ``offset`` bytes in; IndexError if they are not mapped."""
 
 @final
 class Memory:
@@ -419,7 +417,7 @@ class Operation:
     def __new__(cls, path: str, nbytes: int, *, step: int | None = None, elapsed: float = 0.0) -> Operation:
         """Begin a save to ``path``, with tensors of ``nbytes`` bytes, ``elapsed`` seconds after the program called."""
     def staged(self, nbytes: int) -> None:
-        """Say that so many bytes have been copied by now. One thread at a time calls this."""
+        """Report the number of bytes copied so far. One thread at a time calls this."""
     def plan(self) -> None:
         """Say that the copy is complete."""
     def fail(self, errno: int | None = None) -> None:
@@ -440,16 +438,16 @@ class Snapshot:
         options: SaveOptions,
         fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
     ) -> Snapshot:
-        """Lay out the files. Arguments as those of :func:`save`."""
+        """Lay out the files. Arguments are those of :func:`save`."""
     @staticmethod
     def of_parts(
         parts: Sequence[Tensor], joins: bytes, fill: Callable[[list[tuple[int, int, int, int]]], None] | None
     ) -> Snapshot:
-        """Pack ``parts`` into memory, for somebody else to write from their ``places`` before ``close``.
+        """Pack ``parts`` into memory, to be written by others from their ``places`` before ``close``.
 
-        Of each, the address and the capacity count. Parts begin at multiples of 64 bytes; two that follow each other
-        lie together without a gap where the byte of both in ``joins`` is not 0. ``fill`` as for :func:`save`; the index
-        of a range is that in ``parts``.
+        Only the address and the capacity of each are used. Parts begin at multiples of 64 bytes; two consecutive parts
+        are packed without a gap if the byte of both in ``joins`` is not 0. ``fill`` as for :func:`save`; the index of a
+        range is that in ``parts``.
         """
     @property
     def nbytes(self) -> int:
@@ -465,7 +463,7 @@ class Snapshot:
     def attach(self, memory: Memory) -> None:
         """Take the memory to copy to, until ``close``."""
     def places(self) -> list[tuple[int, int]]:
-        """Where each tensor or part belongs in the attached memory: its address and its bytes."""
+        """The place of each tensor or part in the attached memory: its address and its bytes."""
     def copied(self, nbytes: int) -> None:
         """Say that the caller has copied so many bytes of tensors to their places itself; these copies have ended.
 
@@ -479,14 +477,14 @@ class Snapshot:
     def save(self, path: str, options: SaveOptions, tick: Callable[[int, int], None] | None) -> WrittenReport:
         """Write the images, with this path, ``overwrite``, ``base`` and I/O; see :func:`save`. RuntimeError for parts.
 
-        What is ``frozen`` was said when the files were laid out.
+        ``frozen`` was given when the files were laid out.
         """
     def close(self) -> None:
-        """Give the memory back, and free what it knows."""
+        """Give the memory back, and release all other resources."""
 
 @final
 class LogicalType:
-    """What a tensor is that is stored as bytes, because safetensors has no name for its dtype."""
+    """The logical dtype and shape of a tensor that is stored as bytes because safetensors cannot name its dtype."""
 
     def __new__(cls, dtype: str, shape: tuple[int, ...]) -> LogicalType: ...
     @property
@@ -496,7 +494,7 @@ class LogicalType:
 
 @final
 class StoredTensor:
-    """A tensor of a checkpoint: ``offset`` is that of its first byte in the file of shard number ``shard``."""
+    """A tensor of a checkpoint: ``offset`` is the offset of its first byte in the file of shard number ``shard``."""
 
     def __new__(
         cls,
@@ -528,7 +526,7 @@ class StoredTensor:
 class StoredShard:
     """A file of a checkpoint.
 
-    ``prefix`` is what its header leaves out at the start of its tensors' names, ``crc`` the CRC-64/NVME of the whole
+    ``prefix`` is the beginning of its tensors' names that its header leaves out, ``crc`` the CRC-64/NVME of the whole
     file, 16 digits.
     """
 
@@ -543,7 +541,7 @@ class StoredShard:
 
 @final
 class DamagedRange:
-    """A range of a file that is not what was written."""
+    """A damaged range of a file."""
 
     @property
     def file(self) -> str: ...
@@ -572,13 +570,13 @@ class ReadRequest:
 
         Args:
             tensor: its number.
-            address: that of the lowest byte of writable host memory, or 0 when the ``drain`` of :meth:`Reader.read`
-                takes the bytes.
+            address: the lowest byte of writable host memory, or 0 when the ``drain`` of :meth:`Reader.read` takes the
+                bytes.
             capacity: the bytes that are there to be written to, or that ``drain`` can take. It comes from the memory
                 itself and never from a manifest.
             box: for each dimension of the logical shape the first index, one past the last, and the step, at least 1;
                 None for the whole tensor.
-            strides: for each dimension how many bytes apart neighbours are to lie in memory, negative where they go
+            strides: for each dimension the distance in bytes between neighbours in memory, negative if they go
                 backwards; None for row-major order without gaps. Rows must neither overlap nor interleave.
         """
     @property
@@ -599,15 +597,15 @@ class Reader:
     def __new__(cls, path: str, *, keep: bool = False, manifest: bytes | None = None) -> Reader:
         """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced.
 
-        ``manifest`` is what :meth:`manifest` of another process's reader returned: of the file only the beginning is
-        read, and ReplacedCheckpointError raised where it is that of another manifest.
+        ``manifest`` is the result of :meth:`manifest` of another process's reader: only the beginning of the file is
+        read, and ReplacedCheckpointError is raised if it belongs to another manifest.
         """
     def manifest(self) -> bytes:
         """The content of the manifest, read again."""
     def tensors(self) -> list[StoredTensor]:
         """All tensors, in the order of the state."""
     def checksum(self, tensor: int) -> int | None:
-        """The CRC-64 of all bytes of a tensor: equal for equal bytes, wherever they lie."""
+        """The CRC-64 of all bytes of a tensor: equal for equal bytes, wherever they are stored."""
     def shards(self) -> list[StoredShard]:
         """All shards."""
     def structure(self) -> str:
@@ -615,7 +613,7 @@ class Reader:
     def metadata(self) -> str:
         """The caller's metadata, as JSON text."""
     def per_rank(self) -> str | None:
-        """What each rank of the job saved for itself, as JSON text; None where there is nothing."""
+        """The states that ranks of the job saved for themselves, as JSON text; None if there are none."""
     def info(self) -> dict[str, Any]:
         """Format version, writer, created, saved, block_size."""
     def read(
@@ -632,12 +630,12 @@ class Reader:
         """Read tensors and boxes of them.
 
         A request for more than its memory has is a ValueError before anything is read, and so is a box that is not in
-        its tensor. Where requests have no address, ``drain(ranges)`` takes their bytes; worker threads call it. A range
-        is a tuple ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of what request number
-        ``index`` asks for, in row-major order, lie at ``address``. That memory belongs to ``drain`` until it returns.
+        its tensor. For requests without an address, ``drain(ranges)`` takes their bytes; worker threads call it. A
+        range is a tuple ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of request number
+        ``index``, in row-major order, are at ``address``. That memory belongs to ``drain`` until it returns.
         ``staging`` is memory for the staging buffers; None for the core's own. With ``verify`` every extent that a
-        request touches is read whole and compared with its checksum; without it only what is wanted is read, and gaps
-        of up to 256 KiB.
+        request touches is read whole and compared with its checksum; without it only the requested ranges are read, and
+        gaps of up to 256 KiB.
         """
     def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
         """Write a checkpoint of tensors of this one, by number and name, with the same metadata.
@@ -645,7 +643,7 @@ class Reader:
         They are not held in memory, and are compared with their checksums on the way.
         """
     def map(self, tensors: Sequence[int]) -> Mappings:
-        """Map the shards that hold ``tensors``, but for empty ones. Nothing is read."""
+        """Map the shards that hold ``tensors``, except empty ones. Nothing is read."""
     def check(
         self,
         mappings: Mappings,
@@ -660,7 +658,7 @@ class Reader:
 
 @final
 class Spread:
-    """Which ranks have which boxes of a tensor. What a rank has of it is one part, or a part for each explicit box."""
+    """Which ranks have which boxes of a tensor. A rank has one part of it, or a part for each explicit box."""
 
     @staticmethod
     def all() -> Spread:
@@ -681,7 +679,7 @@ class Spread:
 
 @final
 class Share:
-    """What each rank of a job writes or reads of a checkpoint, and which bytes travel: the same on every rank."""
+    """The ranges that each rank of a job writes or reads, and which bytes travel: the same on every rank."""
 
     @staticmethod
     def to_save(
@@ -714,8 +712,8 @@ class Share:
     ) -> Share:
         """Lay out a load of ``wanted``: the number of a tensor in the checkpoint and the indices of its spreads, each.
 
-        With ``apart``, ranks that want parts of a block, each another one, read these parts themselves where they are
-        long; the ``pieces`` that :meth:`RankLoad.read` reports of them must be brought together for :meth:`compare`.
+        With ``apart``, ranks that want different long parts of a block read these parts themselves; the ``pieces`` that
+        :meth:`RankLoad.read` reports of them must be collected for :meth:`compare`.
 
         The tensors of the share are all of the checkpoint, by their numbers there. IndexError for a number that none
         has.
@@ -723,23 +721,23 @@ class Share:
     def first(self, tensors: Sequence[int] | None) -> Share:
         """The same share of a save, with all bytes of these tensors, or of all, from the lowest rank that has them."""
     def replicated(self) -> int:
-        """The number of tensors of which several ranks hold the same bytes."""
+        """The number of tensors whose bytes several ranks hold."""
     def about(self, tensor: int) -> tuple[str, int, list[list[int]]]:
         """Name, bytes of an element (at least one), and the ranks of each spread of a tensor."""
     def digest(self) -> int:
-        """A number that is the same on all ranks that made the same share."""
+        """A number that is equal on all ranks that made the same share."""
     def merge(self, pieces: Sequence[bytes]) -> bytes:
         """Put the checksums of several ranks together. ValueError where they overlap or belong nowhere."""
     def compare(self, reader: Reader, pieces: bytes) -> None:
-        """Compare the checksums of all ranks of what they read apart; CorruptCheckpointError where they differ.
+        """Compare the checksums of all ranks for what they read apart; CorruptCheckpointError if they differ.
 
         ValueError where a part is missing.
         """
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
-        """What a rank does.
+        """The duties of a rank.
 
         ``ranges`` of files and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
-        ``bytes_received``. ValueError where nobody has some of the bytes to save.
+        ``bytes_received``. ValueError if no rank has some of the bytes to save.
         """
 
 @final
@@ -761,18 +759,18 @@ class Mail:
     def admit(self, message: int) -> int:
         """Wait until there is memory for a message; return the address to receive it at."""
     def arrived(self, message: int) -> None:
-        """A message was received. Whoever takes of it first compares it with its checksum."""
+        """A message was received. The first call that takes bytes of it compares it with its checksum."""
     def altered(self) -> tuple[int, str] | None:
-        """The rank whose message is not what was sent, and what is wrong with it."""
+        """The rank whose message was altered, and what is wrong with it."""
     def stop(self, why: str) -> None:
-        """End every wait, now and later, with a RuntimeError that says why."""
+        """End every wait, now and later, with a RuntimeError that names the reason."""
 
 @final
 class RankBase:
-    """What the save of one rank takes over from an earlier checkpoint, its base.
+    """The part of an earlier checkpoint, its base, that the save of one rank takes over.
 
-    The coordinator calls ``open``, ``compare``, ``take`` and ``share``. The others call ``know`` in the place of
-    ``open``, and ``follow`` in that of ``take``. Then :class:`RankSave` takes it. RuntimeError out of order.
+    The coordinator calls ``open``, ``compare``, ``take`` and ``share``. The others call ``know`` instead of ``open``,
+    and ``follow`` instead of ``take``. Then :class:`RankSave` takes it. RuntimeError out of order.
     """
 
     def __new__(
@@ -783,32 +781,32 @@ class RankBase:
         fill: Callable[[list[tuple[int, int, int, int]]], None] | None,
         options: SaveOptions,
     ) -> RankBase:
-        """As for :class:`RankSave`: ``share`` is of a save that takes over nothing, made with the same ``options``.
+        """As for :class:`RankSave`, with the same ``options``: ``share`` is that of a save that takes over nothing.
 
-        Of these, ``frozen`` counts, too.
+        Of these, ``frozen`` matters, too.
         """
     def open(self, path: str) -> bytes | None:
         """Open the base, and return its manifest for the others; None if it is none, and the save will warn of it."""
     def know(self, path: str, manifest: bytes) -> None:
         """Take the manifest of the base at ``path``, which the coordinator has opened."""
     def compare(self, tick: Callable[[int, int], None] | None) -> bytes:
-        """Sum what this rank holds of the base's tensors. ``fill`` and ``tick`` are called as by :func:`save`."""
+        """Sum this rank's part of the base's tensors. ``fill`` and ``tick`` are called as by :func:`save`."""
     @staticmethod
     def merge(found: Sequence[bytes]) -> bytes:
-        """What several ranks found, as one; in any order."""
+        """The findings of several ranks, combined; in any order."""
     def take(self, path: str, found: bytes, tick: Callable[[int, int], None] | None) -> bytes:
         """Make the workspace for a save to ``path``, and link the files in which nothing has changed into it.
 
         Args:
             path: the checkpoint's directory.
-            found: what all ranks found, merged. A tensor of which they have not summed each byte once has changed.
+            found: the merged findings of all ranks. A tensor of which they have not summed each byte once has changed.
             tick: as in :func:`save`.
 
         Returns:
-            What the others ``follow``.
+            The answer that the others ``follow``.
         """
     def follow(self, told: bytes) -> None:
-        """Note what the coordinator took over."""
+        """Note the files that the coordinator took over."""
     def share(self) -> Share:
         """The layout of the rest, for :class:`RankSave`; equal on all ranks."""
     def close(self) -> None:
@@ -816,7 +814,7 @@ class RankBase:
 
 @final
 class Replicas:
-    """What a rank found of the cells of tensors that other ranks hold, too: made by :meth:`RankSave.replicas`."""
+    """The findings of a rank about cells of tensors that other ranks hold, too: made by :meth:`RankSave.replicas`."""
 
     def digests(self) -> list[tuple[int, int, int]]:
         """For each team of ranks that holds the same cells: a number for it, its size, the sum of the cells here."""
@@ -828,7 +826,7 @@ class RankSave:
     """The save of one rank: ``create`` or ``join``, ``write``, ``commit`` by the coordinator, ``close``.
 
     Each method raises RuntimeError while another runs, or out of order. After any error but ValueError of ``check`` the
-    save is over, and the mail is stopped; the coordinator's workspace is gone with ``close`` at the latest.
+    save has ended, and the mail is stopped; the coordinator's workspace is removed with ``close`` at the latest.
     """
 
     def __new__(
@@ -840,20 +838,20 @@ class RankSave:
         options: SaveOptions,
         base: RankBase | None = None,
     ) -> RankSave:
-        """Find out what ``rank`` does.
+        """Find out the duties of ``rank``.
 
         Args:
             share: made by :meth:`Share.to_save`.
             rank: the rank.
-            held: tensor, part, address and bytes of the memory of each part, in which its elements lie one after
-                another. The caller keeps it alive and unchanged until ``close`` has returned.
-            fill: where the address is 0, ``fill(ranges)`` brings the bytes, as in :func:`save`; the index of a range is
-                that in ``held``. The threads of ``write`` and of the mail call it.
+            held: tensor, part, address and bytes of the memory of each part, which is contiguous. The caller keeps it
+                alive and unchanged until ``close`` has returned.
+            fill: if the address is 0, ``fill(ranges)`` copies the bytes, as in :func:`save`; the index of a range is
+                the index in ``held``. The threads of ``write`` and of the mail call it.
             options: I/O, ``overwrite``, ``files``, ``step`` and ``staging``.
-            base: what made the share, if that has files of an earlier checkpoint: what it took over becomes a part of
-                this save.
+            base: the object that made the share, if it has files of an earlier checkpoint: the files that it took over
+                become a part of this save.
 
-        ValueError where a part has other bytes than the share says, or is missing.
+        ValueError if a part has other bytes than in the share, or is missing.
         """
     @property
     def mail(self) -> Mail: ...
@@ -864,13 +862,13 @@ class RankSave:
         sum_of: Callable[[int, int], int | None] | None,
         tick: Callable[[int, int], None] | None,
     ) -> Replicas:
-        """Sum what this rank holds and others hold, too.
+        """Sum the cells that this rank and others hold.
 
         Args:
-            depth: ``sample``, ``full``, or ``first`` for what is compared in any case.
-            seed: what samples are drawn by.
-            sum_of: called with tensor and part of what has no address and is summed whole; the sum, or None where only
-                the host can make it, of bytes that ``fill`` brings.
+            depth: ``sample``, ``full``, or ``first`` for the parts that are always compared.
+            seed: the seed of the samples.
+            sum_of: called with tensor and part, for one without an address that is summed whole; the sum, or None if
+                only the host can compute it, from bytes that ``fill`` copies.
             tick: called meanwhile.
 
         ValueError for another depth.
@@ -889,7 +887,7 @@ class RankSave:
         ``sent`` are the bytes that other ranks need of this one; they may still be on their way.
         """
     def pieces(self) -> bytes:
-        """The checksums of what this rank wrote."""
+        """The checksums of the ranges that this rank wrote."""
     def commit(
         self,
         pieces: bytes,
@@ -906,16 +904,15 @@ class RankSave:
                 once.
             structure: the structure of the state, as JSON text.
             metadata: the caller's metadata, as JSON text.
-            per_rank: what each rank saved for itself, as JSON text.
+            per_rank: the states that ranks saved for themselves, as JSON text.
             saved: how the ranks wrote, for the manifest; a report will do.
             tick: as in :func:`save`.
         """
     def close(self, *, committed: bool = False) -> None:
         """End the save; may be called at any time, by any thread, and again.
 
-        What runs in other threads is stopped, and so is the mail; it waits for what still reads the memory of this
-        rank. A workspace that was not committed goes.
-        ``committed`` says whether the coordinator has committed, for fastckpt-top.
+        It stops other threads and the mail, and waits for all that still read the memory of this rank. A workspace that
+        was not committed is removed. ``committed`` is whether the coordinator has committed, for fastckpt-top.
         """
 
 @final
@@ -935,15 +932,15 @@ class RankLoad:
         threads: int | None,
         staging: Memory | None = None,
     ) -> RankLoad:
-        """Find out what ``rank`` does.
+        """Find out the duties of ``rank``.
 
         Args:
             share: made by :meth:`Share.to_load`.
             rank: the rank.
             reader: the checkpoint.
             requests: for each part of the rank: tensor, part, the address of the lowest byte of its memory, or 0 when
-                ``drain`` takes its bytes, the bytes that are there, and for each dimension how many bytes apart
-                neighbours lie, or None for row-major order without gaps. The caller keeps the memory alive until
+                ``drain`` takes its bytes, the number of bytes there, and for each dimension the distance in bytes
+                between neighbours, or None for row-major order without gaps. The caller keeps the memory alive until
                 ``read`` or ``close`` has returned, whichever is last.
             drain: where the address is 0, ``drain(ranges)`` takes the bytes of the parts, in row-major order, as in
                 :meth:`Reader.read`; the index of a range is that in ``requests``. The threads of ``read`` call it.
@@ -952,12 +949,12 @@ class RankLoad:
             threads: how many read, or None.
             staging: as in :meth:`Reader.read`.
 
-        ValueError where a part is missing, asked for twice or too large for its memory.
+        ValueError if a part is missing, requested twice or too large for its memory.
         """
     @property
     def mail(self) -> Mail: ...
     def read(self, tick: Callable[[int, int], None] | None) -> LoadedReport:
-        """Read what this rank reads for all, and wait for what others read for it; all parts are filled then.
+        """Read this rank's share, and wait for the shares of the others; all parts are filled then.
 
         ``sent`` are the bytes that other ranks want of this one; they may still be on their way. ``tick`` is called
         with the bytes read and received so far, and in all. Works once: RuntimeError the second time.

@@ -27,19 +27,19 @@ _join: Callable[[int, Sequence[tuple[int, int]]], int]
 
 
 def use(sum_: _Sum, join: Callable[[int, Sequence[tuple[int, int]]], int]) -> None:
-    """Say what computes: functions of the core, which the portable reader below it takes from here, too."""
+    """Set the functions that compute: the core's, which the portable reader below it also uses."""
     global _sum, _join
     _sum, _join = sum_, join
 
 
 def of(data: Any, before: int | None = None) -> int:
-    """The sum of ``data``, a contiguous buffer; with ``before``, of what has that sum, followed by ``data``."""
+    """The sum of ``data``, a contiguous buffer; with ``before``, of the bytes with that sum, followed by ``data``."""
     memory = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
     return _sum(memory.__array_interface__["data"][0], memory.nbytes, before)
 
 
 def joined(first: int, parts: Iterable[tuple[int, int]]) -> int:
-    """The sum of what has the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
+    """The sum of the bytes with the sum ``first``, followed by parts, each given as its sum and its length in bytes."""
     return _join(first, list(parts))
 
 
@@ -49,5 +49,5 @@ def are_digits(text: str, count: int) -> bool:
 
 
 def to_hex(sum_: int) -> str:
-    """As the manifest has it."""
+    """The notation of the manifest."""
     return f"{sum_:016x}"

@@ -7,17 +7,17 @@ import stat
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
-#: What public functions take, as type checkers see it.
+#: Argument types of public functions, as type checkers see them.
 Files: TypeAlias = Mapping[str, str | bytes | os.PathLike[str]]
 
 #: Python closes descriptors in children anyway; Windows has no pipes among files, and may translate line ends.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 #: Bytes that a file's name may have, by the usual file systems.
 _LONGEST_NAME = 255
-#: What torch.distributed.checkpoint and tools around it look for: ``fastckpt.dcp`` puts one beside the manifest for
-#: them, and nothing here reads it.
+#: The file that torch.distributed.checkpoint and tools around it look for: ``fastckpt.dcp`` puts one beside the
+#: manifest for them, and nothing here reads it.
 TORCH_METADATA = ".metadata"
-#: What fastckpt writes beside the shards.
+#: The files that fastckpt writes beside the shards.
 BESIDE_SHARDS = frozenset({"fastckpt.json", "model.safetensors.index.json", TORCH_METADATA})
 
 
@@ -61,7 +61,7 @@ def _content(operation: str, name: str, content: Any) -> bytes:
             f"to copy), not {type(content).__name__}"
         )
     try:
-        # A pipe would be waited for, and a device may have no end.
+        # Opening a pipe would block, and a device may have no end.
         descriptor = os.open(content, _FLAGS)
     except OSError as error:
         what = f"{operation}: files: cannot open the file to copy as {name!r}: {error.strerror}"

@@ -1,6 +1,6 @@
-"""Names what is found where a checkpoint was expected, for error messages.
+"""Names the formats found where a checkpoint was expected, for error messages.
 
-And which names say that another program's checkpoint lies there, so that no save goes there.
+Also lists the names that mark another program's checkpoint, so that no save replaces it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _FORMATS = {
 }
 _MANIFEST = "fastckpt.json"
 _INDEX = "model.safetensors.index.json"
-#: The first entry of the zip archive that torch.save writes follows its local header.
+#: The first entry of the zip archive that torch.save writes comes after its local header.
 _ZIP, _LOOK = b"PK\x03\x04", 256
 #: How many entries of a directory are looked at: a directory of data may have millions, far away.
 _MOST = 1000
@@ -49,7 +49,7 @@ def not_a_checkpoint(path: str | os.PathLike[str]) -> NotACheckpointError:
 
 def _file(path: str) -> str:
     about = os.stat(path)  # noqa: PTH116
-    # A pipe would be waited for.
+    # Opening a pipe would block.
     if not stat.S_ISREG(about.st_mode):
         return "it is neither a directory nor a file"
     directory = os.path.dirname(path)  # noqa: PTH120
@@ -85,7 +85,7 @@ def written_beside(path: str | os.PathLike[str]) -> str | None:
 
 
 def file_format(path: str | os.PathLike[str]) -> Literal["torch.save", "safetensors"] | None:
-    """What wrote a regular file, by its first bytes."""
+    """The program that wrote a regular file, by its first bytes."""
     with open(path, "rb") as file:  # noqa: PTH123
         begin = file.read(_LOOK)
         size = os.fstat(file.fileno()).st_size
@@ -117,7 +117,7 @@ def _directory(path: str) -> str:
 
 
 def of_distributed(path: str | os.PathLike[str]) -> str | None:
-    """What to do with a directory of torch.distributed.checkpoint, if it is one."""
+    """Advice for a directory of torch.distributed.checkpoint, if it is one."""
     if not os.path.lexists(os.path.join(path, TORCH_METADATA)):  # noqa: PTH118
         return None
     return f"it looks like a checkpoint of torch.distributed.checkpoint; {_convert(os.fspath(path))}"
@@ -144,7 +144,7 @@ def _newest(path: str, names: Collection[str]) -> str | None:
             about = os.lstat(os.path.join(path, name, _MANIFEST))  # noqa: PTH118
         except OSError:
             continue
-        # What a save still writes is not a checkpoint yet.
+        # A checkpoint that is still being written does not count yet.
         if about.st_size and not name.startswith("."):
             found.append((about.st_mtime_ns, name))
     return max(found)[1] if found else None

@@ -16,7 +16,7 @@ def cluster_mttf(mttf: float, accelerators: int) -> float:
     for 24,000 accelerators (49,600 h each), MLCommons assumes 50,000 h.
 
     Args:
-        mttf: that of one accelerator.
+        mttf: the MTTF of one accelerator.
         accelerators: how many must all run.
     """
     return mttf / accelerators
@@ -70,8 +70,8 @@ def daly(cost: float, mttf: float) -> float:
 def best_interval(cost: float, mttf: float, restart: float = 0.0) -> float:
     """The interval, from start to start, that loses the least time.
 
-    The exact minimum of what :func:`expected_goodput` says, for any ratio of cost and MTTF: the root of
-    ``(1 - (interval - cost) / mttf) * exp(interval / mttf) = 1``, by Newton's method.
+    The exact minimum of :func:`expected_goodput`, for any ratio of cost and MTTF: the root of ``(1 - (interval - cost)
+    / mttf) * exp(interval / mttf) = 1``, by Newton's method.
 
     Source: the complete model of Daly (2006), of which :func:`daly` is the expansion for ``cost < 2 * mttf``.
 
@@ -90,8 +90,8 @@ def best_interval(cost: float, mttf: float, restart: float = 0.0) -> float:
     if not (restart >= 0 and math.isfinite(restart)):
         raise ValueError(f"best_interval: restart must be at least 0 s, not {restart!r}")
     dump = cost / mttf
-    # In units of the MTTF: dump - x - expm1(-x) = 0. It is concave and falling, and Young's interval lies beyond the
-    # root; from there Newton's steps never overshoot, and end where rounding stops them.
+    # In units of the MTTF: dump - x - expm1(-x) = 0. The function is concave and falling, and Young's interval is above
+    # the root; from there Newton's steps never overshoot, and end where rounding stops them.
     x = dump + math.sqrt(2 * dump)
     while True:
         step = (dump - x - math.expm1(-x)) / math.expm1(-x)

@@ -1,6 +1,6 @@
 """Another project's distribution is called ``fastckpt`` and installs a module of the same name (docs/install.md).
 
-pip lets both into one directory, where the later one overwrites files of the earlier one and says nothing.
+pip installs both into one directory, where the later one silently overwrites files of the earlier one.
 """
 
 from __future__ import annotations
@@ -14,19 +14,20 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from types import ModuleType
 
-#: What puts this module right where both are, or were, installed. Without ``--no-deps``, pip would renew numpy, too.
+#: The command that repairs the installation where both are, or were, installed. Without ``--no-deps``, pip would renew
+#: numpy, too.
 REMEDY = "pip uninstall fastckpt && pip install --force-reinstall --no-deps fastckpt-io"
 
-# As pip, setuptools and distutils name what they know of an installed distribution.
+# The names that pip, setuptools and distutils give to the metadata of an installed distribution.
 _about = re.compile(r"fastckpt(?:-(\d[\w.+!]*)(?:-py[\d.]+)?)?\.(?:dist|egg)-info", re.IGNORECASE).fullmatch
 
 
 def warn_of_namesake() -> None:
-    """Warn if the other project's distribution is installed where this package lies.
+    """Warn if the other project's distribution is installed in this package's directory.
 
     Only the directory of this package is looked at: elsewhere the other one overwrites nothing, and the order of
-    ``sys.path`` decides. ``importlib.metadata`` would know more, but to import it takes nearly as long as to import
-    fastckpt (25 ms of CPU beside 33); the listing takes 0.4 ms where 230 names lie there.
+    ``sys.path`` decides. ``importlib.metadata`` would know more, but importing it takes nearly as long as importing
+    fastckpt (25 ms of CPU beside 33); the listing takes 0.4 ms in a directory of 230 names.
 
     Warns:
         RuntimeWarning: it is.
@@ -60,7 +61,7 @@ def _other_in(directory: Path) -> str | None:
     try:
         names = os.listdir(directory)  # noqa: PTH208 - many names, of which one or none becomes a path
     except OSError:
-        # In an archive, or not readable.
+        # It is in an archive, or cannot be read.
         return None
     for name in names:
         about = _about(name)
@@ -70,7 +71,7 @@ def _other_in(directory: Path) -> str | None:
 
 
 def _has_files(record: Path) -> bool:
-    """Whether the list of files ``record`` is of a distribution that has a package ``fastckpt``, and not of this one.
+    """Whether the list of files ``record`` belongs to another distribution that has a package ``fastckpt``.
 
     Distributions of Debian, and old ones, have no such list: there the name decides.
     """

@@ -6,7 +6,7 @@ import os
 import re
 from typing import TypeAlias
 
-#: What public functions take, as type checkers see it.
+#: Argument types of public functions, as type checkers see them.
 AnyPath: TypeAlias = str | bytes | os.PathLike[str] | os.PathLike[bytes]
 
 #: A pathlib.Path has folded the two slashes of a URL into one. A drive of Windows has one letter.

@@ -24,10 +24,10 @@ def count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-#: Of how many names the alike ones are sought: the comparison is slow, and a checkpoint may have 100,000 names.
+#: The most names that are compared for similarity: the comparison is slow, and a checkpoint may have 100,000 names.
 _KNOWN = 5000
 
-#: A cell that is longer stands out of its column, and does not widen it: one long name would pad every other row.
+#: A longer cell overflows its column without widening it: one long name would pad every other row.
 _WIDEST = 100
 
 
@@ -40,7 +40,7 @@ def natural(name: str) -> tuple[object, ...]:
 def visible(text: str) -> str:
     """``text`` on one line as a terminal may have it.
 
-    Whatever could move its cursor, reverse its direction or not be encoded stands there as Python escapes it.
+    Characters that could move the cursor, reverse the direction or not be encoded are escaped as in Python.
     """
     if text.isprintable():
         return text

@@ -1,4 +1,4 @@
-"""Quantities with their units, read from what callers pass and written for people. The API and the tools share it."""
+"""Quantities with their units, read from callers' arguments and written for people. The API and the tools share it."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def seconds(what: str, value: float | str, unit: str = "s") -> float:
     """A duration, as in ``124min`` or ``50000h``, in seconds.
 
     Args:
-        what: what it is, for the error.
+        what: the name of the quantity, for the error.
         value: a number, or a string of a number and a unit: ms, s, min, h, d, w, y.
-        unit: that of a bare number.
+        unit: the unit of a bare number.
 
     Raises:
         ValueError: it is not that, or not more than 0.
@@ -84,8 +84,8 @@ def bytes_of(what: str, value: Any) -> int:
     """A number of bytes: a number, or a string of a number and a unit, as in ``13.8TB`` (10^12) or ``105GiB`` (2^30).
 
     Args:
-        what: what it is, for the error.
-        value: what the caller gave.
+        what: the name of the quantity, for the error.
+        value: the caller's argument.
 
     Raises:
         ValueError: it is not that, or not from 1 to 2**63 - 1.

@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 import warnings
 
-#: Whose lines are not the program's. ``torch.distributed.checkpoint`` calls our reader and writer.
+#: Modules whose lines are not the program's. ``torch.distributed.checkpoint`` calls our reader and writer.
 _LIBRARIES = frozenset({"fastckpt", "torch"})
 
 
 def warn(text: str) -> None:
-    """Warn (RuntimeWarning) of something that the innermost caller outside the libraries has asked for."""
+    """Warn (RuntimeWarning) about the call of the innermost caller outside the libraries."""
     frame = sys._getframe(1)  # noqa: SLF001 - what `warnings` itself goes by
     level = 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in _LIBRARIES:

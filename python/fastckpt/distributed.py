@@ -6,11 +6,11 @@ fastckpt.distributed.load("step-1000", into=state)       # on as many ranks as t
 model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
 
 ``into=`` is updated in place and returned: tensors are filled, and values, as the step, are replaced. A module or an
-optimizer may stand in it in the place of its state, and is given that.
+optimizer may take the place of its state in it, and is given that.
 
-The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of
-fastckpt's own; torch's collectives are not used, so training may go on beside it. Without a process group, one process
-works alone.
+The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of fastckpt's
+own; torch's collectives are not used, so training may go on beside it. Without a process group, one process works
+alone.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def save(
 ) -> RankSaveReport:
     """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
 
-    When it returns, on any rank, the checkpoint is durable and whole. Until then the final name holds what it held
-    before, even if ranks fail. The files are those that :func:`fastckpt.save` writes of the same state in one
-    process, to the last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
+    When it returns, on any rank, the checkpoint is durable and whole. Until then the final name keeps its old contents,
+    even if ranks fail. The files are those that :func:`fastckpt.save` writes of the same state in one process, to the
+    last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
 
     Args:
         state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Tensors
@@ -91,25 +91,25 @@ def save(
             :func:`load_per_rank` gives it back.
         timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
             when the first one came.
-        metadata: the first rank's is written; other ranks may give none, or one that differs, except in ``step``.
+        metadata: the first rank's is written; other ranks may pass none, or a different one, except for ``step``.
         {options}
 
     ``dtype`` and ``exclude`` are the same on all ranks, too. The files of the first rank are written. A pattern has to
-    match something on one rank. A ``base`` may have been written by any number of ranks, however they held the tensors,
-    or by one process: each rank compares what it holds, and nothing of a tensor travels for that.
+    match something on one rank. A ``base`` may have been written by any number of ranks, with any sharding, or by one
+    process: each rank compares its own part, and no tensor data travels for that.
 
     Returns:
-        What was done: ``bytes`` by this rank, ``bytes_total`` by all; ``linked_bytes`` are those of the checkpoint.
+        The report: ``bytes`` by this rank, ``bytes_total`` by all; ``linked_bytes`` are those of the checkpoint.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
-            their hosts and what happened there. Nothing was committed, unless the message says that the outcome is not
-            known.
-        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored.
+            their hosts and what happened there. Nothing was committed, unless the message says that the outcome is
+            unknown.
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds a value that cannot be stored.
         ValueError: tensors or values that must be equal differ between ranks; or an argument is out of range, ``path``
             is a URL, or this process is not in ``process_group``.
-        FileExistsError: ``path`` exists and is not a checkpoint, among it what another program wrote, or it is one and
-            ``overwrite`` is false.
+        FileExistsError: ``path`` exists and is not a checkpoint (for example, another program wrote it), or it is one
+            and ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
         TypeError: ``process_group`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
@@ -156,12 +156,12 @@ def save_async(
 ) -> PendingSave:
     """Write the state of all ranks in the background; the state of this rank may change when this returns.
 
-    What this rank holds is copied to host memory (with ``lazy``, later), and everything else happens in a thread: to
-    agree with the other ranks, to write, to commit. Every rank of the group calls it, before or after other saves and
-    loads of the group in the same order; those wait for it on every rank, but for the copy of another asynchronous
-    save, with ``max_in_flight``. Those of several groups go on side by side, in any order. The memory is one copy of
-    what this rank holds for each save in flight; it is kept for the next save (see :func:`fastckpt.release_buffers`).
-    The process does not end before the checkpoint is durable, or has failed.
+    The part of this rank is copied to host memory (with ``lazy``, later), and everything else happens in a thread:
+    agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
+    relative to other saves and loads of the group; those wait for it on every rank, except for the copy of another
+    asynchronous save, with ``max_in_flight``. Saves of several groups go on side by side, in any order. The memory is
+    one copy of this rank's part for each save in flight; it is kept for the next save (see
+    :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable, or has failed.
 
     Args:
         state: as for :func:`save`.
@@ -172,15 +172,15 @@ def save_async(
         metadata: as for :func:`save`.
         {options}
 
-    The contents of ``files`` are taken at the call. What was copied is compared with the ``base`` and with other ranks,
-    in the background.
+    The contents of ``files`` are taken at the call. The copy is compared with the ``base`` and with other ranks, in the
+    background.
 
     Returns:
-        A handle on the save, as that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is durable
-        on all ranks, and returns a :class:`RankSaveReport`. To cancel it on one rank fails it on all.
+        A handle on the save, like that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is
+        durable on all ranks, and returns a :class:`RankSaveReport`. To cancel it on one rank fails it on all.
 
     Raises:
-        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds what cannot be stored. This and all
+        UnsupportedTypeError: the state, the metadata or ``per_rank`` holds a value that cannot be stored. This and all
             later errors fail the save on the other ranks.
         Exception: an earlier asynchronous save failed, and its result was never requested, as for
             :func:`fastckpt.save_async`.
@@ -210,7 +210,7 @@ def save_async(
                 job = Job(request, background, group)
             pending = job.begin()
         except BaseException as error:
-            # The others wait for this rank, unless a job has taken over: that tells them itself.
+            # The other ranks wait for this one, unless a thread has taken over, which then tells them.
             if job is not None and not job.give_up(error):
                 raise
             if request is not None:
@@ -251,20 +251,19 @@ def load(
     report: bool = False,
     **options: Unpack[LoadOptions],
 ) -> Any:
-    """Read a checkpoint on all ranks; every rank of the group calls it, and gets what it asks for.
+    """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
 
-    It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read
-    once for all ranks: each reads a share, and passes on what others want. On one host, what is in the page cache is
-    taken from there.
+    It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read once
+    for all ranks: each reads a share, and passes on what others want. On one host, cached files are read from the page
+    cache.
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
-            which each rank reads what it wants.
+            which each rank reads its own request.
         into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them, and gets the values
-            of all ranks. Objects may stand in
-            it, too: modules, and optimizers, whose state comes spread as their parameters are; to any other object
-            its state is given with whole tensors. Ranks may want different tensors, as the stages of a pipeline do.
-            With None every rank gets the whole state, in plain tensors.
+            of all ranks. It may contain objects, too: modules, and optimizers, whose state is spread like their
+            parameters; any other object gets its state with whole tensors. Ranks may want different tensors, as the
+            stages of a pipeline do. With None every rank gets the whole state, in plain tensors.
         process_group: the ranks that load together, as for :func:`save`.
         timeout: seconds for which a rank may make no progress before all give up.
         report: return a report, too.
@@ -280,10 +279,10 @@ def load(
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
-            their hosts and what happened there. What is in ``into`` may be filled in part.
+            their hosts and what happened there. ``into`` may be filled in part.
         StructureMismatchError: ``into`` does not fit on this rank, or no rank has a place for a tensor; nothing was
             changed.
-        CorruptCheckpointError: the checkpoint is damaged; the message says where.
+        CorruptCheckpointError: the checkpoint is damaged; the message names the place.
         Exception: whatever :func:`fastckpt.load` raises, on this rank. Where an object in ``into`` refuses its state
             (CheckpointError), the other ranks have theirs by then, and return.
         TypeError: ``process_group`` is not a process group, or an argument is unknown.
@@ -306,11 +305,11 @@ def load(
 
 
 def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any = None) -> Any:
-    """Read what a rank has saved for itself, with ``per_rank=`` of :func:`save`. Each process reads by itself.
+    """Read the state that a rank saved for itself, with ``per_rank=`` of :func:`save`. Each process reads alone.
 
     Args:
         path: the checkpoint's directory, or its URL.
-        rank: whose; None for this process's own, which takes as many ranks as have saved.
+        rank: the rank; None for this process's own, which takes as many ranks as have saved.
         process_group: the ranks that load, as for :func:`save`; with ``rank`` it does not matter.
 
     Returns:

@@ -1,4 +1,4 @@
-"""What fastckpt raises beyond Python's own exceptions.
+"""Exceptions of fastckpt beyond Python's own.
 
 Where Python has an exception for the case, that one is raised: ``FileNotFoundError``, ``FileExistsError``,
 ``PermissionError``, and ``OSError`` with its ``errno`` (``ENOSPC``, ``EIO``) and ``filename``.
@@ -14,7 +14,7 @@ class CheckpointError(Exception):
 
 
 class CorruptCheckpointError(CheckpointError):
-    """A file of the checkpoint is not what was written: damaged, cut short, or missing."""
+    """A file of the checkpoint is damaged, truncated, or missing."""
 
 
 class NotACheckpointError(CheckpointError):
@@ -55,7 +55,7 @@ class RankFailure(NamedTuple):
     Attributes:
         rank: its index in the process group.
         host: the name of its host; empty where the rank has never been heard of.
-        message: what happened, as ``failed: OSError: [Errno 28] No space left on device``.
+        message: the failure, such as ``failed: OSError: [Errno 28] No space left on device``.
     """
 
     rank: int
@@ -70,8 +70,8 @@ class RanksError(CheckpointError):
     """Ranks that save or load together did not all succeed. A rank that failed itself raises its own exception instead.
 
     Attributes:
-        failures: the ranks that failed or have not answered, at most 16 of them, and why. Empty where no rank is known
-            to be the cause: the store of the process group has gone.
+        failures: the ranks that failed or have not answered, at most 16 of them, and why. Empty if no rank is known to
+            be the cause: the store of the process group has gone.
     """
 
     failures: tuple[RankFailure, ...] = ()

@@ -2,8 +2,8 @@
 
 fastckpt.Manager("runs/gpt", keep=[keep.Last(3), keep.Best(2, "loss"), keep.Every(steps=10_000)])
 
-A checkpoint stays as long as one policy of the list wants it. Whatever the policies say, the newest checkpoint and the
-pinned ones stay. A policy is any object with ``kept(saved, now)`` as :class:`Policy` describes it.
+A checkpoint stays as long as one policy of the list wants it. The newest checkpoint and the pinned ones stay, whatever
+the policies decide. A policy is any object with ``kept(saved, now)`` as :class:`Policy` describes it.
 """
 
 from __future__ import annotations
@@ -119,8 +119,8 @@ class Every:
         """The steps that must stay."""
         if self.steps is not None:
             return {one.step for one in saved if one.step % self.steps == 0}
-        # The oldest stays, so the same ones are found again at each call. Where the clock was put back, or an older
-        # step was saved again, its length is unknown: a checkpoint in doubt stays.
+        # The oldest stays, so the same ones are found again at each call. If the clock was set back, or an older step
+        # was saved again, its length is unknown: a checkpoint in doubt stays.
         found, last = set(), -math.inf
         for one in saved:
             if not 0 <= one.created - last < (self.time or 0.0):
@@ -142,7 +142,7 @@ class Every:
 
 
 class Younger:
-    """Keeps those whose save began less than ``age`` before that of the newest: seconds, or ``"2h"``.
+    """Keeps checkpoints whose save began less than ``age`` before the newest one's: seconds, or ``"2h"``.
 
     The age does not depend on the clock of the process that removes, and a stopped run does not age.
     """
@@ -224,7 +224,7 @@ def parse(text: str) -> Policy:
 def _parse_best(value: str) -> Best:
     count, _, rest = value.partition(":")
     metric, colon, mode = rest.rpartition(":")
-    # A metric's name may hold colons.
+    # A metric's name may contain colons.
     return Best(int(count), metric, mode) if colon and mode in {"min", "max"} else Best(int(count), rest)  # type: ignore[arg-type]
 
 
@@ -250,7 +250,7 @@ def named_steps(what: str, steps: Sequence[int]) -> frozenset[int]:
 
 
 def steps_or_time(what: str, steps: int | None, time: float | str | None) -> tuple[int | None, float | None]:
-    """One of two ways to say how far apart."""
+    """One of two ways to give the distance."""
     if (steps is None) == (time is None):
         raise ValueError(f"{what}: give either steps= or time=")
     if time is not None:

@@ -3,7 +3,7 @@
 fastckpt.Manager("runs/gpt", save_when=[save_when.Every(steps=1000), save_when.Every(time="10min"), save_when.First()])
 
 A step is saved as soon as one policy of the list wants it. A signal of ``Manager.save_on_signal`` that has come wants
-it, too, whatever the policies say. A policy is any object with ``due(moment)`` as :class:`Policy` describes it.
+it, too, whatever the policies decide. A policy is any object with ``due(moment)`` as :class:`Policy` describes it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["Auto", "Continuously", "Every", "First", "Moment", "Policy", "Steps"
 
 logger = logging.getLogger("fastckpt")
 
-#: By how much the interval must change before the log says so again.
+#: The relative change of the interval from which on the log shows it again.
 _CHANGED = 0.1
 
 
@@ -31,7 +31,7 @@ class Moment:
 
     Attributes:
         step: the training step.
-        previous: the step before it of which the manager knows, or None.
+        previous: the last step before it that the manager knows, or None.
         first: the first step that this manager was asked about.
         since: seconds since the last save began, or since the manager was made.
         in_flight: whether a save is still being written.
@@ -55,7 +55,7 @@ class Policy(Protocol):
     """Decides when to save."""
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved. It may be asked twice about one step."""
+        """Whether to save the step. It may be asked twice about one step."""
 
 
 class Every:
@@ -72,7 +72,7 @@ class Every:
         self.steps, self.time = steps_or_time("save_when.Every", steps, time)
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         if self.steps is None:
             return moment.since >= (self.time or 0.0)
         if moment.previous is None:
@@ -92,7 +92,7 @@ class Steps:
         self.steps = named_steps("save_when.Steps", steps)
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         return moment.step in self.steps
 
     def __repr__(self) -> str:
@@ -104,7 +104,7 @@ class First:
     """Saves the first step that the manager is asked about: it shows at once whether saving works."""
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         return moment.step == moment.first
 
 
@@ -122,7 +122,7 @@ class Continuously:
         self.apart = 0.0 if apart is None else seconds("save_when.Continuously: apart", apart)
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         return not moment.in_flight and moment.since >= self.apart
 
     def __repr__(self) -> str:
@@ -137,7 +137,7 @@ class Auto:
     the time, nor shorter than a save takes to be durable. It is rounded to whole steps. A checkpoint that is durable
     some seconds after training went on delays all of them alike, and so does not move the optimum.
 
-    The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) says
+    The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) shows
     what was chosen and why, and again when it changes by more than a tenth.
 
     Args:
@@ -151,7 +151,7 @@ class Auto:
         self._said: float | None = None
 
     def due(self, moment: Moment) -> bool:
-        """Whether the step is to be saved."""
+        """Whether to save the step."""
         if moment.in_flight:
             return False
         if moment.cost is None or moment.durable_seconds is None:
@@ -159,7 +159,7 @@ class Auto:
         least, best = self._limits(moment.cost, moment.durable_seconds)
         interval = max(least, best)
         self._tell(interval, least, best, moment)
-        # Whichever of this step and the next lies nearer to it; but the limit is a limit.
+        # Whichever of this step and the next is closer to it; but the limit is a hard one.
         return moment.since >= max(least, interval - (moment.step_seconds or 0.0) / 2)
 
     def interval(self, cost: float, durable_seconds: float) -> float:

@@ -183,7 +183,7 @@ def test_an_object_goes_whole_with_a_part_that_cannot_be_saved(tmp_path, registr
 @pytest.mark.parametrize("state", [torch.ones(3), 5, None], ids=["tensor", "number", "none"])
 def test_of_a_state_that_is_one_value_nothing_would_be_left(tmp_path, state):
     fastckpt.save(state, tmp_path / "c")
-    with pytest.raises(ValueError, match=r"^load: exclude: it leaves nothing to save: the state is a single value"):
+    with pytest.raises(ValueError, match=r"^load: exclude= leaves nothing to save: the state is a single value"):
         fastckpt.load(tmp_path / "c", exclude="*")
 
 
@@ -227,9 +227,9 @@ def test_patterns_that_do_not_fit(tmp_path, way):
     with pytest.raises(TypeError, match=f"{name}: exclude: a pattern must be a string, not 3"):
         way(state, tmp_path / "c", exclude=[3])
     for nothing in ("*", ["model", "step"]):
-        with pytest.raises(ValueError, match=f"{name}: exclude: it leaves nothing to save"):
+        with pytest.raises(ValueError, match=f"{name}: exclude= leaves nothing to save"):
             way(state, tmp_path / "c", exclude=nothing)
-    with pytest.raises(ValueError, match=f"{name}: exclude: it leaves nothing to save"):
+    with pytest.raises(ValueError, match=f"{name}: exclude= leaves nothing to save"):
         way(W, tmp_path / "c", exclude="tensor")
     with pytest.raises(ValueError, match="'model': the state has no mapping under that key"):
         way(state, tmp_path / "c", exclude="model", model_key="model")

@@ -130,7 +130,7 @@ def test_the_core_itself_refuses_what_is_no_box_of_the_tensor(tmp_path):
         ([(0, 4, 1), (3, 2, 1)], "3..2 in steps of 1 is not in dimension 1"),
         ([(0, 4, 0), (0, 6, 1)], "0..4 in steps of 0 is not in dimension 0"),
         ([(0, 4, 1), (2**64 - 1, 2**64 - 1, 1)], "is not in dimension 1"),
-        ([(0, 4, 1)], "it has 1 dimensions, and the tensor 2"),
+        ([(0, 4, 1)], "it has 1 dimensions, but the tensor has 2"),
         ([(0, 1, 1)] * 70, "it has 70 dimensions"),
         ([], "it has 0 dimensions"),
     ):

@@ -271,10 +271,10 @@ def test_a_closed_load_reads_nothing(saved):
     ("change", "error"),
     [
         (lambda requests: requests[:-1], "has no memory"),
-        (lambda requests: [*requests, requests[0]], "is asked for twice"),
+        (lambda requests: [*requests, requests[0]], "is requested twice"),
         (lambda requests: [(*requests[0][:3], requests[0][3] - 1, None), *requests[1:]], "its memory has"),
         (lambda requests: [(*requests[0][:4], [0, 4]), *requests[1:]], "overlap or interleave"),
-        (lambda requests: [(*requests[0][:4], [4]), *requests[1:]], "it has 1 dimensions, and the tensor 2"),
+        (lambda requests: [(*requests[0][:4], [4]), *requests[1:]], "it has 1 dimensions, but the tensor has 2"),
         (lambda requests: [(*requests[0][:2], 0, *requests[0][3:]), *requests[1:]], "needs a callback"),
         (lambda requests: [(requests[0][0], 1, *requests[0][2:]), *requests[1:]], "has no part 1"),
     ],

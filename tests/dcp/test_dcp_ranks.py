@@ -409,7 +409,7 @@ def test_boxes_of_several_ranks_are_one_tensor_or_refused_where_one_is_lacking(f
         group.start(save_boxes, tmp_path / "none", lacking=3)
         outcomes = group.outcomes()
     assert all(
-        r"'boxes' of the sizes [4, 3] is not here as a whole (10 of 12 elem" in each.raised.text for each in outcomes
+        r"'boxes' of the sizes [4, 3] is incomplete here (10 of 12 elem" in each.raised.text for each in outcomes
     )
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
 

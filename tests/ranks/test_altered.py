@@ -1,4 +1,4 @@
-"""One bit that changes between ranks: an error on both sides, the old checkpoint stands, and the next call works."""
+"""One bit that changes between ranks: both sides raise, the old checkpoint is unchanged, and the next call works."""
 
 import contextlib
 import random

@@ -154,7 +154,7 @@ def test_a_path_that_is_not_shared_is_told_before_a_byte_is_written(two, hidden)
             assert "shared" in text
             assert "node-b" in text
             assert written == 0
-        # Nothing is left on either side, and the old checkpoint stands.
+        # Nothing is left on either side, and the old checkpoint is unchanged.
         assert [names for _, names, _ in group.run(_where, str(hidden))] == [["c"], ["c"], [], []]
         assert digests(path) == before
         # A load is told as well.

@@ -143,7 +143,7 @@ def test_verify_finds_what_is_wrong(url):
     changed(url, first, flip)
     changed(url, second, lambda content: content.__delitem__(slice(-1000, None)))
     assert {one.file for one in fastckpt.verify(url).damage} == {second}
-    with pytest.raises(CorruptCheckpointError, match=f"`{url}/{second}`: it has .* bytes, written were"):
+    with pytest.raises(CorruptCheckpointError, match=f"`{url}/{second}`: it has .* bytes, expected"):
         fastckpt.load(url)
     objects_at(url).remove([second])
     assert "missing" in str(fastckpt.verify(url).damage[0])

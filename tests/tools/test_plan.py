@@ -557,7 +557,7 @@ def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["--params", "1B", "--gpus", "eight"], "invalid int value"),
         (["--config", tmp_path / "c.json", "--gpus", 8], f"cannot plan {tmp_path}/c.json: No such file"),
         (["--params", "1B", "--gpus", 8, "--plot", tmp_path / "x.svg"], "--plot draws a sweep"),
-        (["--params", "1B", "--gpus", 8, "--sweep", "gpus=1,2"], "gpus is given, too: leave it out"),
+        (["--params", "1B", "--gpus", 8, "--sweep", "gpus=1,2"], "leave out gpus, which the sweep replaces"),
     ):
         status, out, err = call(capsys, "plan", *arguments)
         assert (status, out) == (2, ""), arguments

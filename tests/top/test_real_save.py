@@ -348,7 +348,7 @@ def test_a_directory_on_a_mount_that_does_not_answer_is_not_even_looked_at(tmp_p
             command = [sys.executable, "-c", code, str(tmp_path / "c")]
             done = subprocess.run(command, env=environment, check=True, stderr=subprocess.PIPE, text=True, timeout=60)
             (line,) = done.stderr.splitlines()
-            assert f"`{point}` is on a file system that may wait for others (fuse" in line
+            assert f"`{point}` is on a file system that may block on a server (fuse" in line
             assert "FASTCKPT_TOP_DIR" in line
 
 

@@ -32,8 +32,8 @@ def build_report(
         path: the checkpoint's directory, absolute.
         began: when the program called (``time.perf_counter``).
         core: the core's report.
-        beside: seconds by phase, of what the core did not see. The rest of that counts as planning.
-        more: what the class has beyond that.
+        beside: seconds by phase, of steps outside the core. The rest of that counts as planning.
+        more: further fields of the class.
     """
     beside = beside or {}
     seconds = time.perf_counter() - began

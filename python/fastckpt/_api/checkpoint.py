@@ -61,12 +61,12 @@ class Origin:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Composed:
-    """A value made of others, in a checkpoint's structure: a tensor that is not plain, or an object.
+    """A value made of several parts, in a checkpoint's structure: a tensor that is not plain, or an object.
 
     Attributes:
         kind: ``coo``, ``compressed``, ``quantized``, ``expanded`` or ``type``.
-        about: what describes it: sizes, layout, the name of its type.
-        parts: what it is made of; of an object, its value, and the dict of its attributes if it has any beside that.
+        about: its description: sizes, layout, the name of its type.
+        parts: its parts; for an object, its value, and the dict of its attributes if it has any.
     """
 
     kind: str
@@ -75,7 +75,7 @@ class Composed:
 
 
 class _View:
-    """Shows each tensor as what is known about it."""
+    """Shows each tensor as its facts."""
 
     plain = False
 
@@ -103,13 +103,13 @@ class Checkpoint:
     """A checkpoint opened for reading single tensors; made by :func:`fastckpt.open`.
 
     It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
-    against the checksums as far as it covers whole blocks. What it knows and reads of a tensor that was expanded is its
-    base, with one element along the dimensions that repeat; only ``load`` gives the whole. A tied tensor is listed
-    once, under its first name, and found under the name of each of its places. After ``close`` what needs no shard
-    still works; reads raise ValueError.
+    against the checksums as far as it covers whole blocks. For an expanded tensor, this describes and reads its base,
+    with one element along the dimensions that repeat; only ``load`` gives the whole. A tied tensor is listed once,
+    under its first name, and found under the name of each of its places. After ``close``, methods that need no shard
+    still work; reads raise ValueError.
 
     Attributes:
-        report: what the last read did, or None before the first.
+        report: the report of the last read, or None before the first.
     """
 
     def __init__(self, path: AnyPath, device: Any = None, io: Engine = "auto") -> None:
@@ -124,7 +124,7 @@ class Checkpoint:
         self._ranks = len(states_of("open", self._reader))
         check = Validator(self._stored, strangers=True)
         unflatten(tokens, check, operation="open")
-        # The first token of each tensor says how it comes back.
+        # The first token of each tensor determines how it comes back.
         self._first: dict[int, list[Any]] = {}
         for token in check.found:
             self._first.setdefault(token[1], token)
@@ -141,7 +141,7 @@ class Checkpoint:
             self._placement = place(stock, device, None, "auto", strict=True)
         self._infos = [info_of(stored, self._token(index), files) for index, stored in enumerate(self._stored)]
         self._index = {info.name: index for index, info in enumerate(self._infos)}
-        # Mostly nothing is tied, and then there is nothing to look for.
+        # Usually nothing is tied, and there is nothing to search.
         if len(check.found) > len(self._first):
             for _, index, name in aliases(self._tokens, self.keys()):
                 self._index.setdefault(name, index)
@@ -167,7 +167,7 @@ class Checkpoint:
 
     @property
     def origin(self) -> Origin:
-        """What wrote it, when and how."""
+        """Which program wrote it, when and how."""
         return self._origin
 
     def keys(self) -> list[str]:
@@ -193,7 +193,7 @@ class Checkpoint:
 
     @property
     def ranks(self) -> int:
-        """How many ranks saved a state of their own with it: 0 where none did.
+        """How many ranks saved a state of their own with it; 0 if none did.
 
         :func:`fastckpt.distributed.load_per_rank` gives them.
         """
@@ -201,7 +201,7 @@ class Checkpoint:
 
     @property
     def metadata(self) -> Any:
-        """The value passed to ``save(metadata=...)``, made anew on each access.
+        """The value passed to ``save(metadata=...)``, built on each access.
 
         Values of types that this program does not know are returned in their stored form, with a warning; so are
         configurations of omegaconf, without one.
@@ -219,7 +219,7 @@ class Checkpoint:
 
     @property
     def structure(self) -> Any:
-        """The state with a :class:`TensorInfo` in the place of each tensor, made anew on each access.
+        """The state with a :class:`TensorInfo` in place of each tensor, built on each access.
 
         A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse, quantised and expanded tensors and
         registered objects are :class:`fastckpt.Composed`.
@@ -233,11 +233,11 @@ class Checkpoint:
             name: its name.
 
         Returns:
-            A tensor, an array, or bytes, as it was saved; a tensor where ``device`` of :func:`fastckpt.open` says.
+            A tensor, an array, or bytes, as saved; tensors are on the ``device`` of :func:`fastckpt.open`.
 
         Raises:
             KeyError: there is no such tensor.
-            CorruptCheckpointError: its bytes are not what was written.
+            CorruptCheckpointError: its bytes differ from those that were written.
             RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
         """
         self._open()
@@ -249,22 +249,22 @@ class Checkpoint:
     def slice(self, name: str, index: Any) -> Any:
         """Read a part of one tensor.
 
-        Of each block of 4 MiB that the index touches, the tensor's part is read and compared with its checksum, whole.
+        Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes.
 
         Args:
             name: the tensor's name.
-            index: what basic indexing takes: an int, a slice of any step, an Ellipsis, or a tuple of them.
+            index: a basic index: an int, a slice of any step, an Ellipsis, or a tuple of them.
 
         Returns:
-            The part, contiguous, in memory of its own: a tensor or an array, as saved, and where ``device`` of
-            :func:`fastckpt.open` says; a part of bytes is an array.
+            The part, contiguous, in memory of its own: a tensor or an array, as saved, on the ``device`` of
+            :func:`fastckpt.open`; a part of bytes is an array.
 
         Raises:
             KeyError: there is no such tensor.
             IndexError: the index does not fit the shape.
             TypeError: the index is none of these.
             ValueError: the step of a slice is 0.
-            CorruptCheckpointError: bytes are not what was written.
+            CorruptCheckpointError: bytes differ from those that were written.
             RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
         """
         self._open()
@@ -274,7 +274,7 @@ class Checkpoint:
         dtype = targets.tensor_dtype(number) if is_tensor else targets.array_dtype(number)
         box, strides, shape = part(targets.shape(number, dtype.itemsize), dtype.itemsize, index)
         device = targets.devices.get(number)
-        # Memory of a device is filled in order alone.
+        # Memory on a device is filled in order only.
         if device is not None and min(strides, default=1) > 0:
             made = torch_for("a torch tensor").empty_on(device, shape, dtype)
             targets.ask_box(number, made, box)
@@ -310,7 +310,7 @@ class Checkpoint:
         return f"<fastckpt.Checkpoint {self._path!r}: {len(self)} tensors>"
 
     def close(self) -> None:
-        """Close the shards. What was read stays valid."""
+        """Close the shards. Values that were read stay valid."""
         self._reader = None
 
     def __enter__(self) -> Checkpoint:  # noqa: PYI034 - Self is not in Python 3.10
@@ -329,9 +329,9 @@ def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoin
     Its shards, if there are at most 64, are opened and stay open until it is closed. On a local file system everything
     can then still be read when another save has replaced the checkpoint, or it was removed. (The disk has room for both
     until then.) Shards of a larger one are opened when they are read from; a read of one that is gone raises
-    ReplacedCheckpointError, and so may any read of what another machine replaced on NFS or FUSE. A forked child has no
-    open shards: it opens them when it reads from them. Of a URL nothing stays open, and a child that was forked after
-    the first read cannot read more (docs/stores.md).
+    ReplacedCheckpointError, and so may any read of a checkpoint that another machine has replaced on NFS or FUSE. A
+    forked child has no open shards: it opens them when it reads from them. For a URL nothing stays open, and a child
+    that was forked after the first read cannot read more (docs/stores.md).
 
     Args:
         path: the checkpoint's directory, or its URL in an object store (docs/stores.md).
@@ -340,7 +340,7 @@ def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoin
 
     Raises:
         CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
-        FormatVersionError: it is of a version that this release does not read.
+        FormatVersionError: this release does not read its format version.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: ``device`` is given and torch cannot be imported; or ``path`` is a URL, and the package obstore
             cannot.

@@ -49,15 +49,15 @@ class Whole(NamedTuple):
 
 
 class Targets:
-    """What to read, where to, and what becomes of it.
+    """The requests of a read: what to read, where to, and how to finish it.
 
     Attributes:
-        requests: for the core; the address is 0 where a mover takes the bytes. With ``mappings``: what is copied.
+        requests: for the core; the address is 0 where a mover takes the bytes. With ``mappings``: those to copy.
         movers: by request number.
         mappings: where shards are mapped, if they are: then new tensors of the host are pages of them, and
             :meth:`copy_mapped` fills the others.
-        sinks: what :meth:`begin` made.
-        fresh: bytes of new tensors and arrays in host memory that is filled, and those of the large ones among them.
+        sinks: the sinks that :meth:`begin` made.
+        fresh: bytes of new tensors and arrays in host memory that are filled, and those of the large ones among them.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Targets:
         self._made: dict[tuple[Any, ...], Any] = {}
         self._values: list[Any] = []
         self._exports: list[np.ndarray[Any, Any]] = []
-        # What can be made only of the bytes, and where it belongs.
+        # Values that can be built only from the bytes, and where they belong.
         self._later: list[tuple[int, tuple[Any, ...], Callable[[], Any]]] = []
 
     def push(self, number: int, mover: _memory.Mover, nbytes: int) -> None:
@@ -87,7 +87,7 @@ class Targets:
         self._pushed += nbytes
 
     def begin(self, operation: str) -> None:
-        """All has been asked for, and :meth:`drain` may be called; by the thread whose streams the devices wait for.
+        """All is requested, and :meth:`drain` may be called; by the thread whose streams the devices wait for.
 
         Raises:
             RuntimeError: one of these streams is being captured into a graph.
@@ -96,7 +96,7 @@ class Targets:
 
     @contextmanager
     def lent(self) -> Iterator[Lent]:
-        """Inside, there is staging memory for what goes to devices."""
+        """Inside, there is staging memory for tensors on devices."""
         assert self.sinks is not None  # noqa: S101 - it has begun
         with lent(self.sinks.devices, self._pushed) as staging:
             yield staging
@@ -107,10 +107,10 @@ class Targets:
         self.sinks.drain(ranges)
 
     def copy_mapped(self, report: Mapping[str, Any], threads: int | None) -> dict[str, Any]:
-        """Fill what is not mapped itself from the mappings, which were checked.
+        """Fill tensors that are not mapped from the mappings, which were checked.
 
         Args:
-            report: that of the check.
+            report: the report of the check.
             threads: how many copy at most; None for as many as there are cores, within limits.
 
         Returns:
@@ -126,7 +126,7 @@ class Targets:
                 running = pool.map(self.drain, steps)
             except RuntimeError:  # no thread can be started: the interpreter is ending
                 running = map(self.drain, steps)
-            # On an error what has not begun is cancelled.
+            # On an error, tasks that have not begun are cancelled.
             for _ in running:
                 pass
         seconds = time.perf_counter() - began
@@ -144,7 +144,7 @@ class Targets:
         return self.sinks.is_on_device(number)
 
     def _steps(self) -> Iterator[list[Range]]:
-        """What is to be copied from the mappings, in portions."""
+        """The copies to make from the mappings, in portions."""
         step: list[Range] = []
         room = _STEP
         for number, request in enumerate(self.requests):
@@ -164,19 +164,19 @@ class Targets:
     def ask(
         self, index: int, memory: Any, address: int, mover: _memory.Mover | None = None, whole: Whole | None = None
     ) -> None:
-        """Ask for the whole of a tensor, to be put into the tensor or array ``memory``; or for what a rank has of it.
+        """Request all of a tensor, or a rank's part of it, to be put into the tensor or array ``memory``.
 
-        Every request passes here, or through one of the two below, whatever its memory was made of.
+        Every request goes through here, or through one of the two below, whatever its memory is.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
-            address: that of its memory, if it is contiguous and on the host, else 0.
-            mover: what takes the bytes otherwise.
-            whole: what ``memory`` is this rank's part of.
+            address: the address of its memory, if it is contiguous and on the host, else 0.
+            mover: takes the bytes otherwise.
+            whole: the tensor of which ``memory`` is this rank's part.
 
         Raises:
-            CorruptCheckpointError: what is stored has another number of bytes.
+            CorruptCheckpointError: the stored tensor has another number of bytes.
         """
         self._fits(index, memory.nbytes if whole is None else whole.nbytes)
         self._request(index, address, memory.nbytes, whole, mover=mover)
@@ -222,14 +222,14 @@ class Targets:
         *,
         torch: bool = True,
     ) -> None:
-        """Likewise for a tensor or array of the dtype that :attr:`dtypes` has for it, filled by what is converted.
+        """The same for a tensor or array of the dtype that :attr:`dtypes` has for it, filled with converted elements.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
-            address: that of its memory, if it is contiguous and on the host, else 0.
-            mover: what takes its elements otherwise.
-            whole: what ``memory`` is this rank's part of.
+            address: the address of its memory, if it is contiguous and on the host, else 0.
+            mover: takes its elements otherwise.
+            whole: the tensor of which ``memory`` is this rank's part.
             torch: whether torch converts them, else numpy.
         """
         convert, sizes = self._converter(index, torch=torch)
@@ -265,20 +265,20 @@ class Targets:
         return found
 
     def ask_strided(self, index: int, memory: Any, layout: np.ndarray[Any, Any], whole: Whole | None = None) -> None:
-        """Likewise for host memory with gaps or in another order, no element of which overlaps another.
+        """The same for host memory with gaps or in another order, whose elements do not overlap.
 
         Args:
             index: the tensor's number.
             memory: the tensor or array.
-            layout: where its elements lie (:func:`fastckpt._tensors.memory.laid_out`).
-            whole: what ``memory`` is this rank's part of.
+            layout: where its elements are (:func:`fastckpt._tensors.memory.laid_out`).
+            whole: the tensor of which ``memory`` is this rank's part.
         """
         self._fits(index, memory.nbytes if whole is None else whole.nbytes)
         low, high = _memory.span(layout) if memory.nbytes else (0, 0)
         self._request(index, low, high - low, whole, layout=layout)
 
     def take(self, value: Any) -> None:
-        """The next token stands for ``value``, which exists."""
+        """The next token represents ``value``, which exists."""
         self._values.append(value)
 
     def make(self, tokens: Sequence[list[Any]]) -> None:
@@ -290,7 +290,7 @@ class Targets:
         made = self._made
         values = self._values
         for token in tokens:
-            # Without the device that it was on: a tie is one tensor.
+            # Without the device: tied tensors are one tensor, wherever it was.
             key = tuple(token[:3])
             value = made.get(key)
             if value is None:
@@ -300,12 +300,12 @@ class Targets:
             values.append(value)
 
     def _count(self, index: int, nbytes: int) -> None:
-        """New memory was made for a tensor, of a load that maps nothing; what goes to a device does not stay there."""
+        """Memory was allocated for a tensor, in a load without mappings; memory for a device is only temporary."""
         if self.mappings is None and index not in self.devices:
             self.fresh = self.fresh[0] + nbytes, self.fresh[1] + (nbytes if nbytes >= _memory.LARGE else 0)
 
     def values(self) -> list[Any]:
-        """What each token stands for, once all has been read."""
+        """The value of each token, once all has been read."""
         self._exports.clear()
         finished: dict[tuple[Any, ...], Any] = {}
         for position, key, finish in self._later:
@@ -407,7 +407,7 @@ class Targets:
         return memory.copy() if stored.offset % alignment else memory
 
     def _address(self, index: int) -> int:
-        """Where a tensor begins in the mappings."""
+        """The byte at which a tensor begins in the mappings."""
         stored = self.stored[index]
         assert self.mappings is not None  # noqa: S101 - asked before
         return self.mappings.address(stored.shard, stored.offset, stored.nbytes)
@@ -445,7 +445,7 @@ class Targets:
         nbytes = self.stored[index].nbytes
         if nbytes and self.mappings is not None:
             mapped = self._mapped(index, 1)
-            # After they were checked.
+            # Copied after they were checked.
             return _Pending(mapped.tobytes if tag == "bytes" else lambda: bytearray(mapped))
         self._count(index, nbytes)
         if tag == "bytearray":
@@ -465,7 +465,7 @@ class Targets:
         stored = self.stored[index]
         shape, nbytes = (stored.logical or stored).shape, stored.nbytes
         self._fits(index, prod(shape) * itemsize)
-        # Neither library can count the elements of what would be this large without its zero.
+        # Neither library can count the elements of a tensor that would be this large without its zero.
         if not nbytes and prod(size or 1 for size in shape) * max(itemsize, 1) >= _LIMIT:
             raise self._malformed(index, "its shape is out of range")
         return shape
@@ -473,8 +473,8 @@ class Targets:
     def _fits(self, index: int, nbytes: int) -> None:
         """Refuse a tensor that is stored in another number of bytes than it has.
 
-        That of a tensor to be made, on the host, on a device or over a mapping, and of a part of one, follows from its
-        dtype and shape; a tensor that exists is asked for its own.
+        The description of a new tensor, on the host, on a device or over a mapping, and of a part of one, follows from
+        its dtype and shape; an existing tensor is described itself.
         """
         if self.stored[index].nbytes != nbytes:
             raise self._malformed(index, "its logical dtype and shape do not fit its bytes")
@@ -509,7 +509,7 @@ def read_targets(
     threads: int | None = None,
     tick: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, Any]:
-    """Read in one process what targets ask for, or in place of that ``requests``; the report.
+    """Read the requests of targets, or instead ``requests``, in one process; returns the report.
 
     See ``_core.Reader.read``.
     """

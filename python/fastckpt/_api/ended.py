@@ -1,4 +1,4 @@
-"""An operation that has ended, as it is exported."""
+"""An ended operation, for export."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Ended(NamedTuple):
         seconds: wall-clock seconds that it took.
         at: when it ended, in nanoseconds since 1970.
         asynchronous: whether it is a save in the background.
-        report: what it did; None where it failed.
+        report: its report; None if it failed.
         error: why it failed, or None.
     """
 

@@ -12,7 +12,7 @@ class Event:
     """Like ``threading.Event``, never cleared, and safe inside signal handlers.
 
     A handler runs on top of whatever its thread was doing, also on top of a wait for the same event. So no waiter holds
-    anything that another could want: each brings a lock of its own, and the list of them changes in atomic steps.
+    a lock that another could want: each has a lock of its own, and the list of them changes in atomic steps.
     """
 
     __slots__ = ("_set", "_waiters")
@@ -42,9 +42,9 @@ class Event:
         waiter = allocate_lock()
         waiter.acquire()
         self._waiters.append(waiter)
-        # It may have been set before the waiter was in the list, and then nothing would release it.
+        # It may have been set before the waiter joined the list, and then nothing would release the waiter.
         if not self._set:
-            # Signal handlers run meanwhile; an exception of theirs comes out here.
+            # Signal handlers run meanwhile; their exceptions are raised here.
             deadline = None if timeout is None else time.monotonic() + timeout
             try:
                 while not self._set:

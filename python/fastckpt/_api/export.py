@@ -18,7 +18,7 @@ logger = logging.getLogger("fastckpt")
 
 
 class _Thread(threading.local):
-    """What a thread has to export: None while it exports nothing."""
+    """The exports pending in a thread: None while it exports nothing."""
 
     waiting: list[Ended] | None = None
 
@@ -30,7 +30,7 @@ def well(report: Report) -> Ended | None:
     """An operation that has ended now, well or with damage found; None without OpenTelemetry."""
     if not _wanted():
         return None
-    # Only what is copied first has this phase.
+    # Only an operation that copies first has this phase.
     asynchronous = "stage" in report.phases
     return Ended(report.operation, report.path, report.seconds, time.time_ns(), asynchronous, report=report)
 
@@ -54,8 +54,8 @@ def _wanted() -> bool:
 def put(ended: Ended | None) -> None:
     """Export it, if it is one, in this thread, in whose context the spans find their parent.
 
-    What must follow the operation comes before this: the program's exporters may block. A signal handler may save while
-    this thread exports: they hold locks then. So what the handler did waits until they have returned.
+    All further work of the operation comes before this: the program's exporters may block. A signal handler may save
+    while this thread exports: they hold locks then. So the handler's operations wait until they have returned.
     """
     if ended is None:
         return
@@ -71,7 +71,7 @@ def put(ended: Ended | None) -> None:
 
 
 def _export(ended: Ended) -> None:
-    """The operation is over: whatever goes wrong here must not make it fail."""
+    """The operation has ended: no error here may make it fail."""
     try:
         from . import open_telemetry  # noqa: PLC0415 - the program has imported the package
 

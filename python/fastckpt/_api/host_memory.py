@@ -32,10 +32,10 @@ class Memory:
     """The memory of one snapshot, or the staging memory of one operation.
 
     Attributes:
-        core: what the core takes.
+        core: the object for the core.
         nbytes: its size.
         generation: how often the caller had asked to free memory when this was made.
-        registration: what is pinned of it; None before :meth:`pin`, and where devices know no pinning.
+        registration: the registration of its pinned part; None before :meth:`pin`, and for devices without pinning.
     """
 
     __slots__ = ("_home", "_limit", "core", "generation", "nbytes", "registration")
@@ -49,9 +49,9 @@ class Memory:
         self._home = home
 
     def pin(self, devices: Iterable[Any], limit: int | None = None, piece: int | None = None) -> None:
-        """Begin to pin it for copies from and to devices, in the background; copies wait for what they need of it.
+        """Begin to pin it for copies from and to devices, in the background; copies wait for the parts that they need.
 
-        What an earlier operation has pinned stays pinned. No copy may be under way.
+        Memory that an earlier operation has pinned stays pinned. No copy may be under way.
 
         Args:
             devices: ``torch.device`` objects.
@@ -66,7 +66,7 @@ class Memory:
         self._limit = limit
         self.registration = _torch.pin(devices, self.core.address, self.nbytes, limit, piece)
         if self.registration is not None:
-            # If a signal handler ends the operation, this memory may be dropped: it stays while it is registered.
+            # A signal handler may end the operation and drop this memory: it must stay while it is registered.
             self.registration.owner = self.core
 
     def must_pin(self, limit: int | None) -> bool:
@@ -82,7 +82,7 @@ class Memory:
 
     @property
     def problem(self) -> str | None:
-        """Why some of it could not be pinned, for the warnings of a report; None where there is nothing to say."""
+        """Why some of it could not be pinned, for the warnings of a report; None if all could."""
         return None if self.registration is None else self.registration.problem
 
     def _unpin(self) -> None:
@@ -98,8 +98,8 @@ class Memory:
     def give(self) -> None:
         """Keep it for the next operation, or unmap it if the caller has asked to free memory meanwhile.
 
-        What is being pinned of it is waited for: an operation that has ended asks CUDA for nothing any more, and the
-        program may capture a graph.
+        Pinning in progress is waited for: an operation that has ended makes no further CUDA calls, and the program may
+        capture a graph.
         """
         try:
             if self.registration is not None and self.generation == _generation:
@@ -112,7 +112,7 @@ class Memory:
 
 
 def take(nbytes: int) -> Memory:
-    """Memory for a snapshot of ``nbytes``, with what a former one left in it."""
+    """Memory for a snapshot of ``nbytes``, with the contents that a former one left in it."""
     return _take(nbytes, _free)
 
 
@@ -129,7 +129,7 @@ def _take(nbytes: int, free: list[Memory]) -> Memory:
             continue
         if fitting:
             return chosen
-        # Too small: it goes before its successor comes.
+        # Too small: free it before its successor is allocated.
         chosen.close()
 
 
@@ -161,8 +161,8 @@ def release_buffers() -> None:
 
     That is, for asynchronous saves, one copy of the largest state saved so far for each save that was in flight at a
     time, and for each operation at a time that copied from or to devices, up to 256 MiB. The memory of an operation
-    that is under way is freed when that ends. The next one maps new memory, and pins it where there are devices, which
-    makes it slower, and the stall of an asynchronous save longer.
+    that is under way is freed when that ends. The next one maps new memory, and pins it if there are devices: it is
+    slower, and an asynchronous save stalls training for longer.
     """
     global _generation  # noqa: PLW0603 - counted here alone
     _generation += 1

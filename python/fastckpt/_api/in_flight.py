@@ -52,7 +52,7 @@ class Failure(NamedTuple):
     warn: bool
 
 
-# The lists change in atomic steps, so that a signal handler finds them whole.
+# The lists change in atomic steps, so that a signal handler never sees them half changed.
 _in_flight: list[SaveInFlight] = []
 #: One event for each caller that waits to be admitted: the end of any save sets them all.
 _waiting: list[Event] = []
@@ -67,12 +67,12 @@ _registered = False
 def admit(save: SaveInFlight, most: int) -> None:
     """Wait until fewer than ``most`` others are in flight, none of them to the same path; then count it in.
 
-    Those of other groups do not count: other ranks may have called in another order, and would wait for this one. Nor
-    do those whose turn comes later: a thread, or a signal handler, may overtake this call until it is counted in.
+    Saves of other groups do not count: other ranks may have called in another order, and would wait for this one.
+    Saves with a later turn do not count either: a thread, or a signal handler, may overtake this call before that.
     """
     _register()
     while True:
-        # Before the count, or a save may end between the two.
+        # Before the count: otherwise a save could end between the two.
         ended = Event()
         _waiting.append(ended)
         with _admission:
@@ -87,7 +87,7 @@ def admit(save: SaveInFlight, most: int) -> None:
 
 
 def _register() -> None:
-    """Have the end of this process wait for what is in flight, and write what failed to stderr."""
+    """Have the end of this process wait for saves in flight, and write failures to stderr."""
     global _registered  # noqa: PLW0603 - once a process
     if _registered:
         return
@@ -101,7 +101,7 @@ def _register() -> None:
 
 
 def leave(save: SaveInFlight) -> None:
-    """It is over; nothing happens if it was never admitted."""
+    """Note the end of a save; does nothing if it was never admitted."""
     with contextlib.suppress(ValueError):
         _in_flight.remove(save)
     while _waiting:
@@ -148,7 +148,7 @@ def unasked() -> tuple[Failure, ...]:
 def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
     """Raise the first unreported failure, with ``why`` as a note; warn of those with ``on_error="warn"``.
 
-    What has been told counts as seen. The failure of ``but`` is left alone.
+    A failure that has been reported counts as seen. The failure of ``but`` is left alone.
     """
     for failure in tuple(_unasked):
         if failure.save is but:
@@ -167,7 +167,7 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
 
 
 def unasked_text(failure: Failure) -> str:
-    """What a warning says of a failure."""
+    """The text of a warning about a failure."""
     return (
         f"fastckpt: the asynchronous save to {failure.save.path} failed, and its result was never requested: "
         f"{failure.error}"
@@ -177,16 +177,16 @@ def unasked_text(failure: Failure) -> str:
 def drain(timeout: float | None = None) -> None:
     """Wait until every asynchronous save that is in flight is durable.
 
-    It may be called from a signal handler, also while the thread below waits for a save, or is in ``save_async``: what
-    that call has not yet handed over is not waited for. (A handler should not call ``save_async`` itself, for
-    Python's threads cannot be started there reliably; ``save`` can be called.)
+    It may be called from a signal handler, also while the thread below waits for a save, or is in ``save_async``: a
+    save that that call has not yet handed over is not waited for. (A handler should not call ``save_async`` itself,
+    because Python's threads cannot be started there reliably; it can call ``save``.)
 
     Args:
         timeout: seconds; None for as long as it takes.
 
     Raises:
         TimeoutError: not all are done in time. They go on.
-        Exception: the failure of a save whose result nobody has asked for, the first of them; call again for others.
+        Exception: the first failure of a save whose result was never requested; call again for others.
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     for save in saves():

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from .destinations import Targets
     from .selection import Selection
 
-#: More than these are counted, not listed.
+#: Beyond this number, differences are counted, not listed.
 _LISTED = 20
-#: Values that are looked at for a hint in an error message.
+#: Number of values that are searched for a hint in an error message.
 _SEARCHED = 100_000
 _FILLABLE = frozenset({"tensor", "array"})
 
@@ -47,7 +47,7 @@ def _is_torch(item: Occurrence) -> bool:
 
 
 def _memory_of(item: Occurrence) -> Any:
-    """The tensor or array that is to be filled: of one that is spread, what this rank has of it."""
+    """The tensor or array that is to be filled: for a spread tensor, the part that this rank has."""
     local = None if item.stored is None else item.stored.local
     return item.value if local is None else local.memory
 
@@ -61,12 +61,12 @@ def _layout_of(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
-    """Where each position of the whole is in what is left; of all of it, where it was."""
+    """For each position of the whole, its position in the part that is left; for all of it, the same position."""
     return origin if isinstance(origin, range) else {position: index for index, position in enumerate(origin)}
 
 
 class _Entry:
-    """A tensor of the checkpoint, and what it fills: None where it is made anew."""
+    """A tensor of the checkpoint, and the tensor that it fills: None if it is made anew."""
 
     __slots__ = ("given", "item")
 
@@ -82,15 +82,15 @@ class Into:
         reader: the checkpoint.
         path: its path, for messages.
         into: the state.
-        targets: what is to be read, and where to.
+        targets: the requests of the read.
         types: the types that are known.
         strict: whether each side must have all tensors of the other.
         spreads: describes tensors that are spread over ranks; without it they are refused.
-        shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` says.
+        shared: whether other ranks have the rest: then ``into`` need not have all tensors, whatever ``strict`` is.
 
     Attributes:
-        missing: with ``strict`` unset, the names of what the checkpoint lacks, values too.
-        unexpected: likewise, and with ``shared``, the names of what ``into`` lacks.
+        missing: with ``strict`` unset, the names of tensors and values that the checkpoint lacks.
+        unexpected: likewise, and with ``shared``, the names of tensors that ``into`` lacks.
         unwanted: the numbers of those.
     """
 
@@ -114,9 +114,9 @@ class Into:
         self.strict = strict
         self.spreads = spreads
         self.shared = shared
-        # It keeps alive what addresses point into.
+        # Keeps alive the objects that addresses point into.
         self.flat = flatten(into, operation="load: into", observe=True, types=types, spreads=spreads)
-        # What is not a tensor comes from the checkpoint, and so do long bytes.
+        # Values other than tensors come from the checkpoint, and so do long bytes.
         self.given = {
             item.place: item
             for item in self.flat.occurrences
@@ -132,15 +132,15 @@ class Into:
         self._owners = self._objects()
         self._mismatches: list[tuple[int, str]] = []
         self._entries: list[_Entry] = []
-        #: What tensors made of several stand for, by position; None for those to be made.
+        #: The values that tensors made of several parts are filled into, by position; None for those to be made.
         self._composed: dict[int, Any] = {}
-        #: Tensors of into by their ties: the number of what is to fill them.
+        #: Tensors of into by their ties: the number of the stored tensor that fills them.
         self._ties: dict[Any, int] = {}
-        #: By ties, too: where their elements lie.
+        #: By ties, too: where their elements are in memory.
         self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}
-        #: Positions of what into lacks.
+        #: Positions of tensors that into lacks.
         self._dropped: set[int] = set()
-        #: Parts of what does not fit are not reported again.
+        #: Parts of a value that does not fit are not reported again.
         self._unfit: set[Place | None] = set()
         self._castable = False
         #: Which sides lack tensors of the other: 0 for into.
@@ -149,7 +149,7 @@ class Into:
         self.filled: list[Any] = []
 
     def _objects(self) -> dict[Place, Owner]:
-        """The objects in ``into``, but for those in the states of others."""
+        """The objects in ``into``, except those in the states of others."""
         owners: dict[Place, Owner] = {}
         for place, value in self.flat.objects:
             if self._owner(owners, place)[0] is None:
@@ -158,7 +158,7 @@ class Into:
 
     @staticmethod
     def _owner(owners: dict[Place, Owner], place: Place) -> tuple[Owner | None, Place]:
-        """Whose state ``place`` is in, and which entry of it."""
+        """The object whose state contains ``place``, and which entry of it that is."""
         entry, at = place, place if owners else None
         while at is not None:
             owner = owners.get(at)
@@ -183,14 +183,14 @@ class Into:
         *,
         renamed: bool,
     ) -> list[Token]:
-        """Match every tensor of what was chosen of a structure, and ask for their bytes.
+        """Match every chosen tensor of a structure, and request their bytes.
 
         Args:
             tokens: the whole structure.
-            left: what was chosen of it.
+            left: the chosen part of it.
             origin: where each token of that is in the whole.
             chosen: the positions that were chosen, or None for all.
-            selection: what was chosen by.
+            selection: the patterns that chose it.
             renamed: whether the structure has other names than those that the selection saw.
 
         Returns:
@@ -216,7 +216,7 @@ class Into:
             wanted = leaves(tokens) if chosen is None else chosen
             if self._dropped:
                 wanted = without(tokens, wanted, self._dropped)
-            # What is left of lists keeps its position, for that is where it goes in those of into.
+            # The items that remain of a list keep their positions, because they go to the same positions in into.
             ends = ends_of(tokens) if starts else []
             left, origin = prune(tokens, wanted, HOLE_TOKEN, [(start, ends[start]) for start in starts.values()])
             before, at = at, _inverse(origin)
@@ -227,7 +227,7 @@ class Into:
         try_classes(left, self.targets.framework, self.types)
         ends = ends_of(left) if starts or self._composed else []
         self._composed = {at[position]: value for position, value in self._composed.items() if position in at}
-        # As they are finished: what is inside another comes before it.
+        # In the order in which they are finished: an inner container comes before the outer one.
         self._composed = dict(sorted(self._composed.items(), key=lambda one: (ends[one[0]], -one[0])))
         self._regions = sorted(
             ((at[start], ends[at[start]], self._owners[place]) for place, start in starts.items() if start in at),
@@ -237,7 +237,7 @@ class Into:
         return left
 
     def _find(self, found: Sequence[Found]) -> None:
-        """What each tensor of the checkpoint fills, or why it does not."""
+        """Match each tensor of the checkpoint with the tensor that it fills, or report why it does not fit."""
         lacking: list[_Entry] = []
         for item in found:
             tensor = is_tensor(item.token)
@@ -259,14 +259,14 @@ class Into:
         self._without_place(lacking)
 
     def _make(self, item: Found) -> None:
-        """Note that a tensor is new, should it be in what is left, as one in a key is."""
+        """Note that a tensor is new if it is among the chosen ones, as one in a key may be."""
         if is_tensor(item.token):
             self._entries.append(_Entry(item, None))
         else:
             self._composed[item.position] = None
 
     def _reason(self, entry: _Entry, lacking: list[_Entry]) -> str | None:
-        """Why something does not fit what is in its place, or None; what has no place is added to ``lacking``."""
+        """Why a tensor does not fit the value in its place, or None; one without a place is added to ``lacking``."""
         item, given = entry.item, entry.given
         if given is not None:
             return self._fit(item, given)
@@ -297,7 +297,7 @@ class Into:
         return self._tensor(item, given) if is_tensor(item.token) else self._whole(item, given)
 
     def _is_new(self, entry: _Entry) -> bool:
-        """Whether a tensor is made for an object, which takes it from there."""
+        """Whether a tensor is made for an object, which is then given it."""
         item, given = entry.item, entry.given
         owner, part = self._owner(self._owners, item.place)
         if owner is None:
@@ -306,7 +306,7 @@ class Into:
         new = not owner.is_fillable(part, tie)
         if owner.kind == "optimizer" and not new:
             assert given is not None  # noqa: S101 - it has a tie
-            # One that does not fit is not to be filled: the optimizer gets another.
+            # A tensor that does not fit is not filled: the optimizer gets a new one.
             new = not is_tensor(item.token) or self._fit(item, given) is not None
         whole = self._expanded.get(item.place)
         if not new and whole is not None:
@@ -316,7 +316,7 @@ class Into:
         return new
 
     def _without_place(self, lacking: Sequence[_Entry]) -> None:
-        """What ``into`` lacks: no matter for one place of a tied tensor, if ``into`` has another."""
+        """Report what ``into`` lacks; a place of a tied tensor does not matter if ``into`` has another."""
         filled = {
             entry.item.token[1]: entry.given
             for entry in self._entries
@@ -335,7 +335,7 @@ class Into:
                     self._composed[item.position] = None
 
     def _states(self, left: list[Token], starts: dict[Place, int | None], selection: Selection) -> None:
-        """Whether there is a state for each object, of its kind; ``starts`` are where they begin in what is left."""
+        """Check that there is a state of its kind for each object; ``starts`` are their positions in the tokens."""
         ends = ends_of(left) if starts else []
         missing = []
         for place, owner in self._owners.items():
@@ -354,7 +354,7 @@ class Into:
         self.missing = tuple(missing)
 
     def _extra(self, known: set[Place], selection: Selection) -> None:
-        """What the checkpoint lacks: no matter for what is tied to something that is filled."""
+        """Report what the checkpoint lacks; a tensor that is tied to a filled one does not matter."""
         filled = {entry.given.stored.tie for entry in self._entries if entry.given and entry.given.stored}
         missing = list(self.missing)
         last = self._entries[-1].item.position + 1 if self._entries else 0
@@ -373,9 +373,9 @@ class Into:
         self.missing = tuple(missing)
 
     def _extra_values(self, tokens: list[Token], keyed: set[Place], selection: Selection) -> None:
-        """What the checkpoint lacks beside tensors; ``keyed`` are the places under its keys."""
+        """Report the values that the checkpoint lacks; ``keyed`` are the places under its keys."""
         lacking = [place for place in self.flat.values if place not in keyed and place not in self.given]
-        # A list may stand where into has a mapping of numbers.
+        # A list may be found where into has a mapping of numbers.
         there = locate(tokens, self.flat.places, lacking) if lacking else ()
         for place in lacking:
             if place not in there and self._owner(self._owners, place)[0] is None and selection.takes(place.name):
@@ -384,19 +384,19 @@ class Into:
                     self._mismatches.append((len(tokens), f"{place}: not in the checkpoint"))
 
     def _again(self, tokens: list[Token], left: list[Token], at: Mapping[int, int] | range) -> None:
-        """Note containers that stand at several places of ``into``, where the checkpoint has different values there."""
+        """Note containers that are in several places of ``into``, where the checkpoint has different values there."""
         again = [pair for pair in self.flat.again if all(self._owner(self._owners, place)[0] is None for place in pair)]
         starts = locate(tokens, self.flat.places, {place for pair in again for place in pair}) if again else {}
         starts = {place: start for place, start in starts.items() if start in at}
         every, wanted = _values(tokens, starts), _values(left, {place: at[start] for place, start in starts.items()})
-        # By the first place of a container, the first of its places that was chosen.
+        # By the first place of a container: the first of its places that was chosen.
         chosen: dict[Place, Place] = {}
         for first, further in again:
             for place in (first, further):
                 if place not in starts:
                     continue
                 known = chosen.setdefault(first, place)
-                # In what was not chosen they may differ.
+                # They may differ in parts that were not chosen.
                 if every[known] != every[place] and wanted[known] != wanted[place]:
                     why = f"{place}: not the same value as at {known} in the checkpoint, but the same object in into="
                     self._mismatches.append((starts[place], why))
@@ -453,7 +453,7 @@ class Into:
         ) == self.reader.checksum(right)
 
     def _clashes(self) -> None:
-        """Note targets that overlap: what is read into one would destroy the other. A tie is one target."""
+        """Note targets that overlap: reading one of them would destroy the other. A tie is one target."""
         spans: dict[Any, tuple[str, int, int, Found, np.ndarray[Any, Any]]] = {}
         for entry in self._entries:
             given = entry.given
@@ -462,7 +462,7 @@ class Into:
             device, memory = self._layout(given)
             low, high = _memory.span(memory)
             spans.setdefault(given.stored.tie, (device, low, high, entry.item, memory))
-        # By device and beginning: those that reach into the next one stay open.
+        # By device and start address: ranges that reach into the next one stay open.
         active: list[tuple[str, int, int, Found, np.ndarray[Any, Any]]] = []
         for each in sorted(spans.values(), key=lambda one: one[:2]):
             device, low, _, item, memory = each
@@ -482,7 +482,7 @@ class Into:
         return known
 
     def _whole(self, item: Found, given: Occurrence) -> str | None:
-        """Why a tensor made of several does not fit, or None."""
+        """Why a tensor made of several parts does not fit, or None."""
         self._composed[item.position] = given.value
         if item.token[0] == "quantized":
             return "a quantised tensor cannot be filled in place: load it without into="
@@ -507,7 +507,7 @@ class Into:
         raise error
 
     def _remedy(self) -> str:
-        # Only a root that is neither a container nor an array is a problem at the place of the root.
+        # Only a root that is neither a container nor an array is reported at the root itself.
         if any(place is self.flat.places.root for place, _ in self.flat.problems):
             return f"into= is a {type(self.into).__qualname__}: pass a state of containers, tensors and objects"
         if _holds_fresh_optimizer(self.into):
@@ -543,7 +543,7 @@ class Into:
                     self.filled.append(mine.local.memory)
 
     def _like_parameter(self, item: Found) -> Occurrence | None:
-        """Of the state of an optimizer: a new tensor that is spread as the parameter is that it belongs to.
+        """For the state of an optimizer: a new tensor that is spread like the parameter that it belongs to.
 
         None where it has another shape than the parameter, or that is not spread: then the rank has it whole.
         """
@@ -565,7 +565,7 @@ class Into:
         return Occurrence(item.place, made, describe(made), '["tensor",]')  # type: ignore[arg-type]
 
     def spreads_of(self, value: Any) -> Describe | None:
-        """What describes a tensor that is spread over ranks; None for any other."""
+        """The description of a tensor that is spread over ranks; None for any other."""
         return None if self.spreads is None else self.spreads.describe_of(type(value))
 
     def _fill(self, index: int, given: Occurrence) -> None:
@@ -603,7 +603,7 @@ class Into:
 
 
 def _values(tokens: list[Token], starts: Mapping[Place, int]) -> dict[Place, list[Any]]:
-    """The tokens of each of these values. Which tensors they have is compared one by one."""
+    """The tokens of each of these values. Their tensors are compared one by one."""
     ends = ends_of(tokens) if starts else []
     return {
         place: [token[0] if is_tensor(token) else token for token in tokens[start : ends[start]]]

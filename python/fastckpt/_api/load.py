@@ -54,24 +54,22 @@ def load(
             waited for.
         into: a state of the same structure, which is updated in place and returned. Its tensors and arrays, on whatever
             device, are filled. Its dicts, lists, dataclasses and namespaces stay the same objects and get the values of
-            the checkpoint; what cannot be changed (a number, a tuple, a frozen dataclass) is replaced in what holds it,
-            and so is a container where the checkpoint has another type. A list gets the length that it had,
-            so that numbers at its end which only ``into`` has are no mismatch. Values that
-            only the checkpoint has are added. Objects may stand in it, too: of a module, its
-            Parameters and buffers are filled in place, and ``load_state_dict`` gets the state if it does more than to
-            copy them (hooks, overrides, an extra state); an optimizer, also one
-            that has not stepped, and whatever else has ``load_state_dict`` is given the state that was read.
-            Everything is compared before anything is changed. Where only one side has a
-            tie, that is not a mismatch; nor is a tie in ``into`` of tensors that are stored apart and are equal.
-            Tensors that overlap in memory without being tied are a mismatch, and so are different values in the places
-            of one container.
+            the checkpoint; immutable values (a number, a tuple, a frozen dataclass) are replaced in their containers,
+            and so is a container for which the checkpoint has another type. A list keeps its length, so that numbers at
+            its end which only ``into`` has are no mismatch. Values that only the checkpoint has are added. It may
+            contain objects, too: the Parameters and buffers of a module are filled in place, and ``load_state_dict``
+            gets the state if it does more than copy them (hooks, overrides, an extra state); an optimizer, also one
+            that has not stepped, and any other object with ``load_state_dict`` is given the state that was read.
+            Everything is compared before anything is changed. A tie that only one side has is not a mismatch; nor is a
+            tie in ``into`` of tensors that are stored separately and are equal. Tensors that overlap in memory without
+            being tied are a mismatch, and so are different values in the places of one container.
         mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
             processes of a node share; one is copied when it is first written to, so no write reaches a file. For
-            checkpoints that are hot. As long as the tensors live, nobody may change or cut the files in place, and if
-            their storage fails, touching a page ends the process with SIGBUS. (To save to the same path, or to remove
-            it, does no harm on a local file system; on NFS another host must not.) With ``device``, new tensors there
-            are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been checked, so
-            that a damaged checkpoint changes nothing. Not with ``dtype``, and not of a URL.
+            checkpoints that are hot. As long as the tensors are in use, nobody may change or truncate the files in
+            place, and if their storage fails, touching a page ends the process with SIGBUS. (To save to the same path,
+            or to remove it, does no harm on a local file system; on NFS another host must not.) With ``device``, new
+            tensors there are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been
+            checked, so that a damaged checkpoint changes nothing. Not with ``dtype``, and not of a URL.
         report: return a report, too.
         {options}
 
@@ -80,15 +78,15 @@ def load(
         the state and a :class:`LoadReport`.
 
     Raises:
-        CorruptCheckpointError: the checkpoint is damaged; the message says where.
-        FormatVersionError: it is of a version that this release does not read.
+        CorruptCheckpointError: the checkpoint is damaged; the message names the place.
+        FormatVersionError: this release does not read its format version.
         StructureMismatchError: ``into`` does not fit; nothing was changed, and ``differences`` lists every difference.
         CheckpointError: an object in ``into`` refused its state: tensors and the objects before it are already
             filled, plain values are unchanged. Or a class in this program is not the one that was saved.
         MemoryError: new tensors would take more memory than the control group of this process has left.
         UnsupportedTypeError: the type of a value is not known, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
-        TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` is of another type.
+        TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` has the wrong type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported; or ``path`` is a URL, and the
             package obstore cannot.
@@ -140,7 +138,7 @@ def _load(source: str, settings: LoadSettings, into: Any, *, mmap: bool) -> Load
 def _read(
     source: str, reader: _core.Reader, targets: Targets, numbers: list[int], settings: LoadSettings
 ) -> Mapping[str, Any]:
-    """Bring the bytes: what was asked for, or with ``mmap`` the pages of the tensors ``numbers``."""
+    """Read the bytes: the requested ones, or with ``mmap`` the pages of the tensors ``numbers``."""
     with ticker("load", source, shown=settings.progress) as tick:
         if targets.mappings is not None:
             checked = numbers if settings.verify else []

@@ -44,64 +44,64 @@ class LoadSettings(Settings):
         texts_of("keys"),
         "a glob pattern, or several, over names: the keys on the way to a tensor or value, joined with dots "
         '(``"model.*"``, ``"optimizer.param_groups.0.lr"``; ``*`` matches dots, too). A pattern without ``*``, ``?`` '
-        'and ``[`` also chooses all that is below that name (``"model"``). Only tensors that match are read, and the '
-        "result holds only what matches, tensors and values, and the containers that lead there: positions in lists "
-        "close up. With ``into``, the rest of that stays as it is, and what is chosen of a list keeps its position. An "
-        "empty container is a value. What is made of several parts (a sparse tensor, a registered object) comes whole "
-        "when it or one of its parts matches; types of other parts need not be registered. A tied tensor has a name at "
-        "each of its places, and comes back at those that match.",
+        'and ``[`` also chooses everything below that name (``"model"``). Only matching tensors are read, and the '
+        "result holds only matching tensors and values, and the containers that lead there: positions in lists close "
+        "up. With ``into``, everything else there stays unchanged, and items chosen from a list keep their positions. "
+        "An empty container is a value. A value made of several parts (a sparse tensor, a registered object) comes "
+        "whole when it or one of its parts matches; types of other parts need not be registered. A tied tensor has a "
+        "name at each of its places, and comes back at those that match.",
     )
     exclude: tuple[str, ...] | None = option(
         None,
         texts_of("exclude"),
-        "likewise, what is left out, even if it matches ``keys``. What is made of several parts stays out whole when "
-        "it or one of its parts matches.",
+        "patterns of values to leave out, even if they match ``keys``. A value made of several parts stays out whole "
+        "when it or one of its parts matches.",
     )
     strict: bool = option(
         True,
         as_bool,
         "False allows differences, as ``load_state_dict`` does: tensors that only the checkpoint has are not read and "
-        "are not in the result; tensors, values and ends of lists that only ``into`` has stay as they are; a pattern "
-        "that matches nothing is no error. The report lists them (``missing``, ``unexpected``). Shapes and dtypes must "
-        "fit all the same.",
+        "are not in the result; tensors, values and ends of lists that only ``into`` has stay unchanged; a pattern "
+        "that matches nothing is no error. The report lists them (``missing``, ``unexpected``). Shapes and dtypes "
+        "must fit all the same.",
     )
     dtype: Any = option(
         None,
         as_given,
-        "cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name "
-        '(``"bfloat16"``); a dict of patterns over names, as ``{"*.norm.*": "float32", "*": "bfloat16"}``, of which '
-        "the first that matches decides; a function of the :class:`TensorInfo`. None, also in a dict or from a "
-        "function, is the dtype that was saved. One dtype for all leaves the ``step`` of optimizers as it is; patterns "
-        "and functions are obeyed to the letter. Integers, complex numbers, quantised tensors and wrapper subclasses "
-        "stay as they are. With ``into`` the dtype is that of the tensor in it.",
+        'cast floating-point tensors and arrays while they are read, in pieces: a dtype or its name (``"bfloat16"``); '
+        'a dict of patterns over names, such as ``{"*.norm.*": "float32", "*": "bfloat16"}``, where the first match '
+        "decides; a function of the :class:`TensorInfo`. None, also in a dict or from a function, is the dtype that "
+        "was saved. A single dtype leaves the ``step`` of optimizers unchanged; patterns and functions are obeyed to "
+        "the letter. Integers, complex numbers, quantised tensors and wrapper subclasses stay unchanged. With "
+        "``into``, the dtype is that of the tensor in it.",
     )
     rename: Mapping[str, str] | Callable[[str], str] | None = option(
         None,
         check_rename,
-        "other keys: a dict of new keys by old ones, or a function of the key. It changes every key of a dict that is "
-        "a string, once what is to be loaded has been chosen by the names in the file, and before it is compared with "
-        "``into``.",
+        "other keys: a dict of new keys by old ones, or a function of the key. It changes every dict key that is a "
+        "string, after the names in the file have been chosen from, and before the comparison with ``into``.",
     )
     strip_prefix: tuple[str, ...] = option(
         None,
         prefixes_of,
-        'a prefix that is taken off such keys before, or several (``["module.", "_orig_mod."]``).',
+        'a prefix, or several, to remove from such keys first (``["module.", "_orig_mod."]``).',
     )
     framework: str = option(
         "auto",
         check_framework,
-        "``auto`` gives each tensor as it was saved; ``torch`` gives arrays as tensors, too; ``numpy`` gives tensors "
-        "as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.",
+        "``auto`` returns each tensor as it was saved; ``torch`` returns arrays as tensors, too; ``numpy`` returns "
+        "tensors as arrays, ``torch.Size`` as tuple, ``torch.dtype`` and ``torch.device`` as str, without torch.",
     )
     device: Any = option(
         None,
         as_given,
-        "where new torch tensors go; None for the CPU. A ``torch.device`` or its name, as ``cuda:0``: all go there but "
-        "what was saved from the CPU and has to be there, the states of random generators and the ``step`` of "
-        'optimizers. ``"saved"``: each goes where it was. A dict of patterns over names, as ``{"model.*": "cuda:0"}``, '
-        "of which the first that matches decides, and what matches none goes to the CPU; or a function of the "
-        ":class:`TensorInfo`: these are obeyed to the letter. Tensors are read into pinned staging memory and copied "
-        "from there while more is read; they are there when this returns, for any stream.",
+        "where new torch tensors go; None for the CPU. A ``torch.device`` or its name, such as ``cuda:0``: all go "
+        "there except tensors that were saved from the CPU and have to be there, the states of random generators and "
+        'the ``step`` of optimizers. ``"saved"``: each goes to the device that it was saved from. A dict of patterns '
+        'over names, such as ``{"model.*": "cuda:0"}``: the first match decides, and a tensor without a match goes to '
+        "the CPU; or a function of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read into "
+        "pinned staging memory and copied from there while more is read; the copies have ended when this returns, for "
+        "any stream.",
     )
     registry: Registry | None = option(
         None, as_given, "types that this call knows before those of :func:`fastckpt.register_type`."
@@ -109,8 +109,8 @@ class LoadSettings(Settings):
     unknown: str = option(
         "error",
         check_unknown,
-        "how to load values of types that this program does not know: ``error``, or ``plain`` for their stored form (a "
-        "dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type, without "
+        "how to load values of types that this program does not know: ``error``, or ``plain`` for their stored form "
+        "(a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type, without "
         "attributes; where only something hashable can be, a tuple; a time zone None), with a warning.",
     )
     verify: bool = option(
@@ -124,18 +124,18 @@ class LoadSettings(Settings):
         check_io,
         "``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and "
         "OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO if "
-        "it is set, else takes the first of these that works. It takes from the page cache what is there. Where "
-        "LOCAL_WORLD_SIZE is more than 1, ``auto`` reads all through the page cache, so that the ranks of a node that "
+        "it is set, else takes the first of these that works. It reads cached files from the page cache. Where "
+        "LOCAL_WORLD_SIZE is more than 1, ``auto`` reads through the page cache, so that the ranks of a node that "
         "load one path read the storage once, unless one of the path's last two components names the rank "
-        "(``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give ``uring``. With "
-        "``mmap`` there is only the page cache, whatever the variable says. None of them changes how a URL is read, of "
-        "which ``direct`` is an OSError.",
+        "(``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, pass ``uring``. ``mmap`` "
+        "always uses the page cache, whatever the variable is. They do not change how a URL is read; ``direct`` is an "
+        "OSError there.",
     )
     threads: int | None = option(
         None,
         check_threads,
         "worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at least 12 "
-        "with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. Of a URL 16 by default, each with a "
+        "with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. For a URL 16 by default, each with a "
         "request of up to 8 MiB.",
     )
     progress: bool = option(False, as_bool, "show a progress bar of what this process reads.")

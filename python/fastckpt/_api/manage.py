@@ -1,4 +1,4 @@
-"""Checkpoints as directories: listed, removed, and what killed saves left of them."""
+"""Checkpoints as directories: listed and removed, with the leftovers of killed saves."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .checkpoint import Checkpoint
 __all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remove_leftover"]
 
 
-#: What a file system makes of a file that is removed while a process has it open, and what a killed save leaves.
+#: Names of files that a file system keeps because a process has them open, and of leftovers of a killed save.
 _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 
 
@@ -32,15 +32,15 @@ def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = 
 
     It loses its name in one durable step, and its files after that: half of it is never visible. If the process is
     killed in between, files stay under a temporary name, which the next save into the same parent directory removes.
-    Readers of the checkpoint are not waited for. A copy of it that a killed save left under a temporary name, for a
-    load to put back, is removed as well. Of a URL the manifest goes first, and the checkpoint with it; what a killed
-    removal leaves of it, another one removes.
+    Readers of the checkpoint are not waited for. An old copy of it that a killed save left under a temporary name, and
+    that a load would restore, is removed as well. At a URL the manifest is removed first, and the checkpoint with it; a
+    second call removes what a killed one has left.
 
     Args:
         path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md). An
             asynchronous save to it in flight is waited for.
-        everything: also remove other plain files in it, such as a ``config.json`` laid beside the shards. By default
-            they make this an error, which names the first. Directories and links in it always do.
+        everything: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they
+            raise an error that names the first one. Directories and links in it always do.
         files: names of further files that belong to it, those that ``files=`` of its save has put there.
 
     Raises:
@@ -64,11 +64,11 @@ def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = 
 
 
 def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
-    """What others have put into the checkpoint at a path, by names from there.
+    """The files of others in the checkpoint at a path, by relative names.
 
     Args:
         path: its directory.
-        files: the names of what ``files=`` has put there.
+        files: the names of the files given with ``files=``.
 
     Raises:
         NotACheckpointError: it is none.
@@ -78,7 +78,7 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
     from fastckpt._portable.listing import strangers  # noqa: PLC0415 - likewise
 
     shards: Collection[str] | None = None
-    # What a damaged one has that is its own goes by the names.
+    # In a damaged checkpoint, the names decide which files are its own.
     with contextlib.suppress(CorruptCheckpointError), Checkpoint(path) as checkpoint:
         shards = checkpoint.shards
     names: builtins.list[str] = []
@@ -98,8 +98,8 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
 def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
     """List the checkpoints in ``directory``, sorted by name, ``step-900`` before ``step-1000``.
 
-    A checkpoint that is being written is not listed, nor is one below a symbolic link. Of each the manifest is read,
-    and the lengths of its files are looked at; ``verify`` compares contents.
+    A checkpoint that is being written is not listed, nor is one below a symbolic link. The manifest of each is read,
+    and the lengths of its files are compared; ``verify`` compares contents.
 
     Args:
         directory: the directory that holds the checkpoints, or a URL in an object store, below which they are.

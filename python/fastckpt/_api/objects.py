@@ -20,17 +20,17 @@ if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
     from fastckpt._tensors.spreads import Spreads
 
-#: Tokens of tensors of which no checkpoint has the number: what stands for an item of a list that was not chosen, and
-#: for the first object.
+#: Tokens with tensor numbers that no checkpoint has: a placeholder for an item of a list that was not chosen, and the
+#: token of the first object.
 HOLE_TOKEN: list[Any] = ["tensor", -1]
 _NUMBER = -2
 
 
 class Owner:
-    """An object in ``into``, and what is known of its state.
+    """An object in ``into``, and the facts about its state.
 
     Attributes:
-        place: where it stands.
+        place: its place.
         value: the object.
         kind: ``module``, ``optimizer`` or None.
     """
@@ -39,7 +39,7 @@ class Owner:
         self.place = place
         self.value = value
         self.kind = torch_kind(value)
-        #: What was filled in place, by identity: the Parameter or buffer of a module, None if it has several parts.
+        #: Tensors that were filled in place, by identity: a module's Parameter or buffer, None if it has parts.
         self._filled: dict[int, Any] = {}
         #: The Parameters and buffers of a module by their ties.
         self._own: dict[Any, Any] = {}
@@ -55,8 +55,8 @@ class Owner:
     def is_fillable(self, entry: Place, tie: Any | None) -> bool:
         """Whether a tensor in this entry of the state is a part of the object, which has to fit and can be filled.
 
-        What a module makes anew whenever it is asked (its extra state, a packed description of a quantised weight) is
-        none: to fill it would change nothing.
+        Tensors that a module makes anew whenever it is asked (its extra state, a packed description of a quantised
+        weight) are not fillable: filling them would change nothing.
         """
         if self.kind == "optimizer":
             return tie is not None
@@ -130,7 +130,7 @@ class Owner:
                 self.value
             ):
                 return
-            # Tensors that were filled stand for themselves: hooks may ask for them, and torch copies none onto itself.
+            # Filled tensors are passed as themselves: hooks may inspect them, and torch skips copies onto itself.
             whole = OrderedDict(
                 (key, one) for key, value in state.items() if (one := self._filled.get(id(value), value)) is not None
             )
@@ -165,22 +165,22 @@ class _Outline(StateBuilder):
 
 
 class _Trial(_Outline):
-    """Likewise, with values of classes that explain themselves by what they are."""
+    """The same, with values of classes that are stored by their structure."""
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
         codec = self.types.by_name(name)
-        # A deque or long bytes are a registered type or a tensor below their class.
+        # A deque or long bytes inside their class are a registered type or a tensor.
         if codec is None or not codec.shallow or type(value) is _Unmade:
             return _Unmade()
         return StateBuilder.typed(self, name, value, attributes)
 
 
 def try_classes(tokens: Sequence[Token], framework: str, types: Types) -> None:
-    """Make what the classes of this program are made of, but for tensors: to be done before anything is changed.
+    """Try to build the parts, except tensors, of values of this program's classes, before anything is changed.
 
     Args:
         tokens: the state.
-        framework: the load's. It decides what dtypes become, which may be keys.
+        framework: the load's. It decides the decoded form of dtypes, which may be keys.
         types: the types that are known.
 
     Raises:
@@ -195,9 +195,9 @@ class WithObjects(StateBuilder):
 
     Args:
         framework: see :class:`.StateBuilder`.
-        tensors: likewise.
-        composed: likewise.
-        types: likewise.
+        tensors: see there.
+        composed: see there.
+        types: see there.
         tokens: all tokens.
         regions: the objects, and the first token of the state of each and one past its last, in order.
     """
@@ -228,7 +228,7 @@ class WithObjects(StateBuilder):
         if token is HOLE_TOKEN:
             return HOLE
         tokens, owner = self._inside[_NUMBER - token[1]]
-        # It takes its tensors from the same supply, in the order of the whole.
+        # It takes its tensors from the same iterator, in the order of the whole structure.
         builder = StateBuilder(self.framework, self._tensors, self._composed, types=self.types)
         self.states.append((owner, unflatten(tokens, builder)))
         return owner.value

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from .ended import Ended
 
-#: Names that dashboards for Megatron-LM know: what holds the training loop, then phases.
+#: Names that dashboards for Megatron-LM know: spans of the training loop, then phases.
 _HELD: Final = {"save": "megatron.checkpoint.save", "load": "megatron.checkpoint.load"}
 _PHASES: Final = {
     ("save", "plan"): "megatron.checkpoint.save.state_dict",
@@ -37,7 +37,7 @@ _RATES: Final = (1e8, 2.5e8, 5e8, 7.5e8, 1e9, 1.5e9, 2e9, 3e9, 4e9, 6e9, 8e9, 1e
 
 
 class Exporter:
-    """Where spans and metrics go.
+    """The tracer and the instruments of an operation.
 
     Args:
         tracer: takes the spans.
@@ -74,7 +74,7 @@ class Exporter:
     def export(self, ended: Ended) -> None:
         """One span with a span for each phase, below the current one; and the metrics."""
         begin = ended.at - round(ended.seconds * 1e9)
-        # Megatron-LM has spans of its own around this one: the time must not be there twice under their names.
+        # Megatron-LM wraps this span in spans of its own: the time must not be counted twice under their names.
         around = getattr(trace.get_current_span(), "name", "")
         theirs = not around.startswith("megatron.checkpoint.")
         span = self._tracer.start_span(f"fastckpt.{ended.operation}", start_time=begin)
@@ -131,7 +131,7 @@ class Exporter:
 
 
 def _attributes(ended: Ended) -> dict[str, Any]:
-    """What the span of the operation says; attributes that are None are left out."""
+    """The attributes of the operation's span; those that are None are left out."""
     report = ended.report
     found: dict[str, Any] = {"fastckpt.path": ended.path, "fastckpt.asynchronous": ended.asynchronous}
     if report is not None:
@@ -165,7 +165,7 @@ def _failure(ended: Ended) -> str | None:
     return "damage" if isinstance(report, VerifyReport) and not report.ok else None
 
 
-# Of a program that has set up no SDK these do nothing, and they find one that it sets up later.
+# Without an SDK in the program these calls do nothing; they find an SDK that is set up later.
 _exporter = Exporter(trace.get_tracer("fastckpt", _core.__version__), metrics.get_meter("fastckpt", _core.__version__))
 
 

@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from fastckpt import _core
 from fastckpt._units import bytes_of
 
-#: What public functions take, as type checkers see it.
+#: Argument types of public functions, as type checkers see them.
 Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 Framework: TypeAlias = Literal["auto", "torch", "numpy"]
 Unknown: TypeAlias = Literal["error", "plain"]

@@ -21,13 +21,13 @@ logger = logging.getLogger("fastckpt")
 
 _R = TypeVar("_R", bound=Report)
 _T = TypeVar("_T")
-# Seconds for which a checkpoint is read again that is replaced again and again.
+# Seconds for which a load retries a checkpoint that keeps being replaced.
 _REPLACED_WAIT = 30.0
 _told: set[str] = set()
 
 
 def until_settled(read: Callable[[], _T]) -> _T:
-    """What ``read`` returns of a checkpoint, which starts again if a save has replaced it."""
+    """The result of ``read``, which starts again if a save has replaced the checkpoint."""
     give_up = time.monotonic() + _REPLACED_WAIT
     while True:
         try:
@@ -38,7 +38,7 @@ def until_settled(read: Callable[[], _T]) -> _T:
 
 
 def warn_of_unknown(operation: str, names: Iterable[str]) -> None:
-    """Warn of types that are not known, whose values come back as what they are stored as."""
+    """Warn of unknown types, whose values come back in their stored form."""
     listed = list(names)
     shown = ", ".join(name[:_SHOWN] for name in listed[:_LISTED])
     more = f" and {len(listed) - _LISTED} more" if len(listed) > _LISTED else ""
@@ -53,17 +53,17 @@ _LISTED, _SHOWN = 20, 200
 
 
 class LastWord(logging.NullHandler):
-    """Silent, as a library has to be, but for errors in a program that has configured no logging.
+    """Silent, as a library has to be, except for errors in a program that has configured no logging.
 
-    Such a program would never hear of a save that fails in the background: the handler that Python keeps for its
-    warnings is off as soon as a library has one of its own, a silent one, too.
+    Such a program would never hear of a save that fails in the background: Python's last-resort handler is off as soon
+    as a library has a handler of its own, even a silent one.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.ERROR)
 
     def handle(self, record: logging.LogRecord) -> bool:
-        """Give an error to Python's last resort, which writes to stderr, unless somebody else has a handler for it."""
+        """Give an error to Python's last resort, which writes to stderr, unless another handler takes it."""
         at: logging.Logger | None = logging.getLogger(record.name)
         while at is not None:
             if not all(isinstance(handler, logging.NullHandler) for handler in at.handlers):

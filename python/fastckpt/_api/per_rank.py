@@ -28,7 +28,7 @@ def states_of(operation: str, reader: _core.Reader) -> list[list[Token]]:
     """The structure of each rank's own state; empty where nothing was saved so.
 
     Raises:
-        CorruptCheckpointError: what is there is not a list of states.
+        CorruptCheckpointError: the stored value is not a list of states.
     """
     text = reader.per_rank()
     if text is None:
@@ -50,12 +50,12 @@ def load_state_of(path: AnyPath, rank: int | None, own: tuple[int, int] | None) 
 
     Args:
         path: the checkpoint's directory, or its URL.
-        rank: whose; None for that of ``own``.
+        rank: the rank whose state is wanted; None for the state of ``own``.
         own: this rank, and how many there are.
 
     Raises:
         KeyError: no rank saved a state of its own.
-        ValueError: there are other ranks than these.
+        ValueError: the number of ranks has changed.
     """
     source = place_of(_OPERATION, path)
     if rank is not None and type(rank) is not int:
@@ -85,6 +85,6 @@ def _load(source: str, rank: int | None, own: tuple[int, int] | None) -> Any:
     targets = Targets(stored, "auto")
     targets.make(check.found)
     with ticker("load", source, shown=False) as tick:
-        # Each process reads another part of the file: nothing to be shared through the page cache.
+        # Each process reads a different part of the file: nothing can be shared through the page cache.
         reader.read(targets.requests, verify=True, io="auto", threads=None, drain=None, tick=tick)
     return unflatten(tokens, StateBuilder("auto", targets.values(), types=types), operation=_OPERATION)

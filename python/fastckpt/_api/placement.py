@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
 
-#: Dtypes that can be asked for, and those that can be cast: numpy's in any byte order, too.
+#: Dtypes that can be requested, and those that can be cast: numpy's in any byte order, too.
 _FLOATING = r"b?float16|float(32|64)|float8_\w+"
 _CASTABLE = _FLOATING + r"|[<>]f\d+"
 _WHOLE = r"bool|u?int\d+|[<>|][biu]\d+"
@@ -30,7 +30,7 @@ _RANDOM = frozenset({16, 5056})
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Devices and dtypes by the number of the stored tensor, where they are not the CPU and what was stored.
+    """Devices and dtypes by the number of the stored tensor, if they differ from the CPU and the stored dtype.
 
     Attributes:
         devices: a ``torch.device`` each.
@@ -43,13 +43,13 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Stock:
-    """What is there to be loaded.
+    """The tensors and values that can be loaded.
 
     Attributes:
         tokens: the whole structure, under the names of the file.
         stored: all tensors.
         files: the names of the shards.
-        wanted: the tokens of the tensors that are to be loaded.
+        wanted: the tokens of the tensors to load.
         types: the types that are known.
         operation: the word that error messages begin with.
     """
@@ -79,7 +79,7 @@ def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool
 
     Raises:
         KeyError: a pattern matches nothing, and ``strict`` is set.
-        TypeError: an argument is of another type.
+        TypeError: an argument has the wrong type.
         ValueError: there is no such device here, or a dtype is not a floating-point dtype.
     """
     devices: dict[int, Any] = {}
@@ -95,10 +95,10 @@ def place(stock: Stock, device: Any, dtype: Any, framework: str, *, strict: bool
 
 
 def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
-    """The names of the dtypes that tensors are cast to, by number: those that are not what is stored.
+    """The names of the dtypes that tensors are cast to, by number, if they differ from the stored ones.
 
     Args:
-        stock: what is there.
+        stock: the tensors and values of the checkpoint.
         dtype: as :func:`fastckpt.load` takes it.
         strict: whether a pattern that matches nothing is an error.
 
@@ -119,9 +119,9 @@ def dtypes_of(stock: Stock, dtype: Any, *, strict: bool) -> dict[int, str]:
 
 
 def named_dtypes_of(stock: Stock, dtype: Mapping[str, Any], inner: set[int]) -> dict[int, str]:
-    """Likewise for tensors of integers and booleans whose very name is in ``dtype``, which patterns do not choose.
+    """The same for tensors of integers and booleans whose exact name is in ``dtype``, which patterns do not choose.
 
-    Those whose number is in ``inner`` are parts of other tensors, and stay as they are.
+    Those with a number in ``inner`` are parts of other tensors, and stay unchanged.
     """
     tensors = stock.tensors(frozenset({"tensor", "array"})).keys() - inner
     return {
@@ -143,7 +143,7 @@ def _by_rule(
     *,
     strict: bool,
 ) -> list[tuple[int, Any]]:
-    """What patterns or a function say of each tensor."""
+    """The answer of patterns or a function for each tensor."""
     if callable(rule):
         return [(index, rule(info_of(stock.stored[index], token, stock.files))) for index, token in tensors.items()]
     patterns, values = Patterns(argument, rule, stock.operation), list(rule.values())
@@ -223,12 +223,12 @@ def _dtypes(
         found = _by_rule(stock, tensors, "dtype", dtype, strict=strict)
         return [(index, None if value is None else floating(value, stock.operation)) for index, value in found]
     name = floating(dtype, stock.operation)
-    # A dtype of few bits cannot count the steps of an optimizer: torch, too, leaves its step as it is.
+    # A dtype with few bits cannot count the steps of an optimizer: torch, too, leaves its step unchanged.
     return [(index, name) for index in tensors if not _counts(stock.stored[index])]
 
 
 def can_cast(source: str, target: str) -> bool:
-    """Whether ``dtype=`` makes one of these dtypes of the other."""
+    """Whether ``dtype=`` converts one of these dtypes to the other."""
     return re.fullmatch(_CASTABLE, source) is not None and re.fullmatch(_FLOATING, target) is not None
 
 

@@ -29,11 +29,11 @@ class Prepared:
     """A load before anything is read.
 
     Attributes:
-        settings: what was asked for.
-        tokens: the structure of what will be returned.
-        targets: what is to be read, and where to.
+        settings: the options of the load.
+        tokens: the structure of the result.
+        targets: the requests of the read.
         numbers: with ``mmap``, the tensors whose bytes are wanted.
-        missing: names of what only ``into`` has, and patterns that match nothing.
+        missing: names of values that only ``into`` has, and patterns that match nothing.
         unexpected: names of tensors that only the checkpoint has.
         unwanted: the numbers of those.
     """
@@ -71,15 +71,15 @@ def prepare(
     spreads: Spreads | None = None,
     shared: bool = False,
 ) -> Prepared:
-    """Find out what has to be read, and make the memory for it.
+    """Find out what has to be read, and allocate the memory for it.
 
     Args:
         reader: the checkpoint.
         source: its path, for messages.
-        settings: what was asked for.
-        into: what is filled; None for a new state.
+        settings: the options of the load.
+        into: the state to fill; None for a new one.
         mmap: whether new tensors are pages of the files.
-        target: what takes the requests.
+        target: the class that takes the requests.
         spreads: describes tensors of ``into`` that are spread over ranks.
         shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
 
@@ -90,7 +90,7 @@ def prepare(
         stored = reader.tensors()
     every = parse(reader.structure())
     selection, renaming, types, strict = settings.selection(), settings.renaming(), settings.types(), settings.strict
-    # Types are asked for only in what was chosen: the rest may be another program's.
+    # Types are looked up only in what was chosen: the rest may belong to another program.
     check = Validator(stored, types=types, strangers=not selection.all)
     unflatten(every, check)
     tokens, chosen = every, None
@@ -142,12 +142,12 @@ def prepare(
 
 
 def _numbers(tokens: Iterable[list[Any]]) -> list[int]:
-    """The numbers of the tensors that tokens stand for."""
+    """The numbers of the tensors of these tokens."""
     return sorted({token[1] for token in tokens})
 
 
 def _with(tokens: list[Token], positions: Sequence[int], others: list[Token]) -> list[Token]:
-    """A structure with other tokens at some positions of it, but for the sizes of containers."""
+    """A structure with other tokens at some positions, except for the sizes of containers."""
     out = list(tokens)
     for position, token in zip(positions, others, strict=True):
         if type(token) is str:

@@ -9,12 +9,12 @@ from .options import Engine, check_io
 
 
 def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
-    """Try in a directory what a save there would do: the engine, direct I/O, the renames of a commit.
+    """Try in a directory the steps of a save: the engine, direct I/O, the renames of a commit.
 
     Takes less than a tenth of a second. Nothing stays behind. :func:`fastckpt.doctor` explains the answers.
 
     Args:
-        path: the directory that is to hold checkpoints.
+        path: the directory for checkpoints.
         io: as for :func:`fastckpt.save`.
 
     Returns:

@@ -1,6 +1,6 @@
 """Progress of a long operation: a bar on request, and a line in the log every few seconds.
 
-What is called about ten times a second also sees when an operation has had its time.
+The progress callback, called about ten times a second, also notices when the deadline of an operation has passed.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from .outcome import logger
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-#: Seconds between lines in the log: of an operation shorter than this the log has only the report.
+#: Seconds between lines in the log: a shorter operation logs only its report.
 LOG_INTERVAL = 10.0
 
-#: When the operations of this context are to be given up, by time.monotonic.
+#: The deadline of the operations in this context, by time.monotonic.
 _deadline: ContextVar[float] = ContextVar("deadline", default=math.inf)
 
 
 @contextmanager
 def until(deadline: float) -> Iterator[None]:
-    """Have operations of the calling thread raise TimeoutError that are not done then, and undo what they have begun.
+    """Have operations of the calling thread that are not done then raise TimeoutError, and undo their work.
 
     Args:
         deadline: by ``time.monotonic``; infinite for as long as they take.

@@ -11,11 +11,11 @@ from .reports import LoadReport, SaveReport
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankSaveReport(SaveReport):
-    """What one rank did in a save of several; see :class:`SaveReport`.
+    """The report of one rank in a save of several; see :class:`SaveReport`.
 
-    ``bytes``, ``thread_bytes``, ``blocks``, ``paths`` and ``copied`` are of what this rank wrote, ``shards``,
-    ``tensors``, ``linked_files`` and ``linked_bytes`` of the whole checkpoint. The phase ``commit`` includes the wait
-    for the other ranks.
+    ``bytes``, ``thread_bytes``, ``blocks``, ``paths`` and ``copied`` count what this rank wrote, ``shards``,
+    ``tensors``, ``linked_files`` and ``linked_bytes`` the whole checkpoint. The phase ``commit`` includes the wait for
+    the other ranks.
 
     Attributes:
         rank: the rank in the process group.
@@ -38,7 +38,7 @@ class RankSaveReport(SaveReport):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankLoadReport(LoadReport):
-    """What one rank did in a load of several; see :class:`LoadReport`. ``bytes`` are those that this rank asked for.
+    """The report of one rank in a load of several; see :class:`LoadReport`. ``bytes`` are those it requested.
 
     Attributes:
         rank: the rank in the process group.

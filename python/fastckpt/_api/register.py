@@ -1,4 +1,4 @@
-"""Declaring types: what the state may hold beyond what is built in."""
+"""Declaring types: values that the state may hold beyond the built-in ones."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ def register_type(
     """Declare a class, so that its instances can be saved and come back as instances of it.
 
     Named tuples, dataclasses, enums, subclasses of built-in types and tensor subclasses that wrap others are saved
-    without registration. They come back as their class only if the program that loads them has declared it, under
-    the same name: a checkpoint never causes an import or a call of anything else. The class is matched exactly: a
-    subclass is declared by itself.
+    without registration. They come back as their class only if the loading program has declared it, under the same
+    name: a checkpoint never causes any other import or call. The class is matched exactly: a subclass is declared by
+    itself.
 
     Without ``encode`` and ``decode``, an instance is stored and rebuilt from its fields: no ``__init__`` runs.
     Fields that the checkpoint lacks have their defaults; fields that the class lacks are an error.
 
     Args:
         cls: the class.
-        encode: makes of an instance any value that can be saved; it may hold tensors. None, together with ``decode``,
-            for a class of one of the kinds above.
-        decode: makes of such a value an instance.
+        encode: converts an instance to any value that can be saved; it may hold tensors. None, together with
+            ``decode``, for a class of one of the kinds above.
+        decode: turns such a value back into an instance.
         name: the name in the file; by default the module's and the class's, joined with a dot.
 
     Raises:
-        TypeError: ``cls`` is not a class, or is of none of these kinds and ``encode`` or ``decode`` cannot be called.
+        TypeError: ``cls`` is not a class, or is of none of these kinds, and ``encode`` or ``decode`` is not callable.
         ValueError: the type is supported without registration, or another class has that name.
 
     Example:

@@ -1,4 +1,4 @@
-"""Reports: what an operation did, frozen, printable, loggable."""
+"""Reports of operations, frozen, printable, loggable."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastckpt._text import count, size, visible
 
 
 class Fixed(dict[str, Any]):
-    """A dict that stays as it is; a true one, so that ``dataclasses.asdict``, json and pickle take it."""
+    """A dict that cannot change; a real dict, so that ``dataclasses.asdict``, json and pickle accept it."""
 
     __slots__ = ()
 
@@ -104,7 +104,7 @@ class Report:
         ``sent_bytes`` and ``total_bytes`` and ``received_bytes`` (save) or ``storage_bytes`` and ``peer_bytes`` (load).
 
         Args:
-            prefix: what each name begins with.
+            prefix: the beginning of each name.
 
         Returns:
             The figures, all of type float; without ``step`` where there is none.
@@ -180,8 +180,8 @@ class LoadReport(Report):
     """The result of one load; see :class:`Report`.
 
     Attributes:
-        missing: with ``strict=False``, what was asked for and is not in the checkpoint: names of tensors and objects in
-            ``into``, patterns of ``keys`` that match nothing.
+        missing: with ``strict=False``, names of tensors and objects in ``into`` that the checkpoint lacks, and patterns
+            of ``keys`` that match nothing.
         unexpected: with ``strict=False``, the names of tensors of the checkpoint that ``into`` has no place for.
     """
 
@@ -203,11 +203,11 @@ def _first(names: tuple[str, ...]) -> str:
 
 
 class Loaded(NamedTuple):
-    """What :func:`fastckpt.load` returns with ``report=True``.
+    """The result of :func:`fastckpt.load` with ``report=True``.
 
     Attributes:
         state: the state.
-        report: what the load did.
+        report: the report of the load.
     """
 
     state: Any
@@ -216,14 +216,14 @@ class Loaded(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """A range of bytes that differs from what was written.
+    """A damaged range of bytes.
 
     Attributes:
         file: name of the file inside the checkpoint.
         offset: first byte of the range in that file.
         length: bytes in the range.
         tensor: the tensor whose bytes these are, or None (a header, a missing file).
-        reason: what was found, in words.
+        reason: a description of the damage.
     """
 
     file: str
@@ -252,7 +252,7 @@ class VerifyReport(Report):
 
     @property
     def ok(self) -> bool:
-        """Whether every byte is what was written."""
+        """Whether every byte matches its checksum."""
         return not self.damage
 
     def __str__(self) -> str:
@@ -268,7 +268,7 @@ class CopyReport:
         source: the place of the checkpoint: an absolute path or a URL.
         target: the place of the copy.
         bytes: bytes that were moved.
-        reused_bytes: bytes that were at the target already, or that an earlier copy, cut short, had brought.
+        reused_bytes: bytes that were at the target already, or that an earlier, interrupted copy had sent.
         files: the files of the checkpoint, the manifest among them.
         seconds: wall-clock seconds.
         warnings: further messages for the caller; usually empty.
@@ -286,7 +286,7 @@ class CopyReport:
 
     @property
     def gigabytes_per_second(self) -> float:
-        """Throughput of what was moved in GB/s, GB being 10^9 bytes."""
+        """Throughput of the bytes moved in GB/s, GB being 10^9 bytes."""
         return self.bytes / self.seconds / 1e9 if self.seconds > 0 else 0.0
 
     def __str__(self) -> str:

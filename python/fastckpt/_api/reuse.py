@@ -15,7 +15,7 @@ def check_base(operation: str, base: AnyPath | None) -> str | None:
 
 
 def flags_of(operation: str, frozen: Sequence[str] | None, names: Sequence[str]) -> list[bool]:
-    """For each name, whether a pattern matches it; nothing where there are no patterns.
+    """For each name, whether a pattern matches it; empty if there are no patterns.
 
     Raises:
         KeyError: a pattern matches none of them.

@@ -1,7 +1,7 @@
 """Whether new tensors fit into the memory that the control groups of this process leave.
 
-A load fills all the memory that it makes. Beyond the limit the kernel kills the process, which says nothing then and
-may take the job with it; an error says what to do.
+A load fills all the memory that it makes. Beyond the limit the kernel kills the process without a message, and may take
+the job with it; an error names the remedy.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from fastckpt._text import size
 
 from .outcome import logger
 
-#: Bytes of a load that fits anywhere, for which nothing is looked at.
+#: Loads of fewer bytes fit anywhere and are not checked.
 _LITTLE = 64 << 20
-#: The share of what is left from which on a load is told.
+#: From this share of the remaining memory on, a load logs a warning.
 _NEAR = 0.9
 
 
 def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")) -> None:
-    """Compare what a load fills with what is left.
+    """Compare the memory that a load fills with the memory that is left.
 
     Args:
         source: the checkpoint, for messages.
         nbytes: bytes of all new tensors in host memory.
-        certain: those of them for which no memory is reused that the process has already.
-        root: where ``/proc`` and ``/sys`` lie.
+        certain: bytes of them for which no memory of the process is reused.
+        root: the directory of ``/proc`` and ``/sys``.
 
     Raises:
         MemoryError: they do not fit, and there is no swap space.

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[SaveOptions]) -> SaveReport:
     """Write ``state`` to the directory ``path``; the checkpoint is durable and complete when this returns.
 
-    Until then ``path`` holds what it held before. The state must not change meanwhile: the checkpoint would hold
-    a mixture of old and new values.
+    Until then ``path`` keeps its old contents. The state must not change meanwhile: the checkpoint would hold a mixture
+    of old and new values.
 
     Args:
         state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it, named
@@ -45,11 +45,11 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
         {options}
 
     Returns:
-        What was done: bytes, seconds by phase, engine.
+        The report: bytes, seconds by phase, engine.
 
     Raises:
-        UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
-            allows, or a tensor cannot be cast; nothing was written.
+        UnsupportedTypeError: the state or the metadata holds a value that cannot be stored, or is larger than the
+            format allows, or a tensor cannot be cast; nothing was written.
         KeyError: a pattern of ``exclude``, ``dtype`` or ``frozen`` matches nothing; nothing was written.
         TypeError: a pattern is not a string, or an argument is unknown.
         FileExistsError: ``path`` exists, and is not a checkpoint of fastckpt or ``overwrite`` is false.
@@ -63,10 +63,10 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             file name, or one of fastckpt's own.
 
     Warns:
-        RuntimeWarning: a value is of a class that this program does not declare, so that a load would refuse it, or of
-            one of ``__main__`` without another name, or an attribute beside the fields of a dataclass cannot be stored,
-            once for each; a filter that makes errors of warnings ends the save by it before anything is written. Or an
-            earlier asynchronous save failed, and its result was never requested: of that the save warns when it is
+        RuntimeWarning: a value has a class that this program does not declare, so that a load would refuse it, or a
+            class of ``__main__`` without another name, or an attribute besides the fields of a dataclass cannot be
+            stored, once for each; a filter that turns warnings into errors ends the save before anything is written. Or
+            an earlier asynchronous save failed, and its result was never requested: of that the save warns when it is
             done.
     """
     began = time.perf_counter()

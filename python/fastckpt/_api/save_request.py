@@ -1,4 +1,4 @@
-"""One save: what it writes and how, from the call to the end of it."""
+"""One save: what it writes and how, from the call to its end."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class SaveRequest:
-    """One save; it changes as the save goes on. :meth:`close` it in the end.
+    """One save; it changes as the save goes on. :meth:`close` it at the end.
 
     Attributes:
         operation: the word that error messages begin with.
@@ -35,15 +35,15 @@ class SaveRequest:
         settings: how it is saved.
         step: the training step, for the live counters.
         metadata: the metadata, flattened.
-        flat: the state, flattened. Its ``keep`` has what addresses point into, behind these those of ``per_rank``.
-        per_rank: what belongs to this rank alone, flattened; None for nothing.
+        flat: the state, flattened. Its ``keep`` holds the owners of addresses, and after them those of ``per_rank``.
+        per_rank: the state of this rank alone, flattened; None for nothing.
         spreads: of the tensors that are spread over ranks.
-        movers: what brings the bytes of what has no address: by the numbers in ``flat``, and behind these by those in
+        movers: the movers of tensors without an address: by their numbers in ``flat``, and after these by those in
             ``per_rank``.
         boxes: of tensors that this rank holds in boxes, by the number in ``flat``: address, bytes and number in
             ``movers`` of each, in the order of its parts.
-        sources: brings them, as they are now; None once they are not needed any more.
-        tailor: what was left out and cast.
+        sources: copies them, in their current state; None once they are no longer needed.
+        tailor: applies ``exclude=`` and ``dtype=``.
         base: the earlier checkpoint that files are linked of, absolute.
         frozen: patterns of tensors that will not change.
         progress: whether a progress bar is shown.
@@ -72,11 +72,11 @@ class SaveRequest:
 
     @property
     def parts(self) -> list[Flat]:
-        """What is flattened of the state: that of all ranks, and that of this one."""
+        """The flattened parts of the state: that of all ranks, and that of this one."""
         return [self.flat] if self.per_rank is None else [self.flat, self.per_rank]
 
     def flags(self, names: Iterable[str]) -> list[bool]:
-        """For each name of a tensor, whether it will not change; nothing where that is not said.
+        """For each name of a tensor, whether it will not change; empty if that is unknown.
 
         Raises:
             KeyError: a pattern matches none of them.
@@ -103,13 +103,13 @@ def build_request(
     per_rank: Any = None,
     spreads: Spreads | None = None,
 ) -> SaveRequest:
-    """Flatten the state, leave out and cast, and warn of types. Call it from what the user calls.
+    """Flatten the state, leave out and cast, and warn of types. Call it from the public function.
 
     Args:
         operation: the word that error messages begin with.
         path: the checkpoint's directory, absolute.
         state: see :func:`fastckpt.save`.
-        metadata: likewise.
+        metadata: see there.
         settings: how it is saved.
         began: when the program called (``time.perf_counter``).
         per_rank: a state that is this rank's own, without DTensors; None for none.
@@ -171,7 +171,7 @@ def flatten_metadata(operation: str, metadata: Any, types: Types, default: Calla
     )
 
 
-#: What has been said of types.
+#: Remarks about types that have been made already.
 _said: set[str] = set()
 
 

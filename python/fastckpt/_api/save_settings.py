@@ -47,7 +47,7 @@ class SaveOptions(WriteOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteSettings(Settings):
-    """How a checkpoint is written, checked."""
+    """How a checkpoint is written; checked."""
 
     given = WriteOptions
 
@@ -94,7 +94,7 @@ class WriteSettings(Settings):
         'with a unit (``"2GB"``); None for no limit.',
     )
 
-    # Last, for it reads files.
+    # Last, because it reads files.
     files: list[tuple[str, bytes]] = option(
         None,
         check_files,
@@ -105,7 +105,7 @@ class WriteSettings(Settings):
     )
 
     def core(self, **more: Any) -> _core.SaveOptions:
-        """What the core takes of it, with what a save adds."""
+        """The core's options: these, and those that a save adds."""
         own = {
             "overwrite": self.overwrite,
             "files": self.files,
@@ -119,7 +119,7 @@ class WriteSettings(Settings):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveSettings(WriteSettings):
-    """How a state is saved, checked. Patterns are texts: those that count what they match are made for each save."""
+    """How a state is saved; checked. Patterns are kept as texts: objects that count matches are made for each save."""
 
     given = SaveOptions
 
@@ -164,5 +164,5 @@ class SaveSettings(WriteSettings):
     progress: bool = option(False, as_bool, "show a progress bar of what this process writes.")
 
     def for_writing(self) -> Self:
-        """Without what only the walk over the state needs, and what may hold much of the program's memory."""
+        """Without the options that only the walk over the state needs, which may hold much of the program's memory."""
         return replace(self, default=None, registry=None, exclude=None, dtype=None)

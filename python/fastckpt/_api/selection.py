@@ -1,4 +1,4 @@
-"""Names that patterns choose: what ``keys``, ``exclude`` and the patterns of ``dtype`` and ``device`` are made of."""
+"""Names that patterns choose: the base of ``keys``, ``exclude`` and the patterns of ``dtype`` and ``device``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fastckpt._text import suggest
 if TYPE_CHECKING:
     from fastckpt._state.unflatten import Token
 
-#: How many names are compared with one that matches nothing, and how long they may be.
+#: The most names that are compared with one that matches nothing, and their greatest length.
 _KNOWN, _LONG = 5000, 500
 
 
@@ -24,7 +24,7 @@ def _expression(pattern: str) -> str:
 
 
 class Patterns:
-    """The glob patterns of one argument. One without ``*``, ``?`` and ``[`` also chooses all that is below that name.
+    """The glob patterns of one argument. One without ``*``, ``?`` and ``[`` also chooses everything below that name.
 
     Args:
         argument: its name.
@@ -89,7 +89,7 @@ def texts_of(argument: str) -> Callable[[str, Any], tuple[str, ...] | None]:
 
 
 class Selection:
-    """What ``keys`` and ``exclude`` choose of a checkpoint: all, where both are None.
+    """The choice that ``keys`` and ``exclude`` make in a checkpoint: everything, if both are None.
 
     Raises:
         TypeError: they are neither patterns nor None.
@@ -106,7 +106,7 @@ class Selection:
         return self.keys is None and self.exclude is None
 
     def takes(self, name: str) -> bool:
-        """Whether what has this name is chosen."""
+        """Whether this name is chosen."""
         if self.exclude is not None and self.exclude.first(name) is not None:
             return False
         return self.keys is None or self.keys.first(name) is not None
@@ -132,6 +132,6 @@ class Selection:
             if strict and patterns is not None:
                 patterns.check()
         if 0 in unwanted:
-            raise ValueError(f"{self._operation}: exclude: it leaves nothing to save: the state is a single value")
+            raise ValueError(f"{self._operation}: exclude= leaves nothing to save: the state is a single value")
         missing = () if self.keys is None else tuple(self.keys.unused())
         return without(tokens, wanted, unwanted) if unwanted else wanted, missing

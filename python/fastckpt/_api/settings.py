@@ -32,9 +32,9 @@ class Option(NamedTuple):
     """One option.
 
     Attributes:
-        default: what a call without it has.
-        check: called with the operation and the value; returns what the record holds, or raises.
-        words: what it does, for the docstring.
+        default: the value without an argument.
+        check: called with the operation and the value; returns the value for the record, or raises.
+        words: its description, for the docstring.
         alike: whether all ranks of a job have to give the same.
     """
 
@@ -50,17 +50,17 @@ def option(default: Any, check: Callable[[str, Any], Any], words: str, *, alike:
 
 
 def as_given(_: str, value: Any) -> Any:
-    """What a caller gave, unchecked."""
+    """The argument, unchecked."""
     return value
 
 
 def as_bool(_: str, value: Any) -> bool:
-    """Whether what a caller gave is true."""
+    """The truth value of the argument."""
     return bool(value)
 
 
 class Settings:
-    """What records of settings share.
+    """The base class of records of settings.
 
     Attributes:
         given: the options as callers give them: a TypedDict with the names of the record, for type checkers.
@@ -79,16 +79,16 @@ class Settings:
 
     @classmethod
     def of(cls, operation: str, given: Mapping[str, Any], door: Any = None) -> Self:
-        """The record of what a caller gave.
+        """The record of a caller's arguments.
 
         Args:
             operation: the word that error messages begin with.
-            given: values by name; what is not in it has its default.
-            door: what the caller called; it takes no other arguments than those that :func:`takes` shows.
+            given: values by name; a missing one gets its default.
+            door: the function that the caller called; it takes no other arguments than those that :func:`takes` shows.
 
         Raises:
             TypeError: it has no argument of a name.
-            Exception: what the check of an option raises.
+            Exception: the error of an option's check.
         """
         if door is not None:
             known = [*(vars(door)["__init__"] if isinstance(door, type) else door).__signature__.parameters]
@@ -107,7 +107,7 @@ def takes(
 
     Args:
         kinds: their records.
-        like: by record, a function whose docstring tells what its options do; those of other records are told in full.
+        like: by record, a function whose docstring describes its options; those of other records are described in full.
         ranks: whether several ranks call it together.
     """
 
@@ -143,10 +143,10 @@ def takes(
 
 
 def with_lines(doc: str, lines: Iterable[str]) -> str:
-    """A docstring with these lines in the place of the one that says ``{options}``."""
+    """A docstring with these lines in place of its line ``{options}``."""
 
     def wrapped(mark: re.Match[str]) -> str:
-        # From Python 3.13 on, what all lines of a docstring are indented by is not in it.
+        # From Python 3.13 on, docstrings come without their common indentation.
         indent = mark.group(1)
         more = {"initial_indent": indent, "subsequent_indent": f"{indent}    "}
         return "\n".join(one for line in lines for one in textwrap.wrap(line, _WIDTH, **more))  # type: ignore[arg-type]

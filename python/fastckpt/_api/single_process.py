@@ -52,10 +52,10 @@ class SingleProcess:
 
 
 class FromSnapshot(SingleProcess):
-    """This process alone, with a copy of what it agreed on before.
+    """This process alone, with a copy of the state that it agreed on before.
 
     Args:
-        agreed: what that was.
+        agreed: the earlier agreement.
         snapshot: the copy.
     """
 
@@ -64,7 +64,7 @@ class FromSnapshot(SingleProcess):
         self._snapshot = snapshot
 
     def agree(self, _: SaveRequest) -> Agreed:
-        """What was agreed on; nothing is brought any more."""
+        """The earlier agreement; no more bytes are requested from the program."""
         return self._agreed
 
     def write(

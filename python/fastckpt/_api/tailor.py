@@ -1,4 +1,4 @@
-"""The copy that is shipped: what a save leaves out of a state (``exclude=``), and what it casts (``dtype=``)."""
+"""Tailoring of a saved state: what a save leaves out (``exclude=``), and what it casts (``dtype=``)."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class _Given(NamedTuple):
 
 
 class Tailor:
-    """What one save leaves out and casts.
+    """The values that one save leaves out, and the casts that it makes.
 
     Args:
         operation: the word that error messages begin with.
         exclude: as :func:`fastckpt.save` takes it.
-        dtype: likewise.
+        dtype: as :func:`fastckpt.save` takes it.
 
     Raises:
         TypeError: ``exclude`` is neither patterns nor None.
@@ -71,7 +71,7 @@ class Tailor:
 
     @property
     def excluded(self) -> Callable[[str], bool] | None:
-        """Whether what has a name is left out: for :func:`.flatten.flatten`. None where nothing is."""
+        """Whether a name is left out: for :func:`.flatten.flatten`. None where nothing is."""
         selection = self._selection
         return None if selection is None else lambda name: not selection.takes(name)
 
@@ -93,11 +93,11 @@ class Tailor:
             try:
                 numbers = leave_out(flat, tokens, wanted)
             except ValueError as error:
-                raise ValueError(f"{self._operation}: exclude: {error}") from error
+                raise ValueError(f"{self._operation}: exclude= {error}") from error
             dtypes = {numbers[index]: name for index, name in dtypes.items() if index in numbers}
         for index, name in dtypes.items():
             self._cast(flat, index, name)
-        # Functions of the program, which is not to wait for the end of a save in the background.
+        # Functions of the program, which must not be kept until a background save ends.
         self._selection = self._dtype = None
 
     def _note_unused(self, patterns: Patterns | None) -> None:
@@ -142,7 +142,7 @@ class Tailor:
 
     @property
     def warnings(self) -> list[str]:
-        """What the casts lost, for the report. To be asked once everything is written."""
+        """Warnings about casts, for the report. To be asked once everything is written."""
         names: dict[str, list[str]] = {}
         for tensor, dtype, loss in self._losses:
             if loss.happened():

@@ -1,4 +1,4 @@
-"""The throughput that a process wants, for the live monitor to compare with."""
+"""The throughput that a process wants, for comparison in the live monitor."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def set_target(target: str | float) -> tuple[float, float]:
             where either may be missing and is then no target. Upper and lower case are the same. GB is 10^9 bytes.
 
     Returns:
-        GB/s per GPU of saves and of loads, 0.0 where there is no target.
+        GB/s per GPU of saves and of loads, 0.0 without a target.
 
     Raises:
         ValueError: ``target`` is none of these.

@@ -44,7 +44,7 @@ def info_of(stored: StoredTensor, token: list[Any], files: Sequence[str]) -> Ten
 
     Args:
         stored: the tensor.
-        token: the first token that stands for it.
+        token: the first token that represents it.
         files: the names of the shards.
     """
     return TensorInfo(
@@ -59,6 +59,6 @@ def info_of(stored: StoredTensor, token: list[Any], files: Sequence[str]) -> Ten
 
 
 def device_of(token: list[Any]) -> str:
-    """Where the tensor of a token was."""
+    """The device that the tensor of a token was on."""
     device: str = token[_DEVICE] if token[0] == "tensor" and len(token) > _DEVICE else "cpu"
     return device

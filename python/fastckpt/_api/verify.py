@@ -25,16 +25,16 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
             OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO
             if it is set, else takes the first of these that works.
         threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
-            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. Of a URL 16 by default.
+            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. For a URL 16 by default.
         progress: show a progress bar.
 
     Returns:
         The report; ``report.ok`` is true for a whole checkpoint, ``report.damage`` lists every damaged range. Its
-        ``warnings`` name what another program has put there, such as a checkpoint of torch.distributed.checkpoint.
+        ``warnings`` name files of other programs there, such as a checkpoint of torch.distributed.checkpoint.
 
     Raises:
-        CorruptCheckpointError: the manifest itself is damaged, so that nothing can be said about the rest.
-        FormatVersionError: the checkpoint is of a version that this release does not read.
+        CorruptCheckpointError: the manifest itself is damaged, so that nothing is known about the rest.
+        FormatVersionError: this release does not read the checkpoint's format version.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: ``path`` is a URL, and the package obstore cannot be imported.
         OSError: the storage failed, or the store did not answer or refused.

@@ -22,18 +22,18 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreed:
-    """What a group agreed on: what the checkpoint holds, and what this process brings.
+    """The agreement of a group: the contents of the checkpoint, and the part of this process.
 
     Attributes:
-        prefix: what the names of the model's tensors begin with; empty where all of the state is the model.
-        training_prefix: what names begin with that are never the model's; empty for none.
-        frozen: for each tensor, whether it will not change; empty where that is not said.
+        prefix: the prefix of the model's tensor names; empty if all of the state is the model.
+        training_prefix: a prefix of names that are never the model's; empty for none.
+        frozen: for each tensor, whether it will not change; empty if that is unknown.
         files: further files for the directory.
         tensors: as the core takes them.
         structure: the structure of the state, JSON.
-        metadata: that of the metadata, JSON.
-        fill: brings the bytes of what has no address; None where all has one. It must not lead to what the core is
-            held by: nobody would ever find that cycle.
+        metadata: the structure of the metadata, JSON.
+        fill: copies the bytes of tensors without an address; None if all have one. It must not refer to the object that
+            holds the core: the garbage collector could not see that cycle.
         devices: the devices that have some of them.
         pulled: how many bytes that are.
     """
@@ -60,10 +60,10 @@ class Group(Protocol[_A, _R_co]):
 
     @property
     def report(self) -> type[_R_co]:
-        """What a save is reported as."""
+        """The class of the report."""
 
     def agree(self, request: SaveRequest, /) -> _A:
-        """Find out what the checkpoint holds, equally on all ranks."""
+        """Agree on the contents of the checkpoint, equally on all ranks."""
 
     def write(
         self, request: SaveRequest, agreed: _A, options: _core.SaveOptions, progress: Callable[[int, int], None], /
@@ -77,16 +77,16 @@ def write(
     progress: Callable[[int, int], None],
     told: Callable[[], Mapping[str, Any]] = dict,
 ) -> _R:
-    """Save; the report.
+    """Save; returns the report.
 
     Args:
-        request: what, and how.
+        request: the save.
         group: who saves.
         progress: called with bytes written and bytes to write by this process.
-        told: asked in the end for what else the report has, and for ``warnings``.
+        told: called at the end for further fields of the report, and for ``warnings``.
 
     Raises:
-        Exception: nothing was committed, unless it says that the outcome is not known.
+        Exception: nothing was committed, unless the message says that the outcome is unknown.
     """
     agreed = group.agree(request)
     with lent(agreed.devices, agreed.pulled) as staging:
@@ -98,7 +98,7 @@ def write(
 
 
 def core_options(request: SaveRequest, agreed: Agreed, staging: _core.Memory | None = None) -> _core.SaveOptions:
-    """How the core writes what was agreed on."""
+    """The core's options for this agreement."""
     settings = request.settings
     return settings.core(
         files=[*settings.files, *agreed.files],

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from .settings import BackgroundSettings
 
-#: After how many seconds of waiting for its base a save notices that it was cancelled.
+#: Seconds after which a save that waits for its base notices that it was cancelled.
 _NOTICE = 0.05
 
 
@@ -37,7 +37,7 @@ class BackgroundSave:
     """The common part of saves of one process and of ranks, which differ in the snapshot and in its writer.
 
     Args:
-        request: what is saved.
+        request: the save.
         settings: how it is saved in the background.
         snapshot: where it is copied to.
         ranks: those that save together; None for this process alone.
@@ -48,7 +48,7 @@ class BackgroundSave:
         group: who saves.
         snapshot: as given.
         staging: makes the copy.
-        claim: taken by whoever finishes the save, or gives it up before that.
+        claim: taken by the thread or the call that finishes the save, or gives it up before that.
         inline: whether the call finishes it.
     """
 
@@ -71,14 +71,14 @@ class BackgroundSave:
         self.claim = Claim()
         self.inline = False
         self._waited = 0.0
-        #: Saves that write what this one compares itself with. Earlier ones alone: two that wait for each other would
-        #: wait for ever.
+        #: Saves that are writing the checkpoint to compare with. Earlier ones only: two saves that wait for each other
+        #: would wait for ever.
         self._earlier = in_flight.to_path(request.base, pending)
 
     def begin(self) -> PendingSave:
-        """Wait for earlier saves, copy, and start the thread that writes; the handle.
+        """Wait for earlier saves, copy, and start the thread that writes; returns the handle.
 
-        The caller gives the save up if this raises, as a signal handler may do even while the thread starts.
+        If this raises, as a signal handler may even while the thread starts, the caller calls :meth:`give_up`.
         """
         pending, request = self.pending, self.request
         began = time.perf_counter()
@@ -95,7 +95,7 @@ class BackgroundSave:
         return pending
 
     def give_up(self, error: BaseException) -> bool:
-        """The call has failed: end the save, unless it has been taken over; whether it was not."""
+        """End the save because the call has failed, unless a thread has it; returns whether it has ended."""
         if not self.claim.take():
             self.pending.started = True
             return False
@@ -108,7 +108,7 @@ class BackgroundSave:
         return nullcontext()
 
     def alive(self) -> None:
-        """Say that it goes on, while it waits."""
+        """Report that the save is alive while it waits."""
 
     def start(self) -> bool:
         """Start the thread; whether there is one."""
@@ -120,7 +120,7 @@ class BackgroundSave:
         except RuntimeError as error:  # the process may have no more threads, or the interpreter is ending
             logger.warning("%s: no thread for the save, so the caller does it: %s", self.pending.path, error)
             return False
-        # The thread says so itself when it runs, but the next save or drain must know now.
+        # The thread sets this itself when it runs, but the next save or drain must know now.
         self.pending.started = True
         return True
 
@@ -129,8 +129,8 @@ class BackgroundSave:
         if not self.claim.take():
             return
         pending = self.pending
-        # Not before: a signal handler can interrupt the start of a thread, and must not wait for one it blocks; nor may
-        # one wait for the call that it has interrupted, and that finishes the save itself.
+        # Not earlier: a signal handler can interrupt the start of a thread, and must not wait for the one that it
+        # blocks; nor may a handler wait for the call that it has interrupted, and that finishes the save itself.
         pending.started = not self.inline
         try:
             pending._finish(self._save())
@@ -143,26 +143,26 @@ class BackgroundSave:
         """Finish the save in the calling thread, which keeps its niceness.
 
         Raises:
-            BaseException: what ends the program, KeyboardInterrupt and the like.
+            BaseException: an exception that ends the program, such as KeyboardInterrupt.
         """
         self.inline = True
         self.request.nice = None
         self.run()
         error = self.pending._error
         if error is not None and not isinstance(error, Exception):
-            # Ctrl-C is the program's, not the save's alone.
+            # Ctrl-C concerns the program, not only the save.
             in_flight.asked(error)
             raise error
 
     def _save(self) -> BaseException | None:
-        """Write what was copied, and let go of everything; why it failed, or None."""
+        """Write the snapshot, and release all references; why it failed, or None."""
         pending = self.pending
         error: BaseException | None = None
         try:
             try:
                 self.staging.finish()
             except BaseException:
-                # A step goes on before the turn comes, which waits for earlier saves.
+                # A step may go on before the save's turn comes, because the turn waits for earlier saves.
                 self.staging.close()
                 pending._set_staged()
                 with self.turn():
@@ -174,7 +174,7 @@ class BackgroundSave:
             error = caught
         finally:
             self.release(error)
-        # Where the checkpoint is there, so is the report, whatever the end of the turn was.
+        # If the checkpoint exists, so does the report, however the turn ended.
         return error if pending._report is None else None
 
     def _wait_for_base(self) -> None:
@@ -198,7 +198,7 @@ class BackgroundSave:
         return report
 
     def _told(self) -> dict[str, Any]:
-        """What the report has beside."""
+        """Further fields of the report."""
         pending = self.pending
         return {
             "beside": {"wait": self._waited, "stage": self.staging.seconds},

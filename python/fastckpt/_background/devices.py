@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 
     from fastckpt._tensors.movers import Copies, Range, Sources
 
-#: Bytes that are asked for at a time: what progress and cancellation go by, and steps before memory is pinned.
+#: Bytes that are requested at a time: the granularity of progress and cancellation, and of steps before memory is
+#: pinned.
 PART = 1 << 30
 #: Parts of a tensor begin at whole elements: no element is larger.
 _ELEMENT = 16
@@ -26,10 +27,10 @@ def mask(sources: Sources, count: int, *, on_device: bool) -> bytes:
 
 
 class Devices:
-    """What a save asks of devices. Made at the call: copies come after what streams had been asked for by then.
+    """The copies from devices that a save requests. Made at the call: copies run after the streams' earlier work.
 
     Args:
-        sources: bring the bytes of tensors without an address.
+        sources: copy tensors without an address.
         pin: the most bytes that may be pinned in this process; None for any number.
     """
 
@@ -38,9 +39,9 @@ class Devices:
         self.is_on_device = sources.is_on_device
         self.memory: host_memory.Memory | None = None
         self._pin = pin
-        #: What has been asked for and not been waited for, and its bytes.
+        #: Copies that were requested and not yet waited for, and their bytes.
         self._left: list[tuple[Copies, int]] = []
-        #: Whether an exception has come while copies were being asked for, or before they were noted here.
+        #: Whether an exception was raised while copies were being requested, or before they were noted here.
         self._lost = False
         self._is_sound = True
 
@@ -54,23 +55,23 @@ class Devices:
         return self.memory is not None and bool(self.sources.devices) and self.memory.must_pin(self._pin)
 
     def pin(self) -> None:
-        """Have the memory pinned in the background. Copies wait for what they need of it. None may be under way."""
+        """Have the memory pinned in the background. Copies wait for the parts that they need. None may be under way."""
         if self.memory is not None:
             self.memory.pin(self.sources.devices, self._pin)
 
     @property
     def is_pinned(self) -> bool:
-        """Whether copies go on by themselves once they are asked for.
+        """Whether copies continue on their own once they are requested.
 
-        Of other memory the host may have to wait for each: CUDA fills that before it returns, and devices that know no
-        pinning promise nothing.
+        For other memory, the host may have to wait for each copy: CUDA fills that before it returns, and devices
+        without pinning promise nothing.
         """
         memory = self.memory
         return memory is not None and memory.registration is not None and memory.is_pinned()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What a report says of memory that could not be pinned: nothing where ``pin=False`` asked for that."""
+        """The warning for a report about memory that could not be pinned; none after ``pin=False``."""
         if self.memory is None or not self.sources.devices or self.memory.problem is None:
             return ()
         return (self.memory.problem,)
@@ -88,7 +89,7 @@ class Devices:
         return made
 
     def wait(self, arrived: Callable[[int], object] = lambda _: None) -> None:
-        """Wait for all of it; ``arrived`` is told the bytes of each part that has come.
+        """Wait for all copies; ``arrived`` is called with the bytes of each part that has arrived.
 
         Raises:
             Exception: a device has failed, or ``arrived`` raises. The rest is still to be waited for.
@@ -100,17 +101,17 @@ class Devices:
             arrived(nbytes)
 
     def settle(self) -> bool:
-        """Wait until nothing writes to the memory any more; whether all that was waited for here went well.
+        """Wait until nothing writes to the memory any more; returns whether all copies here succeeded.
 
-        It waits only where a save has failed, so whatever comes meanwhile, also from a signal handler, comes after an
-        error that is on its way to the caller, and ends nothing.
+        It waits only after a save has failed, so any other exception meanwhile, also from a signal handler, is chained
+        to an error that is on its way to the caller, and changes nothing.
         """
         while self._left:
             try:
                 self._left[-1][0].wait()
             except BaseException:  # noqa: BLE001 - they have ended all the same
                 self._is_sound = False
-            # Not before: until then it is known what is under way.
+            # Not earlier: until then it is known which copies are under way.
             self._left.pop()
         if self._lost:
             self._lost = False
@@ -125,7 +126,7 @@ class Devices:
         memory, self.memory = self.memory, None
         sound = self.settle()
         if memory is not None:
-            # What a broken device was writing to is no good for others.
+            # Memory that a broken device was writing to must not be reused.
             (memory.give if sound else memory.close)()
 
 

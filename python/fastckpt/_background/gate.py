@@ -1,4 +1,4 @@
-"""A gate that opens once, and how long it held those who came before."""
+"""A gate that opens once, and measures how long it held those who came before."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._event = Event()
-        #: Since when each waiting thread waits.
+        #: The time at which each waiting thread began to wait.
         self._since: dict[object, float] = {}
         self.seconds = 0.0
 

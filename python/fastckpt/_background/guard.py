@@ -23,9 +23,9 @@ _unhook: Callable[[], None] | None = None
 def hold_steps() -> None:
     """From the first call on, every step of every optimizer waits for the copies of lazy saves.
 
-    The hook stays: Dynamo compiles steps again when it comes or goes. A step that has nothing to wait for spends about
-    a microsecond in it. Which optimizer steps does not matter: one whose parameters are in no save may be the last that
-    goes before a change of something that is, such as an average of weights.
+    The hook stays: Dynamo recompiles steps when it is added or removed. A step that has nothing to wait for spends
+    about a microsecond in it. The steps of all optimizers count: one whose parameters are in no save may be the last
+    that runs before a saved value changes, such as an average of weights.
     """
     global _unhook  # noqa: PLW0603 - one hook for a process
     if _unhook is None:
@@ -66,7 +66,7 @@ def _lazy() -> list[PendingSave]:
 class Guard:
     """Has the buffers of a module copied at each call of ``save_async``; made by :func:`fastckpt.guard`.
 
-    As a context manager it removes itself.
+    As a context manager it removes itself at the end.
     """
 
     def remove(self) -> None:
@@ -89,7 +89,8 @@ def guard(module: Any) -> Guard:
 
     For modules whose forward changes large buffers: a queue of keys, a codebook, a memory bank. Nothing else needs a
     guard: every step of an optimizer waits for the copy by itself, and tensors under 64 KiB (BatchNorm's statistics)
-    are copied at the call anyway. What changes larger tensors otherwise calls ``wait_staged()`` of the save first.
+    are copied at the call anyway. Code that changes larger tensors by other means calls ``wait_staged()`` of the save
+    first.
 
     It is not a hook, for code that ``torch.compile`` made earlier would not look for one. It holds until the module is
     gone or the guard is removed. A save whose copy is not done when this is called is waited for.
@@ -98,7 +99,7 @@ def guard(module: Any) -> Guard:
         module: a ``torch.nn.Module``.
 
     Returns:
-        The guard, one for each module: ``remove()`` takes it off; it is a context manager that does.
+        The guard, one for each module: ``remove()`` removes it; as a context manager it removes itself.
 
     Raises:
         TypeError: it is not a module.
@@ -113,12 +114,12 @@ def guard(module: Any) -> Guard:
     known = _guards.get(module)
     if known is None:
         known = _guards[module] = Guard()
-        # A save that began before it has yet to copy the buffers; one that begins from here on knows of it.
+        # A save that began before it still has to copy the buffers; later saves know of it.
         wait_for_copies()
     return known
 
 
 def guarded() -> list[Any]:
-    """The buffers of all guarded modules, as they are at the moment."""
-    # Of a DTensor, what this rank has.
+    """The current buffers of all guarded modules."""
+    # For a DTensor, this rank's part.
     return [getattr(buffer, "_local_tensor", buffer) for module in tuple(_guards) for buffer in module.buffers()]

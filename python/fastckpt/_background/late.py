@@ -11,12 +11,12 @@ if TYPE_CHECKING:
 
 
 class Late:
-    """What a step needs to know of the copies of one save.
+    """The copies of one save, as a step sees them.
 
-    A change before the first step is found by the versions, which torch raises on the host when a change is asked for.
-    From the first step on, versions rise as they should, and the order on the device keeps the copies right: the
-    streams of the step wait for them. So versions are compared once: by the first step, or when the copies have ended
-    and no step has come by then.
+    A change before the first step is detected by the versions, which torch raises on the host when the change is
+    requested. From the first step on, versions rise as they should, and the order on the device keeps the copies right:
+    the streams of the step wait for them. So versions are compared once: by the first step, or when the copies have
+    ended and no step has come by then.
 
     Args:
         versions: of each tensor its name, itself, and its version at the call.
@@ -26,16 +26,16 @@ class Late:
 
     def __init__(self, versions: list[tuple[str, Any, int]]) -> None:
         self._versions = versions
-        #: The first one holds.
+        #: Only the first call counts.
         self._verdicts: list[list[str]] = []
-        #: What has been asked of streams; complete before the first step may come.
+        #: Copies requested from streams; complete before the first step may come.
         self.copies: list[Copies] = []
 
     def changed(self) -> list[str]:
         """The names of the tensors that were changed between the call and the first step.
 
-        No lock, for a signal handler may step on top of a step. Many may compare at a time: a step goes on only after
-        it has appended what it found, so whoever appended first had compared before any step changed a version.
+        No lock, because a signal handler may step on top of a step. Many steps may compare at a time: a step goes on
+        only after it has appended its findings, so the first to append had compared before any step changed a version.
         """
         if not self._verdicts:
             self._verdicts.append(changed(self._versions))
@@ -66,8 +66,9 @@ def changed(versions: list[tuple[str, Any, int]]) -> list[str]:
     """The names of those that have been changed since.
 
     A version is raised after a tensor of the host has been written to. So a change that ended before its tensor was
-    copied, or while it was, shows here, after the copy; and none that was allowed does, for who waits for the copy
-    still waits. A change that is under way at this moment, and began before its tensor was copied, does not show.
+    copied, or while it was, shows here, after the copy; and no permitted change shows, because a step that waits for
+    the copy is still waiting. A change that is under way at this moment, and began before its tensor was copied, does
+    not show.
     """
     # Of a DTensor, both that and the local one may have been.
     return list(dict.fromkeys(name for name, tensor, version in versions if tensor._version != version))  # noqa: SLF001

@@ -56,8 +56,8 @@ class SaveProgress:
 class PendingSave(in_flight.SaveInFlight):
     """A save that runs in the background; made by :func:`fastckpt.save_async`.
 
-    Methods named as those of ``concurrent.futures.Future`` do the same. ``await pending`` gives the report, too;
-    to cancel the task that waits does not cancel the save.
+    Methods with names of ``concurrent.futures.Future`` behave the same. ``await pending`` gives the report, too; to
+    cancel the task that waits does not cancel the save.
 
     Attributes:
         path: the checkpoint's directory, absolute.
@@ -71,9 +71,9 @@ class PendingSave(in_flight.SaveInFlight):
         self.group, self.operation = group, operation
         self.started = False
         self.finished = Event()
-        #: Opens when the state may change.
+        #: Opens when the program may change the state.
         self._staged = Gate()
-        #: Opens when a step may go on whose streams wait for the copies that are under way on devices.
+        #: Opens when a step may go on, provided that its streams wait for the copies that are under way on devices.
         self._may_step = Gate()
         #: Those copies, in a lazy save.
         self._late: Late | None = None
@@ -89,7 +89,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._callbacks: list[Callable[[PendingSave], object]] = []
         # Seconds that the call took.
         self._called = 0.0
-        # The caller's: the log line and the span of the save belong to what the caller did.
+        # The caller's: the log line and the span of the save belong to the caller's work.
         self._context = copy_context()
 
     def __repr__(self) -> str:
@@ -98,7 +98,7 @@ class PendingSave(in_flight.SaveInFlight):
     # What others ask.
 
     def wait_staged(self, timeout: float | None = None) -> None:
-        """Wait until the state may change: it has been copied, or the save is over. ``result`` raises what failed.
+        """Wait until the state may change: it has been copied, or the save has ended. ``result`` raises the failure.
 
         At once where :func:`fastckpt.save_async` was called without ``lazy``. The time counts as stall.
 
@@ -117,7 +117,7 @@ class PendingSave(in_flight.SaveInFlight):
             raise TimeoutError(f"wait_staged: {self.path}: the state has not been copied after {timeout} s")
 
     def result(self, timeout: float | None = None) -> SaveReport:
-        """Wait until the checkpoint is durable and return what was done.
+        """Wait until the checkpoint is durable and return the report.
 
         Args:
             timeout: seconds; None for as long as it takes.
@@ -125,7 +125,7 @@ class PendingSave(in_flight.SaveInFlight):
         Raises:
             TimeoutError: it has not finished in time; it continues.
             CancelledError: it was cancelled.
-            Exception: it failed: what :func:`fastckpt.save` would have raised.
+            Exception: the failure, as :func:`fastckpt.save` would have raised it.
         """
         error = self.exception(timeout)
         if error is None:
@@ -139,7 +139,7 @@ class PendingSave(in_flight.SaveInFlight):
             del error, self
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        """Wait until it is over and return why it failed, or None.
+        """Wait until it has ended and return why it failed, or None.
 
         Raises:
             TimeoutError: it has not finished in time; it continues.
@@ -156,7 +156,7 @@ class PendingSave(in_flight.SaveInFlight):
         return self._error
 
     def done(self) -> bool:
-        """Whether it is over: durable, failed or cancelled."""
+        """Whether it has ended: durable, failed or cancelled."""
         return self.finished.is_set()
 
     def cancelled(self) -> bool:
@@ -164,7 +164,7 @@ class PendingSave(in_flight.SaveInFlight):
         return isinstance(self._error, CancelledError)
 
     def progress(self) -> SaveProgress:
-        """How far it is."""
+        """The progress of the save."""
         staged = 0 if self._snapshot is None else self._snapshot.staged
         return SaveProgress(self._phase(), staged, self._written, self._total)
 
@@ -183,7 +183,7 @@ class PendingSave(in_flight.SaveInFlight):
         return self.cancelled()
 
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
-        """Call ``function(pending)`` when it is over, in the thread that writes; at once if it is over already.
+        """Call ``function(pending)`` in the thread that writes when the save ends; at once if it has ended already.
 
         Exceptions that it raises are logged.
         """
@@ -237,14 +237,14 @@ class PendingSave(in_flight.SaveInFlight):
                 raise
 
     def _stall(self) -> float:
-        """Seconds that training stood still for this save so far: the call, and waits on the host."""
+        """Seconds that training has stopped for this save so far: the call, and waits on the host."""
         return self._called + self._may_step.seconds + self._staged.seconds
 
     def _hold_step(self) -> None:
         """Have a step wait that is about to begin in the calling thread.
 
-        The host waits for copies of host tensors, and until those of device tensors have been asked for; for these the
-        thread's streams wait, and the host does not.
+        The host waits for copies of host tensors, and until those of device tensors have been requested; for the latter
+        the thread's streams wait, and the host does not.
         """
         if self._staged.is_open():
             return
@@ -256,7 +256,7 @@ class PendingSave(in_flight.SaveInFlight):
             late.hold_step()
 
     def _set_staged(self) -> None:
-        """Let all who wait go on."""
+        """Release all waiters."""
         self._may_step.open()
         self._staged.open()
 
@@ -284,7 +284,7 @@ class PendingSave(in_flight.SaveInFlight):
             try:
                 self._call_back()
             finally:
-                # Last, for it may block: a manager's callback says which checkpoint is the latest.
+                # Last, because it may block: a manager's callback updates the latest checkpoint.
                 self._context.run(put, ended)
 
     def _log(self) -> None:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 class Job(BackgroundSave):
-    """Of one process: its snapshot holds the files, which are laid out at the call."""
+    """For one process: its snapshot holds the files, which are laid out at the call."""
 
     def __init__(self, request: SaveRequest, settings: BackgroundSettings) -> None:
         flat, agreed = request.flat, SingleProcess().agree(request)
@@ -52,7 +52,7 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
     (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable.
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
-    ``result()``. If it is never asked for, the next ``save_async`` starts its own save and then raises it (see
+    ``result()``. If nobody asks for it, the next ``save_async`` starts its own save and then raises it (see
     ``on_error``). Without a next one, it is written to stderr when the process ends, also if multiprocessing forked
     that process.
 
@@ -69,8 +69,8 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
         A handle on the save.
 
     Raises:
-        UnsupportedTypeError: the state or the metadata holds what cannot be stored, or is larger than the format
-            allows, or a tensor cannot be cast.
+        UnsupportedTypeError: the state or the metadata holds a value that cannot be stored, or is larger than the
+            format allows, or a tensor cannot be cast.
         KeyError: a pattern matches nothing.
         TypeError: a pattern is not a string, or an argument is unknown.
         FileExistsError: ``path`` exists and may not be replaced.
@@ -115,7 +115,7 @@ def tell_unasked_but(pending: PendingSave) -> None:
             but=pending,
         )
     except BaseException as error:
-        # An exception with slots cannot have it, nor can its note be true; there are none among Python's own.
+        # An exception with slots cannot have a note; Python's own exceptions have none.
         with contextlib.suppress(AttributeError):
             error.pending_save = pending  # type: ignore[attr-defined]
         raise

@@ -16,7 +16,7 @@ from .pending import OnError, PendingSave, check_on_error  # noqa: F401 - OnErro
 
 
 class BackgroundOptions(TypedDict, total=False):
-    """What every save in the background takes."""
+    """The options of every save in the background."""
 
     lazy: bool
     pin: bool | int | str
@@ -31,7 +31,7 @@ class SaveAsyncOptions(SaveOptions, BackgroundOptions, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackgroundSettings(Settings):
-    """How a state is saved in the background, checked."""
+    """How a state is saved in the background; checked."""
 
     given = BackgroundOptions
 
@@ -79,7 +79,7 @@ _tried: dict[int, bool] = {}
 
 
 def granted(nice: int | None) -> int | None:
-    """The niceness, if the kernel grants it; what it refuses is logged once and left out."""
+    """The niceness, if the kernel grants it; a refusal is logged once, and the niceness is left out."""
     if nice is None:
         return None
     if nice not in _tried:
@@ -87,7 +87,7 @@ def granted(nice: int | None) -> int | None:
             _core.try_nice(nice)
             _tried[nice] = True
         except OSError as error:
-            # No thread to try it in says nothing about the next time.
+            # If no thread could be started to try it in, nothing is known for the next time.
             if error.errno != errno.EAGAIN:
                 _tried[nice] = False
             logger.warning("save_async: nice=%s: the kernel refuses: %s", nice, error)

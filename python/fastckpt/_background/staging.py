@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .pending import PendingSave
     from .settings import BackgroundSettings
 
-#: How many references to tensors are dropped at a time, with a pause in which others can take the GIL.
+#: Number of references to tensors that are dropped at a time, with a pause in which other threads can take the GIL.
 _DROPPED = 500
 #: How many tensors an error names.
 _NAMED = 5
@@ -39,19 +39,19 @@ class Staging:
 
     Memory that a device still reads must neither be changed nor be given to another tensor. The program's own
     references do not see to that: they may go when the call returns. So this holds references of its own until the
-    copies have ended; versions are read from these, too. And each copy is noted with the allocator
-    (``Tensor.record_stream``, in :mod:`fastckpt._tensors.device`), for a reference does not keep what
+    copies have ended; versions are read from these, too. Each copy is also noted with the allocator
+    (``Tensor.record_stream``, in :mod:`fastckpt._tensors.device`), because a reference does not keep memory that
     ``untyped_storage().resize_(0)`` gives back, as FSDP does with parameters that it has gathered: the allocator then
-    lends that memory to nobody before the copy has read it.
+    reuses that memory only after the copy has read it.
 
     Args:
         pending: the handle.
-        request: what is saved.
+        request: the save.
         snapshot: has a place for each of its tensors.
         settings: how it is saved in the background.
 
     Attributes:
-        devices: what copies come from.
+        devices: the devices to copy from.
         is_lazy: whether something is copied after the call, or by devices on their own.
         seconds: for how long the state has been copied.
     """
@@ -69,16 +69,16 @@ class Staging:
         self._keep = request.flat.keep
         #: The tensors that the core still has to copy: 1 for each on the host, 0 for each on a device.
         self._rest = mask(request.sources, len(self._keep), on_device=False)
-        #: What is copied in the background: names by number.
+        #: Tensors that are copied in the background: names by number.
         self.late = _countable(request) if settings.lazy else {}
         self.is_lazy = bool(self.late) or (settings.lazy and bool(request.sources.devices))
         #: Late tensors of the host, and their versions at the call.
         self._versions: list[tuple[str, Any, int]] = []
-        #: Late tensors of devices that have not been asked for.
+        #: Late tensors on devices that have not been requested yet.
         self._unasked: list[Range] = []
 
     def begin(self) -> None:
-        """Get memory, and copy what must be copied at the call."""
+        """Get memory, and copy the tensors that must be copied at the call."""
         self._snapshot.attach(self.devices.take(self._snapshot.nbytes).core)
         if self.is_lazy:
             # First: a guard that comes meanwhile waits for this save.
@@ -97,7 +97,7 @@ class Staging:
         """Copy the rest, and let go of the state.
 
         Raises:
-            CancelledError: the save is to stop.
+            CancelledError: the save was cancelled.
             RuntimeError: a tensor was changed meanwhile.
         """
         self._pending._stop_if_cancelled()
@@ -127,7 +127,7 @@ class Staging:
             self.seconds += time.perf_counter() - began
 
     def _exempt_guarded(self) -> None:
-        """Copy at the call what forward of a guarded module may change."""
+        """Copy at the call the buffers that forward of a guarded module may change."""
         guarded = _guard.guarded()
         if not guarded:
             return
@@ -153,18 +153,18 @@ class Staging:
         self._request.movers.clear()
 
     def _copy_early(self) -> None:
-        """Copy what a lazy save copies at the call, and ask for what can be asked for now."""
+        """Copy the first part of a lazy save, and request the copies that can be requested now."""
         keep, late, rest = self._keep, self.late, self._rest
         self._versions = self._count(on_device=False)
         asked = self._pending._late = Late(self._count(on_device=True))
         ranges = self._ranges()
         must_pin = self.devices.must_pin()
-        # Other code than a step may change these, without calling us: so the caller's streams wait now, and those of
-        # steps, which may be others, as for all copies.
+        # Code other than a step may change these without calling us. So the caller's streams wait now, and those of
+        # steps, which may be others, wait as for all copies.
         asked.copies += self.devices.ask(each for each in ranges if each[0] not in late)
         for copies in asked.copies:
             copies.hold_streams()
-        # Not before: these few are copied as the device can, into memory as it is, and the call waits for no pinning.
+        # Not earlier: these few are copied with the memory as it is, pinned or not, and the call waits for no pinning.
         if must_pin:
             self.devices.pin()
         self._unasked = [each for each in ranges if each[0] in late]
@@ -174,13 +174,14 @@ class Staging:
             self._unasked = []
         self.stage(bytes(byte and index not in late for index, byte in enumerate(rest)), last=False)
         self._rest = bytes(byte and index in late for index, byte in enumerate(rest))
-        # Their memory must stay even if the tensors are given another. What has been copied is the caller's again.
+        # Their memory must stay even if the tensors are given another. Memory that has been copied belongs to the
+        # caller again.
         keep[:] = [keep[index].detach() for index in late]
         if not self._unasked and not any(self._rest):
             self._pending._may_step.open()
 
     def _count(self, *, on_device: bool) -> list[tuple[str, Any, int]]:
-        """Late tensors, and their versions. Of a DTensor, torch counts a change of it or one of its local tensor."""
+        """Late tensors, and their versions. torch counts a change of a DTensor on it or on its local tensor."""
         wholes = self._request.flat.wholes
         return versions_of(
             (name, tensor)
@@ -191,7 +192,7 @@ class Staging:
         )
 
     def _copy_late(self) -> list[str]:
-        """Copy what is left of a lazy save; the names of the tensors that were changed meanwhile."""
+        """Copy the rest of a lazy save; returns the names of tensors that were changed meanwhile."""
         late = self._pending._late
         assert late is not None  # noqa: S101 - where the call did not copy everything
         devices = bool(self.devices.sources.devices)
@@ -207,7 +208,7 @@ class Staging:
         return names
 
     def _ranges(self) -> list[Range]:
-        """Where the tensors on devices go."""
+        """The place in the snapshot of tensors on devices."""
         if not self.devices.sources.devices:
             return []
         places = self._snapshot.places()
@@ -253,7 +254,7 @@ class Staging:
         )
 
     def _free(self) -> None:
-        """Drop what the state gave us, little by little."""
+        """Drop the references to the state, little by little."""
         keep, movers = self._keep, self._request.movers
         while keep or movers:
             del keep[-_DROPPED:]
@@ -267,7 +268,7 @@ class Staging:
 def _countable(request: SaveRequest) -> dict[int, str]:
     """The tensors that may be copied late: names by number.
 
-    Of inference tensors torch counts no changes, and of the parts of a tensor only some.
+    torch counts no changes of inference tensors, and only some of the parts of a tensor.
     """
     values = iter(request.flat.keep)
     parts = [(tensor, index in flat.inner) for flat in request.parts for index, tensor in enumerate(flat.tensors)]
@@ -282,6 +283,6 @@ def _countable(request: SaveRequest) -> dict[int, str]:
 
 
 def _storage(tensor: Any) -> int:
-    """Where the memory that a tensor is in begins; 0 where there is none."""
+    """The start address of the memory that a tensor is in; 0 if there is none."""
     address: int = tensor.untyped_storage().data_ptr()
     return address

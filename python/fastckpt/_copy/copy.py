@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 
 class Copied(NamedTuple):
-    """What a copy did.
+    """The result of a copy.
 
     Attributes:
         bytes: bytes that this process moved.
         reused_bytes: bytes that were there already.
         files: the files of the checkpoint, the manifest among them.
         seconds: wall-clock seconds.
-        warnings: what else the caller should know, in words.
+        warnings: further warnings for the caller, in words.
         was_there: whether the target held the checkpoint already, and nothing was done.
     """
 
@@ -55,34 +55,36 @@ def copy_checkpoint(
 ) -> Copied:
     """Copy a checkpoint; durable and visible as a whole when it returns.
 
-    What a copy that was cut short has brought is not brought again. A place is an absolute path or a URL, as
+    Files that an interrupted copy has sent are not sent again. A place is an absolute path or a URL, as
     :func:`fastckpt._stores.urls.place_of` gives it.
 
     Args:
-        sources: places of the checkpoint, the nearest first. Each file comes from the first one where it is whole.
+        sources: places of the checkpoint, the nearest first. Each file comes from the first source in which it is
+            whole.
         target: the place of the copy. If it is among the sources, with ``overwrite``, its damaged files are replaced,
-            and the others stay as they are.
-        operation: what is done, for messages.
+            and the others stay unchanged.
+        operation: the name of the operation, for messages.
         overwrite: replace another checkpoint at ``target``.
         limit: bytes per second that this process may move.
         stop: called about ten times a second, by the calling thread; once it returns true, the copy stops.
         tick: called beside it with the bytes that are done, and all bytes of this process's share.
-        share: ``(index, count)``, where ``count`` processes copy together. All but the first bring some of the files
-            and return. The first brings its own, waits as long as others bring theirs, brings what is missing then, and
+        share: ``(index, count)``, where ``count`` processes copy together. All but the first copy some of the files and
+            return. The first copies its own, waits as long as files of the others arrive, copies the missing ones, and
             makes the copy visible.
 
     Returns:
         What was done.
 
     Raises:
-        CancelledError: ``stop`` returned true, or this process must go on at another time: what is there stays.
+        CancelledError: ``stop`` returned true, or this process must continue at another time: files that were copied
+            stay.
         CorruptCheckpointError: a file is damaged at all sources; nothing became visible.
         ReplacedCheckpointError: the checkpoint was replaced or removed meanwhile, or a file beside it has another
             length.
         FileNotFoundError: there is no checkpoint at any source.
         FileExistsError: there is something else at ``target``.
         OSError: storage failed.
-        ValueError: a source holds what cannot be copied: a directory, a link.
+        ValueError: a source holds an entry that cannot be copied: a directory, a link.
     """
     began = time.perf_counter()
     plan = Plan([source_at(operation, place) for place in sources])

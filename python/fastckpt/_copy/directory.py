@@ -52,7 +52,7 @@ class ToDirectory:
         )
 
     def bring(self, plan: Plan, pace: Pace, share: tuple[int, int]) -> tuple[int, list[str]]:
-        """Bring a share of the files; the first process brings what is missing then, and publishes them.
+        """Copy a share of the files; the first process then copies missing ones, and publishes all.
 
         Returns:
             Bytes that this process needed not move, and warnings.
@@ -60,7 +60,7 @@ class ToDirectory:
         try:
             gathering = _core.Gathering(self._target, plan.manifest, self._overwrite)
         except FileExistsError as error:
-            # The core speaks of saves.
+            # The core's message says save.
             why = str(error.strerror).replace("cannot save", f"cannot {self._operation}", 1)
             raise FileExistsError(error.errno, why, error.filename) from None
         leave = gathering.close
@@ -79,7 +79,7 @@ class ToDirectory:
             if not share[0] and _is_of_no_use(error):
                 leave = gathering.give_up
             if isinstance(error, OSError) and not plan.heals(self._target) and self.has(plan):
-                # Another copy of the same checkpoint was faster, and has cleared away what was gathered.
+                # Another copy of the same checkpoint was faster, and has removed the gathered files.
                 leave = gathering.give_up
                 return plan.nbytes, []
             raise
@@ -108,7 +108,7 @@ class ToDirectory:
 
 
 def _is_of_no_use(error: BaseException) -> bool:
-    """Whether no later copy could go on with what was gathered, or there is no room for it."""
+    """Whether no later copy could continue with the gathered files, or there is no room for them."""
     if isinstance(error, (CancelledError, KeyboardInterrupt, TimeoutError)):
         return False
     full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EEXIST)
@@ -143,7 +143,7 @@ class _Copied:
 
 
 class _Linked(_Copied):
-    """A file that stays as it is where the target is: it is read and compared, and linked."""
+    """A file that stays unchanged at the target: it is read and compared, and linked."""
 
     def __init__(self, gathering: Gathering, source: Source, item: Item, linked: list[int]) -> None:
         self._gathering = gathering
@@ -164,7 +164,7 @@ class _Linked(_Copied):
         try:
             self._gathering.link(self._source.place, self._name, opened.identity)
         except OSError:
-            # It has too many links, belongs to somebody else, or lies where there are none.
+            # It has too many links or another owner, or the file system has no hard links.
             self._copy(opened)
         else:
             self._linked.append(self._item.nbytes)

@@ -44,7 +44,7 @@ class UnreadableError(Exception):
 
 
 class Sink(Protocol):
-    """Where one file goes, block by block."""
+    """The destination of one file, block by block."""
 
     def put(self, start: int, data: Bytes) -> int:
         """Take the bytes from ``start`` on, and return their CRC-64. Threads may call it at once."""
@@ -100,7 +100,7 @@ class _File:
                 self.error = self.error or error
 
     def close(self) -> None:
-        """When no thread moves any more: clear away what is not whole."""
+        """After all threads have stopped: remove incomplete files."""
         if self.error is None and not self._left:
             return
         if self._sink is not None:
@@ -110,7 +110,7 @@ class _File:
 
 
 def readable(read: Callable[[], _T]) -> _T:
-    """What ``read`` returns; UnreadableError where it fails."""
+    """The result of ``read``; UnreadableError if it fails."""
     try:
         return read()
     except (CorruptCheckpointError, OSError) as error:
@@ -118,10 +118,10 @@ def readable(read: Callable[[], _T]) -> _T:
 
 
 def watched(jobs: Sequence[Callable[[], None]], pace: Pace) -> None:
-    """Run each job in a thread of its own, while the calling thread tells how far the copy is, and whether to stop.
+    """Run each job in a thread of its own, while the calling thread reports progress and checks whether to stop.
 
     Raises:
-        CancelledError: the copy is to stop.
+        CancelledError: the copy was cancelled.
         Exception: a job failed; the others have ended, too.
     """
     if not jobs:
@@ -143,10 +143,10 @@ def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pa
     """Read ``items`` from ``source`` and put each into the sink that ``make`` makes.
 
     Returns:
-        What could not be read, by name, and why.
+        The files that could not be read, by name, and why.
 
     Raises:
-        CancelledError: the copy is to stop.
+        CancelledError: the copy was cancelled.
         Exception: a sink failed.
     """
     files = [_File(item, source, make, pace.block) for item in items]
@@ -174,9 +174,9 @@ def move(items: Sequence[Item], source: Source, make: Callable[[Item], Sink], pa
 
 
 def _failures(files: Iterable[_File], pace: Pace) -> dict[str, Exception]:
-    """What could not be read. What else went wrong is raised."""
+    """The files that could not be read. Other errors are raised."""
     wrong = [file.error for file in files if file.error is not None and not isinstance(file.error, UnreadableError)]
-    # The threads that another one made stop say no more than that.
+    # Threads that were stopped by another one only report that they were stopped.
     for error in sorted(wrong, key=lambda error: isinstance(error, CancelledError)):
         raise error
     found = {}
@@ -188,11 +188,11 @@ def _failures(files: Iterable[_File], pace: Pace) -> dict[str, Exception]:
 
 
 def ahead(item: Item, source: Source, opened: Opened, pace: Pace) -> Iterator[Bytes]:
-    """The blocks of a file, one after another, read ahead by threads. Each is there until the next is asked for.
+    """The blocks of a file in order, read ahead by threads. Each is valid until the next one is requested.
 
     Raises:
         UnreadableError: it is damaged; raised before the last block is given.
-        CancelledError: the copy is to stop.
+        CancelledError: the copy was cancelled.
     """
     summed = Summed(source.path_of(item.name), item, pace.block)
     memories = [memory_of(min(pace.block, item.nbytes)) for _ in range(min(THREADS, len(summed.blocks)))]

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Files that are sent at the same time: those that go in parts, which keep the network busy but for their beginning and
-#: end, and those that do not.
+#: Files that are sent at the same time: those sent in parts, which keep the network busy except at their beginning and
+#: end, and those sent whole.
 _LARGE, _SMALL = 4, 8
-#: Seconds between two looks at what others have brought.
+#: Seconds between two checks for files that others have sent.
 _EVERY = 1.0
-#: How often files are brought again that another copy removes.
+#: How often files are sent again that another copy removes.
 _TURNS = 5
 
 
@@ -52,7 +52,7 @@ class ToObjects:
     def has(self, plan: Plan) -> bool:
         """Whether the checkpoint is there: the manifest, all files with their lengths, the shards with their sums.
 
-        What an earlier copy left, killed after its manifest, goes then.
+        Objects of an earlier copy that was killed after its manifest are removed then.
         """
         before = self._manifest()
         if before is None or before.content != plan.manifest:
@@ -64,7 +64,7 @@ class ToObjects:
         return True
 
     def bring(self, plan: Plan, pace: Pace, share: tuple[int, int]) -> tuple[int, list[str]]:
-        """Bring a share of the files; the first process brings what is missing then, and the manifest at last.
+        """Send a share of the files; the first process then sends missing ones, and finally the manifest.
 
         Returns:
             Bytes that this process needed not move, and warnings.
@@ -88,17 +88,17 @@ class ToObjects:
         return reused, []
 
     def _commit(self, plan: Plan, before: Version | None) -> None:
-        """Have the manifest take the place of the one that was there; of several copies at a time one can do that."""
+        """Replace the old manifest; of several simultaneous copies only one can do that."""
         try:
             self._objects.replace(MANIFEST, plan.manifest, _crc64.to_hex(_crc64.of(plan.manifest)), before)
         except FileExistsError:
-            # The answer to a request that was sent twice speaks of the first time.
+            # The answer to a request that was sent twice may be about the first one.
             now = self._manifest()
             if now is None or now.content != plan.manifest:
                 raise self._busy() from None
 
     def _settle(self, plan: Plan, bring: Callable[[Sequence[Item]], None]) -> None:
-        """Bring again what another copy has removed meanwhile, which took it for the rest of an earlier one."""
+        """Send again what another copy has removed meanwhile, because it took it for a leftover of an earlier one."""
         for _ in range(_TURNS):
             left = self._missing(plan, self._objects.sizes())
             if not left:
@@ -121,7 +121,7 @@ class ToObjects:
         return [item for item in plan.items if item.name not in whole]
 
     def _refuse(self, plan: Plan, before: Version | None) -> None:
-        """Raise FileExistsError for what must not be replaced."""
+        """Raise FileExistsError for objects that must not be replaced."""
         names = list(self._objects.sizes())
         for name in names:
             # A copy keeps its files in a folder of its own.
@@ -136,7 +136,7 @@ class ToObjects:
             raise self._error(errno.EEXIST, "another checkpoint is there, and overwrite=False")
         if before is not None:
             return
-        # What an earlier copy brought has its sum.
+        # Objects of an earlier copy have a checksum.
         doubtful = [name for name in names if not self._overwrite or is_ours(file_of(name))]
         for name, noted in sums_of(self._objects, doubtful).items():
             if noted is None:
@@ -148,7 +148,7 @@ class ToObjects:
         """The objects of other saves, and of copies that were cut short."""
         files = Layout(plan.manifest, sizes).files
         used = {MANIFEST, *(files[item.name].name for item in plan.items if item.name in files)}
-        # Another tool may have brought the checkpoint that is replaced, and has noted no sums.
+        # Another tool may have uploaded the checkpoint that is replaced, without noting checksums.
         bare = [name for name in sizes if before is not None and is_ours(name) and name not in used]
         return [*leftovers(self._objects, sizes, plan.manifest), *bare]
 

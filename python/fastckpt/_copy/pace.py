@@ -13,19 +13,19 @@ if TYPE_CHECKING:
     Stop: TypeAlias = Callable[[], bool]
     Tick: TypeAlias = Callable[[int, int], None]
 
-#: Bytes that are moved at a time: enough for any disk, and a part of an object.
+#: Bytes that are moved at a time: enough for any disk, and one part of an object.
 BLOCK = 8 << 20
 #: Threads that move blocks. One or two keep a disk busy; a store takes more.
 THREADS = 4
 #: Bytes per second for which one thread is enough where there is a limit: fewer threads disturb others less.
 _PER_THREAD = 500e6
 _PAGE = 4096
-#: A block takes this long at most where there is a limit, so that no burst is longer.
+#: With a limit, a block takes this long at most, so that no burst is longer.
 _BURST = 0.1
 _LEAST = 64 << 10
-#: Time lost to a slow disk that is made up for.
+#: Time lost to a slow disk that is caught up on.
 _SLACK = 0.1
-#: Seconds between two looks at whether to stop.
+#: Seconds between two checks whether to stop.
 INTERVAL = 0.1
 
 
@@ -73,14 +73,14 @@ class Pace:
         """Return when ``nbytes`` may be moved.
 
         Raises:
-            CancelledError: the copy is to stop.
+            CancelledError: the copy was cancelled.
         """
         delay = self.book(nbytes, time.monotonic())
         if self._stopped.wait(delay) if delay > 0 else self._stopped.is_set():
             raise CancelledError
 
     def moved(self, nbytes: int) -> None:
-        """Count ``nbytes``, which may be fewer than none: those of a file that is to be moved again."""
+        """Count ``nbytes``, which may be negative: those of a file that is to be moved again."""
         with self._lock:
             self.done += nbytes
 

@@ -29,7 +29,7 @@ class Plan:
     Raises:
         CorruptCheckpointError: no source has a manifest that is whole. FileNotFoundError, another OSError or another
             CheckpointError, too, as that of the first source.
-        ValueError: what lies in a source cannot be copied.
+        ValueError: the contents of a source cannot be copied.
     """
 
     def __init__(self, sources: Sequence[Source]) -> None:
@@ -61,7 +61,7 @@ class Plan:
         self.nbytes = len(self.manifest) + sum(item.nbytes for item in self.items)
 
     def heals(self, target: str) -> bool:
-        """Whether the target is one of the sources: its damaged files are to be replaced."""
+        """Whether the target is one of the sources: its damaged files are replaced."""
         return any(source.place == target for source in self._sources)
 
     def is_replaced(self) -> bool:
@@ -81,7 +81,7 @@ class Plan:
 
         Args:
             items: the files.
-            step: brings files from a source, and returns what it could not read there, and why.
+            step: copies files from a source, and returns those that it could not read, and why.
 
         Raises:
             CorruptCheckpointError: a file is damaged or missing everywhere.
@@ -95,6 +95,6 @@ class Plan:
                 left = [item for item in left if item.name in failed]
                 errors += [failed[item.name] for item in left]
         if left:
-            # Damage is the last word only where every source could be asked.
+            # Damage is reported only if every source could be read.
             passing = [error for error in (*errors, *self._lost) if not isinstance(error, CorruptCheckpointError)]
             raise (passing or errors)[0]

@@ -1,4 +1,4 @@
-"""Several processes copy one checkpoint: each copies its share, then the first copies what is missing."""
+"""Several processes copy one checkpoint: each copies its share, then the first copies the rest."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from .pace import Pace
     from .sources import Item
 
-#: How long no file has to arrive until the first process brings what is missing: seconds, and how much of the time
-#: that it would take itself.
+#: How long no file has to arrive until the first process copies the missing ones: seconds, and a multiple of its own
+#: time for them.
 PATIENCE, TIMES = 10.0, 4
-#: Bytes per second that are assumed where it has brought nothing itself.
+#: Bytes per second that are assumed if it has copied nothing itself.
 RATE = 50e6
 
 
 def share_of(items: Sequence[Item], share: tuple[int, int]) -> list[Item]:
-    """The files that a process brings. What has no checksum is brought by the first, which makes it visible."""
+    """The files that a process copies; the first, which makes the copy visible, copies those without a checksum."""
     index, count = share
     shards = [item for item in items if item.is_shard][index::count]
     return shards if index else shards + [item for item in items if not item.is_shard]
@@ -40,9 +40,9 @@ def bring_share(
     Args:
         items: all files.
         share: ``(index, count)``.
-        pace: counts what is done.
+        pace: counts the bytes.
         missing: the files that are not whole at the target.
-        bring: brings files there.
+        bring: copies files there.
         every: seconds between two calls of ``missing``.
 
     Returns:
@@ -70,7 +70,7 @@ def _wait(
     rate: float,
     every: float,
 ) -> None:
-    """Wait as long as files arrive that others bring; bring what is missing then."""
+    """Wait as long as files of other processes arrive; then copy the missing ones."""
     before: Sequence[Item] | None = None
     deadline = 0.0
     while left := missing():

@@ -31,7 +31,7 @@ Bytes: TypeAlias = "np.ndarray[Any, np.dtype[np.uint8]]"
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 _DIRECT = getattr(os, "O_DIRECT", 0)
 _PAGE = 4096
-#: Smaller files are read through the page cache, where they mostly are.
+#: Smaller files are read through the page cache, which usually has them.
 _SMALL = 1 << 20
 
 
@@ -41,7 +41,7 @@ class Item(NamedTuple):
     Attributes:
         name: its name.
         nbytes: its length.
-        crc: its CRC-64/NVME as 16 digits; None where nobody knows it.
+        crc: its CRC-64/NVME as 16 digits; None if unknown.
         is_shard: whether the manifest names it.
     """
 
@@ -75,7 +75,7 @@ class Source(Protocol):
         """The manifest's bytes, and the shards that it names."""
 
     def beside(self, manifest: bytes, shards: Sequence[Item]) -> list[Item]:
-        """What lies beside the manifest and the shards and belongs to the checkpoint with this manifest."""
+        """The files beside the manifest and the shards that belong to the checkpoint with this manifest."""
 
     def path_of(self, name: str) -> str:
         """The path or the URL of a file of it, for messages."""
@@ -97,8 +97,8 @@ def _manifest(operation: str, place: str) -> tuple[bytes, list[Item]]:
 def _is_beside(name: str, shards: Sequence[Item]) -> bool:
     """Whether a file belongs to a checkpoint whose manifest does not name it.
 
-    Any other name that begins with a dot is that of a file system, of a tool, or of something unfinished. A shard that
-    the manifest does not name is what a save into this directory left (docs/format.md, 1).
+    Any other name that begins with a dot belongs to a file system, to a tool, or to something unfinished. A shard that
+    the manifest does not name was left by a save into this directory (docs/format.md, 1).
     """
     if name.removeprefix(f"{TRAINING}/").startswith(".") and name != TORCH_METADATA:
         return False
@@ -217,7 +217,7 @@ def _check(path: str, about: os.stat_result, nbytes: int) -> None:
     if not stat.S_ISREG(about.st_mode):
         raise corrupt(path, "not a regular file")
     if about.st_size != nbytes:
-        raise corrupt(path, f"it has {about.st_size} bytes, written were {nbytes}")
+        raise corrupt(path, f"it has {about.st_size} bytes, expected {nbytes}")
 
 
 def _open_direct(place: str, name: str, about: os.stat_result) -> int | None:
@@ -269,7 +269,7 @@ class _Object:
         except FileNotFoundError as error:
             raise corrupt(url, "the object is missing") from error
         if nbytes != item.nbytes:
-            raise corrupt(url, f"it has {nbytes} bytes, written were {item.nbytes}")
+            raise corrupt(url, f"it has {nbytes} bytes, expected {item.nbytes}")
 
     def read_into(self, start: int, memory: Bytes) -> None:
         """See :class:`Opened`."""
@@ -299,7 +299,7 @@ class Summed:
         return _crc64.to_hex(_crc64.joined(_crc64.of(b""), zip(self._sums, lengths, strict=True)))
 
     def compare(self) -> None:
-        """Raise CorruptCheckpointError unless the file is what was written."""
+        """Raise CorruptCheckpointError unless the file has its checksum."""
         found = self.found()
         if self._item.crc is not None and found != self._item.crc:
-            raise corrupt(self._path, f"checksum is {found}, written was {self._item.crc}")
+            raise corrupt(self._path, f"checksum is {found}, expected {self._item.crc}")

@@ -35,7 +35,7 @@ def seconds_until(end: float) -> float | None:
 
 @dataclass(slots=True, eq=False)
 class AfterSave:
-    """Does what follows a durable save, outside the thread that trains wherever it can.
+    """Does the work after a durable save, outside the training thread wherever it can.
 
     Attributes:
         drain: copies to the remote tier; None where this process does not.
@@ -48,15 +48,15 @@ class AfterSave:
     leftovers: Leftovers
     drain: Drain | None
     leads: bool
-    #: What is under way.
+    #: Work that is under way.
     _open: list[Event] = field(default_factory=list, init=False)
-    # Reentrant: a signal handler that saves may come in between.
+    # Reentrant: a signal handler that saves may run in between.
     _lock: Any = field(default_factory=threading.RLock, init=False)
     #: When the save began that the file ``latest`` names.
     _latest: float = field(default=-math.inf, init=False)
 
     def follow(self, about: dict[str, Any], began: float, pending: PendingSave, failed: Callable[[], None]) -> None:
-        """When a save in the background is durable, do what follows in its thread; if it fails, call ``failed``."""
+        """When a background save is durable, do the work after it in its thread; if it fails, call ``failed``."""
         done = Event()
 
         def ended(pending: PendingSave) -> None:
@@ -76,7 +76,7 @@ class AfterSave:
         self._note_open(done)
 
     def after(self, about: dict[str, Any], began: float, report: SaveReport) -> None:
-        """A save of the calling thread is durable: what follows, with the removals in another thread."""
+        """Do the work after a durable save of the calling thread, with the removals in another thread."""
         self.note(about, began, report, report.seconds)
         self._copy()
         if not self.leads:
@@ -96,7 +96,7 @@ class AfterSave:
         self._note_open(done)
 
     def note(self, about: dict[str, Any], began: float, report: SaveReport, stall: float) -> None:
-        """All of it but the removals, and the copies to the remote tier, which this only asks for."""
+        """All of it except the removals, and the copies to the remote tier, which this only requests."""
         step = about["step"]
         if self.drain is not None:
             self.drain.add(step)
@@ -106,7 +106,7 @@ class AfterSave:
                 return
             created = time.time() - report.seconds
             self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
-            # Two saves may end at nearly the same time, and the later one may be here first.
+            # Two saves may end at nearly the same time, and the later one may get here first.
             if began < self._latest:
                 return
             self._latest = began
@@ -124,7 +124,7 @@ class AfterSave:
         """
         if not self.is_over(end):
             raise TimeoutError(
-                f"wait: {self.local.place.path}: old checkpoints are still being removed; this continues"
+                f"wait: {self.local.place.path}: old checkpoints are still being removed; the removal continues"
             )
 
     def warnings(self) -> list[str]:
@@ -144,5 +144,5 @@ class AfterSave:
             self.drain.start()
 
     def _note_open(self, done: Event) -> None:
-        """What sets it has begun. Not before: nobody would set that of a call that an interrupt ends."""
+        """The thread that sets it has begun. Not before: nothing would set the one of a call that an interrupt ends."""
         self._open = [*(one for one in self._open if not one.is_set()), done]

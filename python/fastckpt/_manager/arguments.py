@@ -15,7 +15,7 @@ from fastckpt._ranks.replicas import Policy
 
 from .lineage import KEY
 
-#: What the manager gives to a save itself.
+#: Arguments of a save that the manager sets itself.
 _OWN = {"overwrite", "on_error"}
 
 
@@ -31,7 +31,7 @@ def step_of(operation: str, step: int) -> int:
 
 
 class StepState(NamedTuple):
-    """What a program gives to a save: the state of a step, what belongs to this rank alone, and the metadata."""
+    """A program's arguments for a save: the state of a step, the state of this rank alone, and the metadata."""
 
     step: int
     state: Any
@@ -85,7 +85,7 @@ def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:
 
 
 def policies_text(policies: Sequence[Any]) -> str:
-    """Policies as ranks compare them: a policy of the caller's by its type, for its text may have an address."""
+    """Policies as ranks compare them: a caller's own policy by its type, because its text may contain an address."""
     ours = {keeping.__name__, saving.__name__}
     return ", ".join(str(one) if type(one).__module__ in ours else type(one).__qualname__ for one in policies) or "none"
 
@@ -93,10 +93,10 @@ def policies_text(policies: Sequence[Any]) -> str:
 def save_options_of(
     options: Mapping[str, Any] | None, comparison: Mapping[str, Any], *, grouped: bool
 ) -> dict[str, Any]:
-    """``save_options=``, with what only saves of several ranks take beside: how they compare what several hold.
+    """``save_options=``, with the options that only saves of several ranks take: how they compare their copies.
 
     Raises:
-        TypeError: an option is of another type.
+        TypeError: an option has the wrong type.
         ValueError: an option is unknown, or out of range.
     """
     options = options or {}

@@ -1,4 +1,4 @@
-"""Which checkpoints a restore tries, and in which order; and whether a run may begin anew where there are none."""
+"""Which checkpoints a restore tries, and in which order; and whether a run may start anew if there are none."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Candidate(NamedTuple):
     """A checkpoint that may be restored.
 
-    It is that of the remote tier if it is ``far``, and a later save than the local tier's if it is ``alone``.
+    It is in the remote tier if it is ``far``, and a later save than the local tier's if it is ``alone``.
     """
 
     step: int
@@ -38,7 +38,7 @@ class Candidates:
     """The checkpoints that may be restored, of the local tier and of the remote one.
 
     Attributes:
-        order: that of the last save that a look has found (:mod:`.lineage`).
+        order: the order of the last save that was found (:mod:`.lineage`).
     """
 
     local: Tier[Directory]
@@ -46,7 +46,7 @@ class Candidates:
     order: int = 0
 
     def look(self) -> list[Candidate]:
-        """What to try of the branch that saved last: the highest step first, and of one step the local tier's.
+        """The checkpoints to try of the branch that saved last: by step, the highest first; the local tier's first.
 
         Raises:
             OSError: there is none in the directory, and the remote tier does not answer.
@@ -91,7 +91,7 @@ class Candidates:
             return False
 
     def refuse_new_beginning(self) -> None:
-        """Refuse to begin anew where a run was.
+        """Refuse to start anew if there are traces of a run.
 
         Raises:
             CheckpointError: a run was here; NotACheckpointError: it was another program's.
@@ -116,7 +116,8 @@ class Candidates:
         steps, step_of = {*directory.look().steps}, directory.names.step_of
         try:
             left = {step_of(one.checkpoint) for one in leftovers(directory.path)} - steps - {None}
-            # A full list opens every manifest, so only where something lies under a temporary name and not its own.
+            # A full list opens every manifest, so it is made only where something has a temporary name and its own name
+            # is free.
             aside = [one.name for one in listed(directory.path) if one.aside] if left else []
         except (FileNotFoundError, NotImplementedError):
             aside = []

@@ -1,8 +1,8 @@
 """Facts about each checkpoint of a run: when it was saved, its metrics, and which one it continues.
 
-All that lies in the checkpoint's own metadata. Reading them opens its manifest, so what was read is kept in a file,
-``.fastckpt-run.json``, beside the policies in force. An entry of it counts only while the checkpoint is the same one,
-by what :meth:`.directory.Directory.identity` says. Without the file, or with a damaged one, all is read again from the
+All facts are in the checkpoint's own metadata. Reading them opens its manifest, so they are cached in a file,
+``.fastckpt-run.json``, beside the policies in force. An entry counts only while the checkpoint is the same one, by
+:meth:`.directory.Directory.identity`. Without the file, or with a damaged one, all facts are read again from the
 checkpoints. The place of the last save is in the file by itself: its branch is followed also where its checkpoint has
 lost its manifest.
 """
@@ -31,32 +31,32 @@ if TYPE_CHECKING:
 
 FILE = ".fastckpt-run.json"
 _VERSION = 2
-#: How many manifests are read at a time: each of a remote tier costs a journey there and back.
+#: How many manifests are read at a time: each one of a remote tier costs a round trip.
 _AT_A_TIME = 16
 
 
 class Entry(NamedTuple):
-    """What is known of one checkpoint: what policies are told, and its place in the run."""
+    """The facts about one checkpoint: those for policies, and its place in the run."""
 
     saved: Saved
     lineage: Lineage
 
 
 class Catalogue:
-    """What the checkpoints of a tier say of themselves.
+    """The facts that the checkpoints of a tier hold.
 
     Args:
-        place: where they lie.
-        keep: the policies in force, as text; None where one of them has no text, or where nobody says.
+        place: the tier's place.
+        keep: the policies in force, as text; None if one of them has no text, or if they are unknown.
     """
 
     def __init__(self, place: Place, keep: Sequence[str] | None = None) -> None:
         self._place = place
-        # Reentrant: a signal handler that saves may come in between.
+        # Reentrant: a signal handler that saves may run in between.
         self._lock = threading.RLock()
         self._known: dict[str, tuple[Identity, Entry]] = {}
         self._changed = False
-        #: The place of the last save that was ever seen here.
+        #: The place in the lineage of the last save that was ever seen here.
         self.last = Lineage(0)
         found = self._read()
         #: The policies of the manager that wrote the file last, or those given.
@@ -64,7 +64,7 @@ class Catalogue:
         self._changed = self._changed or self.keep != found
 
     def entries(self, steps: Iterable[int]) -> dict[int, Entry]:
-        """What is known of these checkpoints, in the same order; those that cannot be opened are left out."""
+        """The facts about these checkpoints, in the same order; those that cannot be opened are left out."""
         with self._lock:
             found: dict[int, Entry | None] = {}
             unknown: list[tuple[int, str, Identity]] = []
@@ -103,7 +103,8 @@ class Catalogue:
     def go_back(self, step: int, steps: Iterable[int]) -> None:
         """Note, durably, that the run continues from a step: it has left the steps above.
 
-        Pinned ones may stay there, and until the next save nothing else would tell. ``steps`` are all that there are.
+        Pinned ones may stay there, and until the next save nothing else would show it. ``steps`` are all that there
+        are.
 
         Raises:
             OSError: the file cannot be written.
@@ -117,7 +118,7 @@ class Catalogue:
             self.write(steps, durable=True)
 
     def write(self, steps: Iterable[int], *, durable: bool = False) -> None:
-        """Write the file, with what is known of these checkpoints.
+        """Write the file, with the facts about these checkpoints.
 
         Raises:
             OSError: it cannot be written.
@@ -171,7 +172,7 @@ class Catalogue:
 
 
 def read(path: str, step: int) -> Entry:
-    """What a checkpoint says of itself.
+    """The facts that a checkpoint holds.
 
     Raises:
         CheckpointError: it is damaged, or none.

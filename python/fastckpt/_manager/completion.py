@@ -1,4 +1,4 @@
-"""How a run waits: until the last save is over on all ranks, until all is copied, and at the end of the block."""
+"""How a run waits: until the last save has ended on all ranks, until all is copied, and at the end of the block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Completion:
-    """Waits for what a run in a directory has begun.
+    """Waits for the background work of a run in a directory.
 
     Attributes:
         drain: copies to the remote tier; None where this process does not.
@@ -66,10 +66,10 @@ class Completion:
         return self.saves.last_report()
 
     def end_block(self, error: BaseException | None) -> None:
-        """The block of the manager has ended, by ``error`` if there is one: wait for what is in flight.
+        """The block of the manager has ended, by ``error`` if there is one: wait for background work.
 
-        A signal that comes meanwhile, or has come since the last step boundary, is answered: what is in flight becomes
-        durable or is given up, and the signal is passed on.
+        A signal that comes meanwhile, or has come since the last step boundary, is answered: saves in flight become
+        durable or are given up, and the signal is passed on.
         """
         signals = self.preemption.signals
         try:
@@ -95,26 +95,26 @@ class Completion:
                 signals.answer = None
                 signals.uninstall()
                 if not signals.exiting:
-                    # What has come since the ranks told each other, and to nobody else from here on.
+                    # Signals that came after the ranks exchanged theirs, and that no other rank will hear of.
                     self.preemption.pass_on_at_end()
 
     def _finish(self, error: BaseException | None) -> BaseException | None:
-        """Wait for what is in flight at the end of the block; what the block has failed with."""
+        """Wait for background work at the end of the block; returns the block's failure."""
         try:
             if error is None or not self.shared:
                 self.wait()
             else:
-                # The others may be elsewhere.
+                # The other ranks may be at another call.
                 self.preemption.settle()
                 self.after_save.wait(math.inf)
         except Exception as failed:  # noqa: BLE001 - it is raised later, or in the log
-            # What failed is in the log, and so is what was given up for a signal; the error that ends the block must
-            # not be lost.
+            # Failures are in the log, and so is a save that was given up for a signal; the error that ends the block
+            # must not be lost.
             return failed if error is None and not isinstance(failed, CancelledError) else error
         return error
 
     def _wait_for_all(self, end: float) -> None:
-        """Wait until the last save is over on all ranks; where it has failed, not for ranks that do not wait for it."""
+        """Wait until the last save has ended on all ranks; if it has failed, not for ranks that do not wait for it."""
         pending = self.saves.pending
 
         def has_failed(limit: float) -> BaseException | None:
@@ -136,21 +136,22 @@ class Completion:
         except SaveFailed:
             return
         except RanksError as reported:
-            # What has failed on all, this rank hears of itself, or has told already.
+            # A failure on all ranks is known here, or was raised already.
             if not failed_with(reported, SaveFailed) or (pending is not None and has_failed(end) is None):
                 raise
 
     def _wait_for_copies(self, end: float) -> None:
-        """Wait until all that waits is at the remote tier."""
+        """Wait until all queued checkpoints are at the remote tier."""
         drain, signals = self.drain, self.preemption.signals
         if not self.copies:
             return
         if not self.shared:
             if drain is not None:
-                # Where a signal has come, the step boundary is more urgent; once it is answered, the process's end is.
+                # If a signal has come, the step boundary is more urgent; once it is answered, the end of the process
+                # is.
                 drain.wait(end, lambda: bool(signals.pending) or time.monotonic() >= signals.end)
             return
-        # The first rank commits, so that what it has done is done.
+        # The first rank commits, so its work is done.
         leading = drain if self.ranks.leads else None
         with leading.hurry() if leading else contextlib.nullcontext():
             over = self._wait_together(end, leading.is_over if leading else lambda _: True)
@@ -160,10 +161,10 @@ class Completion:
     def _wait_together(
         self, end: float, is_over: Callable[[float], bool], watch: Callable[[], None] | None = None
     ) -> bool:
-        """Wait until something is over on all ranks, or a save in flight is given up on all for a signal.
+        """Wait until something has ended on all ranks, or a save in flight is given up on all for a signal.
 
         Returns:
-            Whether it is over.
+            Whether it has ended.
 
         Raises:
             TimeoutError: not by ``end``. It goes on.

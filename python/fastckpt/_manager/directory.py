@@ -1,7 +1,7 @@
 """The directory of a run: which names are checkpoints, which are pinned, and the file ``latest``.
 
-The directories are the truth. A directory with the name of a step is a whole checkpoint, for a save gives it that name
-last; the file ``latest`` only repeats one of the names, for people and scripts, and nothing here reads it.
+The directories are the truth. A directory with the name of a step is a whole checkpoint, because a save gives it that
+name last; the file ``latest`` only repeats one of the names, for people and scripts, and nothing here reads it.
 
 A pin is an empty file beside the checkpoint, ``step-00001000.pin``: it is set and lost in one step of the file system,
 several programs can set pins at a time, it outlives a save that replaces the checkpoint, and ``touch`` sets one.
@@ -21,16 +21,16 @@ from typing import NamedTuple, TypeAlias
 from fastckpt._api.manage import leftovers, remove, remove_leftover, strange_in
 
 LATEST = "latest"
-#: A file of the run that is about to get its name.
+#: A file of the run that is about to be renamed to its name.
 _NEW = re.compile(r"\.(?:latest|fastckpt-run\.json)\.[0-9a-f]{16}\.new")
 #: How often a writer whose file was swept writes it again.
 _TURNS = 100
 PIN = ".pin"
 MANIFEST = "fastckpt.json"
-#: Behind the name of a checkpoint that was removed: what others had put into it.
+#: The suffix for files of others in a checkpoint that was removed.
 FOREIGN = ".foreign"
 
-#: What tells a checkpoint from another one under the same name.
+#: The facts that distinguish a checkpoint from another one of the same name.
 Identity: TypeAlias = tuple[int, int, int]
 
 
@@ -53,7 +53,7 @@ class Names:
         first = parts.index(fields[0])
         before = "".join(part[0] for part in parts[: first + 1])
         after = "".join(part[0] for part in parts[first + 1 :])
-        # A digit beside the number would be read as one of its own.
+        # A digit beside the number would be read as part of it.
         if before[-1:].isdigit() or after[:1].isdigit():
             raise ValueError(f"{problem}: a digit beside {{step}} would be read as part of the number")
         self._pattern = re.compile(f"{re.escape(before)}([0-9]+){re.escape(after)}")
@@ -74,12 +74,12 @@ class Names:
         if found is None:
             return None
         step = int(found[1])
-        # Otherwise two names could stand for one step.
+        # Otherwise two names could mean one step.
         return step if self._form.format(step=step) == name else None
 
 
 class Listing(NamedTuple):
-    """The steps that have a checkpoint, rising, and those of them that are pinned."""
+    """The steps that have a checkpoint, ascending, and which of them are pinned."""
 
     steps: list[int]
     pinned: set[int]
@@ -96,7 +96,7 @@ class Directory:
         return f"{self.path}{os.sep}{self.names.name_of(step)}"
 
     def look(self) -> Listing:
-        """Which checkpoints there are, by their names alone."""
+        """The checkpoints in a directory, by their names alone."""
         steps, pins = [], set()
         step_of = self.names.step_of
         try:
@@ -131,12 +131,12 @@ class Directory:
         _sync(self.path)
 
     def remove(self, step: int, files: Collection[str]) -> str:
-        """Remove the checkpoint of a step; what it did not bring is moved into a directory beside it first.
+        """Remove the checkpoint of a step; files of others are moved into a directory beside it first.
 
-        ``files`` are the names of what ``files=`` has put into it.
+        ``files`` are the names of the files given with ``files=``.
 
         Returns:
-            What was moved, and to where, in words; empty where nothing was.
+            The files that were moved, and to where, in words; empty if none were.
 
         Raises:
             NotACheckpointError: it is none.
@@ -146,7 +146,7 @@ class Directory:
         strange = strange_in(path, files)
         aside = path + FOREIGN
         if strange:
-            # That of an earlier checkpoint of this step may still be there.
+            # The pin of an earlier checkpoint of this step may still exist.
             while os.path.lexists(aside):
                 aside += "+"
             Path(aside).mkdir()
@@ -156,7 +156,7 @@ class Directory:
             for inside in {str(Path(aside, name).parent) for name in strange} | {aside}:
                 _sync(inside)
             _sync(self.path)
-        # What comes at this moment keeps it.
+        # A pin that is set at this moment stays.
         remove(path, files=files)
         return f"{', '.join(strange)} are now in {aside}" if strange else ""
 
@@ -169,7 +169,7 @@ class Directory:
         return Path(self.path, name).read_bytes()
 
     def replace(self, name: str, content: bytes, *, durable: bool) -> None:
-        """Give a file of the run a new content in one step; what a reader finds is the old one or the new one.
+        """Replace the content of a file of the run in one step; a reader finds the old content or the new one.
 
         Without ``durable`` a power cut may leave it empty.
         """
@@ -192,13 +192,13 @@ class Directory:
             return
 
     def identity(self, name: str) -> Identity | None:
-        """What another checkpoint under the same name would not have; None where there is none.
+        """A value that another checkpoint of the same name would not have; None if there is none.
 
         The times when directory and manifest were changed, and the manifest's inode.
         """
         path = f"{self.path}{os.sep}{name}"
         try:
-            # Strings, for this is done for every checkpoint of thousands.
+            # Strings, because this is done for every checkpoint of thousands.
             changed = os.stat(path, follow_symlinks=False).st_mtime_ns  # noqa: PTH116
             manifest = os.stat(f"{path}{os.sep}{MANIFEST}", follow_symlinks=False)  # noqa: PTH116
         except OSError:
@@ -217,7 +217,7 @@ class Directory:
                         Path(entry.path).unlink()
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Sweep, and remove what killed copies left of steps whose copy no process continues, by ``is_over``.
+        """Sweep, and remove leftovers of killed copies of steps that no process continues, by ``is_over``.
 
         Raises:
             OSError: the directory cannot be read.
@@ -225,7 +225,7 @@ class Directory:
         self.sweep()
         for one in leftovers(self.path):
             step = self.names.step_of(one.checkpoint)
-            # What a copy leaves names no host.
+            # The leftover of a copy names no host.
             if not one.host and one.state == "dead" and step is not None and is_over(step):
                 with contextlib.suppress(FileNotFoundError):  # another manager was first
                     remove_leftover(self.path, one.name)

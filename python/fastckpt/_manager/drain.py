@@ -1,11 +1,11 @@
-"""The drain: what is durable on the local tier is copied to the remote one, beside training.
+"""The drain: durable checkpoints of the local tier are copied to the remote one, beside training.
 
-The last save goes first, for it is the one that a lost node would cost. What waits, or is being copied, is not removed
-from the local tier. The queue is not a file: at its next start a manager queues whatever lies on the local tier, finds
-out which of it the remote has, and goes on with the rest.
+The last save goes first, because a lost node would cost that one. Checkpoints that wait, or are being copied, are not
+removed from the local tier. The queue is not a file: at its next start a manager queues all checkpoints of the local
+tier, finds out which of them the remote has, and continues with the rest.
 
-The drain's thread copies until nothing waits, and ends. As those of saves it keeps the process alive; where the remote
-does not answer then, it leaves the rest to the next run.
+The drain's thread copies until nothing waits, and ends. Like the thread of a save it keeps the process alive; if the
+remote does not answer then, the rest is left to the next run.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Seconds until a failed copy is tried again, and the most they grow to.
+#: Seconds until a failed copy is tried again, and the most that this grows to.
 _FIRST, _MOST = 1.0, 60.0
 #: Seconds between two checks of a waiter for something more urgent.
 _LOOK = 0.1
 
-#: Those whose thread runs, or is to run before the process ends.
+#: Drains whose thread is running, or has to run before the process ends.
 _running: set[Drain] = set()
 _ending = False
 
@@ -55,8 +55,9 @@ def _at_end() -> None:
         drain.end()
 
 
-# The pools of concurrent.futures, with which copies are made, end before the interpreter waits for other threads. What
-# is registered here is called before that, the last one first. Without it, what waits is left to the next run.
+# The pools of concurrent.futures, which make the copies, end before the interpreter waits for other threads. Functions
+# that are registered here are called before that, the last one first. Without it, waiting steps are left to the next
+# run.
 if hasattr(threading, "_register_atexit"):
     threading._register_atexit(_at_end)  # noqa: SLF001 - there is no other way, and they do the same
 if hasattr(os, "register_at_fork"):  # Windows has no fork
@@ -67,11 +68,12 @@ class Drain:
     """Copies the checkpoints of a run from the local tier to the remote one.
 
     Args:
-        local: the tier that is copied from. What waits is not removed there.
-        remote: the one that is copied to.
+        local: the source tier. Waiting checkpoints are not removed there.
+        remote: the target tier.
         limit: the most bytes per second; None without limit.
-        share: which of how many processes this one is that copy each checkpoint together; the first commits.
-        deadline: until when, by ``time.monotonic``, it may go on when the process ends.
+        share: the number of this process among those that copy each checkpoint together, and their count; the first
+            commits.
+        deadline: the time, by ``time.monotonic``, until which it may go on when the process ends.
     """
 
     def __init__(
@@ -91,39 +93,39 @@ class Drain:
         self._share, self._leads = share, share[0] == 0
         self._deadline = deadline
         self._process = os.getpid()
-        # Reentrant: a signal handler that saves may come in between.
+        # Reentrant: a signal handler that saves may run in between.
         self._lock = threading.RLock()
         self._numbers = itertools.count(1)
-        #: For steps that are older than what is being saved.
+        #: For steps older than the one that is being saved.
         self._late = itertools.count(0, -1)
         #: The steps that wait, or are being copied; those with the highest numbers go first.
         self._waiting: dict[int, int] = {}
-        #: All that ever waited: what a removal of the local tier finds here and not above may go.
+        #: All steps that ever waited: a removal on the local tier may take what it finds here and not in the set above.
         self._seen: set[int] = set()
         #: Those that this process has saved.
         self._own: set[int] = set()
-        #: The exception of the last attempt at each step. A step that no longer waits is lost to the drain.
+        #: The exception of the last attempt at each step. A step that no longer waits has been given up by the drain.
         self._failed: dict[int, Exception] = {}
         #: Set when the thread has ended.
         self._idle = Event()
         self._idle.set()
-        #: Ends the pause after a failure.
+        #: Interrupts the pause after a failure.
         self._wake = Event()
         self._delay = _FIRST
-        #: Which policies of the remote want is to be asked anew.
+        #: The steps that policies of the remote tier want have to be asked for again.
         self._changed = False
-        #: Somebody waits: each step is tried once, without pauses.
+        #: Another thread waits: each step is tried once, without pauses.
         self._hurry = False
         self._stopped = False
 
     # What others ask.
 
     def resume(self) -> None:
-        """Queue what lies on the local tier: an earlier process may have ended before it was copied."""
+        """Queue all checkpoints of the local tier: an earlier process may have ended before they were copied."""
         with self._lock:
             steps = self._from.look().steps
             entries = self._local.catalogue.entries(steps)
-            # The one that was saved last counts as the last; what says nothing of itself comes behind.
+            # The last saved one counts as the last; checkpoints without this note come after the others.
             for step in sorted(steps, key=lambda step: (step in entries and entries[step].lineage.order, step)):
                 self._queue(step)
             self.start()
@@ -137,7 +139,7 @@ class Drain:
             _running.add(self)
 
     def start(self) -> None:
-        """See to it that what waits is copied; not in a signal handler, where no thread can be started."""
+        """Start copying waiting steps; not in a signal handler, where no thread can be started."""
         with self._lock:
             if self._stopped or not self._waiting or not self._idle.is_set():
                 return
@@ -162,25 +164,25 @@ class Drain:
         if os.getpid() != self._process:
             return False
         with self._lock:
-            # Another process may have saved it, or a save that ended a moment ago.
+            # Another process may have saved it, or a save that has just ended.
             if step not in self._seen:
                 self._queue(step, next(self._late))
                 self.start()
             return step in self._waiting
 
     def again(self, step: int) -> None:
-        """Queue a step behind the others: the remote is to have it now."""
+        """Queue a step behind the others: it is to be copied now."""
         with self._lock:
             if step not in self._waiting:
                 self._queue(step, next(self._late))
             self.start()
 
     def go_back(self, step: int) -> None:
-        """Give up what is being copied, and copy nothing above a step that is here now; the remote has that one then.
+        """Give up the current copy, and copy nothing above this step; the remote tier has the step afterwards.
 
         Raises:
-            Exception: it cannot be copied; what is above it is still to be copied.
-            OSError: the remote does not answer; likewise.
+            Exception: the step cannot be copied; higher steps stay in the queue.
+            OSError: the remote does not answer; higher steps stay in the queue.
         """
         above: dict[int, int] = {}
         try:
@@ -188,7 +190,7 @@ class Drain:
             with self._lock:
                 above = {one: number for one, number in self._waiting.items() if one > step}
                 self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
-                # What keeps a step from the remote that is about to go, nobody need hear.
+                # The reason why a step cannot reach the remote tier does not matter if it is about to be removed.
                 self._failed = {one: error for one, error in self._failed.items() if one <= step}
                 self._remote.go_back()
         finally:
@@ -196,11 +198,12 @@ class Drain:
         self.start()
         try:
             if self._remote.is_older(step):
-                # It lacks the step, or has one that this branch has left: a lost node would otherwise cost all.
+                # The remote tier lacks the step, or has one from a branch that this run has left: losing the node would
+                # then cost all.
                 self.again(step)
                 self.wait(math.inf, lambda: False)
         except BaseException:
-            # The step is not gone back to.
+            # The run does not go back.
             with self._lock:
                 self._waiting = {**above, **self._waiting}
             self.start()
@@ -208,7 +211,7 @@ class Drain:
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
-        """Somebody waits: each step is tried once, without pauses, and then the thread ends."""
+        """A caller waits: each step is tried once, without pauses, and then the thread ends."""
         with self._lock:
             self._hurry = True
             self._forgive()
@@ -224,7 +227,7 @@ class Drain:
         return self._idle.wait(max(0.0, limit - time.monotonic()))
 
     def raise_failure(self) -> None:
-        """Raise what the last attempts ended with; what waits is tried again.
+        """Raise the errors of the last attempts; waiting steps are tried again.
 
         Raises:
             Exception: an attempt failed, and the step is not at the remote.
@@ -241,7 +244,7 @@ class Drain:
 
         Args:
             end: until when, by ``time.monotonic``.
-            must_leave: whether something else is more urgent; then it goes on by itself.
+            must_leave: whether something else is more urgent; then the drain continues by itself.
 
         Raises:
             TimeoutError: not by then. It goes on.
@@ -253,11 +256,11 @@ class Drain:
                     return
                 if time.monotonic() >= end:
                     here, there = self._from.path, self._to.path
-                    raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; this continues")
+                    raise TimeoutError(f"wait: {here}: checkpoints are still being copied to {there}; the copies go on")
         self.raise_failure()
 
     def leave(self, end: float) -> None:
-        """Wait until ``end``; then give up what is being copied, and leave it to the next save or the next run."""
+        """Wait until ``end``; then give up the current copy, and leave it to the next save or the next run."""
         try:
             self.wait(math.inf, lambda: time.monotonic() >= end)
         except Exception as error:  # noqa: BLE001 - the block of the manager ends for another reason
@@ -280,7 +283,7 @@ class Drain:
         idle.wait()
 
     def _stop(self) -> list[int]:
-        """Give up what is being copied, and wait for the thread; the steps that wait. It stays stopped."""
+        """Give up the current copy, and wait for the thread; returns the steps that wait. It stays stopped."""
         with self._lock:
             self._stopped = True
             waiting = sorted(self._waiting)
@@ -301,7 +304,7 @@ class Drain:
         with self._lock:
             fresh = [step for step in self._waiting if step not in self._failed]
             if self._waiting and not fresh and not self._hurry:
-                # Each had its turn.
+                # Each step has had its turn.
                 self._forgive()
                 fresh = list(self._waiting)
             if self._stopped or not fresh:
@@ -311,11 +314,11 @@ class Drain:
             return max(fresh, key=lambda step: self._waiting[step])
 
     def _forgive(self) -> None:
-        """What waits may be tried again."""
+        """Waiting steps may be tried again."""
         self._failed = {step: error for step, error in self._failed.items() if step not in self._waiting}
 
     def _drop(self, step: int, number: int | None) -> None:
-        """It waits no longer, unless it was asked for again."""
+        """It waits no longer, unless it was queued again."""
         with self._lock:
             if self._waiting.get(step) == number:
                 del self._waiting[step]
@@ -350,8 +353,8 @@ class Drain:
                 self._skip()
                 if self._waiting.get(step) != number:
                     return
-            # What came meanwhile is asked about at the next turn: a run that saves faster than the remote answers would
-            # otherwise have nothing copied.
+            # Steps that arrived meanwhile are asked about in the next turn: otherwise a run that saves faster than the
+            # remote answers would never copy anything.
             if before is None and self._is_gone(step):
                 self._drop(step, number)
                 logger.info("%s: step %d was removed before it was copied", self._from.path, step)
@@ -360,7 +363,7 @@ class Drain:
         except CancelledError:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, others are tried
-            # That it was replaced or removed beneath the copy is not a failure.
+            # A checkpoint that was replaced or removed while it was being copied is not a failure.
             if self._from.identity(name) == before:
                 self._note(step, number, error)
 
@@ -422,15 +425,15 @@ class Drain:
         return False
 
     def _note(self, step: int, number: int | None, error: Exception) -> None:
-        """An attempt failed: what becomes of the step."""
+        """Decide about a step after a failed attempt."""
         where = self._from.path, self._to.path
         if not self._leads:
-            # The first brings what is missing.
+            # The first process sends what is missing.
             logger.warning("%s: this process did not upload its share of step %d: %s", where[0], step, error)
             self._drop(step, number)
             return
         if isinstance(error, (CorruptCheckpointError, NotACheckpointError)):
-            # It stays damaged. One of an earlier run does not make each run after it fail.
+            # It stays damaged. A failure of an earlier run must not make each later run fail.
             logger.error("%s: step %d is not copied to %s: %s", where[0], step, where[1], error)
             self._drop(step, number)
             if step in self._own:

@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from .directory import Directory
     from .prefix import Prefix
 
-#: Names that others than this manager give to checkpoints of steps hold a number.
+#: Checkpoint names given by something other than this manager may also contain a number.
 _numbered = re.compile(r"[0-9]").search
-#: Where the system says what is to be mounted.
+#: Where the system lists what should be mounted.
 _MOUNTS = Path("/etc/fstab")
 #: How many prefixes are asked for a manifest.
 _MOST = 32
 
 
 class Evidence(NamedTuple):
-    """What shows that a run was here.
+    """A trace of an earlier run.
 
     Attributes:
         what: in words.
@@ -36,7 +36,7 @@ class Evidence(NamedTuple):
 
 
 def in_directory(directory: Directory) -> Evidence | None:
-    """What shows that a run was in a directory that has no checkpoint under the names of its manager."""
+    """The traces of a run in a directory without checkpoints under the names of its manager."""
     path = Path(directory.path)
     mounts = _mount_points()
     for each in (path, *path.parents):
@@ -63,7 +63,7 @@ def in_directory(directory: Directory) -> Evidence | None:
 
 
 def in_store(prefix: Prefix) -> Evidence | None:
-    """What shows that a run was below a URL that has no checkpoint under the names of its manager."""
+    """The traces of a run below a URL without checkpoints under the names of its manager."""
     names, objects = prefix.names_below()
     numbered = [name for name in names if _numbered(name)]
     for name in numbered[-_MOST:]:

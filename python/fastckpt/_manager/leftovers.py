@@ -1,9 +1,9 @@
 """Leftovers of a run whose writers may still run: reported, watched, and removed once nothing changes.
 
-On file systems whose locks do not reach other machines nobody may remove what a save of another machine left, and each
-node that is lost during a save leaves a whole checkpoint. A manager goes by what it has seen itself: a workspace in
-which nothing changes between two looks, as far apart as no save stands still, has no writer. Neither the clock of
-another machine nor the age of a file counts. Should its writer live all the same, its save fails, and nothing else.
+On file systems whose locks do not reach other machines, nobody may remove the leftovers of another machine's save, and
+each node that is lost during a save leaves a whole checkpoint. A manager relies on its own observation: a workspace in
+which nothing changes between two looks, further apart than any save pauses, has no writer. Neither the clock of another
+machine nor the age of a file counts. Should its writer live all the same, its save fails, and nothing else.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: Seconds between two looks after which a workspace in which nothing has changed has no writer.
+#: Seconds between two looks after which an unchanged workspace is taken to have no writer.
 UNCHANGED = 600.0
 
 
@@ -40,13 +40,13 @@ class Leftovers:
     def __init__(self, directory: Directory, clock: Callable[[], float] = time.monotonic) -> None:
         self._directory = directory
         self._clock = clock
-        #: As they were seen, and when they were first seen so.
+        #: The leftovers as they were first seen, and when that was.
         self._seen: dict[str, tuple[Leftover, float]] = {}
-        #: What the report of the next save is to say.
+        #: Warnings for the report of the next save.
         self.warning: str | None = None
 
     def begin(self) -> None:
-        """Begin to watch them, and tell how much they take."""
+        """Begin to watch them, and report how much space they take."""
         # There may be no directory yet, and without the compiled core nothing is saved here.
         with contextlib.suppress(OSError, NotImplementedError):
             unsure = self._look()[0]
@@ -60,13 +60,13 @@ class Leftovers:
                 logger.warning("%s", self.warning)
 
     def clear(self) -> None:
-        """Remove those that have stood still since they were first seen, if there were any at the beginning."""
+        """Remove leftovers that have not changed since they were first seen, if there were any at the beginning."""
         if not self._seen:
             return
         try:
             unsure, kept = self._look()
             for one in unsure:
-                # What an old checkpoint is put back by goes with it or not at all.
+                # Files that are needed to restore an old checkpoint are removed together with it or not at all.
                 if one.checkpoint in kept or self._clock() - self._seen[one.name][1] < UNCHANGED:
                     continue
                 if remove_leftover(self._directory.path, one.name, force=True):
@@ -75,7 +75,7 @@ class Leftovers:
             logger.warning("%s: leftovers are not removed: %s", self._directory.path, error)
 
     def _look(self) -> tuple[list[Leftover], set[str]]:
-        """Those without a proof, and the names of checkpoints of which an old one lies aside."""
+        """Leftovers without a proof, and the names of checkpoints with an old one moved aside."""
         found = leftovers(self._directory.path)
         unsure = [
             one for one in found if one.state == "unknown" and self._directory.names.step_of(one.checkpoint) is not None

@@ -1,10 +1,10 @@
 """Which checkpoints of a run follow from one another.
 
-A run that goes back to an older checkpoint leaves newer ones behind, and both branches lie in one directory. Each save
+A run that goes back to an older checkpoint leaves newer ones behind, and both branches are in one directory. Each save
 notes its place in its metadata: an *order*, which rises from save to save on whatever host, and the *forks* of its
-branch. A fork is the order at which the run went on from an earlier checkpoint: what had been saved by then, and has a
-higher step than that one or a later order, was left behind. So a checkpoint tells by itself which others its branch has
-left, also those that it never saw, and also where those between them were removed.
+branch. A fork is the order at which the run continued from an earlier checkpoint: checkpoints saved by then, with a
+higher step than that one or a later order, were left behind. So a checkpoint shows which others its branch has left,
+also those that it never saw, and also if those between them were removed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 
 #: Where the metadata of a checkpoint has it.
 KEY = "lineage"
-#: Forks that are noted at most: what older ones left behind, retention has removed long since.
+#: The most forks that are noted: retention has long removed what older ones left behind.
 _MOST = 64
 
 
 class Fork(NamedTuple):
-    """Where a branch begins.
+    """The start of a branch.
 
     Attributes:
-        order: that of its first checkpoint.
-        step: that of the checkpoint which it continues, or may.
-        since: the order of that checkpoint, or the branch's own where nobody knows.
+        order: the order of its first checkpoint.
+        step: the step of the checkpoint that it continues, or may continue.
+        since: the order of that checkpoint, or the branch's own if unknown.
     """
 
     order: int
@@ -39,7 +39,7 @@ class Lineage(NamedTuple):
     Attributes:
         order: how late it was saved.
         forks: by rising order; at least one, but of a checkpoint that no manager saved.
-        files: the names of what ``files=`` put beside it.
+        files: the names of the files given with ``files=``.
     """
 
     order: int
@@ -47,8 +47,9 @@ class Lineage(NamedTuple):
     files: tuple[str, ...] = ()
 
     def has_left(self, step: int, other: Lineage) -> bool:
-        """Whether the branch of this checkpoint has left another one behind, that of ``step``."""
-        # What no manager saved may have been written again since, also below the step that the branch continues.
+        """Whether the branch of this checkpoint has left another one behind, the one of ``step``."""
+        # A checkpoint that no manager saved may have been written again since, also below the step that the branch
+        # continues.
         after = other.order if other.forks else 0
         return any(other.order < at and (step > back or after > since) for at, back, since in self.forks)
 
@@ -68,7 +69,7 @@ def of(metadata: Any, created: float) -> Lineage:
 
 
 def parse(noted: Any) -> Lineage:
-    """What JSON made of one.
+    """The fork in a JSON value.
 
     Raises:
         TypeError: it is none.
@@ -79,7 +80,7 @@ def parse(noted: Any) -> Lineage:
 
 
 class History:
-    """What the next save of this process continues."""
+    """The place in the lineage of the next save of this process."""
 
     def __init__(self) -> None:
         self._order = 0
@@ -96,24 +97,24 @@ class History:
         self._order = max(self._order, order)
 
     def resume(self, step: int, lineage: Lineage) -> None:
-        """The run goes on from the checkpoint of a step."""
+        """The run continues from the checkpoint of a step."""
         self._step, self._forks, self._turns, self._since = step, lineage.forks, True, lineage.order
         self.see(lineage.order)
 
     def plan(self, step: int) -> dict[str, Any]:
-        """What the metadata of a save of ``step`` are to note."""
-        # The clock orders what was never seen, as on a remote tier that does not answer.
+        """The place in the lineage for the metadata of a save of ``step``."""
+        # The clock orders checkpoints that were never seen, as on a remote tier that does not answer.
         order, forks = max(self._order + 1, time.time_ns() // 1000), self._forks
         if self._turns or self._step is None or step <= self._step:
             # A program that restores by other means continues the highest step below.
             back = step - 1 if self._step is None else min(self._step, step - 1)
             since = self._since if self._turns and self._since else order
-            # What the new one leaves behind anyway is not noted twice.
+            # Checkpoints that the new fork leaves behind anyway are not noted twice.
             more = (fork for fork in forks if fork.step < back or fork.since < min(fork.order, since))
             forks = (*more, Fork(order, back, since))[-_MOST:]
         return {"order": order, "continues": self._step, "forks": [list(fork) for fork in forks]}
 
     def begin(self, step: int, plan: Mapping[str, Any]) -> None:
-        """A save begins with what was planned."""
+        """A save begins with the planned place."""
         self._order, self._forks, _ = parse((plan["order"], plan["forks"], ()))
         self._step, self._turns = step, False

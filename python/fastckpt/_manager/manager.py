@@ -61,8 +61,8 @@ class Manager:
     people and scripts.
 
     Several managers, of several processes, may use one directory: each removes only checkpoints that are older than one
-    that it has made durable itself, so the newest stays whatever they do. What one of them wants to keep, the others do
-    not know; pass the same policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
+    that it has made durable itself, so the newest always stays. No manager knows what another one wants to keep; pass
+    the same policies to all, or ``read_only=True`` to all but one. See docs/manager.md.
 
     In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
     ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
@@ -77,7 +77,7 @@ class Manager:
         timeout: seconds for which a rank may make no progress before the others give up.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
-        save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved if one of them asks for it. A
+        save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved if one of them wants it. A
             number is short for ``save_when.Every(steps=number)``; ``"auto"`` for the interval that loses the least
             time, by ``mttf`` and ``overhead`` (:class:`fastckpt.save_when.Auto`). None saves each step for which
             ``save`` is called.
@@ -86,8 +86,8 @@ class Manager:
             for 50,000 h per process.
         overhead: for ``"auto"``: the share of the time that saves may cost.
         name: the format of the names.
-        read_only: write and remove nothing: for programs that evaluate what another one trains. Without ``keep`` it
-            knows the policies of the one that does.
+        read_only: write and remove nothing: for programs that evaluate the checkpoints of another one. Without ``keep``
+            it uses the policies of the run's own manager.
         remote: a second place for the checkpoints, a path or the URL of an object store: each is copied there in the
             background after it is durable here (docs/tiers.md).
         remote_keep: as ``keep``, for the remote.
@@ -96,14 +96,14 @@ class Manager:
         stale: how to react if the step has advanced, but no weight of the model has changed, or no moment of the
             optimizer: ``warn`` in the log and in the report's ``warnings``, ``raise`` from the next ``save`` or
             ``wait``, or ``ignore`` it. The checkpoint stays.
-        replicas: how saves compare what several ranks hold, as for :func:`fastckpt.distributed.save`.
-        on_difference: how saves react to a difference, likewise.
+        replicas: how saves compare copies on several ranks, as for :func:`fastckpt.distributed.save`.
+        on_difference: how saves react to a difference, as there.
         save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
             before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
         ImportError: ``remote`` is a URL, and the package obstore cannot be imported.
-        TypeError: an argument is of another type, or ``process_group`` is not a process group.
+        TypeError: an argument has the wrong type, or ``process_group`` is not a process group.
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
             is not in ``process_group``.
         RanksError: another rank has not made its manager, or has other arguments.
@@ -169,7 +169,7 @@ class Manager:
         *,
         asynchronous: bool,
     ) -> None:
-        """Make the parts. Each knows some of those before it, and none of those behind it."""
+        """Make the parts. Each knows some of the entries before it, and none of those after it."""
         local, remote, ranks, path = self._local, self._remote, self._ranks, self.directory
         timing, leftovers = StepTiming(), Leftovers(local.place)
         signals = self._signals = Signals(shared=ranks.size > 1)
@@ -193,22 +193,22 @@ class Manager:
     # Saving.
 
     def should_save(self, step: int) -> bool:
-        """Whether ``step`` is to be saved; call it at the end of each step, where the state is whole.
+        """Whether to save ``step``; call it at the end of each step, where the state is whole.
 
         It may be asked again about one step, also during an evaluation. When a signal of :meth:`save_on_signal` has
-        come, it is true, whatever the policies say; where that step is saved already, the signal is answered here.
+        come, it is true, whatever the policies decide; if that step is saved already, the signal is answered here.
 
         Args:
             step: the number of the training step, the same on all ranks.
 
         Returns:
-            Whether it is to be saved, the same on all ranks. They ask each other about once per second, and whenever a
-            policy wants a step for its number.
+            Whether to save it, the same on all ranks. They ask each other about once per second, and whenever a policy
+            wants a step for its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
             RanksError: a rank has ended, does not answer, or is at another step.
-            RuntimeError: a process group was initialised after the manager was made, or that of the manager is gone.
+            RuntimeError: a process group was initialised after the manager was made, or the manager's group is gone.
         """
         step = step_of("should_save", step)
         if self._read_only:
@@ -226,19 +226,20 @@ class Manager:
         metadata: Mapping[str, Any] | None = None,
         per_rank: Any = None,
     ) -> bool:
-        """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` says so.
+        """Save ``state`` as the checkpoint of ``step``, if :meth:`should_save` returns True.
 
         In the background it returns when the state may change, as :func:`fastckpt.save_async` does. When the checkpoint
-        is durable, the file ``latest`` names it, and what no policy keeps is removed, in the background. For a signal
-        that has come, it is saved at once instead, within the grace period, and the signal is passed on after that.
+        is durable, the file ``latest`` names it, and checkpoints that no policy keeps are removed, in the background.
+        For a signal that has come, it is saved at once instead, within the grace period, and the signal is passed on
+        after that.
 
         Args:
             step: the number of the training step.
             state: as for :func:`fastckpt.save`.
-            metrics: numbers by name, such as ``{"loss": 1.5}``: they lie in the checkpoint's metadata; of several ranks
-                those of the first.
-            force: save whatever the policies say, also a step that is saved already.
-            metadata: more for the checkpoint's metadata, without tensors; likewise.
+            metrics: numbers by name, such as ``{"loss": 1.5}``, which are stored in the checkpoint's metadata; of
+                several ranks those of the first.
+            force: save whatever the policies decide, also a step that is saved already.
+            metadata: more for the checkpoint's metadata, without tensors; the first rank's counts.
             per_rank: a state that is this rank's own, as for :func:`fastckpt.distributed.save`; ``restore`` gives it
                 back.
 
@@ -249,9 +250,9 @@ class Manager:
             RuntimeError: the manager is read-only, belongs to the process that this one was forked from, or its process
                 group is gone.
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
-            Exception: what :func:`fastckpt.save` or :func:`fastckpt.save_async` raises, or their namesakes of
-                :mod:`fastckpt.distributed`, among it the failure of the last save in the background; that of this call
-                then goes on.
+            Exception: the errors of :func:`fastckpt.save` or :func:`fastckpt.save_async`, or of their namesakes in
+                :mod:`fastckpt.distributed`, including the failure of the last save in the background; the save of this
+                call then goes on.
         """
         self._check("save")
         try:
@@ -261,10 +262,10 @@ class Manager:
             raise
 
     def wait(self, timeout: float | None = None) -> SaveReport | None:
-        """Wait until the last save is durable, and copied to the remote tier, and what is not kept is removed.
+        """Wait until the last save is durable, and copied to the remote tier, and unneeded checkpoints are removed.
 
-        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; it
-        does not wait for copies then, which go on. Among several ranks all of them call it, and it returns when that
+        For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; then
+        it does not wait for copies, which continue. Among several ranks all of them call it, and it returns when that
         holds on all.
 
         Args:
@@ -284,22 +285,22 @@ class Manager:
     # Preemption.
 
     def save_on_signal(self, *signals: int, grace: float | str | None = None, exit: bool = True) -> None:  # noqa: A002 - reads best
-        """Save when one of these signals comes, at the next step boundary, and then do what the signal would have done.
+        """Save when one of these signals comes, at the next step boundary, and then let it have its usual effect.
 
         At the next call of :meth:`should_save` or :meth:`save` the step is saved; within :meth:`steady`, at once. When
         the checkpoint is durable, or given up, the handler that the signal had before is called. Without one the
-        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal does what
-        it did before, but SIGUSR1 and the like, which do not end a child. Call it in the main thread, after others have
-        installed their handlers.
+        process ends by SystemExit with 128 + its number. In a forked child nothing is saved, and the signal has its
+        earlier effect, except for SIGUSR1 and similar ones, which do not end a child. Call it in the main thread, after
+        others have installed their handlers.
 
-        Among several ranks, a signal to one of them is answered by all, which save the same step; each then does what
-        it would have done had the signal come to itself.
+        Among several ranks, all answer a signal to one of them and save the same step; each then does what it would
+        have done if the signal had come to itself.
 
         Args:
             signals: numbers; SIGTERM without any.
             grace: how long after a signal the process may live: seconds, or a string with a unit (``"25s"``). A save
                 that is not durable after nine tenths of it is given up, and nothing of it stays. None: without limit.
-            exit: False: where there was no handler, go on; the loop ends when :attr:`preempted` says so.
+            exit: False: without an earlier handler, continue; the loop ends when :attr:`preempted` is set.
 
         Raises:
             RuntimeError: not the main thread, or the manager is read-only.
@@ -354,18 +355,18 @@ class Manager:
         discard_newer: bool = False,
         **options: Any,
     ) -> Restored | None:
-        """Load the newest checkpoint that verifies, every byte of it, or that of a step.
+        """Load the newest checkpoint of which every byte verifies, or that of a step.
 
-        The newest is that of the branch that saved last: what a run left behind when it went back to an earlier step is
-        loaded by its number alone. A newer one that cannot be loaded is skipped with a warning that says why; it stays
-        where it is, and does not count as one that is kept. One of a format that this release does not read is not
-        skipped but an error.
+        The newest one of the branch that saved last: checkpoints that a run left behind when it went back to an earlier
+        step are loaded by their number only. A newer one that cannot be loaded is skipped with a warning that names the
+        reason; it stays, and does not count as kept. One of a format that this release does not read is not skipped but
+        an error.
 
-        With a remote tier, what the directory lacks or has damaged is fetched from there, and loaded from the directory
-        then; from the remote itself where the directory cannot take it.
+        With a remote tier, missing or damaged checkpoints are fetched from there, and then loaded from the directory;
+        or from the remote itself if the directory has no room.
 
         Args:
-            into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of what is returned.
+            into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of the result.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
             fresh: start anew even if an earlier run left no checkpoint here; without it that is an error.
@@ -407,7 +408,7 @@ class Manager:
         if found is None:
             return None
         if discard_newer:
-            # What is in flight would come after the removal; whether it fails, the next save or wait tells.
+            # A save in flight would arrive after the removal; the next save or wait reports its failure.
             self._after_save.wait(math.inf)
             self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found.step))
         self._local.damaged.update(number for number, _ in found.skipped)
@@ -458,7 +459,7 @@ class Manager:
 
     @property
     def policies(self) -> list[keeping.Policy]:
-        """What is kept: the policies of ``keep=``. A read-only manager without any has those of the run's own manager.
+        """The policies of ``keep=``. A read-only manager without any uses those of the run's own manager.
 
         Raises:
             ValueError: a later release has written them, and this one does not know them.
@@ -472,7 +473,7 @@ class Manager:
         return [entry.saved for entry in self._catalogue.entries(self.steps()).values()]
 
     def kept(self) -> dict[int, list[str]]:
-        """Why each checkpoint of :meth:`saved` stays, by step; one without a reason goes after the next save.
+        """Why each checkpoint of :meth:`saved` stays, by step; one without a reason is removed after the next save.
 
         Raises:
             ValueError: as for :attr:`policies`.
@@ -509,13 +510,13 @@ class Manager:
         return sorted(self._local.place.look().pinned)
 
     def pin(self, step: int) -> None:
-        """Keep the checkpoint of a step whatever the policies say, until :meth:`unpin`; durably, on each tier.
+        """Keep the checkpoint of a step whatever the policies decide, until :meth:`unpin`; durably, on each tier.
 
-        What only the local tier has is copied to the remote one, and pinned there then.
+        A checkpoint that only the local tier has is copied to the remote one, and then pinned there.
 
         Raises:
             FileNotFoundError: there is none.
-            OSError: the remote tier does not answer; what is on the local one is pinned.
+            OSError: the remote tier does not answer; the local checkpoint is pinned.
             RuntimeError: the manager is read-only.
         """
         self._check("pin")
@@ -523,7 +524,7 @@ class Manager:
         if self._remote is not None:
             there = self._remote.pin(step) or there
         if self._drain is not None and self._local.place.is_pinned(step):
-            # The remote may have let it go, or not have wanted it.
+            # The remote tier may have removed it, or may not have wanted it.
             self._drain.again(step)
         if not there:
             raise FileNotFoundError(2, "pin: there is no such checkpoint", self.path(step))
@@ -543,7 +544,7 @@ class Manager:
     def _discard_beyond(self, step: int) -> None:
         if self._drain is not None:
             self._drain.go_back(step)
-        # What was pinned before there was a remote tier, or while it did not answer, is pinned here alone.
+        # Checkpoints that were pinned before there was a remote tier, or while it did not answer, are pinned only here.
         held = self._local.place.look().pinned
         for tier in (self._remote, self._local):
             if tier is not None:

@@ -1,8 +1,8 @@
 """Handles signals that announce the end of a run: each is noted when it comes, answered, and passed on.
 
-It is answered where the state is whole, and within the grace period: the step is saved, or what is in flight becomes
-durable or is given up. To pass it on is to do what it would have done without the manager. ``step_boundary`` says where
-the state is whole, ``completion`` what else waits.
+It is answered where the state is whole, and within the grace period: the step is saved, or saves in flight become
+durable or are given up. Passing it on means to let it have its effect without the manager. ``step_boundary`` decides
+where the state is whole, ``completion`` what else waits.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: The share of the grace period for saving; the rest is for undoing a save that takes longer, and for the end.
+#: The share of the grace period for saving; the rest is for undoing a save that takes longer, and for ending the
+#: process.
 _SHARE = 0.9
-#: Seconds that a save gets which all ranks have begun in time.
+#: Seconds for a save that all ranks began in time.
 _LEAST = 0.01
 
 
@@ -45,7 +46,7 @@ class Signals:
         shared: whether only those are answered on which all ranks have agreed.
 
     Attributes:
-        answer: what answers a signal as it comes, in the handler; None where the state may be half new.
+        answer: answers a signal as it comes, in the handler; None while the state may be inconsistent.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -55,7 +56,7 @@ class Signals:
         self.grace = math.inf
         self._exits = True
         self._over = False
-        #: Signals that have come and were not answered, in their order.
+        #: Signals that have come and are not answered yet, in order.
         self._pending: list[int] = []
         #: Those that are to be answered.
         self._called: list[int] = [] if shared else self._pending
@@ -88,7 +89,7 @@ class Signals:
         self._over = True
         for number, before in self._before.items():
             if signal.getsignal(number) == self._handle:
-                # None is a handler that was not installed from Python: there is no way back to it.
+                # None means a handler that was not installed from Python: it cannot be restored.
                 signal.signal(number, signal.SIG_DFL if before is None else before)
 
     @contextlib.contextmanager
@@ -101,10 +102,10 @@ class Signals:
             self.answer = around
 
     def answer_now(self) -> None:
-        """Answer what has come, if it can be answered here: in the handler, or at the begin of such a block."""
+        """Answer the signals that have come, if possible here: in the handler, or at the beginning of such a block."""
         answer = self.answer
         if answer is not None and self._pending:
-            # A second signal meanwhile is only noted.
+            # A second signal that arrives meanwhile is only noted.
             self.answer = None
             try:
                 answer()
@@ -147,10 +148,10 @@ class Signals:
         return " and ".join(signal.Signals(number).name for number in self._called or self._pending)
 
     def pass_on(self) -> None:
-        """Do what the signals would have done without us, each once.
+        """Let the signals have their effect without us, each once.
 
         Raises:
-            SystemExit: nobody had a handler for one whose default is to end the process.
+            SystemExit: there was no handler for a signal whose default is to end the process.
         """
         if self._called:
             self._end = self.deadline
@@ -174,7 +175,7 @@ class Signals:
             self._in_child(number, frame)
             return
         if self._over:
-            # The code that installed a handler after this one has put this one back.
+            # Code that installed a handler after this one has restored this one.
             self._default(number, frame)
             return
         if not self._pending:
@@ -194,7 +195,7 @@ class Signals:
             self._default(number, frame)
 
     def _default(self, number: int, frame: FrameType | None) -> None:
-        """Do what the signal would do without this handler."""
+        """Let the signal have its effect without this handler."""
         before = self._before.get(number)
         if callable(before):
             before(number, frame)
@@ -213,7 +214,7 @@ class Preemption:
     ranks: Ranks
 
     def settle(self) -> None:
-        """Wait for the saves in flight, and give up what is not durable in time for the signals that have come."""
+        """Wait for the saves in flight, and give up those that do not become durable within the grace period."""
         for path in self.saves.settle(self.signals.deadline):
             self._given_up(f"{path} was not durable in time")
 
@@ -245,7 +246,7 @@ class Preemption:
             if failed_with(error, TimeoutError):
                 self._given_up(f"step {step}: {error}")
             else:
-                # The end of the process may hide it.
+                # The end of the process may hide this message.
                 logger.error("%s: the save for %s failed: %s", self.directory, names, error)  # noqa: TRY400 - it is raised
                 raise
         finally:
@@ -261,8 +262,9 @@ class Preemption:
                 self.signals.pass_on()
 
     def pass_on_at_end(self) -> None:
-        """Likewise among several ranks, which have told each other all that they will."""
-        # On what had come to any rank, all have agreed in `wait`; what has come to this one since is its own.
+        """The same among several ranks, which have exchanged all that they will."""
+        # All ranks have agreed in `wait` on the signals known to any of them; a signal that came to this rank since is
+        # its own.
         self.signals.pass_on()
         self.signals.agree(self.signals.pending, None)
         self.signals.pass_on()

@@ -1,8 +1,8 @@
 """The run below a URL of an object store, with the interface of :class:`.directory.Directory`.
 
 An object store has no directories, and nothing in it gets a name last: the names of a checkpoint's objects begin with
-that of the checkpoint, and it is one as soon as its manifest is there, which is written last. A step that is saved
-again has its old checkpoint until the new manifest takes the place of the old one.
+the checkpoint's, and it exists as soon as its manifest does, which is written last. A step that is saved again has its
+old checkpoint until the new manifest takes the place of the old one.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: How many manifests are asked for at a time: each costs a journey to the store and back.
+#: How many manifests are requested at a time: each costs a round trip to the store.
 _AT_A_TIME = 32
-#: How often it is looked again while checkpoints come and go.
+#: How often the listing is repeated while checkpoints come and go.
 _LOOKS = 20
 #: The most bytes of a small object of the run: a few hundred for each checkpoint.
 _SMALL = 256 << 20
-#: What a copy has brought is left alone for so long: it may still be under way.
+#: Seconds for which uploaded objects are left alone: their copy may still be running.
 _UNDER_WAY = timedelta(days=1)
 
 
@@ -42,11 +42,11 @@ class Prefix:
         self._objects = objects
         self.path = objects.url
         self.names = names
-        #: The steps of which the last look found objects and no manifest.
+        #: The steps for which the last listing found objects and no manifest.
         self.unfinished: set[int] = set()
-        #: The steps of which it found objects.
+        #: The steps for which it found objects.
         self._begun: set[int] = set()
-        #: What the last look found, by name, until somebody has asked for it: one journey less for each.
+        #: The result of the last listing, by name, until it is used: this saves a round trip for each.
         self._looked: dict[str, Identity] = {}
 
     def path_of(self, step: int) -> str:
@@ -54,7 +54,7 @@ class Prefix:
         return f"{self.path}/{self.names.name_of(step)}"
 
     def look(self) -> Listing:
-        """Which checkpoints there are: those that have a manifest.
+        """The checkpoints that exist: those that have a manifest.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -65,7 +65,8 @@ class Prefix:
             prefixes, objects = self._objects.children()
             begun = sorted(step for step in map(step_of, prefixes) if step is not None)
             steps = self._whole(begun)
-            # What has lost its manifest since it was listed may have gone for a newer one, which was not there then.
+            # A checkpoint whose manifest has gone since the listing may have been removed for a newer one that did not
+            # exist then.
             missing = sorted({*begun} - {*steps})
             if not missing or missing == before:
                 break
@@ -75,7 +76,7 @@ class Prefix:
         return Listing(steps, {step for step in pins if step is not None}.intersection(steps))
 
     def names_below(self) -> tuple[list[str], list[str]]:
-        """The names below which there are objects, and those of the objects here.
+        """The names below which there are objects, and the objects here.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -101,12 +102,12 @@ class Prefix:
             self._objects.remove([self._pin(step)])
 
     def remove(self, step: int, files: Collection[str]) -> str:
-        """Remove the checkpoint of a step; what it did not bring stays where it is.
+        """Remove the checkpoint of a step; files of others stay.
 
-        ``files`` are the names of what ``files=`` has put into it.
+        ``files`` are the names of the files given with ``files=``.
 
         Returns:
-            What stays, in words; empty where nothing does.
+            The files that stay, in words; empty if there are none.
 
         Raises:
             OSError: the store does not answer, or refuses; FileNotFoundError: there is none.
@@ -129,7 +130,7 @@ class Prefix:
         self._objects.write(name, [content], len(content), None)
 
     def identity(self, name: str) -> Identity | None:
-        """What another checkpoint under the same name would not have; None where there is none."""
+        """A value that another checkpoint of the same name would not have; None if there is none."""
         return self._looked.pop(name, None) or self._identity(name)
 
     def _identity(self, name: str) -> Identity | None:
@@ -138,15 +139,15 @@ class Prefix:
             noted = self._objects.sum_of(manifest)
             if noted is not None and _crc64.are_digits(noted, 1):
                 return 0, int(noted, 16), 0
-            # Another program has brought it.
+            # Another program has uploaded it.
             return self._objects.size(manifest), 0, 0
         except FileNotFoundError:
             return None
 
     def sweep_copies(self, is_over: Callable[[int], bool]) -> None:
-        """Remove what killed copies left, of this host or of another, of steps for which ``is_over`` says so.
+        """Remove leftovers of killed copies, from this host or another, of steps for which ``is_over`` returns True.
 
-        A store does not tell whether somebody still writes to a name: what is younger than a day stays.
+        A store cannot tell whether a name is still being written to: objects younger than a day stay.
 
         Raises:
             OSError: the store does not answer, or refuses.
@@ -162,13 +163,13 @@ class Prefix:
                 self.unfinished.discard(step)
 
     def forget(self, step: int) -> None:
-        """Remove what killed copies left of a step with which nobody goes on, if the last look has found any of it.
+        """Remove leftovers of killed copies of a step that no process continues, if the last listing has found any.
 
         Raises:
             OSError: the store does not answer, or refuses.
         """
         if step not in self._begun:
-            # Of most steps that a fast trainer skips. Asking for each would take longer than it takes to save them.
+            # A fast trainer skips most of these steps. Asking for each would take longer than it takes to save them.
             return
         below = self._objects.below(self.names.name_of(step))
         count = remove_leftovers(below)
@@ -187,5 +188,5 @@ class Prefix:
         return self.names.name_of(step) + PIN
 
 
-#: Where the checkpoints of a run lie.
+#: The part of the URL below which the checkpoints of a run are.
 Place: TypeAlias = Directory | Prefix

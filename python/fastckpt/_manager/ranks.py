@@ -27,15 +27,15 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Seconds between two signs of life of a rank for which others wait.
+#: Seconds between two signs of life of a rank that others wait for.
 _BEAT = 1.0
-#: Seconds for which a rank that cannot take part in the first save waits for the others, to tell them.
+#: Seconds for which a rank that cannot take part in the first save waits for the others in order to tell them.
 _MEETING = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one rank knows at a boundary.
+    """What one rank contributes at a boundary.
 
     Attributes:
         step: the training step.
@@ -45,9 +45,9 @@ class Asked:
         due: whether a policy wants the step; the first rank's counts.
         apart: seconds for which the ranks may go on without asking each other; the first rank's counts.
         over: whether nothing is in flight that this rank waits for.
-        plan: what a save of the step notes of its place in the run; the first rank's counts.
-        watch: called while this rank waits for the others. What it raises ends the question here; those that are in it
-            hear of it, and those that come to another question do not.
+        plan: the place in the run for the metadata of a save of the step; the first rank's counts.
+        watch: called while this rank waits for the others. An error here ends the question; the ranks in it hear of it,
+            and those that come to another question do not.
     """
 
     step: int
@@ -63,10 +63,10 @@ class Asked:
 
 @dataclass(frozen=True, slots=True)
 class Agreed:
-    """What all ranks know of a boundary.
+    """The common facts of all ranks at a boundary.
 
     The signals that have come on any rank, the least time that is left on any, and whether no rank waits for anything;
-    of ``saved``, ``due``, and the plan of what is due, what the first rank says.
+    ``saved``, ``due``, and the plan of the due step as the first rank has them.
     """
 
     signals: tuple[int, ...]
@@ -91,8 +91,8 @@ class Ranks:
         host: the name of this rank's host, for errors.
         rank: the index of this rank.
         size: the number of ranks.
-        leads: whether this rank writes the file ``latest`` and removes what is not kept.
-        share: index and count of this rank among those that copy, one on each host, once they have begun; None for the
+        leads: whether this rank writes the file ``latest`` and removes checkpoints.
+        share: index and count of this rank among those that copy, one on each host, once they have begun; None for
             other ranks.
 
     Raises:
@@ -117,13 +117,14 @@ class Ranks:
             self._place = location_of(directory, self.host)
             # At the latest when the interpreter ends, and before the group itself goes.
             weakref.finalize(self, self._session.end, self._peers)
-        #: Boundaries that all ranks pass without a question, those passed since the last one, and when that was.
+        #: The number of boundaries that all ranks pass without a question, of those passed since the last one, and when
+        #: that was.
         self._skip = self._passed = 0
         self._asked: float | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """By what :mod:`fastckpt.distributed` finds these ranks.
+        """The key by which :mod:`fastckpt.distributed` finds these ranks.
 
         Raises:
             ValueError: the manager acts for this process alone.
@@ -157,7 +158,7 @@ class Ranks:
                 "make it after init_process_group, or with alone=True"
             )
 
-    # What they decide alike.
+    # The decisions that they share.
 
     def begin(self, arguments: Mapping[str, str]) -> None:
         """Compare the arguments of the manager on all ranks.
@@ -185,7 +186,7 @@ class Ranks:
         self.share = (leaders.index(self.rank), len(leaders)) if self.rank in leaders else None
 
     def skips(self) -> bool:
-        """Whether all ranks pass this boundary without a question: they have been told how many of them."""
+        """Whether all ranks pass this boundary without a question: the first rank has said how many they pass."""
         if not self._skip:
             return False
         self._skip -= 1
@@ -193,7 +194,7 @@ class Ranks:
         return True
 
     def decide(self, operation: str, asked: Asked) -> Agreed:
-        """What holds for all ranks at this boundary.
+        """The facts that hold for all ranks at this boundary.
 
         Raises:
             RanksError: a rank does not answer, has ended, or is at another step.
@@ -230,7 +231,7 @@ class Ranks:
         return Agreed(tuple(signals), left, saved, due, over, plan)
 
     def first(self, operation: str, find: Callable[[], _T]) -> _T:
-        """What the first rank finds; the others wait for as long as it takes.
+        """The result of the first rank; the others wait for as long as it takes.
 
         No other question has the same ``operation``: a rank that has given one up alone must not take the answer to
         another.
@@ -249,7 +250,7 @@ class Ranks:
             return agreed
 
     def each(self, said: Any) -> list[Any]:
-        """What each rank says, by rank.
+        """The contribution of each rank, by rank.
 
         Raises:
             RanksError: a rank does not answer.
@@ -261,15 +262,15 @@ class Ranks:
     def answered(self) -> Mapping[str, str]:
         """The number of the last question that this rank has the answer to.
 
-        Where a rank has given a question up alone, the others go on with the load that follows, and fail without it. By
-        this mark it takes no load of a later restore for that one.
+        If a rank has given a question up alone, the others continue with the load that follows, and fail without it.
+        With this mark it does not mistake a load of a later restore for that one.
         """
         return {} if self._peers is None else {"question": self._peers.answered}
 
-    # What the others hear of a rank that does not go on with them. That one is dead they find out by its silence.
+    # What other ranks are told about a rank that does not continue with them. They notice a dead rank by its silence.
 
     def leave(self, why: str) -> None:
-        """This rank goes on or ends without the others, which hear of it when they next ask."""
+        """This rank continues or ends without the others, which hear of it when they next ask."""
         if self._peers is not None:
             with contextlib.suppress(RanksError, RankLeft), self._turn(self._peers, ""):
                 raise RankLeft(why)
@@ -278,10 +279,10 @@ class Ranks:
         """This rank does not take part in the save that the others begin now; it hardly waits for them."""
         if self._session is None:
             return
-        # Before the first save no rank knows the others: one that leaves at once would not be heard.
+        # Before the first save no rank knows the others: a rank that leaves at once would not be heard.
         known = self._session.peers.has_met
         call = Call("save", self._session, path, self._timeout if known else min(_MEETING, self._timeout))
-        # What this rank does with its own error, the caller decides.
+        # The caller decides what this rank does about its own error.
         with contextlib.suppress(Exception, RankLeft), call.operation:
             raise RankLeft(why) if known else RuntimeError(why)
 
@@ -308,9 +309,9 @@ class Ranks:
         return peers.operation(operation, self._directory, self._timeout, place=self._place)
 
     def _pace(self, apart: float) -> int:
-        """How many boundaries come in so many seconds, as far as the last ones tell.
+        """How many boundaries come in this many seconds, judging by the last ones.
 
-        At most twice as many as there were before the last question, plus one: a few short steps say little.
+        At most twice as many as there were before the last question, plus one: a few short steps mean little.
         """
         now = time.monotonic()
         before, self._asked = self._asked, now
@@ -368,5 +369,5 @@ def failed_with(error: BaseException | None, *kinds: type[BaseException]) -> boo
 
 
 def is_reported(error: RanksError) -> bool:
-    """Whether a rank that lives has told the failure: then it takes part in the next round."""
+    """Whether a living rank has reported the failure: then it takes part in the next round."""
     return any(failure.message.startswith("failed: ") for failure in error.failures)

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fastckpt")
 
-#: What a local tier answers that has no room for a checkpoint, or takes none, or not in place of what lies there.
+#: Errors of a local tier that has no room for a checkpoint, accepts none, or accepts none in place of what is there.
 _NO_ROOM = {
     getattr(errno, name)
     for name in ("ENOSPC", "EDQUOT", "EROFS", "EACCES", "EPERM", "EFBIG", "EEXIST", "ENOTDIR", "ELOOP")
@@ -38,9 +38,9 @@ def remote_of(remote: AnyPath | None, keep: Any, local: Tier[Directory]) -> Remo
     """The tier of ``remote=`` and ``remote_keep=``; None without the former.
 
     Raises:
-        ImportError: it is a URL, and the package for those is not there.
-        TypeError: one of these is of another type.
-        ValueError: it is no place for checkpoints, or the local one.
+        ImportError: it is a URL, and the package for URLs is missing.
+        TypeError: one of these has the wrong type.
+        ValueError: it is not a place for checkpoints, or is the local one.
     """
     policies = [] if keep is None else keep_of(keep, "remote_keep")
     if remote is None:
@@ -77,7 +77,7 @@ class Remote(Tier[Place]):
         return there < here
 
     def is_better(self, step: int) -> bool:
-        """Whether it has a later save of a step, or one of the branch that goes on, which left the local one."""
+        """Whether it has a later save of a step, or one of the continuing branch, which left the local one."""
         tiers = self._local, self
         here, there = (tier.catalogue.entries([step]).get(step) for tier in tiers)
         if here is None or there is None or there.lineage.order == here.lineage.order:
@@ -87,14 +87,14 @@ class Remote(Tier[Place]):
         return left == [True, False] or (left[0] == left[1] and there.lineage.order > here.lineage.order)
 
     def unwanted(self, waiting: Mapping[int, int]) -> list[int]:
-        """Those of the steps that wait, each with its number, which its policies would not keep.
+        """The waiting steps, each with its number, that its policies would not keep.
 
         Raises:
             OSError: it does not answer.
         """
         if not self.policies:
             return []
-        # What an earlier run saved beyond it counts for nothing, as for the local tier.
+        # Later checkpoints of an earlier run do not count, as on the local tier.
         top = max(waiting, key=lambda step: waiting[step])
         there, pinned = self.place.look()
         known = self.catalogue.entries(step for step in there if step <= top)
@@ -110,7 +110,7 @@ class Remote(Tier[Place]):
         return [step for step in waiting if step in wanted and not wanted[step]]
 
     def follow(self, step: int, number: int, *, was_there: bool, waits: Callable[[int], bool]) -> None:
-        """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and what copies left.
+        """A checkpoint is whole there: have ``latest`` name it, pin it, and remove older ones and leftovers of copies.
 
         It had this ``number`` among the steps that were queued, and was there before if nothing had to be copied. A
         step that ``waits`` is still to be copied.
@@ -124,7 +124,7 @@ class Remote(Tier[Place]):
             if local.is_pinned(step) and not place.is_pinned(step):
                 place.pin(step)
             if was_there and not is_latest:
-                # One of thousands, perhaps, that an earlier run has copied: nothing has changed.
+                # One of perhaps thousands that an earlier run has copied: nothing has changed.
                 return
             durable = step if self._durable is None else self._durable
             if self.policies:
@@ -135,16 +135,16 @@ class Remote(Tier[Place]):
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
     def go_back(self) -> None:
-        """Steps are removed: nothing older goes for what was durable until now."""
+        """Remove steps: nothing older than what was durable until now."""
         self._durable, self._latest = None, -math.inf
 
     # For a restore.
 
     def fetch(self, step: int, *, alone: bool) -> str:
-        """Have the local tier hold what this one has of a step; where the checkpoint is to be loaded from.
+        """Have the local tier hold the remote checkpoint of a step; returns where to load it from.
 
-        What of it is good on the local tier is not fetched, unless that has another save of the step (``alone``). Where
-        the local tier has no room, or may or can not be written, this one is read in its place.
+        Good files on the local tier are not fetched, unless they belong to another save of the step (``alone``). If the
+        local tier has no room, or must not or cannot be written, the remote one is read instead.
 
         Raises:
             CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.
@@ -162,7 +162,7 @@ class Remote(Tier[Place]):
             # The two are not the same: the step was saved again, and not copied again.
             return there
         except (OSError, ValueError) as error:
-            # With a ValueError, what lies there cannot be copied.
+            # A ValueError means that what is there cannot be copied.
             fails_here = str(getattr(error, "filename", None)).startswith(self._local.place.path + os.sep)
             if isinstance(error, OSError) and error.errno not in _NO_ROOM and not fails_here:
                 raise

@@ -33,9 +33,9 @@ logger = logging.getLogger("fastckpt")
 
 _NOWHERE = Lineage(0)
 
-#: How often the directory is looked at again because a checkpoint was removed while it was read.
+#: How often the directory is listed again because a checkpoint was removed while it was being read.
 _LOOKS = 20
-#: What storage answers where a file is damaged, and an older checkpoint may not be.
+#: Errors of storage that concern one damaged file: an older checkpoint may be intact.
 _DAMAGE = {
     getattr(errno, name)
     for name in ("EIO", "ENODATA", "EUCLEAN", "EBADMSG", "ESTALE", "EILSEQ")
@@ -51,13 +51,13 @@ class Restored:
         step: its training step.
         state: as :func:`fastckpt.load` returns it.
         metrics: the metrics that were saved with it.
-        metadata: what else was given to ``save(metadata=...)``.
+        metadata: the other members of ``save(metadata=...)``.
         path: its directory.
         skipped: newer checkpoints that could not be loaded: step and reason, the newest first.
-        report: what the load did.
-        per_rank: what this rank gave to ``save(per_rank=...)``; None where it gave nothing, or where another number of
-            ranks has saved (:func:`fastckpt.distributed.load_per_rank` gives each).
-        lineage: its place in the run, as docs/manager.md tells.
+        report: the report of the load.
+        per_rank: the value that this rank gave to ``save(per_rank=...)``; None if it gave none, or if another number of
+            ranks has saved (:func:`fastckpt.distributed.load_per_rank` returns each).
+        lineage: its place in the run, as in docs/manager.md.
     """
 
     step: int
@@ -124,12 +124,12 @@ class Loader:
                 return found
             # Where another writes and removes, the first rank's view counts.
             if looks < _LOOKS and self.ranks.first("restore: look", partial(self.candidates.is_gone, one)):
-                # It was removed for one that became durable after the look.
+                # It was removed in favour of one that became durable after the listing.
                 tries, looks = look(), looks + 1
                 continue
             if not all(failure.skips for failure in failures):
                 raise error
-            # What the remote tier has of it comes next.
+            # The copy of it on the remote tier comes next.
             is_last = not any(other.step == one.step for other in tries)
             if is_last:
                 skipped[one.step] = failures[0].why
@@ -152,7 +152,7 @@ class Loader:
     def _try(
         self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool = False
     ) -> tuple[Restored | None, list[_Failure], Exception]:
-        """Load a checkpoint on all ranks, or say why ranks cannot, and what this one may raise.
+        """Load a checkpoint on all ranks, or report why ranks cannot, and the error that this one may raise.
 
         Before it others were ``skipped``; after it ``more`` may be tried.
         """
@@ -177,7 +177,7 @@ class Loader:
         if one.far and remote is not None:
             path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, alone=one.alone))
         if more and how.get("into") is not None and not how.get("strict", True):
-            # What an older one lacks would keep what a damaged one has left in `into`.
+            # Values that an older checkpoint lacks would keep, in `into`, what a damaged one has left.
             self.ranks.first("restore: verify", lambda: _verify(path))
         if self.ranks.grouped:
             with marked(self.ranks.answered):
@@ -186,7 +186,7 @@ class Loader:
             loaded = load(path, **how)
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
-        # Where another number of ranks has saved, none of them is this one.
+        # If another number of ranks has saved, none of them corresponds to this one.
         per_rank = load_state_of(path, None, (self.ranks.rank, ranks)) if ranks == self.ranks.size else None
         if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(
@@ -203,7 +203,7 @@ class Loader:
         return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
 
     def _warn(self, step: int, failure: _Failure, *, last: bool) -> None:
-        """Say on the first rank why the checkpoint of a step is not loaded as it is."""
+        """Warn on the first rank why the checkpoint of a step is not loaded directly."""
         local, remote = self.candidates.local.place, self.candidates.remote
         if self.ranks.leads:
             what = "is gone" if failure.gone else "cannot be loaded"
@@ -214,7 +214,7 @@ class Loader:
     def _failures(self, error: Exception | None, *, far: bool) -> list[_Failure]:
         """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.
 
-        Whatever keeps one from reaching the remote tier, an older checkpoint may be loaded instead.
+        Whatever prevents one from being fetched from the remote tier, an older checkpoint may be loaded instead.
         """
         own = None
         if error is not None:

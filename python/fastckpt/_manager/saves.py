@@ -1,4 +1,4 @@
-"""The saves of a run: the one in flight, the step that needs none, and what the next one continues."""
+"""The saves of a run: the one in flight, the step that needs none, and the place of the next one in the lineage."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Saves:
         asynchronous: whether they go on in the background.
         pending: the last one in the background, until it is known to be over.
         step: the step that needs no further save: saved, being saved, or restored.
-        report: that of the last durable one.
+        report: the report of the last durable one.
     """
 
     local: Tier[Directory]
@@ -67,11 +67,11 @@ class Saves:
 
     @property
     def in_flight(self) -> bool:
-        """Whether a save goes on in the background."""
+        """Whether a save is running in the background."""
         return self.pending is not None and not self.pending.done()
 
     def resume(self, step: int, path: str, place: Lineage, order: int) -> None:
-        """Training goes on from the checkpoint at ``path``; ``order`` is that of the last save of the run."""
+        """Training continues from the checkpoint at ``path``; ``order`` is the order of the last save of the run."""
         self._history.resume(step, place)
         self._history.see(order)
         self.alarm.resume(step, path)
@@ -79,7 +79,7 @@ class Saves:
         self.step = step
 
     def plan(self, step: int, *, look: bool = False) -> dict[str, Any]:
-        """What the metadata of a save of a step note of its place in the run; ``look`` if there is time for it."""
+        """The place in the run for the metadata of a save of a step; ``look`` if there is time for it."""
         if look and not self._looked:
             self._looked = True
             place, catalogue = self.local.place, self.local.catalogue
@@ -108,12 +108,12 @@ class Saves:
             self.timing.leave()
 
     def save_in_time(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
-        """Likewise at once, where time is short: without a limit, and old checkpoints stay for now."""
+        """The same at once, if time is short: without a limit, and old checkpoints stay for now."""
         began, report = self._save(given, base, plan, bandwidth_limit=None)
         self.after_save.note(given.metadata, began, report, report.seconds)
 
     def settle(self, end: float) -> list[str]:
-        """Wait for the saves in flight, and give up those that are not durable by ``end``; the paths of these."""
+        """Wait for the saves in flight, and give up those that are not durable by ``end``; returns their paths."""
         given_up = []
         before = [one for one in self._before if not one.done()]
         for pending in filter(None, (*before, self.pending)):
@@ -122,7 +122,7 @@ class Saves:
                 if pending.exception(seconds_until(end)) is not None and is_last:
                     self.step = None
             except TimeoutError:
-                # Where several ranks cancel it, one of them may hear of another's first.
+                # If several ranks cancel it, one of them may hear of another's cancellation first.
                 if pending.cancel() or failed_with(pending.exception(), CancelledError):
                     given_up.append(pending.path)
                     if is_last:
@@ -140,30 +140,30 @@ class Saves:
         try:
             self.report = pending.result(seconds_until(end))
         except Exception as error:
-            # Once it is known to have failed, its step may be saved again, and is not a base.
+            # Once it is known to have failed, its step may be saved again, and it is no base.
             with contextlib.suppress(TimeoutError):
                 self.after_save.wait(end)
             if pending.done() and self.pending is pending:
                 # The first rank may have told the others of the step after this one had heard of the failure.
                 self.step = None
             if failed_with(error, CancelledError) and not isinstance(error, CancelledError):
-                # Given up on all ranks, and this one has heard of another's first.
+                # All ranks have given it up, and this one has heard of another's decision first.
                 raise CancelledError(str(error)) from error
             raise
         finally:
-            # A failure is told once.
+            # Each failure is reported once.
             if pending.done():
                 self.pending = None
 
     def last_report(self) -> SaveReport | None:
-        """The report of the last durable save, with what has been found since."""
+        """The report of the last durable save, with later findings."""
         if self.report is not None:
             new = [text for text in self.after_save.warnings() if text not in self.report.warnings]
             self.report = replace(self.report, warnings=(*self.report.warnings, *new))
         return self.report
 
     def _how(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> dict[str, Any]:
-        """What a save gets beside state and path, which begins now."""
+        """The arguments, besides state and path, of a save that begins now."""
         if plan:
             given.metadata[lineage.KEY] = plan
             self._history.begin(given.step, plan)

@@ -1,4 +1,4 @@
-"""Which policies want a step, and which of them all ranks may ask by themselves."""
+"""Which policies want a step, and which of them all ranks may evaluate by themselves."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Schedule:
 
     Attributes:
         may_wait: whether a step that no policy wants by its number may pass without a question: time passes meanwhile,
-            and a policy by time wants the next one as well. What a policy of the caller's goes by, nobody knows.
+            and a policy by time wants the next one as well. The inputs of a caller's own policy are unknown.
     """
 
     def __init__(self, policies: Sequence[Policy], timing: StepTiming) -> None:

@@ -1,7 +1,8 @@
 """Whether training has moved between two checkpoints, by the checksums that their manifests hold.
 
-A loop whose optimizer steps nothing, or that saves a copy nobody updates, writes whole and verified checkpoints of one
-state for days. No data is read for this: manifests have a checksum for each tensor, wherever it lies.
+A loop whose optimizer updates nothing, or that saves a copy that is never updated, writes whole and verified
+checkpoints of one state for days. No data is read for this: manifests have a checksum for each tensor, wherever it is
+stored.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ logger = logging.getLogger("fastckpt")
 
 #: The trained groups of a checkpoint: each tensor's bytes and checksum by its name.
 Sums: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
-#: What is trained are floating-point tensors of one dimension at least: an optimizer counts steps in scalars.
+#: Trained tensors are floating-point and have at least one dimension: an optimizer counts steps in scalars.
 _FLOATS = ("F", "BF", "C")
 #: Buffers that a forward pass changes, with training or without.
 _is_statistic = re.compile(r"(?:^|\.)running_(?:mean|var)$").search
@@ -38,8 +39,8 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
     """The checksums of the weights and of the optimizer's moments in a checkpoint.
 
     Args:
-        path: where it lies.
-        operation: what reads it, for errors.
+        path: its path.
+        operation: the operation that reads it, for errors.
         frozen: patterns of tensors that are not trained.
 
     Raises:
@@ -79,7 +80,7 @@ def changed(before: Sums, now: Sums) -> dict[str, float]:
 
 
 def _alarm(path: str, since: int, now: Sums, shares: Mapping[str, float]) -> str | None:
-    """What is to be said where a whole group has not changed since a step."""
+    """A message if a whole group has not changed since a step."""
     still = [group for group, share in shares.items() if share == 0]
     if not still:
         return None
@@ -98,7 +99,7 @@ class StaleAlarm:
     Attributes:
         raises: whether it is an error.
         changed: the last step that was compared with the one before, and the share of each group that has changed.
-        warning: what was not as it should be with that step, for the report.
+        warning: the anomaly of that step, for the report.
     """
 
     def __init__(self, local: Tier[Directory], stale: str, frozen: Sequence[str] | str) -> None:
@@ -109,13 +110,13 @@ class StaleAlarm:
         self.raises, self._ignores = stale == "raise", stale == "ignore"
         self.changed: tuple[int | None, dict[str, float]] = None, {}
         self.warning: str | None = None
-        #: What is still to be raised.
+        #: The error that is still to be raised.
         self._error: str | None = None
         #: The last step that was saved or restored, and where it lies, or its checksums.
         self._before: tuple[int, str | Sums] | None = None
 
     def resume(self, step: int, path: str) -> None:
-        """Training goes on from the checkpoint of a step, which lies at ``path``."""
+        """Training continues from the checkpoint of a step at ``path``."""
         self._before = step, path
 
     def compare(self, step: int) -> None:
@@ -145,7 +146,7 @@ class StaleAlarm:
             logger.warning("%s", self.warning)
 
     def raise_once(self) -> None:
-        """Raise once what is to be raised.
+        """Raise the pending error, once.
 
         Raises:
             CheckpointError: a trained group has not changed.

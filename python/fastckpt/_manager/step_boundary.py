@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .stale import StaleAlarm
     from .step_timing import StepTiming
 
-#: Seconds for which ranks may go on without asking each other, at most; and into how many parts the grace period is cut
-#: by their questions, at least.
+#: The longest time in seconds for which ranks continue without asking each other; and the number of parts, at least,
+#: into which their questions divide the grace period.
 _APART = 1.0
 _ROUNDS = 20
 
@@ -36,7 +36,7 @@ class StepBoundary:
     saves: Saves
     alarm: StaleAlarm
     preemption: Preemption
-    #: The step that all ranks have agreed to save next, and what the metadata of that save note of its place.
+    #: The step that all ranks have agreed to save next, and its place in the lineage for the metadata.
     _wanted: int | None = field(default=None, init=False)
     _plan: dict[str, Any] = field(default_factory=dict, init=False)
     #: The step that needed no further save at the last boundary, on all ranks: the next one may take files from it.
@@ -58,7 +58,7 @@ class StepBoundary:
         if agreed.signals:
             if step == agreed.saved:
                 self.preemption.settle()
-            # What was being saved may have failed.
+            # The save that was running may have failed.
             if not self.ranks.first(
                 "should_save: signal",
                 lambda: step != saves.step and time.monotonic() < self.preemption.signals.deadline,
@@ -84,13 +84,13 @@ class StepBoundary:
             given = state_of(step, state, metrics, metadata, per_rank)
         except Exception:
             if self.ranks.size > 1 and step != self._wanted:
-                # The others ask whether the step is to be saved, and wait for this rank.
+                # The others ask whether to save the step, and wait for this rank.
                 self.should_save(step, force=force)
             raise
-        # Ranks ask each other once about a step that is to be saved; one process looks again.
+        # Ranks ask each other once about a step to be saved; one process checks again.
         if (self.ranks.size == 1 or step != self._wanted) and not self.should_save(step, force=force):
             return False
-        # Whatever happens from here on, the others hear of it from the save, or all raise.
+        # From here on, the others hear of any failure from the save, or all ranks raise.
         self._wanted = None
         if self.preemption.signals.called:
             return self.preemption.answer(step, given)
@@ -124,12 +124,12 @@ class StepBoundary:
             answer_together()
             return
         with self.preemption.signals.answered_by(answer):
-            # It may have come before.
+            # The signal may have come before.
             self.preemption.signals.answer_now()
             yield
 
     def ask(self, operation: str, step: int, due: Callable[[], bool], apart: float, **more: Any) -> Agreed:
-        """Agree with the other ranks on what happens now; the arguments are those of :class:`.ranks.Asked`."""
+        """Agree with the other ranks on the next action; the arguments are those of :class:`.ranks.Asked`."""
         signals = self.preemption.signals
         left = None if signals.deadline == math.inf else signals.deadline - time.monotonic()
         apart = min(apart, signals.grace / _ROUNDS)
@@ -138,17 +138,17 @@ class StepBoundary:
         self._base = agreed.saved
         signals.agree(agreed.signals, agreed.left)
         if not self.ranks.leads:
-            # What failed in the background, the ranks hear of at different times.
+            # Ranks hear of a failure in the background at different times.
             self.saves.step = agreed.saved
         return agreed
 
     def raise_stale(self) -> None:
-        """Raise on all ranks what is to be raised of the last save."""
+        """Raise on all ranks the pending error of the last save."""
         if self.alarm.raises:
             self.ranks.first("stale", self.alarm.raise_once)
 
     def miss(self, why: str) -> None:
-        """This rank does not save the step that all have agreed to save: the others, which do, hear why."""
+        """This rank does not save the step that all have agreed to save: the others, which do, hear the reason."""
         step, self._wanted = self._wanted, None
         if step is None or self.ranks.size == 1:
             return

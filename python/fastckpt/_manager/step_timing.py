@@ -1,4 +1,4 @@
-"""How long steps take and what saves cost, measured at the boundaries that the manager sees."""
+"""The duration of steps and the cost of saves, measured at the boundaries that the manager sees."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from collections.abc import Callable
 
 from fastckpt.save_when import Moment
 
-#: How many steps the usual duration is the median of: an evaluation in between is not a step.
+#: How many steps the usual duration is the median of: an evaluation in between does not count as a step.
 _STEPS = 15
-#: What a new measurement of a save weighs against all earlier ones.
+#: The weight of a new measurement of a save against all earlier ones.
 _WEIGHT = 0.5
 
 
@@ -48,7 +48,7 @@ class StepTiming:
         self._left = now
 
     def resume(self, step: int) -> None:
-        """Training goes on behind ``step``, which is saved."""
+        """Training continues after ``step``, which is saved."""
         self._step = step
         self._left = self._began = self._clock()
 
@@ -67,7 +67,7 @@ class StepTiming:
         self._stall = _mean(self._stall, stall)
 
     def moment(self, *, in_flight: bool, measured: bool = True) -> Moment:
-        """What policies are told at this boundary; those that go by steps alone need nothing that is measured."""
+        """The inputs of policies at this boundary; those that depend only on steps need no measurements."""
         step = self._step if self._step is not None else 0
         return Moment(
             step=step,
@@ -87,7 +87,7 @@ class StepTiming:
 
     @property
     def cost(self) -> float | None:
-        """Seconds of training that a save costs: the stall, and what steps take longer while it is written."""
+        """Seconds of training that a save costs: the stall, and how much longer steps take while it is written."""
         if self._stall is None or self._durable is None:
             return None
         slower = 0.0

@@ -1,11 +1,11 @@
-"""A tier of a run, local or remote: a place for checkpoints, what is removed there, and why the rest stays.
+"""A tier of a run, local or remote: a place for checkpoints, which ones are removed there, and why the rest stays.
 
-Nothing is removed but older steps than a checkpoint that has just become durable, so whatever happens to the removal,
-and however many managers work on one directory, the newest durable checkpoint is there: each of them removes only what
-is older than one of its own, and that one is still there or has a newer one above it.
+Only steps older than a checkpoint that has just become durable are removed. So whatever happens to the removal, and
+however many managers work on one directory, the newest durable checkpoint is there: each of them removes only what is
+older than one of its own, and that one is still there or has a newer one above it.
 
 ``fastckpt.remove`` renames first, in one durable step, and removes the files after that: half a checkpoint never has
-its name, and what a killed process leaves the next save sweeps. What others have put into a checkpoint is kept.
+its name, and the next save sweeps what a killed process leaves. Files that others have put into a checkpoint are kept.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def reasons(
 
     Args:
         saved: the checkpoints that count, by rising step; the last of them is durable.
-        policies: what is to stay; without one all stay.
+        policies: decide what stays; without one all stay.
         pinned: steps that stay anyway.
         now: seconds since 1970.
     """
@@ -81,7 +81,7 @@ def write_latest(place: Place, step: int) -> None:
 
 
 def write_hint(place: Place, step: int) -> None:
-    """Likewise; that it cannot be written is logged."""
+    """The same; an error in writing it is logged."""
     try:
         write_latest(place, step)
     except OSError as error:
@@ -89,29 +89,29 @@ def write_hint(place: Place, step: int) -> None:
 
 
 class Tier(Generic[_P]):
-    """One tier: a place, and the policies of what is to stay there; without one all stays.
+    """One tier: a place, and the policies that decide what stays there; without one all stays.
 
-    Nothing is asked of the place before somebody needs to know: it may be far away.
+    The place is not accessed before it is needed: it may be far away.
     """
 
     def __init__(self, place: _P, policies: Sequence[Policy], *, read_only: bool = False) -> None:
         self.place, self.policies, self.read_only = place, policies, read_only
         self._catalogue: Catalogue | None = None
         self._making, self._lock = threading.Lock(), threading.Lock()
-        #: Held while one loses its name: setting a pin waits for it.
+        #: Held while a checkpoint is being renamed away: setting a pin waits for it.
         self._removing = threading.Lock()
         #: Steps that could not be loaded. They stay, and they count for nothing, until they are saved again.
         self.damaged: set[int] = set()
         self._warned: set[int] = set()
         #: The step that this process has made durable last.
         self._durable: int | None = None
-        #: Whether a step must stay for another reason: it is still to be copied.
+        #: Whether a step must stay for another reason: it has yet to be copied.
         self.held: Callable[[int], bool] = lambda step: False  # noqa: ARG005 - what is asked
 
     @property
     def catalogue(self) -> Catalogue:
-        """What the checkpoints say of themselves."""
-        # That of the local tier is made with the manager: no signal handler waits here for the thread below it.
+        """The facts that the checkpoints hold."""
+        # The lock of the local tier is made with the manager: no signal handler waits here for the thread below it.
         if self._catalogue is None:
             with self._making:
                 texts = None if self.read_only else texts_of(self.policies)
@@ -119,7 +119,7 @@ class Tier(Generic[_P]):
         return self._catalogue
 
     def kept(self, policies: Sequence[Policy]) -> dict[int, list[str]]:
-        """Why each checkpoint stays if these policies decide; one without a reason goes after the next save."""
+        """Why each checkpoint stays if these policies decide; one without a reason is removed after the next save."""
         steps, pinned = self.place.look()
         entries = self.catalogue.entries(steps)
         found = reasons_on_branch(entries, self.catalogue.tip(entries), policies, pinned, time.time())
@@ -132,8 +132,8 @@ class Tier(Generic[_P]):
         return found
 
     def pin(self, step: int) -> bool:
-        """Pin a checkpoint; whether it is there."""
-        # A removal that has begun ends first; another process may remove it all the same, until it sees the pin.
+        """Pin a checkpoint; returns whether it exists."""
+        # A removal that has begun ends first; another process may still remove it, until it sees the pin.
         name = self.place.names.name_of(step)
         with self._removing:
             if self.place.identity(name) is None:
@@ -145,7 +145,7 @@ class Tier(Generic[_P]):
             return there
 
     def clear(self, durable: int) -> None:
-        """Remove what is older than the checkpoint of step ``durable`` and is not kept; failures are logged."""
+        """Remove unneeded checkpoints older than that of step ``durable``; failures are logged."""
         with self._lock:
             self._durable = durable
             self.damaged.discard(durable)
@@ -169,7 +169,7 @@ class Tier(Generic[_P]):
                 logger.warning("%s: the facts of its checkpoints are not cached: %s", self.place.path, error)
 
     def clear_again(self) -> None:
-        """Remove what may go now that fewer are held."""
+        """Remove checkpoints that are no longer held."""
         if self._durable is not None:
             self.clear(self._durable)
 
@@ -197,8 +197,8 @@ class Tier(Generic[_P]):
         """Remove all checkpoints above a step, the highest first, and have ``latest`` name the step.
 
         Args:
-            step: the one that the run goes back to.
-            held: steps that are pinned on another tier. They stay, and so does what is pinned here.
+            step: the step that the run goes back to.
+            held: steps that are pinned on another tier. They stay, and so do checkpoints that are pinned here.
 
         Raises:
             OSError: one cannot be removed, or the place does not answer.

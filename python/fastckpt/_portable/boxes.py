@@ -36,7 +36,7 @@ class Box:
         self._name = tensor.name
         for given in (box, shape if strides is None else strides):
             if len(given) != len(shape):
-                raise self._wrong(f"it has {len(given)} dimensions, and the tensor {len(shape)}")
+                raise self._wrong(f"it has {len(given)} dimensions, but the tensor has {len(shape)}")
         for dimension, ((start, stop, step), size) in enumerate(zip(box, shape, strict=True)):
             if not 0 <= start <= stop <= size or step < 1:
                 raise self._wrong(f"{start}..{stop} in steps of {step} is not in dimension {dimension} of size {size}")
@@ -75,7 +75,7 @@ class Box:
         if strides is None:
             strides = [prod(self.counts[dimension + 1 :]) * self.size for dimension in range(len(self.counts))]
         reach = [(count - 1) * stride for count, stride in zip(self.counts, strides, strict=True)]
-        #: How far memory reaches below the first element, and in all.
+        #: How far memory reaches below the first element, and its total size.
         self.below = -sum(step for step in reach if step < 0)
         self.reach = self.below + sum(step for step in reach if step > 0) + self.size
         if (
@@ -129,7 +129,7 @@ class Box:
             at += count * size
             cuts = [_common(part.start, part.stop, along) for part, along in zip(there, box, strict=True)]
             if None not in cuts:
-                # The dots make an array of what has no dimension, too.
+                # The ellipsis makes an array even of a scalar.
                 source_cut: Any = (*(cut[0] for cut in cuts if cut), ...)
                 memory_cut: Any = (*(cut[1] for cut in cuts if cut), ...)
                 np.copyto(memory[memory_cut], source[source_cut])

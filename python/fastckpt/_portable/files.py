@@ -39,7 +39,7 @@ def open_regular(directory: str, name: str) -> tuple[io.FileIO, int]:
     """
     path = str(Path(directory, name))
     try:
-        # A pipe would be waited for, and Windows has no flag against links.
+        # Opening a pipe would block, and Windows has no flag against links.
         _check_kind(path, os.lstat(path))
         file = io.FileIO(open_inside(directory, name, _FLAGS))
     except FileNotFoundError as error:

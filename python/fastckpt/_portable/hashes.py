@@ -38,7 +38,7 @@ def _fits(hashes: np.ndarray[Any, Any], size: int, neighbours: int) -> bool:
     beside = np.zeros(len(at), np.int64)
     left = len(hashes) * _STEPS
     while len(at):
-        # Of several that write to one place, the last stays.
+        # If several keys map to one place, the last one wins.
         winner[at[::-1]] = np.arange(len(at))[::-1]
         stay = taken[at] | (winner[at] != np.arange(len(at)))
         taken[at] = True

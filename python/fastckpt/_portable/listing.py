@@ -81,7 +81,7 @@ def strangers(names: Collection[str], files: Collection[str], shards: Collection
     own = {*BESIDE_SHARDS, *shards} if shards is not None else {name for name in names if is_ours(name)}
     found = {name for name in names if name not in own and name not in files}
     torchs = writer_of(TORCH_METADATA)
-    # Beside files of torch's own writer the one that lists them is theirs.
+    # In a directory written by torch's own writer, the file that lists its files is torch's.
     if TORCH_METADATA in names and any(writer_of(name) == torchs for name in found):
         found.add(TORCH_METADATA)
     return sorted(found)
@@ -99,7 +99,7 @@ def looked_at(name: str, path: str, sizes: dict[str, int], read: Callable[[], by
         for shard in shards:
             size = sizes.get(shard.file)
             if size != shard.nbytes:
-                is_there = "cannot be found" if size is None else f"has {size} bytes, written were {shard.nbytes}"
+                is_there = "cannot be found" if size is None else f"has {size} bytes, expected {shard.nbytes}"
                 damage = f"shard `{shard.file}` {is_there}"
                 break
     return ListedCheckpoint(name, path, created, total, aside=False, damage=damage)

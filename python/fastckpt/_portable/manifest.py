@@ -92,15 +92,16 @@ def _decode(content: bytes, path: str, make: Callable[[list[tuple[str, memoryvie
         raise _unread(path, f"has format version {version}, and this fastckpt reads version {VERSION}: {_UPGRADE}")
     if line[2] is None:
         raise corrupt(path, "its first line is damaged")
-    # The first line opened the object. A manifest may have 512 MiB, so nothing of it is copied before it is checked.
+    # The first line opened the JSON object. A manifest may have 512 MiB, so nothing of it is copied before it is
+    # checked.
     text = memoryview(content)[line.end() :]
     found, written = _crc64.to_hex(_crc64.of(text)), line[3].decode()
     if found != written:
-        raise corrupt(path, f"its checksum is {found}, written was {written}")
+        raise corrupt(path, f"its checksum is {found}, expected {written}")
     needs = _MIN_READER.match(text)
     if needs is None:
         if text[: len(_EARLIER)] != _EARLIER:
-            raise corrupt(path, "it does not begin with the reader that it needs")
+            raise corrupt(path, "it does not begin with the reader version that it needs")
         raise _unread(
             path,
             "was written before format version 1 was released, when the training state lay beside the model: load it "
@@ -130,7 +131,7 @@ def _whole(found: list[tuple[str, memoryview]]) -> Manifest:
     _size(_get(values, "min_reader"))
     block_size = _size(_get(values, "block_size"))
     if block_size % PAGE or not PAGE <= block_size <= MAX_BLOCK:
-        raise ValueError(f"block_size {block_size} is no multiple of {PAGE} up to {MAX_BLOCK}")
+        raise ValueError(f"block_size {block_size} is not a multiple of {PAGE} up to {MAX_BLOCK}")
     shards = _shards(values)
     tensors = [_tensor(entry, shards, block_size) for entry in _list(_get(values, "tensors"))]
     if len({tensor.name for tensor in tensors}) != len(tensors):
@@ -221,7 +222,7 @@ def _shard(entry: Any) -> StoredShard:
 
 
 def is_plain(file: str, *, windows: bool) -> bool:
-    """Whether ``file`` names a shard: in the checkpoint's directory, or in the one for all but the model.
+    """Whether ``file`` names a shard: in the checkpoint's directory, or in its directory ``training``.
 
     To Windows a colon leads elsewhere.
     """
@@ -258,7 +259,7 @@ def _tensor_called(name: str, entry: Any, shards: list[StoredShard], block_size:
     if offset + nbytes > shard.nbytes:
         raise ValueError(f"it ends beyond shard `{shard.file}`")
     if name == RESERVED_NAME or not name.startswith(shard.prefix) or name[len(shard.prefix) :] == RESERVED_NAME:
-        raise ValueError(f"its name does not belong into shard `{shard.file}`")
+        raise ValueError(f"its name does not belong in shard `{shard.file}`")
     if offset < shard.data_offset:
         raise ValueError(f"it begins inside the header of shard `{shard.file}`")
     extents = extent_count(offset, nbytes, block_size)

@@ -116,7 +116,7 @@ def members(text: memoryview) -> list[tuple[str, memoryview]]:
     for begin, colon, stop in zip(commas, colons, [*commas[1:], end], strict=True):
         name = json.loads(str(text[begin + 1 : colon], "utf-8")) if begin < colon < stop else None
         if type(name) is not str:
-            raise ValueError("it names a member not by a text")
+            raise ValueError("the name of a member is not a string")
         found.append((name, text[colon + 1 : stop]))
     return found
 
@@ -162,7 +162,7 @@ def check(text: str) -> None:
 
 
 def _int(digits: str) -> int | float:
-    # -0 has a sign, and so is not such an integer.
+    # -0 has a sign, so it is not such an integer.
     return int(digits) if len(digits) <= _INTEGER_DIGITS and digits != "-0" else float(digits)
 
 

@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     Tick: TypeAlias = Callable[[int, int], None]
     Drain: TypeAlias = Callable[[list[tuple[int, int, int, int]]], None]
 
-#: One thread reads what is smaller than this.
+#: Reads below this size take one thread.
 _SMALL = 2 << 20
 #: Bytes that may be on their way to be copied from, at a time.
 _IN_FLIGHT = 256 << 20
-#: From this size on, a piece is read to where it belongs; smaller ones are read together, and copied.
+#: From this size on, a piece is read directly to its destination; smaller ones are read together, and copied.
 _STRAIGHT = 64 << 10
 #: Bytes of a header that are read at a time, and of the manifest's beginning, which has the sum of the rest.
 _HEADER_READ, _SEAL = 1 << 20, 64
@@ -126,7 +126,7 @@ class Reader:
         manifest: bytes | None = None,
         files: Files | None = None,
     ) -> None:
-        # Shards are opened when they are read: on Windows an open file would keep the directory in its place.
+        # Shards are opened when they are read: on Windows an open file could not be replaced with its directory.
         del keep
         self._files = files or Directory(os.fspath(path))
         self._files.check()
@@ -218,7 +218,7 @@ class Reader:
         for number in tensors:
             tensor = self._tensor(number)
             if tensor.nbytes and tensor.shard not in mappings.shards:
-                raise ValueError("a tensor of this number is not mapped")
+                raise ValueError("this tensor is not mapped")
             job.add(number, [(0, tensor.nbytes)], _Target(), verify=True)
         with self._settled():
             self._check_headers(job.shards())
@@ -240,7 +240,7 @@ class Reader:
             with closing(file):
                 if size != shard.nbytes:
                     low, high = sorted((size, shard.nbytes))
-                    reason = f"it has {size} bytes, written were {shard.nbytes}"
+                    reason = f"it has {size} bytes, expected {shard.nbytes}"
                     damage.append(DamagedRange(shard.file, low, high - low, None, reason))
                 damage += self._header_damage(shard, file) if size >= shard.data_offset else []
         for number, tensor in enumerate(self._manifest.tensors):
@@ -281,7 +281,7 @@ class Reader:
         file, size = self._files.open(shard.file)
         if size != shard.nbytes and not any_length:
             file.close()
-            raise corrupt(self._files.path_of(shard.file), f"it has {size} bytes, written were {shard.nbytes}")
+            raise corrupt(self._files.path_of(shard.file), f"it has {size} bytes, expected {shard.nbytes}")
         return file
 
     def raised(self, damage: DamagedRange) -> CorruptCheckpointError:
@@ -302,7 +302,7 @@ class Reader:
                 for damage in self._header_damage(self._manifest.shards[number], file):
                     raise self.raised(damage)
 
-        # Where each waits for the network they do not wait for each other.
+        # Requests of different threads wait for the network at the same time.
         with ThreadPoolExecutor(self._files.threads if self._files.span else 1, "fastckpt") as pool:
             for _ in pool.map(check, todo) if self._files.span else map(check, todo):
                 pass
@@ -325,7 +325,7 @@ class Reader:
             reason = f"header: its length field puts the data elsewhere than at byte {at_}"
             yield DamagedRange(shard.file, 0, 8, None, reason)
         elif at_ < shard.data_offset or _crc64.to_hex(sum_) != shard.header_crc:
-            reason = f"header: checksum is {_crc64.to_hex(sum_)}, written was {shard.header_crc}"
+            reason = f"header: checksum is {_crc64.to_hex(sum_)}, expected {shard.header_crc}"
             yield DamagedRange(shard.file, 0, shard.data_offset, None, reason)
 
     def _wrong_sums(self) -> Iterator[DamagedRange]:
@@ -393,7 +393,7 @@ class _Job:
         damage: list[DamagedRange] | None = None,
     ) -> None:
         if io == "direct":
-            raise OSError(errno.EINVAL, f'direct I/O was asked for, and {reader.files.fallback}: give io="auto"')
+            raise OSError(errno.EINVAL, f'direct I/O was requested, but {reader.files.fallback}: give io="auto"')
         self._began = time.perf_counter()
         self._reader = reader
         self._fallback = None if io in ("auto", "buffered") else reader.files.fallback
@@ -456,7 +456,7 @@ class _Job:
             for wanted in _cut(offset + low, offset + high, size):
                 (start, stop), crc = wanted, None
                 if verify:
-                    # A sum is that of a whole extent.
+                    # A checksum covers a whole extent.
                     block = start // size
                     start, stop = max(offset, block * size), min(end, (block + 1) * size)
                     crc = tensor.crc[(block - first) * _crc64.HEX :][: _crc64.HEX]
@@ -586,7 +586,7 @@ class _Job:
                 part = there
             found = None if piece.crc is None else _crc64.to_hex(_crc64.of(part))
             if found != piece.crc:
-                self._damaged(read.shard, piece, f"checksum is {found}, written was {piece.crc}")
+                self._damaged(read.shard, piece, f"checksum is {found}, expected {piece.crc}")
             piece.target.deliver(piece.start, part)
 
     def _fill(self, file: File, read: _Read, data: np.ndarray[Any, Any]) -> tuple[int, str]:

@@ -1,1 +1,1 @@
-"""Many processes write and read one checkpoint: what is below ``fastckpt.distributed`` and ``fastckpt.dcp``."""
+"""Many processes write and read one checkpoint: the implementation of ``fastckpt.distributed`` and ``fastckpt.dcp``."""

@@ -12,11 +12,11 @@ For a save (loads do the same with :class:`.demands.Wanting`):
 
 ``combine_arrivals`` and ``combine_offers`` are in :mod:`.offers`. Arrivals and verdicts are JSON of some 200 bytes;
 offers and answers are bytes. Arrivals can travel inside of another value: ``combine_arrivals`` takes a list of them.
-``decide`` and ``unite`` run on the coordinator; what only that needs (the structure) does not travel.
+``decide`` and ``unite`` run on the coordinator; the structure, which only that needs, does not travel.
 
 What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and the
 coordinator gets one of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the
-manifest) travel up, one by one, and its tensors as lists, of which equal ones travel and come back as one.
+manifest) travel up, one by one, and its tensors as lists; equal lists are sent only once.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class TensorOf(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """Memory of this rank: as ``_core.RankSave`` takes it. The address is 0 where ``fill`` brings the bytes."""
+    """Memory of this rank: as ``_core.RankSave`` takes it. The address is 0 if ``fill`` copies the bytes."""
 
     tensor: int
     part: int
@@ -62,23 +62,23 @@ class Holding(NamedTuple):
     nbytes: int
 
 
-#: What the names of the tensors of ``per_rank`` start with.
+#: The prefix of the names of the tensors of ``per_rank``.
 PER_RANK = "per_rank."
 
 
 class JobState:
-    """What ranks agree on about the state of their job, and what this one holds of it.
+    """The agreement of ranks about the state of their job, and the part that this one holds.
 
     Attributes:
-        tensors: of the job, those of ``per_rank`` at the end.
-        spreads: what their numbers stand for.
+        tensors: the job's tensors, those of ``per_rank`` at the end.
+        spreads: the spreads that their numbers refer to.
         held: the memories of this rank.
-        prefix: what the names of the model's tensors start with.
+        prefix: the prefix of the model's tensor names.
         has_extras: whether there are tensors of ``per_rank``, which are never the model's.
-        sources: brings the bytes of memories without an address; see :class:`fastckpt._api.save_request.SaveRequest`.
+        sources: copies the bytes of memories without an address; see :class:`fastckpt._api.save_request.SaveRequest`.
         structure: on the coordinator, the tokens of the state, JSON text.
-        metadata: likewise, of the metadata.
-        per_rank: likewise, the list of what belongs to each rank alone; None where nothing does.
+        metadata: the structure of the metadata.
+        per_rank: the list of the states of each rank alone; None if there are none.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class JobState:
         self.sources.fill([(numbers[index], start, address, nbytes) for index, start, address, nbytes in ranges])
 
     def sum(self, index: int) -> int | None:
-        """The sum of such a memory, by the index in ``held``, where a device makes it."""
+        """The sum of such a memory, by the index in ``held``, if a device computes it."""
         assert self.sources is not None  # noqa: S101 - as above
         return self.sources.sum(self._numbers[index])
 
@@ -123,14 +123,14 @@ class Agreement:
     """The agreement of one save.
 
     Args:
-        request: what this rank saves.
+        request: the save of this rank.
         rank: this rank in the group.
         size: the number of ranks.
         operation: the word that error messages begin with.
 
     Attributes:
         table: the main part of the table of this rank.
-        told: both parts of it, as ranks tell them.
+        told: both parts of it, as ranks exchange them.
     """
 
     def __init__(self, request: SaveRequest, rank: int, size: int, operation: str = "save") -> None:
@@ -145,11 +145,11 @@ class Agreement:
         self._extras: list[Any] = []
 
     def arrival(self) -> list[Any]:
-        """What goes up first: the digests of both parts of the table, and whether there is something per rank."""
+        """The first message up: the digests of both parts of the table, and whether there is a state per rank."""
         return [*self.told.digests, self.request.per_rank is not None]
 
     def decide(self, combined: list[Any]) -> list[Any]:
-        """The verdict on what arrived: which parts differ, and whether there is something per rank."""
+        """The verdict on the arrivals: which parts differ, and whether there is a state per rank."""
         main, cuts, extra = combined
         return [TABLES if main is None else CUTS if cuts is None else EQUAL, extra]
 
@@ -159,7 +159,7 @@ class Agreement:
         return verdict != [EQUAL, False]
 
     def offer(self, verdict: list[Any]) -> bytes:
-        """What goes up second."""
+        """The second message up."""
         what, has_extras = verdict
         own = self.request.per_rank
         if not has_extras or own is None:
@@ -170,10 +170,10 @@ class Agreement:
         return self.told.offer(what, [[self.rank, *names]], dict(zip(names, (tensors, tokens), strict=True)))
 
     def unite(self, combined: bytes) -> bytes:
-        """What comes down: everything that a rank needs to know beside its own table.
+        """The answer: everything that a rank needs to know besides its own table.
 
         Raises:
-            ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
+            ValueError: values of several ranks differ, or ``model_key`` leads to no mapping.
         """
         classes, extras, blobs = offer_of(combined)
         variants = classes_of(classes, blobs)
@@ -188,7 +188,7 @@ class Agreement:
         return packed(*parts, *self._unite_extras(extras, blobs))
 
     def _unite_cuts(self, spreads: list[tuple[list[Spread], list[int]]]) -> list[bytes]:
-        """Of ranks whose main tables are equal: for each number of a spread the list of what ranks hold."""
+        """For ranks with equal main tables: for each number of a spread, the list of what ranks hold."""
         variant = Variant(self.table, spreads)
         made = SpreadLists(self.size)
         lists = [made.add(holders_of(variant, number)) for number in range(1 + len(spreads[0][0]))]
@@ -205,7 +205,7 @@ class Agreement:
         return [json.dumps([[made.lists[each] for each in lists]]).encode(), encode_spreads(made.spreads)]
 
     def _unite_tables(self, variants: dict[str, Variant]) -> list[bytes]:
-        """Of ranks whose main tables differ: the tensors of the union, and where each finds its own."""
+        """For ranks with different main tables: the tensors of the union, and the place of each rank's own in it."""
         united = unite(list(variants.values()), self.size, operation=self.operation)
         prefix = split_model(self.operation, united.flat, self.request.settings.model_key)
         self._structure = united.structure
@@ -214,7 +214,7 @@ class Agreement:
             (tensor.dtype, tensor.shape, tensor.logical, which)
             for tensor, which in zip(tensors, united.lists, strict=True)
         )
-        # A rank finds its tensors by name, but for these.
+        # A rank finds its tensors by name, except these.
         number_of = {tensor.name: number for number, tensor in enumerate(tensors)}
         others = {
             main: [
@@ -229,7 +229,7 @@ class Agreement:
         return [compressed(data), encode_spreads(united.spreads)]
 
     def _unite_extras(self, extras: list[Any], blobs: dict[str, bytes]) -> list[bytes]:
-        """What ranks have alone: lists of tensors, and the ranks that have each."""
+        """The tensors of ranks alone: lists of tensors, and the ranks that have each."""
         lists: dict[str, list[int]] = {}
         self._extras = []
         for rank, tensors, tokens in sorted(extras):
@@ -240,7 +240,7 @@ class Agreement:
 
     @paused()
     def settle(self, verdict: list[Any], answer: bytes | None) -> JobState:
-        """What all ranks agree on, once ``answer`` is there, where one was needed."""
+        """The agreement of all ranks, once ``answer`` is there, if one was needed."""
         what, _ = verdict
         main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
         if what == TABLES:
@@ -296,7 +296,7 @@ class Agreement:
         return job
 
     def _hold(self, job: JobState, numbers: list[list[int]]) -> None:
-        """Note the memories of this rank: where its tensors are among those of the job."""
+        """Note the memories of this rank: the positions of its tensors among those of the job."""
         request, flat = self.request, self.request.flat
         where = Parts(job.spreads, self.rank)
         tensors = job.tensors
@@ -313,7 +313,7 @@ class Agreement:
                 job.hold(number, part, tensor.address, tensor.capacity, index)
 
     def _settle_extras(self, job: JobState, parts: list[bytes]) -> None:
-        """Add what each rank has alone."""
+        """Add the tensors that each rank has alone."""
         head, *lists = parts
         runs = json.loads(head)
         by_rank = {

@@ -9,10 +9,10 @@ if TYPE_CHECKING:
     from .exchange import Exchange
     from .peers import Operation
 
-#: A rank that waits for bytes of others has not failed itself, and says that it lives. But not for ever: after so many
-#: timeouts without a message it is silent, for all might wait for each other.
+#: A rank that waits for the bytes of others has not failed itself, and signals that it is alive. But not for ever:
+#: after this many timeouts without a message it is silent, because all ranks might wait for each other.
 _PATIENCE = 4
-#: Bytes that a rank may have taken on and not written, because it holds itself back to a bandwidth limit.
+#: Bytes that a rank may have accepted and not written, because a bandwidth limit slows it down.
 _HELD_BACK = 256 << 20
 
 
@@ -26,7 +26,7 @@ class Attention:
 
     Attributes:
         exchange: the messages that travel, once they do.
-        limit: seconds after which a single message is given up, whatever the other ranks say.
+        limit: seconds after which a single message is given up, regardless of the other ranks.
     """
 
     def __init__(self, operation: Operation, timeout: float, bandwidth: float | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Asynchronous saves of all ranks: each copies what it holds to host memory, and the rest happens in the background."""
+"""Asynchronous saves of all ranks: each copies its part to host memory, and the rest happens in the background."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Job(BackgroundSave):
-    """Its snapshot holds what this rank has: the files are laid out when ranks have agreed on them."""
+    """Its snapshot holds this rank's parts: the files are laid out when ranks have agreed on them."""
 
     group: ProcessGroup
 
     def __init__(self, request: SaveRequest, settings: BackgroundSettings, group: ProcessGroup) -> None:
         assert request.sources is not None  # noqa: S101 - it has just been built
         tensors = [tensor for flat in request.parts for tensor in flat.tensors]
-        # Without gaps between them, small tensors of a device share a copy.
+        # Small tensors of a device that are packed without gaps share a copy.
         joins = mask(request.sources, len(tensors), on_device=True)
         snapshot = _core.Snapshot.of_parts(tensors, joins, request.sources.fill)
         ranks = group.session if group.session.group.size > 1 else None
@@ -38,7 +38,7 @@ class Job(BackgroundSave):
         return self.group.operation
 
     def alive(self) -> None:
-        """Likewise to the other ranks."""
+        """The same for the other ranks."""
         self.group.operation.alive()
 
     def _write(self) -> SaveReport:

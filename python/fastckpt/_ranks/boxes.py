@@ -27,7 +27,7 @@ class Boxed:
 
     Attributes:
         requests: those.
-        drain: takes the bytes of those without an address; None where there are none.
+        drain: takes the bytes of those without an address; None if there are none.
     """
 
     def __init__(
@@ -41,7 +41,8 @@ class Boxed:
         self.requests: list[_core.ReadRequest] = []
         self.drain: Drain | None = None
         self._drain = drain
-        # Numbers of demands, by that of the request; and what has to be read first, and is then drained.
+        # The numbers of demands, by that of the request; and the ones that have to be read first, and are drained
+        # afterwards.
         self._numbers: dict[int, int] = {}
         self._later: list[tuple[int, Any]] = []
         for number, demand in enumerate(demands):
@@ -72,7 +73,7 @@ class Boxed:
         self._drain([(numbers[request], start, address, nbytes) for request, start, address, nbytes in ranges])
 
     def _ask_parts(self, number: int, demand: Demand, ranges: list[Ranges], itemsize: int) -> None:
-        """Several boxes that lie side by side in the memory of the demand."""
+        """Several boxes that are adjacent in the memory of the demand."""
         sizes = [sum(stop - start for start, stop in part) for part in ranges]
         address = demand.address
         if not address:
@@ -82,7 +83,7 @@ class Boxed:
         strides = demand.strides
         if strides is None:
             strides = [itemsize * math.prod(sizes[dim + 1 :]) for dim in range(len(sizes))]
-        # Where strides go backwards, the address is not that of the first element.
+        # If strides are negative, the address is not that of the first element.
         first = address + sum(-step * (size - 1) for step, size in zip(strides, sizes, strict=True) if step < 0)
         placed = [list(_placed(part)) for part in ranges]
         for box in itertools.product(*placed):

@@ -8,11 +8,12 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-#: How many values tell a call from others, how long their names and texts are, and how large a number.
+#: The number of values that distinguish a call from others, the length of their names and texts, and the largest
+#: number.
 _MARKS, _NAME, _LONGEST, _BITS = 16, 64, 32, 64
 #: How many mappings of a state are looked into, and how many keys these have: larger ones are tables of tensors.
 _MAPPINGS, _KEYS = 64, 64
-#: How many directories above it tell where a path leads.
+#: How many directories above a path identify where it leads.
 _LEVELS = 4
 
 
@@ -20,10 +21,10 @@ class Called(NamedTuple):
     """One call of one rank.
 
     Attributes:
-        kind: what it does; empty where it ends whatever the others do.
+        kind: the kind of call; empty if it ends whatever the others do.
         path: to what.
         place: where the path leads, by :func:`location_of`; None where that is not known.
-        marks: what is equal on all ranks that have it, by name: the step.
+        marks: values that are equal on all ranks that have them, by name: the step.
     """
 
     kind: str
@@ -32,7 +33,7 @@ class Called(NamedTuple):
     marks: Mapping[str, str]
 
     def is_other(self, other: Called) -> bool:
-        """Whether these cannot be one call of all ranks. Where nothing tells them apart, they can."""
+        """Whether these cannot be one call of all ranks. Two calls that nothing distinguishes can be one."""
         if not (self.kind and other.kind):
             return False
         if self.kind != other.kind or not self.leads_to(other):
@@ -40,21 +41,21 @@ class Called(NamedTuple):
         return any(other.marks.get(name, mark) != mark for name, mark in self.marks.items())
 
     def leads_to(self, other: Called) -> bool:
-        """Whether the paths are those of one directory, as far as this host can see."""
+        """Whether the paths lead to one directory, as far as this host can see."""
         if self.path == other.path:
             return True
         if self.place is None or other.place is None:
             return False
         (host, *levels), (its_host, *its_levels) = self.place, other.place
-        # Each host numbers its devices for itself. The ranks of a save prove later that they see one directory.
+        # Each host numbers its own devices. The ranks of a save prove later that they see one directory.
         first = 0 if host == its_host else 1
         return any(one[first:] == its[first:] for one in levels for its in its_levels)
 
 
 def location_of(path: str, host: str) -> list[Any]:
-    """Where a path leads: the host, and of the nearest directories that are there device, inode, and what follows.
+    """The identity of a path: the host, and for the nearest existing directories device, inode, and the remaining path.
 
-    Of several, for the nearest may just have been made, or replaced.
+    For several, because the nearest may just have been made, or replaced.
     """
     levels: list[Any] = []
     at, rest = path, ""
@@ -70,10 +71,10 @@ def location_of(path: str, host: str) -> list[Any]:
 
 
 def marks_of(*given: Any) -> dict[str, str]:
-    """The first plain values in nested mappings: what is equal on all ranks that have it, and often differs by call.
+    """The first plain values in nested mappings: they are equal on all ranks that have them, and often differ by call.
 
-    Those at the top come first, so that what a scheduler counts is among them. In lists of several ranks, one place may
-    have different values.
+    Those at the top come first, so that the counters of schedulers are among them. In lists of several ranks, one place
+    may have different values.
     """
     marks: dict[str, str] = {}
     known: set[int] = set()

@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
     from .session import Session
 
-#: For a call whose own timeout is none.
+#: For a call that has no timeout of its own.
 _FALLBACK = 600.0
-#: Three years. Clocks, and what torch makes of seconds, end somewhere beyond.
+#: Three years. Clocks, and torch's conversion of seconds, overflow somewhere beyond.
 _LONGEST = 1e8
 _MARKS: ContextVar[Mapping[str, str]] = ContextVar("fastckpt_marks")
 
 
 @contextlib.contextmanager
 def marked(marks: Mapping[str, str]) -> Iterator[None]:
-    """Tell the calls of the block from others to the same path, by what is equal on all ranks that make them."""
+    """Mark the calls of the block, among others to the same path, by values that are equal on all their ranks."""
     before = _MARKS.set(marks)
     try:
         yield
@@ -40,7 +40,7 @@ class Call:
         kind: ``save`` or ``load``.
         session: the process group.
         path: as the caller gave it.
-        timeout: likewise.
+        timeout: as the caller gave it.
 
     Attributes:
         operation: what the ranks do together. It takes its turn when it is entered, or before.
@@ -63,14 +63,14 @@ class Call:
         self.operation.mark(_MARKS.get({}))
 
     def mark(self, step: int | None, state: Any) -> None:
-        """Tell this call from others to the same path by what is equal on all ranks; ``state`` is None if nothing is.
+        """Mark this call, among others to the same path, by values that are equal on all ranks; ``state`` may be None.
 
         Before the first round.
         """
         self.operation.mark(marks_of({"step": step}, state))
 
     def check(self) -> None:
-        """Raise what is wrong with the arguments, in the operation, so that other ranks hear of it."""
+        """Raise errors in the arguments inside the operation, so that other ranks hear of them."""
         if self._problem is not None:
             raise self._problem
 

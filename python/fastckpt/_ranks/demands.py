@@ -1,7 +1,6 @@
 """Turns a load request of one rank into the parts of the checkpoint that it needs.
 
-:func:`demands` is what a load calls once it has the manifest. What it gives goes through the same rounds as the
-table of a save:
+A load calls :func:`demands` once it has the manifest. Its result goes through the same rounds as the table of a save:
 
     wanted = demands(reader, path, settings, into, rank, ranks)      # by the thread whose streams devices wait for
     agreement = Wanting(wanted)
@@ -58,13 +57,13 @@ _LISTED = 20
 
 
 class Demand(NamedTuple):
-    """Memory that is to be filled with what this rank has of a tensor of the checkpoint.
+    """Memory to be filled with this rank's part of a tensor of the checkpoint.
 
     Attributes:
         tensor: its number in the checkpoint.
-        spread: the number of its spread among those of this rank; 0 where the rank has it whole.
-        address: that of the lowest byte; 0 where ``targets.drain`` takes the bytes.
-        nbytes: the bytes that are there to be written to; 0 for an empty part.
+        spread: the number of its spread among those of this rank; 0 if the rank has it whole.
+        address: the address of the lowest byte; 0 if ``targets.drain`` takes the bytes.
+        nbytes: the writable bytes there; 0 for an empty part.
         strides: see ``_core.ReadRequest``.
     """
 
@@ -96,7 +95,7 @@ class RankTargets(Targets):
         mover: _memory.Mover | None = None,
         layout: np.ndarray[Any, Any] | None = None,
     ) -> None:
-        # Also for no bytes: all ranks of a mesh have to name what is spread over it.
+        # Also for no bytes: all ranks of a mesh have to name the tensors that are spread over it.
         if room or whole is not None:
             if mover is not None:
                 self.push(len(self.demands), mover, room)
@@ -105,7 +104,7 @@ class RankTargets(Targets):
 
 
 class Demands:
-    """What one rank demands.
+    """The demands of one rank.
 
     Attributes:
         rank: this rank in the group.
@@ -114,7 +113,8 @@ class Demands:
         path: its path, for messages.
         prepared: the load, before anything is read.
         spreads: the spreads of the tensors of ``into`` that are spread.
-        told: both parts of the table, as ranks tell them: the numbers of the tensors and of their spreads, and those.
+        told: both parts of the table, as ranks exchange them: the numbers of the tensors and of their spreads, and the
+            spreads.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Demands:
         for tensor, spread, *_ in self.targets.demands:
             wanted[tensor] = (*wanted.get(tensor, ()), spread)
         kinds: dict[tuple[int, ...], int] = {}
-        #: By the number of a tensor: the number of the list of the spreads that it is wanted by.
+        #: By the number of a tensor: the number of the list of spreads in which ranks want it.
         self.wanted = {tensor: kinds.setdefault(wanted[tensor], len(kinds)) for tensor in sorted(wanted)}
         self.kinds = list(kinds)
         self.told = Told.of(rank, _encode(self.wanted, self.kinds), encode_spreads(spreads))
@@ -144,7 +144,7 @@ class Demands:
 
     @property
     def missing(self) -> tuple[str, ...]:
-        """With ``strict`` unset, names of what only ``into`` has."""
+        """With ``strict`` unset, names that only ``into`` has."""
         return self.prepared.missing
 
     def build(self) -> Any:
@@ -163,19 +163,20 @@ class Demands:
 def demands(
     reader: _core.Reader, path: str, settings: LoadSettings, into: Any, rank: int, ranks: Sequence[int]
 ) -> Demands:
-    """Compare what a rank is asked to load with the checkpoint.
+    """Compare the load request of a rank with the checkpoint.
 
     Args:
         reader: the checkpoint.
         path: its path, for messages.
-        settings: what is asked for.
-        into: what is filled, with DTensors in it; None for a new state.
+        settings: the options of the load.
+        into: the state to fill, whose tensors may be DTensors; None for a new one.
         rank: this rank in the group.
         ranks: the global ranks of the group, in its order.
 
     Raises:
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
-        StructureMismatchError: ``into`` does not fit. What only the checkpoint has is not a reason: others may want it.
+        StructureMismatchError: ``into`` does not fit. Tensors that only the checkpoint has are no mismatch: other ranks
+            may want them.
         Exception: whatever a load of one process raises before it reads.
     """
     spreads = Spreads(ranks, rank)
@@ -213,7 +214,7 @@ def _bits(text: str) -> np.ndarray[Any, np.dtype[np.uint8]]:
 
 
 def combine_wanted(arrivals: Sequence[list[Any]]) -> list[Any]:
-    """What several ranks say of their demands, as one."""
+    """The demands of several ranks, combined."""
     return [*combine_arrivals([arrival[:-1] for arrival in arrivals]), common([arrival[-1] for arrival in arrivals])]
 
 
@@ -228,12 +229,12 @@ class Request(NamedTuple):
 
 
 class Shared:
-    """What all ranks agree on, and what this one wants of it.
+    """The agreement of all ranks, and the demands of this one.
 
     Attributes:
         wanted: numbers of tensors of the checkpoint that any rank wants, ascending, and for each the numbers of the
             spreads.
-        spreads: what these stand for.
+        spreads: the spreads that the numbers refer to.
         requests: the memories of this rank.
         drain: takes ranges of those without an address: their first number is the index in ``requests``.
     """
@@ -250,7 +251,7 @@ class Shared:
         seen: dict[tuple[int, int], int] = {}
         for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
             wish = demands.spreads[spread - 1] if spread else None
-            # How many alike have come before: of what is stored once, a rank can want several.
+            # How many equal ones have come before: a rank can want a tensor that is stored once several times.
             alike = (tensor, spread if wish is not None and wish.mesh else 0)
             before = seen.get(alike, 0)
             seen[alike] = before + 1
@@ -270,21 +271,21 @@ class Wanting:
     """The agreement of one load: as :class:`.agreement.Agreement`, whose rounds it shares.
 
     Args:
-        local: what this rank demands.
+        local: the demands of this rank.
     """
 
     def __init__(self, local: Demands) -> None:
         self.local = local
 
     def arrival(self) -> list[Any]:
-        """What goes up first: digests of the demands, and what this rank does not want."""
+        """The first message up: digests of the demands, and the tensors that this rank does not want."""
         return [*self.local.told.digests, False, self.local.unwanted()]
 
     def decide(self, combined: list[Any]) -> list[Any]:
         """The verdict: which parts differ, and which no rank wants.
 
         Raises:
-            StructureMismatchError: there is something that nobody wants, and the load is strict.
+            StructureMismatchError: no rank wants some tensor, and the load is strict.
         """
         main, cuts, _, unwanted = combined
         local = self.local
@@ -308,14 +309,14 @@ class Wanting:
         return bool(verdict[0] != EQUAL)
 
     def offer(self, verdict: list[Any]) -> bytes:
-        """What goes up second."""
+        """The second message up."""
         return self.local.told.offer(verdict[0])
 
     def unite(self, combined: bytes) -> bytes:
-        """What comes down: the demands of all ranks.
+        """The answer: the demands of all ranks.
 
         Raises:
-            ValueError: a rank of a mesh does not want what the others of it do.
+            ValueError: a rank of a mesh does not want a tensor that the others of it want.
         """
         classes, _, blobs = offer_of(combined)
         local = self.local
@@ -348,7 +349,7 @@ class Wanting:
 
     @paused()
     def settle(self, _: list[Any], answer: bytes | None) -> Shared:
-        """What all ranks agree on, once ``answer`` is there, where one was needed."""
+        """The agreement of all ranks, once ``answer`` is there, if one was needed."""
         local = self.local
         if answer is not None:
             main, cuts = unpacked(answer)
@@ -361,7 +362,7 @@ class Wanting:
 
 
 def _holders(variants: Sequence[tuple[list[Spread], list[int]]], numbers: tuple[int, ...]) -> list[Holder]:
-    """What ranks with these spreads want of a tensor, by the numbers of them."""
+    """The boxes of a tensor that ranks with these spreads want, by the numbers of the spreads."""
     out = []
     for spreads, ranks in variants:
         seen: dict[Spread | None, int] = {}

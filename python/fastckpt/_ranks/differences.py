@@ -13,7 +13,7 @@ from fastckpt.exceptions import CheckpointError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-#: More than these are counted, not listed.
+#: Beyond this number, differences are counted, not listed.
 _LISTED = 10
 #: Longer values are cut, and longer lists of ranks.
 _VALUE = 80
@@ -60,7 +60,7 @@ class Differences:
             self._remedies[remedy] = None
 
     def absent(self, path: Path, ranks: Sequence[int], absent: Sequence[int], remedy: str) -> None:
-        """A tensor is spread over ``ranks``, and some of them do not say so."""
+        """A tensor is spread over ``ranks``, and some of them do not declare it."""
         present = [rank for rank in ranks if rank not in absent]
         self.texts(path, [(present, f"a DTensor over {named(ranks)}"), (absent, "no such")], remedy)
 
@@ -70,7 +70,7 @@ class Differences:
             self._noted.append(f"{path}: " + ", ".join(f"{text} on {named(ranks)}" for ranks, text in sides))
 
     def raise_any(self) -> None:
-        """Raise what was noted.
+        """Raise the differences that were noted.
 
         Raises:
             ValueError: something was.
@@ -87,7 +87,7 @@ class Differences:
 
 
 def short(token: Any) -> str:
-    """A token as the value that it stands for, as far as that is short."""
+    """The value that a token represents, if it is short."""
     if type(token) is list and len(token) == 2 and type(token[1]) is int:  # noqa: PLR2004 - a container and its size
         text = f"{_CONTAINERS.get(token[0], f'a {token[0]}')} of {token[1]}"
     else:

@@ -1,8 +1,8 @@
-"""Messages between ranks: what one reads or has in memory, and another writes or wants.
+"""Messages between ranks: bytes that one reads or has in memory, and another writes or wants.
 
-The core says which messages there are, packs them and takes them apart (``_core.Mail``). Here they travel: for each
-direction one thread begins transfers, in order, and one waits for them, in the same order. So several are on their way
-at a time, and who begins may wait for memory without keeping what has arrived from being used.
+The core knows which messages there are, and packs and unpacks them (``_core.Mail``). Here they travel: for each
+direction one thread starts transfers, in order, and another waits for them, in the same order. So several messages
+travel at a time, and a sender that waits for memory does not hold up what has arrived.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
-#: Seconds between two looks at whether the others are still there.
+#: Seconds between two checks whether the other ranks are still there.
 _LOOK = 0.05
-#: Seconds for which threads may take to end once their transfers have been ended. Gloo ends them at once.
+#: Seconds for which threads may take to end after their transfers have been ended. Gloo ends them at once.
 _ENDING = 5.0
-#: Seconds after which a rank that stopped while ranks connected has been found silent: the protocol looks every 2.5 s.
+#: Seconds after which a rank that stopped while ranks connected has been found silent: the protocol checks every 2.5 s.
 _FOUND = 4.0
 
 
 class LostError(CheckpointError):
     """The exchange broke off: the cause is at another rank, or between the two."""
 
-    #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks says more.
+    #: For :class:`fastckpt._ranks.peers.Operation`: its verdict on all ranks is more specific.
     of_others = True
 
 
 def lost_by(name: str, error: LostError) -> dict[str, Any]:
-    """What a rank of this name says in the last round, in the place of its outcome: its exchange broke off."""
+    """The message of the rank ``name`` in the last round instead of its outcome: its exchange broke off."""
     return {"lost": f"{name}: {error}"}
 
 
 def first_lost(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
-    """The first of several outcomes that says so; empty if none does."""
+    """The first of several outcomes that reports a broken exchange; empty if none does."""
     return next((outcome for outcome in outcomes if "lost" in outcome), {})
 
 
 def raise_lost(outcome: dict[str, Any]) -> None:
-    """Raise :class:`LostError` if an outcome says so."""
+    """Raise :class:`LostError` if an outcome reports one."""
     if "lost" in outcome:
         raise LostError(outcome["lost"])
 
@@ -64,7 +64,7 @@ class Lane(NamedTuple):
     """One direction.
 
     Attributes:
-        what: for messages, ``to`` or ``from`` a rank.
+        what: the direction, for messages: ``to`` or ``from`` a rank.
         messages: rank and bytes of each, in order.
         begin: the number of a message; the address of its memory, once there is some.
         done: the number of a message: it has been sent or has arrived.
@@ -77,13 +77,13 @@ class Lane(NamedTuple):
 
 
 class Link:
-    """The gloo group of a process group: made when ranks first have something to send, kept, made anew once broken.
+    """The gloo group of a process group: made when ranks first have something to send, kept, and replaced once broken.
 
     Its name is agreed on in a round of the protocol: each rank offers what it has (:meth:`offer`), and the coordinator
-    answers what to use (:meth:`agree`).
+    chooses (:meth:`agree`).
 
     Args:
-        group: who is in it.
+        group: the ranks in it.
         host_of: the name of a rank's host, for errors.
     """
 
@@ -94,23 +94,23 @@ class Link:
         self._data: DataGroup | None = None
 
     def offer(self, *, needed: bool) -> list[Any]:
-        """What this rank says in the round: whether it needs a group, and the name of the one that it has."""
+        """The offer of this rank in the round: whether it needs a group, and the name of the one that it has."""
         return [needed, self._name]
 
     @staticmethod
     def combine(offers: Sequence[list[Any]]) -> list[Any]:
-        """What several say: whether one of them needs a group, and the name of the one that all of them have."""
+        """Several offers combined: whether a rank needs a group, and the name of the one that all of them have."""
         names = {name for _, name in offers}
         return [any(needed for needed, _ in offers), names.pop() if len(names) == 1 else ""]
 
     @staticmethod
     def agree(offer: list[Any]) -> str:
-        """The coordinator's answer to what all say: the name of the group to use; empty for none."""
+        """The coordinator's answer to all offers: the name of the group to use; empty for none."""
         needed, name = offer
         return (name or secrets.token_hex(8)) if needed else ""
 
     def meet(self, name: str, timeout: float, attend: Callable[[], None]) -> DataGroup | None:
-        """The group that was agreed on; to make one, all ranks come here at about the same time.
+        """The group that was agreed on; all ranks that create one arrive here at about the same time.
 
         Raises:
             RanksError: another rank has not come for ``timeout`` seconds, or the operation has failed there.
@@ -123,7 +123,7 @@ class Link:
                 self._data = attended(lambda: DataGroup(self.group, name, timeout), attend)
             except AbsentError as error:
                 if not error.ranks:
-                    # All have come. If one has stopped since, its silence tells which, a moment before or after this.
+                    # All have come. If a rank has stopped since, its silence tells which, shortly before or after this.
                     _attend_for(_FOUND, attend)
                 why = f"has not answered for {timeout:.1f} s (timeout=)"
                 failures = tuple(RankFailure(rank, self.host_of(rank), why) for rank in error.ranks)
@@ -144,8 +144,8 @@ class Exchange:
     Args:
         group: the gloo group.
         mail: the messages.
-        name: what a rank is called in errors, ``rank 3 on node-b``.
-        limit: seconds after which a transfer that does not end is given up, whatever the other ranks say.
+        name: the name of a rank in errors, ``rank 3 on node-b``.
+        limit: seconds after which a transfer that does not end is given up, regardless of the other ranks.
 
     Attributes:
         moved: how many messages have been sent and have arrived.
@@ -172,12 +172,12 @@ class Exchange:
 
     @property
     def error(self) -> BaseException | None:
-        """Why it broke off, or None: a :class:`LostError`, or what the core raised."""
+        """Why it broke off, or None: a :class:`LostError`, or the core's error."""
         return self._error
 
     @property
     def altered(self) -> CheckpointError | None:
-        """What other bytes than those that were sent mean, if such have come."""
+        """The error for bytes that arrived altered, if there are any."""
         found = self.mail.altered()
         if found is None:
             return None
@@ -189,7 +189,7 @@ class Exchange:
 
     @property
     def waits(self) -> bool:
-        """Whether a message of another rank, or its taking of one, is what this rank may be waiting for."""
+        """Whether this rank may be waiting for another rank, to send a message or to take one."""
         return self._error is None and self.busy
 
     @property
@@ -212,11 +212,11 @@ class Exchange:
             raise self._error
 
     def end(self, why: str, alive: Callable[[], None]) -> None:
-        """Stop what still travels, here and at the other ranks; nothing happens if nothing does.
+        """Stop all transfers, here and at the other ranks; does nothing if there are none.
 
         Args:
-            why: for whom the core's part then fails.
-            alive: called while that takes time, so that this rank does not pass for the one that is gone.
+            why: the reason, which becomes the core's error.
+            alive: called meanwhile, so that this rank is not mistaken for the one that is gone.
         """
         if not self.busy:
             return
@@ -226,7 +226,7 @@ class Exchange:
         until = time.monotonic() + _ENDING
         # On Ctrl-C, exit promptly: the store may not answer.
         hurry = not isinstance(sys.exc_info()[1], Exception | None)
-        # One that does not end keeps the mail alive, and with it the memory that gloo may still write to.
+        # A thread that does not end keeps the mail alive, and with it the memory that gloo may still write to.
         for thread in self._threads:
             while thread.is_alive() and time.monotonic() < until:
                 thread.join(_LOOK)
@@ -279,24 +279,24 @@ class Exchange:
                 self.moved += 1
 
     def _lost(self, lane: Lane, peer: int, error: Exception) -> Exception:
-        """What a failure of gloo's means: that the other side has gone."""
+        """The meaning of a failure of gloo: the other side has gone."""
         if not isinstance(error, RuntimeError):
             return error
         return LostError(f"the exchange of bytes {lane.what} {self.name(peer)} broke off: {_text(error)}")
 
     def _fail(self, error: BaseException) -> None:
-        """The first failure is the one that is told; those that the end of the exchange makes are none."""
+        """The first failure is reported; later ones result from ending the exchange."""
         with self._lock:
             if self._ended or self._error is not None:
                 return
             self._error = error
         self.mail.stop(str(error))
-        # What waits for other ranks, and what waits there for this one, would wait for ever.
+        # Threads that wait for other ranks, and those of other ranks that wait for this one, would wait for ever.
         self.group.end()
 
 
 def _text(error: RuntimeError) -> str:
-    """What gloo says, without the place in its source."""
+    """The message of gloo, without the place in its source."""
     return str(error).partition("] ")[2].partition(". This is")[0] or str(error)
 
 
@@ -305,7 +305,7 @@ def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[
 
     Raises:
         LostError: the exchange broke off.
-        Exception: what the core raised.
+        Exception: the core's error.
     """
     try:
         done = work()
@@ -316,7 +316,7 @@ def carried(work: Callable[[], _T], exchange: Exchange | None, attend: Callable[
         if altered is not None:
             raise altered from None
         cause = None if exchange is None else exchange.error
-        # What stops the mail is what the core then fails of.
+        # The reason for which the mail is stopped becomes the core's error.
         if cause is not None and cause is not error and str(cause) in str(error):
             raise cause from None
         raise
@@ -331,9 +331,9 @@ def _attend_for(seconds: float, attend: Callable[[], None]) -> None:
 
 
 def attended(function: Callable[[], _T], attend: Callable[[], None]) -> _T:
-    """Run what may wait for other ranks in a thread; ``attend`` is called meanwhile, and what it raises ends the wait.
+    """Run in a thread what may wait for other ranks, and call ``attend`` meanwhile, whose errors end the wait.
 
-    The thread may then go on until its own deadline; nothing asks for its result.
+    The thread may then run until its own deadline; its result is ignored.
     """
     found: list[_T] = []
     failed: list[BaseException] = []
@@ -367,7 +367,7 @@ def passed_on(group: DataGroup, content: bytes | None, nbytes: int, limit: float
     Raises:
         LostError: a rank has gone.
         RanksError: the operation has failed at another rank.
-        DamagedError: what came is not what rank 0 has.
+        DamagedError: the received bytes differ from those of rank 0.
     """
     sent = None if content is None else words.sealed(content)
     try:

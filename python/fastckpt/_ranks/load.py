@@ -1,11 +1,11 @@
 """A checkpoint read by all ranks of a process group: each byte once, by one rank, which passes it on.
 
-Where all ranks are on one host, and the checkpoint is in its page cache, each rank reads what it wants from there: that
-takes half the time of the processor that messages take. From storage they read it once, with direct I/O, and pass it
-on: to read it through the page cache together is slower, for the ranks wait for each other's pages.
+If all ranks are on one host, and the checkpoint is in its page cache, each rank reads its own part from there: that
+takes half the processor time of messages. From storage they read it once, with direct I/O, and pass it on: reading it
+through the page cache together is slower, because the ranks wait for each other's pages.
 
-From an object store each rank reads what it wants, wherever it runs: a store serves many readers at a time, and one
-that read for others would make its own network the limit of all.
+From an object store each rank reads its own part, on any number of hosts: a store serves many readers at a time, and a
+rank that read for others would make its own network the limit of all.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Read(NamedTuple):
     """What was done.
 
     Attributes:
-        state: the state, with what is in ``into`` filled.
-        fields: what :class:`fastckpt._api.rank_reports.RankLoadReport` is made of.
+        state: the state, with the tensors in ``into`` filled.
+        fields: the fields of :class:`fastckpt._api.rank_reports.RankLoadReport`.
     """
 
     state: Any
@@ -63,9 +63,9 @@ class Opened(NamedTuple):
 
     Attributes:
         reader: the checkpoint.
-        apart: whether each rank reads what it wants: through the page cache of the one host that they are on, or from
-            an object store.
-        group: what bytes travel in; None where they do not.
+        apart: whether each rank reads its own part: through the page cache of the one host that they are on, or from an
+            object store.
+        group: the group for the bytes; None if they do not travel.
     """
 
     reader: _core.Reader
@@ -74,7 +74,7 @@ class Opened(NamedTuple):
 
 
 def load_together(call: Call, operation: Operation, settings: LoadSettings, into: Any) -> Read:
-    """Load what this rank wants, while the others load what they want: all rounds of a load.
+    """Load the request of this rank, while the others load theirs: all rounds of a load.
 
     Raises:
         RanksError: another rank failed, or does not answer.
@@ -107,7 +107,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
     Args:
         call: the call.
         operation: its operation.
-        attention: that of the operation.
+        attention: the operation's.
         caches: whether this rank reads through the page cache: 0 for no, 1 if that has the checkpoint, 2 for yes.
     """
     session = call.session
@@ -120,7 +120,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
         one = len(hosts) == 1
         apart = is_url(call.path) or (one and (least > 1 or (least > 0 and is_resident(call.path, reader))))
         manifest = reader.manifest()
-        # On one host nothing else may have to travel.
+        # On one host nothing else may have to be sent.
         name = "" if (apart and one) or session.group.size == 1 else Link.agree([True, offer[1]])
         return [apart, name, len(manifest) if name else manifest]
 
@@ -140,7 +140,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
 
 
 def _combine_arrivals(arrivals: list[Any]) -> list[Any]:
-    """What several ranks say: up to two hosts, the least that one makes of the page cache, and the gloo group."""
+    """Several arrivals combined: up to two hosts, the least use of the page cache, and the gloo group."""
     hosts = sorted({host for hosts, _, _ in arrivals for host in hosts})[:2]
     return [hosts, min(least for _, least, _ in arrivals), Link.combine([offer for _, _, offer in arrivals])]
 
@@ -153,7 +153,7 @@ def _read(
     attention: Attention,
     tick: Callable[[int, int], None],
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Agree on the parts to load, and bring them; returns data for the report, and names that no rank wants."""
+    """Agree on the parts to load, and load them; returns data for the report, and names that no rank wants."""
     session, settings, targets = call.session, wanted.prepared.settings, wanted.targets
     agreement = Wanting(wanted)
     share: _core.Share | None = None
@@ -183,7 +183,7 @@ def _read(
 
 
 def _want(operation: Operation, value: dict[str, Any], agreement: Wanting | None) -> Any:
-    """The round ``wanted``. A rank that could not be passed the manifest says that: the cause is another one."""
+    """The round ``wanted``. A rank that did not receive the manifest reports that another rank is the cause."""
 
     def combine(values: list[dict[str, Any]]) -> dict[str, Any]:
         lost = first_lost(values)
@@ -202,7 +202,7 @@ class Reading(NamedTuple):
 
     Attributes:
         reader: the checkpoint.
-        targets: what takes bytes of requests without an address.
+        targets: takes the bytes of requests without an address.
         verify: whether bytes are compared with their checksums.
         io: the engine.
         threads: how many read, or None.
@@ -227,9 +227,9 @@ class Reading(NamedTuple):
 def apart(
     reading: Reading, requests: Sequence[_core.ReadRequest], drain: Drain | None = None, *, cached: bool
 ) -> dict[str, Any]:
-    """Read what this rank wants, as if it were alone.
+    """Read the request of this rank, as if it were alone.
 
-    With ``cached`` what another rank of the host has read is in the page cache.
+    With ``cached``, pages that another rank of the host has read are in the page cache.
     """
     before = _storage_reads()
     with range_of("fastckpt.read"):
@@ -249,7 +249,7 @@ def apart(
 
 
 def _storage_reads() -> int | None:
-    """Bytes that this process has made its storage read so far; None where the system does not say."""
+    """Bytes that this process has made its storage read so far; None if the system does not report it."""
     with suppress(OSError, ValueError):
         for line in Path("/proc/self/io").read_text(encoding="ascii").splitlines():
             name, _, value = line.partition(": ")
@@ -266,13 +266,13 @@ def through_messages(
     requests: Sequence[tuple[int, int, int, int, Sequence[int] | None]],
     drain: Drain,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read what falls to this rank, keep its own, and pass on the rest; what it did, and what it tells the others.
+    """Read this rank's share, and pass on what others want; returns its report, and its message to the others.
 
     Args:
         session: the process group.
-        group: what bytes travel in; None where they do not.
+        group: the group for the bytes; None if they do not travel.
         reading: how this rank reads.
-        share: who wants what.
+        share: the duties of all ranks.
         requests: tensor, part, address, bytes and strides of each memory of this rank.
         drain: takes the bytes of those without an address.
     """
@@ -297,7 +297,7 @@ def through_messages(
                 with range_of("fastckpt.read"):
                     own = carried(lambda: dict(engine.read(reading.progress)), exchange, attention)
             except LostError as error:
-                # The cause is another rank, which says so itself; where none does, this is the cause.
+                # Another rank is the cause, and reports it itself; if none does, this is the cause.
                 return {}, lost_by(session.name(rank), error)
             storage, peers, sent, pieces = (own.pop(name) for name in ("storage", "peers", "sent", "pieces"))
             more = {"bytes_storage": storage, "bytes_peers": peers, "bytes_sent": sent}
@@ -309,7 +309,7 @@ def through_messages(
 
 
 def done(operation: Operation, reader: _core.Reader, share: _core.Share | None, outcome: dict[str, Any]) -> None:
-    """The round ``done``: are the blocks that several ranks have read parts of what was written?"""
+    """The round ``done``: do the blocks that several ranks have read in parts match their checksums?"""
 
     def combine(outcomes: list[dict[str, Any]]) -> dict[str, Any]:
         lost = first_lost(outcomes)

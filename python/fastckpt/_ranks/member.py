@@ -2,8 +2,8 @@
 
 **A session** is one process group in one store. The store may be older: a restarted job finds keys of its former self.
 So each rank says hello with a word that no process had before, the rank above answers under that word, and the keys of
-all turns carry the session that rank 0 drew. A hello that was left by a former process is answered too; nobody reads
-that. When the rank itself comes, its hello has another word, which the rank above sees and answers.
+all turns carry the session that rank 0 drew. A hello that was left by a former process is answered too; nothing reads
+that answer. When the rank itself comes, its hello has another word, which the rank above sees and answers.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fastckpt.exceptions import RankFailure
 if TYPE_CHECKING:
     from fastckpt._ranks.called import Called
 
-#: How many of the calls that it has left behind, and how many of its saves a rank remembers.
+#: How many of the calls that it has given up, and how many of its saves, a rank remembers.
 _BEHIND, _SAVES = 8, 64
 
 
@@ -32,7 +32,7 @@ class Numbered(Protocol):
         """Be the next turn."""
 
     def abandon(self, failure: RankFailure) -> Steps:
-        """Leave without a verdict, so that the others have one at once."""
+        """Leave without a verdict, so that the others get one at once."""
 
 
 @dataclass
@@ -52,27 +52,27 @@ class Member:
     host: str
     word: str
     serves: int | None = None
-    #: The session, which is the word of rank 0; empty until it is known.
+    #: The session, which is the word that rank 0 drew; empty until it is known.
     session: str = ""
     #: The number of the next turn.
     turn: int = 0
     #: The turns that have no number yet, in their order.
     coming: deque[Numbered] = field(default_factory=deque)
-    #: Hosts of the ranks that it has heard of.
+    #: Hosts of the ranks that it has heard from.
     hosts: dict[int, str] = field(default_factory=dict)
     #: The last hello of each rank below, which was answered.
     answered: dict[int, bytes] = field(default_factory=dict)
-    #: The ranks below that have sent a message in this session: they need no answer any more.
+    #: The ranks below that have sent a message in this session: they need no further answer.
     known: set[int] = field(default_factory=set)
     #: Turns that it left without a verdict, and why.
     owed: list[tuple[Numbered, RankFailure]] = field(default_factory=list)
-    #: The key that is there until all have left the last turn that this rank left before others did.
+    #: The key that exists until all have left the last turn that this rank left before others did.
     parting: str = ""
-    #: The number of the last turn of which it has the last answer.
+    #: The number of the last turn whose last answer it has.
     answered_turn: str = ""
-    #: The calls that it has left behind without success since the last that succeeded.
+    #: The calls that it has given up since the last one that succeeded.
     behind: list[Called] = field(default_factory=list)
-    #: The last saves that it has come with.
+    #: The last saves that it has called.
     saves: deque[Called] = field(default_factory=lambda: deque(maxlen=_SAVES))
 
     def __post_init__(self) -> None:
@@ -86,9 +86,9 @@ class Member:
         return bool(self.session) and self.known.issuperset(tree.below(self.rank, self.size))
 
     def come(self, called: Called) -> list[Called]:
-        """Note that this rank comes with a call; return the calls by which others may find that it is ahead of them.
+        """Note that this rank makes a call; return the calls by which others may find that it is ahead of them.
 
-        A save that nothing tells from an earlier one is never ahead: it could meet a later one of the others.
+        A save that is indistinguishable from an earlier one is never ahead: it could meet a later one of the others.
         """
         if called.kind != "save":
             return self.behind
@@ -124,9 +124,9 @@ class Member:
             above.append(tree.above(above[-1]))
         silence = Silence(timeout)
         silence.begin((*above, self.rank), now)
-        # This rank never hears a sign of itself: its own silence is how long it has gone without an answer.
+        # A rank receives no signs of life from itself: its own silence is the time since its last answer.
         while silence.hear(self.rank, None, now) < timeout:
-            # Again and again, as no other: each is answered, should an answer be lost.
+            # Repeatedly, unlike any other message: each is answered, in case an answer is lost.
             yield Put({hello_of(self.rank): json.dumps([self.word, self.host, now]).encode()})
             if (yield Wait((welcome,), pause, tree.above(self.rank))):
                 break
@@ -134,7 +134,7 @@ class Member:
             for rank, hello in zip(above, (yield Get(tuple(map(hello_of, above)))), strict=True):
                 silence.hear(rank, hello, now)
         else:
-            # Ranks above that say hello again and again wait as well; the nearest that does not is to blame.
+            # Ranks above that say hello repeatedly are waiting as well; the nearest one that does not is to blame.
             silent = (rank for rank in above if silence.of(rank) > 3 * pause)
             return self.silent(next(silent, 0), timeout)
         told = yield from value_of(welcome)
@@ -154,7 +154,7 @@ class Member:
         yield from self.answer(dict(zip(late, hellos, strict=True)))
 
     def answer(self, hellos: dict[int, bytes | None]) -> Steps:
-        """Answer the ranks below that have said hello since they were answered."""
+        """Answer the ranks below that have said hello since the last answer."""
         answers = {}
         for rank, hello in hellos.items():
             if hello and self.answered.get(rank) != hello:
@@ -166,7 +166,7 @@ class Member:
 
 
 def hello_of(rank: int) -> str:
-    """Return the key in which a rank says hello. It is there as long as the rank is in its first turn."""
+    """Return the key in which a rank says hello. It exists as long as the rank is in its first turn."""
     return f"fastckpt/hello/{rank}"
 
 

@@ -16,27 +16,27 @@ if TYPE_CHECKING:
 
     from fastckpt._ranks.member import Member
 
-#: What ranks compare. By another plan they would take the same bytes for those of other tensors.
+#: What ranks compare. With another plan they would mistake these bytes for those of other tensors.
 VERSION = f"{_core.__version__} (plan {_core.PLAN})"
 
 
-#: How many calls of ranks that are out of step are told apart.
+#: How many calls of ranks that are out of step are distinguished.
 _MET = 8
 
 
 @dataclass
 class Message:
-    """What one rank says in a round, for itself or for all ranks below it too."""
+    """The message of one rank in a round, for itself or for all ranks below it too."""
 
     called: Called
     #: The round.
     name: str
     failures: list[RankFailure]
-    #: How many failures there are beyond those listed.
+    #: The number of failures beyond those listed.
     more: int
-    #: Nothing, where there are failures.
+    #: The combined value; nothing if there are failures.
     value: Any
-    #: The calls of these ranks, each with those that its ranks have left behind without success; None: too many.
+    #: The calls of these ranks, each with those that its ranks have given up; None: too many.
     met: list[tuple[Called, list[Called]]] | None
 
     def encode(self) -> bytes:
@@ -46,7 +46,7 @@ class Message:
 
 
 def received(member: Member, rank: int, data: bytes) -> Message:
-    """Return what a rank below has said, or that it is damaged, or that another version has said it, as a failure."""
+    """Return the message of a rank below, or a failure if it is damaged or of another version."""
     nowhere = Called("", "", None, {})
     try:
         version, said = words.decode(data, f"the message of rank {rank} on {member.hosts.get(rank, 'an unknown host')}")
@@ -63,7 +63,7 @@ def received(member: Member, rank: int, data: bytes) -> Message:
 def join(
     member: Member, own: Message, below: dict[int, Message], combine: Callable[[list[Any]], Any] | None
 ) -> Message:
-    """Make one message of a rank's own and those of the ranks below it."""
+    """Combine a rank's own message and those of the ranks below it."""
     failures, more = list(own.failures), own.more + sum(message.more for message in below.values())
     for rank, message in below.items():
         failures += message.failures
@@ -85,9 +85,9 @@ def join(
 
 
 def ahead(met: list[tuple[Called, list[Called]]] | None) -> list[tuple[Called, bool]] | None:
-    """Which of the calls of ranks that are out of step wait for the others.
+    """Decide which of the calls of ranks that are out of step wait for the others.
 
-    A call waits if a rank is at one that its own ranks have left behind. Of two of which that is true, the first does.
+    A call waits if a rank is at one that its own ranks have left behind. If that is true of both, the first one does.
     """
     if met is None:
         return None
@@ -118,10 +118,10 @@ def _met(messages: list[Message]) -> list[tuple[Called, list[Called]]] | None:
 
 
 def _agree(own: Message, other: Message) -> bool:
-    """Whether two ranks are in one round of one call, as far as their names tell, and neither has left the other's.
+    """Whether two ranks are in one round of one call, as far as their names show, and neither has given up the other's.
 
-    Values that differ can be a mistake in one call, which is told best where they are compared. Ranks that are out of
-    step are to hear of it in the first round, from which they go on apart.
+    Values that differ can be a mistake in one call, which is best reported where they are compared. Ranks that are out
+    of step must hear of it in the first round, from which they continue apart.
     """
     if own.name != other.name or own.called.kind != other.called.kind or not own.called.leads_to(other.called):
         return False

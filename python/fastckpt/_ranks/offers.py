@@ -19,7 +19,7 @@ _LEVEL = 1
 
 
 class Told(NamedTuple):
-    """What a rank can tell of its table.
+    """The parts of a rank's table that it can send.
 
     Attributes:
         rank: this rank in the group.
@@ -39,7 +39,7 @@ class Told(NamedTuple):
         return cls(rank, main, cuts, (digest(main), digest(cuts)))
 
     def offer(self, what: str, extras: Sequence[Any] = (), blobs: dict[str, bytes] | None = None) -> bytes:
-        """What goes up second, after this verdict, with what belongs to this rank alone."""
+        """The second message up, after this verdict, with the state of this rank alone."""
         classes: dict[str, list[int]] = {}
         sent = dict(blobs or {})
         main, cuts = self.digests
@@ -57,12 +57,12 @@ def compressed(data: bytes) -> bytes:
 
 
 def expanded(data: bytes) -> bytes:
-    """What :func:`compressed` made less of."""
+    """The inverse of :func:`compressed`."""
     return zlib.decompress(data)
 
 
 def combine_arrivals(arrivals: Sequence[list[Any]]) -> list[Any]:
-    """What several ranks say of their tables, as one: a digest is None where they differ."""
+    """Several arrivals combined: a digest is None if they differ."""
     main, cuts, extra = arrivals[0]
     for other_main, other_cuts, other_extra in arrivals[1:]:
         main = main if main == other_main else None
@@ -72,7 +72,7 @@ def combine_arrivals(arrivals: Sequence[list[Any]]) -> list[Any]:
 
 
 def combine_offers(offers: Sequence[bytes]) -> bytes:
-    """What several ranks offer, as one: each table is there once."""
+    """Several offers combined: each table is there once."""
     if len(offers) == 1:
         return offers[0]
     classes: dict[str, list[int]] = {}
@@ -93,7 +93,7 @@ def _offer(classes: dict[str, list[int]], extras: Sequence[Any], blobs: dict[str
 
 
 def offer_of(offer: bytes) -> tuple[dict[str, list[int]], list[Any], dict[str, bytes]]:
-    """The ranks of each class of equal tables, what belongs to ranks alone, and what digests stand for."""
+    """The ranks of each class of equal tables, the states of ranks alone, and the contents of digests."""
     head, *blobs = unpacked(offer)
     classes, extras, names = json.loads(head)
     ranks = {name: [rank for start, stop in runs for rank in range(start, stop)] for name, runs in classes.items()}
@@ -123,7 +123,7 @@ def classes_of(
 
 
 class Parts:
-    """Which part of a rank is meant, where it is in several spreads of a tensor.
+    """Finds the part of a rank if it is in several spreads of a tensor.
 
     Args:
         spreads: all spreads.

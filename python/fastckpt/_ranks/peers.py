@@ -21,11 +21,11 @@ from fastckpt._ranks.requests import Steps, UnreachableError, Wait, value_of
 from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
 
-#: Seconds that the store may take when the user has interrupted the program.
+#: Seconds that the store may take after the user has interrupted the program.
 _HURRY = 5.0
-#: Seconds between two looks for ranks that are late to their first call.
+#: Seconds between two checks for ranks that are late to their first call.
 _LATE = 0.5
-#: Seconds for which rank 0 waits at its end for others, which may be gone, and between two looks at whether they left.
+#: Seconds for which rank 0 waits at its end for others, which may be gone, and between two checks whether they left.
 _PARTING, _LOOK = 2.0, 0.01
 #: Seconds between two calls of a ``watch``, at most.
 _WATCH = 0.25
@@ -34,7 +34,7 @@ __all__ = ["LAST", "Operation", "Peers"]
 
 
 class Peers:
-    """The ranks of one process group. It is kept as long as the group: its counters move with those of the others.
+    """The ranks of one process group. It is kept as long as the group: its counters advance with those of the others.
 
     Args:
         rank: the index of this process in the group.
@@ -42,7 +42,7 @@ class Peers:
         store: the ``torch.distributed.Store`` of the group; a group of one needs none.
         host: the name of this host, for errors.
         serves: the rank whose process may have the server of the store; None if that is none of them.
-        shown: whether the monitor shows the group, and for whom this rank waits.
+        shown: whether the monitor shows the group, and the rank that this one waits for.
     """
 
     def __init__(
@@ -53,10 +53,10 @@ class Peers:
         self._member = Member(rank, size, host, secrets.token_hex(8), serves)
         self._transport = Transport(store) if size > 1 else None
         self._turns = threading.Condition()
-        #: The operations that have taken a turn and have not ended: it is the turn of the first. It changes in atomic
-        #: steps, without the lock: a signal handler may wait for threads that need that to leave.
+        #: The operations that have taken a turn and have not ended: the first has its turn now. The list changes in
+        #: atomic steps, without the lock: a signal handler may wait for threads that need the lock to leave.
         self._queue: list[Operation] = []
-        #: The threads that are in a turn, or wait for theirs.
+        #: The threads that are in a turn, or waiting for theirs.
         self._threads: dict[Operation, int] = {}
         #: Ends the thread that answers late ranks.
         self._busy: threading.Event | None = None
@@ -70,7 +70,7 @@ class Peers:
 
     @property
     def has_met(self) -> bool:
-        """Whether the others hear of it where this rank leaves an operation without waiting for them."""
+        """Whether the others hear of it if this rank leaves an operation without waiting for them."""
         return self._member.has_met
 
     @property
@@ -87,14 +87,14 @@ class Peers:
     ) -> Operation:
         """Return an operation that all ranks begin in the same order.
 
-        It takes its turn when it is entered, or before, by ``take``; then it must be entered, also where it can only
-        fail: the other ranks wait for this one. Entering waits until the turns before it have ended on this rank.
+        It takes its turn when it is entered, or earlier by ``take``. Then it must be entered, even if it can only fail:
+        the other ranks wait for this one. Entering waits until the turns before it have ended on this rank.
 
         Args:
             kind: ``save`` or ``load``.
-            path: to what, the same on all ranks.
+            path: the path of the operation, the same on all ranks.
             timeout: seconds of silence after which a rank is taken to be gone.
-            label: what the ranks know this operation by, where they cannot count: one that is never used again.
+            label: the name of this operation, if ranks cannot count: one that is never used again.
             place: where the path leads, if its directory may have another name on other ranks.
         """
         return Operation(self, Turn(self._member, kind, path, timeout, label, place))
@@ -115,7 +115,7 @@ class Peers:
         self._transport.close()
 
     def _run(self, steps: Steps, timeout: float, watch: Callable[[], None] | None = None) -> Any:
-        """Serve the requests of a generator, and return what it returns."""
+        """Serve the requests of a generator, and return its result."""
         reply: Any = None
         error: BaseException | None = None
         whom: int | None = None
@@ -143,7 +143,7 @@ class Peers:
 
     @staticmethod
     def _wait(transport: Transport, request: Wait, timeout: float, watch: Callable[[], None]) -> bool:
-        """Serve a wait, and call ``watch`` meanwhile; what it raises ends the wait."""
+        """Serve a wait, and call ``watch`` meanwhile; its errors end the wait."""
         until = time.monotonic() + request.seconds
         while True:
             watch()
@@ -181,12 +181,12 @@ class Peers:
             self._busy = None
 
     def _precedes(self, operation: Operation, other: Operation) -> bool:
-        """Whether an operation has its turn before another one, which has not ended."""
+        """Whether an operation comes before another one in the queue."""
         queue = tuple(self._queue)
         return operation in queue and other in queue[queue.index(operation) + 1 :]
 
     def _number(self, operation: Operation) -> None:
-        """Have the turn of an operation, and those before it, numbered in their order."""
+        """Number the turn of an operation, after the turns before it."""
         operation.take()
         with self._turns:
             for each in self._queue[: self._queue.index(operation) + 1]:
@@ -215,7 +215,7 @@ class Peers:
 
 
 class Operation:
-    """One operation of all ranks, as a context manager around what this rank does.
+    """One operation of all ranks, as a context manager around this rank's part.
 
     An exception in the body goes to all ranks with the next round, then it is raised; the others get a ``RanksError``.
     The round ``done`` is the last: a body that has had its answer cannot fail for others.
@@ -226,7 +226,7 @@ class Operation:
         self._looked = float("-inf")
 
     def take(self) -> None:
-        """Take its turn behind those that this rank has taken. Once it has one, another call does nothing."""
+        """Take the next turn of this rank; a second call does nothing."""
         if self not in self._peers._queue:  # noqa: SLF001 - they are one
             self._peers._queue.append(self)  # noqa: SLF001
 
@@ -239,7 +239,7 @@ class Operation:
             self._peers._number(self)  # noqa: SLF001 - they are one
             self._peers._enter(self)  # noqa: SLF001
         except BaseException as error:
-            # An earlier turn may go on for long, and what waits for this one must not: it ends here and now.
+            # An earlier turn may take long, and the callers that wait for this one must not: it ends here and now.
             try:
                 self._peers._number(self)  # noqa: SLF001
                 with contextlib.suppress(RanksError):
@@ -256,7 +256,7 @@ class Operation:
             self._end(error)
         except BaseException as interrupted:
             if not isinstance(interrupted, Exception):
-                # While it waited for the others, which must not wait for it.
+                # It came during the wait for the other ranks, which must not wait for this one.
                 self._end(interrupted)
             raise
         finally:
@@ -276,13 +276,13 @@ class Operation:
 
         Args:
             name: the round, the same on all ranks; ``done`` is the last.
-            value: what this rank says: None, numbers, text, bytes, lists and dicts of them.
-            combine: makes one value of several, those of ranks or of what it has made; they come in the order
-                of ranks as far as a tree has one, this rank's first. Without it, the answer is made of the list of all.
+            value: the message of this rank: None, numbers, text, bytes, lists and dicts of them.
+            combine: combines several values, of ranks or combined ones; they come in the order of ranks as far as a
+                tree has one, this rank's first. Without it, the answer is computed from the list of all.
             decide: makes the answer of the value of all ranks, on rank 0 alone; its exception fails the operation for
                 all. It calls ``alive`` where it takes long. Without it, the answer is the value.
-            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others are told so.
-            watch: called while this rank waits for others; what it raises ends the round here.
+            is_done: whether ``decide``, which has raised, has committed nevertheless; then the others hear that.
+            watch: called while this rank waits for others; its errors end the round here.
 
         Raises:
             RanksError: a rank has failed or does not answer, or the store does not.
@@ -290,7 +290,7 @@ class Operation:
         return self._run(self._turn.round(name, value, None, combine, decide, is_done), watch=watch)
 
     def mark(self, marks: Mapping[str, str]) -> None:
-        """Say before the first round what tells this call from others to the same path; equal on ranks that have it."""
+        """Mark this call, before the first round, by values that are equal on all ranks that have them."""
         self._turn.marks.update(marks)
 
     def alive(self) -> None:
@@ -330,7 +330,7 @@ class Operation:
         if isinstance(error, StopError):
             raise verdict from None
         if getattr(error, "of_others", False):
-            # This rank has not failed, it has met the failure of another one, which the verdict names.
+            # This rank has not failed; it has seen the failure of another one, which the verdict names.
             raise verdict from error
         if error is not None and self._peers.size > 1 and sys.version_info >= (3, 11):
             error.add_note(str(verdict))

@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from .replicas import Policy
     from .session import Session
 
-#: How many warnings of all ranks a report has.
+#: The most warnings of all ranks in one report.
 _WARNINGS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgreedByRanks(Agreed):
-    """What ranks agreed on. Only the coordinator has the texts.
+    """The agreement of the ranks. Only the coordinator has the texts.
 
     Attributes:
-        spreads: what the tensors' numbers of spreads stand for.
+        spreads: the spreads that the tensors' numbers refer to.
         page: bytes of the largest memory page that a rank's kernel has.
-        seed: what samples of what several ranks hold are drawn by.
+        seed: the seed for drawing samples of what several ranks hold.
         held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
-            is 0 where ``fill`` brings the bytes.
+            is 0 if ``fill`` copies the bytes.
         sum: the CRC-64 of all bytes of a part without an address, by its index in held, where its device makes that;
             else None.
-        per_rank: the structure of what belongs to each rank alone, JSON; None where nothing does.
+        per_rank: the structure of the states of each rank alone, JSON; None if there are none.
     """
 
     spreads: Sequence[_core.Spread]
@@ -63,11 +63,11 @@ class AgreedByRanks(Agreed):
 
     @property
     def texts(self) -> tuple[str, str, str | None]:
-        """What the checkpoint says of its state."""
+        """The JSON texts of the checkpoint."""
         return self.structure, self.metadata, self.per_rank
 
     def sum_of(self) -> Callable[[int, int], int | None] | None:
-        """What the core asks for the sums of parts, by tensor and part."""
+        """The callback that the core asks for the sums of parts, by tensor and part."""
         summed = self.sum
         if summed is None:
             return None
@@ -80,9 +80,9 @@ class ProcessGroup:
 
     Args:
         session: the process group.
-        operation: what its ranks do together, in its body; the caller's rounds may have come before.
+        operation: the common operation of its ranks, in its body; the caller's rounds may have come before.
         timeout: seconds for which a rank may make no progress.
-        policy: how what several ranks hold is compared.
+        policy: how copies on several ranks are compared.
     """
 
     report: ClassVar[type[RankSaveReport]] = RankSaveReport
@@ -94,12 +94,12 @@ class ProcessGroup:
         self.policy = policy
 
     def agree(self, request: SaveRequest) -> AgreedByRanks:
-        """Agree on what the state of the job is: the rounds ``arrive`` and ``tables``.
+        """Agree on the state of the job: the rounds ``arrive`` and ``tables``.
 
         Raises:
             RanksError: another rank failed, or does not answer.
             KeyError: a pattern matches nothing on any rank.
-            ValueError: what several ranks have is not equal, or ``model_key`` leads to no mapping.
+            ValueError: values of several ranks differ, or ``model_key`` leads to no mapping.
         """
         group, operation, path = self.session.group, self.operation, request.path
         agreement = Agreement(request, group.rank, group.size, request.operation)
@@ -136,11 +136,11 @@ class ProcessGroup:
         )
 
     def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
-        """The tensors, and the spreads that their numbers stand for, as the core takes them."""
+        """The tensors, and the spreads that their numbers refer to, as the core takes them."""
         return job.tensors, [core_spread(each) for each in job.spreads]
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
-        """What a rank says of what has to be equal beside the state: its terms, and its step.
+        """The values of a rank that have to be equal besides the state: its options, and its step.
 
         The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
         """
@@ -168,7 +168,7 @@ class ProcessGroup:
         """Write a checkpoint together, beside a base where there is one.
 
         It is durable, and has its name, when this returns on any rank. On an error nothing has been committed, unless
-        the error says that the outcome is not known.
+        the error says that the outcome is unknown.
 
         Raises:
             RanksError: another rank failed, or does not answer.
@@ -204,13 +204,13 @@ class ProcessGroup:
         A manifest that the texts make too large is refused before a byte is written.
 
         Args:
-            request: what is saved.
-            agreed: what ranks agreed on.
+            request: the save.
+            agreed: the agreement of the ranks.
             options: how it is saved.
             progress: called with bytes written and bytes to write by this rank.
-            share: who has what of which tensor, equal on all ranks.
-            plain: the same, laid out without a base; None where what several ranks hold has been compared.
-            base: what the share was laid out beside, if anything was taken over from an earlier checkpoint.
+            share: the boxes and duties of all ranks, equal on all ranks.
+            plain: the same, laid out without a base; None if copies on several ranks have been compared.
+            base: the base of the layout, if files were taken over from an earlier checkpoint.
         """
         session, operation, timeout, path = self.session, self.operation, self.timeout, request.path
         rank = session.group.rank
@@ -241,7 +241,7 @@ class ProcessGroup:
             if comparison is not None and plain is not None and teams:
                 tensors, text = comparison.differing(session, operation, path, teams)
                 engine.close()
-                # Without a base, with these tensors taken from their lowest ranks.
+                # Without a base, and with these tensors taken from their lowest ranks.
                 own = self._write(request, agreed, options, progress, plain.first(tensors), None)
                 whole = True
                 return with_warnings(own, noted, [text])
@@ -271,7 +271,7 @@ class ProcessGroup:
 
 
 def _combine_calls(calls: list[Any]) -> list[Any]:
-    """What several ranks say when they arrive.
+    """Several arrivals combined.
 
     Their tables, terms and steps that differ, unused patterns, and the largest of their memory pages.
     """
@@ -281,7 +281,7 @@ def _combine_calls(calls: list[Any]) -> list[Any]:
 
 
 def first_two(said: Sequence[list[list[Any]]]) -> list[list[Any]]:
-    """Two ranks that say different things, and what they say; or one."""
+    """Two ranks with different values, and the values; or one."""
     kinds: dict[Any, int] = {}
     for rank, what in chain.from_iterable(said):
         kinds.setdefault(what, rank)
@@ -322,11 +322,11 @@ def _outcome(
     progress: Callable[[int, int], None],
     name: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The core's report of what this rank, which has this ``name``, has written, and what the others hear of it."""
+    """The core's report of what this rank, called ``name``, has written, and its message to the others."""
     try:
         own = _write(engine, exchange, attention, progress)
     except LostError as error:
-        # The cause is another rank, which says so itself; where none does, this is the cause.
+        # Another rank is the cause, and reports it itself; if none does, this is the cause.
         return {}, lost_by(name, error)
     return own, {"pieces": engine.pieces(), "saved": figures(own)}
 
@@ -337,7 +337,7 @@ def _write(
     attention: Attention,
     progress: Callable[[int, int], None],
 ) -> dict[str, Any]:
-    """Write what belongs to this rank, and see all messages off."""
+    """Write this rank's share, and complete all messages."""
 
     def each(done: int, total: int) -> None:
         attention(done, total)
@@ -347,12 +347,12 @@ def _write(
         with range_of("fastckpt.write"):
             return carried(lambda: dict(engine.write(each)), exchange, attention)
     except FileNotFoundError as error:
-        # The coordinator has made the files. It removes them when the save has failed, and then tells the others.
+        # The coordinator created the files. It removes them after the save has failed, and then tells the others.
         raise LostError(f"the files of the save have disappeared: {error}") from error
 
 
 def _combine_created(offers: list[list[Any]]) -> list[Any]:
-    """What several ranks say before there is a workspace: their gloo groups, and the first of each kind of shares."""
+    """Several offers combined before there is a workspace: their gloo groups, and the first of each kind of shares."""
     links, shares, teams = zip(*offers, strict=True)
     return [Link.combine(links), first_two(shares), combine_teams(teams)]
 
@@ -366,7 +366,7 @@ def _create(
 ) -> list[Any]:
     """At the coordinator: the name of the workspace, the gloo group to use, and the teams of ranks that differ.
 
-    The identity of the workspace goes to ``made``. Where ranks differ, nothing is made.
+    The identity of the workspace is appended to ``made``. If ranks differ, no workspace is made.
     """
     offer, shares, teams = offered
     if len(shares) > 1:
@@ -384,7 +384,7 @@ def _create(
 
 
 def _identity(path: str | Path) -> tuple[int, int] | None:
-    """Which directory a path names: a rename keeps it. None where there is none."""
+    """The identity of the directory at a path: a rename keeps it. None where there is none."""
     try:
         found = Path(path).stat()
     except OSError:
@@ -393,11 +393,11 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def _nothing(_: list[Any]) -> None:
-    """Some rounds only say that all are there."""
+    """Some rounds only confirm that all are there."""
 
 
 def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], commit: float) -> dict[str, Any]:
-    """What the report of this rank is made of."""
+    """The fields of the report of this rank."""
     fields = {name: value for name, value in own.items() if name not in {"sent", "received"}}
     return fields | {
         "phases": {**own["phases"], "commit": commit},
@@ -416,7 +416,7 @@ def _fields(session: Session, own: dict[str, Any], whole: Mapping[str, Any], com
 
 
 def figures(own: Mapping[str, Any]) -> dict[str, Any]:
-    """What of a rank's report is added up over the ranks."""
+    """The fields of a rank's report that are added up over the ranks."""
     return {
         "bytes": own["bytes"],
         "seconds": own["seconds"],
@@ -434,7 +434,7 @@ def figures(own: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def add_up(reports: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several ranks did together: bytes add up, seconds pass at the same time, and the first says the engine."""
+    """The combined report of several ranks: bytes add up, seconds run in parallel, the engine is the first one's."""
     out = dict(reports[0])
     for name in ("bytes", "threads", "copied", "sent", "received"):
         out[name] = sum(report[name] for report in reports)

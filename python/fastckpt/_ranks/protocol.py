@@ -5,37 +5,38 @@ one.
 
 **A turn** is one call of ``save`` or ``load`` on all ranks, numbered by each rank for itself (each call takes one,
 however it ends) or named by a label that its caller gives. It has **rounds**. In a round each rank posts one message
-for the rank above it, which waits for those of the ranks below it, joins them with its own, and posts the result; rank
-0, the coordinator, makes the answer.
+for the rank above it, which waits for those of the ranks below it, combines them with its own, and posts the result;
+rank 0, the coordinator, makes the answer.
 
-**The verdict** of a round stands in one key, its register. It goes from nothing to ``DECIDING`` to the answer, or to a
-failure, by compare-and-set alone; whoever finds a failure in it, or puts it there, has the same verdict as all others.
-So a coordinator that was stopped, and wakes up after the others have given up, cannot decide; one that stopped while it
-was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The bell is a
-key that appears after the verdict, to wake those who wait; it may also ring for nothing.
+**The verdict** of a round is stored in one key, its register. It goes from nothing to ``DECIDING`` to the answer, or to
+a failure, by compare-and-set alone; a rank that finds a failure in it, or puts it there, has the same verdict as all
+others. So a coordinator that was stopped, and wakes up after the others have given up, cannot decide; one that stopped
+while it was deciding the last round leaves an unknown outcome, which is a verdict too. A failure ends the turn. The
+bell is a key that appears after the verdict, to wake waiting ranks; it may also ring for nothing.
 
-**Out of step.** A rank that missed a call, or gave one up alone, is in an earlier turn than the others: it comes with a
-call to a turn that has failed without it, or in which others have come with another one. A verdict says of which calls
-it is (``called.py``). A rank whose call is not among them goes on to the next turn with it, until it is with the
-others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs. Of
-calls that met in one turn all fail, but for those of ranks that have left the others' call behind already: these wait
-in the next turn. So ranks meet again, and saves that nothing tells apart are never taken for one another. Of other
-calls like that a rank takes one old verdict, as it may be late, and leaves further ones behind.
+**Out of step.** A rank that missed a call, or gave one up alone, is in an earlier turn than the others: it brings its
+call to a turn that has failed without it, or to which others have brought another call. A verdict lists the calls that
+it applies to (``called.py``). A rank whose call is not among them moves on to the next turn with it, until it is with
+the others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs.
+Of calls that met in one turn all fail, except those of ranks that have given up the others' call already: these wait in
+the next turn. So ranks meet again, and indistinguishable saves are never confused. A rank takes one old verdict of
+other calls like its own, because it may be late, and skips further ones.
 
-**Silence** is what ends a wait, not duration. A rank that works beats; so does one that waits for those below it. A
-rank listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it
-works itself: it may be waiting for bytes of theirs. So every rank that has not posted has somebody who listens. The
+**Silence**, not duration, ends a wait. A rank that works beats; so does one that waits for those below it. A rank
+listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it works
+itself: it may be waiting for bytes of theirs. So every rank that has not posted has a rank that listens to it. The
 beats of a rank that has posted are not needed: if its message was lost, it is silent. Time in which a rank could not
 listen is not counted against others (``silence.py``).
 
-**A failure** is told to all at once in one key, ``abort``, so that those who work can stop; then it goes up like any
-message. Who knows of one waits a short while for the messages that are missing, to list all failures. Only ranks that
-have never been heard of are waited for longer: they need an answer to their hello, or they could not learn the verdict.
+**A failure** is announced to all at once in one key, ``abort``, so that working ranks can stop; then it goes up like
+any message. A rank that knows of one waits a short while for the missing messages, to list all failures. Only ranks
+that have never been heard of are waited for longer: they need an answer to their hello, or they could not learn the
+verdict.
 
 **Leaving.** The reader of a message removes it. The coordinator removes a round's answer when the next round shows that
-all have read it; what the last round leaves, the last rank to leave removes. A rank that leaves without a verdict (its
-store did not answer) says so when it next comes: until then it is silent. The rank in whose process the store may be
-waits, when all has succeeded, until the others have read that.
+all have read it; the keys of the last round are removed by the last rank to leave. A rank that leaves without a verdict
+(its store did not answer) reports that when it next comes: until then it is silent. The rank in whose process the store
+may be waits, when all has succeeded, until the others have read that.
 """
 
 from __future__ import annotations
@@ -90,9 +91,9 @@ class _Listening:
     now: float
     waiting: set[int]
     silence: Silence
-    #: When it last listened: others may come one after the other, and those who do not are silent meanwhile.
+    #: When it last listened: while it listens to one rank after the other, the remaining ones are silent.
     listened: float
-    #: When the turn was known to have failed.
+    #: When the failure of the turn became known.
     failed: float | None = None
     #: There is a verdict already.
     decided: bool = False
@@ -103,7 +104,7 @@ class _Listening:
 
 
 def _is_final(verdict: bytes | None) -> bool:
-    """Whether what a register holds is a verdict."""
+    """Whether the value of a register is a verdict."""
     return verdict is not None and verdict != DECIDING
 
 
@@ -112,15 +113,15 @@ class Turn:
 
     Args:
         member: the rank.
-        kind: what it does, as ``save``.
+        kind: the kind of operation, such as ``save``.
         path: to what.
         timeout: seconds of silence after which a rank is taken to be gone.
         label: names the turn in place of its number, for callers that cannot count: the same on all ranks, never again.
         place: where the path leads, by :func:`fastckpt._ranks.called.location_of`.
 
     Attributes:
-        marks: what tells this call from others of its kind to the same path, see :class:`Called`; to be filled before
-            the first round.
+        marks: values that distinguish this call from others of its kind to the same path, see :class:`Called`; to be
+            filled before the first round.
     """
 
     def __init__(
@@ -136,14 +137,14 @@ class Turn:
         self.marks: dict[str, str] = {}
         self._label, self._place = label, place
         self.name = ""
-        #: How long a rank waits before it looks who is silent, and before it looks whether the turn has failed. Large
-        #: groups look less often: one store serves them all.
+        #: How long a rank waits before it checks which ranks are silent, and before it checks whether the turn has
+        #: failed. Large groups check less often: one store serves them all.
         self.long_slice = min(timeout / 20, max(_LOOK, member.size / 1024))
         self.slice = min(self.long_slice, 1.0)
-        #: How long it works before it looks who is silent.
+        #: How long it works before it checks which ranks are silent.
         self.work_slice = min(timeout / 20, max(1.0, member.size / 1024))
         self._grace = min(GRACE, timeout)
-        #: Whom this rank listens to while it works.
+        #: The ranks that this rank listens to while it works.
         self._watched = (*((0,) if member.rank else ()), *tree.below(member.rank, member.size))
         self._begin()
 
@@ -154,18 +155,18 @@ class Turn:
         self.rounds = 0
         #: It is in a round, not between two.
         self.inside = False
-        #: It has the verdict of its last round, or has left without.
+        #: It has the verdict of its last round, or has left without one.
         self.over = False
         self._beaten: float | None = None
-        #: What it has heard since the last round.
+        #: Messages that arrived since the last round.
         self._silence = Silence(self.timeout)
-        #: Somebody has failed, and all can know.
+        #: A rank has failed, and all can know.
         self._aborted = False
-        #: This rank has said that it succeeded, and does not know the outcome.
+        #: This rank has reported success, and does not know the outcome.
         self._unknown = False
-        #: The coordinator has done what the operation is for.
+        #: The coordinator has completed the operation.
         self._committed = False
-        #: The others have failed without this rank, which has been told of such a call before.
+        #: The others have failed without this rank, which heard of an earlier call like this.
         self._outrun = False
         #: Keys that this rank may have made, or may be the last to remove: beats and hello, messages, answers.
         self._small: set[str] = set()
@@ -174,21 +175,21 @@ class Turn:
 
     @property
     def called(self) -> Called:
-        """The call that this is."""
+        """The identity of this call."""
         return Called(self.kind, self.path, self._place, self.marks)
 
     # Keys.
 
     @property
     def number(self) -> str:
-        """What the turn is called in the store: taken when it is first needed, by earlier turns of this rank before."""
+        """The name of the turn in the store: taken when it is first needed, by earlier turns of this rank before."""
         self.come()
         while self._number is None:
             self.member.coming.popleft().take_number()
         return self._number
 
     def come(self) -> None:
-        """Be numbered behind the turns of this rank that have come; again does nothing."""
+        """Take a place behind the turns of this rank that have come; a second call does nothing."""
         if self._number is None and self.member.size > 1 and self not in self.member.coming:
             self.member.coming.append(self)
 
@@ -216,7 +217,7 @@ class Turn:
     def _abort(self) -> str:
         return self._key("abort")
 
-    # What a rank does while it works.
+    # The work of a rank between its messages.
 
     def alive(self) -> Steps:
         """Say that this rank makes progress; to the store, at most forty times in ``timeout``."""
@@ -278,11 +279,11 @@ class Turn:
 
         Args:
             name: the round, the same on all ranks; ``LAST`` is the last.
-            value: what this rank says.
-            failure: that this rank has failed instead, or that it stopped for that of another.
-            combine: makes one value of those of a rank and the ranks below it, its own first; None makes a list of all.
-            decide: makes the answer of the value of all ranks, at rank 0; None takes the value itself.
-            is_done: whether ``decide``, which has raised, has done nevertheless what the operation is for.
+            value: the message of this rank.
+            failure: the failure of this rank, or the other rank's failure because of which it stopped.
+            combine: combines the values of a rank and the ranks below it, its own first; None makes a list of all.
+            decide: computes the answer from the combined value, at rank 0; None takes the value itself.
+            is_done: whether ``decide``, which has raised, has completed the operation nevertheless.
 
         Raises:
             RanksError: a rank failed or is silent.
@@ -348,7 +349,7 @@ class Turn:
         combine: Callable[[list[Any]], Any] | None,
         decide: Callable[[Any], Any] | None,
     ) -> Any:
-        """Take part in a round of one rank. No other rank has to be told: an exception propagates unchanged."""
+        """Take part in a round of one rank. No other rank has to hear of it: an exception propagates unchanged."""
         self.rounds += 1
         if failure:
             raise self.error([failure])
@@ -369,7 +370,7 @@ class Turn:
     def _collect(self, own: Message) -> Steps:
         """Return the messages of the ranks below by rank, in order, or None if there is a verdict.
 
-        What is missing is a failure of ``own``.
+        A missing message is a failure of ``own``.
         """
         member = self.member
         now = yield Now()
@@ -377,7 +378,7 @@ class Turn:
         state.silence.begin(state.waiting, now)
         if own.failures:
             state.fail()
-            # A rank that has been silent already is not waited for again.
+            # A rank that has been found silent is not waited for again.
             state.silence.take_over(self._silence, state.waiting)
             yield from self._tell(own.failures[0])
         while state.waiting:
@@ -396,7 +397,7 @@ class Turn:
         if state.decided:
             return None
         if self._aborted and not own.failures:
-            # The one that failed may answer to another rank, and what is missing here must not pass for success.
+            # The rank that failed may report to another rank, and a missing message must not count as success.
             own.failures.append(RankFailure(*words.decode((yield from value_of(self._abort)))))
         return {rank: state.found[rank] for rank in sorted(state.found)}
 
@@ -405,7 +406,7 @@ class Turn:
         return self._up(rank) if rank in self.member.answered else hello_of(rank)
 
     def _receive(self, keys: dict[int, str], state: _Listening) -> Steps:
-        """Take what has come, and return whether there was anything."""
+        """Take the messages that have come, and return whether there were any."""
         member = self.member
         values = yield Get(tuple(keys.values()))
         came = {rank: data for rank, data in zip(keys, values, strict=True) if data is not None}
@@ -499,12 +500,12 @@ class Turn:
         silence.begin((0,), (yield Now()))
         pause = self.long_slice
         if self._aborted:
-            # What this rank has heard while it worked still counts.
+            # Messages that arrived while this rank worked still count.
             silence.take_over(self._silence, (0,))
             pause = self.slice
         while True:
             yield Wait((self._bell(),), pause, 0)
-            # The coordinator may have gone between the verdict and the bell.
+            # The coordinator may have stopped between the verdict and the bell.
             verdict, beats = yield Get((self._register(), self._beat_of(0)))
             if _is_final(verdict):
                 return verdict
@@ -552,7 +553,7 @@ class Turn:
         return self._read(data)
 
     def _read(self, verdict: bytes) -> Any:
-        """What a verdict says; raise if it is not what was said."""
+        """Return the answer of a verdict; raise if it arrived altered."""
         try:
             return words.decode(verdict, "the answer of rank 0")
         except words.DamagedError as error:
@@ -562,13 +563,13 @@ class Turn:
     # Ends.
 
     def _tell(self, failure: RankFailure) -> Steps:
-        """Tell those who work that the turn has failed; the first failure stands."""
+        """Tell working ranks that the turn has failed; the first failure counts."""
         if not self._aborted:
             self._aborted = True
             yield Swap(self._abort, b"", words.encode(list(failure)))
 
     def leave(self, *, failed: bool = False) -> Steps:
-        """End the turn on this rank; the last rank to leave clears what is left of it."""
+        """End the turn on this rank; the last rank to leave removes its remaining keys."""
         if failed:
             self.member.leave_behind(self.called)
         elif self.name == LAST:
@@ -634,7 +635,7 @@ class Turn:
                 yield from self._pass()
 
     def abandon(self, failure: RankFailure) -> Steps:
-        """Leave without a verdict, so that the others have one at once; return whether they are in a later turn."""
+        """Leave without a verdict, so that the others get one at once; return whether they are in a later turn."""
         if not self.member.session:
             self.owe(failure.message)
             return False
@@ -644,7 +645,7 @@ class Turn:
         for number in (first, first + 1):
             held = yield from self._conclude(b"", self._failed(failure), number)
             if held == DECIDING and not self.member.rank:
-                # It was this rank that decided, and its last word has not arrived.
+                # This rank decided, and its last message has not arrived.
                 outcome = words.COMMITTED if self._committed else words.NOTHING
                 held = yield from self._conclude(DECIDING, self._failed(failure, outcome), number)
             if held[:1] == b"!" or self.name == LAST:
@@ -658,12 +659,12 @@ class Turn:
         """Whether the turn that this rank has just come to leave has failed without it, for another call."""
         if self.kind or held[:1] != b"!":
             return self._is_of_others(held)
-        # One that goes for good, whatever call the others are in, tells those that are in a later one.
+        # A rank that leaves for good, whatever call the others are in, tells those that are in a later one.
         calls = words.decode(held[1:])[3]
         return calls is None or all(one[0] for one, _ in calls)
 
     def owe(self, why: str) -> None:
-        """Leave without a verdict, and without a word: the others are told when this rank next comes."""
+        """Leave without a verdict or a message: the others hear of it when this rank next comes."""
         if not self.over and self.member.size > 1:
             _ = self.number  # before a later turn takes it
             self.member.leave_behind(self.called)
@@ -678,14 +679,14 @@ class Turn:
             owed.pop(0)
 
     def error(self, failures: list[RankFailure], more: int = 0, outcome: str = words.NOTHING) -> RanksError:
-        """Return the error that tells what failed, and what that means for the checkpoint."""
+        """Return the error that names the failure and its consequence for the checkpoint."""
         ending = self._ending(outcome)
         others = f"; and {more:,} more" if more else ""
         told = "; ".join(str(failure) for failure in failures) + others
         return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
 
     def unreachable(self, error: UnreachableError) -> RanksError:
-        """Leave because the store does not answer, and return the error that says so."""
+        """Leave because the store does not answer, and return an error about that."""
         self.owe(f"gave up: {error}")
         ending = self._ending(words.UNKNOWN if self._unknown else words.NOTHING)
         return RanksError(f"{self.kind}: {self.path}: {error}: {ending}")
@@ -702,7 +703,7 @@ class Turn:
         yield Put({key: b"=" + data if len(data) < VALUE else (yield from self._cut(key, data))})
 
     def _cut(self, key: str, data: bytes) -> Steps:
-        """Put a large value as parts beside a key, and return what the key is to hold."""
+        """Store a large value as parts beside a key, and return the value for the key."""
         starts = range(0, len(data), VALUE)
         for part, start in enumerate(starts):
             self._posted.append(f"{key}/{part}")

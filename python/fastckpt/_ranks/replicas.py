@@ -1,8 +1,8 @@
-"""What several ranks hold of the same tensors is compared before a byte is written.
+"""Copies of the same tensors on several ranks are compared before a byte is written.
 
-Each rank sums what it holds (``_core.Replicas``), and one number for each team of ranks that holds the same parts
-comes up with the round in which the ranks meet at the workspace. Only where two numbers differ, two more rounds find
-out which tensors those are, and how much of them differs.
+Each rank sums its parts (``_core.Replicas``), and one number for each team of ranks that holds the same parts travels
+with the round in which the ranks meet at the workspace. Only where two numbers differ, two more rounds find out which
+tensors those are, and how much of them differs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 REPLICAS = ("sample", "full", "first")
 ON_DIFFERENCE = ("raise", "warn")
-#: More tensors than these are counted, not listed; and of so many ranks that differ the bytes are looked at.
+#: Beyond these numbers, tensors are counted, not listed, and the bytes of ranks that differ are not examined.
 _LISTED, _SIDES = 10, 4
-#: Bytes of a tensor that ranks show each other, to tell how much of it differs.
+#: Bytes of a tensor that ranks send each other, to find out how much of it differs.
 _SHOWN = 16 << 10
-#: Bytes of what the monitor is told.
+#: Bytes between two updates of the monitor.
 _TOLD = 64
 _REMEDIES = (
     "find out why copies that should be equal differ (a missing all-reduce, BatchNorm's statistics, a faulty "
@@ -43,7 +43,7 @@ _NAMES = (
 
 
 class ReplicaOptions(TypedDict, total=False):
-    """What every save of ranks takes."""
+    """Options of every save of ranks."""
 
     replicas: Literal["sample", "full", "first"]
     on_difference: Literal["raise", "warn"]
@@ -51,7 +51,7 @@ class ReplicaOptions(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy(Settings):
-    """How much is compared, and what a difference does, checked."""
+    """How much is compared, and how saves react to a difference; checked."""
 
     given = ReplicaOptions
 
@@ -74,18 +74,18 @@ class Policy(Settings):
     )
 
     def dealt(self, share: _core.Share) -> _core.Share:
-        """The share with the copies from which it takes what several ranks hold."""
+        """The share with the copies from which it takes bytes that several ranks hold."""
         return share.first(None) if self.replicas == "first" else share
 
 
 class Comparison:
-    """What this rank holds and others hold, too.
+    """The parts that this rank holds and others hold, too.
 
     Args:
         engine: the save of this rank, which holds the memory.
-        share: what all ranks hold.
+        share: the boxes of all ranks.
         policy: how much is compared.
-        seed: what samples are drawn by, the same on all ranks, and another one for each save.
+        seed: the seed of the samples, equal on all ranks, and different for each save.
         sum_of: see ``_core.RankSave.replicas``.
         tick: called meanwhile.
     """
@@ -105,7 +105,7 @@ class Comparison:
         self.replicas = engine.replicas(policy.replicas, seed, sum_of, tick)
 
     def offer(self) -> list[Any]:
-        """What goes up: the number and the size of each team, and its sums with how many ranks found them."""
+        """The message up: the number and the size of each team, and its sums with how many ranks found them."""
         return [[team, size, [[total, 1]]] for team, size, total in self.replicas.digests()]
 
     def differing(self, session: Session, operation: Operation, path: str, teams: list[int]) -> tuple[list[int], str]:
@@ -161,7 +161,7 @@ class Comparison:
 
 
 def _in_short(names: list[str]) -> str:
-    """What the monitor tells of tensors that differ: the first name, the end of which says most, and how many more."""
+    """The monitor's text about tensors that differ: the end of the first name, and how many more."""
     said = "ranks differ in "
     more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     name, room = names[0].encode(), _TOLD - len((said + more).encode())
@@ -171,7 +171,7 @@ def _in_short(names: list[str]) -> str:
 
 
 def combine_teams(offers: Sequence[list[Any]]) -> list[Any]:
-    """What several ranks offer, as one; a team that has been heard whole, and agrees, is left out."""
+    """Several offers combined; a team that has been heard completely, and agrees, is left out."""
     teams: dict[int, tuple[int, dict[int, int]]] = {}
     for offer in offers:
         for team, size, sums in offer:
@@ -186,12 +186,12 @@ def combine_teams(offers: Sequence[list[Any]]) -> list[Any]:
 
 
 def teams_that_differ(offer: list[Any]) -> list[int]:
-    """Of what all ranks offer: the numbers of teams that do not agree."""
+    """The numbers of teams that do not agree, from the offers of all ranks."""
     return [team for team, _, sums in offer if len(sums) > 1]
 
 
 def not_compared(share: _core.Share) -> list[str]:
-    """What the report of a save says that takes all from the lowest ranks."""
+    """The warning in the report of a save that takes everything from the lowest ranks."""
     count = share.replicated()
     if not count:
         return []
@@ -205,7 +205,7 @@ def _cell(key: str) -> tuple[int, int, int]:
 
 
 def _united(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Which rank found which sum of which cell."""
+    """The sums of cells, and which ranks found them."""
     out: dict[str, Any] = {}
     for one in found:
         for key, sums in one.items():
@@ -248,7 +248,7 @@ def _held_by(session: Session, ranks: Sequence[int]) -> str:
 
 
 def _measured(views: list[bytes], size: int) -> str:
-    """How many of the elements compared differ between ranks."""
+    """How many of the compared elements differ between ranks."""
     if not views:
         return ""
     count = len(views[0]) // size

@@ -19,7 +19,7 @@ class Get(NamedTuple):
 
 
 class Wait(NamedTuple):
-    """Wait until all keys exist, at most so many seconds; return whether they do. ``whom`` is to set one of them."""
+    """Wait until all keys exist, at most so many seconds; return whether they do. ``whom`` sets one of them."""
 
     keys: tuple[str, ...]
     seconds: float
@@ -31,14 +31,14 @@ class Forget(NamedTuple):
 
 
 class Add(NamedTuple):
-    """Add to a counter, which begins at 0, and return what it is then. Its value is text of digits."""
+    """Add to a counter, which begins at 0, and return its new value. Its value is text of digits."""
 
     key: str
     amount: int
 
 
 class Swap(NamedTuple):
-    """Set a key to ``value`` if it is ``expected`` (empty: not there), and return what it is then."""
+    """Set a key to ``value`` if it is ``expected`` (empty: not there), and return its value afterwards."""
 
     key: str
     expected: bytes
@@ -56,21 +56,21 @@ class Now(NamedTuple):
 
 
 class Call(NamedTuple):
-    """Return what a function makes of a value."""
+    """Return the result of a function."""
 
     function: Callable[[Any], Any]
     value: Any
 
 
 Request: TypeAlias = Put | Get | Wait | Forget | Add | Swap | Remove | Now | Call
-#: A generator that yields requests and is sent their answers, which are of the type that each request says.
+#: A generator that yields requests and receives their answers, which have the type that each request declares.
 Steps: TypeAlias = Generator[Request, Any, Any]
 
 
 class UnreachableError(Exception):
-    """The store does not answer. The text says which, and what may be the cause."""
+    """The store does not answer. The text names it, and a possible cause."""
 
 
 def value_of(key: str) -> Steps:
-    """Return the value of one key, None where there is none."""
+    """Return the value of one key, None if it does not exist."""
     return (yield Get((key,)))[0]

@@ -1,8 +1,8 @@
 """Reuse of an earlier checkpoint by a save of many ranks: the rounds ``base`` and ``compared``.
 
-The coordinator opens the base, and passes its manifest on. Each rank sums what it holds, and the sums are put together
-on their way up: 24 bytes for each tensor, and 16 for each block that several ranks have parts of. The coordinator links
-the files in which nothing has changed, and all lay out the rest.
+The coordinator opens the base, and passes its manifest on. Each rank sums its part, and the sums are combined on their
+way up: 24 bytes for each tensor, and 16 for each block that several ranks have parts of. The coordinator links the
+files in which nothing has changed, and all lay out the rest.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def take_over(
     session: Session, operation: Operation, path: str, base: str, earlier: _core.RankBase, timeout: float
 ) -> _core.Share | None:
-    """Compare with the base, and link what has not changed. Every rank calls it.
+    """Compare with the base, and link the unchanged files. Every rank calls it.
 
     Problems with the base become warnings in the report, and more is written.
 
@@ -32,11 +32,11 @@ def take_over(
         operation: the operation, in its body.
         path: the checkpoint's directory, absolute.
         base: the earlier checkpoint's, as rank 0 has it.
-        earlier: what it becomes, made of the share that was laid out without a base.
-        timeout: that of the operation, in seconds.
+        earlier: the base as this rank sees it, made from the share that was laid out without a base.
+        timeout: the operation's timeout, in seconds.
 
     Returns:
-        The layout beside what is taken over; None where the base is none.
+        The layout beside the files that are taken over; None if the base is unusable.
 
     Raises:
         RanksError: another rank failed, or does not answer.
@@ -46,7 +46,7 @@ def take_over(
         with range_of("fastckpt.compare"):
             return _share(session, operation, path, base, earlier, timeout)
     except BaseException:
-        # Here or at another rank, its broadcast may be left half done.
+        # The broadcast may be left half done, here or on another rank.
         session.link.drop()
         raise
 
@@ -65,7 +65,7 @@ def _share(
         if manifest is None:
             return None
         opened.append(manifest)
-        # On one host nothing else may have to travel.
+        # On one host nothing else may have to be sent.
         name = "" if len(hosts) == 1 else Link.agree([True, offer[1]])
         return [name, len(manifest) if name else manifest]
 
@@ -94,7 +94,7 @@ def _share(
 
 
 def _combine_hosts(offers: list[list[Any]]) -> list[Any]:
-    """What several ranks say: up to two hosts, and the gloo group."""
+    """Several offers combined: up to two hosts, and the gloo group."""
     return [sorted({host for hosts, _ in offers for host in hosts})[:2], Link.combine([offer for _, offer in offers])]
 
 
@@ -104,6 +104,6 @@ def _combine_sums(found: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _take(found: dict[str, Any], path: str, earlier: _core.RankBase, operation: Operation) -> bytes:
-    """At the coordinator, once all have compared: link what has not changed."""
+    """At the coordinator, once all have compared: link the unchanged files."""
     raise_lost(found)
     return earlier.take(path, found["sums"], lambda *_: operation.alive())

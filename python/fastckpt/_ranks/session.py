@@ -13,8 +13,8 @@ class Session:
     """One process group, for as long as torch has it.
 
     Attributes:
-        group: who is in it.
-        peers: the ranks, and what they do together.
+        group: the ranks in it.
+        peers: the ranks, and their common operations.
         link: the group that bytes travel in.
     """
 
@@ -41,13 +41,13 @@ class Session:
         return self._apart[-1]
 
     def end(self, peers: Peers) -> None:
-        """Nobody needs what :meth:`apart` gave any more."""
+        """The result of :meth:`apart` is no longer needed."""
         if peers in self._apart:
             self._apart.remove(peers)
             peers.close()
 
     def name(self, rank: int) -> str:
-        """What a rank is called in errors."""
+        """The name of a rank in errors."""
         host = self.peers.host_of(rank)
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 

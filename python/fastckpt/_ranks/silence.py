@@ -1,21 +1,21 @@
-"""How long other ranks have been silent, as one rank hears it."""
+"""How long other ranks have been silent, from the point of view of one rank."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import NamedTuple
 
-#: Silence of a whole timeout has to be heard in at least so many looks. One long gap between two looks says that this
-#: rank, the store or the machine stood still, and then so may the others have.
+#: A rank must have been silent for a whole timeout in at least this many checks. One long gap between two checks means
+#: that this rank, the store or the machine stood still, and then the others may have, too.
 _LOOKS = 4
 
 
 class _Heard(NamedTuple):
-    #: What was there at the last look: the count of its beats, or its hello.
+    #: The state at the last check: the count of its beats, or its hello.
     sign: bytes | None
-    #: Seconds of silence before that look, as far as they count.
+    #: Seconds of silence before that check, as far as they count.
     silent: float
-    #: When that look was.
+    #: The time of that check.
     looked: float
 
 
@@ -35,7 +35,7 @@ class Silence:
         self._ranks.update((rank, _Heard(None, 0.0, now)) for rank in ranks)
 
     def hear(self, rank: int, sign: bytes | None, now: float) -> float:
-        """Take down what is there of a rank now, and return its seconds of silence. The first look hears none."""
+        """Note the current state of a rank, and return its seconds of silence. The first look finds none."""
         last = self._ranks.get(rank, _Heard(sign, 0.0, now))
         silent = last.silent + min(now - last.looked, self._most) if sign == last.sign else 0.0
         self._ranks[rank] = _Heard(sign, silent, now)
@@ -46,7 +46,7 @@ class Silence:
         return self._ranks[rank].silent
 
     def take_over(self, other: Silence, ranks: Iterable[int]) -> None:
-        """Go on where another has got to, with those of the ranks that it has listened to."""
+        """Continue from the state of another one, with the ranks that it has listened to."""
         self._ranks.update((rank, other._ranks[rank]) for rank in ranks if rank in other._ranks)
 
     def clear(self) -> None:

@@ -1,8 +1,8 @@
 """Serves the requests of the protocol from a store of torch's: TCPStore, FileStore, HashStore, PrefixStore over them.
 
 A client of a TCPStore whose server is stopped waits for ever, whatever timeout it was given. So every call runs in a
-thread of its own (``_Line``), and its caller waits for a bounded time. A thread that hangs is left behind: it ends when
-the server answers or goes. Where the store can be cloned, each line is a clone with a connection of its own, so that
+thread of its own (``_Line``), and its caller waits for a bounded time. A thread that hangs is abandoned: it ends when
+the server answers or goes. If the store can be cloned, each line is a clone with a connection of its own, so that
 neither our waits block other users of the store nor theirs ours.
 """
 
@@ -19,18 +19,18 @@ from typing import Any
 
 from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Request, Swap, UnreachableError, Wait
 
-#: Seconds in which a connection is made anew, and in which a wait ends that is not needed any more.
+#: Seconds in which a connection is renewed, and in which a wait ends that is no longer needed.
 _CONNECTED, _FORGOTTEN = 5.0, 1.0
-#: Seconds between two looks at a store whose clients must not wait in it, at first and at most.
+#: Seconds between two checks of a store whose clients must not block in it, at first and at most.
 _FIRST_LOOK, _LAST_LOOK = 0.001, 0.05
 
 
-#: A value that no key has. A comparison with it returns it where there is no key.
+#: A value that no key has. A compare-and-set against it returns it if the key does not exist.
 _NO_VALUE = b"\0none"
 
 
 class _Task:
-    """One call, and what came of it."""
+    """One call, and its result."""
 
     def __init__(self, function: Callable[[Any], Any]) -> None:
         self.function = function
@@ -40,7 +40,7 @@ class _Task:
 
 
 class _Line:
-    """A thread with a client of the store, which makes calls one after the other.
+    """A thread with a client of the store, which makes one call after the other.
 
     Args:
         connect: makes the client; it may hang as well.
@@ -93,12 +93,12 @@ class Transport:
             else (f"the store of the process group ({type(root).__name__})")
         )
         self._store = store
-        #: Clients of a server: they have connections, which wait without looking again and again.
+        #: Clients of a server: their connections block in a wait instead of polling.
         self._remote = host is not None and hasattr(store, "clone")
         self._address = (host, root.port) if self._remote else None
         # Reentrant for signal handlers.
         self._lock = threading.RLock()
-        # Connections take a while to make: they are begun at once.
+        # Connections take a while to make: they are started at once.
         self._line: _Line | None = _Line(self._connect)
         self._waiter: _Line | None = _Line(self._connect) if self._remote else None
         self._waits: tuple[frozenset[str], _Task] | None = None
@@ -132,13 +132,13 @@ class Transport:
 
     def _connect_again(self) -> Any:
         if self._address is not None:
-            # torch tries for minutes to reach a server that has gone. Only where there is doubt: for each connection
-            # the server asks for the name of the client's host, and answers no other meanwhile.
+            # torch retries for minutes to reach a server that has gone. Only if there is doubt: for each connection the
+            # server looks up the host name of the client, and answers no other client meanwhile.
             socket.create_connection(self._address, _CONNECTED).close()
         return self._connect()
 
     def _call(self, function: Callable[[Any], Any], limit: float, *, again: bool = True) -> Any:
-        """Make a call; a broken connection is made anew once, where the call may be repeated."""
+        """Make a call; a broken connection is replaced once, if the call may be repeated."""
         while True:
             with self._lock:
                 line = self._line = self._line or _Line(self._connect_again)
@@ -179,9 +179,9 @@ class Transport:
         return True
 
     def _forget(self, limit: float) -> None:
-        """End a wait at the server by what it waits for.
+        """End a wait at the server by setting the key that it waits for.
 
-        It would end with the store, perhaps in the middle of the interpreter's own end, which kills such threads badly.
+        It would end with the store, perhaps during the interpreter's own end, which kills such threads badly.
         """
         with self._lock:
             waits, self._waits = self._waits, None
@@ -207,7 +207,7 @@ class Transport:
                 if awaited.issuperset(keys):
                     return task
                 if not task.ended.is_set():
-                    # It hangs until its time is over, and is not needed.
+                    # It blocks until its timeout, and is not needed.
                     if self._waiter is not None:
                         self._waiter.end()
                     self._waiter = _Line(self._connect)
@@ -226,7 +226,7 @@ def _first_line(error: BaseException | None) -> str:
 
 
 def _answer(client: Any, request: Request) -> Any:
-    """Make the call that a request stands for."""
+    """Make the call of a request."""
     if isinstance(request, Put):
         if len(request.values) > 1 and client.has_extended_api():
             client.multi_set(list(request.values), list(request.values.values()))
@@ -235,7 +235,8 @@ def _answer(client: Any, request: Request) -> Any:
             client.set(key, value)
         return None
     if isinstance(request, Get):
-        # To get a key waits for it, and one that was there at a check may have been removed since. To compare does not.
+        # Getting a key waits for it, and a key that a check found may have been removed since. A compare-and-set does
+        # not wait.
         values = [client.compare_set(key, _NO_VALUE, _NO_VALUE) for key in request.keys]
         return [None if value == _NO_VALUE else value for value in values]
     if isinstance(request, Add):

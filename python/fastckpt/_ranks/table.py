@@ -24,7 +24,7 @@ _COUNT = struct.Struct("<Q")
 
 
 class Kind(NamedTuple):
-    """What tensors have in common: ``spread`` is the number of their spread, 0 for those that each rank has whole."""
+    """Common properties of tensors: ``spread`` is the number of their spread, 0 for those that each rank has whole."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -99,7 +99,7 @@ def packed(*parts: bytes) -> bytes:
 
 
 def unpacked(data: bytes) -> list[bytes]:
-    """What :func:`packed` made one of."""
+    """The inverse of :func:`packed`."""
     out, at = [], 0
     while at < len(data):
         (length,) = _COUNT.unpack_from(data, at)
@@ -110,7 +110,7 @@ def unpacked(data: bytes) -> list[bytes]:
 
 
 def digest(data: bytes) -> str:
-    """What stands for ``data`` when ranks compare."""
+    """The digest of ``data`` for comparisons between ranks."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 

@@ -1,7 +1,7 @@
-"""torch.distributed, as far as ranks need it: who is in a process group, its store, and a group of our own for bytes.
+"""torch.distributed, as far as ranks need it: the members of a process group, its store, and our own group for bytes.
 
-The one file that knows torch's process groups. What differs between its versions (2.6 to 2.15), and what torch keeps
-behind underscores, is here: the store that a process group was made with, a connection to it of our own
+The one file that knows torch's process groups. Differences between its versions (2.6 to 2.15), and torch's private
+attributes, are handled here: the store that a process group was made with, our own connection to it
 (:func:`_own_connection`), and gloo's options (:func:`_new_gloo`).
 """
 
@@ -29,14 +29,14 @@ class _Kept(Protocol):
 
 _T = TypeVar("_T", bound=_Kept)
 
-#: Up to this many ranks every rank connects to every other when a group is made, as torch has it by default; beyond,
-#: where torch can, those connect that have something to say to each other.
+#: Up to this many ranks, every rank connects to every other when a group is made, as torch does by default; beyond it,
+#: where torch can, only those connect that exchange messages.
 _CONNECT_ALL = 32
 #: A tag that no message has, see :meth:`DataGroup.end`.
 _NO_TAG = 2**31 - 1
-#: How many ranks that have not come are named.
+#: The most missing ranks that are named.
 _NAMED = 16
-#: How a transfer waits that is to end at once: 0 would mean the group's own deadline.
+#: The timeout of a transfer that is to end at once: 0 would mean the group's own deadline.
 _AT_ONCE = timedelta(milliseconds=1)
 
 
@@ -62,9 +62,9 @@ class Group(NamedTuple):
 
 _alone: list[Any] = []
 if hasattr(os, "register_at_fork"):  # Windows has no fork
-    # A thread of the parent may be in a turn, which nobody would end in the child.
+    # A thread of the parent may be in a turn, which would never end in the child.
     os.register_at_fork(after_in_child=_alone.clear)
-#: By process group: the process that made it, and what it made.
+#: By process group: the process that made it, and the result.
 _kept: WeakKeyDictionary[Any, tuple[int, Any]] = WeakKeyDictionary()
 
 
@@ -81,13 +81,13 @@ def this_process() -> Group:
 
 
 def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
-    """What ``make`` returns for a process group: made once, and kept as long as torch has the group.
+    """The result of ``make`` for a process group: made once, and kept as long as torch has the group.
 
     Args:
         operation: the word that error messages begin with.
-        process_group: a process group of torch's, or None for the default one. Where none was initialised, this process
+        process_group: a process group of torch's, or None for the default one. If none was initialised, this process
             works alone.
-        make: called with the group; what it returns is closed when the group is gone.
+        make: called with the group; its result is closed when the group is gone.
 
     Raises:
         TypeError: ``process_group`` is not a process group.
@@ -148,9 +148,9 @@ def _group_of(group: Any) -> Group:
         return this_process()
     name = getattr(group, "group_name", "")
     members = hashlib.sha256(repr((name, ranks)).encode()).hexdigest()[:16]
-    # A store can outlive a group (torchrun's does), and torch reuses names: a new group must not be confused by
-    # what a former group of the same name has left.
-    # By default the first process serves it; torchrun's agents do where they say so.
+    # A store can outlive a group (torchrun's does), and torch reuses names: a new group must not be confused by keys
+    # that a former group of the same name has left. By default the first process serves it; with torchrun, its agents
+    # may.
     apart = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = None if apart or 0 not in ranks else ranks.index(0)
     return Group(
@@ -166,14 +166,14 @@ def store_below(store: Any, name: str) -> Any:
 
 
 def _default_store() -> Any:
-    """The store of the default group: all versions of torch have this function, and none says so in public."""
+    """The store of the default group: all versions of torch have this function, although it is undocumented."""
     from torch.distributed import distributed_c10d  # noqa: PLC0415
 
     return distributed_c10d._get_default_store()
 
 
 def _own_connection(store: Any) -> Any:
-    """A connection of our own to a store: one that is shared has a lock, which a wait of somebody else's holds."""
+    """Our own connection to a store: a shared one has a lock, which another user's wait holds."""
     try:
         return store.clone()
     except (AttributeError, RuntimeError):  # since torch 2.8, and not of every store
@@ -210,8 +210,8 @@ class DataGroup:
     """A gloo group of our own: between host memories, beside training, unknown to ``torch.distributed``'s own list.
 
     Args:
-        group: who is in it.
-        name: what no other group made with the same store is called.
+        group: the ranks in it.
+        name: a name that no other group made with the same store has.
         timeout: seconds after which to make it fails because another rank has not come.
 
     Raises:
@@ -226,7 +226,7 @@ class DataGroup:
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
-        # They stay: a late rank must not find that another has come and gone.
+        # They stay: a late rank must see that another has come, even if that one has gone.
         here = [f"here/{rank}" for rank in range(group.size)]
         store.set(here[group.rank], "")
         try:
@@ -242,13 +242,13 @@ class DataGroup:
         return Transfer(self._gloo.send([tensor], peer, 0), tensor)
 
     def receive(self, peer: int, address: int, nbytes: int, owner: object) -> Transfer:
-        """Begin to receive what another rank sends; what one rank sends arrives in order."""
+        """Begin to receive from another rank; messages of one rank arrive in order."""
         self._met.add(peer)
         tensor = _tensor(address, nbytes, owner)
         return Transfer(self._gloo.recv([tensor], peer, 0), tensor)
 
     def broadcast(self, content: bytes | None, nbytes: int, limit: float) -> bytes:
-        """Give all ranks what rank 0 has: ``content`` there, of ``nbytes``. They come here at about the same time."""
+        """Send all ranks ``content`` of rank 0, of ``nbytes``. They come here at about the same time."""
         from torch import distributed as dist  # noqa: PLC0415
 
         data = bytearray(nbytes) if content is None else bytearray(content)
@@ -261,7 +261,7 @@ class DataGroup:
     def end(self) -> None:
         """End all transfers with an error, here and at the other ranks, which see that the connections are closed.
 
-        Gloo does that when a transfer of it runs out of time, so one does. The group is of no use after that.
+        Gloo does that when a transfer of it runs out of time, so one does. The group is unusable after that.
         """
         peers = self._met or ({1 - min(self.rank, 1)} if self.size <= _CONNECT_ALL else ())
         tensor = _tensor_of(bytearray(1))

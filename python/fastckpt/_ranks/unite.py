@@ -1,9 +1,9 @@
-"""One table out of those of all ranks that differ: of pipeline and expert stages, and of meshes beside each other.
+"""Unites the different tables of all ranks: of pipeline and expert stages, and of meshes beside each other.
 
 Structures are walked together. Mappings are united by their keys, in the order of the ranks; so are the lists of names
 under ``param_groups.*.params``, as ``get_optimizer_state_dict`` makes them. Everything else must be equal where several
-ranks have it. A tensor is one where it stands in one place: its dtype and global shape must be equal, and its spreads
-add up.
+ranks have it. Tensors in one place are one tensor: their dtype and global shape must be equal, and their spreads add
+up.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Variant(NamedTuple):
 
 
 class Holder(NamedTuple):
-    """What ranks say that they have of a tensor: by the spread, or whole if that is None.
+    """The part of a tensor that ranks have: by the spread, or whole if that is None.
 
     ``before`` is how many more such memories of the tensor they have named before.
     """
@@ -69,7 +69,7 @@ class United(NamedTuple):
     Attributes:
         flat: names, dtypes, global shapes and ties, without memory, for :func:`.groups.split_model`.
         structure: the tokens, JSON text.
-        lists: for each tensor the number of what ranks hold of it.
+        lists: for each tensor the number of its list of parts.
         spread_lists: by that number, the numbers of the spreads.
         spreads: the spreads.
         numbers: by variant, for each of its tensors the numbers that it has in the union.
@@ -84,7 +84,7 @@ class United(NamedTuple):
 
 
 class SpreadLists:
-    """What ranks hold of tensors, as lists of spreads; equal ones are one.
+    """The parts of tensors that ranks hold, as lists of spreads; equal lists are stored once.
 
     Args:
         size: the number of ranks.
@@ -96,11 +96,11 @@ class SpreadLists:
         self.lists: list[tuple[int, ...]] = []
         self._spreads: dict[Spread, int] = {}
         self._lists: dict[tuple[int, ...], int] = {}
-        #: By the number of a list: ranks that are in a mesh, and do not have the tensor.
+        #: By the number of a list: ranks that are in a mesh and do not have the tensor.
         self.without: dict[int, tuple[Spread, list[int]]] = {}
 
     def add(self, holders: Iterable[Holder]) -> int:
-        """The number of the list of what is held."""
+        """The number of the list of these parts."""
         whole: dict[int, set[int]] = {}
         said: dict[tuple[Spread, int], set[int]] = {}
         for spread, before, ranks in holders:
@@ -134,7 +134,7 @@ class SpreadLists:
 
 
 def holders_of(variant: Variant, number: int) -> list[Holder]:
-    """What the ranks of a variant have of the tensors with that number of a spread."""
+    """The parts that the ranks of a variant have of tensors with that number of a spread."""
     if not number:
         return [Holder(None, 0, variant.ranks)]
     return [Holder(spreads[number - 1], 0, ranks) for spreads, ranks in variant.spreads]
@@ -149,7 +149,7 @@ def unite(variants: Sequence[Variant], size: int, *, operation: str = "save") ->
         operation: the word that error messages begin with.
 
     Raises:
-        ValueError: what several ranks have is not equal. All differences are in the message.
+        ValueError: values of several ranks differ. All differences are in the message.
     """
     with paused():
         union = _Union(variants, size, operation)
@@ -187,7 +187,7 @@ class _Union:
         self.out: list[Any] = []
         root = Path(None, THROUGH)
         everyone = [(variant, 0) for variant in range(len(tokens))]
-        # What is to be emitted, the next one last: places, or tokens that are known.
+        # The places and known tokens that are still to be emitted, the next one last.
         todo: list[tuple[Path, list[tuple[int, int]]] | list[Any]] = [(root, everyone)]
         while todo:
             item = todo.pop()
@@ -202,7 +202,7 @@ class _Union:
         return self.out
 
     def merge(self, path: Path, places: list[tuple[int, int]], todo: list[Any]) -> None:
-        """Emit what is at ``places``; what is below it is put on ``todo``."""
+        """Emit the tokens at ``places``; their children are put on ``todo``."""
         variant, position = places[0]
         first = self.tokens[variant][position]
         tag = first[0] if type(first) is list else None
@@ -231,7 +231,7 @@ class _Union:
 
     @staticmethod
     def alike(first: Any, token: Any) -> bool:
-        """Whether two tokens can be one, but for what is in them."""
+        """Whether two tokens can be united, apart from their contents."""
         if type(first) is not type(token):
             return False
         if type(first) is not list:
@@ -306,7 +306,7 @@ class _Union:
         self.out += [["list", len(names)], *names]
 
     def copy(self, path: Path, which: int, start: int) -> None:
-        """Emit what one variant alone has."""
+        """Emit tokens that one variant alone has."""
         tokens = self.tokens[which][start : self.ends[which][start]]
         for index, token in enumerate(tokens):
             if type(token) is list and is_tensor(token):
@@ -332,9 +332,9 @@ class _Union:
         self.out.append([token[0], self.number(path, found), *token[2:]])
 
     def number(self, path: Path, found: list[tuple[int, int, int]]) -> int:
-        """The number in the union of what stands in one place, given by variant, position and number there.
+        """The number in the union of the tensor in one place, given by variant, position and number there.
 
-        Places are tied where all ranks that have both say so.
+        Places are tied if all ranks that have both agree.
         """
         candidates = {number for which, _, index in found for number in self.numbers[which][index]}
         which, position, index = found[0]

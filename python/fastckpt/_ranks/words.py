@@ -1,6 +1,6 @@
 """The encoding of values and failures that travel through the store, and the texts of errors.
 
-Every value has its checksum behind it, which its reader compares: values decide what is sealed.
+Every value is followed by its checksum, which its reader compares: values decide what is sealed.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
     from fastckpt.exceptions import RankFailure
 
-#: The one key of a dict that stands for bytes.
+#: The only key of a dict that represents bytes.
 _BYTES = "\0bytes"
 #: How many failures an error lists; a full disk fails every rank.
 LISTED = 16
-#: A message of a failure is cut here: an exception may print a whole state.
+#: Messages of failures are cut to this length: an exception may print a whole state.
 _MESSAGE = 2000
-#: What a failed operation has left: nothing new; one of the two; the new checkpoint.
+#: The outcomes of a failed operation: nothing new; one of the two; the new checkpoint.
 NOTHING, UNKNOWN, COMMITTED = "nothing", "unknown", "committed"
 #: Bytes of a checksum.
 SUM = 8
 
 
 class DamagedError(CheckpointError):
-    """What another rank said is not what arrived."""
+    """A message of another rank arrived altered."""
 
 
 def sealed(data: bytes) -> bytes:
@@ -41,7 +41,7 @@ def opened(data: bytes, what: str) -> bytes:
     """Return the bytes that ``sealed`` was given.
 
     Raises:
-        DamagedError: they were altered on their way; ``what`` names them.
+        DamagedError: they were altered on their way; the message names ``what``.
     """
     content, sum_ = data[:-SUM], data[-SUM:]
     if _crc64.of(content).to_bytes(SUM, "little") != sum_:
@@ -53,7 +53,7 @@ def encode(value: Any) -> bytes:
     """Return a value of None, bool, int, float, str, bytes, lists, tuples (as lists) and dicts as bytes.
 
     Raises:
-        TypeError: a value is of another type, or a dict has a key that is not a string.
+        TypeError: a value has the wrong type, or a dict has a key that is not a string.
     """
     blobs: list[bytes] = []
 
@@ -64,7 +64,7 @@ def encode(value: Any) -> bytes:
         if isinstance(one, dict):
             for key in one:
                 if not isinstance(key, str) or key == _BYTES:
-                    raise TypeError(f"a dict that travels between ranks has the key {key!r}, which is not a word")
+                    raise TypeError(f"a dict for other ranks has the key {key!r}, which is reserved or not a string")
             return {key: plain(item) for key, item in one.items()}
         if isinstance(one, (list, tuple)):
             return [plain(item) for item in one]
@@ -78,7 +78,7 @@ def decode(data: bytes, what: str = "the message of a rank") -> Any:
     """Return the value that ``encode`` was given, its tuples as lists.
 
     Raises:
-        DamagedError: it was altered on its way; ``what`` names it.
+        DamagedError: it was altered on its way; the message names ``what``.
     """
     length, _, rest = opened(data, what).partition(b"\n")
     at = int(length)
@@ -98,7 +98,7 @@ def decode(data: bytes, what: str = "the message of a rank") -> Any:
 
 
 def told(error: BaseException) -> str:
-    """Return what other ranks are told of an exception."""
+    """Return the description of an exception for other ranks."""
     try:
         said = str(error)
     except Exception:  # noqa: BLE001 - it is the user's, and the others have to hear of it all the same
@@ -116,13 +116,13 @@ def one_a_rank(failures: list[RankFailure]) -> list[RankFailure]:
 
 
 def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
-    """Return what a failure means for the checkpoint.
+    """Return the consequence of a failure for the checkpoint.
 
     Args:
         kind: the operation.
-        outcome: what the verdict says of it.
+        outcome: the outcome in the verdict.
         agreeing: it failed in a round before the last.
-        here: this rank has committed it, whatever the verdict says.
+        here: this rank has committed it, whatever the verdict is.
     """
     if kind not in {"save", "load"}:
         return "the ranks have not agreed"
@@ -140,12 +140,12 @@ def ending(kind: str, outcome: str, *, agreeing: bool, here: bool) -> str:
 def failed(
     failures: list[RankFailure], more: int, outcome: str, calls: Sequence[tuple[Sequence[Any], bool]] | None
 ) -> bytes:
-    """Return the verdict that says what failed.
+    """Return the verdict that names the failures.
 
     Args:
-        failures: of which ranks.
+        failures: the failures of ranks.
         more: how many further ones there are.
-        outcome: what is left.
-        calls: the calls that were in the turn, and which of them wait for the next; None: too many to tell apart.
+        outcome: what remains.
+        calls: the calls that were in the turn, and which of them wait for the next; None: too many to distinguish.
     """
     return b"!" + encode([[list(one) for one in failures], more, outcome, calls])

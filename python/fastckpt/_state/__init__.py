@@ -1,1 +1,1 @@
-"""What a state is: tokens and tensors and back again (docs/format.md, sections 4 and 5)."""
+"""States as tokens and tensors, and back again (docs/format.md, sections 4 and 5)."""

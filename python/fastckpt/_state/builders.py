@@ -39,14 +39,14 @@ _WHAT = {
 }
 
 
-#: Types of ours that are made of tensors, and copy them or check them.
+#: Our types that are made of tensors, and copy or check them.
 MADE_OF_TENSORS = frozenset(
     {"torch.nested.nested_tensor", "torch.Generator", *(name for name in TABLE if name.startswith("numpy.random."))}
 )
 
 
 def torch_for(what: str) -> ModuleType:
-    """The module that knows torch, for ``what`` needs it."""
+    """The module with torch's types, which ``what`` needs."""
     try:
         from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
     except ImportError as error:
@@ -85,16 +85,16 @@ class _Later(dt.tzinfo):
 
 
 class _Unhashable:
-    """Stands for what can be neither a key nor a member of a set."""
+    """Represents a value that can be neither a key nor a member of a set."""
 
     __hash__ = None  # type: ignore[assignment]
 
 
 class _Uses:
-    """What tensors are part of others that are made of several: these are copied and checked whenever one is made.
+    """Tensors that are parts of others made of several are copied and checked whenever such a one is made.
 
-    So such a part is stored in full, and used again only within a multiple of what is stored: a few bytes of a file
-    could ask for any number of copies.
+    So such a part is stored in full, and used again only within a multiple of the stored bytes: a few bytes of a file
+    could otherwise request any number of copies.
     """
 
     def __init__(self, stored: Sequence[StoredTensor]) -> None:
@@ -117,7 +117,7 @@ class _Uses:
             raise ValueError("tensors that are part of too many others")
 
     def add_all(self, value: Any) -> None:
-        """Likewise of all tensors in plain containers."""
+        """The same for all tensors in plain containers."""
         rest = [value]
         while rest:
             part = rest.pop()
@@ -135,7 +135,7 @@ class Validator:
 
     Args:
         stored: the tensors of the checkpoint.
-        types: the types that are known, and whether values of others are all right, too.
+        types: the known types, and whether values of others are accepted, too.
         strangers: whether types that are not known are all right.
 
     Attributes:
@@ -237,10 +237,10 @@ class StateBuilder:
 
     Args:
         framework: ``auto``, ``torch`` or ``numpy``.
-        tensors: what each token of a tensor stands for, in order.
-        composed: what each token of a tensor made of several stands for, in order, where these exist already; None for
-            one that is to be made.
-        types: the types that are known, and whether values of others come back as what they are stored as.
+        tensors: the tensor of each token of a tensor, in order.
+        composed: the existing value for each token of a tensor made of several, in order; None for one that is to be
+            made.
+        types: the known types, and whether values of others come back in their stored form.
     """
 
     def __init__(

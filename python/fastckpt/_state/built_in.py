@@ -1,4 +1,4 @@
-"""Types that fastckpt knows by itself, under names of its own: a file names one, and this table says what to import."""
+"""Types that fastckpt knows by itself, under names of its own: this table maps a name in a file to its class."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .structural import Codec, Encoded, Undecodable, codec_of, without
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-#: Stands in a file for an OrderedDict with attributes of its own, such as the ``_metadata`` of a module's state. It is
-#: no codec, but part of the structure: partial loads look into it.
+#: Represents an OrderedDict with attributes of its own, such as the ``_metadata`` of a module's state. It is no codec,
+#: but part of the structure: partial loads look into it.
 ATTRIBUTED = "collections.OrderedDict"
 
-#: A Fraction is reduced when it is made, in time that grows with the square of its digits.
+#: Making a Fraction reduces it, in time that grows with the square of its digits.
 _FRACTION_BITS = 1 << 16
 
 
 class Own(NamedTuple):
-    """Two conversions: of a value, and of what that gave, for the class.
+    """Two conversions: of a value, and from its result back to the class.
 
     ``spelled`` is the name that the class gives itself, where its module and name in the file are others.
     """
@@ -98,7 +98,7 @@ def _zone(value: Any) -> Any:
 def _decode_zone(cls: Any, value: Any) -> Any:
     from zoneinfo import ZoneInfoNotFoundError  # noqa: PLC0415 - the module of the class
 
-    # No dots: a key may become the name of a package of tzdata's.
+    # No dots: a key may be taken as the name of a package of tzdata.
     if re.fullmatch(r"[A-Za-z0-9_+-]+(/[A-Za-z0-9_+-]+){0,9}", text(value)) is None:
         raise ValueError("not the key of a time zone")
     try:
@@ -120,7 +120,7 @@ def _decode_random(cls: Any, value: Any) -> Any:
     return made
 
 
-# A DictConfig or ListConfig is its container with interpolations as they are written. Its flags (read-only, struct) are
+# A DictConfig or ListConfig is stored as its container; interpolations stay text. Its flags (read-only, struct) are
 # attributes: for each configuration in it that has some, the keys that lead there, and they.
 
 
@@ -146,8 +146,8 @@ def _configured(value: Any) -> Encoded:
 _INTERPOLATIONS = 256
 
 
-#: What a configuration holds beside dicts and lists, if it comes back as one. Of another object, omegaconf would call
-#: methods.
+#: Values that a configuration may hold besides dicts and lists, if it is to come back as one. omegaconf would call
+#: methods of any other object.
 _IN_CONFIGURATIONS = frozenset({type(None), bool, int, float, str, bytes})
 
 
@@ -175,7 +175,7 @@ def _check_configured(value: Any) -> None:
 def _decode_configured(cls: Any, value: Any, attributes: Any) -> Any:
     _check_configured(value)
     flags = [] if attributes is None else exact(members(attributes, "flags")[0], list)
-    # Objects are allowed where they are part of it.
+    # Objects are allowed inside it.
     made = cls(value, flags={"allow_objects": True})
     made._set_flag("allow_objects", None)
     for pair in flags:
@@ -253,18 +253,18 @@ TABLE: dict[str, Own] = {
     "uuid.UUID": plain(str, _of_text),
     "zoneinfo.ZoneInfo": plain(_zone, _decode_zone),
 }
-#: Types that are stored by what they are, as the classes of a program are, and which every reader knows.
+#: Types that are stored structurally, like classes of a program, and that every reader knows.
 _STRUCTURAL = ("argparse.Namespace", "collections.Counter", "types.SimpleNamespace")
 
 RESERVED = frozenset({ATTRIBUTED, *TABLE, *_STRUCTURAL})
-#: Types of ours that only a program can ask for. A configuration resolves what its texts refer to whenever it is looked
-#: at, with whatever functions the program has given omegaconf: so a file must not be able to make one.
+#: Our types that are built only at a program's request. A configuration resolves the references in its texts whenever
+#: it is accessed, with whatever functions the program has given omegaconf: so a file must not be able to create one.
 ON_DEMAND = frozenset({"omegaconf.DictConfig", "omegaconf.ListConfig"})
 _SPELLED = {own.spelled or name: name for name, own in TABLE.items()} | {name: name for name in _STRUCTURAL}
 
 
 def _known(codec: Codec | None) -> Codec | None:
-    """A codec whose class is the same everywhere: what does not fit it is malformed."""
+    """A codec whose class is the same everywhere: a value that does not fit it is malformed."""
     if codec is None:
         return None
     back = codec.decode
@@ -288,7 +288,7 @@ def by_class(cls: type) -> Codec | None:
 def by_name(name: str) -> Codec | None:
     """The codec under a name; None for a name that is none of these, or whose module cannot be imported.
 
-    What is made on demand alone is what it is stored as.
+    A type that is made on demand only comes back in its stored form.
     """
     if name in ON_DEMAND:
         return Codec(object, name, lambda value: (value, None), lambda value, _: value)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def paused() -> Iterator[None]:
     """No collections inside: a walk over 100,000 tensors makes objects that all stay, and each pass visits them again.
 
-    Where threads overlap, the first to leave switches it on again, which costs time and nothing else.
+    If threads overlap, the first to leave switches it on again, which only costs time.
     """
     if not gc.isenabled():
         yield

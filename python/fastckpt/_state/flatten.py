@@ -44,20 +44,20 @@ _DIMENSIONS = _core.MAX_DIMENSIONS
 _KEYS_IN_KEYS = 32
 
 
-#: Tokens of tensors that are made of several, whose parts are stored in full.
+#: Tokens of tensors that are made of several parts, which are stored in full.
 _MADE = ('["coo"', '["compressed"', '["quantized"', '["type","torch.nested.nested_tensor"')
-#: Those that a user sees as one tensor.
+#: Tokens that a user sees as one tensor.
 _COMPOSED = ('["coo"', '["compressed"', '["quantized"', '["expanded"')
 _SEQUENCES = ('["list"', '["tuple"', '["set"', '["fset"')
 
 
 def reuse_limit(stored: int) -> int:
-    """How many bytes of tensors may be parts of others again, where ``stored`` bytes are stored in all."""
+    """How many bytes of tensors may be parts of others again, if ``stored`` bytes are stored in all."""
     return 64 * stored + (64 << 20)
 
 
 class Occurrence(NamedTuple):
-    """A tensor, or a value made of tensors, where it stands in the state."""
+    """A tensor, or a value made of tensors, at its place in the state."""
 
     place: Place
     value: Any
@@ -70,26 +70,26 @@ class Flat:
 
     Attributes:
         tokens: JSON text of each structure token.
-        tensors: what ``_core.save`` takes.
+        tensors: the tensors for ``_core.save``.
         ties: number and name of each further place of a tensor.
-        movers: by tensor number, what brings the bytes of those without an address.
+        movers: by tensor number, the movers of those without an address.
         keep: everything that addresses point into; for bytes an array over them. To be cleared when the
             addresses are no longer used.
         occurrences: with ``observe``, each tensor by its place, tied ones too.
-        objects: with ``observe``, what has ``state_dict`` and ``load_state_dict``, with its place; of modules and
-            optimizers the state is flattened, too.
+        objects: with ``observe``, objects with ``state_dict`` and ``load_state_dict``, and their places; the state of
+            modules and optimizers is flattened, too.
         values: with ``observe``, the places under a key of a mapping at which there is something that is neither a
-            tensor nor a mapping with items. A list of such values is one, and so is what is made of several (a
+            tensor nor a mapping with items. A list of such values counts as one, and so does a value made of several (a
             registered object). Attributes of a mapping are none.
-        problems: with ``observe``, what could not be flattened, by place.
-        again: with ``observe``, containers that a load updates in place and that stand at several places: the first
-            place and each further one.
+        problems: with ``observe``, values that could not be flattened, by place.
+        again: with ``observe``, containers that a load updates in place and that are at several places: the first place
+            and each further one.
         places: with ``observe``, all of these places.
         outer: the keys of the outer mapping, and whether each leads to a mapping; None where there is none.
-        inner: numbers of the tensors that are part of another, as those of a sparse tensor are.
-        remarks: what a user must know of types in it: the name of a type, and the text.
+        inner: numbers of the tensors that are parts of another, such as those of a sparse tensor.
+        remarks: warnings about types: the name of a type, and the text.
         spreads: by tensor number, the number of the spread of those that are spread over ranks.
-        wholes: likewise the DTensor of which ``keep`` has the local tensor: torch counts the changes of both.
+        wholes: the DTensor whose local tensor ``keep`` has: torch counts the changes of both.
     """
 
     __slots__ = (
@@ -278,7 +278,7 @@ def torch_kind(value: Any) -> str | None:
 
 
 def _typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any] | None] | None = None) -> Describe:
-    """How to describe a value of a type with a name: what it is stored as, and its attributes, or those ``spared``."""
+    """How to describe a value of a type with a name: its stored form, and its attributes, or those ``spared``."""
     name = quote(codec.name)
     alone, with_attributes = f'["type",{name}]', f'["type",{name},2]'
 
@@ -299,12 +299,12 @@ def _typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any
 
 
 def _stateful(value: Any) -> Parts:
-    """What has ``state_dict()`` is stored as what that returns, without a trace of its own."""
+    """An object with ``state_dict()`` is stored as its result, without a trace of the object."""
     try:
         state = value.state_dict()
     except Exception as error:
         raise Unsupported(f"its state_dict() raised {error!r}: leave it out, or convert it with default=") from error
-    # What answers to every name (a mock) would go on for ever.
+    # An object that has every attribute (a mock) would recurse for ever.
     if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
         kind = name_of_class(type(state))
         raise Unsupported(f"its state_dict() returned a {kind}, which has a state_dict() itself, not a plain state")
@@ -316,8 +316,8 @@ def _has_state(kind: Any) -> bool:
 
 
 def _other(value: Any) -> Parts:
-    """What nothing is known of."""
-    # Of an instance alone: one that passes on what another object has.
+    """A value of an unknown type."""
+    # Attributes of the instance only: an object may forward those of another.
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return _stateful(value)
     raise Unsupported(
@@ -327,7 +327,7 @@ def _other(value: Any) -> Parts:
 
 
 class _Frame:
-    """A value whose children are being flattened. ``key`` leads to the child at hand; ``hold`` keeps its identity."""
+    """A value whose children are being flattened. ``key`` leads to the current child; ``hold`` keeps its identity."""
 
     __slots__ = ("depth", "hold", "items", "key", "keyed", "made", "members", "noted", "place", "prefix")
 
@@ -335,19 +335,19 @@ class _Frame:
         self, hold: Any, items: Iterator[tuple[Any, Any]], *, keyed: bool, made: bool = False, depth: int | None = None
     ) -> None:
         self.hold = hold
-        #: With ``observe``: so many frames lead to the key under which the children are values, 0 where there is none;
-        #: None in keys and in what is a value as a whole.
+        #: With ``observe``: this many frames lead to the key under which the children are values, 0 if there is none;
+        #: None in keys and inside a value that counts as a whole.
         self.depth = depth
         #: Whether that key has been noted, or is not to be.
         self.noted = not depth
-        #: Whether this is, or is in, a tensor that is made of several.
+        #: Whether this is, or is in, a tensor made of several.
         self.made = made
         self.items = items
         self.keyed = keyed
         self.key: Any = THROUGH
         self.prefix: str | None = None
         self.place: Place | None = None
-        #: Of a set, which is put in order when all of its members are there.
+        #: A set is sorted when all of its members are known.
         self.members: _Members | None = None
 
 
@@ -405,7 +405,7 @@ class _Flattener:
         self.spreads = spreads
         self.excluded = excluded
         self.flat = Flat()
-        # What is learned of a type holds for this walk: it may be registered before the next one.
+        # Facts about a type hold for this walk only: it may be registered before the next one.
         self.describe = dict(_DESCRIBE)
         self.stack: list[_Frame] = []
         self.active: set[int] = set()
@@ -416,7 +416,7 @@ class _Flattener:
         self.keys_in_keys = 0
         #: Bytes of tensors that are parts of others, beyond the first time.
         self.again = 0
-        #: The tensor on the stack whose parts are being flattened, the first if there are several.
+        #: The outermost tensor on the stack whose parts are being flattened.
         self.tensor: _Frame | None = None
 
     def walk(self, state: Any) -> None:
@@ -440,7 +440,7 @@ class _Flattener:
                 self.stack.append(deeper)
 
     def children(self, frame: _Frame) -> _Frame | None:  # noqa: C901, PLR0912 - one hot loop
-        """Emit the children that are leaves, up to one that has children itself: its frame, or None at the end."""
+        """Emit the children that are leaves, up to one with children of its own: its frame, or None at the end."""
         emit = self.flat.tokens.append
         leaf_of = _values.ENCODERS.get
         describe_of = self.describe.get
@@ -487,11 +487,11 @@ class _Flattener:
         """Note an object with a state of its own."""
         flat = self.flat
         flat.objects.append((flat.places.at(self.stack), value))
-        # To ask for the state may change an object: a data loader starts its workers.
+        # Asking for its state may change an object: a data loader starts its workers.
         return _stateful(value) if torch_kind(value) else "null"
 
     def describe_type(self, kind: type) -> Describe:
-        """How to describe a type that is none of Python's or numpy's own."""
+        """How to describe a type that is neither Python's nor numpy's."""
         found = self.look_up(kind)
         if found is None:
             return _other
@@ -499,13 +499,13 @@ class _Flattener:
         return found
 
     def look_up(self, kind: type) -> Describe | None:
-        # What the program or fastckpt itself says of a type comes before what the type seems to be.
+        # A registration by the program or by fastckpt comes before what the type looks like.
         codec = self.types.by_class(kind)
         if codec is None:
             path = _values.path_encoder(kind)
             if path is not None:
                 return path
-            # A state can hold a tensor only where torch has been imported, by somebody.
+            # A state can hold a tensor only if torch has been imported.
             if "torch" in sys.modules:
                 from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
 
@@ -525,7 +525,7 @@ class _Flattener:
         return _typed(codec, self.spared if codec.spares else None)
 
     def spared(self, codec: Codec, attributes: dict[str, Any]) -> dict[str, Any] | None:
-        """Those of the attributes beside a dataclass's fields whose types can be stored."""
+        """The attributes besides a dataclass's fields whose types can be stored."""
         stored = {}
         for name, value in attributes.items():
             kind = type(value)
@@ -542,7 +542,7 @@ class _Flattener:
         return stored or None
 
     def replace(self, value: Any, refusal: Unsupported) -> Parts:
-        """What ``default`` makes of a value that cannot be saved; Unsupported where there is none, or it cannot."""
+        """The result of ``default`` for a value that cannot be saved; Unsupported if there is none or it fails."""
         if self.default is None:
             raise refusal
         try:
@@ -597,14 +597,14 @@ class _Flattener:
         return index
 
     def check_spread(self, tail: str, local: OwnPart | None) -> str:
-        """Refuse what is spread inside of another tensor; returns the end of a token that all ranks have."""
+        """Refuse spread tensors inside of another tensor; returns the end of a token that all ranks have."""
         if local is not None and self.tensor is not None:
             raise Unsupported("a DTensor inside another tensor cannot be saved: save the parts by themselves")
         head, colon, _ = tail.partition(":")
         return f'{head}"]' if colon and self.spreads is not None and not self.spreads.device_numbers else tail
 
     def occurrence(self, value: Any, stored: Stored | None, token: str) -> Occurrence:
-        """The value at hand, noted."""
+        """Describe the current value, and note it."""
         return Occurrence(self.flat.places.at(self.stack), value, stored, token)
 
     def check_size(self) -> None:
@@ -618,7 +618,7 @@ class _Flattener:
             )
 
     def place_name(self, frame: _Frame) -> str:
-        """The name that the key path of the child at hand makes."""
+        """The name made of the key path of the current child."""
         if frame.prefix is None:
             frame.prefix = prefix_of(parent.key for parent in self.stack[:-1])
         return name_of(frame.prefix, frame.key)
@@ -657,7 +657,7 @@ class _Flattener:
         return opened
 
     def note_place(self, value: Any, token: str) -> None:
-        """Note a tensor that is made of several, or a container that stands at another place, too."""
+        """Note a tensor made of several, or a container that is at another place, too."""
         if token.startswith(_COMPOSED):
             self.flat.occurrences.append(self.occurrence(value, None, token))
         elif token and is_updated(type(value)):
@@ -667,13 +667,13 @@ class _Flattener:
                 self.flat.again.append((first, place))
 
     def note_value(self) -> None:
-        """Note the key under which the value at hand stands."""
+        """Note the key of the current value."""
         frame = self.stack[-1]
         self.flat.values[self.flat.places.at(self.stack, frame.depth)] = None
         frame.noted = not frame.keyed
 
     def note_parts(self, value: Any, token: str, *, keyed: bool) -> int | None:
-        """Note a value with parts, unless they are noted themselves; the depth of its frame."""
+        """Note a value with parts, unless they are noted themselves; returns the depth of its frame."""
         parent = self.stack[-1]
         if parent.depth is None or (type(parent.hold) is _Attributed and type(value) is not _Bare):
             return None
@@ -687,7 +687,7 @@ class _Flattener:
         return len(self.stack) + 1 if keyed else parent.depth
 
     def is_hashed(self) -> bool:
-        """Whether the value at hand is in a key or in a member of a set."""
+        """Whether the current value is in a key or in a member of a set."""
         return self.keys_in_keys > 0 or any(type(frame.hold) in _SETS for frame in self.stack)
 
     def note_outer(self, value: Any) -> None:
@@ -723,7 +723,7 @@ class _Flattener:
         return KeyText(name, ",".join(tokens[start:]))
 
     def unsupported(self, reason: str, cause: BaseException | None) -> None:
-        """Raise, or with ``observe`` note it and go on: what ``into=`` holds beside tensors does not matter."""
+        """Raise, or with ``observe`` note it and continue: values in ``into=`` other than tensors do not matter."""
         if not self.observe:
             place = show(place_of(frame.key for frame in self.stack))
             reason = f"{self.operation}: cannot store {place}: {reason}"
@@ -737,7 +737,7 @@ class _Flattener:
         self.flat.tokens.append("null")
 
     def is_excluded(self) -> bool:
-        """Whether the value at hand, of which no token has been emitted, will be left out of the state."""
+        """Whether the current value, of which no token has been emitted, will be left out of the state."""
         frame = self.stack[-1]
         # A set is refused as a whole, after its members.
         if self.excluded is None or self.keys_in_keys or type(frame.hold) in _SETS:
@@ -745,10 +745,10 @@ class _Flattener:
         return self.excluded(self.place_name(frame))
 
 
-#: The tag of what stands for a value that cannot be stored and will be left out, with the error.
+#: The tag of a placeholder for a value that cannot be stored and will be left out, with the error.
 EXCLUDED = "excluded"
 _SETS = frozenset((set, frozenset))
-#: No mapping deeper than this is the outer one, or one of those in it.
+#: Only the outer mapping and the mappings in it can be the model's.
 _OUTER = 16
 _EXPORTED = frozenset((bytes, bytearray))
 _PLAIN_KEYS = frozenset((str, int, float, bool, type(None)))
@@ -770,13 +770,13 @@ def flatten(
     Args:
         state: any state.
         operation: the word that error messages begin with.
-        refuse_tensors: why there may be no tensors, where there may be none.
-        observe: also note each tensor by its place, and note what cannot be flattened instead of raising.
-        types: the types with names that are known; by default those of the process.
-        default: makes something else of what cannot be saved.
+        refuse_tensors: the reason why tensors are refused, if they are.
+        observe: also note each tensor by its place, and note values that cannot be flattened instead of raising.
+        types: the known types with names; by default those of the process.
+        default: replaces values that cannot be saved.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
-            do not have the index of the device then, unless it says so: each rank has another.
-        excluded: whether what has a name will be left out: then a token :data:`EXCLUDED` may stand for it.
+            then lack the index of the device, unless it is to be kept: each rank has another.
+        excluded: whether a name will be left out: then a token :data:`EXCLUDED` may represent its value.
 
     Raises:
         UnsupportedTypeError: something in the state cannot be saved; the message names its place.

@@ -1,4 +1,4 @@
-"""Dicts and sets of keys that a file chose: Python's hashes of numbers, and of what is made of them, can be forged.
+"""Dicts and sets of keys that a file chose: Python's hashes of numbers, and of values made of them, can be forged.
 
 Python takes nested keys apart in C without an end: a key that is nested deep enough overflows the stack. Keys whose
 hashes lead to the same places cost each insertion a walk over the others, and a small file minutes. Such
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 #: Fewer keys cannot exceed the limit of 128 steps for each.
 _FEW = 256
-#: Places that a set looks at behind the one that a hash leads to.
+#: Places that a set tries after the one that a hash leads to.
 _NEIGHBOURS = 9
 
 WHY = "the hashes of its keys collide, so that Python would need minutes for it: store them as a list"
@@ -27,7 +27,7 @@ def crowds(keys: Collection[Any], *, in_set: bool = False) -> bool:
     if len(keys) <= _FEW:
         return False
     listed = keys if isinstance(keys, list) else list(keys)
-    # A set is made of a dict.
+    # A set is made from a dict.
     return _core.crowded(listed, neighbours=0) or (in_set and _core.crowded(listed, neighbours=_NEIGHBOURS))
 
 

@@ -10,29 +10,29 @@ from .structural import is_record, own_dict, slots_of
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-    #: Yields what exists, what was built, and whether that is all of it; is sent what takes its place, and returns
-    #: what takes its own.
+    #: Yields the existing value, the new value, and whether the new one is complete; receives what replaces the
+    #: existing value, and returns what replaces its own.
     Steps: TypeAlias = Generator[tuple[Any, Any, bool], Any, Any]
 
-#: Stands in lists and tuples for items that were not loaded.
+#: Placeholder in lists and tuples for items that were not loaded.
 HOLE: Any = type("Hole", (), {})()
 _NOTHING: Any = type("Nothing", (), {})()
 
 
 def update(given: Any, built: Any, *, exact: bool) -> Any:
-    """Move what was built into what exists.
+    """Move newly built values into existing containers.
 
-    Dicts, lists and their subclasses, dataclasses that are not frozen and namespaces are updated where both are of one
-    class, and one that stands at several places by what was built for each of them. A tuple is made anew where an
-    item is another object. Everything else is what was built.
+    Dicts, lists and their subclasses, dataclasses that are not frozen and namespaces are updated if both are of one
+    class, and one that is at several places by the new values of each of them. A tuple is rebuilt if an item is another
+    object. Everything else is replaced by the new value.
 
     Args:
         given: what exists.
-        built: what was built, which is not to be used afterwards.
-        exact: whether a list becomes as long as what was built, if that has no holes.
+        built: the new value, which must not be used afterwards.
+        exact: whether a list becomes as long as the new one, if that has no holes.
 
     Returns:
-        What takes the place of ``given``: that itself where it was updated.
+        The replacement for ``given``: ``given`` itself if it was updated.
     """
     walk = _Update(exact=exact)
     # A stack of its own: states may be nested deeper than Python can recurse.
@@ -55,7 +55,7 @@ class _Update:
         self.exact = exact
 
     def steps(self, given: Any, built: Any, *, whole: bool) -> Steps:
-        """Update one value; ``whole`` where it is part of a value of a class, of which nothing else is kept."""
+        """Update one value; ``whole`` if it is part of a value of a class, of which nothing else is kept."""
         kind = type(built)
         if built is given:
             return given
@@ -121,10 +121,10 @@ class _Update:
         return made
 
     def items(self, own: list[Any], built: list[Any], whole: bool) -> Steps:  # noqa: FBT001 - its callers are above
-        """What becomes the items of a list or tuple."""
+        """The new items of a list or tuple."""
         made: list[Any] = []
         holes = False
-        # Most long lists hold nothing else: no item of theirs is looked at by itself.
+        # Most long lists hold nothing else: their items need not be examined one by one.
         plain = _LEAVES.issuperset(map(type, built))
         for number, value in () if plain else enumerate(built):
             if type(value) in _LEAVES:
@@ -141,7 +141,7 @@ class _Update:
         return (built if plain else made) + rest
 
 
-#: Most values, which are what was built.
+#: Most values: the new ones.
 _LEAVES = frozenset((int, float, str, bool, type(None)))
 _PLAIN = frozenset((dict, OrderedDict, defaultdict))
 

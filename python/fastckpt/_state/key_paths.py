@@ -26,7 +26,7 @@ class KeyText:
 
 
 def step_of(key: Any) -> str:
-    """What ``key`` adds to a place."""
+    """The text of ``key`` at the end of a place."""
     kind = type(key)
     if kind is Part:
         return f".{key.name}"
@@ -36,7 +36,7 @@ def step_of(key: Any) -> str:
 
 
 class Place:
-    """A place in a state, as a step from the one above: so that deep places take no more memory than shallow ones."""
+    """A place in a state, as a step from the one above, so that deep places take no more memory than shallow ones."""
 
     __slots__ = ("above", "key", "shown", "step")
 
@@ -44,7 +44,7 @@ class Place:
         self.above = above
         self.step = step
         self.key = key
-        #: How it looks in a message, once that is known.
+        #: Its text in a message, once that is known.
         self.shown: str | None = None if above is not None else step
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Place:
             at = at.above
         shown = at.shown
         for place in reversed(missing):
-            # What is cut is the middle, and the ends are those of the whole.
+            # The middle is cut, and both ends stay.
             shown = place.shown = _cut(shown + place.step)
         return show(shown)
 
@@ -83,7 +83,7 @@ class Places:
         self._known: dict[tuple[Place, str], Place] = {}
 
     def below(self, above: Place, key: Any) -> Place:
-        """Where ``key`` leads from ``above``."""
+        """The place of ``key`` below ``above``."""
         step = step_of(key)
         if not step:
             return above
@@ -93,9 +93,9 @@ class Places:
         return known
 
     def at(self, stack: Sequence[Frame], depth: int | None = None) -> Place:
-        """Where the keys at hand in ``stack`` lead, the root first. Each frame keeps its place: its key stays.
+        """The place of the current keys in ``stack``, the root first. Each frame keeps its place: its key stays.
 
-        With ``depth`` it is that of so many frames.
+        With ``depth`` it is the place at that number of frames.
         """
         last = len(stack) if depth is None else depth
         first = last - 1
@@ -126,7 +126,7 @@ class Places:
 
 
 class Frame(Protocol):
-    """A value whose parts are being walked: the key at hand, and its own place once it is known."""
+    """A value whose parts are being walked: the current key, and its own place once it is known."""
 
     key: Any
     place: Place | None
@@ -152,7 +152,7 @@ def _cut(place: str) -> str:
 
 
 def part_of(key: Any) -> str | None:
-    """What ``key`` adds to a tensor's name, or None for nothing."""
+    """The part of a tensor's name for ``key``, or None for nothing."""
     kind = type(key)
     if kind is str:
         part: str = key
@@ -166,7 +166,7 @@ def part_of(key: Any) -> str | None:
 
 
 def prefix_of(keys: Iterable[Any]) -> str:
-    """What the names of all tensors below the key path ``keys`` start with."""
+    """The prefix of the names of all tensors below the key path ``keys``."""
     return "".join(f"{part}." for key in keys if (part := part_of(key)) is not None)
 
 
@@ -183,12 +183,12 @@ RESERVED = {"__metadata__": 1}
 
 
 def unique(taken: dict[str, int], name: str) -> str:
-    """``name``, with a number behind it where it is in ``taken``, to which what is returned is added."""
+    """``name``, with a number appended if it is in ``taken``, to which the result is added."""
     count = taken.get(name)
     if count is None:
         taken[name] = 1
         return name
-    # The count makes many clashes linear; what it leads to may be another tensor's own name.
+    # The count makes many clashes linear; the resulting name may be another tensor's own.
     while f"{name}~{count}" in taken:
         count += 1
     taken[name] = count + 1

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, int]:
-    """Keep what leads to the positions ``wanted``, which :func:`.select.named` yields. Tensors get new numbers.
+    """Keep the parents of the positions ``wanted``, which :func:`.select.named` yields. Tensors get new numbers.
 
     Args:
         flat: the state, which is changed.
@@ -32,7 +32,7 @@ def leave_out(flat: Flat, tokens: list[Token], wanted: set[int]) -> dict[int, in
         ValueError: nothing is left.
     """
     if not wanted:
-        raise ValueError("it leaves nothing to save")
+        raise ValueError("leaves nothing to save")
     kept, origin = prune(tokens, wanted)
     for token in kept:
         if type(token) is list and token[0] == EXCLUDED:

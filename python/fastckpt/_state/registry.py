@@ -13,7 +13,7 @@ from . import built_in
 from .structural import Codec, Encoded, Undecodable, codec_of, name_of
 from .values import PLAIN, path_encoder
 
-#: Without importing torch to ask.
+#: Asked without importing torch.
 _TORCH = frozenset(
     {
         ("torch", "Tensor"),
@@ -26,7 +26,7 @@ _TORCH = frozenset(
 
 
 class Registry:
-    """Types that one call knows, beside those of :func:`fastckpt.register_type`, which it puts in second place.
+    """Types that one call knows, before those of :func:`fastckpt.register_type`.
 
     For libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
 
@@ -61,11 +61,11 @@ class Registry:
 
         Args:
             cls: the class, matched exactly.
-            encode: makes of an instance any value that can be saved; it may hold tensors. None, together with
-                ``decode``, for a class that explains itself by what it is: a named tuple, a dataclass, an enum, a
+            encode: converts an instance to any value that can be saved; it may hold tensors. None, together with
+                ``decode``, for a class that can be stored by its structure: a named tuple, a dataclass, an enum, a
                 subclass of a built-in container, of ``str``, ``int``, ``float``, ``bytes`` or of a namespace, a tensor
                 subclass that has ``__tensor_flatten__`` and ``__tensor_unflatten__``.
-            decode: makes of such a value an instance.
+            decode: turns such a value back into an instance.
             name: the name in the file; by default the module's and the class's, joined with a dot.
 
         ``DictConfig`` and ``ListConfig`` of omegaconf come back as plain containers where they are not declared.
@@ -90,7 +90,7 @@ class Registry:
                 "and has no __tensor_flatten__ and __tensor_unflatten__: give encode and decode"
             )
         known = self._by_name.get(name)
-        # A class defined again, as notebooks do, takes the place of its former self.
+        # A class that is defined again, as in notebooks, replaces its former self.
         if known is not None and known.cls is not cls and name_of(known.cls) != name_of(cls):
             raise ValueError(f"register: the name {name!r} belongs to {name_of(known.cls)}: give another name")
         for former in (known, self._by_class.get(cls)):
@@ -154,13 +154,13 @@ PROCESS = Registry()
 
 
 class Types:
-    """All types that one operation knows: of its own registry, of the process, ours, and what torch is told is safe.
+    """The types that one operation knows: of its own registry, of the process, ours, and those declared to torch.
 
     Args:
         operation: for the error: ``save``.
         registry: the types of the call, or None.
-        framework: ``numpy`` where types of torch's are to be what they are stored as.
-        plain: whether values of types that are not known come back as what they are stored as.
+        framework: ``numpy`` if torch's types are to come back in their stored form.
+        plain: whether values of unknown types come back in their stored form.
         on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made, where they are declared.
 
     Raises:
@@ -199,7 +199,7 @@ class Types:
         return self._names[name]
 
     def remark(self, codec: Codec) -> str | None:
-        """What a user must know who saves a value of this type, or None: that a load may refuse it."""
+        """A warning for a user who saves a value of this type, or None: that a load may refuse it."""
         cls, name = codec.cls, codec.name
         call = f"fastckpt.register_type({cls.__qualname__.rpartition('<locals>.')[2]}"
         if cls.__module__ == "__main__" and name == name_of(cls):
@@ -233,7 +233,7 @@ class Types:
 
 
 def _safe(name: str) -> Codec | None:
-    """The codec of a class that the program lets ``torch.load(weights_only=True)`` make: it lets us make it, too."""
+    """The codec of a class that the program allows ``torch.load(weights_only=True)`` to build: it allows us, too."""
     if "torch" not in sys.modules:
         return None
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch

@@ -42,10 +42,10 @@ def check_rename(operation: str, given: Any) -> Any:
 
 
 class Renaming:
-    """What ``strip_prefix`` and ``rename`` make of string keys, in this order.
+    """The effect of ``strip_prefix`` and ``rename`` on string keys, in this order.
 
     Args:
-        prefixes: each comes off once, in whatever order they stand.
+        prefixes: each is removed once, in whatever order they come.
         rename: new keys by old ones, or a function of the key; or None.
     """
 
@@ -53,7 +53,7 @@ class Renaming:
         self._prefixes = prefixes
         self._rename = rename
         self._seen: set[str] = set()
-        #: Whether it can change anything.
+        #: Whether it can change any key.
         self.changes = bool(prefixes) or rename is not None
 
     def _new(self, key: str) -> str:
@@ -75,8 +75,8 @@ class Renaming:
     def of(self, tokens: list[Token], *, strict: bool) -> list[Token]:
         """A structure with other keys: as many tokens, in the same places.
 
-        What encodes an object of a registered type keeps its keys, and so do attributes; keys inside an attribute, as
-        the modules in a module's ``_metadata``, go with the others as far as they stay apart.
+        The encoder of an object of a registered type keeps its keys, and so do attributes; keys inside an attribute,
+        such as the modules in a module's ``_metadata``, change with the others as long as they stay distinct.
 
         Raises:
             ValueError: two keys become one.
@@ -84,7 +84,7 @@ class Renaming:
         """
         out = list(tokens)
         ends = ends_of(tokens)
-        # Where values begin whose keys may change, and whether they may also keep them.
+        # The positions of values whose keys may change, and whether they may also keep them.
         todo = [(0, False)]
         while todo:
             position, lenient = todo.pop()
@@ -128,7 +128,7 @@ class Renaming:
 
 
 def _children(position: int, ends: list[int], *, skip: int) -> list[int]:
-    """Where the parts of the value at ``position`` begin."""
+    """The positions where the parts of the value at ``position`` begin."""
     out = []
     at = position + skip
     while at < ends[position]:

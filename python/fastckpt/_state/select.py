@@ -37,7 +37,8 @@ _HOLE = -1
 _SLICE = ("start", "stop", "step")
 #: The name of a key that only the program that saved it could name; compared by identity.
 _NAMELESS = str(object())
-#: Characters that the names of ties may have in all, and how many more for each token (docs/format.md, section 3.4).
+#: The most characters that the names of ties may have in all, and how many more for each token (docs/format.md, section
+#: 3.4).
 _NAMES = 1 << 20
 _NAMES_OF_TOKEN = 64
 
@@ -77,7 +78,7 @@ class Found(NamedTuple):
 
 
 class _Frame:
-    """A value whose parts are being walked: their keys, and the one at hand."""
+    """A value whose parts are being walked: their keys, and the current one."""
 
     __slots__ = ("key", "keys", "left", "place")
 
@@ -90,10 +91,10 @@ class _Frame:
 
 
 def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, list[_Frame], bool]]:  # noqa: C901 - one hot loop
-    """The position of every value, what is made of others before its parts, and of every tensor in a key, in order.
+    """The position of every value, composed ones before their parts, and of every tensor in a key, in order.
 
-    Tensors made of several are among those. With it come the values around, each with the key at hand, and whether it
-    is a tensor in that key. Without ``items`` plain values are passed over but for those of mappings.
+    Tensors made of several are among those. With it come the enclosing values, each with its current key, and whether
+    the tensor is in that key. Without ``items`` plain values are skipped, except those of mappings.
     """
     ends: list[int] = []
     stack = [_Frame(1, iter((THROUGH,)))]
@@ -131,7 +132,7 @@ def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, lis
         count = arity(token) if tag is not None else 0
         position += 1
         if tag == "type" and is_attributed(token):
-            # The pair of items and attributes leaves no trace in places.
+            # The pair of items and attributes does not appear in places.
             position += 1
             stack.append(_Frame(2, iter((THROUGH, THROUGH))))
             continue
@@ -143,12 +144,12 @@ def _walk(tokens: list[Token], *, items: bool = True) -> Iterator[tuple[int, lis
 
 
 def locate(tokens: list[Token], places: Places, wanted: Container[Place]) -> dict[Place, int]:
-    """Where the values at the places ``wanted`` begin, those that are there."""
+    """The positions of the values at the places ``wanted``, as far as they exist."""
     found: dict[Place, int] = {}
     for position, stack, in_key in _walk(tokens):
         place = None if in_key else places.known(stack)
         if place is not None and place in wanted:
-            # What leaves no trace in places comes after what it is in.
+            # Tokens that do not appear in places come after the one that contains them.
             found.setdefault(place, position)
     return found
 
@@ -174,7 +175,7 @@ def find(tokens: list[Token], places: Places) -> tuple[list[Found], set[Place]]:
 
 
 def _key(tokens: list[Token], start: int, stop: int) -> Any:
-    """A mapping's key that is no plain token, as a flattened state shows it."""
+    """A mapping's key that is not a plain token, as a flattened state shows it."""
     if _tag(tokens[start]) in {"int", "float"}:
         return DECODERS[tokens[start][0]](tokens[start])
     text = ",".join(map(canonical, tokens[start:stop]))
@@ -193,7 +194,7 @@ def _plain(token: Token) -> Any:
 
 
 def _name(stack: Sequence[_Frame], most: int) -> str | None:
-    """The name that :func:`.flatten.flatten` would give a tensor here; None if the keys do not tell it.
+    """The name that :func:`.flatten.flatten` would give a tensor here; None if the keys do not determine it.
 
     Also None if names and keys down to it have more than ``most`` characters.
     """
@@ -208,14 +209,14 @@ def _name(stack: Sequence[_Frame], most: int) -> str | None:
 def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, str]]:
     """Position, number and name of each place of a tensor.
 
-    A place of a tied tensor has the name that its key path makes, unless a tensor is stored under that, or the keys do
-    not tell it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. Where the
-    stored name is left without a place, the first has it; and so has the only place of a tensor.
+    A place of a tied tensor has the name made of its key path, unless a tensor is stored under that, or the keys do not
+    determine it: then it has the stored name. So do places beyond the limit of docs/format.md, section 3.4. If no place
+    has the stored name, the first has it; and so has the only place of a tensor.
     """
     uses = Counter(token[1] for token in tokens if is_tensor(token))
     taken = set(stored)
     out: list[tuple[int, int, str]] = []
-    # Where the first place of a tensor is in `out`, as long as no place has had its stored name; then -1.
+    # The position of a tensor's first place in `out` until a place has its stored name; then -1.
     without: dict[int, int] = {}
     left = _NAMES + _NAMES_OF_TOKEN * len(tokens)
     for position, stack, in_key in _walk(tokens):
@@ -243,7 +244,7 @@ def aliases(tokens: list[Token], stored: Sequence[str]) -> list[tuple[int, int, 
 def tensor_names(tokens: list[Token]) -> Iterator[tuple[int, str | None, bool]]:
     """Position of each place of a tensor, the name that its key path makes, and whether it is in a key.
 
-    The name is None in a key, and where the keys do not tell it.
+    The name is None in a key, and if the keys do not determine it.
     """
     for position, stack, in_key in _walk(tokens):
         if is_tensor(tokens[position]):
@@ -270,20 +271,19 @@ def outer_values(tokens: list[Token]) -> list[range]:
 def named(tokens: list[Token], stored: Sequence[str]) -> Iterator[tuple[int, str]]:
     """Position and name of everything that can be chosen: tensors by :func:`aliases`, then values by their places.
 
-    A value has the name that a tensor in its place would have. Containers are chosen by what is in them, empty ones as
-    values. What is made of several values (a sparse tensor, a registered object) has a name, too, and so has each part
-    of it.
+    A value has the name that a tensor in its place would have. Containers are chosen by their contents, empty ones as
+    values. A value made of several (a sparse tensor, a registered object) has a name, too, and so has each part of it.
     """
     for position, _, name in aliases(tokens, stored):
         yield position, name
-    # What leads to the container at hand, and how much of it leads to each of those around it. Names are joined one at
-    # a time: of deep nesting, all prefixes together would fill the memory.
+    # The path to the current container, and how much of it leads to each container around it. Names are joined one at a
+    # time: in deep nesting, all prefixes together would fill the memory.
     path: list[str] = []
     lengths = [0]
     for position, stack, in_key in _walk(tokens):
         if in_key:
             continue
-        # Every container is met before what is in it, so at most one has been entered since.
+        # Every container is visited before its contents, so at most one has been entered since.
         while len(lengths) > len(stack):
             del path[lengths.pop() :]
         if len(lengths) < len(stack):
@@ -305,17 +305,17 @@ def _filled(token: Token) -> bool:
 
 
 def _shown(key: Any) -> Any:
-    """A key; one that only the program that saved it could name, as it is in the file."""
+    """A key; one that only the program that saved it could name is shown as in the file."""
     return key.text if type(key) is KeyText and key.name is _NAMELESS else key
 
 
 def leaves(tokens: list[Token]) -> set[int]:
-    """The positions that :func:`named` yields: with all of them, :func:`prune` leaves the structure as it is."""
+    """The positions that :func:`named` yields: with all of them, :func:`prune` leaves the structure unchanged."""
     return {position for position, _, in_key in _walk(tokens) if not in_key and not _filled(tokens[position])}
 
 
 def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[int]:
-    """The positions ``wanted`` but for ``unwanted``; what is made of several goes whole with one of its parts."""
+    """The positions ``wanted`` without ``unwanted``; a value made of several goes whole with one of its parts."""
     left = wanted - unwanted
     ends = ends_of(tokens)
     position = 0
@@ -332,7 +332,7 @@ def without(tokens: list[Token], wanted: set[int], unwanted: set[int]) -> set[in
 
 
 def bound(tokens: list[Token], types: Types) -> set[int]:
-    """The numbers of tensors whose dtype belongs to what they are part of: a quantised tensor, a wrapper subclass."""
+    """The numbers of tensors whose dtype belongs to a larger value: a quantised tensor, a wrapper subclass."""
     ends = ends_of(tokens)
     out: set[int] = set()
     position = 0
@@ -380,15 +380,15 @@ def prune(
     hole: Token = None,
     closed: Sequence[tuple[int, int]] = (),
 ) -> tuple[list[Token], list[int]]:
-    """Keep what leads to the positions ``wanted``, which :func:`named` yields.
+    """Keep the parents of the positions ``wanted``, which :func:`named` yields.
 
-    Containers lose every item that does not lead there; what is made of several values (a sparse tensor, a registered
-    object) stays whole.
+    Containers lose every item that does not lead there; a value made of several (a sparse tensor, a registered object)
+    stays whole.
 
     Args:
         tokens: the structure.
         wanted: the positions.
-        hole: stands for what a list or tuple loses, so that the rest keeps its position; None where that closes up.
+        hole: replaces the items that a list or tuple loses, so that the rest keeps its position; None to close up.
         closed: from where to where in ``tokens`` it closes up all the same.
 
     Returns:

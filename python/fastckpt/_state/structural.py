@@ -1,8 +1,8 @@
 """Encodes values of classes as the plain values that they consist of, and decodes them.
 
-A named tuple or a dataclass is its fields and what attributes it has beside them, an enum its name, a subclass of a
-built-in type the value of that and its attributes, a tensor subclass the parts that its own protocol names. Back: no
-``__init__`` runs, and no other code of the class, but the ``__tensor_unflatten__`` of tensors, the factories of a
+A named tuple or a dataclass is stored as its fields and its other attributes, an enum as its name, a subclass of a
+built-in type as the plain value and its attributes, a tensor subclass as the parts that its own protocol names. Back:
+no ``__init__`` runs, and no other code of the class, but the ``__tensor_unflatten__`` of tensors, the factories of a
 dataclass's defaults, the ``__set__`` of its fields that are descriptors, and an enum's own way to unknown flags
 (``_missing_``).
 """
@@ -24,20 +24,20 @@ from fastckpt._tensors.described import Unsupported, exact, text
 if TYPE_CHECKING:
     from collections.abc import Callable, Container
 
-#: What a value is stored as, and its attributes, if it has any beside that.
+#: The value that is stored for it, and its attributes, if it has any besides.
 Encoded: TypeAlias = "tuple[Any, dict[str, Any] | None]"
 
 
 class Undecodable(Exception):  # noqa: N818 - it never leaves the package: the loop over the tokens adds the place
-    """A value that the class in this program cannot be made of, and why."""
+    """A value that the class in this program cannot be built from, and why."""
 
 
 class Codec(NamedTuple):
     """A class with its name in files and its two conversions.
 
-    ``decode`` takes what ``encode`` gave: the value and the attributes. It raises Undecodable where the class does not
-    fit, and anything else where the file is malformed. With ``spares`` a save leaves out attributes that cannot be
-    stored, with a warning. With ``shallow`` what it is made of is not looked into, whatever that is.
+    ``decode`` takes the result of ``encode``: the value and the attributes. It raises Undecodable where the class does
+    not fit, and anything else where the file is malformed. With ``spares`` a save leaves out attributes that cannot be
+    stored, with a warning. With ``shallow`` its parts are not examined.
     """
 
     cls: type
@@ -54,7 +54,7 @@ def name_of(cls: type) -> str:
 
 
 def codec_of(cls: type, name: str | None = None) -> Codec | None:
-    """The codec of a class that explains itself by what it is; None for any other."""
+    """The codec of a class that can be stored by its structure; None for any other."""
     for kind in (_enum, _wrapper, _tensor, _named_tuple, _struct_sequence, _namespace, _derived, _dataclass):
         found = kind(cls)
         if found is not None:
@@ -105,7 +105,7 @@ def _enum(cls: Any) -> _Pair:
 
 
 def wraps_tensors(cls: type) -> bool:
-    """Whether a tensor subclass says itself what it is made of."""
+    """Whether a tensor subclass names its own parts."""
     return hasattr(cls, "__tensor_flatten__") and hasattr(cls, "__tensor_unflatten__")
 
 
@@ -116,7 +116,7 @@ def _wrapper(cls: Any) -> _Pair:
     def encode(value: Any) -> Encoded:
         names, context = value.__tensor_flatten__()
         inner = {name: getattr(value, name) for name in names}
-        # torch itself recognises a Parameter by this.
+        # torch itself recognises a Parameter this way.
         flags = ("p" if getattr(value, "_is_param", False) else "") + ("g" if value.requires_grad else "")
         outer = (inner, context, value.size(), tuple(value.stride()))
         return ((*outer, flags) if flags else outer), None
@@ -158,12 +158,12 @@ def _tensor(cls: Any) -> _Pair:
 
 
 def _classes(cls: type) -> list[type]:
-    """The classes that a class is made of, up to the first that is built in, or not made at run time."""
+    """The bases of a class, up to the first that is built in, or not made at run time."""
     # In Python 3.12 ``defaultdict`` is made at run time, too.
     return list(itertools.takewhile(lambda base: base not in _BASES and base.__flags__ & _HEAP, cls.__mro__))
 
 
-#: Of a type that is made at run time, as all classes that are written in Python (``Py_TPFLAGS_HEAPTYPE``).
+#: Whether a type is made at run time, as are all classes written in Python (``Py_TPFLAGS_HEAPTYPE``).
 _HEAP = 1 << 9
 
 
@@ -210,12 +210,12 @@ def _checked(cls: type, own: dict[Any, Any]) -> dict[str, Any]:
 
 _REMEDY = "rename it, or convert the whole with default="
 _ITSELF = "__dict__"
-#: Where typing notes with which parameters a generic class was called, which is no value that can be stored.
+#: The attribute in which typing notes the parameters of a generic class: not a value that can be stored.
 _PARAMETERS = "__orig_class__"
 
 
 def _stands_in(cls: type, name: str) -> bool:
-    """Whether an attribute of that name would hide what the class does."""
+    """Whether an attribute of that name would hide a member of the class."""
     if name.startswith("__") and name.endswith("__"):
         return True
     for base in cls.__mro__:
@@ -326,17 +326,17 @@ def _missing(name: str) -> NoReturn:
 
 
 def _dataclass(cls: Any) -> _Pair:
-    # Only what object makes can be made without the class.
+    # Only an instance that ``object`` creates can be made without code of the class.
     if not hasattr(cls, "__dataclass_fields__") or _classes(cls)[-1].__base__ is not object:
         return None
     fields: dict[str, Any] = {field.name: field for field in dataclasses.fields(cls)}
-    # What a property has kept is found anew.
+    # A value cached by a property is computed anew.
     caches = {
         name for base in _classes(cls) for name, it in vars(base).items() if type(it) is functools.cached_property
     }
 
     def encode(value: Any) -> Encoded:
-        # One that is not an argument of __init__ need not be set.
+        # A field that is not an argument of __init__ need not be set.
         parts = {name: getattr(value, name) for name in fields if hasattr(value, name)}
         return parts, _attributes(value, fields.keys() | caches)
 
@@ -401,7 +401,7 @@ def is_record(cls: Any) -> bool:
 
 
 def is_updated(cls: type) -> bool:
-    """Whether a load moves what it has read into instances of a class that exist."""
+    """Whether a load moves new values into existing instances of a class."""
     return issubclass(cls, (dict, list)) or is_record(cls)
 
 
@@ -473,7 +473,8 @@ def _make_bytearray(cls: Any, value: Any) -> Any:
 
 
 _ALL = slice(None)
-#: Built-in types: what makes a plain value of an instance of a subclass, without its methods, and what undoes that.
+#: Built-in types: the function that makes a plain value from an instance of a subclass, without its methods, and its
+#: inverse.
 _BASES: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     OrderedDict: (_ordered, _make_ordered),
     defaultdict: (_default, _make_default),

@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     import datetime as dt
 
 Token: TypeAlias = Any
-#: Makes a value of its finished parts.
+#: Builds a value from its finished parts.
 Finish: TypeAlias = Callable[[list[Any]], Any]
 
-#: The longest integer of 64 bits; fastckpt writes no longer number.
+#: The longest integer of 64 bits; fastckpt writes no longer one.
 _INTEGER_DIGITS = 20
 _TENSORS = frozenset({"tensor", "array"})
 _BYTES = frozenset({"bytes", "bytearray"})
 
 
 class Builder(Protocol):
-    """What the tokens that are not Python's own become."""
+    """Builds the values of tokens that are not Python's own."""
 
-    #: Whether values of types that are not known become what they are stored as, which need not be hashable.
+    #: Whether values of unknown types become their stored form, which may be unhashable.
     plain: bool
 
     def tensor(self, token: list[Any]) -> Any:
@@ -52,7 +52,7 @@ class Builder(Protocol):
         """A ``coo``, ``compressed``, ``quantized`` or ``expanded`` tensor."""
 
     def typed(self, name: str, value: Any, attributes: Any) -> Any:
-        """What a type with a name is stored as, and its attributes, if it has any."""
+        """The stored form of a type with a name, and its attributes, if it has any."""
 
     def zone(self, value: Any) -> dt.tzinfo | None:
         """The time zone of a date and time or of a time of day; ValueError where ``value`` is none."""
@@ -81,7 +81,7 @@ def _parse_constant(name: str) -> NoReturn:
 
 
 def is_tensor(token: Token) -> bool:
-    """Whether a well-formed token stands for a stored tensor."""
+    """Whether a well-formed token represents a stored tensor."""
     if type(token) is not list:
         return False
     return token[0] in _TENSORS or (token[0] in _BYTES and len(token) == _LONG)
@@ -105,7 +105,7 @@ def arity(token: list[Any]) -> int:
     return _ARITIES.get(tag, 0)
 
 
-#: Members of a token of a type whose value has attributes.
+#: Members of the token of a type whose value has attributes.
 _WITH_ATTRIBUTES = 3
 _ARITIES = {"slice": 3, "datetime": 1, "time": 1, "type": 1, "coo": 2, "compressed": 3, "quantized": 4, "expanded": 1}
 
@@ -168,7 +168,7 @@ _FINISH: dict[str, Finish] = {
 
 
 def _hashable(value: Any) -> Any:
-    """What stands for a value of a type that is not known where only what is hashable can: as tuples and frozensets."""
+    """A hashable replacement for a value of an unknown type where only that can be: tuples and frozensets."""
     kind = type(value)
     if kind in {dict, OrderedDict, defaultdict}:
         return tuple((_hashable(key), _hashable(item)) for key, item in value.items())
@@ -178,7 +178,7 @@ def _hashable(value: Any) -> Any:
 
 
 def _with_plain(maker: Finish, every: int) -> Finish:
-    """``maker``, of which each ``every``-th part must be hashable, and may be of a type that is not known."""
+    """``maker``, where each ``every``-th part must be hashable, and may be of an unknown type."""
 
     def make(parts: list[Any]) -> Any:
         skipped = len(parts) % every
@@ -205,7 +205,7 @@ _MAKE_MAPPINGS = frozenset((_dict, _ordered, _default, *(_PLAIN_FINISH[tag] for 
 _MAKE_SEQUENCES = frozenset((_identity, tuple, _set, _frozenset, _PLAIN_FINISH["set"], _PLAIN_FINISH["fset"]))
 
 
-#: The types of keys that a message shows.
+#: The types of keys that a message prints.
 _SHOWN = frozenset((str, int, float, bool, bytes, type(None)))
 
 
@@ -215,14 +215,14 @@ def _key_of(frame: tuple[list[Any], int, Finish]) -> Any:
     if finish in _MAKE_MAPPINGS:
         if not parts or (needed - len(parts)) % 2 == 0:
             return THROUGH
-        # A key of a class of the program's is not asked how it looks: nothing of what was built runs.
+        # The ``repr`` of a key whose class is the program's is not called: no code of the built values runs.
         kind = type(parts[-1])
         return parts[-1] if kind in _SHOWN else KeyText("", f"<{kind.__name__}>")
     return len(parts) if finish in _MAKE_SEQUENCES else THROUGH
 
 
 def _attributed(parts: list[Any]) -> OrderedDict[Any, Any]:
-    """An OrderedDict and its attributes, none of which may stand in for a method."""
+    """An OrderedDict and its attributes, none of which may hide a method."""
     ((made, attributes),) = parts
     if type(made) is not OrderedDict or type(attributes) is not dict:
         raise ValueError("not an OrderedDict and its attributes")
@@ -247,7 +247,7 @@ def unflatten(tokens: Sequence[Token], builder: Builder, *, operation: str = "lo
 def _unflatten(tokens: Sequence[Token], builder: Builder, operation: str) -> Any:  # noqa: C901, PLR0912 - one hot loop
     leaf_of = _leaves(builder).get
     stack: list[tuple[list[Any], int, Finish]] = []
-    # The value that is open: its parts so far, how many it needs, and what makes it of them.
+    # The value that is being built: its parts so far, how many it needs, and the function that builds it.
     parts: list[Any] = []
     needed = 1
     finish: Finish = _identity
@@ -337,7 +337,7 @@ def _plain(token: Any) -> Any:
 
 
 def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PLR0911 - a table of tags
-    """How many parts a value has, and what makes it of them."""
+    """How many parts a value has, and the function that builds it from them."""
     tag = token[0]
     maker = _FINISH.get(tag)
     if maker is not None:
@@ -365,7 +365,7 @@ def _open(token: list[Any], builder: Builder) -> tuple[int, Finish]:  # noqa: PL
 
 
 def _arity(tag: Any) -> int:
-    """How many values follow a token that makes one of them."""
+    """How many values follow a token as parts of it."""
     if type(tag) is str and tag not in _ARITIES:
         raise FormatVersionError(
             f"the checkpoint has values of the kind {tag[:40]!r}, which this release does not know: upgrade fastckpt-io"

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     import numpy as np
 
-#: What decoding a malformed token may raise.
+#: Exceptions that decoding a malformed token may raise.
 MALFORMED = (
     TypeError,
     ValueError,
@@ -40,7 +40,7 @@ MALFORMED = (
 EXACT = 2**53
 #: Bytes from here up are stored as a tensor.
 LONG_BYTES = 4096
-#: Python refuses to turn more decimal digits than this into an integer.
+#: Python refuses to convert more decimal digits than this to an integer.
 _DIGITS = 4300
 # Compiled at their first use, so that an import does not pay for it.
 _DECIMAL = r"-?[0-9]{1,4300}"
@@ -65,7 +65,7 @@ FACTORY_NAMES = {factory: name for name, factory in FACTORIES.items()}
 
 
 def encode_text(value: str) -> str:
-    """A text as JSON. Two surrogates that make one character are not two in JSON, and would come back as that one."""
+    """A text as JSON. Two surrogates that form one character are not two in JSON, and would come back as that one."""
     if not value.isascii() and re.search(_PAIR, value) is not None:
         raise Unsupported("a string with a surrogate pair cannot be stored: store the character that the pair encodes")
     return quote(value)
@@ -101,7 +101,7 @@ def _timedelta(value: dt.timedelta) -> str:
 
 
 def _timezone(value: dt.timezone) -> str:
-    # Nothing else that is public tells a fixed zone's own name from the one it makes up.
+    # No other public attribute distinguishes a fixed zone's own name from a generated one.
     offset, *name = value.__getinitargs__()  # type: ignore[attr-defined]
     text = quote(name[0]) if name else "null"
     return f'["tz",[{offset.days},{offset.seconds},{offset.microseconds}],{text}]'
@@ -156,7 +156,7 @@ ENCODERS: dict[type, Callable[[Any], str]] = {
 }
 
 
-#: Every type that is part of the structure itself, without torch's and those of paths.
+#: Every type in the structure itself, except torch's and those of paths.
 PLAIN = frozenset(
     (
         *ENCODERS,
@@ -255,7 +255,7 @@ DECODERS: dict[str, Callable[[list[Any]], Any]] = {
 
 def zone(value: Any) -> dt.tzinfo | None:
     """``value``, which must be a time zone (of whatever type, where one is registered) or None."""
-    # Not isinstance, which asks the value.
+    # Not isinstance, which calls code of the value.
     kind: type = type(value)
     if value is not None and not issubclass(kind, dt.tzinfo):
         raise ValueError("not a time zone")

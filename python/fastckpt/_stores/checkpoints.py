@@ -62,7 +62,7 @@ def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bo
     known by the sums that fastckpt notes with them.
 
     Args:
-        url: where.
+        url: the checkpoint's URL.
         everything: also remove other objects right below it.
         files: names of further objects that belong to it.
         leave: let other objects stay, instead of refusing.
@@ -79,7 +79,7 @@ def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bo
     if not names:
         raise FileNotFoundError(errno.ENOENT, f"cannot remove `{url}`: nothing is there", url)
     foreign = strangers({file_of(name) for name in names}, files, None)
-    # The folder of a save holds one of its own, whatever came beside it.
+    # The folder of a save has a copy of its own, whatever else was uploaded beside it.
     strange = [name for name in names if file_of(name) in foreign and not name.endswith(f"/{TORCH_METADATA}")]
     deep = [name for name in strange if "/" in file_of(name)]
     why = None

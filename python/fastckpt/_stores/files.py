@@ -38,7 +38,7 @@ class StoredFiles:
     def __init__(self, objects: Objects) -> None:
         self.path = objects.url
         self._objects = objects
-        #: The beginning of the manifest that was read first: whatever replaces it, these are the files of that save.
+        #: The beginning of the manifest that was read first: even if it is replaced, these are the files of that save.
         self._seal: bytes | None = None
         self._layout: Layout | None = None
         self._lock = Lock()

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from .objects import Objects
 
-# What has a manifest in it is no folder of a save, but a checkpoint.
+# A folder with a manifest in it is not the folder of a save, but a checkpoint.
 _in_folder = re.compile(rf"[0-9a-f]{{16}}/(?!{re.escape(MANIFEST)}$)(.+)", re.DOTALL).fullmatch
-#: Requests at the same time that look at objects.
+#: The number of concurrent requests that look up objects.
 _LOOKS = 32
 
 

@@ -16,22 +16,22 @@ import numpy as np
 
 _T = TypeVar("_T")
 
-#: Bytes of one request: enough that its latency is small beside its transfer, and little to send again.
+#: Bytes of one request: enough to make its latency small beside its transfer, and little to send again.
 PART = 8 << 20
 #: Up to this size an object is written by one request.
 WHOLE = 2 * PART
-#: Parts of one object that are on their way at the same time.
+#: Parts of one object that are sent at the same time.
 _AT_ONCE = 8
 #: Parts that an object may have: S3 allows 10,000.
 _MOST_PARTS = 9_000
 
-#: A part may take long over a slow line that others share; a server that does not answer is soon known.
+#: A part may take long over a slow, shared line; a server that does not answer is noticed soon.
 _CLIENT = {"connect_timeout": "5 seconds", "read_timeout": "120 seconds", "timeout": "600 seconds"}
 #: About three seconds where a server refuses, half a minute where none answers.
 _RETRY = {"max_retries": 5, "retry_timeout": timedelta(seconds=60)}
-#: The environment of each store begins so.
+#: The prefixes of each store's environment variables.
 _PREFIX = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE"}
-#: What the environment may say of the connections, behind that prefix and in capitals.
+#: The options of connections that the environment may set, after that prefix and in capitals.
 _OPTIONS = (
     "allow_http",
     "allow_invalid_certificates",
@@ -53,12 +53,12 @@ _OPTIONS = (
     "user_agent",
 )
 
-# What a URL in a message has behind its path may be a signature, and what it has before an @ a password.
+# In a URL in a message, the part after the path may be a signature, and the part before an @ a password.
 _query = re.compile(r"(\bhttps?://[^\s?]*)\?\S*")
 _user = re.compile(r"(\bhttps?://)[^\s/]*@")
 
 _refused = re.compile(r"status code: 40[13]\b")
-#: What a store answers that knows no conditions.
+#: Answers of a store that does not support conditions.
 _unknown = re.compile(r"status code: 501\b|NotImplemented")
 
 _memories: dict[str, Any] = {}
@@ -96,18 +96,18 @@ class Objects:
         self._store = store
         scheme, _, rest = url.partition("://")
         self._prefix = rest.partition("/")[2]
-        # Azure takes no hyphen in the name of metadata.
+        # Azure allows no hyphen in the name of metadata.
         self._note = "fastckpt_crc64" if scheme == "az" else "fastckpt-crc64"
 
     @classmethod
     def at(cls, operation: str, url: str) -> Objects:
-        """The objects below ``url``, as :func:`fastckpt._stores.urls.place_of` has it.
+        """The objects below ``url``, which :func:`fastckpt._stores.urls.place_of` has checked.
 
         Endpoint and credentials come from the environment (docs/stores.md). Nothing is sent yet.
 
         Args:
             operation: what is to be done, for messages.
-            url: where.
+            url: the URL above the objects.
 
         Raises:
             ImportError: the package obstore is missing.
@@ -124,7 +124,7 @@ class Objects:
         if scheme == "memory":
             with _lock:
                 return cls(url, _memories.setdefault(root, stores.MemoryStore()))
-        # Where the client is given options, it reads none from the environment.
+        # A client that is given options reads none from the environment.
         said = {name: os.environ.get(f"{_PREFIX[scheme]}_{name.upper()}") for name in _OPTIONS}
         client = {**_CLIENT, **{name: text for name, text in said.items() if text}}
         more = {}
@@ -186,7 +186,7 @@ class Objects:
             except FileNotFoundError:
                 raise
             except Exception as error:
-                # What begins behind the end is an error of another kind for each store; all speak of the range.
+                # A range that begins after the end is a different error in each store; all mention the range.
                 if "range" in str(error).lower() and obstore.head(self._store, self._key(name))["size"] <= start:
                     return b""
                 raise
@@ -227,7 +227,7 @@ class Objects:
             ranges: where each begins in the object, and its memory: writable, contiguous bytes.
 
         Raises:
-            OSError: with EIO, the object ends before one of them does.
+            OSError: with EIO, a range reaches beyond the end of the object.
         """
         parts = [
             (start + offset, memory[offset : offset + PART])
@@ -348,7 +348,7 @@ class Objects:
         return about["last_modified"]
 
     def remove(self, names: Iterable[str]) -> None:
-        """Remove objects; what is not there is not missed. The order among them is the store's."""
+        """Remove objects; missing ones are ignored. The order among them is the store's."""
         import obstore  # noqa: PLC0415
 
         keys = [self._key(name) for name in names]
@@ -362,7 +362,7 @@ class Objects:
             try:
                 obstore.delete(self._store, keys)
             except FileNotFoundError:
-                # Some stores say so, and what became of the others is not known.
+                # Some stores report it, and then the result of the other requests is unknown.
                 each()
 
         if keys:
@@ -373,7 +373,8 @@ class Objects:
 
     def _sized(self, found: Iterable[Any]) -> dict[str, int]:
         cut = len(self._prefix) + 1 if self._prefix else 0
-        # A prefix in the list of a store that has directories, too, or an object at the prefix itself is none below.
+        # In the listing of a store that also has directories, a prefix, or an object at the prefix itself, is not an
+        # object below it.
         return {
             one["path"][cut:]: one["size"] for one in sorted(found, key=lambda one: one["path"]) if one["path"][cut:]
         }

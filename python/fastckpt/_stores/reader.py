@@ -15,7 +15,7 @@ def open_reader(operation: str, place: str, *, keep: bool = False, manifest: byt
 
     Args:
         operation: what is to be done, for messages.
-        place: where.
+        place: the checkpoint's directory or URL.
         keep: whether its shards stay open, as ``_core.Reader`` has it; objects cannot.
         manifest: its manifest, if another process has read it.
 
@@ -26,7 +26,7 @@ def open_reader(operation: str, place: str, *, keep: bool = False, manifest: byt
     """
     if not is_url(place):
         return _core.Reader(place, keep=keep, manifest=manifest)
-    # A fifth of the time of importing fastckpt, and for a URL alone.
+    # It takes a fifth of the time of importing fastckpt, and only URLs need it.
     from fastckpt._portable import reader as portable  # noqa: PLC0415
 
     from .files import StoredFiles  # noqa: PLC0415

@@ -32,10 +32,10 @@ def place_of(operation: str, path: AnyPath) -> str:
     assert found is not None  # noqa: S101 - is_url said so
     scheme, rest = found[1].lower(), found[2]
     if scheme == "file":
-        # Only a host may stand between the second and the third slash, and this machine is the only one.
+        # Only a host may come between the second and the third slash, and only this machine is accepted.
         if text[len("file:") :].startswith("//") and not text[len("file:") :].startswith("///"):
             if not rest.startswith(_LOCAL):
-                raise ValueError(f"{operation}: {text!r} is a path of another machine: give file:///PATH")
+                raise ValueError(f"{operation}: {text!r} names a path on another machine: give file:///PATH")
             rest = rest[len(_LOCAL) :]
         return os.path.abspath("/" + unquote(rest))  # noqa: PTH100
     if scheme not in SCHEMES:

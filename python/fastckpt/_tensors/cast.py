@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
     from .memory import Bytes, Mover
 
-    #: Makes elements of one dtype of as many of another; neither need be aligned.
+    #: Converts elements of one dtype to another; neither need be aligned.
     Convert = Callable[[Bytes, Bytes], None]
 
-#: Elements that are converted at a time on their way to a mover: what fits the processor's caches.
+#: Elements that are converted at a time on their way to a mover: as many as fit the processor's caches.
 _PIECE = 1 << 17
 
 
@@ -25,10 +25,10 @@ class Cast:
     """A mover that takes the bytes of a stored tensor and converts its elements.
 
     Args:
-        convert: makes of stored elements those wanted.
+        convert: converts stored elements to the wanted ones.
         sizes: bytes of a stored element, and of one that is wanted.
-        address: that of contiguous memory for all elements, or 0.
-        mover: takes the converted elements where there is no address.
+        address: contiguous memory for all elements, or 0.
+        mover: takes the converted elements if there is no address.
     """
 
     def __init__(self, convert: Convert, sizes: tuple[int, int], address: int, mover: Mover | None) -> None:
@@ -36,8 +36,8 @@ class Cast:
         self._convert = convert
         self._from, self._to = sizes
         self._address = address
-        #: The bytes of each element that a block's edge cuts, and which of them are there. They stay, so that a part
-        #: may come again.
+        #: The bytes of each element that a block's edge cuts, and which of them have arrived. They are kept, so that a
+        #: part may arrive again.
         self._cut: dict[int, tuple[Bytes, Bytes]] = {}
         self._lock = Lock()
 
@@ -50,13 +50,13 @@ class Cast:
         self.mover(start, _memory.address_of(made), len(made))
 
     def convert(self, start: int, address: int, nbytes: int, move: Callable[[int, Bytes], None]) -> None:
-        """Convert what can be converted of a range, which may cut elements.
+        """Convert the whole elements of a range, which may cut some.
 
         Args:
             start: where the range begins in the stored tensor.
-            address: where it lies in memory.
+            address: its place in memory.
             nbytes: its size.
-            move: where there is no address, called with converted elements, in memory of their own, and the byte of the
+            move: without an address, called with converted elements, in memory of their own, and the byte of the
                 converted tensor that they begin at.
         """
         data = _memory.at(address, nbytes)
@@ -74,7 +74,7 @@ class Cast:
             self._part(last, 0, data[tail:], move)
 
     def _part(self, element: int, offset: int, data: Bytes, move: Callable[[int, Bytes], None]) -> None:
-        """A part of one element, which is converted when all of it is there. Two threads may have the two halves."""
+        """A part of one element, which is converted when all of it has arrived. Two threads may have the two halves."""
         with self._lock:
             known = self._cut.get(element)
             if known is None:

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from .memory import Bytes, Mover
     from .pieces import Index
 
-#: Elements that are converted at a time: what fits the processor's caches, and what torch does in the calling thread.
+#: Elements that are converted at a time: as many as fit the processor's caches, and as torch copies in the calling
+#: thread.
 _PIECE = 30 << 10
 
 
 class Loss:
-    """Whether a cast met numbers that the new dtype does not reach. Any thread may note it."""
+    """Whether a cast found numbers beyond the range of the new dtype. Any thread may note it."""
 
     __slots__ = ("_flags", "_is_certain")
 
@@ -44,7 +45,7 @@ class Loss:
         self._flags.append(flag)
 
     def happened(self) -> bool:
-        """Whether any was met; to be asked once all copies have ended."""
+        """Whether any was found; to be asked once all copies have ended."""
         flags, self._flags = self._flags, []
         for flag in flags:
             self.note(bool(flag))
@@ -58,8 +59,8 @@ class Recast(NamedTuple):
         dtype: the name in the file.
         logical: the name that the user sees, where that is another.
         size: bytes of an element.
-        mover: brings the elements.
-        loss: what is lost.
+        mover: copies the elements.
+        loss: notes what is lost.
     """
 
     dtype: str
@@ -69,7 +70,7 @@ class Recast(NamedTuple):
     loss: Loss
 
     def of(self, tensor: Tensor, count: int) -> Tensor:
-        """A tensor of which ``count`` elements are here, in this dtype."""
+        """A tensor of this dtype with ``count`` elements here."""
         shape: Sequence[int] = tensor.shape if tensor.logical is None else tensor.logical[1]
         capacity = count * self.size
         if self.logical is None:
@@ -109,14 +110,14 @@ class CastOut:
 
 
 class CastDownload(_device.Download):
-    """What brings ranges of a tensor of a device, converted there.
+    """Copies ranges of a tensor on a device, converted there.
 
     Args:
         torch: the module.
         value: the tensor.
         dtype: a ``torch.dtype``.
         lost: whether a part has numbers that the dtype does not reach, as a tensor of one element; None if none can.
-        loss: what is told of it.
+        loss: notes what is lost.
     """
 
     __slots__ = ("_dtype", "_loss", "_lost")
@@ -124,7 +125,7 @@ class CastDownload(_device.Download):
     def __init__(
         self, torch: ModuleType, value: Any, dtype: Any, lost: Callable[[Any], Any] | None, loss: Loss
     ) -> None:
-        # Not what the class above makes of its tensor: no bytes of it are stored as they lie.
+        # Not the conversion of the class above: no bytes of this tensor are stored as they are in memory.
         self.torch = torch
         self.raw = value
         self.flip = None
@@ -169,8 +170,8 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
         torch: the module.
         value: the tensor.
         dtype: a ``torch.dtype``.
-        name: what the file calls that.
-        logical: what the user calls it, where that is another.
+        name: the name in the file.
+        logical: the user's name, if it differs.
 
     Raises:
         RuntimeError: torch cannot convert it.
@@ -183,7 +184,7 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
         value = value.view(-1)
 
     def convert(index: Index, contiguous: Bytes) -> None:
-        # torch's copy between dtypes can take a view of changed signs for what it is a view of.
+        # torch's copy between dtypes can mistake a view with changed signs for its base.
         part = (value[index] if index else value).resolve_neg()
         torch.from_numpy(contiguous).view(dtype).view(part.shape).copy_(part)
         if lost is not None:
@@ -194,8 +195,8 @@ def recast_tensor(torch: ModuleType, value: Any, dtype: Any, name: str, logical:
 
 @functools.cache
 def _losing(torch: ModuleType, source: Any, target: Any) -> Callable[[Any], Any] | None:
-    """What tells whether a part of a tensor has numbers that ``target`` does not reach; None where none can have."""
-    # Refused here if at all; and not every dtype has infinities.
+    """Detects numbers in a part of a tensor beyond the range of ``target``; None if there can be none."""
+    # If it is refused, then here; and not every dtype has infinities.
     keeps_infinities = bool(torch.full((1,), torch.inf).to(target).float().isinf())
     torch.zeros(1, dtype=source).to(target)
     if source is torch.bool:

@@ -38,7 +38,7 @@ THROUGH: Final = Through()
 
 
 class OwnPart(NamedTuple):
-    """What a rank holds of a tensor that is spread over several.
+    """The part of a tensor that a rank holds, if it is spread over several.
 
     Attributes:
         spread: the number of its spread, from 1 on.
@@ -54,8 +54,8 @@ class OwnPart(NamedTuple):
 class Stored(NamedTuple):
     """One tensor to store.
 
-    The token is ``head``, its number, ``tail``. Two with an equal ``tie`` are one. ``address`` is 0 where ``mover``
-    brings the bytes. Of one that is spread over ranks, address and mover are those of ``local``.
+    The token is ``head``, its number, ``tail``. Two with an equal ``tie`` are one. ``address`` is 0 if ``mover`` copies
+    the bytes. For one that is spread over ranks, address and mover are those of ``local``.
     """
 
     tie: Any
@@ -70,7 +70,7 @@ class Stored(NamedTuple):
 
 
 class Tensor(NamedTuple):
-    """A tensor as the core takes it: ``address`` is that of ``capacity`` contiguous bytes, 0 where a mover brings them.
+    """A tensor as the core takes it: ``address`` has ``capacity`` contiguous bytes, or is 0 if a mover copies them.
 
     ``dtype`` and ``shape`` are those stored; ``logical`` are those that the user sees, where they differ.
     """
@@ -91,19 +91,19 @@ class Parts(NamedTuple):
     keyed: bool = False
 
 
-#: What makes a token, something to store, or parts of a value: by exact type.
+#: Makes a token, a tensor to store, or parts of a value: by exact type.
 Describe: TypeAlias = "Callable[[Any], str | Stored | Parts]"
 
 
 class Expansion(NamedTuple):
-    """An array with steps of 0: the index that takes its base, and the token that stands before that."""
+    """An array with steps of 0: the index that takes its base, and the token before that."""
 
     base: tuple[slice, ...]
     token: str
 
 
 def expansion(sizes: Sequence[int], strides: Sequence[int], flags: str) -> Expansion | None:
-    """How an array of these sizes and strides expands a base; None where each step of it leads to another element."""
+    """How an array of these sizes and strides expands a base; None if each step of it leads to another element."""
     repeats = [size > 1 and not step for size, step in zip(sizes, strides, strict=True)]
     if not any(repeats):
         return None

@@ -1,8 +1,8 @@
 """Tensors of other devices, and their copies from and to host memory, in streams of our own.
 
-Nothing here waits for a copy before the next one is asked for: one operation asks a stream for many, with one event
-behind them all. What follows rests on what CUDA guarantees, and holds for every device whose module in torch has
-``Stream`` and ``Event``; a device without them is waited for with ``synchronize``.
+No copy is waited for before the next one is requested: one operation requests many from a stream, with one event behind
+them all. The following relies on CUDA's guarantees, and holds for every device whose module in torch has ``Stream`` and
+``Event``; a device without them is waited for with ``synchronize``.
 
 - A stream does one thing after the other. A stream of ours first waits for an event that the caller's stream has
   reached (``ready``), so a copy finds what that stream was asked to compute.
@@ -44,7 +44,7 @@ GATHERED = 16 << 20
 #: Ranges of fewer bytes than this share a copy with their neighbours.
 SMALL = 1 << 20
 
-#: Streams that nothing is under way in, by device. The lists change in atomic steps: signal handlers save, too.
+#: Streams without work in progress, by device. The lists change in atomic steps: signal handlers save, too.
 _free: dict[Any, list[Any]] = {}
 
 
@@ -55,7 +55,7 @@ def release() -> None:
 
 
 class Link:
-    """What one operation needs to know of a device.
+    """The facts about a device that one operation needs.
 
     Args:
         torch: the module.
@@ -71,8 +71,8 @@ class Link:
     def selected(self) -> Any:
         """Inside, the device is the thread's own.
 
-        A new thread has the first device, and CUDA would set that up for this process, with memory of its own, when
-        the thread asks for anything at all.
+        A new thread has the first device, and CUDA would initialise that for this process, with memory of its own, at
+        the thread's first call.
         """
         select = getattr(self.module, "device", None)
         return contextlib.nullcontext() if select is None else select(self.device)
@@ -93,7 +93,7 @@ class Link:
                 )
 
     def ready(self) -> Any:
-        """An event behind all that the caller's current stream was asked for; None when the host has waited for it."""
+        """An event after all work of the caller's current stream; None when the host has waited for it."""
         with self.selected():
             if not self.has_streams:
                 self.module.synchronize(self.device)
@@ -108,12 +108,12 @@ class Link:
             self.module.current_stream(self.device).wait_event(event)
 
     def synchronize(self) -> None:
-        """Wait for all that the device was asked for in any stream."""
+        """Wait for all work of the device in any stream."""
         with self.selected():
             self.module.synchronize(self.device)
 
     def take(self) -> Any:
-        """A stream with nothing under way; None where there are no streams."""
+        """An idle stream; None if there are no streams."""
         if not self.has_streams:
             return None
         try:
@@ -127,7 +127,7 @@ class Link:
             _free.setdefault(self.device, []).append(stream)
 
     def aside(self, ready: Any, body: Callable[[], T]) -> T:
-        """What ``body`` returns, run in a stream of ours behind the event ``ready``; it must wait for what it asks."""
+        """The result of ``body``, run in a stream of ours after the event ``ready``; it must wait for its own work."""
         with self.selected():
             if ready is not None:
                 ready.synchronize()
@@ -144,12 +144,12 @@ class Link:
             return found
 
     def mark(self, stream: Any) -> Any:
-        """An event behind what a stream has been asked for; None where the device has been waited for."""
+        """An event after the work of a stream; None if the device has been waited for."""
         if stream is None:
             self.module.synchronize(self.device)
             return None
         try:
-            # Its waiter sleeps: CUDA's would spin, on a core that training may want.
+            # A waiter sleeps: CUDA's own wait would spin, on a core that training may need.
             event = self.module.Event(blocking=True)
         except TypeError:  # not every kind of device has the choice
             event = self.module.Event()
@@ -162,8 +162,8 @@ class _Tensor:
 
     Args:
         torch: the module.
-        raw: the tensor, as integers of its element's size; or as a vector of bytes, where it lies in order.
-        flip: what must be done to its bytes on the host, or None; for a vector None.
+        raw: the tensor, as integers of its element's size; or as a vector of bytes, if it is in order.
+        flip: the conversion of its bytes on the host, or None; for a vector None.
     """
 
     __slots__ = ("device", "flat", "flip", "nbytes", "raw", "size", "torch")
@@ -175,7 +175,7 @@ class _Tensor:
         self.device = raw.device
         self.size: int = raw.element_size()
         self.nbytes: int = raw.numel() * self.size
-        #: The bytes as they lie in memory, where that is in order.
+        #: The bytes in memory, if they are in order.
         self.flat = raw if _is_vector(torch, raw) else _bytes(torch, raw) if raw.is_contiguous() else None
 
     def _pieces(self, first: int, last: int) -> Iterator[tuple[Any, int]]:
@@ -185,7 +185,7 @@ class _Tensor:
 
 
 def _bytes(torch: ModuleType, contiguous: Any) -> Any:
-    # By stride: one element can count as contiguous with a step to the next that is none.
+    # By stride: torch calls a tensor of one element contiguous whatever its stride is.
     return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
@@ -194,9 +194,9 @@ def _is_vector(torch: ModuleType, part: Any) -> bool:
 
 
 class Download(_Tensor):
-    """What brings ranges of a tensor to the host: for :class:`.movers.Sources`, which asks for many at a time.
+    """Copies ranges of a tensor to the host: for :class:`.movers.Sources`, which requests many at a time.
 
-    Called as a mover, it waits for all that the device was asked for, and for the copy.
+    Called as a mover, it waits for all earlier work of the device, and for the copy.
     """
 
     __slots__ = ()
@@ -229,14 +229,14 @@ class Download(_Tensor):
 
 
 class Upload(_Tensor):
-    """What brings ranges of a tensor from the host: for :class:`.movers.Sinks`, which asks for many at a time.
+    """Copies ranges of a tensor from the host: for :class:`.movers.Sinks`, which requests many at a time.
 
-    Called as a mover, it waits for all that the device was asked for, and for the copy.
+    Called as a mover, it waits for all earlier work of the device, and for the copy.
 
     Args:
         torch: the module.
         raw: the tensor, as integers of its element's size.
-        flip: what must be done to its bytes on the host, or None.
+        flip: the conversion of its bytes on the host, or None.
         inference: whether it is an inference tensor.
     """
 
@@ -262,8 +262,8 @@ class Upload(_Tensor):
             return
         first, last, whole = elements(start, nbytes, self.size)
         if not whole:
-            # The bytes of one element lie together, so those that the range has of it are written alone: two threads
-            # may have the two halves.
+            # The bytes of one element are adjacent, so those that are in the range are written alone: two threads may
+            # have the two halves.
             skip = start - first * self.size
             if skip or nbytes < self.size:
                 taken = min(self.size - skip, nbytes)
@@ -281,22 +281,22 @@ class Upload(_Tensor):
 
 
 class Transfer:
-    """Copies that a stream of ours has been asked for, with one event behind them.
+    """Copies that were requested from a stream of ours, with one event behind them.
 
     Args:
         link: the device.
         ready: an event that they come after, or None.
-        ask: asks for them; called with this, while the stream is the current one.
+        ask: requests them; called with this, while the stream is the current one.
 
     Raises:
-        Exception: what asking for them raised; those that were asked for have ended.
+        Exception: the error of a request; copies that were requested have ended.
     """
 
     def __init__(self, link: Link, ready: Any, ask: Callable[[Transfer], None]) -> None:
         self.link = link
-        #: What must stay until the copies have ended.
+        #: Objects that must stay alive until the copies have ended.
         self.kept: list[Any] = []
-        #: What is left for the host to do then: ``flip``, address, nbytes and logical start.
+        #: The work that is left for the host afterwards: ``flip``, address, nbytes and logical start.
         self.flips: list[tuple[Flip, int, int, int]] = []
         self.stream = None
         with link.selected():
@@ -327,7 +327,7 @@ class Transfer:
                 return True
 
     def wait(self) -> None:
-        """Wait until they have ended, and do what is left for the host.
+        """Wait until they have ended, and do the work that is left for the host.
 
         May be called again where a signal handler has ended it while :attr:`event` is not None.
         """
@@ -367,7 +367,7 @@ class _Run:
         self.begin = self.end = 0
 
     def add(self, part: Any, address: int, nbytes: int) -> None:
-        """One more; those before it are moved if it is no neighbour, or too large."""
+        """One more; those before it are moved if it is not adjacent, or too large."""
         if address != self.end or nbytes >= SMALL or self.end + nbytes > self.begin + GATHERED:
             self.flush()
             self.begin = self.end = address
@@ -386,7 +386,7 @@ class _Run:
 
 
 def _protect(tensors: Sequence[Any], stream: Any) -> None:
-    """Have torch's allocator keep the memory of tensors until ``stream`` has ended what it will have been asked for.
+    """Have torch's allocator keep the memory of tensors until the future work of ``stream`` has ended.
 
     A reference does not: ``untyped_storage().resize_(0)`` frees the memory of a tensor that others still hold, as
     sharded modules do between steps.
@@ -397,7 +397,7 @@ def _protect(tensors: Sequence[Any], stream: Any) -> None:
                 f"the memory of a tensor of {tensor.device} was freed before it was copied, as sharded modules do "
                 "between steps: call wait_staged() of the save first, or save what they hold between steps"
             )
-    # Not every allocator can, and not every kind of stream is one to torch.
+    # Not every allocator supports it, and not every kind of stream is a torch stream.
     with contextlib.suppress(RuntimeError, TypeError):
         for tensor in tensors:
             tensor.record_stream(stream)
@@ -410,9 +410,9 @@ def download(
 
     Args:
         link: the device.
-        jobs: what to bring: the tensor, and start, address and bytes.
+        jobs: the ranges: the tensor, and start, address and bytes.
         ready: an event that the copies come after, or None.
-        outlives: whether the transfer may outlive the call that asks for it: then the tensors are protected.
+        outlives: whether the transfer may outlive the call that requests it: then the tensors are protected.
     """
     torch = link.torch
 
@@ -422,7 +422,7 @@ def download(
 
         def move(parts: list[Any], sizes: list[int], address: int) -> None:
             if len(parts) > 1:
-                # Not every kind of device can, and a device may be full: then one by one.
+                # Not every kind of device supports it, and a device may be full: then one by one.
                 with contextlib.suppress(NotImplementedError, torch.OutOfMemoryError):
                     parts, sizes = [torch.cat(parts)], [sum(sizes)]
             for part, nbytes in zip(parts, sizes, strict=True):
@@ -449,7 +449,7 @@ def upload(link: Link, jobs: Sequence[tuple[Upload, int, int, int]], ready: Any)
         run = _Run(lambda parts, sizes, address: _spread(transfer, parts, sizes, address))
         for mover, start, address, nbytes in jobs:
             if mover.flip is not None:
-                # The caller's bytes are not ours to change.
+                # The caller's bytes must not be changed.
                 data = np.array(_memory.at(address, nbytes))
                 mover.flip(data, start)
                 transfer.kept.append(data)

@@ -1,10 +1,10 @@
 """CRC-64/NVME (docs/format.md, 3.3) of bytes in a device's memory, made there by plain operations of torch.
 
-A CRC is linear over GF(2): but for a constant that depends on the length alone, each of its 64 bits is the parity of
+A CRC is linear over GF(2): apart from a constant that depends on the length alone, each of its 64 bits is the parity of
 some of the message's bits. So it is the product of a vector of bits and a matrix of bits, in which sums count modulo 2.
 Rows of 256 bytes are multiplied by one matrix; then 32 neighbouring results at a time, 2048 bits again, by a matrix
-that moves each to its place; and so on, until one result is left. Zeros in front change nothing, so what
-does not fill a row is filled up there.
+that moves each to its place; and so on, until one result is left. Leading zeros change nothing, so an incomplete row is
+filled up there.
 
 Every count is exact in any type that devices multiply in: a product is 0 or 1, and a sum is at most 2048, which half
 precision still has, in whatever order and precision of accumulation.
@@ -39,11 +39,11 @@ _ALL = (1 << 64) - 1
 _BITS = 64
 #: Bits that are summed at a time. Half precision has every integer up to this one.
 _WIDTH = 2048
-#: Bytes whose bits are taken apart at a time: these make temporary memory of 16 bytes each.
+#: Bytes whose bits are expanded at a time: each needs temporary memory of 16 bytes.
 STEP = 4 << 20
 #: Bytes that are summed at a time.
 _STRETCH = 64 << 20
-#: What :func:`is_exact` has found, by device.
+#: The results of :func:`is_exact`, by device.
 _checked: dict[str, bool] = {}
 #: The checksum of ``index % 251`` for so many bytes.
 _PROBE = 20_000
@@ -82,7 +82,7 @@ def _bits_of(values: list[int]) -> Any:
 
 
 def _bytes_matrix() -> Any:
-    """What each bit of a row of bytes adds to its CRC: the bits of each byte, the lowest first, byte after byte.
+    """The contribution of each bit of a row of bytes to its CRC: byte after byte, each from its lowest bit.
 
     Bit ``i`` of a byte comes as ``2**i``: its row is divided by that.
     """
@@ -95,7 +95,7 @@ def _bytes_matrix() -> Any:
 
 
 def _sums_matrix(nbytes: int) -> Any:
-    """What each bit of neighbouring CRCs, of ``nbytes`` each, adds to the CRC of all of them."""
+    """The contribution of each bit of neighbouring CRCs, of ``nbytes`` each, to the CRC of all of them."""
     values = []
     for following in reversed(range(_WIDTH // _BITS)):
         value, powers = _following(following * nbytes), []
@@ -106,7 +106,7 @@ def _sums_matrix(nbytes: int) -> Any:
     return _bits_of(values) * 1.0
 
 
-#: By device and length of what the inputs are of: the matrices, about half a megabyte for a device.
+#: By device and length of the inputs: the matrices, about half a megabyte for a device.
 _matrices: dict[tuple[str, int], Any] = {}
 
 
@@ -153,7 +153,7 @@ def _of_stretch(torch: ModuleType, data: Any) -> int:
         bits = _parities(torch, summed).view(-1)
         nbytes *= _WIDTH // _BITS
     (value,) = np.packbits(bits.to(torch.uint8).cpu().numpy(), bitorder="little").view("<u8")
-    # A CRC begins with ones, which the following bytes multiply, and all its bits are inverted in the end.
+    # A CRC begins with ones, which the following bytes multiply, and all its bits are inverted at the end.
     return int(value) ^ _times(_ALL, _following(len(data))) ^ _ALL
 
 
@@ -164,7 +164,7 @@ def _padded(torch: ModuleType, vector: Any, width: int) -> Any:
 
 
 def _of_rows(torch: ModuleType, data: Any) -> Any:
-    """The bits of the CRCs of rows of bytes, but for the constant."""
+    """The bits of the CRCs of rows of bytes, without the constant."""
     device = data.device
     width = min(len(data), _WIDTH // 8)
     rows = data.view(-1, width)
@@ -185,7 +185,7 @@ def _parities(torch: ModuleType, counts: Any) -> Any:
 
 
 def is_exact(torch: ModuleType, device: Any) -> bool:
-    """Whether this device makes right checksums: one is made, and compared with what it must be."""
+    """Whether this device computes right checksums: one is computed, and compared with the known value."""
     known = _checked.get(str(device))
     if known is not None:
         return known

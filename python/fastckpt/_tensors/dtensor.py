@@ -1,9 +1,9 @@
 """DTensors: which ranks hold them, and the local memory of this one. Imports torch; differences of its versions here.
 
 From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and is a class of its own since; specs have a ``shard_order``
-since 2.9, which can say what strided shards say. FSDP over tensor parallelism makes strided shards: the mesh's last
-dimension cuts first, and the strided one cuts what that has left. So do ``redistribute`` and ``full_tensor`` of torch;
-what torch says of offsets applies strided shards first, and is wrong where chunks are uneven.
+since 2.9, which can express strided shards. FSDP over tensor parallelism makes strided shards: the mesh's last
+dimension cuts first, and the strided one cuts the rest. So do ``redistribute`` and ``full_tensor`` of torch; torch's
+functions for offsets apply strided shards first, and are wrong if chunks are uneven.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _as_cut(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """The global ranks of a mesh in the order in which they have the parts of a tensor.
 
     Collectives give parts out by the ranks of the process group of each line of the mesh, which ascend; a mesh may name
-    them in another order. (What DTensors say of their offsets goes by the mesh, and is wrong then.)
+    them in another order. (Offsets reported by DTensors follow the mesh, and are wrong then.)
     """
     order = [np.argsort(np.argsort(grid, axis=dim), axis=dim) for dim in range(grid.ndim)]
     out = np.full_like(grid, -1)
@@ -63,7 +63,7 @@ def _as_cut(grid: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
 
 
 class _Known:
-    """What DTensors of one mesh, of equal placements and of one shape have in common."""
+    """The common properties of DTensors of one mesh, of equal placements and of one shape."""
 
     __slots__ = ("hold", "local", "number")
 
@@ -80,7 +80,7 @@ class DTensors:
     Args:
         ranks: by its global rank, the rank of each member of the group.
         rank: this rank in the group.
-        found: takes the different spreads, in the order in which they are met; their numbers begin at 1.
+        found: collects the different spreads, in the order in which they occur; their numbers begin at 1.
     """
 
     def __init__(self, ranks: Mapping[int, int], rank: int, found: list[Spread]) -> None:
@@ -89,7 +89,7 @@ class DTensors:
         self._ranks = ranks
         self._numbers: dict[Spread, int] = {}
         self._meshes: dict[int, _Mesh] = {}
-        # By identity: to compare placements, or to hash them, runs Python for each.
+        # By identity: comparing or hashing placements runs Python for each of them.
         self._quick: dict[tuple[int, int, tuple[int, ...], bool], _Known] = {}
         self._known: dict[tuple[int, tuple[Placement, ...], str, tuple[int, ...]], _Known] = {}
 
@@ -103,7 +103,7 @@ class DTensors:
         mesh, placements = spec.mesh, spec.placements
         order = getattr(spec, "shard_order", None)
         usual = not order or all(list(entry[1]) == sorted(entry[1]) for entry in order)
-        # Views make strided placements that are of no order.
+        # Views can make strided placements that correspond to no order.
         decoded = getattr(spec, "use_strided_shard_as_shard_order", True)
         key = (id(mesh), id(placements), shape, decoded)
         known = self._quick.get(key) if usual else None
@@ -212,7 +212,7 @@ def _stored(local: Tensor, shape: tuple[int, ...], number: int, flags: str) -> S
         mover = _torch.mover_out(local)
     name, logical = known
     return Stored(
-        # Of an empty part, too, the storage tells what is tied.
+        # The storage shows what is tied, also for an empty part.
         (OwnPart, storage._cdata, start, dtype, shape, number, reach),
         name,
         shape if logical is None else (math.prod(shape) * local.itemsize,),

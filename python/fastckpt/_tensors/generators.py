@@ -21,7 +21,7 @@ BIT_GENERATORS: dict[str, dict[str, tuple[str, int]]] = {
     "Philox": {"counter": ("uint64", 4), "key": ("uint64", 2), "buffer": ("uint64", 4)},
     "SFC64": {"state": ("uint64", 4)},
 }
-#: The integers of the states: one more than the greatest of each.
+#: The integers of the states: the greatest value of each, plus one.
 _LIMITS = {
     "pos": 625,
     "state": 1 << 128,
@@ -31,7 +31,7 @@ _LIMITS = {
     "uinteger": 1 << 32,
     "has_gauss": 2,
 }
-#: A seed sequence is mixed when it is made: for each word of its pool, all other words of it.
+#: A seed sequence is mixed when it is made: each word of its pool with all other words.
 _POOL, _WORDS = 256, 1 << 14
 
 
@@ -43,7 +43,7 @@ def encode_bit_generator(generator: Any) -> dict[str, Any]:
 def _encode_state(state: Any) -> dict[str, Any]:
     if state["bit_generator"] not in BIT_GENERATORS:
         raise Unsupported(f"a random generator over {state['bit_generator']} cannot be stored: store its state")
-    # A state shares nothing with its generator, but for Philox's buffer.
+    # A state shares no memory with its generator, except for Philox's buffer.
     return {name: np.array(part) if isinstance(part, np.ndarray) else part for name, part in state.items()}
 
 
@@ -65,7 +65,7 @@ def _encode_seeds(generator: Any) -> dict[str, Any] | None:
 
 
 def decode_bit_generator(name: str, value: Any) -> Any:
-    """The bit generator of class ``name`` in such a state; ValueError where it is none."""
+    """The bit generator of class ``name`` in such a state; ValueError if it is none."""
     state = _state(value)
     seeds = state.pop("seed_sequence")
     if state["bit_generator"] != name:

@@ -22,18 +22,18 @@ Copy: TypeAlias = "Callable[[Index, Bytes], Any]"
 #: ``(start, address, nbytes)``: move the bytes ``[start, start + nbytes)`` of one array to or from ``address``.
 Mover: TypeAlias = Callable[[int, int, int], None]
 
-#: From this size on, a new buffer is laid out so that direct I/O can fill it without a copy.
+#: From this size on, a new buffer is aligned so that direct I/O can fill it without a copy.
 CONGRUENT = 1 << 20
 _PAGE = 4096
-#: The kernel's own page: what two tensors must not share, so that the memory of one can go.
+#: The kernel's own page: two tensors must not share one, so that the memory of one can be released.
 _GRANULE = max(mmap.PAGESIZE, _PAGE)
 _HUGE_PAGE = 2 << 20
-#: From this size on, a new buffer is in huge pages, and none that the process has had before; from the second on, it is
-#: in a mapping of its own.
+#: From this size on, a new buffer is in huge pages, and in memory new to the process; from the second size on, it has a
+#: mapping of its own.
 LARGE, _ALONE = 4 << 20, 32 << 20
-#: Address space that is mapped at a time for those between.
+#: Address space that is mapped at a time for sizes in between.
 _REGION = 256 << 20
-#: Where pages can be chosen and given back one by one, as only Linux does it.
+#: Only Linux can advise and release individual pages.
 _LINUX = sys.platform == "linux"
 _DONTNEED = mmap.MADV_DONTNEED if sys.platform == "linux" else 0
 _DONTNEED_LOCKED = 24  # Linux 5.18; the mmap module does not name it
@@ -54,7 +54,7 @@ class _At:
     ) -> None:
         self.owner = owner
         self.__array_interface__ = {
-            # numpy before 2 takes no null pointer, which is where torch has an empty tensor.
+            # numpy before 2 accepts no null pointer, which is the address of an empty torch tensor.
             "data": (address or (_PAGE if 0 in shape else 0), False),
             "shape": shape,
             "typestr": typestr,
@@ -69,7 +69,7 @@ def at(address: int, nbytes: int, owner: object = None) -> Bytes:
 
 
 def laid_out(address: int, shape: tuple[int, ...], strides: tuple[int, ...], size: int) -> np.ndarray[Any, Any]:
-    """Where the elements of an array lie. The addresses may be those of a device: nothing may be read through it."""
+    """The positions of an array's elements in memory, which may be a device's: nothing may be read through it."""
     return np.asarray(_At(address, shape, f"|V{size}", strides))
 
 
@@ -83,7 +83,7 @@ def span(array: np.ndarray[Any, Any]) -> tuple[int, int]:
 
 
 def is_nested(array: np.ndarray[Any, Any]) -> bool:
-    """Whether each dimension of an array steps over all that lies along shorter steps: then no two elements overlap."""
+    """Whether each dimension of an array steps over everything along shorter steps: then no two elements overlap."""
     reach = array.itemsize if array.size else 0  # numpy gives an empty one strides of zero
     for step, length in sorted(zip(map(abs, array.strides), array.shape, strict=True)):
         if length > 1:
@@ -102,13 +102,13 @@ def overlap(left: np.ndarray[Any, Any], right: np.ndarray[Any, Any]) -> bool:
 
 
 def address_of(array: np.ndarray[Any, Any]) -> int:
-    """Where the first element lies."""
+    """The address of the first element."""
     address: int = array.__array_interface__["data"][0]
     return address
 
 
 def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
-    """New memory for ``nbytes > 0`` that lie at ``offset`` of a file: a large one has the file's residue modulo a page.
+    """New memory for ``nbytes > 0`` at ``offset`` of a file: a large one has the file's residue modulo a page.
 
     Elements of ``itemsize`` bytes are aligned in it, even where they are not in the file.
     """
@@ -116,7 +116,7 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
         return np.empty(nbytes, np.uint8)
     residue = offset % _PAGE
     if _LINUX and nbytes >= LARGE:
-        # Where no region can be mapped, malloc may have memory for the tensor.
+        # If no region can be mapped, malloc may have memory for the tensor.
         with contextlib.suppress(OSError):
             return _carve(nbytes, residue)
     memory: Bytes = np.empty(nbytes + _PAGE, np.uint8)
@@ -127,7 +127,7 @@ def buffer(nbytes: int, offset: int, itemsize: int) -> Bytes:
 class _Pages:
     """Pages of a region.
 
-    Dropping this returns their memory to the system; the address range goes when the last tensor in the region does.
+    Dropping this returns their memory to the system; the address range is released with the last tensor in the region.
     """
 
     __slots__ = ("mapping", "nbytes", "start")
@@ -137,13 +137,13 @@ class _Pages:
         self.start = start
         self.nbytes = nbytes
 
-    # Names of the module may have gone when the interpreter ends: what is needed is bound here.
+    # Module globals may be gone when the interpreter ends, so the values that are needed are bound here.
     def __del__(self, *, advices: tuple[int, ...] = (_DONTNEED, _DONTNEED_LOCKED), refused: int = errno.EINVAL) -> None:
         for advice in advices:
             try:
                 self.mapping.madvise(advice, self.start, self.nbytes)
             except OSError as error:  # noqa: PERF203 - once, as a rule
-                # Only locked pages are refused: the second advice takes these, except in an old kernel.
+                # Only locked pages are refused: the second advice works on those, except in an old kernel.
                 if error.errno != refused:
                     raise
             else:
@@ -158,8 +158,8 @@ _regions: deque[tuple[mmap.mmap, int, int]] = deque(maxlen=1)
 def _carve(nbytes: int, residue: int) -> Bytes:
     """Memory in huge pages, at ``residue`` modulo 4096, that shares no page of the kernel with a neighbour.
 
-    A process may have 65,530 mappings, and neighbours in huge pages and in small ones are two. So smaller tensors lie
-    close together in regions of huge pages alone: none has an end that would take a huge page for a few bytes.
+    A process may have 65,530 mappings, and neighbours in huge pages and in small ones are two. So smaller tensors share
+    regions of huge pages: none has an end that would take a huge page for a few bytes.
     """
     size = -(-(residue + nbytes) // _GRANULE) * _GRANULE
     if size >= _ALONE:
@@ -193,7 +193,7 @@ def _map(nbytes: int) -> tuple[mmap.mmap, int, int]:
 
 
 def _locked() -> bool:
-    """Whether new mappings are locked in memory (``mlockall``): the kernel does not let go of such pages."""
+    """Whether new mappings are locked in memory (``mlockall``): the kernel does not release such pages."""
     with mmap.mmap(-1, mmap.PAGESIZE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as page:
         try:
             page.madvise(mmap.MADV_DONTNEED)
@@ -211,7 +211,7 @@ def copy_out(shape: Sequence[int], itemsize: int, copy: Copy, start: int, addres
     """
     first, last, whole = elements(start, nbytes, itemsize)
     target = at(address, nbytes)
-    # Where a block's edge cuts an element, the whole elements take a detour.
+    # If a block's edge cuts an element, whole elements go through a temporary buffer.
     detour = not whole or bool(address % itemsize)
     filled = np.empty((last - first) * itemsize, np.uint8) if detour else target
     _copy_each(shape, itemsize, copy, first, last, filled)
@@ -225,7 +225,7 @@ def copy_in(shape: Sequence[int], itemsize: int, copy: Copy, back: Copy, start: 
     first, last, whole = elements(start, nbytes, itemsize)
     source = at(address, nbytes)
     if whole:
-        # The caller's bytes are not ours to change, and may lie unaligned.
+        # The caller's bytes must not be changed, and may be unaligned.
         _copy_each(shape, itemsize, copy, first, last, source.copy() if address % itemsize else source)
         return
     skip = start - first * itemsize
@@ -238,7 +238,7 @@ def copy_in(shape: Sequence[int], itemsize: int, copy: Copy, back: Copy, start: 
 
 
 def mover_in(layout: np.ndarray[Any, Any]) -> Mover:
-    """Copies ranges to where their elements lie in host memory (:func:`laid_out`)."""
+    """Copies ranges to the positions of their elements in host memory (:func:`laid_out`)."""
 
     def copy(index: Index, contiguous: Bytes) -> None:
         part = layout[(*index, ...)]
@@ -254,7 +254,7 @@ def mover_in(layout: np.ndarray[Any, Any]) -> Mover:
 def copy_strided(target: np.ndarray[Any, Any], source: np.ndarray[Any, Any]) -> None:
     """Copy a strided array into a contiguous one, in the calling thread alone and without the GIL.
 
-    A matrix that lies by columns is copied in strips: their cache lines stay until each row has taken its element.
+    A matrix stored by columns is copied in strips: their cache lines stay until each row has taken its element.
     """
     if source.ndim == 2 and abs(source.strides[0]) < abs(source.strides[1]):  # noqa: PLR2004
         for start in range(0, source.shape[1], _STRIP):

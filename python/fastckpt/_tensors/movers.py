@@ -1,7 +1,7 @@
 """Moves bytes of a state that are not contiguous in host memory: many ranges at a time, for the core.
 
-:class:`Sources` brings them for a save, :class:`Sinks` takes them of a load. Both are made in the caller's thread, at
-the call: what its streams were asked for until then is what a save finds, and what a load must not overtake.
+:class:`Sources` reads them for a save, :class:`Sinks` writes them for a load. Both are made in the caller's thread, at
+the call: a save finds the results of earlier work in its streams, and a load must not overtake that.
 """
 
 from __future__ import annotations
@@ -22,26 +22,26 @@ if TYPE_CHECKING:
     from .memory import Mover
 
 #: ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of tensor or request ``index``, and the
-#: host memory that they are brought to or taken from.
+#: host memory that they are copied to or from.
 Range: TypeAlias = "tuple[int, int, int, int]"
 
 
 class Copies:
-    """Copies that devices have been asked for.
+    """Copies that were requested from devices.
 
-    The memory on both sides must stay until they have ended: :meth:`wait` says so to the host, and
-    :meth:`hold_streams` to streams of the devices.
+    The memory on both sides must stay until they have ended: :meth:`wait` waits on the host, and :meth:`hold_streams`
+    in streams of the devices.
     """
 
     def __init__(self, operation: str, transfers: list[_device.Transfer]) -> None:
         self._operation = operation
         self._transfers = transfers
         self._error: BaseException | None = None
-        # The thread of a save and a step that waits for it may ask at the same time, and so may a signal handler.
+        # The thread of a save and a step that waits for it may call this at the same time, and so may a signal handler.
         self._lock = RLock()
 
     def wait(self) -> None:
-        """Wait in the host until all have ended and their bytes are as they are stored. The GIL is free meanwhile.
+        """Wait in the host until all have ended and their bytes are in their stored form. The GIL is free meanwhile.
 
         Any thread may call it, more than once.
 
@@ -71,8 +71,7 @@ class Copies:
     def hold_streams(self) -> None:
         """Have the current streams of the calling thread wait for the copies; the host does not wait.
 
-        What these streams are asked for from now on may change the tensors. Does nothing once :meth:`wait` has
-        returned.
+        Later work of these streams may change the tensors. Does nothing once :meth:`wait` has returned.
 
         Raises:
             RuntimeError: such a stream is being captured into a CUDA graph. No stream has been held.
@@ -95,12 +94,12 @@ class Copies:
 
 
 class _Movers:
-    """What is common to both directions.
+    """The common part of both directions.
 
     Args:
         operation: the name of the operation, for errors.
         movers: by number.
-        kind: the class of those of devices.
+        kind: the class of movers for devices.
 
     Attributes:
         movers: the mapping that was given, not a copy.
@@ -127,12 +126,12 @@ class _Movers:
         return isinstance(self.movers.get(index), self._kind)
 
     def synchronize(self) -> None:
-        """Wait until the devices have ended all that they were asked for, by anybody."""
+        """Wait until the devices have ended all requested work."""
         for link, _ in self._links.values():
             link.synchronize()
 
     def _sort(self, ranges: Iterable[Range]) -> tuple[dict[Any, list[Any]], list[Any], list[Any]]:
-        """The jobs of each device, those of the processor, and memory of ours that the first need."""
+        """The jobs of each device, those of the processor, and temporary memory that the first need."""
         jobs: dict[Any, list[Any]] = {device: [] for device in self.devices}
         rest: list[Any] = []
         kept: list[Any] = []
@@ -160,14 +159,14 @@ class _Movers:
                 if jobs[device]:
                     transfers.append(ask(link, jobs[device], ready))
         except BaseException:
-            # Those of the devices before it must have ended when the caller hears of it.
+            # The copies of the earlier devices must have ended before the caller sees the error.
             with contextlib.suppress(Exception):
                 copies.wait()
             raise
         return copies
 
     def _move(self, ranges: Iterable[Range], ask: Callable[..., _device.Transfer]) -> None:
-        """Move ranges, and wait. The processor moves what is in host memory while the devices copy."""
+        """Move ranges, and wait. The processor moves the parts in host memory while the devices copy."""
         jobs, rest, _kept = self._sort(ranges)
         copies = self._ask(jobs, ask)
         try:
@@ -178,15 +177,15 @@ class _Movers:
 
 
 class Sources(_Movers):
-    """What a save copies from: tensors on devices, and tensors that are strided in host memory.
+    """The sources of a save: tensors on devices, and tensors that are strided in host memory.
 
     Args:
         operation: the name of the operation, for errors.
         movers: by tensor number, for tensors without an address. They are read at each call, and may be emptied when
-            all copies have been asked for.
+            all copies have been requested.
 
     Attributes:
-        devices: the ``torch.device`` objects that copies come from; empty when there are none.
+        devices: the ``torch.device`` objects that copies come from; empty if there are none.
 
     Raises:
         RuntimeError: the caller's current stream of a device is being captured into a CUDA graph.
@@ -196,15 +195,15 @@ class Sources(_Movers):
         super().__init__(operation, movers, _device.Download)
 
     def fill(self, ranges: Iterable[Range]) -> None:
-        """Bring ranges to host memory; they are there when this returns. The core's callback, for any thread.
+        """Copy ranges to host memory, and wait for the copies. The core's callback, for any thread.
 
         Raises:
-            Exception: what failed; all copies have ended.
+            Exception: the failure; all copies have ended.
         """
         self._move(ranges, _device.download)
 
     def sum(self, index: int) -> int | None:
-        """The CRC-64 of all bytes of a tensor, made by the device that has it; None where it cannot make that.
+        """The CRC-64 of all bytes of a tensor, computed by its device; None if the device cannot.
 
         Any thread may call it.
         """
@@ -222,8 +221,8 @@ class Sources(_Movers):
         It returns at once where the host memory is pinned, and waits for memory that is being pinned. Other memory is
         filled before it returns. Any thread may call it.
 
-        The tensors are kept until the copies have been waited for, and their memory, if it is freed earlier all the
-        same, goes to nobody else before they have ended.
+        The tensors are kept until the copies have been waited for, and their memory, even if it is freed earlier, is
+        not reused before they have ended.
 
         Args:
             ranges: of tensors on devices alone.
@@ -231,7 +230,7 @@ class Sources(_Movers):
         Raises:
             ValueError: a tensor is in host memory.
             RuntimeError: the memory of a tensor has been freed.
-            Exception: what a device refused; nothing is under way then.
+            Exception: the refusal of a device; nothing is under way then.
         """
         jobs, rest, _ = self._sort(ranges)
         if rest:
@@ -240,7 +239,7 @@ class Sources(_Movers):
 
 
 class Sinks(_Movers):
-    """What a load copies to: tensors on devices, and host memory that takes more than a copy.
+    """The destinations of a load: tensors on devices, and host memory that takes more than a copy.
 
     Args:
         operation: the name of the operation, for errors.
@@ -259,10 +258,10 @@ class Sinks(_Movers):
     def drain(self, ranges: Iterable[Range]) -> None:
         """Bring ranges from host memory to where they belong. The core's callback, for any thread.
 
-        When it returns they are there: the memory may be used again, and every stream sees them, as the host has
-        waited for the copies.
+        When it returns the copies have ended: the memory may be reused, and every stream sees them, because the host
+        has waited for the copies.
 
         Raises:
-            Exception: what failed; all copies have ended.
+            Exception: the failure; all copies have ended.
         """
         self._move(ranges, _device.upload)

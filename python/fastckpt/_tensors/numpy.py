@@ -1,4 +1,4 @@
-"""numpy arrays and scalars: what can be stored, how it is named, and where it lies."""
+"""numpy arrays and scalars: which can be stored, under which names, and where they are in memory."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def decode_scalar(text: str, data: bytes) -> np.generic:
     dtype = plain_dtype(text)
     if dtype.itemsize != len(data):
         raise ValueError("a numpy scalar of another size")
-    # An array would drop the zeros that end a text.
+    # An array would drop the zeros at the end of a text.
     if dtype.kind == "S":
         return np.bytes_(data)
     if dtype.kind == "U":
@@ -124,7 +124,7 @@ def mover_out(array: Array) -> Mover:
 
 
 def converter(source: np.dtype[Any], target: np.dtype[Any]) -> Callable[[Bytes, Bytes], None]:
-    """What makes elements of one dtype of those of another."""
+    """Converts elements of one dtype to another."""
 
     def convert(data: Bytes, out: Bytes) -> None:
         with np.errstate(all="ignore"):
@@ -134,13 +134,13 @@ def converter(source: np.dtype[Any], target: np.dtype[Any]) -> Callable[[Bytes, 
 
 
 def empty(shape: tuple[int, ...], dtype: np.dtype[Any], offset: int, nbytes: int) -> Array:
-    """A new array for ``nbytes`` that lie at ``offset`` of a file."""
+    """A new array for ``nbytes`` at ``offset`` of a file."""
     if nbytes < _memory.CONGRUENT:
         return np.ndarray(shape, dtype)
     return _memory.buffer(nbytes, offset, dtype.itemsize).view(dtype).reshape(shape)
 
 
-#: What numpy lacks and ``ml_dtypes`` has, by torch's name, where an element is laid out alike.
+#: Dtypes that numpy lacks and ``ml_dtypes`` has, by torch's name, if their elements have the same layout.
 _ML_DTYPES = frozenset(
     {"bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu"}
 )

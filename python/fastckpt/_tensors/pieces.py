@@ -35,7 +35,7 @@ def pieces(shape: Sequence[int], start: int, stop: int) -> Iterator[tuple[Index,
         if not shape:
             yield (), 1
             return
-        # Go down as long as the range, or its ragged beginning, lies inside one index.
+        # Descend as long as the range, or its ragged beginning, is inside one index.
         prefix: list[int | slice] = []
         rest = start
         depth = 0

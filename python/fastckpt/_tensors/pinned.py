@@ -1,12 +1,12 @@
 """Host memory that is pinned, or being pinned: registered with CUDA, so that devices copy from and to it by themselves.
 
-To register memory is slow: each page of it is made and locked. So it goes on in the background, in pieces, and
-a copy waits only for the pieces it reaches into. CUDA refuses a copy whose host memory is registered in part, and does
-not promise one that spans two registrations, so :func:`split` cuts at the borders of pieces.
+To register memory is slow: each page of it is made and locked. So it happens in the background, in pieces, and a copy
+waits only for the pieces that it touches. CUDA refuses a copy whose host memory is registered in part, and does not
+promise one that spans two registrations, so :func:`split` cuts at the borders of pieces.
 
-CUDA's runtime keeps the last error of each thread until it is asked for, and the next to ask is the check after the
-caller's next kernel: training would die of a refusal of ours. So each call is made in a thread that ends soon after,
-and its error with it.
+CUDA's runtime keeps the last error of each thread until it is read, and the next to read it is the check after the
+caller's next kernel: training would fail because of our refused call. So each call is made in a thread that ends soon
+after, and its error with it.
 
 A registered range must not be unmapped. :meth:`Registration.close` comes first, in every case: also when
 a signal handler raises meanwhile, when the process has no more threads, and when the interpreter ends.
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 #: Bytes that are registered at a time.
 PIECE = 256 << 20
-#: For the contexts of all devices of the process.
+#: Registered for the contexts of all devices of the process.
 _PORTABLE = 1
 
 logger = logging.getLogger("fastckpt")
@@ -46,7 +46,7 @@ class _Piece:
         self.begin = begin
         self.end = end
         self.is_pinned = False
-        #: Set when it is decided whether it is pinned.
+        #: Set when it is known whether it is pinned.
         self.settled = threading.Event()
 
     @property
@@ -56,10 +56,10 @@ class _Piece:
 
 
 class _Known:
-    """All pieces of the process. Their lists are replaced, never changed: who reads them needs no lock."""
+    """All pieces of the process. Their lists are replaced, never changed: readers need no lock."""
 
     def __init__(self) -> None:
-        # Signal handlers save, too: one may come while its own thread is in here.
+        # Signal handlers save, too: one may run while its own thread is in here.
         self.lock = threading.RLock()
         self.live: list[Registration] = []
         #: Of all pieces in order: the beginnings, and the pieces.
@@ -84,7 +84,7 @@ class _Known:
 
     def _index(self) -> None:
         known: tuple[Registration, ...] | None = None
-        # Again where a signal handler has come and gone meanwhile: the lock is not in its way.
+        # Repeated if a signal handler has run meanwhile: the lock does not stop it.
         while known != tuple(self.live):
             known = tuple(self.live)
             pieces = sorted((piece for live in known for piece in live.pieces), key=lambda piece: piece.begin)
@@ -159,7 +159,7 @@ class Registration:
 
     @property
     def problem(self) -> str | None:
-        """Why not all of the memory is pinned, and what to do; None while it is on its way, and when it is pinned."""
+        """Why not all of the memory is pinned, and what to do; None during pinning, and when all is pinned."""
         if self._reason is None or not self.is_done():
             return None
         return (
@@ -232,9 +232,9 @@ class Registration:
             piece.settled.set()
 
     def close(self) -> None:
-        """Unregister what is registered, after the piece that is on its way; then the memory may be unmapped.
+        """Unregister the registered pieces, after the one in progress; then the memory may be unmapped.
 
-        No copy may be under way. What a signal handler raises meanwhile is raised when it is done.
+        No copy may be under way. An error of a signal handler is raised when this is done.
         """
         if self._is_closed:
             return
@@ -287,7 +287,7 @@ def register(
         piece: bytes to register at a time, whole pages.
 
     Returns:
-        What undoes it; None for devices that know no registration.
+        The inverse call; None for devices without registration.
     """
     if not hasattr(torch.get_device_module(device), "cudart"):
         return None
@@ -302,7 +302,7 @@ def register(
 
 
 def _text(cudart: Any, status: Any) -> str:
-    """What CUDA calls an error."""
+    """CUDA's name for an error."""
     text = f"error {int(status)}"
     with contextlib.suppress(Exception):
         text = f"{text}: {cudart.cudaGetErrorString(status)}"
@@ -310,9 +310,9 @@ def _text(cudart: Any, status: Any) -> str:
 
 
 def _apart(work: Callable[[], None]) -> None:
-    """Have ``work`` done in a thread of its own, and wait for it; raise what signal handlers raised after that.
+    """Run ``work`` in a thread of its own, and wait for it; raise errors of signal handlers after that.
 
-    Where no thread can be started, or it is not known whether one was, the first of the two that comes to it does it.
+    If no thread can be started, or it is unknown whether one was, whichever of the two comes first does it.
     """
     claim = threading.Lock()
     done = threading.Event()
@@ -357,7 +357,7 @@ def _forget() -> None:
 
 @atexit.register
 def _end() -> None:
-    # What is still mapped goes with the interpreter: after this.
+    # Memory that is still mapped is released with the interpreter: later than this.
     for registration in tuple(_known.live):
         registration.close()
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def range_of(name: str) -> AbstractContextManager[None]:
     """Inside, torch's profiler shows a range of this ``name``, and so does NVTX where CUDA is in use.
 
-    Where torch is not imported there is nobody to show it to. A range costs a few microseconds.
+    If torch is not imported, no profiler can show it. A range costs a few microseconds.
     """
     if sys.modules.get("torch") is None:
         return contextlib.nullcontext()

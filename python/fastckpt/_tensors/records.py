@@ -25,7 +25,7 @@ DTYPES = tuple({type(np.dtype(text)) for text in np.typecodes["All"]})
 
 
 def describe_dtype(dtype: np.dtype[Any]) -> Parts:
-    """The token of a dtype, and what describes it."""
+    """The token of a dtype, and its description."""
     return Parts('["type","numpy.dtype"]', ((THROUGH, encode_dtype(dtype)),))
 
 
@@ -37,7 +37,7 @@ def encode_dtype(dtype: np.dtype[Any], depth: int = 0) -> Any:
         base, shape = dtype.subdtype
         return encode_dtype(base, depth + 1), shape
     if dtype.names is None:
-        # Types that libraries add can have the same text as a type of numpy's.
+        # Types that libraries add can have the same text as a numpy type.
         if (dtype.kind in KINDS or dtype.type in {np.void, np.object_}) and np.dtype(dtype.str) == dtype:
             return dtype.str
         raise Unsupported(f"the numpy dtype {dtype} cannot be stored: numpy alone does not know it")
@@ -96,7 +96,7 @@ def _of_fields(value: dict[str, Any], formats: list[np.dtype[Any]]) -> np.dtype[
 
 
 def describe_array(array: Array) -> Parts:
-    """The token of an array whose elements are not plain, and what it is stored as."""
+    """The token of an array whose elements are not plain, and its stored form."""
     return Parts('["type","numpy.ndarray"]', ((THROUGH, encode_array(array)),))
 
 
@@ -111,7 +111,7 @@ def encode_array(array: Array) -> dict[str, Any]:
     size = dtype.itemsize
     if not size:
         return {"dtype": described, "data": np.empty((*array.shape, 0), np.uint8)}
-    # A view, whatever the strides: what is tied in memory stays so.
+    # A view, whatever the strides: ties in memory are kept.
     return {"dtype": described, "data": array.view(np.ndarray).view(f"V{size}")[..., None].view(np.uint8)}
 
 
@@ -121,7 +121,7 @@ def decode_array(value: Any) -> Array:
         described, shape, listed = members(value, "dtype", "shape", "data")
         if text(described) != _OBJECT or prod(integers(list(exact(shape, tuple)))) != len(exact(listed, list)):
             raise ValueError("not an array of objects")
-        # Neither sequences nor arrays of no dimensions are taken apart.
+        # Neither sequences nor zero-dimensional arrays are taken apart.
         return np.fromiter(listed, object, len(listed)).reshape(shape)
     described, data = members(value, "dtype", "data")
     dtype, data = decode_dtype(described), from_tensor(data)
@@ -133,5 +133,5 @@ def decode_array(value: Any) -> Array:
 
 
 def decode_records(value: Any) -> Array:
-    """Likewise of a ``numpy.recarray``, whose fields are attributes."""
+    """The same for a ``numpy.recarray``, whose fields are attributes."""
     return decode_array(value).view(np.recarray)

@@ -1,4 +1,4 @@
-"""Basic indexing of what is still on disk: the box that an index takes, and how it is to lie in memory."""
+"""Basic indexing of tensors that are still on disk: the box that an index takes, and its layout in memory."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ Box: TypeAlias = "list[tuple[int, int, int]]"
 
 
 class Part(NamedTuple):
-    """What an index takes of an array.
+    """The part of an array that an index takes.
 
     Attributes:
-        box: where it lies in the array.
-        strides: for each of the array's dimensions, how many bytes apart neighbours are to lie in the part.
+        box: its box in the array.
+        strides: for each of the array's dimensions, the distance in bytes between neighbours in the part.
         shape: the part's sizes.
     """
 
@@ -29,7 +29,7 @@ class Part(NamedTuple):
 
 
 def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
-    """Find what ``array[index]`` takes.
+    """Find the part that ``array[index]`` takes.
 
     Args:
         shape: the array's sizes.
@@ -37,7 +37,7 @@ def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
         index: an int, a slice, an Ellipsis, or a tuple of them.
 
     Returns:
-        The part, contiguous. A slice that goes backwards is a box read forwards into memory that goes backwards.
+        The part, contiguous. A slice that goes backwards is a box read forwards into memory with negative strides.
 
     Raises:
         IndexError: the index does not fit the shape.
@@ -50,7 +50,7 @@ def part(shape: Sequence[int], itemsize: int, index: Any) -> Part:
     for step in reversed(steps):
         taken = range(step, step + 1) if isinstance(step, int) else step
         forwards = taken if taken.step > 0 else taken[::-1]
-        # The step of a single index means nothing, and may be larger than the core's numbers.
+        # The step of a single index has no meaning, and may exceed the core's integers.
         every = forwards.step if len(forwards) > 1 else 1
         box.append((forwards.start, forwards[-1] + 1, every) if forwards else (0, 0, 1))
         strides.append(stride if taken.step > 0 else -stride)
@@ -77,12 +77,12 @@ def _step(dimension: int, size: int, item: Any) -> int | range:
     if isinstance(item, slice):
         return range(*item.indices(size))
     if isinstance(item, (bool, np.bool_)) or item is None:
-        raise TypeError(f"slice: an index is an int, a slice, an Ellipsis or a tuple of them, not {item!r}")
+        raise TypeError(f"slice: an index must be an int, a slice, an Ellipsis or a tuple of them, not {item!r}")
     try:
         at = operator.index(item)
     except TypeError:
         raise TypeError(
-            f"slice: an index is an int, a slice, an Ellipsis or a tuple of them, not {type(item).__name__}"
+            f"slice: an index must be an int, a slice, an Ellipsis or a tuple of them, not {type(item).__name__}"
         ) from None
     if not -size <= at < size:
         raise IndexError(f"slice: index {at} is out of range for dimension {dimension} of size {size}")

@@ -11,14 +11,14 @@ if TYPE_CHECKING:
 
 #: ``("replicate", 0, 0)``, ``("shard", dimension, 0)`` or ``("strided", dimension, factor)``.
 Placement: TypeAlias = "tuple[str, int, int]"
-#: Ranges of one dimension, in the order in which they lie in local memory.
+#: Ranges of one dimension, in the order of local memory.
 Ranges: TypeAlias = "list[tuple[int, int]]"
 
 REPLICATE: Placement = ("replicate", 0, 0)
 
 
 class Spread(NamedTuple):
-    """Which ranks of a group hold a tensor.
+    """The ranks of a group that hold a tensor.
 
     Attributes:
         ranks: ascending where each has it whole, else in row-major order over the mesh.
@@ -42,8 +42,8 @@ def simplest(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Pla
 def orders_of(mesh: Sequence[int], placements: Sequence[Placement]) -> dict[int, list[int]]:
     """For each dimension of a tensor that is cut, the dimensions of the mesh in the order in which they cut it.
 
-    A placement is strided where its dimension of the mesh cuts what later ones have cut before, into as many chunks as
-    these have ranks. A dimension of a tensor whose strided placements are of no such order is left out.
+    A placement is strided if its dimension of the mesh cuts a tensor that later ones have cut before, into as many
+    chunks as these have ranks. A dimension of a tensor whose strided placements have no such order is left out.
     """
     orders: dict[int, list[int]] = {}
     strange = set()
@@ -66,7 +66,7 @@ def in_order(
 ) -> Spread:
     """The spread of a mesh whose dimensions cut a tensor in these orders, by the dimension of the tensor.
 
-    Dimensions of the mesh trade places, so that each of them cuts what those before it have left.
+    Dimensions of the mesh are reordered, so that each of them cuts what the ones before it have left.
     """
     axes = list(range(len(mesh)))
     placed = list(placements)
@@ -82,7 +82,7 @@ def in_order(
 
 
 def _chunk(length: int, chunks: int, index: int) -> tuple[int, int]:
-    """Where the chunk ``index`` of ``chunks`` begins and ends, as ``torch.chunk`` has it."""
+    """The range of chunk ``index`` of ``chunks``, as ``torch.chunk`` cuts."""
     size = -(-length // chunks)
     return min(index * size, length), min((index + 1) * size, length)
 

@@ -24,7 +24,7 @@ class Spreads:
     Attributes:
         ranks: as given.
         device_numbers: as given.
-        found: the different spreads of the tensors that were met; their numbers begin at 1.
+        found: the different spreads of the tensors so far; their numbers begin at 1.
     """
 
     def __init__(self, ranks: Sequence[int], rank: int, *, device_numbers: bool = False) -> None:
@@ -36,7 +36,7 @@ class Spreads:
 
     def describe_of(self, kind: type) -> Describe | None:
         """How to describe a type of such tensors; None for any other type."""
-        # If the module was not imported, there are none.
+        # If the module was not imported, there are no DTensors.
         if "torch.distributed.tensor" not in sys.modules:
             return None
         if self._known is None:

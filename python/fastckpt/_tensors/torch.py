@@ -1,4 +1,4 @@
-"""Everything torch: tensors to what is stored, and back. No other file imports torch, and this one is imported late."""
+"""Torch: tensors to their stored form, and back. No other file imports torch, and this one is imported late."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ _STORED: dict[torch.dtype, tuple[str, str | None]] = {
     if dtype not in _QUANTIZED.values()
 }
 
-#: Bits are copied as integers: not every dtype has a kernel that copies it.
+#: Elements are copied as integers: not every dtype has a copy kernel.
 _RAW = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _QUANTIZED_RAW = {"qint8": torch.int8, "quint8": torch.uint8, "qint32": torch.int32}
 #: Elements in a byte.
@@ -71,7 +71,7 @@ _COMPRESSED: dict[str, tuple[torch.layout, Callable[[Tensor], Tensor], Callable[
     "bsc": (torch.sparse_bsc, Tensor.ccol_indices, Tensor.row_indices),
 }
 
-#: Up to this many elements, torch copies in the calling thread alone, however many threads it may use.
+#: Up to this many elements, torch copies in the calling thread alone, whatever its number of threads.
 _SERIAL = 30 << 10
 
 _strided = torch.strided
@@ -80,7 +80,7 @@ _HEAD = '["tensor",'
 _TAILS = {"": "]", "g": ',"g"]', "p": ',"p"]', "pg": ',"pg"]'}
 
 
-# What is in a state.
+# In a state: values to tokens.
 
 
 def _tensor(value: Tensor) -> Stored | Parts:
@@ -106,10 +106,10 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             name, logical = _STORED[dtype]
             shape = value.shape
             address = value.data_ptr()
-            # A storage can be resized below its tensors: what it no longer holds is not their memory.
+            # A storage can be resized under its tensors: memory that it no longer holds is not theirs.
             if value.untyped_storage().nbytes() - value.nbytes < value.storage_offset() * value.itemsize:
                 _no_address(value)
-            # An empty tensor has no address, and is tied to nothing but itself.
+            # An empty tensor has no address, and is tied only to itself.
             tie = (address, dtype, shape) if address else _no_address(value)
             if logical is None:
                 return _new_stored(Stored, (tie, name, shape, address, None, _HEAD, _TAILS[flags], None, None))
@@ -117,7 +117,7 @@ def _describe(value: Tensor, flags: str) -> Stored | Parts:
             return _new_stored(Stored, (tie, name, stored, address, (logical, shape), _HEAD, _TAILS[flags], None, None))
         return _describe_other(value, flags)
     except RuntimeError as error:
-        # A tensor of a transform (torch.func) or of a back end that has no memory.
+        # A tensor of a transform (torch.func) or of a back end without memory.
         raise Unsupported(f"its memory cannot be reached: {error}") from error
 
 
@@ -135,7 +135,7 @@ def _is_whole(value: Tensor) -> bool:
 
 
 def _describe_other(value: Tensor, flags: str) -> Stored | Parts:
-    """Whatever is not contiguous in host memory."""
+    """Any tensor that is not contiguous in host memory."""
     if value.is_nested:
         return describe_nested(value)
     if value.is_meta:
@@ -172,7 +172,7 @@ def describe_nested(value: Tensor) -> Parts:
 
 
 def encode_nested(value: Tensor) -> dict[str, Any]:
-    """The tensors in a nested tensor: apart, or as one of which they are ranges along one dimension."""
+    """The tensors in a nested tensor: separate ones, or one tensor of which they are ranges along one dimension."""
     whole: Any = value.detach()
     if value.layout is _strided:
         parts: dict[str, Any] = {"constituents": list(whole.unbind()), "dtype": value.dtype}
@@ -241,7 +241,7 @@ def _size(value: torch.Size) -> str:
     sizes = []
     item: Any
     for item in value:
-        # numpy's integers stay what they are inside a torch.Size, and jagged tensors have sizes that are not numbers.
+        # numpy's integers stay unchanged inside a torch.Size, and jagged tensors have sizes that are not numbers.
         if isinstance(item, torch.SymInt):
             raise Unsupported(f"a torch.Size with the symbolic size {item} has no value: store sizes that are numbers")
         if not -(2**63) <= int(item) < 2**63:
@@ -260,7 +260,7 @@ _DESCRIBE: dict[type, Describe] = {
 
 
 def describe_of(kind: type) -> Describe | None:
-    """How to describe a type of torch's, or None; Unsupported for a tensor subclass that cannot be taken apart."""
+    """How to describe one of torch's types, or None; Unsupported for a tensor subclass that cannot be taken apart."""
     found = _DESCRIBE.get(kind)
     if found is None and issubclass(kind, Tensor):
         reason = _why_not(kind)
@@ -279,16 +279,16 @@ def kind_of(value: Any) -> str | None:
 
 
 def own_tensors(module: torch.nn.Module) -> list[Tensor]:
-    """The Parameters and buffers of a module: what can be filled so that the module has it."""
+    """The Parameters and buffers of a module: the tensors that can be filled in place."""
     return [*module.parameters(), *module.buffers()]
 
 
-#: What torch puts at the end of the keys of what ``get_extra_state`` returns.
+#: torch's suffix for the keys of values that ``get_extra_state`` returns.
 EXTRA_STATE = "_extra_state"
 
 
 def extra_states(module: torch.nn.Module) -> set[str] | None:
-    """The keys of what ``get_extra_state`` adds to the state of a module; None where hooks may change the keys."""
+    """The keys that ``get_extra_state`` adds to the state of a module; None if hooks may change the keys."""
     base = torch.nn.Module
     parts = dict(module.named_modules(remove_duplicate=False))
     if any(part._state_dict_hooks or type(part).state_dict is not base.state_dict for part in parts.values()):
@@ -312,7 +312,7 @@ def reacts(module: torch.nn.Module) -> bool:
 
 
 def safe_types() -> list[type]:
-    """The classes that the program lets ``torch.load(weights_only=True)`` make, less those that no save stores."""
+    """The classes that the program declared safe for ``torch.load``, except those that no save stores."""
     listed: list[Any] = getattr(torch.serialization, "get_safe_globals", list)()
     return [
         item
@@ -326,7 +326,7 @@ _GATHERED = (
     "StateDictOptions(full_state_dict=True, cpu_offload=True)"
 )
 _TRACED = "is part of a trace or a transform and has no data of its own: save outside the trace or transform"
-#: Tensor subclasses of torch's own that cannot be stored, by name, and why.
+#: torch's own tensor subclasses that cannot be stored, by name, and why.
 _REFUSED = {
     "DTensor": "is spread over processes: fastckpt.distributed.save, called by all of them, saves its shards, and "
     "fastckpt.distributed.load fills it; one process alone can save its full_tensor()",
@@ -357,13 +357,13 @@ def _why_not(kind: type[Tensor]) -> str | None:
 
 
 def without_class(value: Tensor) -> Tensor:
-    """The data of a tensor of a subclass that has it itself, as a plain tensor over the same memory."""
+    """The data of a tensor of a subclass that holds it itself, as a plain tensor over the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return value.detach().as_subclass(Tensor).requires_grad_(value.requires_grad)
 
 
 def with_class(value: Any, cls: type[Tensor]) -> Tensor:
-    """What :func:`without_class` gave, as a tensor of the subclass again."""
+    """The inverse of :func:`without_class`: a tensor of the subclass again."""
     (tensor,) = _tensors([value])
     with torch._C.DisableTorchFunctionSubclass():
         return tensor.detach().as_subclass(cls).requires_grad_(tensor.requires_grad)
@@ -393,16 +393,16 @@ class _Flip:
 
 
 def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
-    """The bits as they lie in memory, and what must be done to them for a conj or neg view.
+    """The bits in memory, and the conversion needed for a conj or neg view.
 
-    They are integers of the dtype's size; of a device, where they lie in order, a vector of bytes.
+    They are integers of the dtype's size; on a device, if they are in order, a vector of bytes.
     """
     value = value.detach()
     dtype = value.dtype
     size = dtype.itemsize
     conjugate, negative = value.is_conj(), value.is_neg()
     if not conjugate and not negative and not value.is_cpu and value.is_contiguous():
-        # By stride: one element can count as contiguous with a step to the next that is none.
+        # By stride: torch calls a tensor of one element contiguous whatever its stride is.
         return value.as_strided((value.numel(),), (1,)).view(torch.uint8), None
     if negative:
         value = torch._neg_view(value)
@@ -411,7 +411,7 @@ def _bare(value: Tensor) -> tuple[Tensor, _Flip | None]:
     raw = value.view(_RAW[size])
     if not conjugate and not negative:
         return raw, None
-    # A sign is in the last byte: all machines and devices that torch has put the lowest first.
+    # The sign is in the last byte: all machines and devices that torch supports are little-endian.
     if not dtype.is_complex:
         return raw, _Flip(size, [size - 1])
     return raw, _Flip(size, [size // 2 - 1] * negative + [size - 1] * (negative != conjugate))
@@ -432,7 +432,7 @@ def mover_out(value: Tensor) -> Mover:
         return _device.Download(torch, raw, flip)
 
     def copy(index: Index, contiguous: Bytes) -> None:
-        # By numpy: torch would bring all of its own threads, whatever the caller's budget is.
+        # With numpy: torch would use all of its own threads, whatever the caller's budget.
         part = _sub(raw, index).numpy()
         _memory.copy_strided(contiguous.view(part.dtype).reshape(part.shape), part)
         if flip is not None:
@@ -512,7 +512,7 @@ def is_device(value: Any) -> bool:
 def range_of(name: str) -> Iterator[None]:
     """See :func:`.ranges.range_of`."""
     nvtx = torch.cuda.nvtx if torch.cuda.is_initialized() else None  # type: ignore[no-untyped-call]
-    # A range that no profiler sees would cost more than all else here; torch before 2.0 does not tell.
+    # A range that no profiler records would cost more than everything else here; torch before 2.0 cannot tell.
     seen = getattr(torch.autograd.profiler, "_is_profiler_enabled", True)
     with torch.profiler.record_function(name) if seen else contextlib.nullcontext():
         if nvtx is not None:
@@ -525,8 +525,8 @@ def range_of(name: str) -> Iterator[None]:
 
 
 def before_steps(function: Callable[[], None]) -> Callable[[], None]:
-    """Have ``function`` called before each step of any optimizer, in the thread that steps; returns what undoes it."""
-    # Dynamo would trace it into compiled steps, with conditions on what other threads change meanwhile.
+    """Have ``function`` called before each step of any optimizer, in the thread that steps; returns the inverse."""
+    # Dynamo would trace it into compiled steps, with guards on values that other threads change meanwhile.
     hook = torch._disable_dynamo(lambda *_: function())  # type: ignore[attr-defined]
     undo: Callable[[], None] = register_optimizer_step_pre_hook(hook).remove
     return undo
@@ -541,7 +541,7 @@ def changed(tensors: Sequence[Tensor]) -> None:
                 bump(tensor)
 
 
-# What is in a file.
+# In a file: tokens to values.
 
 
 def dtype_of(dtype: str, logical: str | None) -> torch.dtype | None:
@@ -565,7 +565,7 @@ def empty_like(tensor: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def empty(shape: tuple[int, ...], dtype: torch.dtype, offset: int, nbytes: int) -> Tensor:
-    """A new tensor in host memory for ``nbytes`` that lie at ``offset`` of a file."""
+    """A new tensor in host memory for ``nbytes`` at ``offset`` of a file."""
     if nbytes < _memory.CONGRUENT:
         return torch.empty(shape, dtype=dtype, device="cpu")
     return over(_memory.buffer(nbytes, offset, dtype.itemsize), dtype, shape)
@@ -577,7 +577,7 @@ def over(memory: Bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
 
 
 def converter(source: torch.dtype, target: torch.dtype) -> Callable[[Bytes, Bytes], None]:
-    """What makes elements of one dtype of those of another; RuntimeError where torch cannot."""
+    """Converts elements of one dtype to another; RuntimeError if torch cannot."""
     torch.zeros(1, dtype=source).to(target)
 
     def convert(data: Bytes, out: Bytes) -> None:
@@ -591,7 +591,7 @@ def converter(source: torch.dtype, target: torch.dtype) -> Callable[[Bytes, Byte
 
 
 def from_array(array: np.ndarray[Any, Any]) -> Tensor | None:
-    """A numpy array as a tensor over its memory, or a copy in native byte order; None where torch has no such dtype."""
+    """A numpy array as a tensor over its memory, or a copy in native byte order; None if torch has no such dtype."""
     native = array.dtype.newbyteorder("=")
     try:
         return torch.from_numpy(array.astype(native, copy=False))
@@ -683,7 +683,7 @@ def quantized(token: list[Any], parts: list[Any]) -> Tensor:
     expected = shape if pack is None else (-(-math.prod(shape) // pack),)
     (stored,) = _tensors([stored])
     home = stored.device
-    # It is put together in host memory, where every kind of it can be.
+    # It is assembled in host memory, where every kind can be made.
     stored = stored.cpu()
     if stored.dtype is not _QUANTIZED_RAW.get(name, torch.uint8) or tuple(stored.shape) != expected:
         raise ValueError("stored integers that do not fit")
@@ -727,7 +727,7 @@ def encode_named(value: Any) -> str:
 
 
 def decode_named(kind: type, name: Any) -> Any:
-    """What :func:`encode_named` gave the name of; UnsupportedTypeError where this torch has none of that name."""
+    """The inverse of :func:`encode_named`; UnsupportedTypeError if this torch has no value of that name."""
     found = _NAMED[kind].get(text(name))
     if found is None:
         raise UnsupportedTypeError(
@@ -765,18 +765,18 @@ def decode_generator(_: Any, value: Any) -> torch.Generator:
 
 def _check_twister(state: Tensor) -> None:
     """Refuse a state of the CPU's generator that makes torch read beyond its numbers: it checks less."""
-    # The seed, how many numbers are left, whether it was seeded, and which is next; then the numbers.
+    # The seed, how many numbers are left, whether it was seeded, the index of the next one; then the numbers.
     _, left, _, following = struct.unpack_from("<QiiQ", state.numpy().tobytes())
     if left < 1 or left + following > _NUMBERS + 1:
         raise ValueError("a position outside the state of a random generator")
 
 
-#: Of the Mersenne twister.
+#: The state of the Mersenne twister.
 _NUMBERS = 624
 
 
 def decode_nested(_: Any, value: Any) -> Tensor:
-    """The nested tensor of its constituents, or of what they are ranges of."""
+    """The nested tensor of its constituents, or of the tensors that they are ranges of."""
     if len(exact(value, dict)) == 3:  # noqa: PLR2004 - these
         constituents, dtype, flags = members(value, "constituents", "dtype", "flags")
         if type(dtype) is not torch.dtype:
@@ -794,7 +794,7 @@ def _jagged(values: Any, offsets: Any, lengths: Any, jagged_dim: Any) -> Tensor:
     _tensors([values, offsets] if lengths is None else [values, offsets, lengths])
     if type(jagged_dim) is not int or not 1 <= jagged_dim <= values.dim():
         raise ValueError("a jagged dimension that is not there")
-    # Kernels of torch believe them.
+    # torch's kernels do not check them.
     if any(part is not None and part.dtype not in (torch.int32, torch.int64) for part in (offsets, lengths)):
         raise ValueError("offsets or lengths of a nested tensor that are not integers")
     if offsets.dim() != 1 or not len(offsets) or (lengths is not None and lengths.shape != (len(offsets) - 1,)):

@@ -1,1 +1,1 @@
-"""The command line and what it alone needs: it uses the package as any program does."""
+"""The command line and its own helpers: it uses the package as any program does."""

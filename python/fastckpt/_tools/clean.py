@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-#: What each state means, for people.
+#: The meaning of each state, for people.
 STATES = {
     "alive": "its writer is running",
     "dead": "not needed: the next save here removes it (of a copy: the same copy continues it)",
@@ -46,7 +46,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """List, and remove what was asked for; return exit status, JSON document and lines."""
+    """List leftovers, and remove the requested ones; returns exit status, JSON document and lines."""
     hours = options.older_than
     if hours is not None and (not options.remove or not hours >= 0):
         raise ValueError("clean: --older-than requires --remove and a non-negative number of hours")

@@ -1,8 +1,8 @@
 """The command ``fastckpt``: inspect, verify, compare, copy, convert, plan, measure and clean up checkpoints.
 
 Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
-slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, for an error
-too; everything else goes to standard error.
+slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, also for an
+error; everything else goes to standard error.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OK, DAMAGED, FAILED = 0, 1, 2
 
 _PLACE = "the checkpoint: its directory or URL"
 
-#: What a screen has room for; the rest is counted.
+#: As many as fit on a screen; the rest are counted.
 _LINES = 12
 #: Levels of metadata that are shown: JSON is nested as Python recurses.
 _DEPTH = 100
@@ -67,7 +67,7 @@ class _Parser(argparse.ArgumentParser):
     """
 
     def __init__(self, *, page: str = "", **others: Any) -> None:
-        # A part of an option's name would be taken for the option, and could mean another one in a later version.
+        # Abbreviations of options are refused: an abbreviation could mean another option in a later version.
         super().__init__(**others, allow_abbrev=False)
         self._page = page
 
@@ -106,7 +106,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _plain(value: Any, depth: int = 0) -> Any:
-    """Return a value of a checkpoint's metadata as JSON can hold it: what it cannot becomes text."""
+    """Return a value of a checkpoint's metadata for JSON: values that JSON cannot hold become text."""
     kind = type(value)
     if value is None or kind in {bool, int, str}:
         return value
@@ -146,7 +146,7 @@ def _metadata(checkpoint: fastckpt.Checkpoint) -> Any:
 
 
 def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """What a checkpoint holds, on one screen."""
+    """The contents of a checkpoint, on one screen."""
     with fastckpt.open(options.path) as checkpoint:
         tensors, metadata = _tensors(checkpoint), _metadata(checkpoint)
     numbers: Counter[str] = Counter()
@@ -167,7 +167,7 @@ def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 
 def _info_lines(document: Mapping[str, Any]) -> list[str]:
-    """Return the screen for what :func:`_info` found."""
+    """Return the screen for the result of :func:`_info`."""
     shards = document["shards"]
     created = dt.datetime.fromtimestamp(document["created"]).astimezone()
     speed = f"{document['seconds']:.3f} s, {document['gigabytes_per_second']:.2f} GB/s"
@@ -199,7 +199,7 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _shortened(text: str) -> str:
-    """Return ``text``, cut to what fits on a line."""
+    """Return ``text``, cut to the width of a line."""
     return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
@@ -252,15 +252,15 @@ _COMMANDS = {
 
 
 def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> str:
-    """Return what failed, where, why, and what helps."""
+    """Return the operation that failed, its place, cause and remedy."""
     if isinstance(error, KeyError):
         return str(error.args[0]) if error.args else type(error).__name__
     if not isinstance(error, OSError) or error.errno is None:
         return str(error) or type(error).__name__
     where = os.fsdecode(path if error.filename is None else error.filename)
     cause = error.strerror or str(error)
-    # The core's messages name operation and path themselves; a cause is more than the system's words where it has a
-    # remedy, and one is enough.
+    # The core's messages already name operation and path; a cause with a remedy is longer than the system's text, and
+    # one cause is enough.
     message = cause if f"`{where}`" in cause else f"cannot {operation} {where}: {cause}"
     remedy = _REMEDIES.get(error.errno)
     plain = cause.rpartition(": ")[2].partition(" (os error")[0] == os.strerror(error.errno)
@@ -289,13 +289,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
     try:
         if as_json:
-            # The one control character that JSON leaves as it is.
+            # The only control character that JSON does not escape.
             _print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"), sys.stdout)
         elif lines:
             _print("\n".join(map(visible, lines)), sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:
-        # The reader (head, less) has seen enough; Python's own flush at exit must not fail on it again.
+        # The reader (head, less) has stopped reading; Python's own flush at exit must not fail on it again.
         _discard_output()
     except OSError as error:
         _discard_output()
@@ -305,7 +305,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _print(text: str, stream: TextIO) -> None:
-    """Print ``text``; what the locale cannot encode is escaped."""
+    """Print ``text``; characters that the locale cannot encode are escaped."""
     encoding = stream.encoding or "ascii"
     print(text.encode(encoding, "backslashreplace").decode(encoding), file=stream)
 

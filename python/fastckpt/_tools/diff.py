@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
-#: Bytes of a tensor that are held of each checkpoint at a time; float64 of both takes up to sixteen times as much.
+#: Bytes of a tensor that are held at a time for each checkpoint; float64 of both takes up to sixteen times as much.
 _PIECE = 16 << 20
 #: Kinds of dtypes whose elements can be subtracted: truth values, integers, floats and complex numbers.
 _NUMBERS = "biufc"
@@ -30,17 +30,17 @@ _WORD = 60
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Difference:
-    """What became of one tensor from the first checkpoint to the second.
+    """The change of one tensor from the first checkpoint to the second.
 
     Attributes:
         name: its name.
         dtype: its dtype in the first, and, where that differs, in the second: ``float32 -> bfloat16``.
-        shape: likewise.
+        shape: its shape in the first, or in both.
         elements: how many elements differ, or bytes where several elements share one; None where the shapes differ.
-        max_abs: the largest absolute difference of two elements; nan where only one of them is a number; None where
-            they are not numbers.
-        relative: the Euclidean norm of the difference divided by that of the first tensor; inf where that is zero; None
-            like ``max_abs``.
+        max_abs: the largest absolute difference of two elements; nan if only one of them is a number; None if they are
+            not numbers.
+        relative: the Euclidean norm of the difference divided by the norm of the first tensor; inf if that is zero;
+            None like ``max_abs``.
     """
 
     name: str
@@ -109,7 +109,7 @@ def compare(first: fastckpt.Checkpoint, second: fastckpt.Checkpoint, name: str) 
         name: A tensor that both have.
 
     Raises:
-        CorruptCheckpointError: bytes of one are not what was written.
+        CorruptCheckpointError: bytes of one differ from those that were written.
     """
     a, b = first.info(name), second.info(name)
     dtype = a.dtype if a.dtype == b.dtype else f"{a.dtype} -> {b.dtype}"
@@ -167,7 +167,7 @@ def _array(part: Any) -> np.ndarray[Any, Any]:
 def _wide(part: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     """Numbers with the precision that their differences are taken in: float64 or complex128, more where they have."""
     least = np.complex128 if part.dtype.kind == "c" else np.float64
-    # The 64 bits of an integer are more than the 53 of a float64.
+    # An integer of 64 bits does not fit the 53 bits of a float64.
     return part.astype(np.longdouble if part.dtype.kind in "iu" else np.result_type(part.dtype, least))
 
 
@@ -216,7 +216,7 @@ def _joined(name: _Name | None) -> str:
     return ".".join(filter(None, reversed(steps)))
 
 
-#: Stands where only one of two mappings has a key.
+#: A placeholder where only one of two mappings has a key.
 _NOTHING: Any = object()
 #: The names of the parts of composed tensors.
 _PARTS = {
@@ -227,9 +227,9 @@ _PARTS = {
 
 
 def _children(value: Any) -> tuple[Any, dict[str, Any]] | None:
-    """What two values must have in common to be compared by their parts, and these by name; None for a leaf."""
+    """The properties that two values must share to be compared part by part; None for a leaf."""
     if isinstance(value, fastckpt.Composed):
-        # The value of an object has the name of the object, and so has the base of an expanded tensor.
+        # The value of an object has the same name as the object, and so has the base of an expanded tensor.
         names = _PARTS.get(value.kind, ("", "__dict__"))
         return (value.kind, value.about), dict(zip(names, value.parts, strict=False))
     if isinstance(value, Mapping):
@@ -258,7 +258,7 @@ def _text(value: Any) -> str:
         elif isinstance(item, (list, tuple)):
             rest.extend(_enclosed(*(("[", item, "]") if isinstance(item, list) else ("(", item, ")"))))
         elif isinstance(item, (set, frozenset)):
-            # Members are no deeper than what can be hashed.
+            # Members are nested no deeper than hashing allows.
             rest.extend(_enclosed("{", [_Literal(text) for text in sorted(map(_text, item))], "}"))
         elif isinstance(item, slice):
             rest.extend(_enclosed("slice(", (item.start, item.stop, item.step), ")"))
@@ -297,13 +297,13 @@ def _contrasted(before: str, after: str) -> tuple[str, str]:
 
 
 def _order(one: Difference) -> tuple[bool, float, str]:
-    """What cannot be measured first, then the most changed."""
+    """Tensors that cannot be measured first, then the most changed."""
     measured = one.relative is not None and not math.isnan(one.relative)
     return measured, -(one.relative or 0.0) if measured else 0.0, one.name
 
 
 def _as_json(one: Difference) -> dict[str, Any]:
-    """As JSON can hold it, which has no nan and no infinity."""
+    """A number for JSON, which has no nan and no infinity."""
     return {
         key: str(value) if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in asdict(one).items()

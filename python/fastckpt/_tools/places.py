@@ -1,4 +1,4 @@
-"""Where a checkpoint is, on the command line."""
+"""The place of a checkpoint, on the command line."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fastckpt._stores.urls import place_of
 
 
 def place(text: str) -> Path | str:
-    """A path, also of ``file://``; another URL as it is, since a Path would fold its slashes."""
+    """A path, also of ``file://``; another URL unchanged, since a Path would fold its slashes."""
     if not text.lower().startswith("file:/"):
         return text if is_url(text) else Path(text)
     try:

@@ -1,4 +1,4 @@
-"""``fastckpt runs`` and ``fastckpt prune``: the checkpoints of a run, what is kept and why, and what is not."""
+"""``fastckpt runs`` and ``fastckpt prune``: the checkpoints of a run, which are kept and why, and which are not."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
 
 
 def _files(path: str) -> dict[tuple[int, int], int]:
-    """The files of a checkpoint, by what makes them the same file in several directories."""
+    """The files of a checkpoint, by the identity that they have in several directories."""
     found = {}
     with os.scandir(path) as entries:
         for entry in entries:
@@ -146,7 +146,7 @@ def _shown(document: dict[str, Any]) -> list[str]:
 
 
 def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """List a run in an object store, of which only its own manager knows what is kept there."""
+    """List a run in an object store; only its own manager knows which of its checkpoints are kept."""
     if options.keep is not None:
         raise ValueError(f"runs {options.path}: --keep requires a directory, not a URL")
     listed: list[dict[str, Any]] = []
@@ -163,7 +163,7 @@ def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], lis
             with fastckpt.open(one.path) as checkpoint:
                 speed, metadata = checkpoint.origin.gigabytes_per_second, checkpoint.metadata
             metrics = _numbers(metadata, "metrics")
-            # Each knows how much changed with the one before it.
+            # Each one knows how much changed since the one before it.
             noted = metadata.get("lineage") if isinstance(metadata, dict) else None
             if isinstance(noted, dict):
                 changed[noted.get("changed_of")] = _numbers(noted, "changed")
@@ -242,7 +242,7 @@ def _lines(document: dict[str, Any]) -> list[str]:
 
 
 def _percent(share: float) -> str:
-    """Nothing but 0 is ``0 %``: that is what is looked for."""
+    """Only 0 is shown as ``0 %``: readers look for that."""
     return "< 0.1 %" if 0 < share < 0.001 else f"{100 * share:.3g} %"  # noqa: PLR2004 - of what is shown
 
 
@@ -251,7 +251,7 @@ def _when(created: float | None) -> str:
 
 
 def _files_of(path: str) -> list[str]:
-    """The names of what ``files=`` of a manager has put beside a checkpoint."""
+    """The names of the files that a manager's ``files=`` has put beside a checkpoint."""
     with fastckpt.open(path) as checkpoint:
         noted = checkpoint.metadata.get("lineage") if isinstance(checkpoint.metadata, dict) else None
     files = noted.get("files") if isinstance(noted, dict) else None
@@ -259,7 +259,7 @@ def _files_of(path: str) -> list[str]:
 
 
 def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Remove what is not kept; return exit status, JSON document and lines."""
+    """Remove checkpoints that are not kept; returns exit status, JSON document and lines."""
     found = _find(options, "prune")
     if not found.policies:
         raise ValueError(

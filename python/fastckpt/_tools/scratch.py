@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
 
-#: What ends a process; Windows has no SIGHUP.
+#: Signals that end a process; Windows has no SIGHUP.
 _ENDING = [signal.Signals[name] for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -24,9 +24,9 @@ class _Ended(BaseException):
 
 
 class Signals:
-    """SIGINT, SIGTERM and SIGHUP as an exception, or, while ``held``, kept; sent anew when the block ends.
+    """SIGINT, SIGTERM and SIGHUP as an exception, or, while ``held``, kept; sent again when the block ends.
 
-    Only those that would have their default effect, and only in the main thread: no other gets them.
+    Only those that would have their default effect, and only in the main thread: no other thread receives them.
     """
 
     def __init__(self, *, held: bool = False) -> None:
@@ -59,12 +59,12 @@ class Signals:
 def scratch(directory: str | os.PathLike[str], tool: str) -> Iterator[tuple[Path, contextlib.ExitStack]]:
     """Make a directory for as long as the block lasts, also if it is ended by Ctrl-C or by a termination signal.
 
-    What the block leaves on the stack is done before the directory is removed, and no signal comes in between.
+    The exit callbacks of the block run before the directory is removed, and no signal comes in between.
     """
     path = Path(directory, f".fastckpt-{tool}-{os.getpid()}-{os.urandom(8).hex()}")
     ending = contextlib.ExitStack()
     with Signals() as signals:
-        # A signal may come right after the directory was made, and right before it is removed.
+        # A signal may come right after the directory was made, or right before it is removed.
         try:
             try:
                 path.mkdir(mode=0o700)

@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 GIB = 2**30
 
-#: Bytes of a checkpoint per parameter under mixed-precision Adam: weights in bf16, then what the optimizer keeps in
-#: fp32, its master copy of the weights and two moments.
+#: Bytes of a checkpoint per parameter under mixed-precision Adam: weights in bf16, then the optimizer's state in fp32:
+#: its master copy of the weights and two moments.
 WEIGHT_BYTES = 2
 OPTIMIZER_BYTES = 4 + 8
 
 
 @dataclass(frozen=True, slots=True)
 class Tier:
-    """What storage should give each GPU.
+    """The throughput that storage should give each GPU.
 
     Attributes:
         name: ``light``, ``medium`` or ``high``.
@@ -55,7 +55,7 @@ class Workload:
         dp: data parallelism.
         zero: ZeRO stage.
         gib: the published size of the whole checkpoint, in GiB (MLPerf prints "GB" and means 2^30).
-        parameters: what 14 bytes each make that size of.
+        parameters: the number whose 14 bytes each make that size.
     """
 
     name: str
@@ -103,8 +103,8 @@ class Workload:
 #: Source: MLPerf Storage v2.0, submission guidelines, table 2. Parameters are counted from the architectures of that
 #: table, which differ from Meta's models: 70B has 128 attention heads instead of 64, so its 8 key-value heads are half
 #: as wide. The published 912 is 8 nodes of a rounded 114. For 1T the count of the published architecture (1.183e12,
-#: 15,425 GiB) is not what was published (18 TB, and 161 GB for 8 processes), nor is the nominal 1e12 (13,039 GiB):
-#: here the size is taken as given, and the parameters follow from it.
+#: 15,425 GiB) differs from the published one (18 TB, and 161 GB for 8 processes), as does the nominal 1e12 (13,039
+#: GiB): here the size is taken as given, and the parameters follow from it.
 WORKLOADS = {
     workload.name: workload
     for workload in (

@@ -1,7 +1,7 @@
 """Data that the ranks of a save exchange in addition to the state that all describe alike.
 
-Nothing that comes down has a part for each rank, but for boxes, which are of ranks by their nature: equal ones of
-several ranks are one there, and so are tensors that are cut alike.
+The answer has no part for each rank, except for boxes, which belong to ranks by nature: equal ones of several ranks are
+sent once, and so are those of tensors that are cut alike.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
 
 class Known:
-    """What all ranks know of values, and of tensors that need boxes.
+    """The facts that all ranks know of values, and of tensors that need boxes.
 
     Args:
         answer: of :func:`decide_told`.
 
     Attributes:
-        model_key: that of the coordinator.
+        model_key: the coordinator's.
         values: of each value with tensors the rank that has it, and the tensors, by its key.
         strange: the keys of tensors that some rank can describe by boxes alone.
         planned: the keys that are in a plan, of ranks whose planners may leave some out.
@@ -47,7 +47,7 @@ class Known:
 
 
 def combine_told(told: Sequence[list[Any]]) -> list[Any]:
-    """What several ranks tell, as one: optimizers with numbers, values, strange keys, and what is planned."""
+    """Several messages combined: optimizers with numbers, values, strange keys, and the planned entries."""
     ids, values, strange, planned = zip(*told, strict=True)
     found: dict[str, list[Any]] = {}
     for value in chain.from_iterable(values):
@@ -64,10 +64,10 @@ def combine_told(told: Sequence[list[Any]]) -> list[Any]:
 
 
 def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) -> list[Any]:
-    """What all ranks are to know; ``values`` takes the tokens of each value by its key.
+    """The facts for all ranks; ``values`` takes the tokens of each value by its key.
 
     Raises:
-        ValueError: ranks have optimizers whose numbers stand for other parameters.
+        ValueError: ranks have optimizers whose numbers refer to different parameters.
     """
     ids, found, strange, planned = told
     for outer, (first, *others) in ids.items():
@@ -88,7 +88,7 @@ class Boxes:
         answer: of :func:`decide_cuts`.
 
     Attributes:
-        spreads: of each cut, who has which boxes of a tensor, for each mesh that has them.
+        spreads: for each cut, which ranks have which boxes of a tensor, for each mesh that has them.
     """
 
     def __init__(self, answer: list[Any]) -> None:
@@ -122,7 +122,7 @@ class Boxes:
 
 
 def combine_cuts(told: Sequence[list[Any]]) -> list[Any]:
-    """The boxes of several ranks, as one: of each tensor dtype and shape, and by mesh and box who has it."""
+    """The boxes of several ranks combined: dtype and shape of each tensor, and its ranks by mesh and box."""
     tensors: dict[str, list[Any]] = {}
     for key, about, meshes in chain.from_iterable(told):
         known = tensors.get(key)
@@ -171,7 +171,7 @@ def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
         # Boxes that overlap may hide a gap, which the core finds.
         if held[number] < prod(sizes):
             raise CheckpointError(
-                f"dcp.save: {key!r} of the sizes {sizes} is not here as a whole ({held[number]} of {prod(sizes)} "
+                f"dcp.save: {key!r} of the sizes {sizes} is incomplete here ({held[number]} of {prod(sizes)} "
                 "elements): call dcp.save on all ranks that have a part of it, without no_dist=True"
             )
         tensors.append([key, number])

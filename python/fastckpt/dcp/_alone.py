@@ -24,7 +24,7 @@ class Alone(SingleProcess):
     """This process alone, with a plan.
 
     Args:
-        brought: what it saves; nothing of that is cut into boxes.
+        brought: the state to save, without boxes.
     """
 
     def __init__(self, brought: Brought) -> None:

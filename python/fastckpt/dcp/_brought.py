@@ -2,12 +2,12 @@
 
 Each entry of the planner's state is one of these:
 
-- A plain tensor: every rank that has it has it whole. They share the work, and what they hold is compared.
+- A plain tensor: every rank that has it has it whole. They share the work, and their copies are compared.
 - A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
-- A value: that of the lowest rank that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
+- A value: the lowest rank's that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
   each value to some rank, and values of several ranks together would be a state that no rank held. Tokens travel to
   the coordinator alone; all ranks hear of the tensors in a value, for their order is that of the state.
-- Boxes: of a ShardedTensor, of a DTensor whose parts are no mesh's, and of all that other planners cut. Every rank
+- Boxes: of a ShardedTensor, of a DTensor whose parts match no mesh, and of all that other planners cut. Every rank
   hears who has which.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from ._structure import Path
     from ._values import Box
 
-#: What stands for the place among spreads of what is cut into boxes.
+#: Marks tensors that are cut into boxes, in place of the number of a spread.
 BOXES = "boxes"
 
 
@@ -66,7 +66,7 @@ class _OfOne:
 
 
 class _Described(Spreads):
-    """Describes what is spread over ranks: DTensors, tensors in values of one rank, and boxes."""
+    """Describes tensors that are spread over ranks: DTensors, tensors in values of one rank, and boxes."""
 
     def describe_of(self, kind: type) -> Describe | None:
         """How to describe a type of such tensors; None for any other type."""
@@ -95,10 +95,10 @@ class _Described(Spreads):
 
 
 class Brought:
-    """What one rank brings to a save.
+    """The contribution of one rank to a save.
 
     Args:
-        plan: what torch's plan has this rank save.
+        plan: this rank's part of torch's plan.
         planner: knows the tensors.
         types: the types with names that are known.
         ranks: the global ranks of the group, in its order.
@@ -128,10 +128,10 @@ class Brought:
         self._types = types
         self._planner = planner
         self._paths = _paths(plan, planner)
-        #: Of tensors, the items of the plan, and of the plan that this rank made those that torch left to others.
+        #: For tensors, the items of the plan, and those that this rank adds because torch left them to other ranks.
         self._items: dict[str, list[_torch.WriteItem]] = {}
         self._values: dict[str, Value] = {}
-        #: Of values that cannot be stored, and that all plans may leave out: why not.
+        #: For values that cannot be stored, and that all plans may leave out: the reason.
         self._refused: dict[str, str] = {}
         #: Keys of values, of this rank and of others.
         self._others: set[str] = set()
@@ -145,7 +145,7 @@ class Brought:
         self._boxes: dict[str, tuple[Cut, dict[Box, Memory]]] = {}
 
     def _sort(self, plan: _torch.SavePlan, local: _torch.SavePlan | None) -> None:
-        """Sort the items by keys, and find what is stored of values."""
+        """Sort the items by keys, and find the stored form of values."""
         kinds: dict[str, _torch.WriteItemType] = {}
         values: dict[str, _torch.WriteItem] = {}
         for item in plan.items:
@@ -203,7 +203,7 @@ class Brought:
                     self.strange.append(key)
 
     def told(self) -> list[Any]:
-        """What the others are told first."""
+        """The first message to the other ranks."""
         values = [
             [key, self.rank, value.tokens, [one.about() for one in value.tensors]]
             for key, value in self._values.items()
@@ -215,7 +215,7 @@ class Brought:
         """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
         state = self._state or {}
         here = [(path, state[key]) for key, path in self._paths.items() if key in state]
-        # Also of one that has no state yet: that of another rank may be of other parameters.
+        # Also of an optimizer without state: that of another rank may be of other parameters.
         found: dict[Path, list[Any]] = {
             path[:-3]: []
             for path, value in here
@@ -234,7 +234,7 @@ class Brought:
         }
 
     def cuts(self, known: Known) -> list[Any]:
-        """The boxes that this rank has of what some rank can describe by them alone."""
+        """The boxes that this rank has of tensors that some rank can describe by boxes only."""
         told = []
         for key in known.strange:
             items = self._items.get(key)
@@ -252,7 +252,7 @@ class Brought:
         return told
 
     def _mesh_of(self, key: str) -> str:
-        """What tells the mesh by which this rank has a tensor from others: a box of two is of two tensors."""
+        """The identity of the mesh by which this rank has a tensor: a box of two meshes belongs to two tensors."""
         value = None if self._state is None else self._state.get(key)
         if not isinstance(value, _torch.DTensor):
             return ""
@@ -263,12 +263,12 @@ class Brought:
         return self._planned is None or key in known.planned
 
     def fill(self, request: SaveRequest, known: Known, boxes: Boxes) -> None:
-        """Flatten what this rank has into a request.
+        """Flatten this rank's state into a request.
 
         Args:
             request: the save.
-            known: what the others have told first.
-            boxes: who has which boxes.
+            known: the first messages of all ranks.
+            boxes: the boxes of all ranks.
 
         Raises:
             RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
@@ -292,7 +292,7 @@ class Brought:
         request.sources = Sources(request.operation, request.movers)
 
     def _nested(self, known: Known, boxes: Boxes) -> dict[Any, Any]:
-        """What this rank has, with lists as mappings of positions."""
+        """The state of this rank, with lists as mappings of positions."""
         root: dict[Any, Any] = {}
         for key in dict.fromkeys([*self._paths, *(self._state or ()), *self._items, *self._values, *self._refused]):
             if not self._is_planned(key, known):

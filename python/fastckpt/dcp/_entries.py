@@ -1,7 +1,7 @@
 """Lists a checkpoint as torch.distributed.checkpoint does: entries by dotted keys.
 
 Its planners look into mappings, and into lists that hold tensors or mappings; everything else is one entry. A key is
-made a string. Here the same is done to the structure of a checkpoint, so that the keys meet those of a state.
+made a string. The same is done here to the structure of a checkpoint, so that the keys match those of a state.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from fastckpt._state.unflatten import Token
 
-#: Tensors that are made of several.
+#: Tensors made of several parts.
 _COMPOSED = frozenset({"coo", "compressed", "quantized", "expanded"})
 
 
@@ -38,10 +38,10 @@ class Entry(NamedTuple):
 
 
 def entries_of(tokens: list[Token], path: str) -> tuple[dict[str, Entry], dict[str, Entry]]:
-    """The entries of a structure that has been checked, in order, by their dotted keys; and what holds several.
+    """The entries of a structure that has been checked, in order, by their dotted keys; and its containers.
 
     Raises:
-        CheckpointError: the state is no mapping, or two entries have one key.
+        CheckpointError: the state is not a mapping, or two entries have one key.
     """
     ends = ends_of(tokens)
     found: dict[str, Entry] = {}
@@ -81,7 +81,7 @@ def _is_mapping(token: Token) -> bool:
 
 
 def _children(ends: list[int], position: int) -> Iterator[int]:
-    """Where the members of a list begin."""
+    """The positions of the members of a list."""
     child = position + 1
     while child < ends[position]:
         yield child
@@ -118,11 +118,11 @@ def _is_terminal(tokens: list[Token], ends: list[int], position: int) -> bool:
 class Known(dict[str, Any]):
     """The metadata of all entries. A key that leads to several is found, too, but not listed.
 
-    Planners with ``flatten_state_dict=False`` ask for such keys, and take what is there as one value.
+    Planners with ``flatten_state_dict=False`` request such keys, and take the contents as one value.
 
     Args:
         entries: the metadata of each entry.
-        outer: the keys of what holds several.
+        outer: the keys of containers.
         value: the metadata of a value.
     """
 

@@ -31,7 +31,7 @@ class Request(NamedTuple):
 
 
 class Fill:
-    """What brings boxes into tensors: requests, and movers for those without an address, by their numbers."""
+    """Reads boxes into tensors: requests, and movers for those without an address, by their numbers."""
 
     def __init__(self, targets: Targets) -> None:
         self.targets = targets
@@ -48,7 +48,7 @@ class Fill:
         sizes = tuple(stop - start for start, stop in box)
         if tuple(target.shape) != sizes:
             raise StructureMismatchError(
-                f"load: {key}: a box of the sizes {list(sizes)} was asked for, and the tensor to fill has the sizes "
+                f"load: {key}: a box of the sizes {list(sizes)} was requested, but the tensor to fill has the sizes "
                 f"{list(target.shape)}"
             )
         self.filled.append(target)
@@ -97,7 +97,7 @@ class Fill:
         self.requests.append(Request(index, 0, room, box))
 
     def take_whole(self) -> None:
-        """Take what the targets ask for themselves: whole tensors for values, into memory that has an address."""
+        """Take the requests of targets for whole tensors of values, into memory that has an address."""
         for request in self.targets.requests:
             stored = self.targets.stored[request.tensor]
             sizes = (stored.logical or stored).shape

@@ -1,7 +1,7 @@
 """fastckpt's writer and reader in the place of torch's, for programs that name those themselves.
 
-The classes of torch stay what they are, under every name that anybody has imported them by; only what a call of one of
-them makes is another object. Classes derived from them are not touched.
+The classes of torch stay unchanged, under every name that they have been imported by; only calling one of them makes
+another object. Classes derived from them are not touched.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
     from types import TracebackType
 
 _MANIFEST = "fastckpt.json"
-#: Arguments of torch's writer that say how its files are written, which ours decides itself.
+#: Arguments of torch's writer about how its files are written, which our writer decides itself.
 _IRRELEVANT = ("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict")
 
 _lock = RLock()
-#: The options of each installation that has not ended, the last one in force.
+#: The options of each installation that has not ended, the last one in effect.
 _installed: list[dict[str, Any]] = []
 _prepared = False
 
 
 class InstalledWriter(Writer):
-    """What ``FileSystemWriter(path, ...)`` makes while fastckpt is installed."""
+    """The result of ``FileSystemWriter(path, ...)`` while fastckpt is installed."""
 
 
 class InstalledReader(Reader):
-    """What ``FileSystemReader(path)`` makes while fastckpt is installed: torch's own checkpoints are read by torch."""
+    """The result of ``FileSystemReader(path)`` during an installation: torch reads torch's own checkpoints."""
 
     def __init__(self, path: Any, **options: Any) -> None:
         super().__init__(path, **options)
@@ -48,7 +48,7 @@ class InstalledReader(Reader):
         self._torchs = None
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Any:
-        """What the checkpoint holds, by torch's reader where torch wrote it."""
+        """The contents of the checkpoint, by torch's reader if torch wrote it."""
         path = self.checkpoint_id
         self._torchs = None
         if path is not None and not _has(path, _MANIFEST) and (_has(path, TORCH_METADATA) or "rank" in kwargs):
@@ -107,14 +107,14 @@ def install(**options: Any) -> Installation:
     For accelerate, Lightning and others, and for ``dcp.save(state, checkpoint_id=path)`` without a writer. From now on
     a call of these classes makes a :class:`fastckpt.dcp.Writer` or :class:`fastckpt.dcp.Reader`, wherever and by
     whatever name they were imported. A directory that torch itself wrote is read by torch. Classes derived from
-    torch's, and writers with extensions or of another serialization format, stay as they are.
+    torch's, and writers with extensions or of another serialization format, stay unchanged.
 
-    The arguments of torch's writer that say how its files are written have no effect; ``overwrite`` has.
+    The arguments of torch's writer about how its files are written have no effect; ``overwrite`` has.
 
-    torch pickles what it does not know, and fastckpt never does. So a save refuses some values that torch's writer
-    takes, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class is no
-    named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
-    (docs/states.md); shards that are not plain dense tensors; what a planner makes bytes of that
+    torch pickles values that it does not know, and fastckpt never does. So a save refuses some values that torch's
+    writer accepts, and names their keys: functions, classes, generators, and objects without ``state_dict`` whose class
+    is not a named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
+    (docs/states.md); shards that are not plain dense tensors; bytes from a planner that
     ``torch.load(weights_only=True)`` refuses; and ``use_collectives=False``. A load refuses values of classes that its
     program has not declared, unless it is given ``unknown="plain"``.
 
@@ -136,7 +136,7 @@ def install(**options: Any) -> Installation:
     """
     if "path" in options:
         raise TypeError("install: leave out path=: each call of the program gives its own")
-    # They say what is wrong with them.
+    # Those raise errors of their own.
     Writer(None, **_for_writers(options))
     Reader(None, **_for_readers(options))
     with _lock:
@@ -149,7 +149,7 @@ def install(**options: Any) -> Installation:
 def _prepare() -> None:
     """Let calls of torch's classes ask whether fastckpt is installed.
 
-    That stays: a class that has once had a ``__new__`` does not take arguments any more when it is deleted.
+    That stays: a class whose ``__new__`` has been deleted no longer accepts arguments.
     """
     global _prepared  # noqa: PLW0603 - once a process
     if _prepared:
@@ -193,7 +193,7 @@ def _make_writers_here(executor: Any) -> None:
 
 
 def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> Any:
-    """A writer for the arguments of torch's, or None where it is to be torch's."""
+    """A writer for the arguments of torch's, or None if torch's is to be used."""
     # In the order of torch 2.6 and later.
     names = (*_IRRELEVANT[:5], "overwrite", "_extensions", "serialization_format")
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -204,7 +204,7 @@ def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> An
 
 
 def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None) -> Any:
-    """A reader for the arguments of torch's, or None where it is to be torch's."""
+    """A reader for the arguments of torch's, or None if torch's is to be used."""
     if _extension_registry is not None:
         return None
     return InstalledReader(path, **_for_readers(options))

@@ -1,6 +1,6 @@
 """The label of a save or a load of several ranks: its coordinator draws it, and each rank gets it with its plan.
 
-Ranks cannot count these calls: one whose planner raises never comes as far as the storage, and no other rank knows.
+Ranks cannot count these calls: a rank whose planner raises never gets as far as the storage, and no other rank knows.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ import secrets
 import threading
 from typing import Any
 
-#: ``label``: what came with the last plan that this thread received.
+#: ``label``: the label that came with the last plan that this thread received.
 _here = threading.local()
 
 
 class Label(str):
     """A label in the ``storage_data`` of a plan.
 
-    It notes itself in the thread that unpickles it: a planner that keeps plans for later saves drops what came, and
-    hands out a plan that has the label of an earlier save.
+    It is noted in the thread that unpickles it: a planner that keeps plans for later saves drops the new label, and
+    hands out a plan with the label of an earlier save.
     """
 
     __slots__ = ()

@@ -1,7 +1,8 @@
 """Writes torch's ``.metadata``, by which other tools recognise a directory as a checkpoint.
 
-It describes the checkpoint and leads to no bytes. torch's own reader looks for the bytes in a file whose name says what
-reads them: an error, and never values. It is a pickle of torch's own classes, which nothing of fastckpt ever reads.
+It describes the checkpoint and leads to no bytes. torch's own reader looks for the bytes in a file whose name tells
+which reader to use: it raises an error, and never returns values. It is a pickle of torch's own classes, which nothing
+of fastckpt ever reads.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ if TYPE_CHECKING:
 
     from ._structure import About, Path
 
-#: There is no such file. torch names it in its FileNotFoundError.
+#: This file does not exist. torch names it in its FileNotFoundError.
 NOT_HERE = "a checkpoint of fastckpt - load it with storage_reader=fastckpt.dcp.Reader() or call fastckpt.dcp.install()"
-#: torch's own writer takes the default of the version that writes, and every version reads this one.
+#: torch's own writer uses the default of its version, and every version reads this one.
 _PROTOCOL = 4
 
 
@@ -28,7 +29,7 @@ def torch_metadata(entries: Mapping[str, tuple[Path, About | None]]) -> bytes:
     """The content of ``.metadata``.
 
     Args:
-        entries: for each entry by its dotted key, the keys that lead to it, and what is stored if it is one tensor.
+        entries: for each entry by its dotted key, the keys that lead to it, and its stored tensor if it is one.
     """
     described: dict[str, Any] = {}
     nowhere = _torch.StorageInfo(NOT_HERE, 0, 0)

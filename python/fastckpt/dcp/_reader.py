@@ -42,17 +42,17 @@ if TYPE_CHECKING:
 class Reader(_torch.StorageReader):
     """A StorageReader for ``torch.distributed.checkpoint.load``.
 
-    It reads what :class:`fastckpt.dcp.Writer`, :func:`fastckpt.distributed.save` and :func:`fastckpt.save` wrote, into
-    states of any sharding: boxes go straight into the local tensors. Values are decoded without pickle, and handed to
-    the planner in the form that its ``torch.load`` expects.
+    It reads checkpoints of :class:`fastckpt.dcp.Writer`, :func:`fastckpt.distributed.save` and :func:`fastckpt.save`,
+    into states of any sharding: boxes go straight into the local tensors. Values are decoded without pickle, and handed
+    to the planner in the form that its ``torch.load`` expects.
 
-    Keys are those of torch's planners: joined with dots, each made a string; tuples and values of other types are one
-    entry. Every block that is read whole is compared with its checksum.
+    Keys are those of torch's planners: joined with dots, each converted to a string; tuples and values of other types
+    are one entry. Every block that is read whole is compared with its checksum.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
-        process_group: the group passed to ``dcp.load``; None for the default group. Its ranks read
-            each byte once from the storage and pass it on; where others load, each rank reads what it needs.
+        process_group: the group passed to ``dcp.load``; None for the default group. Its ranks read each byte once from
+            the storage and pass it on; in other loads, each rank reads what it needs.
         timeout: seconds of silence of another rank after which a load fails.
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
         unknown: how to load values of types that this program does not know; see :func:`fastckpt.load`.
@@ -61,10 +61,10 @@ class Reader(_torch.StorageReader):
         threads: worker threads; by default as :func:`fastckpt.load` has them.
 
     Attributes:
-        report: what the last read of this rank did, or None.
+        report: the report of the last read of this rank, or None.
 
     Raises:
-        TypeError: ``path`` is no path.
+        TypeError: ``path`` is not a path.
         ValueError: an argument is out of range, or ``path`` is a URL.
     """
 
@@ -109,14 +109,14 @@ class Reader(_torch.StorageReader):
         self._opened = None
 
     def read_metadata(self, *_: Any, **__: Any) -> _torch.Metadata:
-        """What the checkpoint holds. Each tensor is one whole chunk, so that it fits any sharding.
+        """The contents of the checkpoint. Each tensor is one whole chunk, so that it fits any sharding.
 
         Raises:
-            CheckpointError: there is no path, or the state is no mapping.
+            CheckpointError: no path was given, or the state is not a mapping.
             CorruptCheckpointError: the manifest is damaged.
             FileNotFoundError: there is nothing at the path.
             NotACheckpointError: ``path`` is not a checkpoint of fastckpt.
-            UnsupportedTypeError: a value is of a type that this program does not know.
+            UnsupportedTypeError: this program does not know the type of a value.
         """
         if self._path is None:
             raise CheckpointError("load: pass a path to the Reader, or checkpoint_id= to dcp.load")
@@ -131,24 +131,24 @@ class Reader(_torch.StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: _torch.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
-        """A load begins on this rank. What was read of the checkpoint is kept."""
+        """A load begins on this rank. The opened checkpoint is kept."""
         forget()
 
     def prepare_local_plan(self, plan: _torch.LoadPlan) -> _torch.LoadPlan:
-        """The plan as it is."""
+        """The plan, unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
-        """The plans, with a label where all ranks of the process group are there, which then read together."""
+        """The plans, with a label if all ranks of the process group are there, which then read together."""
         return labelled(plans) if len(plans) > 1 and _torch.group_size(self._group) == len(plans) else plans
 
     def read_data(self, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> _torch.Future[None]:
-        """Read what the plan asks for, straight into the tensors that the planner gives.
+        """Read the plan's requests, straight into the tensors that the planner gives.
 
         Raises:
-            CorruptCheckpointError: bytes are not what was written; the message says where.
+            CorruptCheckpointError: bytes differ from those that were written; the message names the place.
             RanksError: another rank failed, or does not answer.
-            UnsupportedTypeError: a value is of a type that this program does not know.
+            UnsupportedTypeError: this program does not know the type of a value.
 
         Warns:
             RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
@@ -208,7 +208,7 @@ class Reader(_torch.StorageReader):
 
 
 class _Work:
-    """What one rank reads of a checkpoint, and where it goes."""
+    """The parts of a checkpoint that one rank reads, and their destinations."""
 
     def __init__(self, opened: _Opened, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> None:
         self.opened = opened
@@ -220,7 +220,7 @@ class _Work:
         self.values: list[tuple[_torch.ReadItem, Entry, int]] = []
 
     def ask(self) -> list[Request]:
-        """Boxes straight into tensors, and what values need."""
+        """Boxes straight into tensors, and the tensors that values need."""
         for item in self.plan.items:
             entry = self.opened.find(item.storage_index.fqn)
             if item.type is _torch.LoadItemType.TENSOR and entry.number is not None:
@@ -236,7 +236,7 @@ class _Work:
         return self.fill.requests
 
     def finish(self) -> None:
-        """Once all has been read: hand over what the planner has to have."""
+        """Once all has been read: give the planner its values."""
         self.fill.finish()
         made = iter(self.targets.values())
         for item, entry, count in self.values:
@@ -258,11 +258,11 @@ class _Opened:
         self.reader = _core.Reader(path, keep=True)
         self.stored = self.reader.tensors()
         self.tokens: list[Token] = parse(self.reader.structure())
-        # Types are asked for only in what is loaded.
+        # Types are looked up only in what is loaded.
         unflatten(self.tokens, Validator(self.stored, types=types, strangers=True))
         self.entries, self.outer = entries_of(self.tokens, path)
         self.targets = Targets(self.stored, "auto")
-        #: Names of types of values that came back as what they are stored as.
+        #: Names of types whose values came back in their stored form.
         self.unknown: dict[str, None] = {}
 
     def find(self, key: str) -> Entry:
@@ -272,7 +272,7 @@ class _Opened:
         return found
 
     def described(self, entry: Entry) -> Any:
-        """What torch knows of an entry."""
+        """The description of an entry for torch."""
         number = entry.number
         if number is not None:
             dtype = self.targets.tensor_dtype(number)
@@ -301,24 +301,23 @@ class _Opened:
 
 
 def _box(item: _torch.ReadItem) -> list[tuple[int, int]]:
-    """Where what an item asks for lies in its tensor."""
+    """The box of its tensor that an item requests."""
     origin = item.storage_index.offset or (0,) * len(item.lengths)
     starts = [base + offset for base, offset in zip(origin, item.storage_offsets, strict=True)]
     return [(start, start + length) for start, length in zip(starts, item.lengths, strict=True)]
 
 
 def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> None:
-    """Bring a part of a tensor made of several to where the planner wants it."""
+    """Copy a part of a tensor made of several to the planner's destination."""
     box = _box(item)
     whole = all(bounds == (0, size) for bounds, size in zip(box, value.shape, strict=True))
-    # What is detached of a tensor without strides, or cut out of it, is another one: what is copied there is lost.
+    # ``detach`` or ``narrow`` of a tensor without strides makes a new one: a copy into it would be lost.
     target = planner.resolve_tensor(item)
     if target.layout is _torch.torch.strided:
         target = target.detach()
     elif not whole:
         raise CheckpointError(
-            f"load: {item.dest_index.fqn!r} is {target.layout} and is asked for in part, which cannot be filled: load "
-            "it whole"
+            f"load: {item.dest_index.fqn!r} is {target.layout} and cannot be filled in part: load it whole"
         )
     for dimension, (start, stop) in enumerate([] if whole else box):
         value = value.narrow(dimension, start, stop - start)
@@ -328,7 +327,7 @@ def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> Non
 
 
 def _as_bytes(value: Any) -> io.BytesIO:
-    """A value as the planner takes it: what ``torch.save`` makes of it."""
+    """A value in the planner's form: the output of ``torch.save``."""
     made = io.BytesIO()
     _torch.torch.save(value, made)
     made.seek(0)

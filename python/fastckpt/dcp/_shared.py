@@ -1,6 +1,6 @@
 """A load of several ranks: each byte is read from the storage once, by one rank, which passes it on.
 
-Where all ranks are on one host, the page cache does that.
+If all ranks are on one host, the page cache does that.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def read_together(
         operation: the operation, in its body.
         path: the checkpoint's directory.
         timeout: seconds of silence that are waited for.
-        asked: makes out what this rank reads.
+        asked: computes the reads of this rank.
 
     Returns:
-        What a report of this rank is made of.
+        The fields of this rank's report.
 
     Raises:
         RanksError: another rank failed, or does not answer.
@@ -70,7 +70,7 @@ def read_together(
             asks = [[request.tensor, [[start, stop] for start, stop, _ in request.box]] for request in requests]
             answer = operation.round("demands", [[here.group.rank, asks]], combine=gathered, decide=_unite)
             share = _core.Share.to_load(reading.reader, *_wanted(json.loads(answer)), here.group.size, apart=True)
-            # A rank's boxes of a tensor are its parts, in the order in which it asks for them.
+            # A rank's boxes of a tensor are its parts, in the order of its requests.
             parts: Counter[int] = Counter()
             mine = []
             for tensor, address, capacity, _, strides in requests:
@@ -107,7 +107,7 @@ def _decide(path: str, arrived: list[Any]) -> list[Any]:
 
 
 def _unite(demands: list[Any]) -> str:
-    """What all ranks want: for each tensor, ranks and boxes."""
+    """The requests of all ranks: for each tensor, ranks and boxes."""
     found: dict[int, list[Any]] = {}
     for rank, boxes in demands:
         for tensor, box in boxes:
@@ -116,7 +116,7 @@ def _unite(demands: list[Any]) -> str:
 
 
 def _wanted(united: list[Any]) -> tuple[list[tuple[int, list[int]]], list[_core.Spread]]:
-    """What ``Share.to_load`` takes: tensors that are cut alike have one spread."""
+    """The arguments of ``Share.to_load``: tensors that are cut alike have one spread."""
     spreads: dict[Any, int] = {}
     wanted = []
     for tensor, holders in united:

@@ -24,9 +24,9 @@ _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 class Stager:
     """An AsyncStager for ``dcp.async_save`` that copies states into memory that fastckpt keeps for the next save.
 
-    All tensors of a state lie in one stretch of huge pages, which is pinned where they come from a GPU. Tensors that
-    are the same stay the same. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon
-    as nothing refers to the tensors of the copy any more. :func:`fastckpt.release_buffers` frees what is kept.
+    All tensors of a state are in one stretch of huge pages, which is pinned if they come from a GPU. Ties between
+    tensors are kept. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon as
+    nothing refers to the tensors of the copy any more. :func:`fastckpt.release_buffers` frees the kept memory.
     """
 
     _synchronize_after_execute = False
@@ -52,7 +52,7 @@ class Stager:
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """Nothing to free: what is kept is kept for all, see :func:`fastckpt.release_buffers`."""
+        """Nothing to free: the memory is kept for all savers, see :func:`fastckpt.release_buffers`."""
 
 
 class _Lease:
@@ -62,11 +62,11 @@ class _Lease:
 
     def __init__(self, memory: host_memory.Memory) -> None:
         self.memory = memory
-        # Names of the module may have gone when the interpreter ends: what is needed is bound here.
+        # Module globals may be gone when the interpreter ends, so the values that are needed are bound here.
         self.give: Any = host_memory.Memory.give
 
     def spoil(self) -> None:
-        """What a broken device was writing to is no good for others."""
+        """Memory that a broken device was writing to must not be reused."""
         self.give = host_memory.Memory.close
 
     def __del__(self) -> None:
@@ -81,14 +81,14 @@ class _Copier:
         self.used = 0
         self.lease: _Lease | None = None
         self.memory: Any = None
-        #: What comes from devices: what brings each tensor, and where it goes.
+        #: Tensors that come from devices: the mover of each, and its destination.
         self.movers: dict[int, Any] = {}
         self.ranges: list[Range] = []
         self.known: dict[Any, Any] = {}
         self.counted: set[Any] = set()
 
     def measure(self, value: Any) -> None:
-        """Add up what the tensors in a value need."""
+        """Add up the bytes of the tensors in a value."""
         todo = [value]
         while todo:
             one = todo.pop()
@@ -153,7 +153,7 @@ class _Copier:
         nbytes = value.numel() * value.element_size()
         if not nbytes:
             return _torch.torch.empty(value.shape, dtype=value.dtype)
-        # Without gaps between them, small tensors of a device share a copy.
+        # Small tensors of a device that are packed without gaps share a copy.
         aligned = _ALIGNED if value.is_cpu else value.element_size()
         begin = -(-self.used // aligned) * aligned
         self.used = begin + nbytes
@@ -166,7 +166,7 @@ class _Copier:
         return made
 
     def bring(self) -> None:
-        """Bring what is on devices, and wait for it."""
+        """Copy the tensors on devices, and wait for them."""
         lease, self.memory, self.lease = self.lease, None, None
         if lease is None or not self.ranges:
             return
@@ -182,7 +182,7 @@ class _Copier:
 
 
 def _locals(value: Any) -> list[Any]:
-    """The tensors in the memory of this process that one stands for."""
+    """The tensors in this process's memory that a tensor consists of."""
     if isinstance(value, _torch.DTensor):
         return [value._local_tensor]  # noqa: SLF001
     if isinstance(value, _torch.ShardedTensor):
@@ -197,7 +197,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _identity(value: Any) -> Any:
-    """What two tensors have in common that are one."""
+    """The common key of two tensors that are one."""
     storage = value.untyped_storage()
     where = (storage._cdata, value.storage_offset())  # noqa: SLF001 - no public name tells empty storages apart
     return (*where, value.dtype, tuple(value.shape), value.stride(), value.is_conj(), value.is_neg())

@@ -1,7 +1,8 @@
 """Rebuilds the nested structure of a save from the flat entries of a planner.
 
-Ranks describe it with lists as mappings of positions, so that those of several become one, key by key. Where an entry
-is a value of one rank stands a word, or a tuple of the tensors in it; the coordinator puts the value there.
+Ranks describe it with lists as mappings of positions, so that the structures of several ranks can be united key by key.
+An entry that is a value of one rank is represented by a word, or a tuple of the tensors in it; the coordinator inserts
+the value.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
 Path = tuple[str | int, ...]
-#: What stands for a value without tensors; errors show it.
+#: Placeholder for a value without tensors; errors show it.
 VALUE = "a value"
 
 
@@ -67,12 +68,12 @@ class _Positions(dict[int, Any]):
 def finish(
     structure: str, values: Mapping[str, str], tensors: Sequence[Any]
 ) -> tuple[str, dict[str, tuple[Path, About | None]]]:
-    """The structure as it is stored, and of each entry, by its dotted key, what leads to it and what it is.
+    """The stored structure, and for each entry, by its dotted key, the keys that lead to it and its kind.
 
     Args:
-        structure: what the ranks agreed on, JSON.
+        structure: the structure that the ranks agreed on, JSON.
         values: the tokens of each value, JSON, in which tensors are numbered from 0.
-        tensors: those of the checkpoint.
+        tensors: the checkpoint's tensors.
 
     Raises:
         ValueError: an entry is a list on one rank and a mapping on another, or no rank has its value.
@@ -94,7 +95,7 @@ class _Entries:
         self.found: dict[str, tuple[Path, About | None]] = {}
 
     def at(self, position: int, path: Path) -> Any:
-        """What is at a position: a mapping, positions of a list, or the tokens of an entry."""
+        """The node at a position: a mapping, positions of a list, or the tokens of an entry."""
         head, key = self._tokens[position], ".".join(map(str, path))
         if type(head) is not list or head[0] != "dict":
             return self._entry(self._tokens[position : self._ends[position]], path, key)
@@ -123,7 +124,7 @@ class _Entries:
 
 
 def _about(tokens: list[Any], tensors: Sequence[Any]) -> About | None:
-    """What an entry is, if it is one tensor."""
+    """The tensor of an entry, if it is one."""
     head = tokens[0]
     if type(head) is not list or head[0] != "tensor":
         return None
@@ -135,7 +136,7 @@ def _about(tokens: list[Any], tensors: Sequence[Any]) -> About | None:
 def _restore_numbers(root: dict[Any, Any]) -> None:
     """Give optimizer states the numbers of parameters back that torch made strings, and the empty state that it lost.
 
-    Else ``load_state_dict`` of an optimizer would find no state for its parameters, and say nothing.
+    Else ``load_state_dict`` of an optimizer would silently find no state for its parameters.
     """
     todo: list[dict[Any, Any]] = [root]
     while todo:
@@ -170,7 +171,7 @@ def _emit(node: Any, out: list[str]) -> None:
         size = max(node) + 1
         out.append(f'["list",{size}]')
         for position in range(size):
-            # What torch leaves out of a list is an empty mapping.
+            # The items that torch leaves out of a list are empty mappings.
             _emit(node.get(position, {}), out)
     elif isinstance(node, dict):
         out.append(f'["dict",{len(node)}]')

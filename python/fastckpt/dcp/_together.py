@@ -1,4 +1,4 @@
-"""A save of several ranks: they exchange what differs between them, then agree as in any save."""
+"""A save of several ranks: they exchange their differences, then agree as in any save."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class Together(ProcessGroup):
 
     Args:
         session: the process group.
-        operation: what its ranks do together, in its body.
+        operation: the common operation of its ranks, in its body.
         timeout: seconds for which a rank may make no progress.
-        policy: how what several ranks hold is compared.
-        brought: what this rank brings.
+        policy: how copies on several ranks are compared.
+        brought: the contribution of this rank.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Together(ProcessGroup):
         self._boxes = Boxes([[], []])
 
     def agree(self, request: SaveRequest) -> AgreedByRanks:
-        """Agree on what the state of the job is: the rounds ``values`` and, where there are any, ``boxes`` come first.
+        """Agree on the state of the job: the rounds ``values`` and, if there are any, ``boxes`` come first.
 
         Raises:
             RanksError: another rank failed, or does not answer.
@@ -72,7 +72,7 @@ class Together(ProcessGroup):
                     decide=lambda told: decide_cuts(told, operation.alive),
                 )
             )
-        # The options of the first rank count.
+        # The options of the first rank apply.
         request.settings = replace(settings, model_key=known.model_key)
         brought.fill(request, known, self._boxes)
         agreed = super().agree(request)
@@ -97,5 +97,5 @@ class Together(ProcessGroup):
         return tensors, spreads
 
     def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:  # noqa: ARG002 - those of the first rank count
-        """Nothing: of options, files and metadata those of the first rank count."""
+        """Nothing: the options, files and metadata of the first rank apply."""
         return [[], []]

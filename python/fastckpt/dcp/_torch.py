@@ -1,4 +1,4 @@
-"""Everything of torch.distributed.checkpoint that the adapters use, and what differs between torch 2.6 and 2.15."""
+"""Everything of torch.distributed.checkpoint that the adapters use, and the differences between torch 2.6 and 2.15."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ Parameter = torch.nn.Parameter
 FileSystemWriter = filesystem.FileSystemWriter
 FileSystemReader = filesystem.FileSystemReader
 StorageInfo: Any = filesystem._StorageInfo  # noqa: SLF001 - what `.metadata` holds in any version
-#: What a plain tensor has that stands for shards of a larger one (torch.distributed.checkpoint.protocol, since 2.15).
+#: The attribute of a plain tensor that represents shards of a larger one (torch.distributed.checkpoint.protocol, since
+#: 2.15).
 _SHARD_FIELDS = ("global_shape", "global_offsets", "local_offsets", "local_sizes")
 
 
@@ -63,7 +64,7 @@ def group_size(group: Any) -> int:
 
 
 def gives_objects(planner: SavePlanner) -> bool:
-    """Whether a planner hands out the values themselves, and the tensors of its state as they are."""
+    """Whether a planner hands out the values themselves, and the tensors of its state unchanged."""
     kind: Any = type(planner)
     stock: Any = DefaultSavePlanner
     return isinstance(planner, DefaultSavePlanner) and all(
@@ -72,7 +73,7 @@ def gives_objects(planner: SavePlanner) -> bool:
 
 
 def keeps_state(planner: SavePlanner) -> bool:
-    """Whether the tensors that a planner resolves are those of its ``state_dict``, by the same keys."""
+    """Whether a planner resolves tensors to those of its ``state_dict``, by the same keys."""
     kind: Any = type(planner)
     stock: Any = DefaultSavePlanner
     return gives_objects(planner) and all(
@@ -81,7 +82,7 @@ def keeps_state(planner: SavePlanner) -> bool:
 
 
 def plans_all(planner: SavePlanner) -> bool:
-    """Whether all that the ranks' own plans have is in the plan that a planner makes of these."""
+    """Whether everything in the ranks' own plans is in the plan that a planner makes from them."""
     kind: Any = type(planner)
     stock: Any = DefaultSavePlanner
     names = ("create_global_plan", "_create_global_plan", "_dedup_save_plans", "finish_plan")
@@ -92,14 +93,14 @@ def plans_all(planner: SavePlanner) -> bool:
 
 
 def is_cut(value: Any) -> bool:
-    """Whether a tensor that is no DTensor stands for shards of a larger one."""
+    """Whether a tensor that is not a DTensor represents shards of a larger one."""
     if isinstance(value, ShardedTensor) or hasattr(value, "__create_write_items__"):
         return True
     return all(hasattr(value, name) for name in _SHARD_FIELDS)
 
 
 def async_executors() -> list[Any]:
-    """What runs the saves of ``dcp.async_save``, since torch 2.7.
+    """Runs the saves of ``dcp.async_save``, since torch 2.7.
 
     Raises:
         RuntimeError: this torch runs them in another way.
@@ -117,7 +118,7 @@ def async_executors() -> list[Any]:
 
 
 def copy_shard_fields(source: Any, made: Any) -> None:
-    """Let ``made`` stand for the same shards of a larger tensor as ``source``, if it stands for some."""
+    """Let ``made`` represent the same shards of a larger tensor as ``source``, if it represents some."""
     if all(hasattr(source, name) for name in _SHARD_FIELDS):
         for name in _SHARD_FIELDS:
             setattr(made, name, getattr(source, name))
@@ -169,7 +170,7 @@ __all__ = [
 
 
 def kept_plan(planner: Any) -> SavePlan | None:
-    """The plan that a rank made for an earlier save, and that its planner has kept as it is the same again."""
+    """The plan that a rank made for an earlier save, and that its planner has kept because the new one is equal."""
     kept = getattr(planner, "_cached_save_plan", None)
     plan = kept.get(getattr(planner, "_cached_plans_key", None)) if isinstance(kept, dict) else None
     return plan if getattr(planner, "_enable_plan_caching", False) else None

@@ -1,7 +1,7 @@
-"""Converts what a planner of torch.distributed.checkpoint saves to stored values, never to pickles.
+"""Converts the items of a planner of torch.distributed.checkpoint to stored values, never to pickles.
 
-The default planner pickles values before a writer sees them. Where it is the default one that does so, the values
-themselves are asked for; what another planner made is read back as ``torch.load(weights_only=True)`` reads it.
+The default planner pickles values before a writer sees them. If the default planner does so, the values themselves are
+requested; items of other planners are read back as ``torch.load(weights_only=True)`` reads them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Box = tuple[tuple[int, int], ...]
 
 
 class Memory(NamedTuple):
-    """A box of a tensor in the memory of this rank: ``address`` is 0 where ``mover`` brings the bytes."""
+    """A box of a tensor in the memory of this rank: ``address`` is 0 if ``mover`` copies the bytes."""
 
     box: Box
     address: int
@@ -38,7 +38,7 @@ class Memory(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A tensor in a value, which one rank has; ``rest`` is what its name has behind that of the value, or None."""
+    """A tensor in a value of one rank; ``rest`` is the end of its name after the name of the value, or None."""
 
     owner: int
     rest: str | None
@@ -51,7 +51,7 @@ class Given(NamedTuple):
     keep: Any = None
 
     def about(self) -> list[Any]:
-        """What other ranks are told of it."""
+        """The description for other ranks."""
         logical = None if self.logical is None else [self.logical[0], list(self.logical[1])]
         return [self.rest, self.dtype, list(self.shape), logical]
 
@@ -85,7 +85,7 @@ def value_of(planner: Any, item: _torch.WriteItem) -> Any:
 
 
 def stored_value(key: str, value: Any, types: Types, rank: int) -> Value:
-    """What is stored of a value of this rank.
+    """The stored form of a value of this rank.
 
     Raises:
         UnsupportedTypeError: something in it cannot be saved; the message names its place.
@@ -103,7 +103,7 @@ def stored_value(key: str, value: Any, types: Types, rank: int) -> Value:
 
 
 class Cut(NamedTuple):
-    """A tensor of which ranks have boxes: stored dtype and shape, and the logical ones where they differ."""
+    """A tensor of which ranks have boxes: stored dtype and shape, and the logical ones if they differ."""
 
     dtype: str
     shape: tuple[int, ...]

@@ -54,36 +54,36 @@ class WriterOptions(WriteOptions, ReplicaOptions, total=False):
 class Writer(_torch.StorageWriter):
     """A StorageWriter for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
-    The checkpoint is that of :func:`fastckpt.distributed.save` of the same state: whole tensors under their dotted
+    The checkpoint equals that of :func:`fastckpt.distributed.save` of the same state: whole tensors under their dotted
     names, the same bytes for any number of ranks. It is durable and has its name when ``dcp.save`` returns, and a save
-    that fails on any rank leaves what was there before. It also is an ``AsyncStager`` (:class:`fastckpt.dcp.Stager`),
-    so ``async_save`` copies the state into memory that is kept for the next save.
+    that fails on any rank leaves the old checkpoint unchanged. It also is an ``AsyncStager``
+    (:class:`fastckpt.dcp.Stager`), so ``async_save`` copies the state into memory that is kept for the next save.
 
-    Beside the manifest lies a ``.metadata``, which is there for other tools that look for one: it has keys, sizes and
-    dtypes for torch. torch's own reader does not find the bytes, and its FileNotFoundError names
-    :class:`fastckpt.dcp.Reader`. fastckpt never reads it.
+    Beside the manifest there is a ``.metadata`` for other tools that look for one: it has keys, sizes and dtypes for
+    torch. torch's own reader does not find the bytes, and its FileNotFoundError names :class:`fastckpt.dcp.Reader`.
+    fastckpt never reads it.
 
-    What torch makes of a state before a writer sees it stays so: keys are strings, empty mappings are left out,
-    mappings are plain dicts, and a value that is not a tensor is that of one rank: of the lowest that has it, even if
-    torch's plan leaves it to another one. The numbers of parameters in a plain ``optimizer.state_dict()`` come back as
-    numbers; where they stand for other parameters on other ranks, the save is refused: give what
-    ``get_optimizer_state_dict`` returns.
+    torch's changes to a state before a writer sees it remain: keys are strings, empty mappings are left out, mappings
+    are plain dicts, and a value that is not a tensor is one rank's: the lowest rank's that has it, even if torch's plan
+    assigns it to another one. The numbers of parameters in a plain ``optimizer.state_dict()`` come back as numbers; if
+    they refer to different parameters on different ranks, the save is refused: pass the result of
+    ``get_optimizer_state_dict``.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
         process_group: the group passed to ``dcp.save``; None for the default group. The process of
             ``async_save`` with ``AsyncCheckpointerType.PROCESS`` has that as its default group.
         timeout: seconds of silence of another rank after which a save fails.
-        metadata: a state without tensors, to be read without them; that of the first rank.
+        metadata: a state without tensors, to be read without them; the first rank's.
         {options}
 
     ``files`` are read when the writer is made. ``replicas`` are the tensors that several ranks gave to ``dcp.save``.
 
     Attributes:
-        report: what the last save of this rank did, or None.
+        report: the report of the last save of this rank, or None.
 
     Raises:
-        TypeError: ``path`` is no path, or an argument is unknown.
+        TypeError: ``path`` is not a path, or an argument is unknown.
         ValueError: an argument is out of range, or ``path`` is a URL.
     """
 
@@ -125,8 +125,8 @@ class Writer(_torch.StorageWriter):
         """A save begins on this rank.
 
         Raises:
-            CheckpointError: there is no path.
-            FileExistsError: what is there is not to be replaced.
+            CheckpointError: no path was given.
+            FileExistsError: the target must not be replaced.
             ValueError: ``use_collectives=False`` was given to ``dcp.save``.
         """
         if not kwargs.get("use_collectives", True):
@@ -148,15 +148,16 @@ class Writer(_torch.StorageWriter):
             except FileExistsError as error:
                 if "overwrite=False" not in str(error):
                     raise
-                # Programs search the message for torch's words.
+                # Programs look for torch's words in the message.
                 raise FileExistsError(
                     f"dcp.save: {path}: Checkpoint already exists and self.overwrite=False: choose another path, or "
                     "make the Writer with overwrite=True"
                 ) from error
 
     def prepare_local_plan(self, plan: _torch.SavePlan) -> _torch.SavePlan:
-        """The plan as it is: planners keep plans for later saves, so nothing of one save may be in it."""
-        # Torch leaves what several ranks have to one of them. Here all of them take part, and are compared.
+        """The plan, unchanged: planners keep plans for later saves, so they must not hold anything of one save."""
+        # torch assigns a tensor that several ranks have to one of them. Here all of them take part, and their copies
+        # are compared.
         self._now.local = plan
         return plan
 
@@ -179,8 +180,8 @@ class Writer(_torch.StorageWriter):
         """Write this rank's part, and commit the checkpoint once all ranks have written theirs.
 
         Raises:
-            CheckpointError: not all of a tensor is there, or the plan has not come from the coordinator of a save.
-            OSError: the storage failed; what was there before is untouched.
+            CheckpointError: a tensor is incomplete, or the plan has not come from the coordinator of a save.
+            OSError: the storage failed; the old checkpoint is unchanged.
             RanksError: another rank failed, or does not answer.
             UnsupportedTypeError: something cannot be stored; the message names it.
             ValueError: the plans do not fit together.
@@ -268,7 +269,7 @@ class Writer(_torch.StorageWriter):
             self._stager = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # The process of async_save has the process group as its default one.
+        # The process of async_save has the process group as its default group.
         kept = {name: value for name, value in self.__dict__.items() if name != "_now"}
         return {**kept, "_path": self.checkpoint_id, "_group": None, "_stager": None, "report": None}
 

@@ -1,4 +1,4 @@
-//! The only error type: what was being done, to which path, why it failed, and what helps.
+//! The only error type: the operation, the path, the cause, and the remedy.
 
 use std::fmt::{self, Write};
 use std::path::{Path, PathBuf};
@@ -12,7 +12,7 @@ pub enum Error {
     /// The operating system refused or failed an operation.
     #[error("cannot {operation} `{}`: {}{}", Visible(&path.display()), cause(source), hint(operation, source))]
     Io {
-        /// What was being done, as a verb phrase.
+        /// The operation, as a verb phrase.
         operation: &'static str,
         /// The file or directory.
         path: PathBuf,
@@ -27,12 +27,12 @@ pub enum Error {
         /// What was found.
         what: String,
     },
-    /// What is at the path was not written by fastckpt.
+    /// The directory at the path was not written by fastckpt.
     #[error("`{}` is not a checkpoint of fastckpt: {}", Visible(&path.display()), Visible(why))]
     Foreign {
         /// The path that was given.
         path: PathBuf,
-        /// What makes it none.
+        /// The reason why it is none.
         why: String,
     },
     /// The checkpoint was replaced or removed while it was read.
@@ -41,12 +41,12 @@ pub enum Error {
         /// The checkpoint.
         path: PathBuf,
     },
-    /// The manifest is of a format version that this release does not read.
+    /// This release does not read the format version of the manifest.
     #[error("`{}` {why}", Visible(&path.display()))]
     Version {
         /// The manifest.
         path: PathBuf,
-        /// Why not, and what to do.
+        /// The reason, and the remedy.
         why: String,
     },
     /// The target path exists and must not be replaced.
@@ -71,7 +71,7 @@ pub enum Error {
     /// The tensors or options do not form a valid checkpoint.
     #[error("{0}")]
     Invalid(String),
-    /// The state exceeds what the format can hold; nothing was written.
+    /// The state exceeds the limits of the format; nothing was written.
     #[error("this state is too large for one checkpoint: {0}")]
     TooLarge(String),
     /// A callback of the caller, run by a worker, failed.
@@ -180,7 +180,7 @@ fn cause(source: &std::io::Error) -> String {
     text.split(" (os error").next().unwrap_or(&text).to_owned()
 }
 
-/// What helps against the most common causes; empty for the rest.
+/// The remedy for the most common causes; empty for the rest.
 fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     match source.raw_os_error() {
         Some(libc::EINVAL) if operation == DIRECT => {
@@ -200,7 +200,7 @@ fn hint(operation: &str, source: &std::io::Error) -> &'static str {
         Some(libc::ENFILE) => ": too many open files on this machine (see sysctl fs.file-max)",
         Some(libc::EROFS) => ": choose a directory that can be written",
         Some(libc::EXDEV) if operation == LINK => ": it is on another file system",
-        // An overlay cannot rename what its lower layers hold.
+        // An overlay cannot rename directories of its lower layers.
         Some(libc::EXDEV) => {
             ": it lies in a layer of a container's image, which cannot be replaced: save to another name, or to a \
              volume"

@@ -1,8 +1,8 @@
 //! The checkpoint engine: plan, write, commit, read, verify.
 //!
-//! Data flows in one direction. The [`mod@format`] says where each byte lies. The workers of the [`engine`] take blocks and
-//! move them to the disk through a backend. [`commit`] makes the result durable and visible. [`save`] and [`read`]
-//! connect these parts. `docs/format.md` describes the format, and the code cites its sections.
+//! Data flows in one direction. The [`mod@format`] defines the place of each byte. The workers of the [`engine`] take
+//! blocks and move them to the disk through a backend. [`commit`] makes the result durable and visible. [`save`] and
+//! [`read`] connect these parts. `docs/format.md` describes the format, and the code cites its sections.
 //!
 //! The crate does not know about Python. All unsafe code is under `sys`.
 

@@ -1,4 +1,5 @@
-//! What this process can do here, found by trying: the facts for `fastckpt doctor`. The caller judges them.
+//! The abilities of this process in a directory, found by trying: the facts for `fastckpt doctor`. The caller judges
+//! them.
 //!
 //! An answer is an errno: 0 if the feature works, none if it was not tried. The ring, the engine and the files are
 //! requested in the same way as by a save. Nothing is left behind: every trial happens in one directory, which is then
@@ -58,13 +59,13 @@ pub struct Ring {
 /// A step that fails in the directory, so that nothing else can be tried.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Trouble {
-    /// What was tried, as in "cannot ... DIR".
+    /// The operation that was tried, as in "cannot ... DIR".
     pub operation: &'static str,
     /// The errno of the failure.
     pub errno: i32,
 }
 
-/// What the file system of the directory supports.
+/// The features of the directory's file system.
 #[derive(Debug, Clone, Default)]
 pub struct Files {
     /// Opening with `O_DIRECT`.
@@ -267,7 +268,7 @@ fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
                 look();
             }
         };
-        // Without a thread, only what stays in the cache is seen.
+        // Without a thread, only pages that stay in the cache are seen.
         let watched = builder().spawn_scoped(scope, watch).is_ok();
         while watched && !ready.load(Ordering::Relaxed) {
             thread::yield_now();

@@ -18,8 +18,8 @@ use pyo3::prelude::*;
 
 use crate::error::{Raised, to_python};
 
-/// Where to read tensor `index` of `nbytes` bytes from: `address`, where Python knows of `capacity` bytes, or `fill` if
-/// the address is 0.
+/// The source of tensor `index` of `nbytes` bytes: `address`, where Python knows of `capacity` bytes, or `fill` if the
+/// address is 0.
 pub(crate) fn content(
     index: usize,
     (address, capacity): (usize, u64),
@@ -81,8 +81,9 @@ pub(crate) fn destination(
     Ok(Destination::Strided(unsafe { Strided::new(base, Arc::clone(rows)) }))
 }
 
-/// Where part `index` of a rank goes, an array of a shape, a number of bytes and strides: to `address`, where Python knows
-/// of `capacity` bytes, or, if the address is 0, into `drain`. With strides, `address` is the address of the lowest byte.
+/// The destination of part `index` of a rank, an array of a shape, a number of bytes and strides: `address`, where
+/// Python knows of `capacity` bytes, or, if the address is 0, `drain`. With strides, `address` is the address of the
+/// lowest byte.
 pub(crate) fn place(
     index: usize,
     (shape, nbytes, strides): (&[u64], u64, Option<&[i64]>),
@@ -113,7 +114,7 @@ pub(crate) fn place(
     Ok(Place::Memory(unsafe { Array::new(base, nbytes, rows.map(Arc::new)) }))
 }
 
-/// What takes the bytes of request `index`.
+/// The callback that takes the bytes of request `index`.
 fn pushed(index: usize, drain: Option<&Drain>) -> PyResult<Push> {
     Ok(Push { drain: drain.cloned().ok_or_else(no_callback)?, index })
 }

@@ -22,7 +22,7 @@ fn crc64_joined(first: u64, parts: Vec<(u64, u64)>) -> u64 {
     parts.into_iter().fold(first, |crc, (next, nbytes)| checksum::combine(crc, next, nbytes))
 }
 
-/// Adds what this file defines to the module.
+/// Adds the functions of this file to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(crc64, module)?)?;
     module.add_function(wrap_pyfunction!(crc64_joined, module)?)

@@ -46,7 +46,7 @@ impl ListedCheckpoint {
     }
 }
 
-/// What a killed save or removal left under a temporary name; made by `fastckpt.leftovers`.
+/// A leftover of a killed save or removal under a temporary name; made by `fastckpt.leftovers`.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct Leftover {
     name: OsString,
@@ -78,7 +78,7 @@ fn ended() -> PyErr {
 }
 
 impl Gathering {
-    /// Runs `call` with what is open.
+    /// Runs `call` with the open object.
     fn open<T: Send>(
         &self,
         py: Python<'_>,

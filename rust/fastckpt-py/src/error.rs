@@ -43,7 +43,7 @@ pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
     }
 }
 
-/// The exception that says what lies at `path`.
+/// The exception that names what is at `path`.
 fn foreign(path: &Path) -> PyResult<PyErr> {
     Python::attach(|py| {
         let error = py.import("fastckpt._foreign")?.call_method1("not_a_checkpoint", (path,))?;

@@ -52,7 +52,7 @@ fn fits(hashes: &[isize], size: usize, neighbours: usize) -> bool {
     true
 }
 
-/// Adds what this file defines to the module.
+/// Adds the functions of this file to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_function(wrap_pyfunction!(crowded, module)?)
 }

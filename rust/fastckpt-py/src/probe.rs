@@ -1,4 +1,4 @@
-//! What this process can do here, as records. The stub documents them.
+//! The abilities of this process in a directory, as records. The stub documents them.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
@@ -17,7 +17,7 @@ struct ProbedRing {
     register: i32,
 }
 
-/// What a file system supports: an errno, 0 if it works, None if it was not tried.
+/// The features of a file system: an errno, 0 if it works, None if it was not tried.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct ProbedFiles {
     direct_open: probe::Answer,
@@ -35,7 +35,7 @@ struct ProbedFiles {
     lock_reach: &'static str,
 }
 
-/// What a save in a directory would do; made by `fastckpt.probe`.
+/// The steps that a save in a directory would take; made by `fastckpt.probe`.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct Probe {
     engine: &'static str,
@@ -52,7 +52,7 @@ struct Probe {
     trouble: Option<(&'static str, i32)>,
 }
 
-/// Tries what a save would do in `directory`.
+/// Tries the steps of a save in `directory`.
 #[pyfunction]
 #[pyo3(name = "probe", signature = (directory, *, io))]
 fn run(py: Python<'_>, directory: PathBuf, io: &str) -> PyResult<Probe> {
@@ -104,7 +104,7 @@ fn record_of(files: &probe::Files) -> ProbedFiles {
     }
 }
 
-/// Adds what this file defines to the module.
+/// Adds the functions of this file to the module.
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<ProbedRing>()?;
     module.add_class::<ProbedFiles>()?;

@@ -16,7 +16,7 @@ use crate::report::{options, tick, to_dict};
 use crate::share::{Kind, Share};
 use crate::snapshot::Memory;
 
-/// Tensor, part, address, capacity and strides of where a part goes.
+/// Tensor, part, address, capacity and strides of a part's destination.
 type Target = (usize, u32, usize, u64, Option<Vec<i64>>);
 
 /// See `_core.pyi`.
@@ -62,14 +62,14 @@ impl RankLoad {
             let array = (sizes.as_slice(), bytes, strides.as_deref());
             let place = buffers::place(index, array, (address, capacity), drain.as_ref(), &raised)?;
             if places.insert((tensor, part), place).is_some() {
-                let twice = format!("part {part} of tensor {tensor} is asked for twice: nothing was read");
+                let twice = format!("part {part} of tensor {tensor} is requested twice: nothing was read");
                 return Err(PyValueError::new_err(twice));
             }
         }
         let checkpoint = Arc::clone(&reader.checkpoint);
         let core = py.detach(|| ranks::RankLoad::new(share, rank, checkpoint, places));
         let core = core.map_err(|error| to_python(&error, &raised))?;
-        // Callbacks run in `read`, which raises what they raised.
+        // Callbacks run in `read`, which raises their errors.
         let mail = Py::new(py, Mail::new(core.mail(), &Arc::default()))?;
         Ok(Self { core, verify, options, mail, raised })
     }

@@ -32,7 +32,7 @@ struct RankSave {
     raised: Arc<Raised>,
 }
 
-/// How the ranks wrote, as a report says it.
+/// The figures of the ranks, as in a report.
 #[derive(FromPyObject)]
 struct Saved {
     #[pyo3(item)]
@@ -45,10 +45,10 @@ struct Saved {
     seconds: f64,
 }
 
-/// Memory of a rank, as it is told: tensor, part, address and bytes.
+/// Memory of a rank, as given: tensor, part, address and bytes.
 pub(crate) type Part = (usize, u32, usize, u64);
 
-/// What a rank holds. `fill` supplies the bytes of parts without an address.
+/// The parts that a rank holds. `fill` supplies the bytes of parts without an address.
 pub(crate) fn held_by(
     table: &Table,
     rank: u32,

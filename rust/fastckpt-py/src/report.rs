@@ -8,7 +8,7 @@ use pyo3::types::{PyDict, PyTuple};
 use crate::error::Raised;
 
 /// The options that every operation takes. Only this function reads the environment. It does so under the GIL, which
-/// `_py` stands for, because Python writes to the environment under the GIL.
+/// `_py` represents, because Python writes to the environment under the GIL.
 pub(crate) fn options(_py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
     #[expect(clippy::disallowed_methods, reason = "the one place")]
     let environment = Environment::of(|name| std::env::var_os(name));
@@ -33,7 +33,7 @@ pub(crate) fn tick<'a>(
     }
 }
 
-/// Converts a report to what the Python side expects.
+/// Converts a report to the form for the Python side.
 pub(crate) fn to_dict<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
     let ran = &report.ran;
     let phases = PyDict::new(py);

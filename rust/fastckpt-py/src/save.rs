@@ -1,4 +1,4 @@
-//! `_core.save`, and what it shares with a snapshot: `SaveOptions` and the state.
+//! `_core.save`, and the parts shared with a snapshot: `SaveOptions` and the state.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -37,7 +37,7 @@ pub(crate) struct Tensor {
     logical: Option<(String, Vec<u64>)>,
 }
 
-/// What the core needs to know about a state. `fill` supplies the bytes of tensors without an address.
+/// The state in the core's types. `fill` supplies the bytes of tensors without an address.
 pub(crate) fn state(
     tensors: Vec<Tensor>,
     structure: String,
@@ -147,7 +147,7 @@ fn save<'py>(
     saved(py, &report.map_err(|error| to_python(&error, &raised))?)
 }
 
-/// The report of a save: what it linked, beside what all reports have.
+/// The report of a save: the linked files, besides the fields of all reports.
 pub(crate) fn saved<'py>(py: Python<'py>, report: &Report) -> PyResult<Bound<'py, PyDict>> {
     let dict = to_dict(py, report)?;
     dict.set_item("linked_files", report.linked.files)?;

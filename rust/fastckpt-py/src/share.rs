@@ -59,7 +59,7 @@ impl Spread {
     }
 }
 
-/// What a tensor is, as a save is told: name, stored dtype and shape, logical dtype and shape, and its spreads.
+/// A tensor in the arguments of a save: name, stored dtype and shape, logical dtype and shape, and its spreads.
 #[derive(FromPyObject)]
 struct Spec(String, PyBackedStr, Vec<u64>, Option<(String, Vec<u64>)>, Vec<u32>);
 
@@ -67,7 +67,7 @@ struct Spec(String, PyBackedStr, Vec<u64>, Option<(String, Vec<u64>)>, Vec<u32>)
 #[pyclass(frozen, module = "fastckpt._core")]
 pub(crate) struct Share(pub(crate) Kind);
 
-/// What a share is for.
+/// The purpose of a share.
 pub(crate) enum Kind {
     Save(Arc<Table>),
     Load(Arc<share::Share>),

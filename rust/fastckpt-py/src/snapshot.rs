@@ -49,7 +49,7 @@ impl Memory {
     }
 }
 
-/// What a snapshot of parts needs to know of a `fastckpt._tensors.described.Tensor`.
+/// The fields of a `fastckpt._tensors.described.Tensor` for a snapshot of parts.
 #[derive(FromPyObject)]
 struct Part {
     #[pyo3(item(3))]

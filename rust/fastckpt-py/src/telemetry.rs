@@ -1,6 +1,6 @@
 //! `_core.Operation`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed`, `_core.warn` and
-//! `_core.counters_refused`: what the live counters show of operations that the core does not run yet, and beside
-//! operations, and why nobody sees it.
+//! `_core.counters_refused`: the live counters of operations that the core does not run yet, and those beside
+//! operations, and why they are hidden.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -12,7 +12,7 @@ use pyo3::prelude::*;
 
 use crate::report::options;
 
-/// What a caller says of an operation: `elapsed` seconds have passed since the program called.
+/// The caller's facts about an operation: `elapsed` seconds have passed since the program called.
 pub(crate) fn called(step: Option<i64>, elapsed: f64) -> Call {
     let elapsed = Duration::try_from_secs_f64(elapsed).unwrap_or_default();
     Call { step, at: Instant::now().checked_sub(elapsed) }
@@ -23,7 +23,7 @@ pub(crate) fn called(step: Option<i64>, elapsed: f64) -> Call {
 pub(crate) struct Operation(Arc<Begun>);
 
 impl Operation {
-    /// For the options of the save that it is of.
+    /// For the options of the save that it belongs to.
     pub(crate) fn begun(&self) -> Arc<Begun> {
         Arc::clone(&self.0)
     }

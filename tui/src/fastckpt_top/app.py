@@ -1,4 +1,4 @@
-"""The Textual application: keys, timer, signals. What is shown is painted by `views`."""
+"""The Textual application: keys, timer, signals. `views` paints the screen."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ NOTICE_S: Final = 4.0
 
 
 def _hung_up() -> bool:
-    """Whether the terminal has gone. SIGHUP comes only to those whose controlling terminal it was."""
+    """Whether the terminal has gone. Only processes with this controlling terminal receive SIGHUP."""
     poll = select.poll()
     poll.register(sys.__stdin__ or 0, 0)
     return any(found & (select.POLLHUP | select.POLLERR | select.POLLNVAL) for _, found in poll.poll(0))
@@ -55,13 +55,13 @@ class TopApp(App[None]):
     """The monitor.
 
     Args:
-        session: What to show.
+        session: The session to show.
         ui: The first choice of view, sorting and so on.
         glyphs: Characters.
         theme: Name of a Textual theme; empty for one that suits the terminal.
         duration: Quit after so many seconds; None never.
-        remembered: File that takes what the user chooses; None to forget it.
-        notice: What to say first.
+        remembered: The file for the user's choices; None to forget them.
+        notice: The first message.
         clock: Monotonic clock, seconds.
     """
 
@@ -100,12 +100,12 @@ class TopApp(App[None]):
     # --- life ------------------------------------------------------------------------------------------------------
 
     def compose(self) -> ComposeResult:
-        """The canvas, and a line to type in that is only shown while it is asked for."""
+        """The canvas, and a line for text input that is only shown on request."""
         yield self.canvas
         yield self.prompt
 
     def on_mount(self) -> None:
-        """Start the timer; take care that the terminal is restored when we are told to stop."""
+        """Start the timer; take care that the terminal is restored when a signal ends the program."""
         self.theme_changed_signal.subscribe(self, lambda _: self.canvas.restyle())
         themes = self.available_themes
         wanted = self._theme_wanted if self._theme_wanted in themes else ""
@@ -133,7 +133,7 @@ class TopApp(App[None]):
             self.look()
 
     def look(self) -> None:
-        """Let the session go on, and show it."""
+        """Continue the session, and show it."""
         now = self._clock()
         try:
             self.session.tick()
@@ -176,7 +176,7 @@ class TopApp(App[None]):
         await super().on_event(event)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """While something is being typed, keys are letters; only quitting by control key goes on."""
+        """During text input, keys are letters; only quitting by control key still works."""
         del parameters
         return not self.prompt.asking or action in ("clear", "quit")
 
@@ -188,7 +188,7 @@ class TopApp(App[None]):
             self.call_later(self.run_action, value)
 
     def action_help(self) -> None:
-        """Show the keys, and what the screen's signs and words mean."""
+        """Show the keys, and the meaning of the screen's signs and words."""
         self.ui.help = True
         self.ui.scroll["help"] = 0
         self.canvas.repaint()
@@ -266,7 +266,7 @@ class TopApp(App[None]):
         self._say("only running operations" if self.ui.active_only else "all ranks")
 
     def action_pause(self) -> None:
-        """Let the screen stand still while the model goes on, or play and pause a recording."""
+        """Freeze the screen while the model continues, or play and pause a recording."""
         if isinstance(self.session, Replay):
             self.session.toggle()
         else:
@@ -345,7 +345,7 @@ class TopApp(App[None]):
     # --- typing ----------------------------------------------------------------------------------------------------
 
     def action_filter(self) -> None:
-        """Ask what to filter by."""
+        """Ask for a filter."""
         self.prompt.ask("filter", "filter: rank, pid, job, label, state", self.ui.filter)
 
     def action_goto(self) -> None:
@@ -369,7 +369,7 @@ class TopApp(App[None]):
             self._say(f"no time: {text.clean(event.value)}")
 
     def action_clear(self) -> None:
-        """Leave what is being typed; clear the filter; follow the slowest rank again."""
+        """Leave the text input; clear the filter; follow the slowest rank again."""
         self.ui.clear()
         self.prompt.value = ""
         self.prompt.close()
@@ -398,11 +398,11 @@ class TopApp(App[None]):
 
     @property
     def _model(self) -> Model:
-        """What is on the screen."""
+        """The text on the screen."""
         return self._frozen or self.session.model
 
     def _remember(self, key: str, value: object) -> None:
-        """Keep a choice for the next time; where that fails, say so once and keep none."""
+        """Keep a choice for the next time; if that fails, report it once and keep none."""
         if self._remembered is None:
             return
         problem = config.remember(self._remembered, key, value)

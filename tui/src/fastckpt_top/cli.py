@@ -1,4 +1,4 @@
-"""The command, and what each of its modes does."""
+"""The command, and its modes."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def _glyphs(args: argparse.Namespace) -> text.Glyphs:
 
 
 def _two_looks(session: Session, interval: float) -> None:
-    """Rates, and what ranks wait for, need two samples; a recording is taken as a whole."""
+    """Rates, and the waits of ranks, need two samples; a recording is taken as a whole."""
     if isinstance(session, Replay):
         session.run_through()
         return
@@ -305,12 +305,12 @@ def _nothing(words: str) -> None:
 
 
 def _complain(words: str) -> None:
-    """Tell of an error on standard error: paths and what a file holds are foreign."""
+    """Print an error to standard error: paths and the contents of files are untrusted."""
     print(f"fastckpt-top: {text.clean(words)}", file=sys.stderr)
 
 
 def _print(words: str) -> None:
-    """Print what may hold characters that this locale does not know."""
+    """Print text with characters that this locale may not have."""
     encoding = sys.stdout.encoding or "ascii"
     sys.stdout.write(words.encode(encoding, "replace").decode(encoding))
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""What the screen remembers from one run to the next: a small JSON file in the user's configuration directory."""
+"""Settings that the screen keeps from one run to the next: a small JSON file in the user's configuration directory."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _VALID: Final[dict[str, Callable[[Any], bool]]] = {
 
 
 def path(environ: Mapping[str, str]) -> Path:
-    """Where it is: `fastckpt/top.json` in XDG_CONFIG_HOME, which is ~/.config where it is unset or relative.
+    """The file: `fastckpt/top.json` in XDG_CONFIG_HOME, which is ~/.config if it is unset or relative.
 
     Args:
         environ: The environment.
@@ -38,13 +38,13 @@ def path(environ: Mapping[str, str]) -> Path:
 
 
 def load(file: Path) -> tuple[dict[str, Any], str]:
-    """Read what is remembered.
+    """Read the settings.
 
     Args:
         file: The file.
 
     Returns:
-        The known keys with valid values, and what is wrong with the rest; no file is no error.
+        The known keys with valid values, and the problems with the rest; no file is no error.
     """
     try:
         with file.open("rb") as opened:
@@ -63,7 +63,7 @@ def load(file: Path) -> tuple[dict[str, Any], str]:
 
 
 def remember(file: Path, key: str, value: object) -> str:
-    """Change one value. The file is replaced atomically; what else it holds stays, unless it cannot be read.
+    """Change one value. The file is replaced atomically; its other contents stay, unless it cannot be read.
 
     Args:
         file: The file.

@@ -88,7 +88,7 @@ class DemoSource:
         return self.at(self._mono())
 
     def past(self, seconds: float, interval: float) -> list[Snapshot]:
-        """What had been seen if one had watched for some time before, so that the first picture is not empty.
+        """The records that a longer observation would have seen, so that the first picture is not empty.
 
         Args:
             seconds: How long before the present, at most to the beginning of the cycle.

@@ -26,7 +26,7 @@ _ORDER: Final = (Phase.PLAN, Phase.STAGE, Phase.READ, Phase.WRITE, Phase.FSYNC, 
 def thread_row(
     index: int, slot: int, track: ThreadTrack, op: OpTrack, rate: float | None, target: float, floor: float
 ) -> ThreadRow:
-    """What is shown of a thread; `floor` is the rate, bytes/s, below which it is clearly behind."""
+    """The figures of a thread; `floor` is the rate, bytes/s, below which it is clearly behind."""
     last = track.last
     latency = busy = source = limit = fsync = peers = None
     ends = track.window.waits() if op.running and last.state != ThreadState.IDLE else None
@@ -81,7 +81,7 @@ def thread_state(state: int, op: OpTrack) -> str:
 
 
 def ratio(part: float, whole: float) -> float | None:
-    """A share between 0 and 1; None where there is no whole."""
+    """A share between 0 and 1; None if there is no whole."""
     return min(max(part / whole, 0.0), 1.0) if whole > 0 else None
 
 
@@ -101,7 +101,7 @@ def measured(estimate: float | None, largest: float) -> float | None:
 
 
 def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | None]:
-    """What holds a rank up, as `bottleneck` says it, from the mean of its threads."""
+    """The cause that holds a rank up, in the words of `bottleneck`, from the mean of its threads."""
     known = [waits for thread in threads if (waits := thread.waits)]
     total = {kind: sum(waits[kind] for waits in known) / len(known) for kind in (known[0] if known else ())}
     if {thread.state for thread in threads} - {"IDLE"} == {"FSYNC"}:
@@ -120,7 +120,7 @@ def progress(track: OpTrack) -> float | None:
 
 
 def staged(track: OpTrack) -> float | None:
-    """How much of the state has been copied, 0 to 1; None where it is not known, or nothing is."""
+    """The share of the state that has been copied, 0 to 1; None if it is unknown, or nothing is copied."""
     op = track.op
     if op.phase == Phase.PLAN:
         return None
@@ -153,7 +153,7 @@ def order(proc: Proc) -> tuple[int, int, int]:
 
 
 def name(proc: Proc) -> str:
-    """How to call a process in a sentence."""
+    """The name of a process in a sentence."""
     return f"rank {proc.rank}" if proc.rank >= 0 else f"pid {proc.header.pid}"
 
 
@@ -181,7 +181,7 @@ def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
 
 
 def title(group: Group) -> str:
-    """How to call an operation in a sentence."""
+    """The name of an operation in a sentence."""
     return f"{KINDS.get(group.kind, 'operation')} {group.label}".strip()
 
 

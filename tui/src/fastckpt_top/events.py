@@ -1,4 +1,4 @@
-"""What happened, told once: starts, ends, deaths, failures, stalls, fallbacks."""
+"""Events, each reported once: starts, ends, deaths, failures, stalls, fallbacks."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ class Events:
         self.kept: deque[Event] = deque(maxlen=KEPT)
         self.count = 0
         self._begun = False
-        #: By process: the number of the last warning that was told.
+        #: By process: the number of the last warning that was shown.
         self._warned: dict[str, int] = {}
 
     def tell(self, groups: Iterable[Group], look: Look) -> None:
-        """Tell what is new in these operations."""
+        """Report news about these operations."""
         groups = list(groups)
         if not self._begun:
             self._begin(groups, look)
@@ -59,7 +59,7 @@ class Events:
             self._tell_change(group, look)
 
     def _begin(self, groups: list[Group], look: Look) -> None:
-        """What had ended before anybody looked is history, and no news."""
+        """Operations that had ended before the first look are history, not news."""
         self._begun = True
         for group in groups:
             group.told_end = not group.running
@@ -114,12 +114,12 @@ class Events:
 
 
 def _share(share: float) -> str:
-    """Percent; only what is nothing is 0."""
+    """Percent; only zero is shown as 0."""
     return "nothing" if share == 0 else f"{100 * share:.3g} %"
 
 
 def _fallback(op: Operation) -> str:
-    """`runs threads, not io_uring (EPERM: ...)`: what was refused, and what mostly lies behind that."""
+    """`runs threads, not io_uring (EPERM: ...)`: what was refused, and the usual cause."""
     why = errno_name(op.fallback_errno)
     hint = next((found for what in op.refused if (found := phrases.HINTS.get((what, why)))), "")
     reason = f"{why}: {hint}" if hint else why or "unknown cause"

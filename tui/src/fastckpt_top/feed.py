@@ -72,7 +72,7 @@ def directories_of_all() -> list[str]:
 
 @dataclass(slots=True)
 class _File:
-    """An open segment, what was last read of it, and what the kernel last said of its process."""
+    """An open segment, its last contents, and the kernel's last answer about its process."""
 
     fd: int
     device: int
@@ -125,7 +125,7 @@ class ShmFeed:
         self._kernel = Kernel()
 
     def poll(self) -> Snapshot:
-        """Look at all segments now. About 0.2 ms a process; no exception for whatever lies in the directories."""
+        """Look at all segments now. About 0.2 ms a process; no exception, whatever the directories contain."""
         mono = self._mono()
         if self._all and mono - self._searched >= RESCAN_S:
             self._places = directories_of_all()
@@ -238,7 +238,7 @@ class ShmFeed:
         return self._kernel.is_alive(file.header) if held is None else held
 
     def _ask(self, file: _File, mono: float) -> None:
-        """Ask the kernel what a process does in whose operation it matters."""
+        """Ask the kernel about a process if its operation needs it."""
         if not file.alive or not any(op.running for _, op in file.operations.values()):
             file.state = ""
             file.progress = {}
@@ -246,7 +246,7 @@ class ShmFeed:
         before = file.progress
         working = [thread for _, thread in file.threads.values() if thread.state != segment.ThreadState.IDLE]
         file.progress = {thread.tid: thread.last_progress_mono_ns for thread in working}
-        # A worker that waits for the disk for a moment is as it should be.
+        # A worker may wait for the disk for a moment.
         waiting = [tid for tid, progress in file.progress.items() if before.get(tid) == progress]
         file.state = self._kernel.state(file.header, (file.device, file.inode), waiting, mono)
 
@@ -279,7 +279,7 @@ class ShmFeed:
             self._read_threads(file, old_threads, pending_threads)
             if not pending_ops and not pending_threads:
                 break
-        # What would not hold still is shown as it was a tick ago.
+        # Values that would not hold still are shown as of the tick before.
         file.operations.update({index: old_ops[index] for index in pending_ops if index in old_ops})
         file.threads.update({index: old_threads[index] for index in pending_threads if index in old_threads})
         file.operations = dict(sorted(file.operations.items()))

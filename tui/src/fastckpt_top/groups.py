@@ -1,4 +1,4 @@
-"""Joins what ranks do into what the node does: running operations, and ended ones from the history records."""
+"""Joins the work of ranks to operations of the node: running ones, and ended ones from the history records."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ KNOWN: Final = 256
 
 
 def errno_name(number: int) -> str:
-    """`EPERM` for 1; `errno 9999` for what this system does not know; empty for 0."""
+    """`EPERM` for 1; `errno 9999` for numbers that this system does not know; empty for 0."""
     return errno.errorcode.get(number, f"errno {number}") if number else ""
 
 
 def remembered(seen: frozenset[int], proc: Proc) -> frozenset[int]:
     """The operations of a process whose records were taken in, with those that it has now.
 
-    What has left its segment does not come back, so that those of a job of weeks do not pile up.
+    Operations that have left their segment do not come back, so that those of a job of weeks do not pile up.
     """
     now = frozenset(record.op_id for record in proc.history)
     both = seen | now
@@ -43,7 +43,7 @@ class Group:
     """One operation of the node.
 
     Attributes:
-        team: What the ranks have in common: their process group, or the job's name.
+        team: The common feature of the ranks: their process group, or the job's name.
         kind: As in the segment.
         label: Base name of the target.
         step: Training step, -1 unknown.
@@ -53,11 +53,11 @@ class Group:
         target: Bytes/s that they were to reach while it was seen running; 0 if it was not.
         ranks: Ranks that these GPUs belong to, also those that had not joined yet.
         straggler: The rank that the node waits for; None if none is clearly behind.
-        told_end: Whether the event was given; likewise `told_change`.
+        told_end: Whether the event was reported; likewise `told_change`.
         was_running: Whether it was ever seen running.
         job: Key of its job.
         causes: How often each thing was seen to hold it back.
-        said: The sentence about it, and what it was made of.
+        said: The sentence about it, and the facts behind it.
     """
 
     def __init__(self, track: OpTrack) -> None:
@@ -84,7 +84,7 @@ class Group:
 
     @property
     def running(self) -> bool:
-        """Whether any rank goes on."""
+        """Whether any rank continues."""
         return any(track.running for track in self.members.values())
 
     @property
@@ -105,8 +105,9 @@ class Group:
     def takes(self, track: OpTrack) -> bool:
         """Whether another rank's operation is part of this one.
 
-        What begins after a rank has failed is another attempt, and so is what a new process of the same rank does. When
-        a rank died is only known to lie between two looks: what another rank began in that time is still part of it.
+        Operations that begin after a rank has failed belong to another attempt, and so do those of a new process of the
+        same rank. The death of a rank is only known to be between two looks: an operation that another rank began in
+        that time is still part of it.
         """
         op, rank = track.op, track.proc.rank
         same = (track.proc.team, op.kind, op.label, op.step) == (self.team, self.kind, self.label, self.step)
@@ -124,7 +125,7 @@ class Past:
     """The history of the node's operations.
 
     Attributes:
-        checkpoints: Those that no rank is at any more, newest last.
+        checkpoints: Those that no rank is working on any more, newest last.
     """
 
     def __init__(self) -> None:
@@ -134,7 +135,7 @@ class Past:
         self._seen: dict[str, frozenset[int]] = {}
 
     def add(self, procs: Iterable[Proc], groups: Iterable[Group], name: Callable[[Proc], str]) -> None:
-        """Take in the records that are new in these processes, and what has become of the others' parts.
+        """Take in the new records of these processes, and the ends of the others' parts.
 
         Args:
             procs: Processes, with their records.
@@ -189,13 +190,13 @@ class Past:
         return next((checkpoint for checkpoint in reversed(self.checkpoints) if checkpoint.kind == kind), None)
 
     def interval_s(self, kind: str) -> float | None:
-        """Seconds from the start of the same job's one before to that of the latest of a kind; None without both."""
+        """Seconds between the starts of a job's two latest operations of a kind; None without both."""
         last = self.last(kind)
         starts = [one.start for one in self.checkpoints if last and (one.kind, one.team) == (kind, last.team)][-2:]
         return starts[1] - starts[0] if len(starts) == 2 else None  # noqa: PLR2004
 
     def _find(self, proc: Proc, record: History, start: float, end: float) -> Checkpoint | None:
-        """The checkpoint of a record whose operation nobody saw."""
+        """The checkpoint of a record whose operation was never seen."""
         mine = (proc.team, KINDS.get(record.kind, "unknown"), record.label, record.step if record.step >= 0 else None)
         for checkpoint in reversed(self._all):
             same = mine == (checkpoint.team, checkpoint.kind, checkpoint.label, checkpoint.step)

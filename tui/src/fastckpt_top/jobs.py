@@ -1,4 +1,4 @@
-"""Jobs: which processes belong together, and what they are as a whole."""
+"""Jobs: which processes belong together, and their common state."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Jobs:
     """Gives each process its job.
 
-    Those that one launcher started, and those that share a process group, are one job. A job keeps its key, the name
+    Processes started by one launcher, and those that share a process group, are one job. A job keeps its key, the name
     and the pid of its first process, also when that has gone.
     """
 
@@ -52,7 +52,7 @@ class Jobs:
 
 
 def _marks(proc: Proc) -> set[str]:
-    """What a process has in common with the others of its job."""
+    """The common feature of a process and the others of its job."""
     header = proc.header
     return {proc.team, f"job {header.job} {header.launch}"} if header.launch else {proc.team}
 
@@ -72,7 +72,7 @@ def matches(key: str, name: str, wanted: str) -> bool:
 
 
 def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: Iterable[NodeOp]) -> Job:
-    """A job as it stands.
+    """The current state of a job.
 
     Args:
         key: Its key.

@@ -1,9 +1,8 @@
 """JSON lines: one schema (schema.json) for --json, --record and --replay.
 
-A line is a `header` or a `tick`. A tick has what people want (`node`, `jobs`, `ops`, `ranks`, `events`: figures in base
-units, unknown is null) and what a replay needs (`procs`: the counters as they stood in the segments, as arrays in the
-order of docs/telemetry.md).
-Within `fastckpt-top/1` keys and array elements are only ever added.
+A line is a `header` or a `tick`. A tick has the figures for users (`node`, `jobs`, `ops`, `ranks`, `events`: in base
+units, null if unknown) and those for a replay (`procs`: the counters as they were in the segments, as arrays in the
+order of docs/telemetry.md). Within `fastckpt-top/1` keys and array elements are only ever added.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def header_line(model: Model) -> Json:
 
 @dataclass(slots=True)
 class _Sent:
-    """What a stream has given already: headers, history records and dead processes by key, events by number."""
+    """Records that a stream has given already: headers, history records and dead processes by key, events by number."""
 
     headers: set[str]
     dead: set[str]
@@ -58,7 +57,7 @@ class _Sent:
 
 
 class Ticks:
-    """Makes the ticks of one stream, each with what is new in it.
+    """Makes the ticks of one stream, each with its new records.
 
     A tick that was built is only counted as given after `commit`, so that a recorder can drop it.
     """
@@ -67,10 +66,10 @@ class Ticks:
         self._sent = _Sent(set(), set(), {}, 0)
 
     def build(self, model: Model) -> tuple[Json, _Sent]:
-        """A tick of the model as it stands.
+        """A tick with the current state of the model.
 
         Returns:
-            The line, and what to `commit` when it has been written.
+            The line, and the records to `commit` when it has been written.
         """
         sent = _Sent(set(self._sent.headers), set(self._sent.dead), dict(self._sent.history), model.event_count)
         snapshot = model.snapshot
@@ -126,7 +125,7 @@ class JsonWriter:
         self._ticks = Ticks()
 
     def write(self, model: Model) -> None:
-        """Write the model as it stands."""
+        """Write the current state of the model."""
         if self._header:
             self._header = False
             self._out.write(dumps(header_line(model)))
@@ -153,7 +152,7 @@ def proc_values(
 
     Raises:
         KeyError: Something is missing.
-        TypeError: Something is of another type, or an array is too short.
+        TypeError: A value has the wrong type, or an array is too short.
         ValueError: A number is none.
         OverflowError: A number is infinite.
     """
@@ -173,7 +172,7 @@ _STRINGS: Final = ("boot_id", "version", "job", "label", "path", "warning")
 def _named(names: tuple[str, ...], values: list[Any]) -> Json:
     """Field -> value, each of its type. Elements that a later minor version added are left out."""
     if len(values) < len(names):
-        raise TypeError(f"{len(values)} values, {len(names)} wanted")
+        raise TypeError(f"expected {len(names)} values, found {len(values)}")
     named: Json = {}
     for name, value in zip(names, values, strict=False):
         if name in _STRINGS:
@@ -189,7 +188,7 @@ def _named(names: tuple[str, ...], values: list[Any]) -> Json:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no string")
+        raise TypeError(f"{value!r} is not a string")
     return clean(value)
 
 

@@ -1,4 +1,4 @@
-"""Which key does what, and which of them scroll the help."""
+"""The action of each key, and which of them scroll the help."""
 
 from __future__ import annotations
 

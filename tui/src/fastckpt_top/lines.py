@@ -22,7 +22,7 @@ HEAD: Final = (
 
 
 class LineWriter:
-    """Line mode: what a terminal, a pipe or a log gets.
+    """Line mode: the output for a terminal, a pipe or a log.
 
     Args:
         out: Where to; flushed after each line.
@@ -38,7 +38,7 @@ class LineWriter:
         self._said: dict[str, str] = {}
 
     def write(self, model: Model) -> None:
-        """Write what there is to say about the model as it stands: events, a line an operation, and its sentence."""
+        """Write the current state of the model: events, a line an operation, and its sentence."""
         lines = self._event_lines(model)
         running = [op for op in model.ops if op.running]
         if running:
@@ -68,7 +68,7 @@ class LineWriter:
         ]
 
     def _sentence_lines(self, model: Model) -> list[str]:
-        """The sentence of each job, when it says something else than before. Its figures change all the time."""
+        """The sentence of each job, when it has changed. Its figures change all the time."""
         lines = []
         before, self._said = self._said, {}
         for job in model.jobs:
@@ -88,7 +88,7 @@ def op_line(op: NodeOp, real: float, job: str = "") -> str:
     Args:
         op: The operation.
         real: Seconds since the epoch.
-        job: What to call its job; empty where that need not be said.
+        job: The name of its job; empty if that need not be shown.
     """
     name = f"{job} {op.kind} {op.label}".strip()
     now = op.rate if op.rate is not None else op.average
@@ -102,7 +102,7 @@ def op_line(op: NodeOp, real: float, job: str = "") -> str:
 
 
 def idle_text(model: Model) -> str:
-    """What to say while no operation runs."""
+    """The text while no operation runs."""
     if not model.node.ranks:
         return empty_text(model)
     last = model.main
@@ -111,7 +111,7 @@ def idle_text(model: Model) -> str:
 
 
 def empty_text(model: Model) -> str:
-    """What to say when there is no process."""
+    """The text when there is no process."""
     what = f"process of job {model.job}" if model.job else "fastckpt process"
     return f"no {what} in {', '.join(model.places) or 'any directory'}"
 
@@ -170,7 +170,7 @@ def _target(target: Target, gpus: int) -> str:
 
 
 def _named(key: str, model: Model) -> str:
-    """What to call a job: nothing where it is the only one."""
+    """The name of a job: nothing if it is the only one."""
     return key if len(model.jobs) > 1 else ""
 
 

@@ -1,4 +1,4 @@
-"""One look of the model: the processes of one moment, what is remembered of them, and what they should reach."""
+"""One look of the model: the processes of one moment, what is remembered of them, and their targets."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What the builders of rows, operations and jobs have in common.
+    """The common inputs of the builders of rows, operations and jobs.
 
     Attributes:
         mono: Reader's clock, seconds.
         real: Seconds since the epoch.
         procs: The processes.
-        tracks: Process key -> what is remembered of it.
+        tracks: By process key, what is remembered of it.
         job_of: Process key -> key of its job.
-        target: What the user asked for; None to follow the processes.
+        target: The user's target; None to follow the processes.
         gpus: GPUs that targets are multiplied by; None to count them.
     """
 
@@ -43,7 +43,7 @@ class Look:
         return self.gpus if self.gpus is not None else count_ranks(procs)
 
     def per_gpu(self, procs: Iterable[Proc]) -> Target:
-        """The target of these processes: the user's, else what they ask for, idle ones too."""
+        """The target of these processes: the user's, else the one that they ask for, even idle ones."""
         return self.target or asked(procs)
 
     def target_of(self, group: Group) -> Target:

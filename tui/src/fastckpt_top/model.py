@@ -1,4 +1,4 @@
-"""From snapshots to what is shown: it remembers processes and operations, and fills anew what the views show.
+"""From snapshots to rows: it remembers processes and operations, and fills anew what the views show.
 
 Pure: no I/O, no clock of its own.
 """
@@ -68,10 +68,10 @@ class Node:
 
 
 class Model:
-    """Everything the views show, filled anew by `update`.
+    """Everything the views show, refilled by `update`.
 
     Args:
-        target: What the user asked for; None to follow the processes.
+        target: The user's target; None to follow the processes.
         gpus: Number of GPUs that the target is multiplied by; None to count them.
         job: Name or key of the only job that is looked at; empty for all.
 
@@ -116,7 +116,7 @@ class Model:
         self._dead_jobs: set[str] = set()
 
     def update(self, snapshot: Snapshot) -> None:
-        """Take in what one look found."""
+        """Take in the result of one look."""
         snapshot = self._wanted(snapshot)
         self.snapshot, self.mono, self.real = snapshot, snapshot.mono, snapshot.real
         self.problems, self.places = snapshot.problems, snapshot.places
@@ -133,7 +133,7 @@ class Model:
         self._refresh(look)
 
     def set_target(self, target: Target | None) -> None:
-        """Change the target; what is shown follows at once."""
+        """Change the target; the screen follows at once."""
         self.target = target
         if self.snapshot is not None:
             look = self._look(self.snapshot)
@@ -141,7 +141,7 @@ class Model:
             self._refresh(look)
 
     def frozen(self) -> Model:
-        """What it shows now, as a model of its own that stands still."""
+        """Its current contents, as a model of its own that does not change."""
         kept = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, list) or name in ("past", "_events", "_series"):
@@ -170,7 +170,7 @@ class Model:
     # --- remembering -----------------------------------------------------------------------------------------------
 
     def _wanted(self, snapshot: Snapshot) -> Snapshot:
-        """Give each process its job, and leave out those of other jobs than the one that was asked for."""
+        """Assign each process to its job, and leave out other jobs than the requested one."""
         self.job_of = self._jobs.assign(snapshot.procs)
         if not self.job:
             return snapshot
@@ -201,7 +201,8 @@ class Model:
                     new.append(known)
                 elif proc.alive or known.running or known.proc is not proc:  # the dead do not change
                     known.update(proc, op, mono, before)
-        # By their starts, and when it is known which have ended: who attaches late meets many operations at once.
+        # By their starts, and when it is known which have ended: a monitor that attaches late meets many operations at
+        # once.
         for known in sorted(new, key=lambda one: one.start):
             self._join(known)
 
@@ -231,7 +232,7 @@ class Model:
     def _prune(self) -> None:
         """Forget ended operations beyond the last few, unless they are the last of a living process.
 
-        Those that died are as many more: however many they are, those that ended well keep their place.
+        Dead ones are kept in addition: however many they are, those that ended well keep their place.
         """
         ended = sorted((group for group in self._groups if not group.running), key=lambda group: group.end)
         alive = {name for name, track in self._procs.items() if track.alive}
@@ -272,7 +273,7 @@ class Model:
         ended = [group for group in ended if group.job in shown or not self._is_past(group)] or ended[:1]
         last = {group.job: group for group in reversed(ended)}
         groups = running + sorted(last.values(), key=lambda group: -group.end)
-        # Straggler, GPUs and target of an operation are those that its rows show: they come first.
+        # The straggler, GPUs and target of an operation follow from its rows, which come first.
         made = [operations.node_op(group, look) for group in groups]
         self._refresh_rows(look, groups)
         rows = {row.key: row for row in self.rows}
@@ -373,7 +374,7 @@ class Model:
         return targets
 
     def _said(self, op: NodeOp, group: Group, rows: Mapping[str, Row], look: Look) -> NodeOp:
-        """An operation with its sentence; that of an ended one is made once."""
+        """An operation with its sentence; the sentence of an ended one is made once."""
         if group.said is not None and group.said[0] == op:
             return replace(op, sentence=group.said[1])
         places = ranks.places(look)

@@ -1,4 +1,4 @@
-"""Makes the node's operations: what the ranks of one checkpoint do together."""
+"""Makes the node's operations: the common work of the ranks on one checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def node_op(group: Group, look: Look) -> NodeOp:
-    """An operation as it stands, without its sentence; the group's peak, GPUs, target and straggler are updated."""
+    """The current state of an operation, without its sentence; updates the group's peak, GPUs, target, straggler."""
     tracks = list(group.members.values())
     running = [track for track in tracks if track.running]
     if running or not group.gpus:
@@ -71,14 +71,14 @@ def node_op(group: Group, look: Look) -> NodeOp:
 
 
 def _changed(group: Group) -> tuple[tuple[str, float], ...]:
-    """What has changed with a save, as the rank says that looks."""
+    """The changes of a save, as the rank that compares reports them."""
     blocks = [track.proc.process for track in group.members.values()]
     shares = next((one.shares for one in blocks if one.changed and one.changed_step == group.step), {})
     return tuple(shares.items())
 
 
 def _progress(tracks: list[OpTrack], *, copying: bool, total: int) -> float | None:
-    """Mean of the ranks, 0 to 1: of the copy into memory, or of all that is moved; None while no size is known."""
+    """Mean of the ranks, 0 to 1: of the copy into memory, or of all bytes to move; None while no size is known."""
     if not total and not (copying and any(track.op.bytes_to_stage for track in tracks)):
         return None
     parts = [derive.staged(track) if copying else derive.progress(track) for track in tracks]

@@ -1,4 +1,4 @@
-"""The options of the command, and what values they take."""
+"""The options of the command, and their values."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _add_looks(add: Callable[..., object]) -> None:
-    """What is looked at, how often, and what becomes of it."""
+    """What is observed, how often, and where the result goes."""
     add("--dir", metavar="DIR", help="look there instead of FASTCKPT_TOP_DIR or /dev/shm/fastckpt-UID")
     add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
     add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
@@ -83,7 +83,7 @@ def _add_segments(add: Callable[..., object]) -> None:
 
 
 def _add_screen(add: Callable[..., object]) -> None:
-    """How the screen looks."""
+    """The look of the screen."""
     add("--view", choices=VIEWS, help="first view (default: live, or the last one chosen)")
     add("--sort", choices=SORTS, help="first order of the ranks (default: the slowest first, or the last one chosen)")
     add(
@@ -133,7 +133,7 @@ def _duration(word: str) -> float:
 
 
 def _positive(word: str) -> int:
-    value = _number(word, 1, 1e6, "a whole number from 1 on")
+    value = _number(word, 1, 1e6, "a whole number of at least 1")
     if value != int(value):
-        raise argparse.ArgumentTypeError(f"`{word}`: want a whole number from 1 on")
+        raise argparse.ArgumentTypeError(f"`{word}`: expected a whole number of at least 1")
     return int(value)

@@ -1,4 +1,4 @@
-"""The parts of sentences: rates, ranks, durations and what is waited for, in words."""
+"""The parts of sentences: rates, ranks, durations and waits, in words."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ SYNCING: Final = ("FSYNC", "COMMIT")
 
 
 def colon(*parts: str) -> str:
-    """A colon and those of the parts that say something; nothing if none does."""
+    """A colon and the parts that are not empty; nothing if all are."""
     words = ", ".join(part for part in parts if part)
     return f": {words}" if words else ""
 
 
 def why(row: Row) -> str:
-    """What a rank waits for, in words."""
+    """The wait of a rank, in words."""
     idle = sum(thread.state == "IDLE" for thread in row.threads)
     left = len(row.threads) - idle
     if row.state in SYNCING:
@@ -65,7 +65,7 @@ def terse(row: Row) -> tuple[str, ...]:
 
 
 def hint(kind: str, op: str) -> str:
-    """What the source is."""
+    """The kind of the source."""
     if kind != "source":
         return ""
     return " (copy, checksum or device)" if op == "save" else " (checksum or copy)"
@@ -111,12 +111,12 @@ def speed(row: Row, of: str = " of ") -> str:
 
 
 def compared(rate: float | None, target: float) -> tuple[str, str]:
-    """Two rates that are compared; the second is empty where there is no target."""
+    """Two rates to compare; the second is empty if there is no target."""
     return text.rates(rate, target) if target > 0 else (text.rate(rate), "")
 
 
 def share(rows: Sequence[Row]) -> str:
-    """Mean share of the time that ranks spend with what they wait for, ` 80 %`; empty where it is not known."""
+    """Mean share of the time that ranks spend waiting, ` 80 %`; empty if unknown."""
     known = [row.wait_share for row in rows if row.wait_share is not None]
     return f" {round(sum(known) / len(known) * 100)} %" if known else ""
 
@@ -132,7 +132,7 @@ def count(rows: Sequence[Row]) -> str:
 
 
 def still(op: NodeOp) -> list[str]:
-    """The groups of which nothing has changed with a save."""
+    """The groups that have not changed with a save."""
     return [group for group, share in op.changed if share == 0]
 
 

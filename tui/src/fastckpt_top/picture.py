@@ -1,7 +1,8 @@
 """A screen as SVG that looks alike in browsers, in an `<img>`, and in librsvg.
 
-Text stays text. What must meet its neighbour without a seam is drawn: blocks, lines, braille dots. So are the marks,
-which few fonts have in the width of a cell. Nothing is fetched, and no font is needed: each character has its own x.
+Text stays text. Characters that must join their neighbours without a seam are drawn: blocks, lines, braille dots. So
+are the marks, which few fonts have in the width of a cell. Nothing is fetched, and no font is needed: each character
+has its own x.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ _BRAILLE_DOTS: Final = ((1, 2), (1, 6), (1, 10), (5, 2), (5, 6), (5, 10), (1, 14
 
 
 def of(widget: Widget) -> str:
-    """Draw what a widget shows; see `svg`."""
+    """Draw the contents of a widget; see `svg`."""
     lines = [widget.render_line(y) for y in range(widget.size.height)]
     return svg(lines, widget.app.ansi_theme, "fastckpt-top")
 
@@ -80,7 +81,7 @@ def svg(lines: Sequence[Iterable[Segment]], theme: TerminalTheme, title: str) ->
     Args:
         lines: The screen's lines as drawn for a terminal, with their styles; a Textual `Strip` is one.
         theme: The colours that a style may leave to the terminal.
-        title: What a reader hears who cannot see the picture.
+        title: The text for readers who cannot see the picture.
 
     Returns:
         An XML document without script, style sheet, or anything that would have to be fetched.
@@ -117,7 +118,7 @@ def svg(lines: Sequence[Iterable[Segment]], theme: TerminalTheme, title: str) ->
 
 
 class _Runs:
-    """Rectangles and dashed lines. Those that continue one another become one, so that there is no seam."""
+    """Rectangles and dashed lines. Shapes that continue one another are merged, so that there is no seam."""
 
     def __init__(self) -> None:
         self._runs: dict[str, dict[tuple[int, int], list[list[int]]]] = {}
@@ -140,7 +141,7 @@ class _Runs:
             runs.append([x, wide])
 
     def area(self) -> dict[str, int]:
-        """How much is painted with which attributes."""
+        """The shapes that are painted with the same attributes."""
         return {
             how: sum(high * wide for (_, high), runs in rows.items() for _, wide in runs)
             for how, rows in self._runs.items()
@@ -164,7 +165,7 @@ class _Runs:
 
 
 class _Ink:
-    """What has been drawn so far, sorted by how it is painted: each colour is named once.
+    """The shapes so far, sorted by how they are painted: each colour is named once.
 
     Args:
         theme: The colours that a style may leave to the terminal.
@@ -172,7 +173,7 @@ class _Ink:
     Attributes:
         behind: Backgrounds of cells.
         front: Blocks, lines and dots.
-        marks: What has curves or slopes, by its attributes.
+        marks: Shapes with curves or slopes, by their attributes.
         texts: An element for each line with text.
         cells: Width of the longest line.
     """
@@ -192,7 +193,7 @@ class _Ink:
         return max(area, key=area.__getitem__).split('"')[1] if area else self._theme.background_color.hex
 
     def line(self, segments: Iterable[Segment]) -> None:
-        """Draw the next line. What is drawn is a space in its text, so that columns hold where it is read."""
+        """Draw the next line. A drawn character is a space in the text, so that columns keep their places."""
         y = self._lines * CELL[1]
         self._lines += 1
         x = 0

@@ -1,4 +1,4 @@
-"""What the kernel says of a process that publishes: whether it lives, whose it is, whether it is stopped or held."""
+"""The kernel's view of a publishing process: whether it lives, its user, whether it is stopped or held."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HELD: Final = "D"
 class Kernel:
     """The kernel's view of processes, from /proc, as far as it can be known from here.
 
-    A pid means nothing without its PID namespace, nor a start time without its time namespace and boot. Where these are
+    A pid means nothing without its PID namespace, nor a start time without its time namespace and boot. If these are
     not the reader's own, the process is found by the lock that it holds on its segment, or its state stays unknown.
     """
 
@@ -36,7 +36,7 @@ class Kernel:
         return header.boot_id == self.boot_id and header.time_ns in (0, self._time_ns)
 
     def is_alive(self, header: Header) -> bool:
-        """Whether a process lives, where its lock cannot say so (docs/telemetry.md 3)."""
+        """Whether a process lives, if its lock cannot show it (docs/telemetry.md 3)."""
         if header.boot_id != self.boot_id:
             return False
         if header.pid_ns != self._pid_ns:
@@ -44,11 +44,11 @@ class Kernel:
         return _stat(f"/proc/{header.pid}/stat").start_ticks == header.start_ticks
 
     def state(self, header: Header, file: tuple[int, int], waiting: Iterable[int], mono: float) -> str:
-        """What the process does, as the letter that ps shows: R, S, D, T and so on.
+        """The state of the process, as the letter that ps shows: R, S, D, T and so on.
 
         A process is stopped as a whole, but waits in the kernel thread by thread, and the one that answers for it does
-        no I/O. So `D` also stands for a process whose worker hangs there. A worker that waits for its ring sleeps
-        (`S`), whatever the storage does.
+        no I/O. So `D` also means a process whose worker hangs there. A worker that waits for its ring sleeps (`S`),
+        whatever the storage does.
 
         Args:
             header: The process.
@@ -119,11 +119,11 @@ def _lock_owners() -> dict[tuple[int, int], int]:
 
 @lru_cache(maxsize=256)
 def user_of(uid: int, owner: int) -> str:
-    """What to call a process's user.
+    """The name of a process's user.
 
     Args:
-        uid: As the process says.
-        owner: Of its segment, as seen from here. Where that is another number, the process lives in another user
+        uid: As the process reports it.
+        owner: Of its segment, as seen from here. If that is another number, the process lives in another user
             namespace, in which the names from here mean nothing.
 
     Returns:

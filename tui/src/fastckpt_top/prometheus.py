@@ -63,7 +63,7 @@ _Labels = tuple[tuple[str, str], ...]
 
 
 class Prometheus:
-    """Writes the file anew at each tick, by rename.
+    """Rewrites the file at each tick, by rename.
 
     Args:
         path: The file; node_exporter wants it to end in `.prom`.
@@ -97,7 +97,7 @@ class _Page:
         self._samples: dict[str, dict[tuple[str, _Labels], float]] = defaultdict(dict)
 
     def add(self, family: str, labels: dict[str, str], value: float, suffix: str = "") -> None:
-        """Add to a sample; the same labels twice are summed, since a series may stand only once."""
+        """Add to a sample; the same labels twice are summed, since a series may occur only once."""
         key = (family + suffix, tuple(labels.items()))
         self._samples[family][key] = self._samples[family].get(key, 0.0) + value
 
@@ -138,7 +138,7 @@ def render(model: Model) -> str:
 
 
 def _names(snapshot: Snapshot, job_of: Mapping[str, str]) -> dict[str, str]:
-    """What the label says of each process's job: its name, or its key where another job of the name lives too."""
+    """The label of each process's job: its name, or its key if another job of the name lives too."""
     living: dict[str, set[str]] = defaultdict(set)
     for proc in snapshot.procs:
         if proc.alive:
@@ -149,9 +149,9 @@ def _names(snapshot: Snapshot, job_of: Mapping[str, str]) -> dict[str, str]:
 
 
 def _one_per_rank(snapshot: Snapshot, names: Mapping[str, str]) -> list[Proc]:
-    """Living processes, and dead ones whose place nobody took: a restarted rank is one series, not two.
+    """Living processes, and dead ones whose place no process took: a restarted rank is one series, not two.
 
-    A place is what the labels of the series tell apart. A restarted job is another job, with the same labels.
+    A place is the set of labels that distinguish the series. A restarted job is another job, with the same labels.
     """
 
     def place(proc: Proc) -> tuple[str, int, int]:
@@ -169,7 +169,7 @@ def _one_per_rank(snapshot: Snapshot, names: Mapping[str, str]) -> list[Proc]:
 
 
 def _who(proc: Proc, job: str) -> dict[str, str]:
-    """The labels of a process's series. `job` is taken: Prometheus gives that label to what it scrapes."""
+    """The labels of a process's series. `job` is reserved: Prometheus gives that label to its targets."""
     header = proc.header
     labels = {"job_name": job}
     if proc.rank < 0:  # nothing else tells such processes apart

@@ -131,7 +131,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
 
 
 def worst(row: Row) -> float:
-    """How far a rank holds its job back: who died, who failed, who stalled, the straggler, the rest.
+    """How far a rank holds its job back: dead, failed, stalled, the straggler, the rest.
 
     Within each of these, time still needed and the shortfall of its target count. Idle ranks have 0.
     """
@@ -168,7 +168,7 @@ def threads(track: OpTrack, target: float, look: Look) -> tuple[ThreadRow, ...]:
     """The threads of a rank's operation, whose target is `target` bytes/s."""
     slots = sorted(track.threads.items())
     moving = track.running and track.op.phase in MOVING
-    # A thread that has no more to do shows no rate: what is left of it in the window would look like a slow disk.
+    # A thread without further work shows no rate: the rest of it in the window would look like a slow disk.
     busy = {slot for slot, thread in slots if moving and thread.last.state != ThreadState.IDLE}
     rates = {slot: thread.window.rate() if slot in busy else None for slot, thread in slots}
     known = [rate for rate in rates.values() if rate is not None]

@@ -1,4 +1,4 @@
-"""Records what the monitor sees, as JSON lines, for `--replay`."""
+"""Records the monitor's input, as JSON lines, for `--replay`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Recording:
             path: File for a new one.
 
         Returns:
-            What to tell the user.
+            A message for the user.
         """
         recorder = self._recorder
         if recorder is not None:
@@ -72,7 +72,7 @@ class Recorder:
     """Writes a recording. Only ticks with a running operation or an event, and one in `IDLE_S` seconds without.
 
     Args:
-        path: The file, mode 0600; compressed if it ends in `.gz`. What is there is overwritten.
+        path: The file, mode 0600; compressed if it ends in `.gz`. An existing file is overwritten.
 
     Attributes:
         path: The file.
@@ -99,7 +99,7 @@ class Recorder:
         self._header = False
 
     def write(self, model: Model) -> None:
-        """Take in the model as it stands.
+        """Take in the current state of the model.
 
         Raises:
             OSError: The file cannot be written.

@@ -43,7 +43,7 @@ class Recording:
         times: Reader's clock of each tick, seconds.
 
     Raises:
-        ReplayError: It cannot be read, is no recording, or one of another major version.
+        ReplayError: It cannot be read, is not a recording, or is one of another major version.
     """
 
     def __init__(self, path: str) -> None:
@@ -53,7 +53,7 @@ class Recording:
         self.header = self._json(lines[0], path, 1)
         schema = self.header.get("schema")
         if not isinstance(schema, str) or not schema.startswith("fastckpt-top/"):
-            raise ReplayError(f"{path}: no recording of fastckpt-top")
+            raise ReplayError(f"{path}: not a recording of fastckpt-top")
         if schema != SCHEMA:
             raise ReplayError(f"{path}: recorded as {clean(schema)}, this version plays {SCHEMA}")
         if self.header.get("kind") == "header":
@@ -122,7 +122,7 @@ class Recording:
         except (ValueError, RecursionError):
             raise ReplayError(f"{path}: line {number} is not JSON") from None
         if not isinstance(value, dict):
-            raise ReplayError(f"{path}: line {number} is no object")
+            raise ReplayError(f"{path}: line {number} is not an object")
         return value
 
 
@@ -135,7 +135,7 @@ def _open(path: str) -> TextIO:
 def _read_lines(path: str) -> list[str]:
     lines: list[str] = []
     try:
-        # A recorder that was killed leaves an unfinished file: what was flushed is good.
+        # A recorder that was killed leaves an unfinished file: the part that was flushed is valid.
         with _open(path) as file, contextlib.suppress(EOFError):
             lines.extend(line for line in file if line.strip())
     except (OSError, UnicodeDecodeError) as error:
@@ -150,7 +150,7 @@ class Replay:
 
     Args:
         path: The recording.
-        target: What the user asked for; None for what was asked for when it was recorded.
+        target: The user's target; None for the target of the recording.
         gpus: Likewise.
         speed: Times real time.
         now: Monotonic clock, seconds.
@@ -259,7 +259,7 @@ class Replay:
             where: Seconds, `mm:ss` or `h:mm:ss`.
 
         Returns:
-            Whether that was a time.
+            Whether the text was a time.
         """
         try:
             parts = [float(part) for part in where.strip().split(":")]

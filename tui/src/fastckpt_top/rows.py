@@ -1,4 +1,4 @@
-"""What the views show: plain values that the model fills anew in each update."""
+"""The rows that the views show: plain values that the model fills anew in each update."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def judge(average: float | None, target: float) -> Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Sentence:
-    """What matters most about an operation now, in words.
+    """The most important fact about an operation now, in words.
 
     Attributes:
         level: One of `LEVELS`.
-        words: The same said at several lengths, the longest first; the last has at most 36 cells.
+        words: The same sentence at several lengths, the longest first; the last has at most 36 cells.
         row: Key of the row that it speaks of; empty if of none.
     """
 
@@ -72,7 +72,7 @@ class ThreadRow:
         latency_s: Mean over the last second; None if nothing completed.
         latency_max_s: Largest of this operation.
         p50_s: Median of this operation as far as it was watched; None unknown.
-        p99_s: 99th percentile, likewise.
+        p99_s: The 99th percentile.
         busy: Share of the last second with a request in flight; None unknown.
         source: Share spent waiting for the source.
         limit: Share spent waiting for the bandwidth limit.
@@ -80,7 +80,7 @@ class ThreadRow:
         peers: Share spent waiting for bytes of other ranks.
         target: Bytes/s that this thread should reach.
         slow: Whether it is clearly behind the other threads of its operation.
-        retries: Since the process began, likewise the next two.
+        retries: Since the process began, as the next two.
         shorts: Short reads and writes.
         errors: Failed requests.
         spark: Bytes/s, one value a column.
@@ -112,7 +112,7 @@ class ThreadRow:
 
     @property
     def waits(self) -> dict[str, float]:
-        """Shares of the last second by what was waited for, of which no two are of the same moment; empty unknown."""
+        """Shares of the last second by the kind of wait, of which no two overlap; empty if unknown."""
         busy, source, limit, fsync, peers = self.busy, self.source, self.limit, self.fsync, self.peers
         if busy is None:
             return {}
@@ -126,14 +126,14 @@ class ThreadRow:
 
     @property
     def wait(self) -> str:
-        """What holds the thread up: `source 42%`, `limit 80%`, `peers 75%`, `fsync`, `disk 97%`, or nothing."""
+        """The thread's bottleneck: `source 42%`, `limit 80%`, `peers 75%`, `fsync`, `disk 97%`, or nothing."""
         return wait_text(*bottleneck(self.state, self.waits))
 
 
 def bottleneck(state: str, waits: Mapping[str, float]) -> tuple[str, float | None]:
-    """What holds a thread or rank up: what most of the last second was spent with, if that is anything to speak of.
+    """The cause that holds a thread or rank up: the largest part of the last second, if it is significant.
 
-    A bandwidth limit comes first: it only makes a worker wait where nothing else is slower.
+    A bandwidth limit comes first: it only makes a worker wait if nothing else is slower.
 
     Args:
         state: Of the thread or rank. In fsync and commit there is no share: a wait is counted when it ends.
@@ -171,7 +171,7 @@ class Row:
         version: Its fastckpt.
         alive: Whether it lives.
         kind: `save`, `load`, `verify`, or empty.
-        running: Whether the operation goes on.
+        running: Whether the operation continues.
         state: Six letters at most: the phase, or `WAIT` (for another rank), `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
         stalled_s: Seconds without a sign of life or progress; None if not stalled.
         rate: Bytes/s over the last second; None unknown or not moving data.
@@ -180,7 +180,8 @@ class Row:
         done: Bytes completed.
         total: Bytes in all; 0 unknown.
         durable: Bytes known to be durable.
-        progress: Of the copy while the state is `STAGE`; else of the operation, 1 only when all is being made durable.
+        progress: Of the copy while the state is `STAGE`; else of the operation, 1 only when all bytes are being made
+            durable.
         eta_s: Seconds until it is durable; None unknown.
         elapsed_s: Seconds since its start, or its duration.
         phase_s: Seconds in the present phase.
@@ -190,7 +191,7 @@ class Row:
         direct: Whether O_DIRECT is used.
         mixed: Whether part goes through the page cache nevertheless.
         fallback: Why the wanted engine does not run (`EPERM`); empty if it does.
-        refused: What was wanted and does not run, as in `segment.REFUSALS`.
+        refused: The wanted features that do not run, as in `segment.REFUSALS`.
         asynchronous: Whether it is a `save_async`.
         step: Training step; None unknown.
         label: Base name of the target.
@@ -201,7 +202,7 @@ class Row:
         files: Shards in all.
         files_done: Shards completed.
         error: errno name of a failure; empty if none.
-        wait: What holds it up.
+        wait: The cause that holds it up.
         p50_s: Median latency of this operation as far as it was watched; None unknown.
         p99_s: 99th percentile.
         histogram: Requests by latency (docs/telemetry.md 5.4).
@@ -210,7 +211,7 @@ class Row:
         job_key: The job that it belongs to.
         user: Name of its user, or the number where it has none.
         process_state: Letter of /proc/PID/stat: `R`, `S`, `D`, `T`; empty where unknown.
-        wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, or empty: the kind of what `wait` names.
+        wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, or empty: the kind of `wait`.
         wait_share: Share of the last second spent with it; None where it has none.
         worst: How far the rank holds its job back; the largest comes first.
     """
@@ -270,13 +271,13 @@ class Row:
 
     @property
     def name(self) -> str:
-        """How to call it in a sentence."""
+        """The name in a sentence."""
         return f"rank {self.rank}" if self.rank is not None else f"pid {self.pid}"
 
 
 @dataclass(frozen=True, slots=True)
 class NodeOp:
-    """One checkpoint operation of the node: what its ranks do together.
+    """One checkpoint operation of the node: the common work of its ranks.
 
     Attributes:
         kind: `save`, `load`, `verify`.
@@ -303,9 +304,9 @@ class NodeOp:
         verdict: The average against the target.
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
-        target_source: Who asked for the target, as `Target.source`.
+        target_source: The origin of the target, as `Target.source`.
         changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
-        sentence: What matters most about it; None where there is nothing to say.
+        sentence: The most important fact about it; None if there is none.
     """
 
     kind: str
@@ -351,7 +352,7 @@ class Job:
         gpus: GPUs that its targets are multiplied by.
         target: Per GPU.
         active: Whether any of its operations runs.
-        sentence: What matters most about it now; None where there is nothing to say.
+        sentence: The most important fact about it now; None if there is none.
     """
 
     key: str
@@ -400,9 +401,9 @@ class Checkpoint:
         members: Process key and operation of each rank.
         gpus: Members that have a GPU.
         p99_s: Largest 99th percentile of a rank, seconds; 0 unknown.
-        team: What its ranks have in common: their process group, or the job's name.
+        team: The common feature of its ranks: their process group, or the job's name.
         running: Whether a rank is still at it.
-        target: Bytes/s that it was to reach while it ran; 0 where nobody looked.
+        target: Bytes/s that it was to reach while it ran; 0 if unknown.
     """
 
     kind: str

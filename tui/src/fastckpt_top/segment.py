@@ -43,11 +43,11 @@ REFUSALS: Final = {
 
 
 class BadSegment(ValueError):  # noqa: N818  (it says what the input is, not what went wrong in here)
-    """These bytes are no segment that this version can read; the message says why."""
+    """These bytes are not a segment that this version can read; the message says why."""
 
 
 class Kind(IntEnum):
-    """What an operation does."""
+    """The kind of an operation."""
 
     SAVE = 1
     LOAD = 2
@@ -55,7 +55,7 @@ class Kind(IntEnum):
 
 
 class Phase(IntEnum):
-    """Where an operation stands."""
+    """The phase of an operation."""
 
     PLAN = 1
     STAGE = 2
@@ -68,7 +68,7 @@ class Phase(IntEnum):
 
 
 class ThreadState(IntEnum):
-    """What a worker thread does at the moment."""
+    """The current activity of a worker thread."""
 
     IDLE = 0
     SOURCE = 1
@@ -249,7 +249,7 @@ HISTORY_SIZE: Final = SIZES["history"]
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """Who publishes, and where the tables lie. Field by field as in docs/telemetry.md 5.1."""
+    """The publishing process, and the places of the tables. Field by field as in docs/telemetry.md 5.1."""
 
     major: int
     minor: int
@@ -316,7 +316,7 @@ class Process:
 
     @property
     def shares(self) -> dict[str, float]:
-        """What has changed with the save of `changed_step`, of the groups of which that is known: 0 to 1."""
+        """The changes in the save of `changed_step`, of the groups for which they are known: 0 to 1."""
         found = {"model": self.changed & NONE_U32, "optimizer": self.changed >> 32}
         return {group: min((share - 1) / 1e6, 1.0) for group, share in found.items() if share}
 
@@ -353,7 +353,7 @@ class Operation:
 
     @property
     def refused(self) -> tuple[str, ...]:
-        """What was refused, so that something else runs than was wanted: see `REFUSALS`."""
+        """What was refused, so that another engine runs than the wanted one: see `REFUSALS`."""
         return tuple(name for flag, name in REFUSALS.items() if self.flags & flag)
 
     @property
@@ -436,7 +436,7 @@ def check_prefix(data: bytes) -> tuple[int, int]:
         Major and minor version.
 
     Raises:
-        BadSegment: It is no segment, or one of another byte order.
+        BadSegment: It is not a segment, or one of another byte order.
     """
     if len(data) < HEADER_SIZE:
         raise BadSegment(f"too short: {len(data)} bytes")
@@ -456,7 +456,7 @@ def decode_header(data: bytes, file_size: int) -> Header:
         file_size: Size of the file in bytes, from fstat.
 
     Returns:
-        A header whose tables all lie inside the file.
+        A header whose tables are all inside the file.
 
     Raises:
         BadSegment: Something in it cannot be true, or needs a newer version of this program.
@@ -533,7 +533,7 @@ def decode(data: bytes) -> Segment:
         All used slots and records. Slots that were being written at that moment are left out.
 
     Raises:
-        BadSegment: The bytes are no segment that can be read.
+        BadSegment: The bytes are not a segment that can be read.
     """
     header = decode_header(data, len(data))
     process = decode_process(data)

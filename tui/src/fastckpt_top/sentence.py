@@ -1,9 +1,9 @@
-"""The sentence: who holds an operation back, and why.
+"""The sentence: the rank that holds an operation back, and why.
 
-What comes first of these is said: a rank that died or failed; one that stalled; a bandwidth limit that most ranks wait
-for; the rank that the others wait for; what keeps the operation below its target; a fallback; that all is well.
-The level is `bad` for what needs somebody, `warn` where the operation, or the rank that alone decides when it ends, is
-below its target, `info` for the rest.
+The first of these that applies: a rank that died or failed; one that stalled; a bandwidth limit that most ranks wait
+for; the rank that the others wait for; the reason why the operation is below its target; a fallback; that all is well.
+The level is `bad` if a person is needed, `warn` if the operation, or the rank that alone decides when it ends, is below
+its target, `info` for the rest.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _WAITED: Final = {
 
 
 def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | None:
-    """What matters most about an operation now.
+    """The most important fact about an operation now.
 
     Args:
         op: The operation.
@@ -50,7 +50,7 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
         cause: The most frequent `cause` while it ran; empty unknown.
 
     Returns:
-        None where there is nothing to say: in the first second, and without a target.
+        None if there is nothing to report: in the first second, and without a target.
     """
     if op.failed:
         return _lost(op, rows)
@@ -64,7 +64,7 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
 
 
 def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
-    """Who holds up what goes on."""
+    """The ranks that hold up a running operation."""
     limited = [row for row in running if row.wait_kind == "limit"]
     if limited and len(limited) > _MOST * len(running) and op.verdict in (Verdict.LOW, Verdict.BAD):
         return _limited(op)
@@ -75,7 +75,7 @@ def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 
 def cause(op: NodeOp, rows: Sequence[Row]) -> str:
-    """What holds a running operation back now, as will be said of it when it has ended; empty if nothing does."""
+    """The cause that holds a running operation back now, in the words for when it has ended; empty if there is none."""
     running = [row for row in rows if row.running]
     kind, _ = _shared(running)
     if kind != "limit" and op.last:
@@ -99,16 +99,17 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
     row = failed[0] if failed else None
     known = row is not None and row.error not in ("", "failed")
     what = row.error if row is not None and known else f"{op.kind} failed"
-    stands = ": the old checkpoint stands" if op.kind == "save" else ""
+    unchanged, short = (": the old checkpoint is unchanged", ": old one unchanged") if op.kind == "save" else ("", "")
     by = f"{phrases.names(failed)}: " if op.ranks > 1 and failed else ""
     where = f" in {op.label}" if op.label else ""
     reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
     return _made(
         "bad",
         row.key if row is not None else "",
-        f"{by}{what}{where}{reads}{stands}",
-        f"{what}{where}{reads}{stands}",
-        f"{what}{reads}{stands}",
+        f"{by}{what}{where}{reads}{unchanged}",
+        f"{what}{where}{reads}{unchanged}",
+        f"{what}{reads}{unchanged}",
+        f"{what}{reads}{short}",
     )
 
 
@@ -235,7 +236,7 @@ def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sente
 
 
 def _well(op: NodeOp, running: list[Row]) -> Sentence | None:
-    """On target, or too early to say."""
+    """On target, or too early to judge."""
     if tail := phrases.fallback(running):
         row = next(row for row in running if row.fallback)
         return _made("info", row.key, tail, f"fallback: {row.engine} ({row.fallback})")
@@ -280,7 +281,7 @@ def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
 
 
 def _syncing(op: NodeOp, running: list[Row], those: list[Row]) -> tuple[str, ...]:
-    """The words for ranks of which most are in fsync."""
+    """The words for ranks that are mostly in fsync."""
     since = max(row.phase_s or 0.0 for row in those)
     during = f" for {phrases.seconds(since)}" if since >= 1.0 else ""
     if len(running) == 1 < op.ranks:
@@ -320,14 +321,14 @@ def _slowest(running: list[Row]) -> Row | None:
 
 
 def _shared(running: list[Row]) -> tuple[str, list[Row]]:
-    """What most ranks wait for, and those that do; else nothing."""
+    """The wait of most ranks, and those ranks; else nothing."""
     kind, count = Counter(row.wait_kind for row in running).most_common(1)[0] if running else ("", 0)
     those = [row for row in running if row.wait_kind == kind]
     return (kind, those) if kind and count > _MOST * len(running) else ("", [])
 
 
 def _level(op: NodeOp, row: Row | None = None) -> str:
-    """Of an operation that goes on, and of the rank that alone decides when it ends."""
+    """The sentence of a running operation, and of the rank that alone decides when it ends."""
     low = (Verdict.LOW, Verdict.BAD)
     return "warn" if op.verdict in low or (row is not None and row.verdict in low) else "info"
 

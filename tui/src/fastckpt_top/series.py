@@ -1,4 +1,4 @@
-"""What the node wrote and read over the last minutes, in columns of equal length."""
+"""The rates of the node over the last minutes, in columns of equal length."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Series:
         self.index: int | None = None
 
     def add(self, mono: float, written: float, read: float) -> int:
-        """Take in what was measured at a moment.
+        """Take in the measurement of a moment.
 
         Args:
             mono: Reader's clock, seconds.
@@ -35,7 +35,7 @@ class Series:
             read: Bytes/s.
 
         Returns:
-            How many columns it began: 0 where it falls into one that has a value, which it leaves as it is.
+            How many columns it began: 0 if it falls into one that has a value, which it leaves unchanged.
         """
         now = math.floor(mono / COLUMN_S)
         count = 1 if self.index is None else min(now - self.index, self.written.maxlen or 1)
@@ -49,8 +49,8 @@ class Series:
     def cells(self, seconds: float, cells: int) -> tuple[list[float], list[float]]:
         """The last `seconds` in `cells` equal parts.
 
-        A part begins at a multiple of its length on the clock, so that what is past does not change as time goes on.
-        Its value is the mean of what lies in it: a peak that is shorter than a part is lower in it, not lost.
+        A part begins at a multiple of its length on the clock, so that past columns do not change as time goes on. Its
+        value is the mean over it: a peak that is shorter than a part is lower in it, not lost.
 
         Args:
             seconds: How far back.

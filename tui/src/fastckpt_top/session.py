@@ -1,4 +1,4 @@
-"""What a view or an output looks at: a model and what makes it go on.
+"""The input of a view or an output: a model and its clock.
 
 `Live` reads processes, `replay.Replay` a file.
 """
@@ -16,7 +16,7 @@ class Sink(Protocol):
     """Something that writes the model down at each tick."""
 
     def write(self, model: Model) -> None:
-        """Take in the model as it stands.
+        """Take in the current state of the model.
 
         Raises:
             OSError: It cannot be written.
@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class Session(Protocol):
-    """A model that goes on."""
+    """A model that is updated."""
 
     live: bool
 
@@ -39,10 +39,10 @@ class Session(Protocol):
         """Go on to the present."""
 
     def status(self) -> str:
-        """A word on where it stands."""
+        """A word on its position."""
 
     def close(self) -> None:
-        """Give back what is open."""
+        """Close everything that is open."""
 
 
 class Live:
@@ -50,8 +50,8 @@ class Live:
 
     Args:
         source: Where snapshots come from.
-        model: What they are fed to.
-        sinks: What gets each state.
+        model: The model that is fed.
+        sinks: The outputs for each state.
 
     Attributes:
         model: As of the last tick.

@@ -1,4 +1,4 @@
-"""What one look at all segments found: the only thing that sources hand to the model."""
+"""The result of one look at all segments: the only thing that sources hand to the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Proc:
     """One process at one moment.
 
     Attributes:
-        key: The same in each snapshot of the same process, and of no other one.
+        key: The same in each snapshot of one process, and unique to it.
         path: The segment's file.
         header: Who it is.
         process: Its totals.
@@ -51,12 +51,12 @@ class Proc:
 
     @property
     def team(self) -> str:
-        """What processes have in common that do one operation together."""
+        """The common fields of processes that do one operation together."""
         return f"group {self.process.group}" if self.process.group else f"job {self.header.job} {self.header.launch}"
 
     @property
     def waits_for(self) -> int | None:
-        """The rank that it waits for; None if for nobody."""
+        """The rank that it waits for; None if there is none."""
         waits = self.process.waits_for
         return min(waits - 1, _MOST) if waits and self.process.group and self.alive else None
 
@@ -83,13 +83,13 @@ class Snapshot:
 
 
 class Source(Protocol):
-    """Where snapshots come from: shared memory, or the demonstration."""
+    """The source of snapshots: shared memory, or the demonstration."""
 
     def poll(self) -> Snapshot:
         """Take a look now."""
 
     def close(self) -> None:
-        """Give back what is open."""
+        """Close everything that is open."""
 
 
 def proc_key(header: Header) -> str:

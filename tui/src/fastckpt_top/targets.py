@@ -1,4 +1,4 @@
-"""What the storage should reach: tiers and their parsing. Rates are bytes/s per GPU."""
+"""The target of the storage: tiers and their parsing. Rates are bytes/s per GPU."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ TIERS: Final[dict[str, tuple[float, float]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What saves and loads should reach.
+    """The targets of saves and loads.
 
     Attributes:
         save: Bytes/s per GPU; 0 none.
         load: Bytes/s per GPU, for verifies too; 0 none.
         name: The tier, or `custom`.
-        source: Who asked for it: `option`, `environment`, `process`, `default`, `key`.
+        source: The origin: `option`, `environment`, `process`, `default`, `key`.
     """
 
     save: float
@@ -45,7 +45,7 @@ def tier(name: str, source: str) -> Target:
 
     Args:
         name: One of `TIERS`.
-        source: Who asked for it.
+        source: The origin.
     """
     save, load = TIERS[name]
     return Target(save, load, name, source)
@@ -57,7 +57,7 @@ def named(save: float, load: float, source: str) -> Target:
     Args:
         save: Bytes/s per GPU.
         load: Bytes/s per GPU.
-        source: Who asked for it.
+        source: The origin.
     """
     for name, pair in TIERS.items():
         if pair == (save, load):
@@ -66,18 +66,18 @@ def named(save: float, load: float, source: str) -> Target:
 
 
 def parse(text: str, source: str) -> Target:
-    """Parse what the user wrote, as `fastckpt.set_target` does: both pass `tests/data/targets.txt`.
+    """Parse the user's text, as `fastckpt.set_target` does: both pass `tests/data/targets.txt`.
 
     Args:
         text: `light`, `medium`, `high`, a figure in GB/s per GPU for both directions, or `save=X,load=Y` (either may be
             missing and is then no target), in upper or lower case.
-        source: Who asked for it.
+        source: The origin.
 
     Returns:
         The target.
 
     Raises:
-        ValueError: It is none of these; the message says what is allowed.
+        ValueError: It is none of these; the message lists what is allowed.
     """
     word = text.strip().lower()
     if word in TIERS:
@@ -95,7 +95,7 @@ def parse(text: str, source: str) -> Target:
 
 
 def following(present: Target, asked: Target | None) -> Target:
-    """The target after the present one: the tiers, then what the command line asked for if it is none, going round."""
+    """The target after the present one: the tiers, then the command line's if it is none of them, in a circle."""
     round_ = [tier(name, "key") for name in TIERS]
     if asked is not None and asked.name not in TIERS:
         round_.append(asked)

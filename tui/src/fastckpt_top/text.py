@@ -19,7 +19,7 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The characters that pictures are made of: one set for Unicode terminals, one for ASCII."""
+    """The characters of pictures: one set for Unicode terminals, one for ASCII."""
 
     bar: str
     """Parts of a full cell from empty to full, for bars that grow to the right."""
@@ -260,7 +260,7 @@ def rate(bytes_per_second: float | None, decimals: int = 2) -> str:
 
 
 def rates(average: float | None, target: float) -> tuple[str, str]:
-    """Two rates that are compared, GB/s without the unit, with as many decimals as it takes to tell them apart."""
+    """Two rates to compare, GB/s without the unit, with as many decimals as it takes to distinguish them."""
     for decimals in range(2, 6):
         words = rate(average, decimals), rate(target, decimals)
         if words[0] != words[1]:
@@ -277,7 +277,7 @@ def size(count: float | None) -> str:
 
 
 def percent(fraction: float | None) -> str:
-    """Whole percent, never rounded up, so that 100 % means that it is reached; '-' for unknown."""
+    """Whole percent, never rounded up, so that 100 % means reached; '-' for unknown."""
     if fraction is None or not math.isfinite(fraction):
         return "-"
     share = math.floor(fraction * 100 + 1e-9)

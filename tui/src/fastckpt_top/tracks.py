@@ -1,4 +1,4 @@
-"""What the model remembers between two snapshots: one track a process, operation and thread."""
+"""The model's memory between two snapshots: one track a process, operation and thread."""
 
 from __future__ import annotations
 
@@ -88,11 +88,12 @@ class ProcTrack:
 class ThreadTrack:
     """A thread slot while it counts for one operation.
 
-    All counters of a slot but `bytes_op` are the process's: what they were when the operation began has to be known.
+    All counters of a slot except `bytes_op` are the process's: their values at the beginning of the operation have to
+    be known.
 
     Args:
         thread: The slot.
-        before: The slot as it was before the operation; None if nobody looked.
+        before: The slot before the operation; None if unknown.
     """
 
     def __init__(self, thread: Thread, before: Thread | None) -> None:
@@ -131,7 +132,7 @@ class OpTrack:
 
     Attributes:
         proc: The process, as of the last snapshot.
-        op: The operation, likewise.
+        op: The operation.
         start: Its start on the reader's clock, seconds.
         start_real: Its start, seconds since the epoch.
         end: Its end on the reader's clock; None while it runs.
@@ -142,7 +143,7 @@ class OpTrack:
         changed: Reader's clock when something last moved.
         died: Whether its process died under it.
         lost: Reader's clock when that was noticed, which is later than `end`; None where it was not watched.
-        told_fallback: Whether the event was given; likewise `told_stall` and `told_end`.
+        told_fallback: Whether the event was reported, as `told_stall` and `told_end`.
     """
 
     def __init__(self, proc: Proc, op: Operation, mono: float, real: float) -> None:
@@ -177,7 +178,7 @@ class OpTrack:
 
     @property
     def running(self) -> bool:
-        """Whether it goes on."""
+        """Whether it continues."""
         return self.op.running and not self.died
 
     @property
@@ -230,8 +231,8 @@ class OpTrack:
     def stalled(self, track: ProcTrack, mono: float) -> float | None:
         """Seconds without progress or sign of life, if that is too long; else None.
 
-        To wait for others is no stall. Nor is silence while a save is prepared, unless the kernel says that the process
-        is stopped or held.
+        Waiting for others is not a stall. Nor is silence while a save is prepared, unless the kernel reports that the
+        process is stopped or held.
         """
         if not self.running or self.proc.waits_for is not None:
             return None
@@ -276,7 +277,7 @@ def _latest(proc: Proc, op: Operation) -> int:
 
 
 def _elapsed(proc: Proc, op: Operation, mono: float) -> float:
-    """Seconds from an operation's start to now. Two clocks are only compared where they are one and the same."""
+    """Seconds from an operation's start to now. Two clocks are only compared if they are the same clock."""
     if proc.same_clock:
         return max(mono - op.t_start_mono_ns / 1e9, 0.0)
     latest = max(

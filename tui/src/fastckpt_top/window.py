@@ -53,7 +53,7 @@ class Window:
         self._samples: deque[Sample] = deque()
 
     def add(self, sample: Sample) -> None:
-        """Add the newest sample; a counter that went back (another owner) or a clock that did begins anew."""
+        """Add the newest sample; after a counter (another owner) or a clock that went back, start over."""
         samples = self._samples
         if samples and (sample.mono < samples[-1].mono or sample.bytes < samples[-1].bytes):
             samples.clear()
@@ -65,7 +65,7 @@ class Window:
             samples.popleft()
 
     def ends(self) -> tuple[Sample, Sample] | None:
-        """The window's oldest and newest sample; None while there is only one."""
+        """The window's oldest and newest sample; None if there is only one."""
         samples = self._samples
         if len(samples) < 2:  # noqa: PLR2004
             return None
@@ -79,7 +79,7 @@ class Window:
         return (self._still(chosen, newest) or chosen), newest
 
     def waits(self) -> tuple[Sample, Sample] | None:
-        """The same, of samples whose waits are known: only those of the first may not be."""
+        """The same, of samples with known waits: only those of the first may be unknown."""
         ends = self.ends()
         if ends is None or ends[0].waits:
             return ends

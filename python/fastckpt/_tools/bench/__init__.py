@@ -1,7 +1,7 @@
 """How fast checkpoints are saved and loaded in a directory: ``fastckpt bench DIR``.
 
-:mod:`command` takes the options and answers; :mod:`shapes` knows what each rank saves and :mod:`room` whether it fits;
-:mod:`rounds` says what is done in which order, by processes that :mod:`ranks` starts and that run :mod:`rank`;
-:mod:`raw` moves the same bytes plainly, :mod:`caches` makes files cold and hot; :mod:`scores`, without looking at
-anything but the samples, judges them; :mod:`text` and :mod:`picture` show them.
+:mod:`command` takes the options and prints the result; :mod:`shapes` defines the state of each rank and :mod:`room`
+checks that it fits; :mod:`rounds` runs the operations in order, in processes that :mod:`ranks` starts and that run
+:mod:`rank`; :mod:`raw` moves the same bytes plainly, :mod:`caches` makes files cold and hot; :mod:`scores` judges the
+samples, and nothing else; :mod:`text` and :mod:`picture` show them.
 """

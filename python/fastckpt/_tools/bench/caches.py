@@ -14,7 +14,7 @@ _READ = 8 << 20
 
 
 def drop() -> bool:
-    """Drop the whole machine's caches, for which one must be root; whether that was possible. Dirty pages stay."""
+    """Drop the whole machine's caches, which requires root; returns whether that was possible. Dirty pages stay."""
     try:
         _DROP.write_text("3", encoding="ascii")
     except OSError:

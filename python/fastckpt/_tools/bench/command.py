@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     from . import rounds, text  # noqa: PLC0415
 
     refuse_url("bench", str(options.path))
-    # This process neither saves nor loads: the target is set for what it means in GB/s.
+    # This process neither saves nor loads: the target is set to find out what it means in GB/s.
     target = fastckpt.set_target(options.target)
     for name, most in {"ranks": _MOST_RANKS, "rounds": 10**6, "gpus": 10**9, "tensors": _MOST_TENSORS}.items():
         _within(name, getattr(options, name), most)
@@ -102,7 +102,7 @@ def _within(name: str, value: int | None, most: int) -> None:
 
 
 def _shares(options: argparse.Namespace) -> list[Any]:
-    """What each rank saves."""
+    """The share of each rank."""
     from fastckpt._units import bytes_of  # noqa: PLC0415
 
     from . import shapes  # noqa: PLC0415
@@ -120,7 +120,7 @@ def _shares(options: argparse.Namespace) -> list[Any]:
 
 
 def _fits(directory: Path, shares: list[Any]) -> list[str]:
-    """Refuse what does not fit; what is left out, and why."""
+    """Refuse shares that do not fit; returns the ones left out, and why."""
     from . import room  # noqa: PLC0415
 
     if not directory.is_dir():
@@ -131,7 +131,7 @@ def _fits(directory: Path, shares: list[Any]) -> list[str]:
 
 
 def _say(line: str) -> None:
-    """Show progress to somebody who waits for it."""
+    """Show progress to a waiting user."""
     if sys.stderr.isatty():
         sys.stderr.write(f"{line}\n")
         sys.stderr.flush()

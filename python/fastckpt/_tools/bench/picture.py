@@ -20,7 +20,7 @@ def draw(file: Path, document: Mapping[str, Any]) -> None:
     """Draw the throughput of each operation: the median as a bar, every round as a dot, the target as lines.
 
     Args:
-        file: what to write; its suffix says the format. :func:`check` has been asked.
+        file: the file to write; its suffix sets the format. :func:`check` has been called.
         document: the result.
     """
     from matplotlib.figure import Figure  # noqa: PLC0415 - only for a picture

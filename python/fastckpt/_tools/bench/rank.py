@@ -28,12 +28,12 @@ OPERATIONS = ("raw_write", "raw_read", "save", "load", "hot")
 
 @dataclass(frozen=True, slots=True)
 class Spec:
-    """What defines a rank.
+    """The definition of a rank.
 
     Attributes:
         rank: its number.
         directory: its own, made by the parent.
-        share: what it saves.
+        share: the tensors that it saves.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads, or None.
         target: for the live counters, as :func:`fastckpt.set_target` takes it.
@@ -51,7 +51,7 @@ class Spec:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What to do next.
+    """The next step.
 
     Attributes:
         operation: one of ``OPERATIONS``, or ``remove``.
@@ -80,7 +80,7 @@ class _Rank:
         self.how: dict[str, Any] = {"io": spec.io, "threads": spec.threads}
 
     def prepare(self, request: Request) -> Callable[[float], dict[str, Any]]:
-        """Get everything ready that is not measured; return what is, which takes the time when it began."""
+        """Prepare everything that is not measured; returns the measured step, which takes the time when it began."""
         plain = self.spec.directory / "plain"
         checkpoint = self.spec.directory / f"step-{request.round}"
         if request.operation == "raw_write":
@@ -110,7 +110,7 @@ class _Rank:
         return sample
 
     def remove(self) -> None:
-        """Remove what the round has written."""
+        """Remove the files of the round."""
         for path in self.spec.directory.iterdir():
             if path.is_dir():
                 shutil.rmtree(path)
@@ -136,8 +136,8 @@ def _sample(report: fastckpt.SaveReport | fastckpt.LoadReport, seconds: float) -
 def serve(connection: Connection, spec: Spec) -> None:
     """Answer the parent until it closes the pipe.
 
-    Each request is prepared and answered by None; then comes the time (``time.monotonic``) at which all ranks begin,
-    and the sample goes back. Whatever fails goes back as a :class:`Failure`.
+    Each request is prepared and answered by None; then the time (``time.monotonic``) arrives at which all ranks begin,
+    and the sample goes back. Any error goes back as a :class:`Failure`.
     """
     # Ctrl-C reaches the whole process group; the parent decides.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -160,7 +160,7 @@ def serve(connection: Connection, spec: Spec) -> None:
             time.sleep(max(0.0, began - time.monotonic()))
             connection.send(run(began))
     except (EOFError, ConnectionError):
-        # The parent is gone, or has had enough.
+        # The parent is gone, or has stopped reading.
         sys.exit(0)
     except Exception as error:  # noqa: BLE001 - the parent reports it
         with contextlib.suppress(OSError):

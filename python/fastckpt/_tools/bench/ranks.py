@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
     from .rank import Spec
 
-#: Seconds from the word to the beginning: it must have reached every rank by then.
+#: Seconds between the signal and the start: the signal must have reached every rank by then.
 _LEAD = 0.01
-#: Seconds after which a rank that was killed and is still there must be waiting for a device.
+#: Seconds after which a killed rank that still exists must be waiting for a device.
 _STUCK = 60
 
 
 class RankError(CheckpointError):
-    """A rank failed or died: the run is over."""
+    """A rank failed or died: the run has ended."""
 
 
 class Ranks:
@@ -40,9 +40,9 @@ class Ranks:
 
     def start(self) -> None:
         """Start them; each has its state when this returns. :meth:`close` is called whatever happens."""
-        # Not by fork: what a parent's threads hold at that moment a child would hold for ever.
+        # Not by fork: a child would hold for ever the locks that threads of the parent hold at that moment.
         context = multiprocessing.get_context("spawn")
-        # A Ctrl-C while they import is not theirs: they start with it blocked.
+        # Ctrl-C while they import must not reach them: they start with the signal blocked.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
         try:
             for spec in self._specs:
@@ -53,7 +53,7 @@ class Ranks:
                 try:
                     process.start()
                 finally:
-                    # With the only other end in the rank, its death is the end of the pipe.
+                    # Only the rank has the other end, so its death closes the pipe.
                     theirs.close()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -72,7 +72,7 @@ class Ranks:
         return self._answers(doing)
 
     def remove(self, number: int) -> None:
-        """Have all ranks remove what they wrote in a round."""
+        """Have all ranks remove their files of a round."""
         self._tell(Request("remove", number))
         self._answers("removing the files")
 

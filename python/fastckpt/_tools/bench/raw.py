@@ -1,7 +1,7 @@
 """The raw device: the same bytes written and read plainly, with direct I/O and nothing else.
 
 A few threads have a large block in flight each, in huge pages, into a file that is allocated beforehand; a write ends
-with ``fdatasync``. The interpreter's lock is released in each of these calls. It is what fio does with io_uring and
+with ``fdatasync``. The interpreter's lock is released in each of these calls. It does the same as fio with io_uring and
 direct I/O at the same block size and depth; a test compares the two.
 """
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 BLOCK, IN_FLIGHT = 4 << 20, 8
 #: Memory that a :class:`Device` takes, in bytes.
 MEMORY = BLOCK * IN_FLIGHT
-#: What direct I/O asks of lengths and addresses on every device met so far.
+#: The alignment of lengths and addresses that direct I/O required on every device met so far.
 _ALIGNMENT = 4096
 _HUGE = 2 << 20
 
@@ -52,12 +52,12 @@ class Device:
         fd, direct = _open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL)
         try:
             with contextlib.suppress(OSError):
-                # Where it cannot be done, the file grows as it is written.
+                # If that is not supported, the file grows as it is written.
                 os.posix_fallocate(fd, 0, size)
 
             def move(number: int, length: int, offset: int) -> int:
                 block = self._blocks[number][:length]
-                # Storage that finds equal pages must gain nothing.
+                # Storage that deduplicates pages must gain nothing.
                 stamp(block)
                 return os.pwritev(fd, [block.data], offset)
 
@@ -105,7 +105,7 @@ class Transfer:
             thread.start()
 
     def run(self, began: float) -> dict[str, Any]:
-        """Move everything, once; what it took since ``began`` (``time.monotonic``)."""
+        """Move everything, once; returns the seconds since ``began`` (``time.monotonic``)."""
         try:
             self._begin.set()
             for thread in self._threads:
@@ -141,5 +141,5 @@ def _open(path: Path, flags: int) -> tuple[int, bool]:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # The file may have been made all the same.
+        # The file may have been created all the same.
         return os.open(path, flags & ~os.O_EXCL, 0o600), False

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from .shapes import Share
 
-#: Beside the tensors: headers and manifest; interpreter, staging buffers and rings of a rank.
+#: Besides the tensors: headers and manifest; interpreter, staging buffers and rings of a rank.
 _FILES = 4 << 20
 _PROCESS = 160 << 20
 
@@ -24,28 +24,28 @@ _MEMORY_TYPES = ("tmpfs", "ramfs")
 
 
 def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
-    """Refuse what fits neither on the disk nor in memory.
+    """Refuse shares that fit neither on the disk nor in memory.
 
     On the disk there is one copy at any time: of the checkpoints, or of the plain files. In memory each rank has its
     state and, while it loads, a copy; a hot load needs the files in the page cache as well.
 
     Args:
-        directory: where it is to run.
-        shares: what each rank saves.
+        directory: the directory of the benchmark.
+        shares: the shares of the ranks.
         hot: whether hot loads are wanted.
 
     Returns:
         The reason for which hot loads are left out, or None.
 
     Raises:
-        ValueError: it does not fit; the message says how much would.
+        ValueError: it does not fit; the message names a size that would.
     """
     total, ranks = sum(share.bytes for share in shares), len(shares)
     what = f"bench {directory}: {count(ranks, 'rank')} with {size(total)} in total"
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     on_disk = total + _FILES * ranks
-    # Some file systems do not say (ramfs, some of FUSE).
+    # Some file systems do not report it (ramfs, some of FUSE).
     if status.f_blocks and on_disk > free:
         raise ValueError(f"{what} need {size(on_disk)} there, where {size(free)} are free: {_less(free, total, ranks)}")
     available = limits.memory()["available_bytes"]
@@ -66,7 +66,7 @@ def check(directory: Path, shares: Sequence[Share], *, hot: bool) -> str | None:
 
 
 def _less(room: int, total: int, ranks: int) -> str:
-    """What to do where ``total`` bytes are more than ``room``."""
+    """Advice for ``total`` bytes that exceed ``room``."""
     share = int(room * 0.9) // ranks // 10**6
     if share < 1 or total < 1:
         return "free some, or choose another directory"

@@ -28,8 +28,8 @@ class Run:
     """What to measure.
 
     Attributes:
-        directory: where.
-        shares: what each rank saves.
+        directory: the directory of the benchmark.
+        shares: the shares of the ranks.
         rounds: how many rounds.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads of each rank, or None.
@@ -52,7 +52,7 @@ class Measured:
 
     Attributes:
         samples: by operation: of each round, the samples of all ranks.
-        caches: how caches were dropped before what had to be cold.
+        caches: how caches were dropped before cold operations.
     """
 
     samples: dict[str, list[list[dict[str, Any]]]] = field(default_factory=dict)
@@ -62,12 +62,12 @@ class Measured:
 def measure(run: Run, said: Callable[[str], None]) -> Measured:
     """Run all rounds.
 
-    Every other round begins with the checkpoint instead of the plain file: what comes first finds another disk than
-    what comes second, and the speed of a shared one drifts.
+    Every other round begins with the checkpoint instead of the plain file: the first finds the disk in another state
+    than the second, and the speed of a shared one drifts.
 
     Args:
-        run: what to measure.
-        said: takes a line about each operation.
+        run: the benchmark to measure.
+        said: called with a line about each operation.
 
     Raises:
         RankError: a rank failed or died.

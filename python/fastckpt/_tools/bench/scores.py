@@ -34,11 +34,11 @@ def score(rounds: Rounds) -> dict[str, Any]:
     """The score of one operation.
 
     Returns:
-        ``bytes`` of all ranks in a round, ``rounds``; ``seconds`` of the slowest rank and ``first_seconds``, that of
+        ``bytes`` of all ranks in a round, ``rounds``; ``seconds`` of the slowest rank and ``first_seconds``, those of
         the first round; ``gb_per_s``, all bytes over the slowest rank's seconds; ``slowest_rank_gb_per_s``, the least
-        throughput of a rank; ``rank_gb_per_s``, the median of each rank, by rank; ``slowest_rank``, which was that
-        most often; ``thread_gb_per_s``, over all threads of all rounds, None where none ran. Each spread
-        is over the rounds.
+        throughput of a rank; ``rank_gb_per_s``, the median of each rank, by rank; ``slowest_rank``, the one that was
+        slowest most often; ``thread_gb_per_s``, over all threads of all rounds, None if none ran. Each spread is over
+        the rounds.
     """
     slowest = [max(samples, key=lambda sample: sample["seconds"]) for samples in rounds]
     last = [list(samples).index(sample) for samples, sample in zip(rounds, slowest, strict=True)]

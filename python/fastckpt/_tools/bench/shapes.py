@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 #: Tensors per rank, like those of a small Llama in four groups: enough that each has its part in the cost.
 TENSORS = 512
 
-#: What is kept of each parameter: its group, its dtype. The weights stand as float16, since numpy has no bfloat16.
+#: The kinds of tensors that are kept for each parameter: group, dtype. The weights are float16, because numpy has no
+#: bfloat16.
 _GROUPS = (("model", "float16"), ("master", "float32"), ("exp_avg", "float32"), ("exp_avg_sq", "float32"))
 
 #: A layer of Llama 3 8B, elements of each tensor: query, key, value and output projections, the three of the
@@ -28,7 +29,7 @@ _STAMP = 4096 // 8
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one rank saves.
+    """The share of one rank.
 
     Attributes:
         weights: bytes of the weights, of two bytes each.
@@ -55,7 +56,7 @@ def of_size(size: int, ranks: int, tensors: int) -> list[Share]:
 
 
 def of_workload(name: str, scale: float, ranks: int, tensors: int) -> list[Share]:
-    """What the first ``ranks`` processes of a workload of MLPerf Storage write, each times ``scale``.
+    """The shares of the first ``ranks`` processes of a workload of MLPerf Storage, each times ``scale``.
 
     Raises:
         ValueError: there is no such workload, it has fewer processes, or a share is too small for its tensors.
@@ -84,8 +85,8 @@ def _check(share: Share) -> None:
 def layout(share: Share) -> list[tuple[str, str, str, int]]:
     """Group, name, dtype and elements of every tensor of a share: ``share.tensors`` of them.
 
-    The groups have equally many tensors, of which the sizes go round as in the layers of a Llama. Fewer tensors than
-    groups leave the later groups' bytes to the last one.
+    The groups have equally many tensors, whose sizes cycle as in the layers of a Llama. Fewer tensors than groups leave
+    the later groups' bytes to the last one.
 
     Raises:
         ValueError: not every tensor gets an element.
@@ -112,7 +113,7 @@ def layout(share: Share) -> list[tuple[str, str, str, int]]:
 def _cut(elements: int, count: int) -> list[int]:
     """``elements``, cut into ``count`` parts in the proportions of the layers, none of them empty."""
     wanted = np.resize(np.asarray(_LAYER, np.float64), count)
-    # One each beforehand; the rest by running sums, so that what is lost by rounding is lost nowhere.
+    # One each beforehand; the rest by running sums, so that rounding loses nothing.
     edges = np.floor(np.cumsum(wanted) / wanted.sum() * (elements - count)).astype(np.int64)
     edges[-1] = elements - count
     return [1 + int(part) for part in np.diff(edges, prepend=0)]
@@ -136,7 +137,7 @@ def make(share: Share) -> dict[str, dict[str, np.ndarray[Any, Any]]]:
 
 
 def stamp(memory: np.ndarray[Any, Any]) -> None:
-    """Change a word in every 4096 bytes of an array: what is written next is not what was written before."""
+    """Change a word in every 4096 bytes of an array, so that no two saves write the same bytes."""
     flat = memory.reshape(-1).view(np.uint8)
     words = flat[: flat.nbytes // 8 * 8].view(np.uint64)
     words[::_STAMP] += np.uint64(0x9E3779B97F4A7C15)
@@ -154,7 +155,7 @@ def difference(saved: Mapping[str, Mapping[str, np.ndarray[Any, Any]]], loaded: 
     for group, tensors in saved.items():
         for name, tensor in tensors.items():
             other = loaded.get(group, {}).get(name)
-            # As bytes: random ones are often no numbers.
+            # As bytes: random ones are often not numbers.
             if other is None or other.dtype != tensor.dtype or not np.array_equal(_bytes(other), _bytes(tensor)):
                 return f"{group}.{name}"
     return None

@@ -34,7 +34,7 @@ def summary(document: Mapping[str, Any]) -> str:
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
-    """The screen: what ran, the table, how it ran, the summary."""
+    """The screen: the job, the table, the engine, the summary."""
     ranks, scores = document["ranks"], document["scores"]
     sizes = sorted({rank["bytes"] for rank in ranks})
     each = " to ".join(size(value) for value in (sizes if len(sizes) < 2 else (sizes[0], sizes[-1])))  # noqa: PLR2004
@@ -97,7 +97,7 @@ def _resident(how: Mapping[str, Any]) -> str:
     return f": {100 * known['min']:.3g} to {100 * known['max']:.3g} % of the files were cached"
 
 
-#: What a line has room for; the JSON has all.
+#: As much as fits on a line; the JSON has all.
 _RANKS = 16
 
 

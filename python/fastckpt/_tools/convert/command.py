@@ -52,7 +52,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Convert, and say what was done."""
+    """Convert, and report it."""
     # Only this command needs torch and safetensors.
     from .convert import convert  # noqa: PLC0415
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """What a conversion did: tensors and bytes written, and seconds for all of it."""
+    """The result of a conversion: tensors and bytes written, and seconds for all of it."""
 
     source: str
     destination: str
@@ -44,7 +44,7 @@ def convert(
     expand: bool = False,
     to_hugging_face: Mapping[str, Any] | None = None,
 ) -> Converted:
-    """Convert ``source`` to ``destination``; the kind of each follows from what it is and from its name.
+    """Convert ``source`` to ``destination``; the kind of each follows from its content and its name.
 
     Args:
         source: a checkpoint, a file of ``torch.save``, a safetensors file, or a directory as Hugging Face or
@@ -59,7 +59,7 @@ def convert(
     Raises:
         FileExistsError: ``destination`` exists, and ``overwrite`` is not set.
         FileNotFoundError: there is no ``source``.
-        UnsupportedTypeError: the source holds what the destination cannot.
+        UnsupportedTypeError: the source holds a value that the destination cannot.
         CheckpointError: the source cannot be read, or the two do not go together.
     """
     begin = time.perf_counter()
@@ -115,7 +115,7 @@ def convert(
 
 
 def _refuse(source: Path, destination: Path, keys: Sequence[str] | None) -> None:
-    """Refuse what cannot be done to make a checkpoint of another format."""
+    """Refuse impossible conversions to a checkpoint."""
     if keys is not None:
         raise CheckpointError(f"cannot choose tensors of {source}: only a checkpoint is converted in part")
     if destination.suffix in (".safetensors", *PICKLED):

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 METADATA_FILE = ".metadata"
 _TENSOR, _BYTES = KINDS[METADATA, "TensorStorageMetadata"], KINDS[METADATA, "BytesStorageMetadata"]
-#: Keys that lead to an entry, and members of lists that the table leaves out: torch does so with empty mappings.
+#: Keys that lead to an entry, and the items of lists that the table leaves out: torch omits empty mappings.
 _DEPTH, _GAPS = 200, 1 << 20
-#: What reading a pickle or an archive that is damaged raises.
+#: Exceptions raised by a damaged pickle or archive.
 DAMAGED = (
     *(ValueError, TypeError, LookupError, AttributeError, EOFError, ImportError, RecursionError, NotImplementedError),
     *(RuntimeError, ArithmeticError, AssertionError, struct.error, zipfile.BadZipFile),
@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Item(NamedTuple):
-    """An entry: what leads to it, and its pieces; ``sizes`` is None for a value."""
+    """An entry: the keys that lead to it, and its pieces; ``sizes`` is None for a value."""
 
     path: tuple[str | int, ...]
     dtype: Any
@@ -48,14 +48,14 @@ class Item(NamedTuple):
 
 
 class Directory:
-    """A directory that torch wrote: its table is read, and its files are mapped when they are asked for.
+    """A directory that torch wrote: its table is read, and its files are mapped on demand.
 
     Attributes:
-        items: what it holds, by dotted keys.
+        items: its entries, by dotted keys.
 
     Raises:
         CorruptCheckpointError: it is damaged.
-        UnsupportedTypeError: it was written with extensions, or its table holds what is not read.
+        UnsupportedTypeError: it was written with extensions, or its table holds values that are not read.
     """
 
     def __init__(self, source: Path) -> None:
@@ -111,7 +111,7 @@ class Directory:
                 "torch.distributed.checkpoint, and give the state to fastckpt.save"
             )
         file, begin, length = info.relative_path, info.offset, info.length
-        # The table is input: it may not lead out of the directory.
+        # The table is untrusted input: it must not lead out of the directory.
         if type(file) is not str or os.path.basename(file) != file or not file:  # noqa: PTH119 - the name as text
             raise ValueError(f"it names {file!r}, which is not a file beside it")
         if type(begin) is not int or type(length) is not int or begin < 0 or length < 0:
@@ -167,7 +167,7 @@ class Directory:
             path = self.source / piece.file
             regular(path)
             nbytes = path.stat().st_size
-            # Private: what is written to it never reaches the file. It keeps no descriptor open.
+            # Private: writes to it never reach the file. It keeps no descriptor open.
             storage = self.torch.UntypedStorage.from_file(str(path), shared=False, nbytes=nbytes)
             whole = self.torch.empty(0, dtype=self.torch.uint8).set_(storage, 0, (nbytes,)).numpy()
             self._maps[piece.file] = whole
@@ -182,7 +182,7 @@ def _leads(path: tuple[Any, ...]) -> bool:
 
 
 def _longest(items: dict[str, Item]) -> int:
-    """The members of all lists, by the last one of each that is there."""
+    """The members of all lists, by the last existing one of each."""
     lists: dict[tuple[str | int, ...], int] = {}
     for item in items.values():
         for at, step in enumerate(item.path):
@@ -192,7 +192,7 @@ def _longest(items: dict[str, Item]) -> int:
 
 
 def _covers(sizes: tuple[int, ...], pieces: list[Piece]) -> bool:
-    """Whether pieces lie in a tensor, and have as many elements as it has."""
+    """Whether pieces are inside a tensor, and have as many elements as it has."""
     inside = all(
         len(piece.offsets) == len(piece.sizes) == len(sizes)
         and all(

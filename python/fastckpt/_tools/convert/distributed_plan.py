@@ -1,7 +1,7 @@
 """Directories of torch.distributed.checkpoint to checkpoints, without holding the state in memory.
 
-What a directory holds is a plan for our own writer. Its files are mapped, and the save takes each byte from there when
-it is its turn.
+The contents of a directory are a plan for our own writer. Its files are mapped, and the save reads each byte from there
+in its turn.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class _Planner(DefaultSavePlanner):
-    """Hands out what is in the directory; ``values`` are what is read of it already."""
+    """Hands out the contents of the directory; ``values`` are those that have been read already."""
 
     def __init__(self, directory: Directory, values: dict[str, Any]) -> None:
         super().__init__()
@@ -48,13 +48,13 @@ class _Planner(DefaultSavePlanner):
 
 
 def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> tuple[int, int]:
-    """Write what a directory of torch.distributed.checkpoint holds as a checkpoint.
+    """Write the contents of a directory of torch.distributed.checkpoint as a checkpoint.
 
     Returns:
         The number of tensors, and their bytes.
 
     Raises:
-        CheckpointError: it is damaged, holds what is not read, or would grow, and ``expand`` is not set.
+        CheckpointError: it is damaged, holds values that are not read, or would grow, and ``expand`` is not set.
     """
     try:
         _pickled.check(source)
@@ -66,7 +66,7 @@ def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> 
     try:
         with _pickled.bounded((source / METADATA_FILE).stat().st_size):
             directory = Directory(source)
-        # The very objects that fitted are what is written.
+        # Exactly the objects that were measured are written.
         with _pickled.bounded(directory.nbytes()):
             values = {key: directory.read(key) for key, item in directory.items.items() if item.sizes is None}
             flat = flatten(values, operation="convert")

@@ -1,7 +1,7 @@
 """A checkpoint to a directory as Hugging Face lays it out, without holding the state in memory.
 
-What a save writes is laid out so already. This writes another checkpoint, with nothing but the model's tensors in it,
-under the names that their readers want, and with the files that they look for.
+Checkpoints written by a save have this layout already. This writes another checkpoint, with nothing but the model's
+tensors in it, under the names that their readers want, and with the files that they look for.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: What lies beside a model and belongs to it. Whatever else does so is for the user to name: it may be private.
+#: Files beside a model that belong to it. The user names all others: they may be private.
 _BESIDE = (
     *("adapter_config.json", "added_tokens.json", "chat_template.jinja", "chat_template.json", "config.json"),
     *("generation_config.json", "merges.txt", "preprocessor_config.json", "processor_config.json"),
     *("sentencepiece.bpe.model", "special_tokens_map.json", "spiece.model", "tokenizer.json", "tokenizer.model"),
     *("tokenizer_config.json", "video_preprocessor_config.json", "vocab.json", "vocab.txt"),
 )
-#: A link may lead to a private file, and a pipe would be waited for.
+#: A link may lead to a private file, and opening a pipe would block.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 #: Tokens whose parts are not tensors of their own (docs/format.md, section 4).
 _MADE = ("coo", "compressed", "quantized", "expanded")
@@ -55,9 +55,9 @@ def write(
         source: a checkpoint.
         destination: a new directory.
         keys: glob patterns over names; None takes the tensors of the model's files.
-        strip: what is taken off the start of names.
+        strip: prefixes to remove from names.
         shard_size: bytes a file, about.
-        files: files to copy; those of a model that lie in the checkpoint come along, unless they are links.
+        files: files to copy; those of a model in the checkpoint come along, unless they are links.
         overwrite: whether a checkpoint at ``destination`` may be replaced.
 
     Returns:
@@ -66,7 +66,7 @@ def write(
     Raises:
         CheckpointError: nothing is chosen, or names collide.
         CorruptCheckpointError: the structure is malformed.
-        UnsupportedTypeError: what is chosen is no plain tensor.
+        UnsupportedTypeError: a chosen value is not a plain tensor.
         ValueError: a pattern is empty, or a file has a name of fastckpt's own.
     """
     patterns = Patterns("--keys", keys or (), "convert")
@@ -80,7 +80,7 @@ def write(
         if tokens[position][0] not in ("tensor", "array"):
             continue
         known.append(name)
-        # The readers tie what is tied: a second name of a tensor would be a second copy of it.
+        # The readers restore ties: a second name of a tensor would be a second copy of it.
         if number in chosen:
             continue
         shard = shards[stored[number].shard]
@@ -114,7 +114,7 @@ def _parts(tokens: list[Any]) -> set[int]:
 
 def _is_one(tokens: Sequence[Any], position: int) -> bool:
     """Whether the value of a type is a tensor, an array or a random generator, and not a container."""
-    # A library's classes of containers have names of other modules.
+    # A library's container classes have names from other modules.
     return tokens[position][1].startswith(("torch.", "numpy.")) or (
         tokens[position + 1] in _WRAPPERS and tokens[position + 2][:1] == ["dict"]
     )
@@ -154,7 +154,7 @@ def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> lis
 
 
 def _files(source: Path, given: Sequence[Path]) -> dict[str, Any]:
-    """The files that go along, by name: what the user gave, and what the checkpoint has of a model's."""
+    """The files that go along, by name: the user's, and those of a model in the checkpoint."""
     found: dict[str, Any] = {path.name: path for path in given}
     for name in _BESIDE:
         content = None if name in found else _content(source / name)
@@ -164,7 +164,7 @@ def _files(source: Path, given: Sequence[Path]) -> dict[str, Any]:
 
 
 def _content(path: Path) -> bytes | None:
-    """What is in a regular file; None where it is something else, such as a link, or nothing."""
+    """The content of a regular file; None if it is something else, such as a link, or missing."""
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError:

@@ -18,7 +18,7 @@ PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
 def torch_for(source: Path) -> Any:
-    """Return the module torch, or say that it is needed."""
+    """Return the module torch, or raise an error that it is needed."""
     try:
         from fastckpt._tensors import torch as ours  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
@@ -28,7 +28,7 @@ def torch_for(source: Path) -> Any:
 
 
 def unpickling_torch_for(source: Path) -> Any:
-    """Likewise, of a version whose reader of pickles executes nothing: before 2.6 a file could make it."""
+    """The same, for a version whose reader of pickles executes nothing: before 2.6 a file could make it."""
     torch = torch_for(source)
     if tuple(int(part) for part in str(torch.__version__).split(".")[:2]) < (2, 6):
         raise CheckpointError(
@@ -42,7 +42,7 @@ def refuse_growth(source: Path, written: int, read: int) -> None:
     """Refuse to write many times the bytes that are read, unless asked to.
 
     Args:
-        source: what is converted.
+        source: the path to convert.
         written: bytes of the tensors that would be written.
         read: bytes that the source has.
     """
@@ -54,7 +54,7 @@ def refuse_growth(source: Path, written: int, read: int) -> None:
 
 
 def safetensors_for(source: Path) -> ModuleType:
-    """Return the module safetensors with its part for torch, or say that it is needed."""
+    """Return the module safetensors with its part for torch, or raise an error that it is needed."""
     torch_for(source)
     try:
         import safetensors.torch  # noqa: PLC0415 - an optional dependency
@@ -71,7 +71,7 @@ def first_line(error: Exception) -> str:
 
 
 def regular(source: Path) -> None:
-    """Refuse what is not a file: a pipe would be waited for, and a device may have no end."""
+    """Refuse anything but a file: opening a pipe would block, and a device may have no end."""
     if not source.is_file():
         source.stat()  # where there is nothing, that is the error
         raise CheckpointError(f"cannot convert {source}: it is not a regular file; give a file or a directory")

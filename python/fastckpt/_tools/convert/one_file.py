@@ -28,8 +28,8 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand
     """Write the tensors of a checkpoint to one file, durable and whole or not at all."""
     library, torch = safetensors_for(source), torch_for(source)
     if destination.is_dir():
-        raise FileExistsError(errno.EEXIST, "it is a directory, which a file does not replace", str(destination))
-    # The writer of safetensors has one exception for everything, without an errno.
+        raise FileExistsError(errno.EEXIST, "it is a directory, and a file cannot replace it", str(destination))
+    # The writer of safetensors raises one exception for everything, without an errno.
     parent = destination.parent
     if not parent.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
@@ -42,7 +42,7 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand
     dtypes: dict[Any, tuple[str, int]] = {}
     names = 0
     for path, leaf in _leaves(state):
-        # The patterns choose other values, too, which a file of tensors has no place for.
+        # The patterns also match values, which have no place in a file of tensors.
         if keys is not None and not isinstance(leaf, (np.ndarray, torch.Tensor)) and not flatten(leaf).tensors:
             continue
         tensor = _storable(leaf, path, source, library, torch, dtypes)
@@ -124,7 +124,7 @@ def _write_safetensors(path: Path, header: bytes, tensors: Sequence[Any], torch:
 
 
 def _open(path: Path, source: Path, library: ModuleType) -> None:
-    """Open what was written as its readers will: a file that they refuse must replace nothing."""
+    """Open the written file as its readers will: a file that they refuse must replace nothing."""
     try:
         with library.safe_open(path, framework="pt"):
             pass
@@ -145,7 +145,7 @@ def _storable(
 ) -> Any:
     """Return ``leaf`` as a tensor that safetensors holds, or refuse it by its place.
 
-    Notes what the format calls its dtype, and how many values of the format one element is.
+    Notes the format's name of its dtype, and how many values of the format one element is.
     """
     if isinstance(leaf, np.ndarray):
         with suppress(TypeError):

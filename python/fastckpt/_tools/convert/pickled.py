@@ -1,4 +1,4 @@
-"""A look at a file of ``torch.save`` before it is read: in a process of its own, because what it makes is not bounded.
+"""A check of a file of ``torch.save`` before it is read: in a process of its own, because its memory is unbounded.
 
 Nothing in a pickle is executed, and yet a few bytes of it can name a list many times over, ask for gigabytes, or make
 keys that collide. So a child reads the file first, and makes tokens of it, with as much memory and time as a file of
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
-#: Memory for the objects, bytes: for any file, and for each byte of it.
+#: Memory for the objects, in bytes: for any file, and for each byte of it.
 _MEMORY, _MEMORY_OF_BYTE = 512 << 20, 16
-#: Processor seconds: for any file, and bytes that one more is for.
+#: Processor seconds: for any file, and bytes for which one more is allowed.
 _SECONDS, _BYTES_OF_SECOND = 20, 1 << 20
 
-#: It must find the modules that this process finds, and no others: not those of the directory that it is started in.
+#: It must find the modules that this process finds, and no others: not those of its working directory.
 _PROGRAM = """
 import sys
 sys.path[:] = sys.argv[3:]
@@ -34,7 +34,7 @@ look(sys.argv[1], int(sys.argv[2]))
 
 
 class RefusedError(Exception):
-    """What the child met. ``kind`` is the name of its exception's type, or None where it ran out of its limits."""
+    """The child's error. ``kind`` is the name of its exception's type, or None where it ran out of its limits."""
 
     def __init__(self, kind: str | None, reason: str, errno: int | None = None) -> None:
         super().__init__(reason)
@@ -58,7 +58,7 @@ def check(source: Path) -> None:
             pass_fds=[answer.fileno()],
             check=False,
         )
-        # The child has moved the position that the two share.
+        # The child has moved the file position, which both share.
         answer.seek(0)
         text = answer.read()
     if done.returncode == 0 and not text:
@@ -77,7 +77,7 @@ def check(source: Path) -> None:
 
 
 def _answer() -> BinaryIO:
-    """What the child answers in: a file of its own, because what starts with Python may print.
+    """The file for the child's answer: not a pipe, because code that starts with Python may print.
 
     A file in memory and not a pipe, because an answer may be longer than a pipe holds. Its descriptor is none of the
     standard three, which the child replaces.
@@ -134,7 +134,7 @@ def _look_at_directory(path: str) -> None:
 
 
 def load(torch: Any, path: str | os.PathLike[str]) -> Any:
-    """What ``torch.save`` wrote, if it is made of tensors and plain containers alone."""
+    """The content of a file of ``torch.save``, if it consists of tensors and plain containers only."""
     import zipfile  # noqa: PLC0415
 
     # Only zip archives can be mapped, and files from before torch 1.6 are not.
@@ -177,5 +177,5 @@ def _limit(size: int) -> None:
 
     lower(resource.RLIMIT_CPU, int(seconds) + 1)
     lower(resource.RLIMIT_DATA, _data(size))
-    # One that is ended by its limits sends nothing.
+    # A child that is ended by its limits sends nothing.
     lower(resource.RLIMIT_CORE, 0)

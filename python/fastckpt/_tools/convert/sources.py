@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
-    """Return the state that lies in ``source`` and the metadata that came with it."""
+    """Return the state in ``source`` and the metadata that came with it."""
     if source.is_dir():
         return _read_hugging_face(source)
     regular(source)
@@ -46,7 +46,7 @@ def read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
 
 
 def _read_pickled(source: Path) -> Any:
-    """Return what ``torch.save`` wrote, if it is made of tensors and plain containers alone."""
+    """Return the content of a file of ``torch.save``, if it consists of tensors and plain containers only."""
     torch = unpickling_torch_for(source)
     try:
         _pickled.check(source)
@@ -67,7 +67,7 @@ def _read_pickled(source: Path) -> Any:
                 f"cannot convert {source}: {error}; if you trust the file, load it with torch.load and give the state "
                 "to fastckpt.save"
             ) from error
-        # An archive that is cut short is EINVAL to torch.
+        # For a truncated archive, torch reports EINVAL.
         if error.errno is not None and error.errno != errno.EINVAL:
             raise OSError(error.errno, os.strerror(error.errno), str(source)) from error
         raise CorruptCheckpointError(
@@ -123,7 +123,7 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
         ) from error
     read: dict[str, Any] = {}
     for file, names in shards.items():
-        # The index is input: it may not lead out of the directory.
+        # The index is untrusted input: it must not lead out of the directory.
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):  # noqa: PTH119 - the name as text
             raise CorruptCheckpointError(
                 f"cannot convert {source}: {HUGGING_FACE_INDEX} names {file!r}, not a safetensors file beside it"
@@ -133,7 +133,7 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
 
 
 def _refusal(error: Exception) -> str:
-    """Return the line of torch's page of advice that names what was refused."""
+    """Return the line of torch's advice that names the refused class."""
     telling = (line for line in str(error).splitlines() if "GLOBAL" in line or line.startswith("Unsupported"))
-    # What follows in the line is how to allow it after all.
+    # The rest of the line explains how to allow it after all.
     return re.split(r"(?<=[^.]{3})\. |,? (?:Please )?use `torch", next(telling, first_line(error)).strip())[0]

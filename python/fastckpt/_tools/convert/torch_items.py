@@ -1,6 +1,6 @@
-"""Pickles of torch.distributed.checkpoint, read with a fixed list of what may be in them. Nothing else is imported.
+"""Pickles of torch.distributed.checkpoint, read with a fixed list of allowed names. Nothing else is imported.
 
-What a pickle names is found as a recorder: it takes checked arguments, and nothing can be set on it. No class of
+A name in a pickle is resolved to a recorder: it takes checked arguments, and nothing can be set on it. No class of
 numpy's is found, because numpy believes the states that its classes are given. Tensors are not read: they become views
 of the mapped file.
 """
@@ -61,7 +61,7 @@ class Record:
 
 
 def _kind(name: str) -> type[Record]:
-    # Nothing can be set on it: its __setstate__ is found, and misses an argument.
+    # Nothing can be set on it: its __setstate__ is found, but lacks an argument.
     return type(name, (Record,), {"__slots__": ()})
 
 
@@ -69,7 +69,7 @@ class Recorder:
     """Stands for a function or a class that a pickle calls.
 
     Args:
-        make: what it does, with checked arguments.
+        make: the function that is called with checked arguments.
         kind: for a built-in class, that class.
     """
 
@@ -101,7 +101,7 @@ KINDS: dict[tuple[str, str], type[Record]] = {
 
 
 def size(values: Any = ()) -> tuple[int, ...]:
-    """What stands for ``torch.Size``."""
+    """Replaces ``torch.Size``."""
     made = tuple(values) if isinstance(values, (tuple, list)) and len(values) <= _DIMENSIONS else None
     if made is None or any(type(one) is not int or one < 0 for one in made):
         raise pickle.UnpicklingError("an invalid torch.Size")
@@ -117,7 +117,7 @@ def _layout(name: Any) -> str:
 
 
 def _encode(text: Any, encoding: Any) -> bytes:
-    """What the second protocol of pickles makes bytes of."""
+    """The function from which the second protocol of pickles makes bytes."""
     if encoding != "latin1" or type(text) is not str:
         raise pickle.UnpicklingError("bytes in another encoding")
     return text.encode("latin1")
@@ -135,7 +135,7 @@ def _default(factory: Any = None, items: Any = ()) -> defaultdict[Any, Any]:
 
 
 def _plain(value: Any, *kinds: type) -> Any:
-    """``value``, which is of one of these types and of no subclass: no method of another is called."""
+    """``value``, which is of one of these types and not of a subclass: no method of a subclass is called."""
     if type(value) not in kinds:
         raise pickle.UnpicklingError(f"{type(value).__name__} instead of {kinds[0].__name__}")
     return value
@@ -152,7 +152,7 @@ def _taking(kind: Any, *kinds: type, most: int = 1) -> Recorder:
     return Recorder(make, kind)
 
 
-#: What may be in either pickle, by module and name.
+#: The names that may occur in either pickle, by module.
 _PLAIN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): Recorder(_ordered),
     ("torch", "Size"): Recorder(size),
@@ -160,7 +160,7 @@ _PLAIN: dict[tuple[str, str], Any] = {
     ("_codecs", "encode"): Recorder(_encode),
 }
 _NUMBERS = (int, float)
-#: No number is an argument of bytes: it would be their length.
+#: A number is not a valid argument of bytes: it would be their length.
 _BUILT_IN = {
     "set": _taking(set, list, tuple),
     "frozenset": _taking(frozenset, list, tuple),
@@ -189,7 +189,7 @@ def _refuse(module: str, name: str) -> NoReturn:
 
 
 def _dtype(torch: Any, name: str) -> Any:
-    # Not getattr, for which torch imports modules of its own.
+    # Not getattr, which makes torch import modules of its own.
     found = vars(torch).get(name)
     return found if type(found) is torch.dtype else None
 
@@ -212,7 +212,7 @@ class MetadataUnpickler(pickle.Unpickler):
 
 
 class Archive:
-    """What ``torch.save`` wrote, at a place of a file that is mapped.
+    """A file of ``torch.save`` at an offset of a mapped file.
 
     Args:
         torch: the module.
@@ -254,7 +254,7 @@ class Archive:
         return found
 
 
-#: Pickles in Python: what each opcode does can be limited, and none allocates more than the pickle has.
+#: Pickles interpreted in Python: each opcode can be limited, and none allocates more than the size of the pickle.
 _Unpickler: Any = pickle._Unpickler  # noqa: SLF001 - the module's own other reader
 _OPCODES = (
     *(pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK, pickle.DUP),
@@ -270,7 +270,7 @@ _OPCODES = (
 
 
 def _on(opcode: bytes, *kinds: type, marked: bool) -> Callable[[Any], None]:
-    """What an opcode does that adds to a container: to one of these types, and nothing to anything else."""
+    """The effect of an opcode that adds to a container: on one of these types, and on nothing else."""
     add = _Unpickler.dispatch[opcode[0]]
 
     def checked(reader: Any) -> None:
@@ -406,12 +406,12 @@ class _Dtype:
         return made
 
 
-#: Stands for ``numpy.ndarray`` where a pickle makes an array.
+#: Replaces ``numpy.ndarray`` where a pickle makes an array.
 _ARRAY = Recorder(lambda *_: _refuse("numpy", "ndarray"))
 
 
 def _numpys(module: str, name: str) -> Any:
-    """What pickled arrays and scalars of numpy name, under its old and its new modules."""
+    """The names that pickled arrays and scalars of numpy use, under its old and its new modules."""
     if module == "numpy":
         return {"ndarray": _ARRAY, "dtype": Recorder(_Dtype)}.get(name)
     if module in {"numpy.core.multiarray", "numpy._core.multiarray"}:

@@ -24,9 +24,9 @@ class Finding:
         code: a stable name, as ``io_uring-seccomp``; ``docs/doctor.md`` lists them.
         level: ``error`` (no checkpoint can be made here), ``warning`` (it works, but slower or less safely than it
             could), ``note`` (good to know).
-        text: what is the matter, in a sentence.
-        evidence: what it was concluded from.
-        remedies: what to do, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
+        text: the finding, in a sentence.
+        evidence: the facts behind it.
+        remedies: the remedies, by place: ``docker``, ``podman``, ``kubernetes``, ``slurm``, ``host``, or ``any``.
     """
 
     code: str
@@ -43,7 +43,7 @@ class Diagnosis:
     Attributes:
         status: 0 for all well, 1 for warnings, 2 where no checkpoint can be made: the command's exit status.
         verdict: that in a sentence.
-        engine: what a save with ``io="auto"`` (or ``FASTCKPT_IO``) runs on here: ``uring``, ``threads`` or
+        engine: the engine of a save with ``io="auto"`` (or ``FASTCKPT_IO``) here: ``uring``, ``threads`` or
             ``buffered``.
         why: why that one.
         findings: the worst first.
@@ -64,7 +64,7 @@ class Diagnosis:
 
 
 def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
-    """Report how checkpoints in a directory will be written and read, what slows them down, and what to do about it.
+    """Report how checkpoints in a directory will be written and read, what slows them down, and the remedies.
 
     Takes about three seconds with the measurement, a fraction of one without. Everything is tried in temporary
     files in the directory, of at most a tenth of its free space and 256 MiB, which are removed also when the call is

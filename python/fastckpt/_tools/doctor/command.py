@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Diagnose; return exit status, JSON document and lines."""
     from . import facts, findings  # noqa: PLC0415 - the parser of every command is made with this file
 
-    # A trial is nothing for the monitor, and the counters of a process lie about for ten minutes after its end.
+    # A trial is of no interest to the monitor, and the counters of a process stay for ten minutes after its end.
     found = findings.diagnose(facts.collect(str(options.path), measured=not options.no_probe, counted=False))
     return found.status, found.document(), lines(found)
 
@@ -64,7 +64,7 @@ def _finding(finding: Finding, container: str | None) -> list[str]:
 
 
 def _rows(found: Diagnosis) -> dict[str, str]:
-    """Return what was found, by topic."""
+    """Return the findings, by topic."""
     facts = found.facts
     process, where, memory, cpu = (facts[topic] for topic in ("process", "directory", "memory", "cpu"))
     seccomp = {0: "no seccomp", 1: "strict seccomp", 2: "seccomp filter"}[process["seccomp"]]

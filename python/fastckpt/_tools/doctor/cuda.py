@@ -33,7 +33,7 @@ print(json.dumps({"devices": devices, "version": f"{version // 1000}.{version % 
 
 @contextlib.contextmanager
 def asking() -> Iterator[Callable[[], dict[str, Any]]]:
-    """Ask for as long as the block lasts; the value is a function that waits for the answer.
+    """Query while the block runs; the value is a function that waits for the answer.
 
     The answer has ``devices`` (a number, None if unknown), ``version`` (the newest CUDA that the driver runs) and
     ``error``.

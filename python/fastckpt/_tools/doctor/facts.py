@@ -1,4 +1,4 @@
-"""The facts: what the kernel, the file system and the process say. No judgement.
+"""The facts: reports of the kernel, the file system and the process. No judgement.
 
 Answers of the system are ``"ok"``, the name of an errno, or None where nothing was asked.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 _CAP_IPC_LOCK, _CAP_SYS_ADMIN = 14, 21
-#: What gVisor says of its kernel, whatever runs below.
+#: The kernel version that gVisor reports, whatever runs below.
 _GVISOR = "Linux version 4.4.0 #1 SMP Sun Jan 10 15:06:54 PST 2016"
 #: Clients of storage elsewhere, by the names that they mount under.
 _NETWORK = (
@@ -38,10 +38,10 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
     """Gather all facts about ``directory`` and this process.
 
     Args:
-        directory: where checkpoints are to lie.
+        directory: the directory for checkpoints.
         measured: whether to time reading and writing.
         counted: whether the saves made for that show in the live counters.
-        root: where ``/proc``, ``/sys`` and the like lie.
+        root: the directory that contains ``/proc``, ``/sys`` and the like.
     """
     refuse_url("doctor", directory)
     with cuda.asking() as devices:
@@ -83,7 +83,7 @@ def _name(number: int | None) -> str | None:
 
 
 def _text(path: Path) -> str | None:
-    """Return what a small file of the kernel's holds, or None."""
+    """Return the content of a small file of the kernel, or None."""
     try:
         return path.read_text(encoding="utf-8", errors="replace").strip()
     except OSError:
@@ -102,7 +102,7 @@ def _kernel(root: Path) -> dict[str, Any]:
 
 
 def _container(root: Path) -> str | None:
-    """Return what runs this process: Kubernetes stands above the runtimes that it uses."""
+    """Return the environment of this process: Kubernetes comes before the runtimes that it uses."""
     environment = os.environ
     if "KUBERNETES_SERVICE_HOST" in environment or (root / "var/run/secrets/kubernetes.io").exists():
         return "kubernetes"
@@ -160,7 +160,7 @@ def _ring(ring: Any, root: Path) -> dict[str, Any]:
 
 
 def _configured(root: Path) -> bool | None:
-    """Whether the kernel was built with io_uring, None if it does not say."""
+    """Whether the kernel was built with io_uring, None if it does not report it."""
     if (root / "proc/sys/kernel/io_uring_disabled").exists():
         return True
     config = None
@@ -184,7 +184,7 @@ def _directory(directory: str, trouble: tuple[str, int] | None, root: Path) -> d
     found |= {
         "free_bytes": room and room.f_bavail * room.f_frsize,
         "total_bytes": room and room.f_blocks * room.f_frsize,
-        # File systems that make inodes as they go (btrfs) say 0 of 0.
+        # File systems that create inodes on demand (btrfs) report 0 of 0.
         "free_inodes": room.f_favail if room and room.f_files else None,
     }
     found["trouble"] = trouble and {"operation": trouble[0], "error": _name(trouble[1])}
@@ -197,7 +197,7 @@ def file_system(directory: str | os.PathLike[str]) -> dict[str, str | None]:
 
 
 def _mount(path: str, mountinfo: str) -> dict[str, str | None]:
-    """Return type, source, mount point and options of the mount that ``path`` lies in (proc_pid_mountinfo(5))."""
+    """Return type, source, mount point and options of the mount that contains ``path`` (proc_pid_mountinfo(5))."""
     found: dict[str, str | None] = dict.fromkeys(("type", "source", "mount", "options"))
     longest = -1
     for line in mountinfo.splitlines():
@@ -238,7 +238,7 @@ def _pick(record: Any, *names: str) -> dict[str, Any]:
 
 
 def _counters(needed: int, places: Sequence[tuple[str, str | None]], root: Path) -> dict[str, Any]:
-    """Where the live counters go, and whether there is room (docs/telemetry.md): the first place that takes them."""
+    """The place of the live counters, and whether there is room (docs/telemetry.md): the first that accepts them."""
     found = [_counters_at(needed, Path(path), refused, root) for path, refused in places]
     room = (one for one in found if one["writable"] and (one["free_bytes"] is None or one["free_bytes"] >= needed))
     return next(room, found[0])
@@ -246,7 +246,7 @@ def _counters(needed: int, places: Sequence[tuple[str, str | None]], root: Path)
 
 def _counters_at(needed: int, directory: Path, refused: str | None, root: Path) -> dict[str, Any]:
     writable, free = False, None
-    # A save does not look there either: it might wait for ever.
+    # A save does not look there either: it might block for ever.
     if refused is None:
         there = directory if directory.exists() else directory.parent
         writable = os.access(there, os.W_OK | os.X_OK)

@@ -17,7 +17,7 @@ _LITTLE_SPACE = 10**9
 _FEW_INODES = 1000
 _PAGE = 4096
 
-#: Step refused -> code, sentence, remedy. In a container there is often a nearer one.
+#: Step refused -> code, sentence, remedy. In a container, another remedy is often closer at hand.
 _TROUBLES = {
     "ENOENT": (
         "directory-missing",
@@ -70,7 +70,7 @@ def diagnose(facts: Mapping[str, Any]) -> Diagnosis:
 
 
 def _engine(facts: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the engine that a save gets here, and why; what a save just reported goes before what is expected."""
+    """Return the engine that a save gets here, and why; an actual save takes precedence over the prediction."""
     asked, io = facts["engine"], facts["io"]
     chosen = "chosen by FASTCKPT_IO" if asked["requested"] != "auto" else "the best that works here"
     ran = (facts["measured"] or {}).get("save")
@@ -112,12 +112,12 @@ def _directory(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _ring(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """What keeps io_uring away, where it is wanted."""
+    """The obstacle to io_uring, if it is wanted."""
     cause = ring.diagnose(facts)
     if cause and facts["engine"]["requested"] in ("auto", "uring"):
         yield cause
     memlock, process = facts["process"]["memlock"]["soft"], facts["process"]
-    # A ring takes a few pages of it, and each thread of each rank has one: 64 KiB hold about eight.
+    # A ring takes a few pages of locked memory, and each thread of each rank has one: 64 KiB suffice for about eight.
     if not cause and memlock is not None and memlock < 1 << 20 and not process["ipc_lock"]:
         yield Finding(
             code="little-memlock",
@@ -140,7 +140,7 @@ def _choice(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _direct(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether direct I/O is what it says."""
+    """Whether direct I/O really bypasses the cache."""
     io, where = facts["io"], facts["directory"]
     if io is None or where["type"] in ("tmpfs", "ramfs"):
         return
@@ -184,7 +184,7 @@ def _direct(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _under(where: Mapping[str, Any]) -> str | None:
-    """Return what helps on a file system that buffers."""
+    """Return the remedies for a file system that buffers."""
     kind = where["type"] or ""
     if kind == "btrfs":
         return (
@@ -195,7 +195,7 @@ def _under(where: Mapping[str, Any]) -> str | None:
 
 
 def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """Whether what is written here stays."""
+    """Whether files that are written here persist."""
     where = facts["directory"]
     if where["type"] in ("tmpfs", "ramfs"):
         yield Finding(
@@ -205,7 +205,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
             evidence=(f"{where['mount']} is {where['type']}",),
             remedies={"any": "save to a disk or a shared file system"},
         )
-    # A container's own layer, or an overlay that somebody mounted for another reason.
+    # A container's own layer, or an overlay that was mounted for another reason.
     if where["type"] == "overlay":
         container = where["mount"] == "/" and facts["container"] in ("docker", "podman", "kubernetes")
         yield Finding(
@@ -234,7 +234,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 def _commit(facts: Mapping[str, Any]) -> Iterator[Finding]:
-    """What the file system lacks of what a commit likes to have. It does without."""
+    """Features for a commit that the file system lacks. It does without."""
     io = facts["io"]
     if io is None:
         return

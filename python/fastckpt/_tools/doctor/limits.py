@@ -11,7 +11,7 @@ from fastckpt._cgroups import groups, memory_left, text_of
 
 
 def cpu(root: Path = Path("/")) -> dict[str, Any]:
-    """Return the cores there are, those of the affinity mask, the control group's quota in cores, and the ranks."""
+    """Return the number of cores, those of the affinity mask, the control group's quota in cores, and the ranks."""
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return {
         "online": os.cpu_count(),

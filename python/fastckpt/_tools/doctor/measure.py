@@ -1,4 +1,4 @@
-"""About two seconds of writing and reading: plainly, and through save and load. What it makes it removes."""
+"""About two seconds of writing and reading: plainly, and through save and load. Its files are removed."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ if TYPE_CHECKING:
 
 #: Bytes of a plain operation, and how many threads have one in flight each: enough for the devices met so far.
 _BLOCK, _THREADS = 4 << 20, 4
-#: The most bytes to write at a time, and the divisors of what is free on the disk and in memory.
+#: The most bytes to write at a time, and the divisors of the free space on the disk and in memory.
 _MOST, _OF_DISK, _OF_MEMORY = 256 << 20, 10, 8
 _LEAST = 1 << 20
-#: What may be used where the free space is unknown.
+#: The limit if the free space is unknown.
 _UNKNOWN = 16 << 20
-#: How much larger a second piece may be than the first: it took little time, and says little of more.
+#: The greatest ratio of a second piece to the first: the first took little time, and predicts little.
 _GROWTH = 16
 #: Seconds that one direction of the plain part should take, and all rounds of save and load together.
 _PLAIN, _ROUNDS = 0.3, 0.8
@@ -37,7 +37,7 @@ _PLAIN, _ROUNDS = 0.3, 0.8
 def measure(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
     """Time plain writing and reading, then saving and loading, in ``directory``. Speeds are GB/s of 10^9 bytes.
 
-    ``error`` holds what went wrong, if anything; then the rest is what was done until then.
+    ``error`` holds the failure, if any; then the rest covers the time before it.
     """
     found: dict[str, Any] = dict.fromkeys(("raw_write", "raw_read", "save", "load", "error"))
     free, memory = facts["directory"]["free_bytes"], facts["memory"]["available_bytes"]
@@ -91,7 +91,8 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
     how = {"direct": direct, "threads": _THREADS}
     try:
         path.unlink()
-        # More each time, until it takes a while. The first says little: another process's sync may slow it down.
+        # More each time, until it takes long enough. The first one means little: another process's sync may slow it
+        # down.
         size = _LEAST
         for turn in itertools.count():
             if allocate:
@@ -115,7 +116,7 @@ def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict
 
 
 def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview, int], int]) -> int:
-    """Move ``size`` bytes with a thread for each block of memory; those of them that were moved until a deadline."""
+    """Move ``size`` bytes with a thread for each block of memory; returns those that were moved by a deadline."""
     offsets = iter(range(0, size, _BLOCK))
     deadline = time.perf_counter() + 2 * _PLAIN
     moved = [0] * len(blocks)
@@ -139,7 +140,7 @@ def _in_threads(blocks: list[memoryview], size: int, move: Callable[[memoryview,
         for thread in threads:
             thread.join()
     finally:
-        # When Ctrl-C ended the waiting, no thread may still use the descriptor: its number may be another file's next.
+        # When Ctrl-C has ended the wait, no thread may still use the descriptor: its number may be another file's next.
         stop.set()
         for thread in threads:
             thread.join()
@@ -159,7 +160,7 @@ def _noise(words: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 
 
 def _rounds(directory: Path, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Save and load a state of ``size`` bytes until the time is up; the medians."""
+    """Save and load a state of ``size`` bytes until the time is up; returns the medians."""
     state = {f"tensor.{number}": piece for number, piece in enumerate(np.array_split(_noise(size // 8), 16))}
     saves: list[fastckpt.SaveReport] = []
     loads: list[float] = []

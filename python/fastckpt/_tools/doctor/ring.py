@@ -1,4 +1,4 @@
-"""Why there is no io_uring: the one right cause, from the evidence. Looks at nothing but the facts.
+"""Why there is no io_uring: the single cause, from the evidence. Looks at nothing but the facts.
 
 A filter (seccomp) answers before the kernel does, and usually to all three calls of io_uring; the kernel answers
 ``io_uring_enter`` and ``io_uring_register`` without a ring by ``EBADF`` or ``EINVAL``, whatever its settings. So a
@@ -80,7 +80,7 @@ _SELINUX = {
 
 
 def diagnose(facts: Mapping[str, Any]) -> Finding | None:
-    """Return what keeps a save from having a ring, or None if it has one."""
+    """Return the obstacle to a ring, or None if a save has one."""
     ring, process = facts["io_uring"], facts["process"]
     answer = ring["answer"]
     if answer == "ok":

@@ -1,4 +1,4 @@
-"""How many parameters a model has, counted from its Hugging Face ``config.json``."""
+"""Counts the parameters of a model from its Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Count:
 
     Attributes:
         parameters: all of them; tied embeddings count once.
-        experts: those of routed experts among them.
-        notes: what is not counted, or was assumed.
+        experts: the parameters of routed experts among them.
+        notes: omissions and assumptions.
     """
 
     parameters: int
@@ -29,12 +29,12 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What a model type has that its config does not say.
+    """Properties of a model type that its config does not mention.
 
     Attributes:
         tied: whether the output shares the embedding's weights by default.
         norms: normalisations a layer.
-        qkv_bias: whether query, key and value projections have biases, whatever ``attention_bias`` says.
+        qkv_bias: whether query, key and value projections have biases, whatever ``attention_bias`` is.
         qk_norm: whether queries and keys are normalised a head.
         experts: the field that holds the number of routed experts, if it has some; transformers 5 may write
             ``num_local_experts`` instead.
@@ -67,7 +67,7 @@ _OTHERS = ("gpt2",)
 
 
 class _Config:
-    """The fields of a config, with errors that name what is missing."""
+    """The fields of a config, with errors that name the missing ones."""
 
     def __init__(self, fields: Mapping[str, Any], where: str) -> None:
         self.fields = fields
@@ -117,7 +117,7 @@ def count(fields: Mapping[str, Any], where: str = "config") -> Count:
 
     Args:
         fields: the config.
-        where: what to call it in errors.
+        where: its name in errors.
 
     Raises:
         ValueError: a field is missing, or the kind of model is not understood.
@@ -195,7 +195,7 @@ def _feed_forward(config: _Config, width: int) -> int:
 
 
 def _sparse_layers(config: _Config, kind: str, layers: int) -> int:
-    """How many layers have experts."""
+    """The number of layers with experts."""
     if kind == "mixtral":
         return layers
     if kind.startswith("deepseek"):
@@ -206,7 +206,7 @@ def _sparse_layers(config: _Config, kind: str, layers: int) -> int:
 
 
 def _shared_experts(config: _Config, kind: str) -> int:
-    """What every token passes beside its routed experts, a layer."""
+    """The parameters that every token passes besides its routed experts, per layer."""
     hidden = config.number("hidden_size")
     if kind == "qwen2_moe":
         return 3 * hidden * config.number("shared_expert_intermediate_size") + hidden  # and its gate

@@ -59,7 +59,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def job(options: argparse.Namespace, names: tuple[str, ...] = _WORDS + _NUMBERS) -> dict[str, Any]:
-    """What was said of a job, as arguments of :func:`fastckpt.plan`."""
+    """The description of a job, as arguments of :func:`fastckpt.plan`."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 

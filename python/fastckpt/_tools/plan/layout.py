@@ -13,11 +13,11 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What each of a group of GPUs writes.
+    """The bytes that each of a group of GPUs writes.
 
     Attributes:
         gpus: how many they are.
-        bytes: what each writes.
+        bytes: the bytes of each.
     """
 
     gpus: int
@@ -26,7 +26,7 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How a model is laid over GPUs.
+    """How a model is split over GPUs.
 
     Attributes:
         tp: tensor parallelism.
@@ -53,7 +53,7 @@ class Layout:
         return self.tp * self.pp
 
     def shares(self, held: Contents) -> tuple[Share, ...]:
-        """What each rank writes, the busiest first; together exactly one checkpoint.
+        """The bytes that each rank writes, the busiest first; together exactly one checkpoint.
 
         Only one data-parallel replica has to be written, since all hold the same. Experts are spread over ``ep`` ranks
         of data parallelism, so their part is written by that many. ZeRO 1 and 2 cut the optimizer state over all
@@ -64,7 +64,7 @@ class Layout:
         v2.0 writes it.
 
         Args:
-            held: what the checkpoint holds.
+            held: the contents of the checkpoint.
         """
         if self.zero == 3:  # noqa: PLR2004 - ZeRO's stage
             return (Share(self.gpus, (held.weights + held.optimizer) / self.gpus),)
@@ -86,12 +86,12 @@ class Layout:
     def bytes_to_restore(self, held: Contents) -> float:
         """Bytes that all GPUs together read to start again.
 
-        Restore reads more than was written: every data-parallel replica reads all that it holds.
+        A restore reads more than was written: every data-parallel replica reads its whole state.
 
         Source: Megatron-LM's example: 6 replicas that read at 273 GB/s each need 1638 GB/s.
 
         Args:
-            held: what the checkpoint holds.
+            held: the contents of the checkpoint.
         """
         if self.zero == 3:  # noqa: PLR2004 - ZeRO's stage
             return held.weights + held.optimizer
@@ -111,13 +111,13 @@ def layout(
     ep: int = 1,
     zero: int | None = None,
 ) -> Layout:
-    """Fill in what is not said of a layout, and refuse what cannot be.
+    """Fill in the missing parts of a layout, and refuse impossible ones.
 
     Args:
         gpus: all GPUs; by default ``tp * pp * dp``.
         tp: tensor parallelism, by default 1.
         pp: pipeline parallelism, by default 1.
-        dp: data parallelism, by default what the GPUs leave.
+        dp: data parallelism, by default the remaining factor of the GPUs.
         ep: expert parallelism.
         zero: ZeRO stage; by default 0 where tensor or pipeline parallelism cut the model, else 3, since no single GPU
             holds a large model.
@@ -146,7 +146,7 @@ def layout(
 
 
 def check(**numbers: int | None) -> None:
-    """Refuse what is not a number of GPUs or a stage of ZeRO."""
+    """Refuse anything but a number of GPUs or a stage of ZeRO."""
     for name, value in numbers.items():
         if value is None:
             continue

@@ -1,4 +1,4 @@
-"""The plan of a job's checkpoints: one pure function from what is known to what follows."""
+"""The plan of a job's checkpoints: one pure function."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from fastckpt import _interval as formulas
 from fastckpt import _units as units
 from fastckpt._paths import AnyPath
 
-# The tiers stand beside this package: the benchmark uses them, too.
+# The tiers are outside this package: the benchmark uses them, too.
 from fastckpt._tools.tiers import TIERS, Tier
 
 from . import architectures, sizing
 from .layout import Share, check, layout
 from .record import Plan, Verdict
 
-#: Hours that one accelerator runs between failures, as MLCommons assumes.
+#: Hours between failures of one accelerator, as MLCommons assumes.
 MTTF_GPU = 50_000.0
 
-#: NVIDIA's guidance: checkpoints and what goes with them should cost less than 5 % of training.
+#: NVIDIA's guidance: checkpoints, with all their costs, should take less than 5 % of training.
 GOODPUT = 0.95
 
 
@@ -76,7 +76,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         gpus: all GPUs.
         tp: tensor parallelism.
         pp: pipeline parallelism.
-        dp: data parallelism; by default what the GPUs leave.
+        dp: data parallelism; by default the remaining factor of the GPUs.
         ep: expert parallelism, a divisor of data parallelism.
         zero: ZeRO stage 0 to 3; by default 0 with ``tp`` or ``pp``, else 3 (FSDP).
         gpus_per_node: GPUs of a node.
@@ -89,9 +89,9 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         read: total GB/s that it reads; as ``write`` by default.
         node_write: GB/s that one node writes, as measured there; the slower of the two counts.
         node_read: GB/s that one node reads; as ``node_write`` by default.
-        tier: ``light``, ``medium`` or ``high``: GB/s for each GPU instead. ``light`` if nothing is said of speed.
-        target_seconds: how long a checkpoint may take: the speed that this needs if no speed is given, else what the
-            verdicts are measured against.
+        tier: ``light``, ``medium`` or ``high``: GB/s for each GPU instead. ``light`` if no speed is given.
+        target_seconds: how long a checkpoint may take: sets the necessary speed if no speed is given, else the limit
+            for the verdicts.
         stall: seconds for which training stops, where checkpoints are written in the background; all of it by
             default.
         restart: seconds to notice a failure and start again, without the reading; 0 by default.
@@ -159,7 +159,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
 
 @dataclass(frozen=True, slots=True)
 class _Rule:
-    """What the interval follows: a goodput, an overhead, a figure, or nothing but the best."""
+    """The rule for the interval: a goodput, an overhead, a number, or the best."""
 
     name: str
     value: float
@@ -182,7 +182,7 @@ class _Rule:
 
 
 def _rule(goodput: float | str | None, overhead: float | str | None, interval: float | str | None) -> _Rule:
-    """The one rule that was asked for."""
+    """The one rule that was requested."""
     named = {"goodput": goodput, "overhead": overhead, "interval": interval}
     given = [name for name, value in named.items() if value is not None]
     if len(given) > 1:
@@ -207,7 +207,7 @@ def _held(
     master: str | None,
     optimizer: str,
 ) -> tuple[int | None, float | None, sizing.Contents, list[str]]:
-    """Parameters, bytes each, what a checkpoint holds, and notes."""
+    """Parameters, bytes each, the contents of a checkpoint, and notes."""
     named = {"params": params, "config": config, "checkpoint": checkpoint, "size": size}
     given = [name for name, value in named.items() if value is not None]
     if len(given) != 1:
@@ -247,7 +247,7 @@ def _tier(name: str) -> Tier:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """What has to be moved, and by whom."""
+    """The bytes to move, and the ranks that move them."""
 
     gpus: int
     gpus_per_node: int
@@ -303,7 +303,7 @@ def _verdict(
     stall: float | None,
     times: tuple[float, float],
 ) -> Verdict:
-    """What a tier makes of the same job under the same rule."""
+    """The result for the same job and rule with the storage of a tier."""
     seconds, reading = times
     standing = seconds if stall is None else min(stall, seconds)
     every = rule.interval(standing, mttf)

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from .record import Plan
     from .simulate import Simulation
 
-#: What a sweep's picture shows, each on axes of its own.
+#: The curves of a sweep's picture, each on axes of its own.
 _CURVES: tuple[tuple[str, Callable[[Plan], float]], ...] = (
     ("interval, min", lambda plan: plan.interval / 60),
     ("a checkpoint takes, s", lambda plan: plan.seconds),
@@ -47,11 +47,11 @@ def check(file: Path) -> None:
 
 
 def plot_sweep(file: Path, name: str, values: Sequence[str], plans: Sequence[Plan]) -> None:
-    """Draw what follows from each value of a sweep.
+    """Draw the results for each value of a sweep.
 
     Args:
-        file: what to write; its suffix says the format.
-        name: what was swept.
+        file: the file to write; its suffix sets the format.
+        name: the swept argument.
         values: its values, as they were written.
         plans: the plan of each.
     """
@@ -81,8 +81,8 @@ def plot_simulation(file: Path, result: Simulation) -> None:
     """Draw the goodput at each interval: as simulated, by Daly's model and to first order.
 
     Args:
-        file: what to write; its suffix says the format.
-        result: what to draw.
+        file: the file to write; its suffix sets the format.
+        result: the result to draw.
     """
     picture = _matplotlib().Figure(figsize=(8, 5), layout="constrained")
     axes = picture.subplots()
@@ -92,7 +92,7 @@ def plot_simulation(file: Path, result: Simulation) -> None:
     axes.errorbar(minutes, shown, yerr=errors, fmt="o", markersize=3, label="simulated")
     axes.plot(minutes, [100 * point.formula for point in result.points], label="Daly's model")
     axes.plot(minutes, [100 * point.first_order for point in result.points], "--", label="first order")
-    # The marks mostly lie over each other: dashes of different lengths let all be seen.
+    # The marks mostly overlap: dashes of different lengths make all of them visible.
     for index, mark in enumerate(result.marks):
         style = (0, (2 + 2 * index, 2)) if index else "-"
         axes.axvline(mark.interval / 60, color=f"C{3 + index}", linewidth=1, linestyle=style, label=mark.name)

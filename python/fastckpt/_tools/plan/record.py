@@ -17,7 +17,7 @@ _DAY = 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What storage of one of NVIDIA's tiers would make of a plan.
+    """The result of a plan with the storage of one of NVIDIA's tiers.
 
     Attributes:
         tier: its name.
@@ -27,7 +27,7 @@ class Verdict:
         restore_seconds: how long it takes to read it back.
         interval: seconds from checkpoint to checkpoint, by the plan's rule.
         goodput: the share of time that becomes training that is kept.
-        enough: whether it keeps what was asked for: the seconds if they were given, else the goodput.
+        enough: whether it meets the request: the seconds if they were given, else the goodput.
         reason: why, in words.
     """
 
@@ -55,25 +55,25 @@ class Plan:
         bytes_per_parameter: as used in the calculation, or None.
         layout: the parallel layout.
         gpus_per_node: GPUs of a node.
-        shares: who writes how much, the busiest first.
+        shares: the bytes of each rank, the busiest first.
         write: total GB/s written during a checkpoint.
         read: total GB/s read during a restore.
         speed: where the two come from, in words.
         seconds: how long a checkpoint takes until it is durable.
         stall: seconds of that for which training stops.
         mttf: mean time between failures of the cluster.
-        goodput_wanted: the share of time that was asked for, or the usual 0.95.
+        goodput_wanted: the requested share of time, or the usual 0.95.
         interval: seconds from checkpoint to checkpoint.
         interval_rule: where it comes from, in words.
-        interval_goodput: what the goodput wanted asks for (:func:`fastckpt._interval.goodput_rule`).
+        interval_goodput: the interval for the wanted goodput (:func:`fastckpt._interval.goodput_rule`).
         interval_young: Young's, and the stall.
         interval_daly: Daly's, and the stall.
         interval_best: the exact minimum of Daly's model.
-        restore_bytes: what all GPUs together read to restore.
+        restore_bytes: the bytes that all GPUs together read to restore.
         restore_seconds: how long that takes.
         restart: seconds of a failure beside that: noticing it, and starting again.
-        verdicts: what storage of each tier would do.
-        notes: assumptions and what was left out.
+        verdicts: the results with storage of each tier.
+        notes: assumptions and omissions.
     """
 
     bytes: int
@@ -148,7 +148,7 @@ class Plan:
 
     @property
     def read_fan_out(self) -> float:
-        """How often a restore reads each byte that was written."""
+        """How often a restore reads each byte of the checkpoint."""
         return self.restore_bytes / self.bytes
 
     @property
@@ -207,7 +207,7 @@ def _nodes(number: int) -> str:
 
 
 def _rows(plan: Plan) -> list[tuple[str, str]]:
-    """What a plan says, a line each."""
+    """The text of a plan, line by line."""
     layout = plan.layout
     known = "as given"
     if plan.parameters is not None and plan.bytes_per_parameter is not None:
@@ -216,7 +216,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     standing = "" if plan.stall == plan.seconds else f", of which training stands still for {show_seconds(plan.stall)}"
     away = f" + {show_seconds(plan.restart)} to restart" if plan.restart else ""
     day = plan.checkpoints_per_day
-    # As many as begin in a day; the small number is for rounding's sake.
+    # The number that begin in a day; the small constant absorbs rounding.
     number = f"up to {math.ceil(day - 1e-9):,}" if day >= 10 else digits(day)  # noqa: PLR2004
     parts = [
         [

@@ -1,9 +1,9 @@
 """Months of training with failures, played through many times, to hold the formulas against.
 
 Every accelerator fails on its own and is replaced by a new one. A failure stops all of them; the job restarts, reads
-the last checkpoint that was durable, and loses what came after. Failures may come at any time, also during a checkpoint
-or a restart. All intervals are tried on the very same failures (common random numbers), so that what differs between
-two of them is the interval's doing and not chance.
+the last durable checkpoint, and loses the work after it. Failures may come at any time, also during a checkpoint or a
+restart. All intervals are tried on the very same failures (common random numbers), so that differences between two of
+them are due to the interval and not to chance.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 
 _DAY = 86400.0
 
-#: Fewer failures in all runs say nothing about the best interval.
+#: Fewer failures in all runs prove nothing about the best interval.
 _FEWEST = 300
-#: More are memory and minutes of work for meaningless digits.
+#: More would cost memory and minutes of work for meaningless digits.
 _MOST = 20_000_000
 
 #: Groups of runs whose scatter gives the standard errors.
 _GROUPS = 10
 
-#: The first-order formula is said to part from the simulation where they differ by this much goodput.
+#: The first-order formula counts as differing from the simulation beyond this much goodput.
 PARTED = 0.01
 
 
@@ -44,7 +44,7 @@ class Point:
         interval: seconds from start to start.
         simulated: mean share of time that became training that was kept.
         error: its standard error.
-        formula: :func:`fastckpt._interval.expected_goodput`, which is what a plan says.
+        formula: :func:`fastckpt._interval.expected_goodput`, as in a plan.
         first_order: :func:`fastckpt._interval.first_order_goodput`.
     """
 
@@ -58,18 +58,18 @@ class Point:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Simulation:
-    """What months of training came to; times in seconds.
+    """The result of months of training; times in seconds.
 
     Attributes:
         cost: for which a checkpoint stops training.
-        mttf: mean time between failures of the cluster, as the formulas take it: of exponential lives the one given,
-            else the one that was seen.
-        restart: from a failure until training goes on.
+        mttf: mean time between failures of the cluster, for the formulas: with exponential lives the given one, else
+            the observed one.
+        restart: the time from a failure until training continues.
         lag: after training went on until a checkpoint is durable.
         accelerators: how many were simulated.
         days: of each run.
         runs: how many.
-        seed: what they were drawn from.
+        seed: the seed of the random numbers.
         shape: Weibull shape of the accelerators' lives; 1 is exponential.
         failures: in all runs together.
         best: the interval that lost the least.
@@ -110,7 +110,7 @@ def gaps(
     """Draw the times between the failures of a cluster, from start to end.
 
     Args:
-        random: what to draw from.
+        random: the generator to draw from.
         accelerators: each with a life of its own, new at the start, and a new one after a failure.
         mttf: of one accelerator, in seconds.
         horizon: seconds that are simulated.
@@ -180,7 +180,7 @@ class _Runs:
 
 
 def _top(logs: NDArray[np.float64], values: NDArray[np.float64]) -> float:
-    """Where a cubic through noisy values is highest."""
+    """The maximum of a cubic through noisy values."""
     fine = np.linspace(logs[0], logs[-1], 4001)
     return float(fine[np.polyval(np.polyfit(logs, values, 3), fine).argmax()])
 
@@ -204,7 +204,7 @@ def simulate(
         cost: seconds for which a checkpoint stops training.
         accelerators: how many train.
         mttf_gpu: mean time to failure of one, in seconds.
-        restart: seconds from a failure until training goes on from the last checkpoint.
+        restart: seconds from a failure until training continues from the last checkpoint.
         lag: seconds after training went on until a checkpoint is durable.
         days: days of each run.
         runs: how many, at least 10.
@@ -229,8 +229,8 @@ def simulate(
     drawn = [gaps(np.random.default_rng([seed, run]), accelerators, mttf_gpu, horizon, shape) for run in range(runs)]
     played = _Runs(drawn, horizon, cost, restart + lag)
     if shape != 1 and played.failures:
-        # New accelerators that fail early or late make another rate than old ones. The formulas get the one that was
-        # seen, as a job that counts its failures would: what is left between them and the simulation is the shape's.
+        # New accelerators that fail early or late have another rate than old ones. The formulas get the observed rate,
+        # as a job that counts its failures would: the remaining difference from the simulation is due to the shape.
         mttf = runs * horizon / played.failures
 
     def point(name: str, interval: float) -> Point:
@@ -244,7 +244,7 @@ def simulate(
             first_order=formulas.first_order_goodput(interval, cost, mttf, restart + lag),
         )
 
-    # A rough look over all intervals that make sense, so that no formula says where the search begins.
+    # A coarse scan over all sensible intervals, so that no formula decides where the search begins.
     rough = np.geomspace(min(cost, mttf) / 10, 3 * mttf, 60)
     trained, error = played.best(float(rough[np.argmax([played.goodput(time + cost).mean() for time in rough])]))
     best = trained + cost

@@ -50,11 +50,11 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
 
 
 def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
-    """What one node writes and reads, by the medians of a measurement of ``fastckpt bench DIR``.
+    """The speed at which one node writes and reads, by the medians of a measurement of ``fastckpt bench DIR``.
 
     Args:
-        file: what its ``--json`` printed.
-        known: what else is said of the job.
+        file: the output of its ``--json``.
+        known: other arguments of the job.
 
     Returns:
         ``node_write`` and ``node_read``, in GB/s of 10^9 bytes.
@@ -125,7 +125,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
 
 def lines(result: Simulation) -> list[str]:
-    """What a simulation found, for people."""
+    """The result of a simulation, for people."""
     from fastckpt._text import table  # noqa: PLC0415
     from fastckpt._units import digits, show_seconds, show_share  # noqa: PLC0415
 

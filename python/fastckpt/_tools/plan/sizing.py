@@ -32,11 +32,11 @@ OPTIMIZERS = {
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds, in bytes.
+    """The contents of a checkpoint, in bytes.
 
     Attributes:
         weights: the weights as they are trained.
-        optimizer: what the optimizer keeps: master weights and its state.
+        optimizer: the optimizer's share: master weights and its state.
         expert_weights: the part of ``weights`` that belongs to routed experts.
         expert_optimizer: the part of ``optimizer`` that belongs to routed experts.
     """
@@ -63,8 +63,8 @@ def bytes_per_parameter(
 ) -> tuple[float, float]:
     """Bytes a parameter: 2 + (4 + 8) = 14 under mixed-precision Adam.
 
-    Source: the mixed-precision recipe of Megatron-LM and DeepSpeed, and what MLPerf Storage v2.0 writes: weights, fp32
-    master weights, and two fp32 moments. Gradients are not saved.
+    Source: the mixed-precision recipe of Megatron-LM and DeepSpeed, and the checkpoints of MLPerf Storage v2.0:
+    weights, fp32 master weights, and two fp32 moments. Gradients are not saved.
 
     Args:
         weights: ``fp32``, ``bf16``, ``fp16`` or ``fp8``.
@@ -90,7 +90,7 @@ def bytes_per_parameter(
 
 
 def contents(parameters: int, experts: int, each: tuple[float, float]) -> Contents:
-    """What a checkpoint of a model holds.
+    """The contents of a checkpoint of a model.
 
     Args:
         parameters: of the whole model.

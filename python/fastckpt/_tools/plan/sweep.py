@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from .record import Plan
 
-#: What can be swept, and the options of `plan` that it takes the place of.
+#: The arguments that can be swept, and the options of `plan` that each replaces.
 SWEPT = {
     "gpus": (),
     "dp": ("gpus",),
@@ -46,7 +46,7 @@ def parse(text: str) -> tuple[str, list[str]]:
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
     if not equals or name not in SWEPT:
-        raise ValueError(f"sweep {text!r}: want NAME=VALUES, NAME being one of {', '.join(SWEPT)}")
+        raise ValueError(f"sweep {text!r}: expected NAME=VALUES, where NAME is one of {', '.join(SWEPT)}")
     if ":" not in values:
         listed = [value.strip() for value in values.split(",")]
         if not all(listed):
@@ -68,7 +68,7 @@ def _range(text: str, parts: Sequence[str]) -> list[str]:
     grows = start > 0 and step > 1 if factor else step > 0
     if not (grows and start <= stop and all(map(math.isfinite, (start, stop, step)))):
         raise ValueError(f"sweep {text!r}: a range must rise from its start to its stop, and end")
-    # The small numbers are for rounding's sake: 0.9:0.99:0.01 has ten values.
+    # The small constants absorb rounding: 0.9:0.99:0.01 has ten values.
     number = math.log(stop / start, step) if factor else (stop - start) / step
     if number > _MOST:
         raise ValueError(f"sweep {text!r}: more than {_MOST:,} values")
@@ -82,7 +82,7 @@ def sweep(name: str, values: Sequence[str], known: Mapping[str, Any]) -> list[Pl
 
     Args:
         name: an argument of :func:`plan`.
-        values: what it is to be.
+        values: its values.
         known: the other arguments.
 
     Raises:
@@ -90,7 +90,7 @@ def sweep(name: str, values: Sequence[str], known: Mapping[str, Any]) -> list[Pl
     """
     for other in (name, *SWEPT[name]):
         if known.get(other) is not None:
-            raise ValueError(f"sweep {name}: {other} is given, too: leave it out")
+            raise ValueError(f"sweep {name}: leave out {other}, which the sweep replaces")
     return [plan(**{**known, name: _whole(name, value) if name in _WHOLE else value}) for value in values]
 
 

@@ -61,11 +61,11 @@ impl Workspace {
         Ok(true)
     }
 
-    /// Takes over a shard of another checkpoint as `name`: the file called `file` in the directory `from`, which is open
-    /// as `open`. `name` is for a while: see `settle`. It becomes a hard link, or a copy that shares its blocks; where
-    /// the file system has neither, that is an error. Its bytes are as durable as those of `open`, and a copy's are
-    /// durable. Its name is durable when the workspace is published, like those of all shards. `path`, of the other
-    /// checkpoint, is for messages.
+    /// Takes over a shard of another checkpoint as `name`: the file called `file` in the directory `from`, which is
+    /// open as `open`. `name` is for a while: see `settle`. It becomes a hard link, or a copy that shares its blocks;
+    /// where the file system has neither, that is an error. Its bytes are as durable as those of `open`; the bytes of a
+    /// copy are durable. Its name is durable when the workspace is published, like those of all shards. `path`, of the
+    /// other checkpoint, is for messages.
     pub fn link(
         &self,
         (from, path): (BorrowedFd<'_>, &Path),
@@ -77,14 +77,14 @@ impl Workspace {
             match fs::linkat(file.directory(), file.name, self.directory(), name, AtFlags::empty()) {
                 Ok(()) => self.is_same(name, open).inspect_err(|_| self.unlink(name)),
                 Err(Errno::EXIST) => Err(Errno::EXIST.into()),
-                // It has too many links, belongs to somebody else, or lies where there are none.
+                // It has too many links or another owner, or the file system has no hard links.
                 Err(error) => self.clone_blocks(open, name).map_err(|_| error.into()),
             }
         });
         linked.map_err(Error::io(LINK, &path))
     }
 
-    /// Whether `name`, which was just made, is a link of `open`, and not of what replaced it.
+    /// Whether `name`, which was just made, is a link of `open`, and not of its replacement.
     fn is_same(&self, name: &str, open: BorrowedFd<'_>) -> io::Result<()> {
         let here = fs::statat(self.directory(), name, AtFlags::SYMLINK_NOFOLLOW)?;
         if id(&here) == id(&fs::fstat(open)?) { Ok(()) } else { Err(Errno::STALE.into()) }
@@ -104,8 +104,8 @@ impl Workspace {
         Ok(clone().inspect_err(|_| self.unlink(name))?)
     }
 
-    /// Takes over `file`, which is durable, from the directory `from`, where a copy is gathered. Where there are no hard
-    /// links it leaves that directory.
+    /// Takes over `file`, which is durable, from the directory `from`, where a copy is gathered. If there are no hard
+    /// links, the file leaves that directory.
     pub(super) fn take_gathered(&self, from: BorrowedFd<'_>, file: &str) -> io::Result<()> {
         let (from, to) = (Located::find(from, file)?, Located::make(self.directory(), file)?);
         match fs::linkat(from.directory(), from.name, to.directory(), to.name, AtFlags::empty()) {
@@ -125,7 +125,7 @@ impl Workspace {
         renamed.map_err(Error::io("name the linked file", &self.path_of(shard)))
     }
 
-    /// Removes `name`, which nobody needs.
+    /// Removes `name`, which is no longer needed.
     pub(crate) fn unlink(&self, name: &str) {
         let _ = fs::unlinkat(self.directory(), name, AtFlags::empty());
     }

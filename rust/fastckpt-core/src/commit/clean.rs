@@ -1,4 +1,4 @@
-//! Lists, for users, what is in a directory of checkpoints under temporary names, and removes it on request.
+//! Lists, for users, the entries of a directory of checkpoints under temporary names, and removes them on request.
 
 use std::ffi::{CString, OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd};
@@ -22,7 +22,7 @@ pub struct Leftover {
     pub name: OsString,
     /// The checkpoint it belongs to.
     pub of: String,
-    /// The host it was made on. Empty for an unfinished copy, to which several hosts may bring files.
+    /// The host it was made on. Empty for an unfinished copy, which several hosts may share.
     pub host: String,
     /// Its state.
     pub state: State,
@@ -32,7 +32,7 @@ pub struct Leftover {
     pub changed: i64,
 }
 
-/// Lists what is in `directory` under temporary names.
+/// Lists the entries of `directory` under temporary names.
 pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     let parent = open_directory(directory).map_err(Error::io("open", directory))?;
     let parent = parent.as_fd();
@@ -55,7 +55,7 @@ pub fn leftovers(directory: &Path) -> Result<Vec<Leftover>> {
     Ok(found)
 }
 
-/// The space that the files of the directory `name` take, and when it or one of them changed last; nothing if it is gone.
+/// The space that the files of the directory `name` take, and the time of their last change; nothing if it is gone.
 fn measure(parent: BorrowedFd<'_>, name: &OsStr) -> Option<(u64, i64)> {
     let inside = open_child(parent, name).ok()?;
     let mut stats = vec![fs::fstat(&inside).ok()?];

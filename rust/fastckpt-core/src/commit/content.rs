@@ -1,4 +1,4 @@
-//! What a directory holds: a fastckpt manifest, our files, other files.
+//! The contents of a directory: a fastckpt manifest, our files, other files.
 
 use std::ffi::{CStr, CString, OsStr};
 use std::io;
@@ -12,11 +12,11 @@ use crate::format::groups::{self, TRAINING};
 use crate::format::{index, manifest};
 use crate::sys::file::open_regular;
 
-/// What torch.distributed.checkpoint and tools around it look for. `fastckpt.dcp` puts one beside the manifest for them,
-/// and nothing here reads it.
+/// The file that torch.distributed.checkpoint and tools around it look for. `fastckpt.dcp` puts one beside the manifest
+/// for them, and nothing here reads it.
 pub(super) const TORCH_METADATA: &str = ".metadata";
 
-/// What the directory of a checkpoint holds.
+/// The contents of a checkpoint's directory.
 pub(super) struct Files {
     /// All names and kinds. Those in the directory `training` are listed as `training/NAME`, and that directory is not.
     pub(super) all: Vec<(CString, FileType)>,
@@ -79,8 +79,8 @@ pub(super) fn is_ours(name: &[u8]) -> bool {
 /// The temporary name of a file that is being carried over.
 pub(super) const ON_ITS_WAY: &CStr = c".fastckpt-carried";
 
-/// Whether `name` is what an interrupted carry-over left, or what a file system (NFS, FUSE) makes of a file that is
-/// removed while a process has it open.
+/// Whether `name` was left by an interrupted carry-over, or is the name that a file system (NFS, FUSE) gives to a file
+/// that is removed while a process has it open.
 pub(super) fn is_remnant(name: &CStr) -> bool {
     let name = in_training(name).unwrap_or(name).to_bytes();
     name == ON_ITS_WAY.to_bytes() || name.starts_with(b".nfs0") || name.starts_with(b".fuse_hidden")
@@ -94,7 +94,7 @@ pub(super) fn has_magic(directory: BorrowedFd<'_>) -> io::Result<bool> {
             let read = retry_on_intr(|| rustix::io::pread(&fd, &mut begin[..], 0))?;
             Ok(read == begin.len() && begin == *manifest::MAGIC)
         }
-        // There is no manifest, or something else has its name. Any other failure says nothing about what is there.
+        // There is no manifest, or something else has its name. Any other failure proves nothing about the contents.
         Err(error) if error.raw_os_error() == Some(libc::ELOOP) => Ok(false),
         Err(error) if matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidInput) => {
             Ok(false)

@@ -35,13 +35,13 @@ pub(super) fn id_of(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
 
 /// The id of the directory that a rename has just moved to `name` in `parent`.
 ///
-/// A network client renames by name, and assumes that the new name refers to what it believed the old one referred to.
-/// If another client has put something else there before, that is wrong. On NFS, asking again does not correct it: only
-/// a listing shows what is there.
+/// A network client renames by name, and assumes that the new name refers to the directory that it believed the old one
+/// referred to. If another client has put something else there before, that is wrong. On NFS, asking again does not
+/// correct it: only a listing shows the truth.
 pub(super) fn id_of_renamed(parent: BorrowedFd<'_>, name: &OsStr) -> Option<Id> {
     refresh(parent);
     let listed = if is_nfs(parent) { Some(number_of(parent, name)?) } else { None };
-    // On FUSE, the cached attributes of the inode itself may be stale.
+    // On FUSE, the cached attributes of the inode may be stale.
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::STATX_FORCE_SYNC;
     let _ = fs::statx(parent, name, flags, StatxFlags::BASIC_STATS);
     let (device, number) = id_of(parent, name)?;
@@ -90,7 +90,8 @@ pub(super) fn open_child(parent: BorrowedFd<'_>, name: &OsStr) -> Result<OwnedFd
     retry_on_intr(|| fs::openat(parent, name, flags, Mode::empty()))
 }
 
-/// Makes a network file system ask its server what is in `directory`. Its cached names may be half a minute old.
+/// Makes a network file system ask its server for the entries of `directory`. Its cached names may be half a minute
+/// old.
 pub(crate) fn refresh(directory: impl AsFd) {
     let flags = AtFlags::EMPTY_PATH | AtFlags::STATX_FORCE_SYNC;
     let _ = fs::statx(directory, "", flags, StatxFlags::BASIC_STATS);

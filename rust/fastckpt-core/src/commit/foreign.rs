@@ -1,8 +1,8 @@
-//! Formats of other programs, by the names of their files. A reader of one of them and ours would find two states in one
-//! directory. `python/fastckpt/_foreign.py` has the same table, for messages where there is no core and for object
+//! Formats of other programs, by the names of their files. A reader of one of them and ours would find two states in
+//! one directory. `python/fastckpt/_foreign.py` has the same table, for messages without the core and for object
 //! stores; `tests/api/test_foreign.py` compares them.
 
-/// Who writes files with these names, each of which has at most one `*`.
+/// The programs that write files with these names, each of which has at most one `*`.
 const FORMATS: [(&str, &[&str]); 5] = [
     ("torch.distributed.checkpoint", &["*.distcp", ".metadata"]),
     ("DeepSpeed", &["*_model_states.pt", "*_optim_states.pt", "zero_to_fp32.py"]),
@@ -11,7 +11,7 @@ const FORMATS: [(&str, &[&str]); 5] = [
     ("safetensors", &["*.safetensors", "*.safetensors.index.json"]),
 ];
 
-/// Who writes files called `name`; nothing for a name of no format.
+/// The program that writes files called `name`; nothing for a name of no format.
 pub(super) fn writer_of(name: &[u8]) -> Option<&'static str> {
     let fits = |pattern: &str| match pattern.split_once('*') {
         Some((begin, end)) => {

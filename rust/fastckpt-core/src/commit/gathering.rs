@@ -31,12 +31,12 @@ use crate::sys::fork::Note;
 use crate::sys::lock;
 use crate::sys::memory::Bytes;
 
-/// How long to wait for a process that has the lock for itself. It clears away what dead ones left.
+/// How long to wait for a process that holds the lock exclusively. It removes the leftovers of dead ones.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(60), Duration::from_millis(10));
-/// What the name of a file ends in that is not whole. It begins with a dot.
+/// The suffix of a file that is not whole. It begins with a dot.
 const PART: &str = ".part";
 
-/// The place where the files of one copy are gathered. Several processes may bring files. What is gathered stays when
+/// The place where the files of one copy are gathered. Several processes may add files. The gathered files stay when
 /// this is dropped, until the copy is published or given up.
 #[derive(Debug)]
 pub struct Gathering {
@@ -49,11 +49,11 @@ pub struct Gathering {
     id: Id,
     overwrite: bool,
     manifest: Vec<u8>,
-    /// Its lock is shared by all who gather here.
+    /// All processes that gather here share its lock.
     lock: (Note, File),
 }
 
-/// A file that is being brought.
+/// A file that is being copied.
 #[derive(Debug)]
 pub struct Incoming {
     name: String,
@@ -62,8 +62,8 @@ pub struct Incoming {
 }
 
 impl Gathering {
-    /// Opens, or makes, the place for a copy with this `manifest` at `target`. What dead processes left there of files
-    /// that are not whole is removed.
+    /// Opens, or makes, the place for a copy with this `manifest` at `target`. Incomplete files of dead processes are
+    /// removed there.
     pub fn open(target: &Path, manifest: Vec<u8>, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
         let seal = manifest::seal_of(&manifest)
@@ -71,7 +71,7 @@ impl Gathering {
         let name = (gathering_name(&name, seal), name);
         let parent = open_or_make(&parent_path)?;
         look(parent.as_fd(), &name.1, target, overwrite)?;
-        // What dead writers left takes space that the copy may need.
+        // Leftovers of dead writers take space that the copy may need.
         sweep(parent.as_fd());
         let name = name.0;
         let path = parent_path.join(&name);
@@ -103,7 +103,7 @@ impl Gathering {
         }
     }
 
-    /// Where the files are gathered.
+    /// The directory in which the files are gathered.
     #[must_use]
     pub fn path(&self) -> PathBuf {
         self.parent_path.join(&self.name)
@@ -142,7 +142,7 @@ impl Gathering {
         Ok(Incoming { name, file, nbytes })
     }
 
-    /// Writes `bytes` at `offset` and returns their CRC-64/NVME. Direct I/O takes what is aligned.
+    /// Writes `bytes` at `offset` and returns their CRC-64/NVME. Direct I/O writes the aligned part.
     pub fn write(&self, incoming: &Incoming, offset: u64, bytes: Bytes<'_>) -> Result<u64> {
         let sum = checksum::of_memory(bytes);
         let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= incoming.nbytes);
@@ -196,19 +196,19 @@ impl Gathering {
             if id(&fs::fstat(&file)?) != expected {
                 return Err(Errno::STALE.into());
             }
-            // Whoever made it may not have synced it: it may be a copy that a user made.
+            // Another program may have made it without syncing it, for example a copy made by a user.
             retry_on_intr(|| fs::fsync(&file))?;
             let to = Located::make(self.directory.as_fd(), name)?;
             Ok(fs::renameat(&self.directory, part.as_str(), to.directory(), to.name)?)
         };
         let linked = link();
-        // After a failure. And where the file had its name already: a rename to another link of one file does nothing.
+        // After a failure. Or the file had its name already: a rename to another link of one file does nothing.
         self.unlink(&part);
         linked.map_err(Error::io("link", &source))
     }
 
     /// Makes the checkpoint of `files`, by name and length, which are all here: durably, and all at once. Returns
-    /// warnings. What was gathered is given up after this.
+    /// warnings. The gathered files are given up after this.
     pub fn publish(&self, files: Vec<(String, u64)>) -> Result<Vec<String>> {
         let mut workspace = Workspace::create(&self.target, self.overwrite)?;
         for (file, _) in &files {
@@ -220,8 +220,8 @@ impl Gathering {
         Ok(workspace.publish()?.warnings())
     }
 
-    /// Removes what was gathered. Other processes that gather here fail. If removing fails, the next save sweeps it, or
-    /// it is listed among the leftovers.
+    /// Removes the gathered files. Other processes that gather here fail. If removing fails, the next save sweeps it,
+    /// or it is listed among the leftovers.
     pub fn give_up(self) {
         let Self { parent, name, id, note, directory, lock, .. } = self;
         // They are closed first: NFS keeps an open file under another name.
@@ -256,7 +256,7 @@ impl Incoming {
     }
 }
 
-/// A new name for a file that is not whole, unlike those of all other processes.
+/// A new name for a file that is not whole, different from those of all other processes.
 fn part_name() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     let mut random = [0u8; 8];
@@ -267,7 +267,7 @@ fn part_name() -> String {
     format!(".{number:016x}{PART}")
 }
 
-/// Whether `name` is that of a file of the copy, and not of one that is only here while it is gathered.
+/// Whether `name` belongs to a file of the copy, and not to one that exists only while it is gathered.
 fn is_part(name: &str) -> bool {
     plain_name(name).is_some() || name == TORCH_METADATA
 }
@@ -293,7 +293,7 @@ fn furnish(parent: BorrowedFd<'_>, name: &OsStr) -> io::Result<(OwnedFd, Id, Fil
     let directory = open_child(parent, name)?;
     let flags = OFlags::RDWR | OFlags::CREATE | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
     let file = File::from(retry_on_intr(|| fs::openat(&directory, LOCK, flags, Mode::from_raw_mode(0o666)))?);
-    // On a file system without locks nothing is known of others, and nothing of theirs is removed.
+    // On a file system without locks, other processes cannot be detected, and none of their files is removed.
     if lock::take(&file).is_ok() && reach(directory.as_fd()) != Reach::Unknown {
         clear(directory.as_fd())?;
     }

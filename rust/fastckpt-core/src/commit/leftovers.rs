@@ -1,4 +1,5 @@
-//! What dead writers left beside a checkpoint. The next save tells it apart from what is needed, and sweeps it.
+//! Leftovers of dead writers beside a checkpoint. The next save distinguishes them from needed directories, and sweeps
+//! them.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -137,22 +138,22 @@ impl State {
     }
 }
 
-/// What was found out about a temporary directory. Valid as long as this is held.
+/// The verdict on a temporary directory. Valid as long as this is held.
 pub(super) struct Finding {
     pub(super) state: State,
     pub(super) id: Id,
     pub(super) verdict: Option<Verdict>,
 }
 
-/// Finds out what the temporary directory `found` is; nothing if it is gone.
+/// Determines the kind of the temporary directory `found`; nothing if it is gone.
 pub(super) fn examine(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Finding> {
     let temporary = Temporary::parse(found.as_bytes())?;
     let directory = open_child(parent, found).ok()?;
     let id = id(&fs::fstat(&directory).ok()?);
     let files = files(directory.as_fd()).ok()?;
     let manifest = files.all.iter().any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes());
-    // A workspace gets its manifest before anything else. Without one, this directory is someone else's: a save displaced
-    // it and was killed. Where it holds nothing but files with our names, somebody may have removed the manifest.
+    // A workspace gets its manifest before anything else. Without one, this directory is someone else's: a save
+    // displaced it and was killed. If it holds only files with our names, somebody may have removed the manifest.
     let without = temporary.kind != Kind::Del && !manifest && !files.is_empty();
     let spoilt = temporary.kind == Kind::Tmp && files.all.iter().all(|(file, _)| is_ours(file.to_bytes()));
     let foreign = !files.are_plain() || (without && !spoilt);
@@ -214,7 +215,7 @@ pub(super) fn is_superseded(parent: BorrowedFd<'_>, name: &OsStr, old: &OsStr) -
     other && later && has_magic(holder.as_fd()).unwrap_or(false)
 }
 
-/// Removes what is not needed from the parent of the target path.
+/// Removes unneeded directories from the parent of the target path.
 pub(super) fn sweep(parent: BorrowedFd<'_>) {
     let mut synced = false;
     let mut all = temporaries(parent).unwrap_or_default();
@@ -362,7 +363,7 @@ pub(super) mod tests {
         let mut other = living();
         // As `execve` in the middle of a save leaves it.
         let unsealed = half(parent.path().join(name_by("c", other.id())));
-        // As an exchange of names leaves the checkpoint that was replaced, which may have to get its name back.
+        // The state in which an exchange of names leaves the replaced checkpoint, which may have to get its name back.
         let displaced = half(parent.path().join(name_by("b", other.id())));
         std::fs::write(displaced.join(manifest::FILE), "{\"fastckpt\":1,").unwrap();
         drop(Workspace::create(&parent.path().join("c"), true).unwrap());
@@ -382,7 +383,7 @@ pub(super) mod tests {
                 std::fs::remove_file(workspace.join(lost)).unwrap();
             }
             drop(Workspace::create(&parent.path().join("c"), true).unwrap());
-            // Without its manifest it may be a model of somebody else's that a save displaced.
+            // Without its manifest it may be another program's model that a save displaced.
             assert_eq!(workspace.exists(), lost == manifest::FILE, "{lost}");
             let remove = |force| crate::commit::remove_leftover(parent.path(), &name, force).unwrap();
             assert!(!remove(false));

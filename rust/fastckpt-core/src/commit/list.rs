@@ -30,7 +30,7 @@ pub struct Listed {
     /// Whether a save took it aside and has put nothing in its place, so that no directory has its name. A load still
     /// finds it.
     pub aside: bool,
-    /// What is wrong with its manifest or its files, as far as names and lengths show.
+    /// The defect of its manifest or its files, as far as names and lengths show.
     pub damage: Option<String>,
 }
 
@@ -114,15 +114,13 @@ fn head(directory: BorrowedFd<'_>, path: &Path) -> Result<Head> {
     decode::decode_head(bytes, &path)
 }
 
-/// The first shard that is missing or whose length differs from what was written.
+/// The first shard that is missing or has the wrong length.
 fn missing(directory: BorrowedFd<'_>, head: &Head) -> Option<String> {
     head.shards.iter().find_map(|shard| {
         let file = &shard.file;
         match stat(directory, file) {
             Ok(stat) if u64::try_from(stat.st_size) == Ok(shard.bytes) => None,
-            Ok(stat) => {
-                Some(format!("shard `{file}` has {} bytes, written were {}", stat.st_size, shard.bytes))
-            }
+            Ok(stat) => Some(format!("shard `{file}` has {} bytes, expected {}", stat.st_size, shard.bytes)),
             Err(error) => Some(format!("shard `{file}` cannot be found: {error}")),
         }
     })

@@ -8,7 +8,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 use super::owner::Owner;
 use crate::format::checksum;
 
-/// What a temporary name stands for.
+/// The meaning of a temporary name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     /// A workspace. After an exchange it is, for a moment, the old checkpoint.
@@ -61,7 +61,7 @@ pub(super) fn workspace_name(name: &OsStr) -> OsString {
 }
 
 /// The name for the old checkpoint that makes way for the workspace named `temporary` at the given attempt. No two
-/// attempts share a name: a process that judges what one attempt left must not find what the next one left.
+/// attempts share a name: a process that judges the leftovers of one attempt must not find those of the next one.
 pub(super) fn aside_name(temporary: &OsStr, attempt: u8) -> OsString {
     let parsed = Temporary::parse(temporary.as_bytes());
     let mut name = parsed.map_or_else(OsString::new, |t| compose(t.stem, Kind::Old, t.workspace));
@@ -86,7 +86,7 @@ pub(super) fn gathering_name(name: &OsStr, seal: &str) -> OsString {
     OsString::from_vec([&stem(name), COPY, seal.as_bytes()].concat())
 }
 
-/// What [`gathering_name`] made of which name and which checksum. Of a long name it has only the start.
+/// The inverse of [`gathering_name`]: the name and the checksum. Of a long name it has only the start.
 pub(super) fn parse_gathering(name: &OsStr) -> Option<(&OsStr, &str)> {
     let (stem, seal) = name.as_bytes().split_at_checked(name.len().checked_sub(checksum::HEX)?)?;
     checksum::from_hex(seal)?;
@@ -94,7 +94,7 @@ pub(super) fn parse_gathering(name: &OsStr) -> Option<(&OsStr, &str)> {
     Some((OsStr::from_bytes(of), std::str::from_utf8(seal).ok()?))
 }
 
-/// What a temporary name says.
+/// The parts of a temporary name.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Temporary<'a> {
     /// See [`stem`].

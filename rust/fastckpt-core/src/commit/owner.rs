@@ -45,7 +45,7 @@ impl Owner {
         Self { boot, namespace, pid, start: start_of("self").unwrap_or(0) }
     }
 
-    /// Parses what [`fmt::Display`] wrote, from the end and without the host.
+    /// Parses the output of [`fmt::Display`], from the end and without the host.
     pub(super) fn parse([start, pid, namespace, boot]: [&[u8]; 4]) -> Option<Self> {
         let decimal = |part: &[u8]| std::str::from_utf8(part).ok()?.parse().ok();
         let boot = std::str::from_utf8(boot).ok().filter(|boot| boot.len() == 16)?;
@@ -88,7 +88,7 @@ fn start_of(process: &str) -> Option<u64> {
     stat.rsplit_once(") ")?.1.split(' ').nth(19)?.parse().ok()
 }
 
-/// What is known about the writer of a workspace.
+/// The facts about the writer of a workspace.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Life {
     /// Its process runs, or its lock is held.
@@ -110,7 +110,7 @@ pub(super) struct Verdict {
 pub(super) fn judge(owner: Owner, directory: BorrowedFd<'_>) -> Verdict {
     let (life, lock) = match owner.runs() {
         // The process may have become another program (`execve`), which closed the manifest. A manifest with content
-        // proves nothing: what a commit displaces is a checkpoint, and its manifest is not locked.
+        // proves nothing: a commit displaces checkpoints, and their manifests are not locked.
         Some(true) => match by_lock(owner, directory) {
             (Life::Dead, lock) if is_unsealed(directory) => (Life::Dead, lock),
             _ => (Life::Alive, None),

@@ -42,7 +42,7 @@ pub(super) fn open_or_judge(path: &Path) -> Result<(OwnedFd, bool)> {
             let operation = if missing.is_empty() { "create a directory in" } else { "make the directory" };
             Err(Error::io(operation, missing.last().unwrap_or(&path))(error))
         }
-        // Any other failure says nothing about permissions.
+        // Any other failure proves nothing about permissions.
         _ => Ok((at, missing.is_empty())),
     }
 }
@@ -55,7 +55,7 @@ fn nearest(path: &Path) -> Result<(OwnedFd, Vec<&Path>)> {
         match open_directory(above) {
             Ok(directory) => {
                 return match missing.pop() {
-                    // A file, or a link that leads nowhere, is in the way.
+                    // A file, or a dangling link, is in the way.
                     Some((path, error)) if error.kind() != ErrorKind::NotFound || is_there(path) => {
                         Err(Error::io(OPEN_PARENT, path)(error))
                     }
@@ -90,7 +90,7 @@ fn check_lengths(directory: &OwnedFd, missing: &[&Path]) -> Result<()> {
 pub(super) fn check_length(directory: &OwnedFd, name: &OsStr) -> rustix::io::Result<()> {
     match fs::statat(directory, name, AtFlags::SYMLINK_NOFOLLOW) {
         Err(error @ Errno::NAMETOOLONG) => Err(error),
-        // Nothing else matters about a name that is looked up in the wrong place.
+        // The other properties of a name that is looked up in the wrong place do not matter.
         _ => Ok(()),
     }
 }

@@ -19,18 +19,18 @@ use crate::error::{Error, Result};
 use crate::format::manifest;
 use crate::sys::file::open_directory;
 
-/// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint
-/// where it lies. It does not wait if the writer is provably dead.
+/// How long a load waits for a commit that is between its two plain renames. After that, it reads the old checkpoint in
+/// place. It does not wait if the writer is provably dead.
 const COMMIT_WAIT: Duration = Duration::from_secs(5);
-/// How long a load looks at a name that is found to be free, and whose directory changes each time: nothing proves then
-/// that there is no checkpoint.
+/// How long a load checks a name that is free, and whose directory keeps changing: nothing proves then that there is no
+/// checkpoint.
 const PATIENCE: Duration = Duration::from_secs(30);
 /// The number of symbolic links that the kernel follows.
 const LINKS: usize = 40;
 /// How long to wait before looking again.
 const PAUSE: Duration = Duration::from_millis(10);
 
-/// What is known about a name that was found to be free.
+/// The facts about a name that is free.
 pub(super) enum Free {
     /// Something has the name again.
     Taken,
@@ -112,7 +112,7 @@ pub(super) fn is_free(parent: BorrowedFd<'_>, name: &OsStr) -> bool {
     }
 }
 
-/// What to do about a checkpoint whose name was found to be free.
+/// The action for a checkpoint whose name is free.
 enum Then {
     /// Open it again: it has its name back, or may have it soon.
     OpenAgain,
@@ -122,13 +122,13 @@ enum Then {
     Missing,
 }
 
-/// Puts back an old checkpoint whose writer died between the two plain renames. If it must stay where it is (the mount
-/// is read-only, or its writer may be alive and has taken too `long`), it is read there.
+/// Puts back an old checkpoint whose writer died between the two plain renames. If it must stay (the mount is
+/// read-only, or its writer may be alive and has taken too `long`), it is read in place.
 fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool) -> Then {
     let before = changed(parent);
     let aside = match taken_aside(parent, name) {
         Free::Taken => return Then::OpenAgain,
-        // The clock of a file system stands still for a tick of the kernel, so a change while the directory was listed
+        // The clock of a file system advances only with the kernel's tick, so a change while the directory was listed
         // may not show. Only a second look after a pause proves that nothing is there.
         Free::Truly => {
             std::thread::sleep(PAUSE);
@@ -153,7 +153,7 @@ fn recover(parent_path: &Path, parent: BorrowedFd<'_>, name: &OsStr, long: bool)
     Then::OpenAgain
 }
 
-/// Where a symbolic link such as `latest` leads: the checkpoint that it names is the one that was replaced.
+/// Where a symbolic link such as `latest` leads: to the checkpoint that was replaced.
 fn followed(path: &Path) -> PathBuf {
     let mut path = path.to_path_buf();
     for _ in 0..LINKS {
@@ -169,8 +169,8 @@ pub fn open_checkpoint(path: &Path) -> Result<OwnedFd> {
     open_by(path, &mut || began.elapsed())
 }
 
-/// Likewise, by a clock that says how long it has taken. It is asked once before each look, so that the last look is one
-/// after the wait is over: a machine may be so busy that a single one takes longer.
+/// The same, with a clock for the time it has taken. It is called once before each look, so that the last look comes
+/// after the end of the wait: on a busy machine a single one may take longer.
 fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> {
     let missing = |directory: &io::Result<OwnedFd>| match directory {
         Ok(directory) => {
@@ -183,7 +183,7 @@ fn open_by(path: &Path, clock: &mut dyn FnMut() -> Duration) -> Result<OwnedFd> 
     while missing(&directory) {
         let taken = clock();
         if taken > PATIENCE {
-            // Not "nothing is there": a program would take that for a new beginning.
+            // Not "nothing is there": a program would take that for a new run.
             directory = Err(Errno::BUSY.into());
             break;
         }

@@ -16,8 +16,8 @@ use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
 
-/// Durably removes the checkpoint at `path`, and what killed saves left of it under other names. It does not wait for
-/// readers: a process that is reading the checkpoint finds its files missing.
+/// Durably removes the checkpoint at `path`, and leftovers of it under other names from killed saves. It does not wait
+/// for readers: a process that is reading the checkpoint finds its files missing.
 ///
 /// Files that are not part of the checkpoint make this an error. Plain ones are removed as well if they are among
 /// `more`, which are names, or all with `everything`.
@@ -31,7 +31,8 @@ pub fn remove(path: &Path, more: &[String], everything: bool) -> Result<()> {
         split(path).ok_or_else(|| stays(path, "the path must end in the checkpoint's own name"))?;
     let parent = open_directory(&parent_path).map_err(Error::io("remove", path))?;
     let parent = parent.as_fd();
-    // Swept first: an old checkpoint whose successor has the name would stay for good once the successor is gone.
+    // Swept first: an old checkpoint whose successor has the name would otherwise stay for good once the successor is
+    // gone.
     sweep(parent);
     let mut removed = false;
     for _ in 0..TURNS {
@@ -91,7 +92,7 @@ fn take(
     fs::renameat(parent, &claimed, parent, &garbage).map_err(Error::io("remove", path))?;
     sync(parent).map_err(Error::io("sync the directory of", path))?;
     match destroy(parent, &garbage, expected) {
-        // A process has one of its files open, on a file system that keeps such files under its own names. A later save
+        // A process has one of its files open, on a file system that keeps such files under hidden names. A later save
         // sweeps the rest.
         Err(error) if matches!(error.raw_os_error(), Some(libc::ENOTEMPTY | libc::EBUSY)) => Ok(true),
         other => other.map(|()| true).map_err(Error::io("remove the files of", path)),
@@ -102,7 +103,7 @@ fn stays(path: &Path, why: &str) -> Error {
     Error::Stays { path: path.to_path_buf(), why: why.to_owned() }
 }
 
-/// Refuses a directory that is no checkpoint, that holds anything but plain files, or one that it `stays_with`.
+/// Refuses a directory that is not a checkpoint, that holds anything but plain files, or one that it `stays_with`.
 fn examine(directory: BorrowedFd<'_>, path: &Path, stays_with: &dyn Fn(&CStr) -> bool) -> Result<()> {
     if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
         return Err(stays(path, "it is not a checkpoint of fastckpt"));

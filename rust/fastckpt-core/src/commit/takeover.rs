@@ -1,5 +1,4 @@
-//! How a finished checkpoint takes its final name, and what happens to the checkpoint that had it (`docs/format.md`,
-//! 6.3).
+//! How a finished checkpoint takes its final name, and what happens to the previous one (`docs/format.md`, 6.3).
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::AsFd as _;
@@ -40,8 +39,8 @@ impl Published {
     }
 }
 
-/// What has to go now that another checkpoint has its name. It goes when this is dropped. What is left then, the next
-/// save sweeps.
+/// A directory to remove, now that another checkpoint has its name. It is removed when this is dropped. The next save
+/// sweeps the rest.
 #[derive(Debug)]
 #[must_use = "dropping it may take long"]
 pub struct Displaced {
@@ -66,19 +65,19 @@ impl Drop for Displaced {
 
 /// The outcome of a rename.
 pub(super) enum Step {
-    /// This workspace has the name. What lies under the other name, if anything, is no longer needed.
+    /// This workspace has the name. The directory under the other name, if any, is no longer needed.
     Done(Option<(OsString, Id)>),
     /// Another process was faster: look again.
     Again,
 }
 
 impl Workspace {
-    /// Gives the sealed checkpoint its final name, makes that name durable, and removes what had it.
+    /// Gives the sealed checkpoint its final name, makes that name durable, and removes the previous one.
     pub fn publish(self) -> Result<Published> {
         self.publish_beside_old().map(|(done, _)| done)
     }
 
-    /// The same, but what had the name is removed when the second value is dropped.
+    /// The same, but the previous checkpoint is removed when the second value is dropped.
     pub fn publish_beside_old(mut self) -> Result<(Published, Displaced)> {
         let own = self.own.as_ref().ok_or_else(|| self.refused("publish", "another process made it"))?;
         let files = own.sealed.as_ref().ok_or_else(|| self.refused("publish", "it is not sealed"))?;
@@ -98,8 +97,8 @@ impl Workspace {
         self.close_to_others(mode)?;
         done.unsynced |=
             !sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
-        // An XFS file system that has shut down syncs a directory without an error. It reports the failure when it is
-        // asked for a file.
+        // An XFS file system that has shut down syncs a directory without an error. It reports the failure when a file
+        // is looked up.
         match fs::statat(&self.parent, &self.name, AtFlags::SYMLINK_NOFOLLOW) {
             Ok(_) | Err(Errno::NOENT | Errno::STALE) => {}
             Err(error) => return Err(Error::io("find after its rename", &self.target)(error)),
@@ -139,7 +138,7 @@ impl Workspace {
             Some(old) => self.replace(old, attempt, done),
         };
         match outcome {
-            // Another process saved first, or removed the checkpoint first: look again. This does not go on for ever,
+            // Another process saved first, or removed the checkpoint first: look again. This does not loop for ever,
             // and it does not happen if the finished directory itself was removed.
             Err(ref error) if is_taken(error) && attempt < TURNS && self.is_there() => {
                 refresh(&self.parent);
@@ -193,14 +192,14 @@ impl Workspace {
             if self.is_there() {
                 return refusal;
             }
-            // A third save took the name in between and has been told that it succeeded. It gets the name back.
+            // A third save took the name in between and has reported success. It gets the name back.
             let _ = self.exchange();
         }
         // The displaced directory is someone else's. It stays under a name that no sweep removes.
         let kept = displaced_name(&self.temporary);
         let _ = fs::renameat(&self.parent, &self.temporary, &self.parent, &kept);
         let why = format!(
-            "what was put there while it was saved now is `{}`",
+            "what appeared there during the save is now `{}`",
             self.parent_path.join(&kept).display()
         );
         Error::Exists { path: self.target.clone(), why }
@@ -233,15 +232,16 @@ impl Workspace {
             Ok(()) => Ok(Step::Done(Some((aside, there)))),
             Err(error @ (Errno::EXIST | Errno::NOTEMPTY)) => {
                 // Another save took the name, or another process put the old checkpoint back. In the second case it is
-                // no longer aside. If the checkpoint that took the name was written before the old one, the old one
-                // stays, and is swept once this save has the name.
+                // no longer moved aside. If the checkpoint that took the name was written before the old one, the old
+                // one stays, and is swept once this save has the name.
                 let holder = open_child(parent.as_fd(), name);
                 let checkpoint = holder.is_ok_and(|holder| has_magic(holder.as_fd()).unwrap_or(false));
                 if is_superseded(parent.as_fd(), name, &aside) && sync(parent.as_fd()).is_ok() {
                     let _ = remove(parent.as_fd(), &aside, there, None);
                 } else if !checkpoint && id_of(parent.as_fd(), &aside) == Some(there) {
                     let old = self.parent_path.join(&aside);
-                    let why = format!("something else took the name; what was there is `{}`", old.display());
+                    let why =
+                        format!("something else took the name; what had it before is `{}`", old.display());
                     return Err(Error::Exists { path: self.target.clone(), why });
                 }
                 Err(self.renaming()(error))
@@ -250,11 +250,11 @@ impl Workspace {
         }
     }
 
-    /// Checks what was displaced, and returns its id. It can be another directory than the one that was examined, or hold
-    /// more by now. It must be replaceable, and the files in it that fastckpt did not write are carried over.
+    /// Checks the displaced directory, and returns its id. It can be another directory than the one that was examined,
+    /// or hold more by now. It must be replaceable, and the files in it that fastckpt did not write are carried over.
     ///
-    /// `seen` is the id that was found under the name after the rename. Where a rival renamed at the same moment, FUSE
-    /// and NFS may have given that of the other directory, so the id is read again until the name opens with it.
+    /// `seen` is the id that was found under the name after the rename. If a rival renamed at the same moment, FUSE and
+    /// NFS may have returned the id of the other directory, so the id is read again until the name opens with it.
     fn adopt(&self, displaced: &OsStr, mut seen: Id) -> Result<Id> {
         let mut turn = 0;
         let directory = loop {
@@ -284,7 +284,7 @@ impl Workspace {
             }
         };
         if let Err(refusal) = examine(directory.as_fd(), &self.target, self.overwrite) {
-            // Another save may have taken it over and be removing it. What was seen then says nothing.
+            // Another save may have taken it over and be removing it. Anything seen in it then proves nothing.
             return if id_of_renamed(self.parent.as_fd(), displaced) == Some(seen) {
                 Err(refusal)
             } else {

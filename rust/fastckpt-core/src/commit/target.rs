@@ -1,4 +1,4 @@
-//! What exists at the target path, and whether a save may take its place.
+//! The directory at the target path, and whether a save may replace it.
 
 use std::ffi::{OsStr, OsString};
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
@@ -44,15 +44,15 @@ pub fn check(target: &Path, overwrite: bool) -> Result<()> {
     }
 }
 
-/// Returns what is current under the name `name`: nothing, a directory that may be replaced, or an error.
+/// Returns the current state of the name `name`: nothing, a directory that may be replaced, or an error.
 pub(super) fn look(
     parent: BorrowedFd<'_>,
     name: &OsStr,
     target: &Path,
     overwrite: bool,
 ) -> Result<Option<Old>> {
-    // What was taken aside is current until something has the name. Taking it over needs no proof that its writer is
-    // dead: the process whose rename comes first has the name, and the other one looks again.
+    // The checkpoint that was moved aside is current until another one has the name. Taking it over needs no proof that
+    // its writer is dead: the process whose rename comes first has the name, and the other one looks again.
     let mut turn = 0;
     while is_free(parent, name) {
         match taken_aside(parent, name) {
@@ -78,7 +78,7 @@ pub(super) fn is_gone(error: &Error) -> bool {
     matches!(error.errno(), Some(libc::ENOENT | libc::ESTALE))
 }
 
-/// Like [`look`], but only for what has the name `name` itself.
+/// Like [`look`], but only for the directory called `name` itself.
 pub(super) fn look_at_name(
     parent: BorrowedFd<'_>,
     name: &OsStr,
@@ -89,7 +89,7 @@ pub(super) fn look_at_name(
     loop {
         let before = id_of(parent, name);
         let outcome = look_once(parent, name, target, overwrite);
-        // The directory may have been replaced and emptied meanwhile. The answer then says nothing.
+        // The directory may have been replaced and emptied meanwhile. The answer then proves nothing.
         if outcome.is_ok() || turn == TURNS {
             return outcome;
         }
@@ -123,15 +123,16 @@ fn look_once(parent: BorrowedFd<'_>, name: &OsStr, target: &Path, overwrite: boo
     open_old(parent, name, target, overwrite)
 }
 
-/// Whether a file system is mounted at `name`. A rename cannot replace it, and its content lies elsewhere than its
-/// siblings.
+/// Whether a file system is mounted at `name`. A rename cannot replace it, and its content is on another file system
+/// than its siblings.
 fn is_mount_point(parent: BorrowedFd<'_>, name: &OsStr, stat: &Stat) -> bool {
     let flags = AtFlags::SYMLINK_NOFOLLOW | AtFlags::NO_AUTOMOUNT;
     match fs::statx(parent, name, flags, StatxFlags::empty()) {
         Ok(about) if about.stx_attributes_mask.contains(StatxAttributes::MOUNT_ROOT) => {
             about.stx_attributes.contains(StatxAttributes::MOUNT_ROOT)
         }
-        // Linux before 5.8 does not say, and a sandbox may refuse the call. A subvolume of btrfs is refused with that.
+        // Linux before 5.8 does not report it, and a sandbox may refuse the call. That is how a subvolume of btrfs is
+        // refused.
         _ => fs::fstat(parent).is_ok_and(|parent| parent.st_dev != stat.st_dev),
     }
 }
@@ -159,11 +160,11 @@ pub(super) fn examine(directory: BorrowedFd<'_>, target: &Path, overwrite: bool)
             "it holds a directory `training` and is not a checkpoint of fastckpt: choose another name",
         );
     }
-    // First, for these say best what lies there. A file of ours that is damaged has such a name, too.
+    // First, because these describe best what is there. A file of ours that is damaged has such a name, too.
     for (file, _) in &files.all {
         let name = file.to_bytes();
         let own = is_ours(name) && name != TORCH_METADATA.as_bytes();
-        // Beside a checkpoint only what torch.distributed.checkpoint would still find: the rest is carried over.
+        // Beside a checkpoint only files that torch.distributed.checkpoint would still find: the rest is carried over.
         let counts =
             if checkpoint { name.ends_with(b".distcp") } else { in_training(file).is_none() && !own };
         if let Some(writer) = writer_of(name).filter(|_| counts) {

@@ -1,5 +1,5 @@
-//! Directories in which the files of copies are gathered (`docs/format.md`, 6.4): found, judged and removed. A copy that
-//! is cut short leaves one, and the next copy of the same checkpoint goes on with it.
+//! Directories in which the files of copies are gathered (`docs/format.md`, 6.4): found, judged and removed. An
+//! interrupted copy leaves one, and the next copy of the same checkpoint continues it.
 
 use std::ffi::{OsStr, OsString};
 use std::io;
@@ -29,14 +29,14 @@ pub(super) fn unfinished(parent: BorrowedFd<'_>) -> io::Result<Vec<OsString>> {
     Ok(all.filter(|name| parse_gathering(name).is_some()).collect())
 }
 
-/// What was found out about such a directory. Nobody else gathers in one that is dead while this is held.
+/// The verdict on such a directory. No other process gathers in a dead one while this is held.
 pub(super) struct Judged {
     pub(super) state: State,
     pub(super) id: Id,
     _lock: Option<OwnedFd>,
 }
 
-/// Finds out whether somebody gathers in `found`; nothing if it is gone.
+/// Finds out whether a process gathers in `found`; nothing if it is gone.
 pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     let directory = open_child(parent, found).ok()?;
     let id = id(&fs::fstat(&directory).ok()?);
@@ -44,7 +44,7 @@ pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     let (state, lock) = if files.are_plain() {
         let flags = OFlags::RDWR | OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::CLOEXEC;
         match fs::openat(&directory, LOCK, flags, Mode::empty()) {
-            // Its maker is about to make the lock, or was killed before it did.
+            // Its creator is about to make the lock, or was killed before it did.
             Err(_) if files.is_empty() => (State::Dead, None),
             Err(_) => (State::Foreign, None),
             Ok(file) => match lock::take(&file) {
@@ -59,7 +59,7 @@ pub(super) fn judge(parent: BorrowedFd<'_>, found: &OsStr) -> Option<Judged> {
     Some(Judged { state, id, _lock: lock })
 }
 
-/// Whether the checkpoint that was gathered in `found` has its name by now, so that nobody goes on with `found`.
+/// Whether the checkpoint that was gathered in `found` has its name by now, so that no copy continues `found`.
 pub(super) fn is_finished(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
     let Some((of, seal)) = parse_gathering(found) else { return false };
     let mut begin = [0; FIRST_LINE];
@@ -70,7 +70,7 @@ pub(super) fn is_finished(parent: BorrowedFd<'_>, found: &OsStr) -> bool {
     read().is_ok_and(|len| manifest::seal_of(&begin[..len]) == Some(seal))
 }
 
-/// Removes `found`, whose id is `expected`. Whoever gathers there fails. The rename decides, as for a workspace.
+/// Removes `found`, whose id is `expected`. A process that gathers there fails. The rename decides, as for a workspace.
 pub(super) fn throw_away(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) -> io::Result<()> {
     let Some((of, _)) = parse_gathering(found) else { return Ok(()) };
     let claimed = workspace_name(of);
@@ -79,13 +79,13 @@ pub(super) fn throw_away(parent: BorrowedFd<'_>, found: &OsStr, expected: Id) ->
     };
     fs::renameat(parent, found, parent, &garbage)?;
     if id_of_renamed(parent, &garbage) != Some(expected) {
-        // Another one has taken the name since it was examined. It holds copies of what is elsewhere.
+        // Another one has taken the name since it was examined. It holds copies of files that are elsewhere.
         return Ok(fs::renameat(parent, &garbage, parent, found)?);
     }
     destroy(parent, &garbage, expected)
 }
 
-/// Removes what copies have left in `parent` that ended between the commit and the clean-up.
+/// Removes leftovers in `parent` of copies that ended between the commit and the clean-up.
 pub(super) fn sweep_finished(parent: BorrowedFd<'_>) {
     for found in unfinished(parent).unwrap_or_default() {
         if !is_finished(parent, &found) {

@@ -42,7 +42,7 @@ pub struct Workspace {
     pub(super) own: Option<Own>,
 }
 
-/// What only the maker of a workspace has.
+/// State that only the creator of a workspace has.
 #[derive(Debug)]
 pub(super) struct Own {
     /// Empty until the workspace is sealed. Its lock proves that the writer is alive. A forked child does not keep it.
@@ -58,8 +58,8 @@ pub(super) struct Own {
 }
 
 impl Workspace {
-    /// Makes the parents of the target path, checks the path, sweeps what dead writers left beside it, and creates the
-    /// temporary directory.
+    /// Makes the parents of the target path, checks the path, sweeps leftovers of dead writers beside it, and creates
+    /// the temporary directory.
     pub fn create(target: &Path, overwrite: bool) -> Result<Self> {
         let (parent_path, name) = split_target(target)?;
         let parent = open_or_make(&parent_path)?;
@@ -181,15 +181,15 @@ impl Workspace {
         }
     }
 
-    /// An error that says what cannot be done with this workspace.
+    /// An error that names the operation that failed with this workspace.
     pub(super) fn refused(&self, operation: &str, why: &str) -> Error {
         Error::Invalid(format!("cannot {operation} `{}`: {why}", Visible(&self.path_of("").display())))
     }
 
     /// Makes it a whole checkpoint that lacks only its final name. `shards`, by file name and length, must exist and be
     /// durable. The manifest and the other `files`, by name and content, are written and made durable here. `meanwhile`
-    /// runs while they are on their way to the disk. What it makes durable then costs one flush less on a file system
-    /// that flushes once for everything.
+    /// runs while they are on their way to the disk. Syncing it then costs one flush less on a file system that flushes
+    /// once for everything.
     pub fn seal(
         &mut self,
         shards: Vec<(String, u64)>,
@@ -267,7 +267,7 @@ fn furnish(
     match lock::take(&manifest) {
         // A sweep holds the lock.
         Err(error) if lock::is_taken(&error) => return Err(Errno::NOENT),
-        // This fails if the file system has no locks. Nothing relies on them there.
+        // This fails if the file system has no locks. Nothing relies on locks there.
         _ => {}
     }
     // A power cut must not leave shards without the manifest, which shows that they are a workspace.

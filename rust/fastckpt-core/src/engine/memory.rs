@@ -40,7 +40,7 @@ impl Memory {
     /// Hands the memory over.
     pub(crate) fn take(&self) -> Result<Arc<Mapping>> {
         let mapping = lock(&self.mapping, "the memory is in use")?.take();
-        mapping.ok_or(Error::Misused("the memory is closed, or something else has it"))
+        mapping.ok_or(Error::Misused("the memory is closed or in use"))
     }
 
     /// Takes back what [`Self::take`] gave.

@@ -127,7 +127,7 @@ pub(super) fn in_threads(
 /// of which is given by its bytes and by whether callbacks bring them. Also returns the bytes of all.
 pub(crate) fn batches(parts: impl IntoIterator<Item = (u64, bool)>) -> (Vec<Range<usize>>, u64) {
     let (mut all, mut total) = (Vec::new(), 0);
-    // Of the batch that is being filled: its first part, its bytes, and whether callbacks bring them.
+    // The batch that is being filled: its first part, its bytes, and whether callbacks bring them.
     let (mut begin, mut bytes, mut pulled, mut end) = (0, 0, false, 0);
     for (len, pulls) in parts {
         let most = if pulls { FETCHED } else { BLOCK_SIZE };

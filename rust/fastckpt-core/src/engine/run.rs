@@ -61,7 +61,7 @@ pub(super) fn run_on<J: Job>(
     // Memory that does not even hold one block is of no use.
     let lent = options.staging.as_ref().filter(|memory| job.calls() && memory.size() >= job.largest());
     let lent = lent.map(Lent::new).transpose()?;
-    // Even a few bytes may lie far apart.
+    // Even a few bytes may be far apart.
     let few = job.blocks() > 1 && choice.threads == 1;
     let threads = if few { default_threads(choice.engine, options) } else { choice.threads };
     let (threads, staged) = staging(job, threads, lent.as_ref());

@@ -224,7 +224,7 @@ struct Worker<'a, 'b, J> {
     /// Blocks to start, in their order, with what was fetched for them. The first one may wait for its bytes, or until a
     /// file can be opened again.
     todo: VecDeque<(usize, Option<Dealt>)>,
-    /// What the first one waits for.
+    /// The state of the worker while the first one waits.
     awaits: State,
     /// Bytes of staging memory that they take, until callbacks have brought what they have of them.
     unfetched: usize,
@@ -250,7 +250,7 @@ impl<J: Job> Worker<'_, '_, J> {
             self.lane.waited(since);
             match completed {
                 Some(completed) => self.complete(completed)?,
-                // Its memory, or its file, may be what the next block waits for.
+                // The next block may be waiting for its memory or its file.
                 None if !self.held.is_empty() => self.hand_over()?,
                 None if !self.todo.is_empty() => self.lane.during(self.awaits, || thread::sleep(NOT_YET)),
                 None => return Ok(()),
@@ -349,7 +349,7 @@ impl<J: Job> Worker<'_, '_, J> {
     fn pace(&mut self, bytes: usize) {
         let Some(limiter) = &self.shared.limiter else { return };
         let mut left = limiter.book(bytes as u64);
-        // In steps, to notice a stop.
+        // In steps, so that a stop is noticed.
         while !left.is_zero() && !self.shared.stopped() {
             let step = left.min(TICK);
             self.lane.during(State::Limit, || thread::sleep(step));

@@ -1,5 +1,5 @@
 //! Checksums (`docs/format.md`, 3.3): of a slice, of a copy in the same pass, and combined. CRC-64/NVME guards against
-//! damage. Together with CRC-64/XZ it tells whether a tensor is another one than before.
+//! damage. Together with CRC-64/XZ it decides whether a tensor has changed.
 
 use std::ops::BitXor;
 
@@ -17,7 +17,7 @@ pub fn of(bytes: &[u8]) -> u64 {
     crc_fast::checksum(Crc64Nvme, bytes)
 }
 
-/// The CRC of memory where it lies.
+/// The CRC of memory in place.
 #[must_use]
 pub fn of_memory(memory: Bytes<'_>) -> u64 {
     let mut digest = Digest::new(Crc64Nvme);
@@ -108,7 +108,7 @@ impl Pair {
         digests.finish()
     }
 
-    /// Those of memory where it lies.
+    /// The two sums of memory in place.
     #[must_use]
     pub fn of_memory(memory: Bytes<'_>) -> Self {
         let mut digests = Digests::new();
@@ -119,7 +119,7 @@ impl Pair {
         digests.finish()
     }
 
-    /// Copies `from` to `to` and returns those of the copy.
+    /// Copies `from` to `to` and returns the sums of the copy.
     ///
     /// # Panics
     /// If the lengths differ.
@@ -135,13 +135,13 @@ impl Pair {
         digests.finish()
     }
 
-    /// Those of bytes with these, followed by `len` bytes with those of `next`.
+    /// The sums of bytes with these sums, followed by `len` bytes with the sums `next`.
     #[must_use]
     pub fn then(self, next: Self, len: u64) -> Self {
         Self { crc: combine(self.crc, next.crc, len), xz: combine_xz(self.xz, next.xz, len) }
     }
 
-    /// Those of `len` zeros.
+    /// The sums of `len` zeros.
     #[must_use]
     pub fn zeros(len: u64) -> Self {
         // Both begin with, and end by the inversion of, a remainder of ones.
@@ -149,7 +149,8 @@ impl Pair {
     }
 }
 
-/// Of two stretches of one length, what their bytes, xored, have: but for those of zeros, which must be xored in, too.
+/// For two stretches of the same length, the sums of their bytes, xored: except for the sums of zeros, which must be
+/// xored in, too.
 impl BitXor for Pair {
     type Output = Self;
 
@@ -182,7 +183,7 @@ impl Digests {
     }
 }
 
-/// The CRC of a buffer that is filled from its first byte on. What is there is summed while it is in cache.
+/// The CRC of a buffer that is filled from its first byte on. Existing bytes are summed while they are in cache.
 pub struct Filled {
     digest: Digest,
     summed: usize,
@@ -243,7 +244,7 @@ fn fill(to: &mut [u8], mut pull: impl FnMut(&mut [u8], usize), mut sum: impl FnM
 
 /// The finding that bytes with the CRC `found` should have the CRC `wanted`.
 pub(crate) fn differs(found: u64, wanted: u64) -> String {
-    format!("checksum is {}, written was {}", to_hex(found), to_hex(wanted))
+    format!("checksum is {}, expected {}", to_hex(found), to_hex(wanted))
 }
 
 /// Digits of a CRC in the manifest.

@@ -65,14 +65,14 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
     let found = checksum::of(body);
     if found != crc {
         return Err(corrupt(format!(
-            "its checksum is {}, written was {}",
+            "its checksum is {}, expected {}",
             checksum::to_hex(found),
             checksum::to_hex(crc)
         )));
     }
     match min_reader(body) {
         None if body.starts_with(b"\"writer\":") => return Err(unread(EARLIER.to_owned())),
-        None => return Err(corrupt("it does not begin with the reader that it needs".to_owned())),
+        None => return Err(corrupt("it does not begin with the reader version that it needs".to_owned())),
         Some(minor) if minor > MINOR => {
             return Err(unread(format!(
                 "needs a reader of format version {VERSION}.{minor}, and this fastckpt reads up to {VERSION}.{MINOR}: \
@@ -88,13 +88,13 @@ fn parse<T: DeserializeOwned>(mut bytes: Vec<u8>, path: &Path) -> Result<T> {
     serde_json::from_str(text).map_err(|error| corrupt(error.to_string()))
 }
 
-/// What to do about a newer checkpoint.
+/// The remedy for a newer checkpoint.
 const UPGRADE: &str = "upgrade the package fastckpt-io";
-/// What is wrong with a manifest that begins with its writer.
+/// The error for a manifest that begins with its writer.
 const EARLIER: &str = "was written before format version 1 was released, when the training state lay beside the \
     model: load it with the fastckpt that wrote it";
 
-/// The first member of the body, which tells which reader it needs; nothing without that member.
+/// The first member of the body, the reader version that it needs; nothing without that member.
 fn min_reader(body: &[u8]) -> Option<u64> {
     let rest = body.strip_prefix(MIN_READER)?;
     let digits = rest.iter().take_while(|byte| byte.is_ascii_digit()).count();
@@ -102,15 +102,15 @@ fn min_reader(body: &[u8]) -> Option<u64> {
     Some(std::str::from_utf8(&rest[..digits]).ok().and_then(|digits| digits.parse().ok()).unwrap_or(0))
 }
 
-/// Refuses a manifest that no save writes, and says why.
+/// Refuses a manifest that no save writes, and names the reason.
 pub fn check(body: &Body) -> std::result::Result<(), String> {
     let block = body.block_size;
     if !(PAGE..=MAX_BLOCK).contains(&block) || !block.is_multiple_of(PAGE) {
-        return Err(format!("block_size {block} is no multiple of {PAGE} up to {MAX_BLOCK}"));
+        return Err(format!("block_size {block} is not a multiple of {PAGE} up to {MAX_BLOCK}"));
     }
     let Body { created, saved, .. } = body;
     if ![*created, saved.seconds, saved.gigabytes_per_second].iter().all(|number| number.is_finite()) {
-        return Err("a time in it is no number".to_owned());
+        return Err("a time in it is not a number".to_owned());
     }
     tokens::check("structure", body.structure.get())?;
     tokens::check("metadata", body.metadata.get())?;
@@ -127,7 +127,7 @@ pub fn check(body: &Body) -> std::result::Result<(), String> {
     for tensor in &body.tensors {
         let name = &tensor.name;
         if name == RESERVED_NAME || !names.insert(name.as_str()) {
-            return Err(format!("tensor name `{name}` is taken"));
+            return Err(format!("tensor name `{name}` appears twice"));
         }
         let (from, to) = check_tensor(tensor, body).map_err(|what| format!("tensor `{name}`: {what}"))?;
         ranges[tensor.shard].push((from, to));
@@ -174,7 +174,7 @@ fn check_tensor(tensor: &TensorEntry, body: &Body) -> std::result::Result<(u64, 
     let end = tensor.offset.checked_add(bytes).filter(|&end| end <= shard.bytes);
     let end = end.ok_or_else(|| format!("it ends beyond shard `{}`", shard.file))?;
     if tensor.name.strip_prefix(&shard.prefix).is_none_or(|name| name == RESERVED_NAME) {
-        return Err(format!("its name does not belong into shard `{}`", shard.file));
+        return Err(format!("its name does not belong in shard `{}`", shard.file));
     }
     if tensor.offset < shard.data_offset {
         return Err(format!("it begins inside the header of shard `{}`", shard.file));

@@ -1,11 +1,11 @@
-//! Which tensor goes to which shard of its group (`docs/format.md`, 2.1). Pure.
+//! The assignment of tensors to the shards of their group (`docs/format.md`, 2.1). Pure.
 
 use crate::error::{Error, Result};
 use crate::format::geometry::{PAGE, Placement};
 use crate::format::groups::Group;
 use crate::format::limits::MAX_HEADER;
 
-/// A shard of another checkpoint that becomes a shard of this one as it is.
+/// A shard of another checkpoint that becomes a shard of this one unchanged.
 #[derive(Debug, Clone)]
 pub struct LinkedShard {
     /// Its group.
@@ -16,7 +16,7 @@ pub struct LinkedShard {
     pub bytes: u64,
 }
 
-/// What a save reuses of another checkpoint, and lays out so that a later one can.
+/// The parts of another checkpoint that a save reuses, and the tensors that it groups so that a later save can.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Reuse<'a> {
     /// For each tensor, whether it is expected to stay unchanged. Such tensors share no shard with others. Empty if none
@@ -64,7 +64,7 @@ impl Filling {
     }
 }
 
-/// What is asked of a tensor here.
+/// The properties of a tensor that matter here.
 pub(super) struct Asked<'a> {
     pub(super) name: &'a str,
     /// Its bytes.
@@ -88,7 +88,8 @@ pub(super) fn of(
     for tensor in by_name(tensors)? {
         let Asked { name, bytes, entry } = tensors[tensor];
         let group = groups.iter().position(|group| group.holds(name));
-        let group = group.ok_or_else(|| Error::Invalid(format!("the tensor name `{name}` is taken")))?;
+        let group = group
+            .ok_or_else(|| Error::Invalid(format!("no group of files holds the tensor name `{name}`")))?;
         if !elsewhere[tensor] {
             let moves = !reuse.unchanged.get(tensor).copied().unwrap_or(false);
             filling[group][usize::from(moves)].add(tensor, (bytes, entry), shard_size);
@@ -114,7 +115,7 @@ fn by_name(tensors: &[Asked<'_>]) -> Result<Vec<usize>> {
     let mut order: Vec<usize> = (0..tensors.len()).collect();
     order.sort_unstable_by(|a, b| name(a).cmp(name(b)));
     match order.windows(2).find(|pair| name(&pair[0]) == name(&pair[1])) {
-        Some(pair) => Err(Error::Invalid(format!("the tensor name `{}` is taken", name(&pair[0])))),
+        Some(pair) => Err(Error::Invalid(format!("two tensors have the name `{}`", name(&pair[0])))),
         None => Ok(order),
     }
 }

@@ -38,7 +38,7 @@ pub fn straight(offset: u64, len: u64, address: usize, direct: bool) -> Range<u6
     if range.end.saturating_sub(range.start) < STRAIGHT { offset..offset } else { range }
 }
 
-/// Where a tensor lies in its shard.
+/// The place of a tensor in its shard.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Placement {
     /// Index of the tensor in the checkpoint.
@@ -57,12 +57,12 @@ impl Placement {
     }
 }
 
-/// The part of one tensor that lies in one block.
+/// The part of one tensor in one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Extent {
     /// Index of the tensor in the checkpoint.
     pub tensor: usize,
-    /// Which of the tensor's extents this is.
+    /// The extent's number in the tensor.
     pub index: u64,
     /// First byte, counted in the file.
     pub offset: u64,
@@ -99,7 +99,7 @@ pub fn block_len(offset: u64, bytes: u64, block_size: u64) -> u64 {
     bytes.saturating_sub(offset).min(block_size)
 }
 
-/// The part of `placement` that lies in the block that starts at `block` and is `block_size` long.
+/// The part of `placement` in the block that starts at `block` and is `block_size` long.
 #[must_use]
 pub fn extent(placement: &Placement, block: u64, block_size: u64) -> Option<Extent> {
     let from = placement.offset.max(block);
@@ -119,7 +119,7 @@ pub const fn extent_count(offset: u64, bytes: u64, block_size: u64) -> u64 {
     if bytes == 0 { 0 } else { (offset + bytes - 1) / block_size - offset / block_size + 1 }
 }
 
-/// The extents that `range`, counted in the tensor, touches, in order. Each comes with its part that lies in the range.
+/// The extents that `range`, counted in the tensor, touches, in order. Each comes with its part in the range.
 pub fn extents(
     placement: Placement,
     range: Range<u64>,

@@ -44,9 +44,9 @@ impl Group {
     }
 }
 
-/// The name of shard `index` of `count` of a group. Those of the model lie at the top of the checkpoint, under Hugging
-/// Face's names. Those of another group lie in a directory that is called as the group is, so that readers that take
-/// all of `*.safetensors` meet the model alone.
+/// The name of shard `index` of `count` of a group. Those of the model are at the top of the checkpoint, under Hugging
+/// Face's names. Those of another group are in a directory with the group's name, so that readers that take all of
+/// `*.safetensors` find only the model.
 pub(super) fn shard_name(group: &str, index: usize, count: usize) -> String {
     let file = if count == 1 {
         format!("{group}.safetensors")
@@ -70,7 +70,7 @@ pub fn is_shard_name(name: &str) -> bool {
 }
 
 /// The file name in `name`, the name of a shard in a manifest: a plain name, or one in the directory [`TRAINING`].
-/// `None` for any other name: no shard lies elsewhere.
+/// `None` for any other name: no shard is elsewhere.
 #[must_use]
 pub fn plain_name(name: &str) -> Option<&str> {
     let file = name.strip_prefix(TRAINING).and_then(|rest| rest.strip_prefix('/')).unwrap_or(name);

@@ -15,9 +15,9 @@ use crate::format::geometry::{PAGE, Placement, SINGLE};
 use crate::format::groups::{Group, shard_name};
 use crate::format::limits::{MAX_DIMENSIONS, MAX_HEADER, MAX_SHARDS, MAX_TENSORS};
 
-/// Data starts this many bytes after a page boundary, where large CPU tensors of PyTorch lie. Measured in huge pages
-/// against 0 and 16 (where NumPy's arrays lie): `into=` takes 0.12 CPU seconds per GB if the residue fits and 0.20 if
-/// it does not. A save takes about the same either way.
+/// Data starts this many bytes after a page boundary, like large CPU tensors of PyTorch. Measured in huge pages against
+/// 0 and 16 (the residue of NumPy's arrays): `into=` takes 0.12 CPU seconds per GB if the residue fits and 0.20 if it
+/// does not. A save takes about the same either way.
 pub const RESIDUE: u64 = 64;
 /// The dtype that safetensors calls `name`.
 #[must_use]
@@ -25,7 +25,7 @@ pub fn dtype(name: &str) -> Option<Dtype> {
     Dtype::deserialize(StrDeserializer::<NoSuchName>::new(name)).ok()
 }
 
-/// What the plan needs to know about a tensor.
+/// The properties of a tensor that the plan needs.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct TensorSpec {
     /// Its name in the file.
@@ -87,14 +87,14 @@ pub struct Shard {
 }
 
 impl Shard {
-    /// Whether copying its data takes less time than finding out what memory it lies in.
+    /// Whether copying its data takes less time than finding out what kind of memory it is in.
     #[must_use]
     pub fn is_short(&self) -> bool {
         self.bytes - (self.header.len() as u64) < SINGLE
     }
 }
 
-/// How a checkpoint is laid out.
+/// The layout of a checkpoint.
 #[derive(Debug, Clone)]
 pub struct Plan {
     /// Size of a block in bytes.
@@ -105,7 +105,7 @@ pub struct Plan {
     pub places: Vec<(usize, u64)>,
 }
 
-/// How large shards and blocks are, in bytes.
+/// The sizes of shards and blocks in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Sizes {
     /// The most bytes of a shard of several tensors.

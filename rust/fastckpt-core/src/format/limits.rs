@@ -1,4 +1,4 @@
-//! The limits of the format (`docs/format.md`, 3.4). A reader refuses what exceeds them, and a writer refuses to start.
+//! The limits of the format (`docs/format.md`, 3.4). A reader refuses larger values, and a writer refuses to start.
 
 /// The maximum size of a manifest, in bytes.
 pub const MAX_BYTES: u64 = 512 << 20;

@@ -39,7 +39,7 @@ pub fn seal_of(begin: &[u8]) -> Option<&str> {
     std::str::from_utf8(seal).ok()
 }
 
-/// The manifest as it is in the file, after the prefix.
+/// The manifest in the file, after the prefix.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct Body {
     /// The least minor version that a reader must know, and the first member of the body.
@@ -62,7 +62,7 @@ pub struct Body {
     pub structure: Box<RawValue>,
     /// The caller's metadata, also an opaque array of tokens.
     pub metadata: Box<RawValue>,
-    /// What each rank of the job saved for itself, also an opaque array of tokens.
+    /// The states that ranks of the job saved for themselves, also an opaque array of tokens.
     #[serde(default, deserialize_with = "present", skip_serializing_if = "Option::is_none")]
     pub per_rank: Option<Box<RawValue>>,
 }
@@ -89,21 +89,21 @@ pub struct Saved {
     pub seconds: f64,
     /// GB/s over that time; 1 GB is 10^9 bytes.
     pub gigabytes_per_second: f64,
-    /// What stands for the bytes of each shard when another save links it. Empty if it was not taken.
+    /// The facts that vouch for the bytes of each shard when another save links it. Empty if it was not taken.
     #[serde(default, deserialize_with = "files", skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<Vouched>,
 }
 
-/// What stands for the bytes of a file that are not read before it is linked.
+/// The facts that vouch for the bytes of a file that are not read before it is linked.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Vouched {
-    /// When the file was changed last, in nanoseconds since 1970 UTC, as its file system said when its bytes were last
-    /// written or read.
+    /// The time of the file's last change, in nanoseconds since 1970 UTC, as its file system reported it when its bytes
+    /// were last written or read.
     pub modified: i64,
     /// How many saves have linked it since it was written.
     pub links: u64,
-    /// The number that its file system gives it, so that a copy with the file's time does not pass for it. 0 where it is
-    /// not known.
+    /// The number that its file system gives it, so that a copy with the file's time is not mistaken for it. 0 if
+    /// unknown.
     #[serde(default)]
     pub inode: u64,
 }
@@ -167,7 +167,7 @@ impl TensorEntry {
         layout::byte_size(self.dtype, &self.shape).unwrap_or(0)
     }
 
-    /// Where it lies, as tensor number `tensor`.
+    /// Its place, as tensor number `tensor`.
     #[must_use]
     pub fn placement(&self, tensor: usize) -> Placement {
         Placement { tensor, offset: self.offset, bytes: self.bytes() }
@@ -180,7 +180,7 @@ impl TensorEntry {
         checksum::from_hex(self.crc.as_bytes().get(at..at.checked_add(HEX)?)?)
     }
 
-    /// The CRC of all its bytes. It does not depend on where they lie.
+    /// The CRC of all its bytes. It does not depend on their addresses.
     #[must_use]
     pub fn whole_crc(&self, block_size: u64) -> Option<u64> {
         let placement = self.placement(0);
@@ -202,7 +202,7 @@ fn files<'de, D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Vec<
     deserializer.deserialize_seq(Bounded::<_, MAX_SHARDS>(PhantomData))
 }
 
-/// A member that is there, even if it is `null`: that is no array of tokens, and is refused as such.
+/// A member that is present, even if it is `null`: that is not an array of tokens, and is refused as such.
 fn present<'de, D: Deserializer<'de>>(
     deserializer: D,
 ) -> std::result::Result<Option<Box<RawValue>>, D::Error> {
@@ -243,7 +243,7 @@ impl<'de, T: Deserialize<'de>, const MOST: usize> Visitor<'de> for Bounded<T, MO
 pub fn encode(body: &Body) -> Result<Vec<u8>> {
     let json =
         serde_json::to_vec(body).map_err(|e| Error::Invalid(format!("cannot write the manifest: {e}")))?;
-    // The body's opening brace becomes that of the prefix.
+    // The body's opening brace replaces that of the prefix.
     let mut rest = json.get(1..).unwrap_or_default().to_vec();
     rest.push(b'\n');
     let crc = checksum::to_hex(checksum::of(&rest));
@@ -255,7 +255,7 @@ pub fn encode(body: &Body) -> Result<Vec<u8>> {
     Ok(all)
 }
 
-/// How many bytes longer than expected a manifest may become, depending on how the save went.
+/// How many bytes longer than expected a manifest may become, depending on the course of the save.
 const LEEWAY: u64 = 4096;
 
 /// Refuses a state whose manifest would have more than `most` bytes, before anything is written. `body` is the manifest
@@ -267,8 +267,8 @@ pub fn check_size(body: &Body, most: u64) -> Result<()> {
     if count.0 > most { Err(too_large(count.0, most, body)) } else { Ok(()) }
 }
 
-/// An upper bound for the size of a manifest of these tensors and texts (structure, metadata and what each rank has for
-/// itself), in bytes.
+/// An upper bound for the size of a manifest of these tensors and texts (structure, metadata and the states of ranks
+/// alone), in bytes.
 #[must_use]
 pub fn at_most(tensors: &[TensorSpec], plan: &Plan, texts: [&str; 3]) -> u64 {
     // JSON escapes a byte to at most six. Numbers have at most 20 digits and a comma each.

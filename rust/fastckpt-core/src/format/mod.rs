@@ -1,5 +1,5 @@
-//! What is on the disk (`docs/format.md`): the place of each byte, the manifest, checksums and limits. Nothing here
-//! does I/O.
+//! The format on disk (`docs/format.md`): the place of each byte, the manifest, checksums and limits. Nothing here does
+//! I/O.
 
 pub mod checksum;
 pub mod decode;

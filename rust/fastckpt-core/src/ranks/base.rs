@@ -1,6 +1,6 @@
-//! What a save of many ranks takes over from an earlier checkpoint, before it is laid out. Each rank compares what it has
-//! ([`RankBase::compare`]). The coordinator puts that together, and links the files in which nothing has changed into
-//! the workspace ([`RankBase::take`]). All lay out what is left ([`RankBase::table`]).
+//! The part of an earlier checkpoint that a save of many ranks takes over, before the save is laid out. Each rank
+//! compares its part ([`RankBase::compare`]). The coordinator puts that together, and links the files in which nothing
+//! has changed into the workspace ([`RankBase::take`]). All lay out the rest ([`RankBase::table`]).
 
 use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -47,7 +47,7 @@ pub struct RankBase {
     prepared: Mutex<Prepared>,
 }
 
-/// What was linked, and the coordinator's workspace with it.
+/// The linked files, and the coordinator's workspace with them.
 #[derive(Debug, Default)]
 pub(super) struct Prepared {
     pub(super) workspace: Option<Workspace>,
@@ -104,13 +104,13 @@ impl RankBase {
         self.set(Base::Told(Box::new(decode::decode(manifest, path)?)))
     }
 
-    /// Sums what this rank has of the base's tensors.
+    /// Sums this rank's part of the base's tensors.
     pub fn compare(&self, progress: Progress<'_>) -> Result<Sums> {
         sums(&self.table, &self.duties, &self.held, self.base()?.body(), &self.options, progress)
     }
 
-    /// For the coordinator: makes the workspace for a save to `path`, and links what has not changed, by what all ranks
-    /// found. Returns what the others need to know of it. Problems with the base become warnings, and more is written.
+    /// For the coordinator: makes the workspace for a save to `path`, and links the unchanged files, by the findings of
+    /// all ranks. Returns the message for the others. Problems with the base become warnings, and more is written.
     pub fn take(
         &self,
         path: &Path,
@@ -127,13 +127,13 @@ impl RankBase {
         Ok(encode(&prepared.linked))
     }
 
-    /// For all others: notes what [`Self::take`] returned.
+    /// For all others: notes the result of [`Self::take`].
     pub fn follow(&self, told: &[u8]) -> Result<()> {
         let told = decode(told, self.table.tensors.len())?;
         self.prepared().linked.follow(&self.table.state(), self.base()?.body(), told)
     }
 
-    /// The layout of what is left.
+    /// The layout of the rest.
     pub fn table(&self) -> Result<Arc<Table>> {
         let linked = &self.prepared().linked;
         if !linked.changes_layout(&self.table.state()) {
@@ -147,14 +147,14 @@ impl RankBase {
         self.prepared().workspace = None;
     }
 
-    /// Gives what was linked to the save of this rank.
+    /// Gives the linked files to the save of this rank.
     pub(super) fn give(&self) -> Prepared {
         std::mem::take(&mut *self.prepared())
     }
 }
 
-/// What the others need to know: the numbers of the files that were linked, and a bit for each tensor that is expected to
-/// stay unchanged.
+/// The message for the others: the numbers of the linked files, and a bit for each tensor that is expected to stay
+/// unchanged.
 fn encode(linked: &LinkedShards) -> Vec<u8> {
     let mut all = (linked.numbers.len() as u32).to_le_bytes().to_vec();
     linked.numbers.iter().for_each(|&number| all.extend((number as u32).to_le_bytes()));
@@ -163,13 +163,15 @@ fn encode(linked: &LinkedShards) -> Vec<u8> {
     all
 }
 
-/// What [`encode`] made, in a save of so many tensors.
+/// The inverse of [`encode`], in a save of so many tensors.
 fn decode(mut bytes: &[u8], tensors: usize) -> Result<(Vec<bool>, Vec<usize>)> {
     let count = u32::from_le_bytes(next(&mut bytes)?);
     let numbers = (0..count).map(|_| Ok(u32::from_le_bytes(next(&mut bytes)?) as usize));
     let numbers = numbers.collect::<Result<_>>()?;
     if bytes.len() != tensors.div_ceil(8) {
-        return Err(Error::Invalid("what the coordinator says of the base is of another state".to_owned()));
+        return Err(Error::Invalid(
+            "the coordinator's answer about the base belongs to another state".to_owned(),
+        ));
     }
     Ok(((0..tensors).map(|tensor| bytes[tensor / 8] >> (tensor % 8) & 1 == 1).collect(), numbers))
 }

@@ -1,4 +1,4 @@
-//! Compares what one rank has of a state with the checksums that a base has of it. Reads nothing from a disk.
+//! Compares one rank's part of a state with the checksums of a base. Reads nothing from a disk.
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -32,7 +32,7 @@ struct Stretch<'a> {
     own: u64,
 }
 
-/// What was found of a stretch.
+/// The sums of a stretch.
 struct Summed {
     tensor: usize,
     len: u64,
@@ -41,8 +41,8 @@ struct Summed {
     part: Option<(u64, u64)>,
 }
 
-/// Sums what a rank has of the tensors that a base has, too. `duties` say which bytes of what several ranks have are left
-/// to which of them: those that it writes itself or gives to others. A tensor is left at an extent that differs.
+/// Sums a rank's part of the tensors that a base has, too. `duties` decide which rank sums which bytes that several
+/// ranks have: those that it writes itself or gives to others. A tensor is left at an extent that differs.
 pub(super) fn sums(
     table: &Table,
     duties: &Duties,
@@ -99,7 +99,7 @@ pub(super) fn sums(
     Ok(found)
 }
 
-/// Sums stretches, which lie in memory, or which callbacks bring in one call.
+/// Sums stretches in memory, or stretches that callbacks copy in one call.
 fn batch(held: &Held, stretches: &[&Stretch<'_>], changed: &[AtomicBool]) -> Result<Vec<Summed>> {
     let spans: Vec<_> = stretches.iter().map(|stretch| span(stretch.item, &stretch.range)).collect();
     let pulls: Vec<_> = stretches.iter().map(|stretch| held.pull(stretch.item)).collect();
@@ -131,7 +131,7 @@ fn batch(held: &Held, stretches: &[&Stretch<'_>], changed: &[AtomicBool]) -> Res
     Ok(found)
 }
 
-/// Sums a stretch, whose bytes lie in `from`, which begins at byte `low` of the local memory.
+/// Sums a stretch whose bytes are in `from`, which begins at byte `low` of the local memory.
 fn sum(
     &Stretch { item, entry, ref extent, ref range, own }: &Stretch<'_>,
     (from, low): (Bytes<'_>, u64),

@@ -1,11 +1,11 @@
-//! What the incoming messages of a rank have, as errors say it.
+//! Descriptions of a rank's incoming messages, for errors.
 
 use std::ops::Range;
 
 use super::mail::Contents;
 use crate::share::{Item, Message, Share};
 
-/// Where the bytes of a message lie: they are of one file.
+/// The range of a message's bytes: they belong to one file.
 struct Span {
     shard: usize,
     bytes: Range<u64>,
@@ -13,7 +13,7 @@ struct Span {
     last: usize,
 }
 
-/// Says where the bytes of each of `messages` lie. `file` and `tensor` name what they get the number of.
+/// Describes the range of each of `messages`. `file` and `tensor` map a number to a name.
 pub(super) fn of(
     share: &Share,
     messages: &[Message],

@@ -9,7 +9,7 @@ use crate::format::checksum::{self, Pair};
 use crate::share::{Duties, Item};
 use crate::sys::memory::{Bytes, Source};
 
-/// What a rank holds, by tensor and part.
+/// The parts that a rank holds, by tensor and part.
 #[derive(Debug, Default)]
 pub struct Held(HashMap<(usize, u32), Content>);
 
@@ -35,7 +35,7 @@ impl Held {
         })
     }
 
-    /// Host memory where `run` of an item's part lies; `None` if it lies elsewhere.
+    /// The host memory of `run` of an item's part; `None` if it is elsewhere.
     pub(super) fn memory(&self, item: &Item, run: &Run) -> Result<Option<Source>> {
         match self.content(item)? {
             Content::Memory(source) => {
@@ -57,12 +57,12 @@ impl Held {
         Ok(Pair::copy(to, from))
     }
 
-    /// Whether callbacks bring any part.
+    /// Whether callbacks copy any part.
     pub(super) fn calls(&self) -> bool {
         self.0.values().any(|content| matches!(content, Content::Pull(_)))
     }
 
-    /// What brings an item's part, if it lies elsewhere.
+    /// The callback for an item's part, if it is not in host memory.
     pub(super) fn pull(&self, item: &Item) -> Option<&Pull> {
         match self.content(item) {
             Ok(Content::Pull(pull)) => Some(pull),
@@ -70,8 +70,8 @@ impl Held {
         }
     }
 
-    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Callbacks bring what they
-    /// have in one call, at the end. Until the first of those, `filled` is told how far `to` is filled.
+    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Callbacks copy their parts
+    /// in one call, at the end. Before that, `filled` is called with how far `to` is filled.
     pub(super) fn pack_all(
         &self,
         items: &[Item],
@@ -112,7 +112,7 @@ impl Held {
         content::fetch(slots)
     }
 
-    /// The checksums of items, each of its bytes in its tensor's order. Callbacks bring what they have in one call.
+    /// The checksums of items, each of its bytes in its tensor's order. Callbacks copy their parts in one call.
     pub(super) fn sums(&self, items: &[&Item]) -> Result<Vec<u64>> {
         let run = |item: &Item| whole_run(item, &item.bytes).filter(|run| run.end - run.start == item.len);
         let (mut packed, mut bytes) = (Vec::new(), 0);
@@ -158,8 +158,8 @@ impl Held {
     }
 }
 
-/// The bytes of the local memory from the first to the last that an item has in `range`. What lies together there is
-/// fetched at once.
+/// The bytes of the local memory from the first to the last that an item has in `range`. Adjacent bytes are fetched at
+/// once.
 pub(super) fn span(item: &Item, range: &Range<u64>) -> Run {
     let reach = |span: Option<Run>, run: Run| match span {
         Some(span) => Some(span.start.min(run.start)..span.end.max(run.end)),
@@ -216,7 +216,7 @@ fn runs(item: &Item, range: &Range<u64>) -> impl Iterator<Item = Run> {
     })
 }
 
-/// Where a row lies in local memory.
+/// The address of a row in local memory.
 const fn place(item: &Item, to: i64) -> u64 {
     item.base.wrapping_add(to).cast_unsigned()
 }

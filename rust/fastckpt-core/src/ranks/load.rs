@@ -1,5 +1,6 @@
-//! The load of one rank. It reads its ranges of the shards: each extent is read by one rank, whole, and verified. It keeps
-//! what it wants of them and sends the rest to the ranks that want it, while its [`Mail`] brings what others read for it.
+//! The load of one rank. It reads its ranges of the shards: each extent is read by one rank, whole, and verified. It
+//! keeps its own part and sends the rest to the ranks that want it, while its [`Mail`] receives the parts that others
+//! read for it.
 
 use std::collections::HashSet;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -21,10 +22,10 @@ use crate::share::{Grain, Item, Message, Piece, Share};
 use crate::sys::thread::builder;
 use crate::telemetry::{self, Kind, Operation};
 
-/// What the load of one rank did.
+/// The report of one rank's load.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Loaded {
-    /// What it did for itself.
+    /// The bytes that it read for itself.
     pub report: Report,
     /// Bytes of tensors that it read, for whomever.
     pub storage: u64,
@@ -36,10 +37,10 @@ pub struct Loaded {
     pub pieces: Vec<Piece>,
 }
 
-/// Compares the checksums that all ranks found of extents that they read in parts with what was written.
+/// Compares the checksums that all ranks found of extents that they read in parts with the manifest.
 pub fn compare(share: &Share, checkpoint: &Checkpoint, pieces: Vec<Piece>) -> Result<()> {
     let tensors = &checkpoint.body().tensors;
-    // An empty tensor may begin at the same byte as the one whose bytes lie there.
+    // An empty tensor may begin at the same byte as a tensor with bytes.
     let mut places: Vec<(usize, u64, usize)> = tensors
         .iter()
         .enumerate()
@@ -63,7 +64,7 @@ pub struct RankLoad {
     work: Mutex<Option<Work>>,
 }
 
-/// What is left to do.
+/// The remaining work.
 struct Work {
     wanted: Vec<Wanted>,
     /// The items of each incoming message, and where they go.
@@ -146,9 +147,9 @@ impl RankLoad {
         &self.mail
     }
 
-    /// Reads what is to be read here and waits for the rest. On return, all parts of this rank are filled; messages to
-    /// others may still be on their way. With `verify`, every extent is compared with its checksum by the rank that
-    /// reads it. Works once.
+    /// Reads its ranges and waits for the rest. On return, all parts of this rank are filled; messages to others may
+    /// still be on their way. With `verify`, every extent is compared with its checksum by the rank that reads it.
+    /// Works once.
     pub fn read(&self, verify: bool, options: &Options, progress: Progress<'_>) -> Result<Loaded> {
         let work = lock(&self.work).take();
         let work = work.ok_or(Error::Misused("the load of this rank was read before, or is closed"))?;
@@ -207,7 +208,7 @@ impl RankLoad {
             let storage = read.as_ref().map_or(0, |(report, _): &(Report, _)| report.bytes);
             self.watch(unpacker, &mut || progress(storage, storage))
         });
-        // What stopped the mail is the cause of the other failure.
+        // The reason why the mail was stopped is the cause of the other failure.
         let ((report, sums), copied) = match (read, outcome) {
             (Err(Error::Stopped(_)) | Ok(_), Err(error)) | (Err(error), _) => {
                 return Err(error);
@@ -228,7 +229,7 @@ impl RankLoad {
         Ok(Loaded { report, storage, peers, sent, pieces: sums.into_iter().map(piece).collect() })
     }
 
-    /// Waits for the thread that takes messages; `go_on` is called meanwhile, and says whether it may.
+    /// Waits for the thread that takes messages; `go_on` is called meanwhile, and returns whether to continue.
     fn watch(
         &self,
         unpacker: ScopedJoinHandle<'_, Result<u64>>,
@@ -266,7 +267,7 @@ impl RankLoad {
     }
 }
 
-/// Where the bytes of an item go that another rank wants: into a message, given by number, from byte `first` on.
+/// The destination of an item that another rank wants: a message, given by number, from byte `first` on.
 fn post(mail: &Arc<Mail>, (number, first): (usize, u64), item: Item) -> Destination {
     let mail = Arc::clone(mail);
     Destination::Take(Arc::new(move |start, bytes| {

@@ -5,15 +5,16 @@
 //! [`Mail::admit`], then [`Mail::arrived`]. The bytes are put in and taken out by others: a function or
 //! [`Mail::put`] fills an outgoing message, and [`Mail::take`] reads an incoming one.
 //!
-//! Each direction has a budget of memory. A message goes beyond it only where all would wait for each other otherwise:
-//! - An incoming message is admitted if somebody waits for it, or for one after it in the list.
+//! Each direction has a budget of memory. A message exceeds it only where all ranks would otherwise wait for each
+//! other:
+//! - An incoming message is admitted if a worker waits for it, or for one after it in the list.
 //! - A message is begun by [`Mail::put`] if the next one to be sent is not complete. Until it is, no memory is freed.
 //!
 //! Behind its bytes a message has their checksum: the network's own sums are short, and end at each device on the way.
 //! Both sides sum a message where its bytes are in the processor's cache, which costs a quarter of a pass of its own. The
 //! giver does so when the last of them is in, the taker when the first of them is about to be taken out.
 //!
-//! Nothing waits for longer than its cause lasts: every change wakes all who wait, and [`Mail::stop`] ends every wait.
+//! No wait is longer than its cause: every change wakes all waiting threads, and [`Mail::stop`] ends every wait.
 
 use std::ops::{Deref, Range};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -21,7 +22,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use crate::error::{Error, Result};
 use crate::format::checksum;
 
-/// Bytes of the checksum behind those of a message.
+/// Bytes of the checksum after those of a message.
 const SUM: usize = 8;
 /// Bytes of buffers in each direction.
 pub const BUDGET: u64 = 64 << 20;
@@ -31,7 +32,7 @@ const KEPT: usize = 16 << 20;
 /// Fills the buffer of an outgoing message, given by number, and returns its checksum. The sending thread calls it.
 pub type Fill = Box<dyn Fn(usize, &mut [u8]) -> Result<u64> + Send + Sync>;
 
-/// A message as the list of its direction has it: the other rank, and the number of bytes without their checksum.
+/// A message in the list of its direction: the other rank, and the number of bytes without their checksum.
 pub type Envelope = (u32, u64);
 
 /// Says which bytes of the job an incoming message has, given by number, for errors.
@@ -64,13 +65,13 @@ struct Outgoing {
 
 struct State {
     stopped: Option<String>,
-    /// Who sent the first message that is not what was sent, and what is wrong with it.
+    /// The sender of the first message that was altered, and what is wrong with it.
     altered: Option<(u32, String)>,
     outgoing: Vec<Out>,
     incoming: Vec<In>,
     /// The first outgoing message that was not sent yet.
     next: usize,
-    /// The incoming messages before this one are admitted whatever the budget says.
+    /// The incoming messages before this one are admitted regardless of the budget.
     demanded: usize,
     /// Bytes of buffers.
     outgoing_held: u64,
@@ -85,7 +86,7 @@ struct State {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Out {
     Away,
-    /// It has memory, and this many of its bytes are there.
+    /// It has memory, and this many of its bytes have arrived.
     Filling(u64),
     Full,
     Sent,
@@ -103,9 +104,9 @@ enum In {
 #[derive(Debug)]
 struct Arrived {
     bytes: Vec<u8>,
-    /// What came behind the bytes.
+    /// The checksum that followed the bytes.
     sum: [u8; SUM],
-    /// The checksum of the bytes, once somebody has asked for them.
+    /// The checksum of the bytes, once it has been requested.
     found: OnceLock<u64>,
 }
 
@@ -120,8 +121,8 @@ pub struct Received {
 }
 
 impl Mail {
-    /// The messages of a rank, in the order in which they are sent and received. `contents` says what the incoming ones
-    /// have. `fill` fills the outgoing ones; without it, [`Mail::put`] does.
+    /// The messages of a rank, in the order in which they are sent and received. `contents` describes the incoming
+    /// ones. `fill` fills the outgoing ones; without it, [`Mail::put`] does.
     #[must_use]
     pub fn new(
         outgoing: Vec<Envelope>,
@@ -186,8 +187,8 @@ impl Mail {
         (state.sent, state.received)
     }
 
-    /// Ends every wait, now and later, with an error that says why. The first reason is kept. Buffers whose addresses
-    /// were handed out stay until the mail is dropped.
+    /// Ends every wait, now and later, with an error that names the reason. The first reason is kept. Buffers whose
+    /// addresses were handed out stay until the mail is dropped.
     pub fn stop(&self, why: &str) {
         lock(&self.state).stopped.get_or_insert_with(|| why.to_owned());
         self.changed.notify_all();
@@ -199,8 +200,8 @@ impl Mail {
         lock(&self.state).altered.clone()
     }
 
-    /// Stops it and waits for the function that fills messages, which is not called again. So what that function reads is
-    /// free when this returns.
+    /// Stops it and waits for the function that fills messages, which is not called again. So the memory that that
+    /// function reads is free when this returns.
     pub fn end(&self, why: &str) {
         self.stop(why);
         let mut state = lock(&self.state);
@@ -209,7 +210,7 @@ impl Mail {
         }
     }
 
-    /// Waits until all bytes of an outgoing message are there. Returns the address of the first one. They, and their
+    /// Waits until all bytes of an outgoing message have arrived. Returns the address of the first one. They, and their
     /// checksum behind them, stay there until [`Mail::sent`].
     pub fn pack(&self, message: usize) -> Result<usize> {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
@@ -248,7 +249,7 @@ impl Mail {
         let outgoing = self.outgoing.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let (bytes, end) = (outgoing.envelope.1, start.saturating_add(len));
         if end > bytes || self.fill.is_some() {
-            return Err(Error::Misused("these bytes are none of this message"));
+            return Err(Error::Misused("these bytes do not belong to this message"));
         }
         if len == 0 {
             return Ok(());
@@ -310,7 +311,7 @@ impl Mail {
         Ok(())
     }
 
-    /// Waits until the budget allows an incoming message, or until somebody waits for it or for one after it. Returns
+    /// Waits until the budget allows an incoming message, or until a worker waits for it or for one after it. Returns
     /// the address of the memory for its bytes.
     pub fn admit(&self, message: usize) -> Result<usize> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
@@ -326,11 +327,11 @@ impl Mail {
         Ok(address)
     }
 
-    /// Notes that the bytes of an incoming message are there.
+    /// Notes that the bytes of an incoming message have arrived.
     pub fn arrived(&self, message: usize) -> Result<()> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
         let mut buffer = match &mut lock(&self.state).incoming[message] {
-            // It has more than no bytes until it is taken here.
+            // Its length is above zero until it is taken here.
             In::Admitted(buffer) if !buffer.is_empty() => std::mem::take(buffer),
             _ => return Err(Error::Misused("this message was not admitted, or is here already")),
         };
@@ -368,7 +369,7 @@ impl Mail {
         Ok(here)
     }
 
-    /// Compares a message with its checksum, once. If it is not what was sent, the mail is stopped.
+    /// Compares a message with its checksum, once. If it was altered, the mail is stopped.
     fn compare(&self, message: usize, arrived: &Arrived) -> Result<()> {
         let found = *arrived.found.get_or_init(|| checksum::of(&arrived.bytes));
         if found.to_le_bytes() == arrived.sum {
@@ -376,7 +377,7 @@ impl Mail {
         }
         let sent = arrived.sum.iter().rev().fold(0, |all, &byte| all << 8 | u64::from(byte));
         let (found, sent) = (checksum::to_hex(found), checksum::to_hex(sent));
-        let why = format!("{}: checksum is {found}, sent was {sent}", (self.contents)(message));
+        let why = format!("{}: checksum is {found}, expected {sent}", (self.contents)(message));
         lock(&self.state).altered.get_or_insert_with(|| (self.incoming[message].0, why.clone()));
         self.stop(&why);
         Err(Error::Altered(why))
@@ -387,7 +388,7 @@ impl Mail {
     pub fn take(self: &Arc<Self>, message: usize, range: Range<u64>) -> Result<Received> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
         if range.start >= range.end || range.end > bytes {
-            return Err(Error::Misused("these bytes are none of this message"));
+            return Err(Error::Misused("these bytes do not belong to this message"));
         }
         {
             let mut state = lock(&self.state);
@@ -519,7 +520,7 @@ impl Deref for Received {
 
 impl Drop for Received {
     fn drop(&mut self) {
-        // Before it counts as taken: the last one that counts is then the last one that has the buffer.
+        // Before it counts as taken, so that the last one to be counted is the last one to have the buffer.
         self.buffer = None;
         let mut state = lock(&self.mail.state);
         let slot = &mut state.incoming[self.message];

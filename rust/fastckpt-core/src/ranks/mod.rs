@@ -1,4 +1,4 @@
-//! What one of many ranks does of a save or a load.
+//! The part of one of many ranks in a save or a load.
 
 mod base;
 mod compare;

@@ -1,4 +1,4 @@
-//! The checksums of what the ranks wrote, as they travel to the coordinator, and those of the manifest.
+//! The checksums of the ranges that ranks wrote, as they travel to the coordinator, and those of the manifest.
 
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, Pair};

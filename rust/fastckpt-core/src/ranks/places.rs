@@ -10,7 +10,7 @@ use crate::share::Item;
 use crate::sys::array::Array;
 use crate::sys::strided::{Rows, Strided};
 
-/// Where one part of a tensor goes.
+/// The destination of one part of a tensor.
 pub enum Place {
     /// Host memory.
     Memory(Array),
@@ -21,16 +21,17 @@ pub enum Place {
 /// The places of a rank, by tensor and part.
 pub type Places = HashMap<(usize, u32), Place>;
 
-/// Bytes of a message that a callback takes: to whom, and the first byte there.
+/// Bytes of a message that a callback takes: its number, and the first byte there.
 pub(super) type Due<'a> = (Push, u64, &'a [u8]);
 
-/// Where the bytes of one item go.
+/// The destination of one item.
 pub(super) enum Slot {
     Memory(Strided),
     Push(Push, Arc<Rows>, u64),
 }
 
-/// A place for each of `items`, in their order. Each item is of one rank's own parts, and no byte is in two of them.
+/// A place for each of `items`, in their order. Each item belongs to one rank's own parts, and no byte is in two of
+/// them.
 pub(super) fn slots<'a>(mut places: Places, items: impl Iterator<Item = &'a Item>) -> Result<Vec<Slot>> {
     let items: Vec<_> = items.collect();
     let mut order: Vec<usize> = (0..items.len()).collect();

@@ -1,4 +1,4 @@
-//! Compares what several ranks hold of the same tensors: each sums what it holds, and nothing else travels.
+//! Compares the copies of tensors that several ranks hold: each sums its own, and nothing else travels.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -14,10 +14,10 @@ use crate::share::{Copied, Depth, Item};
 /// Asked for the sum of all bytes of a part, by tensor and part: `None` where only the host can sum them.
 pub type SumOf<'a> = &'a mut (dyn FnMut(usize, u32) -> Result<Option<u64>> + 'a);
 
-/// Parts of fewer bytes are always summed by the host: a device is asked for a sum in many steps.
+/// Parts of fewer bytes are always summed by the host: a sum on a device takes many steps.
 const LEAST: u64 = 1 << 20;
 
-/// What a rank found of the cells that others hold, too.
+/// A rank's findings about the cells that others hold, too.
 #[derive(Debug)]
 pub struct Replicas {
     cells: Vec<Copied>,
@@ -25,7 +25,7 @@ pub struct Replicas {
     teams: Vec<Vec<u32>>,
 }
 
-/// What stands for all cells of a team at one of its ranks.
+/// The combined sum of all cells of a team at one of its ranks.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
     /// A number for the team.
@@ -40,7 +40,7 @@ pub struct Digest {
 pub type Cell = (usize, u64, u32, u64);
 
 impl Replicas {
-    /// Sums what `rank` holds and others hold, too.
+    /// Sums the cells that `rank` and others hold.
     pub(super) fn new(
         table: &Table,
         rank: u32,
@@ -90,7 +90,7 @@ impl Replicas {
         Ok(Self { cells, sums, teams })
     }
 
-    /// What stands for the cells of each team.
+    /// The combined sum of the cells of each team.
     #[must_use]
     pub fn digests(&self) -> Vec<Digest> {
         let mut told = vec![Vec::new(); self.teams.len()];
@@ -129,7 +129,7 @@ impl Replicas {
         let like = |one: &&Copied| (one.tensor, one.start, one.cell) == (tensor, start, cell);
         let one = self.cells.iter().find(like);
         let one =
-            one.ok_or_else(|| Error::Invalid(format!("nobody compares such a part of tensor {tensor}")))?;
+            one.ok_or_else(|| Error::Invalid(format!("this part of tensor {tensor} is not compared")))?;
         let all: u64 = one.items.iter().map(|item| item.len).sum();
         let mut bytes = Vec::new();
         for item in one.items.iter().step_by(all.div_ceil(most).max(1) as usize) {

@@ -1,6 +1,6 @@
 //! The save of one rank. All ranks have the same [`Table`]. One of them, the coordinator, creates the workspace and
-//! commits. The others join it. Each writes its ranges of the shards, and makes them durable, while its [`Mail`] brings
-//! and takes the bytes that one rank has and another one writes.
+//! commits. The others join it. Each writes its ranges of the shards, and makes them durable, while its [`Mail`]
+//! exchanges the bytes that one rank has and another one writes.
 
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
@@ -34,7 +34,7 @@ use crate::share::Piece;
 use crate::share::{Depth, Duties, Grain, Message};
 use crate::telemetry::{self, Kind, Operation, Phase};
 
-/// What the coordinator knows when all ranks have written.
+/// The coordinator's facts when all ranks have written.
 #[derive(Debug)]
 pub struct Commit<'a> {
     /// The checksums of all ranks.
@@ -43,7 +43,7 @@ pub struct Commit<'a> {
     pub structure: &'a str,
     /// The caller's metadata: also a JSON array of tokens.
     pub metadata: &'a str,
-    /// What each rank saved for itself, likewise; empty if there is nothing.
+    /// The states that ranks saved for themselves, likewise; empty if there are none.
     pub per_rank: &'a str,
     /// Further files for the checkpoint's directory, by name and content.
     pub files: &'a [(&'a str, &'a [u8])],
@@ -62,7 +62,7 @@ struct Open {
 
 #[derive(Debug)]
 enum Stage {
-    /// With what it will write.
+    /// Before writing.
     New(Ranges),
     Open(Open, Ranges),
     /// With its checksums, or without if it failed. The workspace stays even then: others may still write to it, and
@@ -83,23 +83,23 @@ pub struct RankSave {
     options: Options,
     closing: AtomicBool,
     stage: Mutex<Stage>,
-    /// What the coordinator has linked, and its workspace if that is made.
+    /// The files that the coordinator has linked, and its workspace if that is made.
     prepared: Mutex<Prepared>,
-    /// What the coordinator has replaced.
+    /// The checkpoint that the coordinator has replaced.
     displaced: Mutex<Option<Displaced>>,
 }
 
-/// The least operations that a ring keeps in flight, unless the caller asks for less.
+/// The least operations that a ring keeps in flight, unless the caller requests fewer.
 const LEAST_DEPTH: usize = 4;
 
-/// Operations that a ring keeps in flight: the ranks of a node share what one process would have. They write parts of
+/// Operations that a ring keeps in flight: the ranks of a node share the number for one process. They write parts of
 /// one file, some of them small. With many of those in flight, a file system is busy with its own locks.
 fn depth(options: &Options) -> usize {
     let share = options.queue_depth / options.ranks().local.max(1);
     share.max(LEAST_DEPTH.min(options.queue_depth))
 }
 
-/// The messages of a rank, which are packed out of what it holds.
+/// The messages of a rank, which are packed from its parts.
 fn mail(table: &Arc<Table>, duties: &Arc<Duties>, held: &Arc<Held>) -> Mail {
     let envelopes = |messages: &[Message]| messages.iter().map(|m| (m.peer, m.bytes)).collect();
     let fill: Fill = {
@@ -124,8 +124,8 @@ const IN_USE: &str = "the save of this rank is in use";
 const ORDER: &str = "create or join once, then write once, then commit";
 
 impl RankSave {
-    /// The save of `rank`, which holds `held` in its memory. Refuses if that is not what the table says. `base` is what has
-    /// made the table, if it links files: the coordinator's has them.
+    /// The save of `rank`, which holds `held` in its memory. Refuses parts that differ from the table. `base` made the
+    /// table, if it links files: the coordinator's has them.
     pub fn new(
         table: Arc<Table>,
         rank: u32,
@@ -182,7 +182,7 @@ impl RankSave {
         Ok(Open { workspace: workspace?, operation, created })
     }
 
-    /// Sums what this rank holds and others hold, too; `sum_of` is asked for whole parts that are not in host memory.
+    /// Sums the cells that this rank and others hold; `sum_of` is called for whole parts that are not in host memory.
     pub fn replicas(&self, depth: Depth, sum_of: SumOf<'_>, progress: Progress<'_>) -> Result<Replicas> {
         let progress = &mut self.until_closed(progress);
         Replicas::new(&self.table, self.rank, &self.held, (depth, sum_of), &self.options, progress)
@@ -232,8 +232,8 @@ impl RankSave {
         })
     }
 
-    /// Writes this rank's ranges and makes them durable. Waits for the messages with bytes for them. What other ranks
-    /// need from this one may still be on its way when this returns.
+    /// Writes this rank's ranges and makes them durable. Waits for the messages with bytes for them. Bytes that other
+    /// ranks need from this one may still be on their way when this returns.
     pub fn write(&self, progress: Progress<'_>) -> Result<Report> {
         self.step(|stage, next| {
             let Stage::Open(open, work) = stage else { return Err(Error::Misused(ORDER)) };
@@ -281,7 +281,7 @@ impl RankSave {
         (sum(&self.duties.boxes), sum(&self.duties.io))
     }
 
-    /// The checksums of what this rank wrote.
+    /// The checksums of the ranges that this rank wrote.
     pub fn pieces(&self) -> Result<Vec<Piece>> {
         match &*self.stage()? {
             Stage::Written(_, Some(pieces)) => Ok(pieces.clone()),
@@ -290,8 +290,9 @@ impl RankSave {
     }
 
     /// For the coordinator, when all ranks have written: checks that they wrote every byte, completes the workspace and
-    /// gives it the checkpoint's name. Until then a failure leaves what was there before. What had the name is removed by
-    /// [`Self::close`], which the coordinator calls when all ranks know that the checkpoint is there: that may take long.
+    /// gives it the checkpoint's name. Until then a failure leaves the old checkpoint unchanged. [`Self::close`]
+    /// removes the replaced checkpoint; the coordinator calls it when all ranks know that the new one is there, because
+    /// removal may take long.
     pub fn commit(&self, commit: Commit<'_>, progress: Progress<'_>) -> Result<Committed> {
         self.step(|stage, _| {
             let Stage::Written(open, Some(_)) = stage else { return Err(Error::Misused(ORDER)) };
@@ -338,9 +339,9 @@ impl RankSave {
         |done, total| !self.closing.load(Ordering::Relaxed) && progress(done, total)
     }
 
-    /// Ends the save: stops what still runs and the mail, and leaves the workspace; that of the coordinator goes, unless
-    /// it was committed, and then what it replaced goes. Nothing reads this rank's memory when this returns. `committed`
-    /// says whether the coordinator did, for the live counters.
+    /// Ends the save: stops all threads and the mail, and leaves the workspace; the coordinator's is removed, unless it
+    /// was committed, and then the replaced checkpoint is. Nothing reads this rank's memory when this returns.
+    /// `committed` is whether the coordinator did, for the live counters.
     pub fn close(&self, committed: bool) {
         self.closing.store(true, Ordering::Relaxed);
         self.mail.end("the save has ended");

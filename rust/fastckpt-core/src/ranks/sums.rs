@@ -1,8 +1,8 @@
-//! What ranks find of the tensors that a base has, each in its own memory, and what it says when it is put together.
+//! The findings of ranks about the tensors of a base, each in its own memory, and their combined meaning.
 //!
-//! Nothing but checksums travels. A CRC is linear, but for a constant: that of an extent is the sum (xor) of what each of
-//! its bytes adds, wherever these are. So each rank sums its bytes with zeros in the place of all others, and the parts
-//! add up in any order, however a tensor is cut.
+//! Nothing but checksums travels. A CRC is linear, apart from a constant: the CRC of an extent is the sum (xor) of the
+//! contributions of its bytes, wherever these are. So each rank sums its bytes with zeros in the place of all others,
+//! and the parts add up in any order, however a tensor is cut.
 
 use std::collections::BTreeMap;
 
@@ -13,20 +13,20 @@ use crate::format::layout::TensorSpec;
 use crate::format::manifest::Body;
 use crate::save::compare::counterparts;
 
-/// What ranks found of one tensor.
+/// The findings about one tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Found {
     /// An extent that one rank has whole is another one.
     pub(super) changed: bool,
     /// The bytes that were summed.
     pub(super) bytes: u64,
-    /// What they add to the second checksum of the tensor.
+    /// Their contribution to the second checksum of the tensor.
     pub(super) xz: u64,
-    /// What they add to the first checksums of extents that no rank has whole, by number.
+    /// Their contributions to the first checksums of extents that no rank has whole, by number.
     pub(super) extents: BTreeMap<u64, u64>,
 }
 
-/// What ranks found, by tensor.
+/// The findings of ranks, by tensor.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Sums(BTreeMap<u32, Found>);
 
@@ -36,7 +36,7 @@ impl Sums {
         self.0.entry(tensor as u32).or_default()
     }
 
-    /// Adds what others found, of other bytes.
+    /// Adds the findings of others, about other bytes.
     pub fn add(&mut self, others: Self) {
         for (tensor, other) in others.0 {
             let found = self.0.entry(tensor).or_default();
@@ -48,12 +48,12 @@ impl Sums {
             }
         }
         for found in self.0.values_mut().filter(|found| found.changed) {
-            // What else is known of it does not matter.
+            // No other fact about it matters.
             *found = Found { changed: true, ..Found::default() };
         }
     }
 
-    /// For each of `tensors`, its number in the base if all its bytes were found, and are as they are there.
+    /// For each of `tensors`, its number in the base if all its bytes were found, and are unchanged.
     #[must_use]
     pub(super) fn unchanged(&self, tensors: &[TensorSpec], base: &Body) -> Vec<Option<usize>> {
         let mut same = vec![None; tensors.len()];
@@ -85,7 +85,7 @@ impl Sums {
         let mut all = Vec::new();
         for (tensor, Found { changed, bytes, xz, extents }) in &self.0 {
             all.extend(tensor.to_le_bytes());
-            // A tensor that has changed has nothing else.
+            // A tensor that has changed has no other facts.
             all.extend(if *changed { u32::MAX } else { extents.len() as u32 }.to_le_bytes());
             if !changed {
                 let numbers = extents.iter().flat_map(|(number, sum)| [*number, *sum]);
@@ -122,7 +122,7 @@ impl Sums {
 pub(super) fn next<const N: usize>(rest: &mut &[u8]) -> Result<[u8; N]> {
     let (bytes, after) = rest
         .split_first_chunk()
-        .ok_or_else(|| Error::Invalid("what a rank said of the base is cut off".to_owned()))?;
+        .ok_or_else(|| Error::Invalid("a rank's sums for the base are cut off".to_owned()))?;
     *rest = after;
     Ok(*bytes)
 }

@@ -1,4 +1,4 @@
-//! What all ranks of a save know: the tensors, the layout of their files, and who has what of them.
+//! The common knowledge of all ranks of a save: the tensors, the layout of their files, and their parts of them.
 
 use crate::error::{Error, Result};
 use crate::format::groups::Group;
@@ -13,17 +13,17 @@ pub struct Table {
     pub tensors: Vec<TensorSpec>,
     /// The layout of their files.
     pub plan: Plan,
-    /// Who has which boxes of them.
+    /// Which ranks have which boxes of them.
     pub share: Share,
-    /// What the layout depends on: the groups, the sizes, and for each tensor whether it is said to stay unchanged.
+    /// The inputs of the layout: the groups, the sizes, and for each tensor whether it is declared unchanging.
     groups: Vec<Group>,
     sizes: Sizes,
     frozen: Vec<bool>,
 }
 
 impl Table {
-    /// Lays out `tensors`, each with the indices of its spreads, over the files of `groups`. `frozen` says for each whether
-    /// it stays unchanged in later saves; it may be empty.
+    /// Lays out `tensors`, each with the indices of its spreads, over the files of `groups`. `frozen` is for each
+    /// whether it stays unchanged in later saves; it may be empty.
     pub fn new(
         tensors: Vec<TensorSpec>,
         spread: Vec<Vec<u32>>,
@@ -63,7 +63,7 @@ impl Table {
         Ok(self.with(plan, share))
     }
 
-    /// Who writes what of a plan for these tensors.
+    /// The duties of all ranks for a plan of these tensors.
     fn share_of(&self, plan: &Plan) -> Result<Share> {
         let linked = plan.shards.iter().enumerate().filter(|(_, shard)| shard.linked.is_some());
         let share = self.share.elsewhere(files(plan), &plan.places)?;
@@ -76,14 +76,14 @@ impl Table {
         Self { tensors, plan, share, groups, sizes: *sizes, frozen }
     }
 
-    /// What is compared with a base.
+    /// The tensors that are compared with a base.
     pub(super) fn state(&self) -> State<'_> {
         let Self { tensors, groups, sizes, frozen, .. } = self;
         State { tensors, groups, shard_size: sizes.shard, frozen }
     }
 }
 
-/// Where the data of each file starts, and its length.
+/// The start of the data in each file, and its length.
 fn files(plan: &Plan) -> Vec<(u64, u64)> {
     plan.shards.iter().map(|shard| (shard.header.len() as u64, shard.bytes)).collect()
 }

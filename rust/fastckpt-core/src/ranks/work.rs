@@ -1,4 +1,4 @@
-//! The work of one rank that writes ranges of shards: own bytes, and those of messages from other ranks.
+//! The work of one rank that writes ranges of shards: its own bytes, and those of messages from other ranks.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -18,7 +18,7 @@ use crate::share::Piece;
 use crate::share::{Duties, Item};
 use crate::sys::memory::Source;
 
-/// Where the bytes of an item come from.
+/// The source of the bytes of an item.
 #[derive(Debug)]
 enum From {
     /// Own memory, all in one run.
@@ -36,7 +36,7 @@ struct Place {
     at: u64,
 }
 
-/// Bytes of a unit that come from one place: an item by its number in the message, or among those of this rank.
+/// Bytes of a unit from one source: an item by its number in the message, or among those of this rank.
 #[derive(Debug)]
 struct Supply {
     item: usize,
@@ -52,7 +52,7 @@ impl Supply {
     }
 }
 
-/// What belongs to a unit.
+/// The parts of a unit.
 #[derive(Debug)]
 struct Needs {
     unit: Unit,
@@ -79,13 +79,12 @@ pub(super) struct Ranges {
     sums: Vec<[AtomicU64; 2]>,
     /// Number of tensors with bytes to write.
     tensors: usize,
-    /// What each unit has of its messages, from its first copy until it needs them no more.
+    /// The messages of each unit, from its first copy until it no longer needs them.
     taken: Vec<Mutex<Vec<Received>>>,
 }
 
 impl Ranges {
-    /// The work of the rank with these `duties`, which has `held`. Refuses duties that do not say where each byte comes
-    /// from.
+    /// The work of the rank with these `duties`, which has `held`. Refuses duties in which a byte has no source.
     pub(super) fn new(
         table: &Arc<Table>,
         duties: &Arc<Duties>,
@@ -145,7 +144,7 @@ impl Ranges {
         })
     }
 
-    /// The checksums of what was written.
+    /// The checksums of the written bytes.
     pub(super) fn pieces(&self) -> Vec<Piece> {
         let piece = |(&(shard, start, len), [crc, xz]): (&(usize, u64, u64), &[AtomicU64; 2])| Piece {
             shard: shard as u32,
@@ -166,7 +165,7 @@ impl Ranges {
         self.tensors
     }
 
-    /// What a unit has of its messages.
+    /// The messages of a unit.
     pub(super) fn taken(&self, number: usize) -> MutexGuard<'_, Vec<Received>> {
         self.taken[number].lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -200,17 +199,17 @@ impl Ranges {
         (supply.item(&self.duties), &supply.from)
     }
 
-    /// Where a tensor begins in its file.
+    /// The start of a tensor in its file.
     fn offset(&self, tensor: usize) -> u64 {
         self.table.plan.places[tensor].1
     }
 
-    /// What brings the bytes of a supply, if they are this rank's own and lie elsewhere.
+    /// The callback for a supply, if its bytes are this rank's own and not in host memory.
     fn pulled(&self, item: &Item, from: &From) -> Option<&Pull> {
         if let From::Message(_) = from { None } else { self.held.pull(item) }
     }
 
-    /// Where the bytes of an item lie in those of a unit, and which byte of the tensor is the first.
+    /// The place of an item's bytes in those of a unit, and which byte of the tensor is the first.
     fn slot<'b>(&self, unit: &Unit, item: &Item, bytes: &'b mut [u8]) -> (&'b mut [u8], u64) {
         let at = (self.offset(item.tensor) + item.bytes.start - unit.start) as usize;
         let len = (item.bytes.end - item.bytes.start) as usize;
@@ -237,7 +236,7 @@ impl Ranges {
     }
 }
 
-/// Where the bytes come from that a rank writes.
+/// The sources of the bytes that a rank writes.
 fn supplies(duties: &Duties) -> Vec<Supply> {
     let own = |(item, of): (usize, &Item)| {
         let from = whole_run(of, &of.bytes).map_or(From::Rows, From::Run);
@@ -267,8 +266,8 @@ fn cut(duties: &Duties, plan: &Plan) -> impl Iterator<Item = Unit> {
     })
 }
 
-/// The messages of a unit, and which of their bytes are for it. The items of a message lie in the order of the file, so
-/// those of a unit follow each other.
+/// The messages of a unit, and which of their bytes are for it. The items of a message are in the order of the file, so
+/// those of a unit are adjacent.
 fn messages(supplies: &[Supply], duties: &Duties) -> Vec<(usize, Range<u64>)> {
     let mut found = BTreeMap::new();
     for supply in supplies {
@@ -329,7 +328,7 @@ impl Work for Ranges {
     }
 
     fn fetch(&self, units: Range<usize>, mut to: &mut [u8]) -> Result<()> {
-        // Rows that lie elsewhere come together first, and are spread then: where they go, each is a few bytes.
+        // Rows at other addresses are first gathered, and then scattered: at the destination, each is a few bytes.
         let rows = |number: usize| {
             let some = self.supplies(number).filter(|(_, from)| matches!(from, From::Rows));
             some.filter_map(move |(item, _)| Some((number, item, self.held.pull(item)?)))
@@ -415,7 +414,7 @@ impl Work for Ranges {
                     }
                 }
                 From::Rows => self.held.spread(item, &inside, (&mut *to, start))?,
-                // Nothing of such an item is written without a copy, so all of it is copied at once.
+                // No part of such an item is written without a copy, so all of it is copied at once.
                 From::Message(place) => {
                     self.with(number, place, item.len, |payload| unpack(payload, item, (&mut *to, start)))?;
                 }

@@ -50,7 +50,7 @@ fn rows_of(shape: &[u64], bytes: u64, wanted: Option<&[Along]>, strides: Option<
     let wanted = wanted.unwrap_or(&whole);
     for found in [wanted.len(), strides.map_or(shape.len(), <[i64]>::len)] {
         if found != shape.len() {
-            return Err(format!("it has {found} dimensions, and the tensor {}", shape.len()));
+            return Err(format!("it has {found} dimensions, but the tensor has {}", shape.len()));
         }
     }
     for (dimension, (along, &size)) in wanted.iter().zip(shape).enumerate() {

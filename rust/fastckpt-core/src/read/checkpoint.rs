@@ -106,7 +106,7 @@ impl Checkpoint {
         let (mut doubt, given) = (None, known.is_some());
         loop {
             match Self::open_once(path, keep, &mut known) {
-                // It was the one that was given, up to some point. A second attempt would open another one.
+                // Up to some point, it was the one that was given. A second attempt would open another one.
                 Err(error) if given && known.is_none() => return Err(error),
                 // A client of a network file system may have the manifest of an earlier checkpoint, for a while.
                 Err(error @ Error::Replaced { .. })
@@ -202,7 +202,7 @@ impl Checkpoint {
         if replaced { Error::Replaced { path: self.path.clone() } } else { error }
     }
 
-    /// Whether apparent damage is none, because the files belong to another checkpoint. If a file system resolves open
+    /// Whether apparent damage is not real, because the files belong to another checkpoint. If a file system resolves open
     /// files by name (FUSE), an open directory is whatever another machine has put in its place.
     pub(super) fn is_other(&self) -> bool {
         commit::reach(self.directory.as_fd()) != commit::Reach::Machine
@@ -251,7 +251,7 @@ impl Checkpoint {
         match self.open_file(index, direct) {
             Ok((file, len)) if len == shard.bytes || fresh_length(&file) == Some(shard.bytes) => Ok(file),
             Ok((_, len)) => {
-                Err(Error::corrupt(&path, format!("it has {len} bytes, written were {}", shard.bytes)))
+                Err(Error::corrupt(&path, format!("it has {len} bytes, expected {}", shard.bytes)))
             }
             Err(error) => Err(self.unreadable(&path, error)),
         }
@@ -301,7 +301,7 @@ impl Checkpoint {
         // A forged manifest may vouch for a header to which other readers would give another length.
         let begin = u64::from_le_bytes(length_field).checked_add(8);
         if at == shard.data_offset && begin != Some(at) {
-            let reason = format!("header: its length field puts the data elsewhere than at byte {at}");
+            let reason = format!("header: its length field does not put the data at byte {at}");
             return Ok(Some(Damage { file: shard.file.clone(), offset: 0, len: 8, tensor: None, reason }));
         }
         let sound = at == shard.data_offset && checksum::to_hex(crc) == shard.header_crc;
@@ -310,11 +310,7 @@ impl Checkpoint {
             offset: 0,
             len: shard.data_offset,
             tensor: None,
-            reason: format!(
-                "header: checksum is {}, written was {}",
-                checksum::to_hex(crc),
-                shard.header_crc
-            ),
+            reason: format!("header: checksum is {}, expected {}", checksum::to_hex(crc), shard.header_crc),
         }))
     }
 

@@ -41,7 +41,7 @@ impl Checkpoint {
                     len: extent.len,
                     tensor: Some(entry.name.clone()),
                     reason: format!(
-                        "checksum is {}, written was {}",
+                        "checksum is {}, expected {}",
                         checksum::to_hex(found),
                         written.map_or_else(String::new, checksum::to_hex)
                     ),

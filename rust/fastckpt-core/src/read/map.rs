@@ -86,5 +86,5 @@ impl Checkpoint {
 }
 
 fn no_such_tensor() -> Error {
-    Error::Invalid("a tensor of this number is not there, or not mapped".to_owned())
+    Error::Invalid("this tensor does not exist or is not mapped".to_owned())
 }

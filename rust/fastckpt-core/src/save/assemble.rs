@@ -1,4 +1,4 @@
-//! Prepares units for writing: where their bytes lie, what of them needs no copy, and their checksums.
+//! Prepares units for writing: the place of their bytes, the parts that need no copy, and their checksums.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
@@ -42,7 +42,7 @@ struct Filling<'a> {
     at: usize,
     taken: usize,
     summed: usize,
-    /// The CRC of the unit so far, and of what needs no copy of it.
+    /// The CRC of the unit so far, and of its parts that need no copy.
     crc: u64,
     straight_crc: u64,
 }
@@ -62,7 +62,7 @@ impl<'a> Filling<'a> {
         Piece { extent, straight }: &Piece,
     ) -> Result<()> {
         let before = self.at;
-        // How far the extent is summed, as a file offset, and its CRC so far.
+        // How far the extent has been summed, as a file offset, and its CRC so far.
         let (mut reached, mut sum) = (extent.offset, Pair::of(&[]));
         let copy = |to: &mut [u8], from: u64, sum: Pair| {
             let skip = from - extent.offset;
@@ -98,7 +98,7 @@ impl<'a> Filling<'a> {
         &mut self.bytes[start..self.at]
     }
 
-    /// Notes what has been filled as a part.
+    /// Notes the filled bytes as a part.
     fn take(&mut self) {
         if self.at > self.taken {
             self.parts.push(Part::Slab(self.taken..self.at));
@@ -184,8 +184,8 @@ impl Assembler {
         })
     }
 
-    /// The extents in a unit, with what of each is written without a copy, and the reason why the largest of the
-    /// others is not.
+    /// The extents in a unit, with the parts of each that are written without a copy, and the reason why the largest of
+    /// the others is not.
     fn pieces<W: Work>(
         &self,
         work: &W,
@@ -219,8 +219,8 @@ impl Assembler {
         Ok((pieces, reason.1))
     }
 
-    /// Prepares a unit for writing to `file` and has its checksums recorded. What cannot be written without a copy is
-    /// copied to a staging buffer, in file order. With `copy_all`, everything is.
+    /// Prepares a unit for writing to `file` and has its checksums recorded. Bytes that cannot be written without a
+    /// copy are copied to a staging buffer, in file order. With `copy_all`, everything is.
     pub(super) fn assemble<W: Work>(
         &self,
         work: &W,
@@ -260,7 +260,7 @@ impl Assembler {
         Ok(Assembled { buf: Buf::new(slab, parts), path, reason, copied: (at - header.len()) as u64 })
     }
 
-    /// Prepares a unit of which callbacks have brought their bytes to `slab`, where they lie as in the file: copies the
+    /// Prepares a unit whose callbacks have copied their bytes to `slab`, at their places in the file: copies the
     /// others there, too, and has its checksums recorded.
     pub(super) fn assemble_fetched<W: Work>(
         &self,
@@ -283,7 +283,7 @@ impl Assembler {
         Ok(Assembled { buf: Buf::staged(slab, need), path, reason, copied: unit.len() - given })
     }
 
-    /// Has the checksums of a unit recorded, whose `bytes` lie together and do not change.
+    /// Has the checksums of a unit recorded, whose `bytes` are contiguous and do not change.
     fn sum<W: Work>(&self, work: &W, (number, unit): (usize, &Unit), bytes: &[u8]) {
         let (mut summed, mut crc) = (0, checksum::of(&[]));
         for (place, extent) in work.extents(unit).enumerate() {
@@ -322,7 +322,7 @@ impl Assembler {
         Ok(Assembled { buf: Buf::new(None, vec![Part::Stretch(stretch)]), path, reason, copied: 0 })
     }
 
-    /// Why a unit goes through the page cache. `past` tells whether the file is open for direct I/O.
+    /// The reason why a unit goes through the page cache. `past` is whether the file is open for direct I/O.
     const fn buffered(&self, past: bool) -> (IoPath, Reason) {
         let reason = match (past, self.direct) {
             (true, _) => Reason::Remainder,

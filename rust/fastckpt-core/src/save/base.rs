@@ -1,5 +1,5 @@
-//! What a save takes over from an earlier checkpoint, its base: files in which nothing has changed are linked instead of
-//! written (`docs/design.md`, Unchanged tensors).
+//! The part of an earlier checkpoint, its base, that a save takes over: files in which nothing has changed are linked
+//! instead of written (`docs/design.md`, Unchanged tensors).
 
 use std::os::fd::AsFd as _;
 use std::path::Path;
@@ -22,10 +22,11 @@ use crate::read::Checkpoint;
 use crate::sys::file::{changed, open_regular, sync};
 use crate::sys::fork::Held;
 
-/// The bytes of a linked file are read about once in this many saves. In between, its inode and its time of modification
-/// stand for them.
+/// The bytes of a linked file are read about once in this many saves, because a disk can lose bytes without a write. In
+/// between, its inode and its time of modification vouch for them.
 const TRUSTED: u64 = 16;
-/// What is unchanged gets files of its own where it is at least this part of what is written of its group.
+/// Unchanged tensors get files of their own if they make up at least this part of the bytes that are written of their
+/// group.
 const FEW: u64 = 16;
 
 /// A state that is saved beside a base, and how its layout would be without one.
@@ -35,7 +36,7 @@ pub(crate) struct State<'a> {
     pub(crate) groups: &'a [Group],
     /// Bytes of a shard.
     pub(crate) shard_size: u64,
-    /// For each tensor, whether it is said to stay unchanged. Empty if nothing is said.
+    /// For each tensor, whether it is declared unchanging. Empty if nothing is declared.
     pub(crate) frozen: &'a [bool],
 }
 
@@ -54,7 +55,7 @@ impl State<'_> {
     }
 }
 
-/// The shards of a base that a save links. They lie in its workspace, under the names that [`provisional`] gives them
+/// The shards of a base that a save links. They are in its workspace, under the names that [`provisional`] gives them
 /// until the layout is known.
 #[derive(Debug, Default)]
 pub(crate) struct LinkedShards {
@@ -65,7 +66,7 @@ pub(crate) struct LinkedShards {
     pub(crate) numbers: Vec<usize>,
     entries: Vec<ShardEntry>,
     vouched: Vec<Vouched>,
-    /// For each tensor that lies in one of them, its entry in the base's manifest.
+    /// For each tensor in one of them, its entry in the base's manifest.
     tensors: Vec<Option<TensorEntry>>,
     /// Why not everything that is unchanged could be linked.
     pub(crate) warnings: Vec<String>,
@@ -77,20 +78,20 @@ fn provisional(number: usize) -> String {
 }
 
 impl LinkedShards {
-    /// Nothing is linked yet, and what is frozen is expected to stay unchanged.
+    /// Nothing is linked yet, and frozen tensors are expected to stay unchanged.
     pub(crate) fn new(state: &State<'_>) -> Self {
         let tensors = 0..state.tensors.len();
         let unchanged = tensors.clone().map(|tensor| state.is_frozen(tensor)).collect();
         Self { unchanged, tensors: tensors.map(|_| None).collect(), ..Self::default() }
     }
 
-    /// Whether the layout is another one than that of a save that links nothing.
+    /// Whether the layout differs from that of a save that links nothing.
     pub(crate) fn changes_layout(&self, state: &State<'_>) -> bool {
         let mut flags = self.unchanged.iter().enumerate();
         !self.shards.is_empty() || flags.any(|(tensor, &unchanged)| unchanged != state.is_frozen(tensor))
     }
 
-    /// What the layout depends on.
+    /// The inputs of the layout.
     pub(crate) fn reuse(&self) -> Reuse<'_> {
         Reuse { unchanged: &self.unchanged, linked: &self.shards }
     }
@@ -101,7 +102,7 @@ impl LinkedShards {
         Linked { files: self.entries.len(), bytes }
     }
 
-    /// Gives what was linked the names that it has in a plan.
+    /// Gives the linked files their names in a plan.
     pub(crate) fn name_linked_shards(workspace: &Workspace, plan: &Plan) -> Result<()> {
         let mut shards = plan.shards.iter();
         shards.try_for_each(|shard| {
@@ -109,8 +110,8 @@ impl LinkedShards {
         })
     }
 
-    /// Compares a state with its base, and links what it can. Problems with the base become warnings, and more is
-    /// written.
+    /// Compares a state with its base, and links the files that it can. Problems with the base become warnings, and
+    /// more is written.
     pub(super) fn find(
         workspace: &Workspace,
         (state, contents): (&State<'_>, &[Content]),
@@ -137,7 +138,7 @@ impl LinkedShards {
         None
     }
 
-    /// Links what it can, given for each tensor its number in the base if it is unchanged.
+    /// Links the files that it can, given for each tensor its number in the base if it is unchanged.
     pub(crate) fn link(
         &mut self,
         workspace: &Workspace,
@@ -175,8 +176,8 @@ impl LinkedShards {
         Ok(())
     }
 
-    /// Notes what another process has linked from a base with this manifest, and what it expects to stay unchanged. Refuses
-    /// shards that are not of this state.
+    /// Notes the files that another process has linked from a base with this manifest, and the tensors that it expects
+    /// to stay unchanged. Refuses shards that are not of this state.
     pub(crate) fn follow(
         &mut self,
         state: &State<'_>,
@@ -197,8 +198,7 @@ impl LinkedShards {
         Ok(())
     }
 
-    /// The entries of all shards and tensors of a plan: those of the base for what is linked, the others as they were
-    /// `written`.
+    /// The entries of all shards and tensors of a plan: the base's for linked ones, the others as they were `written`.
     pub(super) fn united(
         &self,
         plan: &Plan,
@@ -217,7 +217,7 @@ impl LinkedShards {
         (all, plan.places.iter().enumerate().filter_map(tensor).collect())
     }
 
-    /// What stands for the bytes of each shard of a plan, which lies in the workspace. Nothing, if a file cannot be looked
+    /// The facts that vouch for the bytes of each shard of a plan in the workspace. Nothing, if a file cannot be looked
     /// at: then all are read before they are linked.
     pub(crate) fn vouched(&self, workspace: &Workspace, plan: &Plan) -> Vec<Vouched> {
         let written = |file: &str| {
@@ -230,8 +230,8 @@ impl LinkedShards {
         all.collect::<Option<_>>().unwrap_or_default()
     }
 
-    /// Keeps nothing apart in a group of which nearly all is written anyway: a file for a few constants would only be one
-    /// more file.
+    /// Keeps nothing separate in a group that is rewritten almost completely: a file for a few constants would only be
+    /// one more file.
     fn leave_a_few(&mut self, state: &State<'_>) {
         let groups: Vec<_> = (0..state.tensors.len()).map(|tensor| state.group_of(tensor)).collect();
         let mut bytes = vec![[0; 2]; state.groups.len()];
@@ -250,7 +250,7 @@ impl LinkedShards {
     }
 }
 
-/// Opens a base. A text says why it is none.
+/// Opens a base. A text explains why it is none.
 fn open(path: &Path, block_size: u64) -> std::result::Result<Checkpoint, String> {
     let base = Checkpoint::open(path).map_err(|error| error.to_string())?;
     let (body, path) = (base.body(), path.display());
@@ -296,7 +296,7 @@ fn shards_of(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usi
     whole.collect()
 }
 
-/// Those of them that are worth linking.
+/// The ones that are worth linking.
 fn candidates(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(usize, LinkedShard)> {
     let whole = shards_of(base, same, state);
     let mut unchanged = vec![0; state.groups.len()];
@@ -310,9 +310,9 @@ fn candidates(base: &Body, same: &[Option<usize>], state: &State<'_>) -> Vec<(us
     worth_linking(whole, unchanged, state.shard_size)
 }
 
-/// Leaves out small shards that are no larger than what is written in their group because it stays as it is, `unchanged`
-/// bytes: they become one with it. So the shards that are linked double in size, and their number stays small however
-/// tensors come to rest one by one.
+/// Leaves out small shards that are no larger than the tensors written in their group because they are unchanged,
+/// `unchanged` bytes: the two become one shard. So linked shards double in size, and their number stays small even if
+/// tensors stop changing one by one.
 fn worth_linking(
     whole: Vec<(usize, LinkedShard)>,
     mut unchanged: Vec<u64>,
@@ -331,8 +331,8 @@ fn worth_linking(
     whole.into_iter().zip(kept).filter_map(|(one, kept)| kept.then_some(one)).collect()
 }
 
-/// Links shard `index` of the base into the workspace, after a look at its bytes or at what stands for them. Returns what
-/// stands for them from now on.
+/// Links shard `index` of the base into the workspace, after a check of its bytes or of the facts that vouch for them.
+/// Returns the facts that vouch for them from now on.
 fn link(
     workspace: &Workspace,
     base: &Checkpoint,
@@ -346,7 +346,7 @@ fn link(
     let (open, bytes) =
         open_regular(base.directory(), &shard.file).map_err(Error::io("open the base's file", &path))?;
     if bytes != shard.bytes {
-        return Err(Error::corrupt(&path, format!("it has {bytes} bytes, written were {}", shard.bytes)));
+        return Err(Error::corrupt(&path, format!("it has {bytes} bytes, expected {}", shard.bytes)));
     }
     let open = Held::from(open);
     let look = || changed(open.as_fd(), "").map_err(Error::io("look at", &path));
@@ -354,12 +354,12 @@ fn link(
     let is_known = |vouched: &&Vouched| (vouched.modified, vouched.inode) == before;
     let vouched = base.body().saved.files.get(index).filter(is_known);
     if vouched.is_none_or(|vouched| is_due(shard, vouched.links)) {
-        // What is read is no progress of the save.
+        // These reads are not progress of the save.
         base.check_shard(index, options, &mut |_, _| progress(0, 0))?;
     }
     if vouched.is_none() {
-        // Whoever made it may not have synced it: it may be a copy that a user made. After the link, the sync would wait
-        // for the file system to write that, too.
+        // Another program may have made it without syncing it, for example a copy made by a user. After the link, the
+        // sync would wait for the file system to write that, too.
         sync(open.as_fd()).map_err(Error::io("sync the base's file", &path))?;
     }
     let name = provisional(number);
@@ -368,7 +368,7 @@ fn link(
         workspace.unlink(&name);
         return Err(Error::corrupt(&path, "it was changed while it was linked"));
     }
-    // A clone is another file than the base's.
+    // A clone is a different file from the base's.
     let inode =
         fs::statat(workspace.directory(), &name, AtFlags::SYMLINK_NOFOLLOW).map_or(0, |stat| stat.st_ino);
     let links = base.body().saved.files.get(index).map_or(0, |vouched| vouched.links);

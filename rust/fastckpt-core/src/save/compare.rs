@@ -38,8 +38,8 @@ struct Comparison<'a> {
     total: u64,
 }
 
-/// For each tensor of a state, its number in the checkpoint `base`, if it has the same name, type and content there. Of a
-/// tensor that differs, little more is read than up to the first block that differs.
+/// For each tensor of a state, its number in the checkpoint `base`, if it has the same name, type and content there. Of
+/// a tensor that differs, little more is read than up to the first block that differs.
 pub(super) fn unchanged(
     tensors: &[TensorSpec],
     contents: &[Content],
@@ -118,7 +118,7 @@ impl<'a> Comparison<'a> {
         }
     }
 
-    /// Whether a tensor whose first checksums are all those of the base has its second one, too.
+    /// Whether a tensor whose first checksums all equal the base's has its second one, too.
     fn is_same(&self, candidate: &Candidate<'_>) -> bool {
         let Candidate { entry, first, changed, .. } = candidate;
         let xzs = self.xzs[*first..].iter().map(|xz| xz.load(Ordering::Relaxed));
@@ -127,7 +127,8 @@ impl<'a> Comparison<'a> {
     }
 }
 
-/// The tensors that have one of the same name, type and shape in `base`, with both checksums: its number there.
+/// The tensors that have a counterpart of the same name, type and shape in `base`, with both checksums: its number
+/// there.
 pub(crate) fn counterparts(tensors: &[TensorSpec], base: &Body) -> Vec<(usize, usize)> {
     let known: HashMap<_, _> =
         base.tensors.iter().enumerate().map(|(index, entry)| (entry.name.as_str(), index)).collect();

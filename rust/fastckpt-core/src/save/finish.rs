@@ -14,7 +14,7 @@ use crate::format::layout::Plan;
 use crate::format::manifest::{self, Body, Saved, ShardEntry, TensorEntry};
 use crate::telemetry::{Operation, Phase};
 
-/// How a save wrote.
+/// The figures of a save.
 #[derive(Debug, Clone, Default)]
 pub struct Figures {
     /// The engine.
@@ -27,7 +27,7 @@ pub struct Figures {
     pub seconds: f64,
 }
 
-/// What a commit did.
+/// The result of a commit.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Committed {
     /// Bytes of all tensors that were written.
@@ -36,24 +36,24 @@ pub struct Committed {
     pub seconds: f64,
     /// The latter.
     pub synced: f64,
-    /// What the caller should know, in words.
+    /// Warnings for the caller, in words.
     pub warnings: Vec<String>,
     /// Number of shards.
     pub shards: usize,
     /// Number of tensors.
     pub tensors: usize,
-    /// What the checkpoint took over from an earlier one.
+    /// The files that the checkpoint took over from an earlier one.
     pub linked: Linked,
 }
 
-/// Shards in a workspace, and what makes them a checkpoint.
+/// Shards in a workspace, and the parts that make them a checkpoint.
 pub(crate) struct Finish<'a> {
     /// The manifest, without shards and tensors.
     pub(crate) body: Body,
     pub(crate) plan: &'a Plan,
-    /// What of the plan was not written.
+    /// The linked part of the plan, which was not written.
     pub(crate) linked: &'a LinkedShards,
-    /// The entries of what was written.
+    /// The entries of the written shards and tensors.
     pub(crate) written: (Vec<ShardEntry>, Vec<TensorEntry>),
     /// Whether several processes have written it: then it is looked at as a load would.
     pub(crate) joint: bool,
@@ -64,8 +64,8 @@ pub(crate) struct Finish<'a> {
     pub(crate) unsynced: Option<Unsynced>,
 }
 
-/// Completes `workspace` and gives it the checkpoint's name. Until then a failure leaves what was there before. What had
-/// the name is removed when the second value is dropped.
+/// Completes `workspace` and gives it the checkpoint's name. Until then a failure leaves the old checkpoint unchanged.
+/// The replaced checkpoint is removed when the second value is dropped.
 pub(crate) fn finish(
     mut workspace: Workspace,
     end: Finish<'_>,
@@ -83,7 +83,7 @@ pub(crate) fn finish(
     let body = Body { saved, shards, tensors, ..body };
     if joint {
         decode::check(&body)
-            .map_err(|what| Error::Invalid(format!("no load would take this save: {what}")))?;
+            .map_err(|what| Error::Invalid(format!("no load would accept this save: {what}")))?;
     }
     let synced = seal(&mut workspace, &body, files, unsynced, operation)?;
     let total = plan.written().map(|shard| shard.bytes).sum();

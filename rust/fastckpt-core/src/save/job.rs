@@ -37,7 +37,7 @@ pub(crate) struct WriteJob<'a, W> {
     leaves_a_sync: bool,
     /// That file, once it is written.
     unsynced: OnceLock<Arc<OpenFile>>,
-    /// When the last unit was on the device, in nanoseconds after `begin`. What came later was syncing.
+    /// When the last unit was on the device, in nanoseconds after `begin`. The time after it was spent syncing.
     pub(crate) written: AtomicU64,
 }
 
@@ -91,7 +91,7 @@ impl<'a, W: Work> WriteJob<'a, W> {
         Ok(assembled.transfer(number, file, unit.start))
     }
 
-    /// A unit that is ready to be written, of which callbacks have brought their bytes to `slab`.
+    /// A unit that is ready to be written, whose callbacks have copied their bytes to `slab`.
     fn fetched_transfer(&self, number: usize, file: Arc<OpenFile>, slab: Slab) -> Result<Transfer> {
         let unit = self.work.unit(number);
         let assembled = self.assembler.assemble_fetched(self.work, (number, &unit), &file, slab)?;
@@ -107,7 +107,7 @@ impl<'a, W: Work> WriteJob<'a, W> {
         if self.strict && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
     }
 
-    /// What the workers left to make durable.
+    /// The files that the workers left to be synced.
     pub(super) fn unsynced(&self) -> Option<Unsynced> {
         let file = Arc::clone(self.unsynced.get()?);
         let index = self.work.unit(0).shard;
@@ -189,7 +189,7 @@ impl<W: Work> Job for WriteJob<'_, W> {
         lane.moved(unit.len());
         if let Some(file) = self.files.release(unit.shard) {
             if self.leaves_a_sync {
-                // Its manifest follows at once, and a file system that has both makes them durable together.
+                // Its manifest follows at once, and a file system that has both to write makes them durable together.
                 let _ = self.unsynced.set(file);
             } else {
                 let synced = lane.during(State::Fsync, || file.sync());

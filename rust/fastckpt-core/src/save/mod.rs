@@ -42,9 +42,9 @@ use crate::telemetry::{self, Kind, Operation};
 /// The bytes to save.
 #[derive(Debug, Clone, Copy)]
 pub enum Contents<'a> {
-    /// Tensors, each where it lies.
+    /// Tensors, each in its memory.
     Tensors(&'a [Content]),
-    /// The shards of a plan as they will be on the disk. They cannot change. The plan is that of the request.
+    /// The shards of a plan as they will be on the disk. They cannot change. The plan is the request's.
     Images(&'a Plan, &'a [Stretch]),
 }
 
@@ -63,7 +63,7 @@ pub struct Request<'a> {
     pub contents: Contents<'a>,
     /// An earlier checkpoint, whose files become part of this one where nothing in them has changed.
     pub base: Option<&'a Path>,
-    /// For each tensor, whether it is said to stay unchanged in later saves. Empty if nothing is said.
+    /// For each tensor, whether it is declared to stay unchanged in later saves. Empty if nothing is declared.
     pub frozen: &'a [bool],
     /// The structure of the state: a JSON array of tokens.
     pub structure: &'a str,
@@ -75,9 +75,9 @@ pub struct Request<'a> {
     pub overwrite: bool,
 }
 
-/// Writes a checkpoint. When this succeeds, the checkpoint is durable and visible. When it fails, nothing of it is
-/// left, and what was there before is untouched. There is one exception: if only the final sync of the
-/// parent directory fails, the new checkpoint already has the name, but may not survive a power cut.
+/// Writes a checkpoint. When this succeeds, the checkpoint is durable and visible. When it fails, no trace of it is
+/// left, and the old checkpoint is unchanged. There is one exception: if only the final sync of the parent directory
+/// fails, the new checkpoint already has the name, but may not survive a power cut.
 pub fn save(request: &Request<'_>, options: &Options, progress: Progress<'_>) -> Result<Report> {
     let operation = options.operation(Kind::Save, request.path);
     let outcome = write(request, options, &operation, progress, MAX_BYTES);
@@ -161,8 +161,8 @@ impl<'a> Request<'a> {
         })
     }
 
-    /// Links what it can of a base. Returns the tensors' contents, what was linked, and the layout of the rest, if it is
-    /// another one than `first`.
+    /// Links the unchanged files of a base. Returns the tensors' contents, the linked files, and the layout of the
+    /// rest, if it differs from `first`.
     fn compare(
         &self,
         workspace: &Workspace,
@@ -195,8 +195,8 @@ fn contents_of<'a>(bytes: &Bytes<'a>, tensors: &[TensorSpec], plan: &Plan) -> Re
     places.collect::<Option<Vec<_>>>().map(Cow::Owned).ok_or_else(Content::too_short)
 }
 
-/// A manifest without shards and tensors. `texts` are the structure, the metadata and what each rank has for itself;
-/// the last may be empty, and is left out then.
+/// A manifest without shards and tensors. `texts` are the structure, the metadata and the states of ranks alone; the
+/// last may be empty, and is left out then.
 pub(crate) fn empty_body(
     created: f64,
     block_size: u64,
@@ -216,7 +216,7 @@ pub(crate) fn empty_body(
     })
 }
 
-/// Refuses a state whose manifest would have more than `most` bytes. `texts` are those of [`empty_body`].
+/// Refuses a state whose manifest would have more than `most` bytes. `texts` are the arguments of [`empty_body`].
 pub(crate) fn check_size(plan: &Plan, tensors: &[TensorSpec], texts: [&str; 3], most: u64) -> Result<()> {
     // A cheap bound settles it for nearly all states.
     if manifest::at_most(tensors, plan, texts) <= most {

@@ -1,4 +1,4 @@
-//! What one process writes of a checkpoint: some shards of its plan.
+//! The part of a checkpoint that one process writes: some shards of its plan.
 
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -13,13 +13,13 @@ use crate::telemetry::Operation;
 /// The bytes of the shards of a plan.
 #[derive(Debug, Clone, Copy)]
 pub enum Bytes<'a> {
-    /// Where each tensor lies. For tensors in shards that are not written, this does not matter.
+    /// The memory of each tensor. For tensors in shards that are not written, this does not matter.
     Tensors(&'a [Content]),
     /// The shards as they will be on the disk. They cannot change.
     Images(&'a [Stretch]),
 }
 
-/// Some shards of a plan, and what goes into them.
+/// Some shards of a plan, and their contents.
 #[derive(Debug)]
 pub struct Part<'a> {
     /// The layout of the whole checkpoint.

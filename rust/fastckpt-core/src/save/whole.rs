@@ -17,7 +17,7 @@ use crate::sys::memory::Source;
 /// The blocks of a part, and their checksums.
 pub(super) struct Whole<'a> {
     part: &'a Part<'a>,
-    /// Where each tensor lies; empty if there are `images`.
+    /// The memory of each tensor; empty if there are `images`.
     contents: &'a [Content],
     /// The shards as they will be on the disk.
     images: &'a [Stretch],
@@ -138,7 +138,7 @@ impl Work for Whole<'_> {
         let mut units = units.map(|number| self.unit(number)).peekable();
         let mut wanted = Vec::new();
         while let Some(mut run) = units.next() {
-            // Units of one shard lie one after another here as they do there, so a tensor is asked for in one piece.
+            // Units of one shard are adjacent here as they are there, so a tensor is requested in one piece.
             while let Some(next) = units.next_if(|next| (next.shard, next.start) == (run.shard, run.end)) {
                 run.end = next.end;
             }

@@ -1,4 +1,4 @@
-//! What a job writes, seen by the job: units of bytes, where they come from, and what becomes of their checksums.
+//! The work of a job, from the job's point of view: units of bytes, their sources, and their checksums.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ use crate::format::layout::{Plan, Shard};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
 
-/// Bytes of one shard that one transfer writes. They lie in one block. They begin at a page, and end at one or at the
+/// Bytes of one shard that one transfer writes. They are in one block. They begin at a page, and end at one or at the
 /// end of the file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Unit {
@@ -54,7 +54,7 @@ pub(crate) trait Work: Sync {
         extents(self.plan(), unit)
     }
 
-    /// Whether the bytes of a unit are there. A unit whose bytes are not there is asked for again and again.
+    /// Whether the bytes of a unit have arrived. A unit whose bytes are not there is requested repeatedly.
     fn is_ready(&self, _number: usize) -> Result<bool> {
         Ok(true)
     }
@@ -64,29 +64,30 @@ pub(crate) trait Work: Sync {
         None
     }
 
-    /// Whether callbacks bring bytes of any unit.
+    /// Whether callbacks copy bytes of any unit.
     fn calls(&self) -> bool {
         false
     }
 
-    /// The number of bytes of a unit that callbacks bring to where they are written from, or `None` if callbacks bring
-    /// nothing of it.
+    /// The number of bytes of a unit that callbacks copy to the place that they are written from, or `None` if
+    /// callbacks copy none.
     fn fetched(&self, _number: usize) -> Option<u64> {
         None
     }
 
-    /// Has callbacks bring what they have of `units`. The bytes of each lie in `to` as in the file, and take whole pages.
+    /// Has callbacks copy their bytes of `units`. The bytes of each are at their places in the file in `to`, and take
+    /// whole pages.
     fn fetch(&self, _units: Range<usize>, _to: &mut [u8]) -> Result<()> {
         Ok(())
     }
 
-    /// Copies what is missing of a unit that was fetched, except its header. `to` has all its bytes.
+    /// Copies the missing bytes of a unit that was fetched, except its header. `to` has all its bytes.
     fn complete(&self, _number: usize, _to: &mut [u8]) -> Result<()> {
         Ok(())
     }
 
-    /// Adds to `found` the stretches of `extent` that lie in host memory as they lie in the file, in order, each with
-    /// its file offset.
+    /// Adds to `found` the stretches of `extent` that are in host memory in the order of the file, each with its file
+    /// offset.
     fn memory(&self, number: usize, extent: &Extent, found: &mut Vec<(u64, Source)>) -> Result<()>;
 
     /// Copies bytes of tensor `tensor`, from `start` on, and returns their checksums.
@@ -95,14 +96,14 @@ pub(crate) trait Work: Sync {
     /// Takes the checksums of an extent, or of the part of it in the unit. It is the `place`th of the unit.
     fn summed(&self, number: usize, place: usize, extent: &Extent, sum: Pair);
 
-    /// Takes the CRC of a unit that is ready to be written. `again` tells whether its bytes may be asked for again.
+    /// Takes the CRC of a unit that is ready to be written. `again` is whether its bytes may be requested again.
     fn assembled(&self, number: usize, sum: u64, again: bool);
 
     /// A unit is in its file.
     fn written(&self, _number: usize) {}
 }
 
-/// The extents in a unit of a plan, or the parts of them that lie in it.
+/// The extents in a unit of a plan, or their parts in it.
 pub(crate) fn extents(plan: &Plan, unit: &Unit) -> impl Iterator<Item = Extent> {
     let range = unit.start..unit.end;
     let block = geometry::down(unit.start, plan.block_size);

@@ -42,12 +42,13 @@ impl Shape {
         Ok(shape)
     }
 
-    /// The only shape of `bytes` that has one dimension.
+    /// The only one-dimensional shape of `bytes`.
     pub(super) fn flat(bytes: u64) -> Self {
         Self { sizes: vec![bytes], item: 1, elements: 1, bytes: 1 }
     }
 
-    /// What a group has of a tensor that is logically `sizes`, counted as this shape is. Replaces what is in `dims`.
+    /// The part of a tensor of the logical shape `sizes` that a group has, counted in this shape. Replaces the contents
+    /// of `dims`.
     pub(super) fn ranges(
         &self,
         sizes: &[u64],
@@ -55,7 +56,7 @@ impl Shape {
         group: u32,
         dims: &mut Vec<Bounds>,
     ) -> Result<(), String> {
-        // Whoever has everything has all bytes, whatever the shape.
+        // A rank with full boxes has all bytes, whatever the shape.
         if groups.is_whole() {
             return groups.ranges(group, &self.sizes, dims);
         }

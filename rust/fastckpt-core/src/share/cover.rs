@@ -1,8 +1,8 @@
-//! Who has which bytes of a tensor: intervals of it, each with the ranks that have boxes there. Pure.
+//! The bytes of a tensor that ranks have: intervals of it, each with the ranks that have boxes there. Pure.
 //!
-//! An interval is a range of **lines**. A line is all that lies under one index of the first `level` dimensions, so it
-//! is contiguous. Every interval has a section, which says how the boxes of ranks share each of its lines: in cells,
-//! which are boxes themselves and do not overlap. A tile is the part of a rank's box in one cell.
+//! An interval is a range of **lines**. A line is everything under one index of the first `level` dimensions, so it is
+//! contiguous. Every interval has a section, which divides each of its lines among the boxes of ranks: in cells, which
+//! are boxes themselves and do not overlap. A tile is the part of a rank's box in one cell.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -12,14 +12,14 @@ use super::bytes::{Shape, len};
 use super::spread::{Bounds, Groups};
 use super::tiles::Tiles;
 
-/// Boxes whose runs have this many bytes on average are written by those who have them. It is worth more operations
-/// not to exchange them.
+/// Boxes whose runs have this many bytes on average are written by the ranks that have them. It is worth more
+/// operations not to exchange them.
 const LONG: u128 = 64 << 10;
 
-/// By section and copy: the ranks that give something of it, ascending.
+/// By section and copy: the ranks that give some of it, ascending.
 type Givers = HashMap<(u32, u32), Arc<[u32]>>;
 
-/// Who has which bytes of a tensor. It is the same for all tensors with the same shape, bytes and spreads.
+/// The bytes of a tensor that ranks have. It is the same for all tensors with the same shape, bytes and spreads.
 #[derive(Debug)]
 pub(super) struct Cover {
     /// The boxes, and their parts in cells.
@@ -42,11 +42,11 @@ pub(super) struct Cover {
     /// Whether boxes of several groups of ranks overlap.
     overlaps: bool,
     /// The place of each spread in the order of copies: first those that have the whole tensor, then by lowest rank. So
-    /// copy 0 is of one spread, whole, where there is one.
+    /// copy 0 is of one spread, whole, if there is one.
     precedence: Vec<(bool, u32)>,
-    /// By section and copy: the ranks that give something of a section of several cells, ascending.
+    /// By section and copy: the ranks that give some of a section of several cells, ascending.
     givers: Mutex<Givers>,
-    /// A range of the tensor with bytes that nobody has.
+    /// A range of the tensor with bytes that no rank has.
     pub(super) gap: Option<Range<u64>>,
 }
 
@@ -151,7 +151,7 @@ impl Cover {
     }
 
     /// Adds the cells of those parts of lines that are `deep` along the first dimensions inside of lines. All of
-    /// `boxes` have these parts, and nobody else.
+    /// `boxes`, and no others, have these parts.
     fn cell(
         &mut self,
         boxes: &[u32],
@@ -300,7 +300,7 @@ struct Sections {
     /// By the only box; [`NONE`] if it is in no section alone.
     single: Vec<u32>,
     several: HashMap<Box<[u32]>, u32>,
-    /// Where the boxes of each section begin in `boxes`, and its length.
+    /// The start of each section's boxes in `boxes`, and their number.
     firsts: Vec<u32>,
     boxes: Vec<u32>,
 }

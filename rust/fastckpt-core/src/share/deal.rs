@@ -1,8 +1,8 @@
-//! Which of the ranks that hold the same bytes of a tensor gives them to a save. Pure.
+//! Decides which of the ranks that hold the same bytes of a tensor gives them to a save. Pure.
 //!
-//! Ranks that hold the same part of a tensor, ascending, have its **copies**: the first one copy 0, the next one copy 1.
-//! A tensor is dealt out whole: all of its bytes come from one copy, for copies that are said to be equal may not be.
-//! Tensors are dealt so that every copy gives about as many bytes.
+//! Ranks that hold the same part of a tensor, ascending, have its **copies**: the first one copy 0, the next one copy
+//! 1. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are declared equal may
+//! differ. Tensors are dealt so that every copy gives about as many bytes.
 
 use std::cmp::Reverse;
 use std::collections::HashMap;
@@ -10,12 +10,13 @@ use std::collections::HashMap;
 use super::table::{Deal, Share};
 use crate::error::Result;
 
-/// A tensor is not cut into runs of fewer bytes, but for its last one. What one rank writes of it beyond its share takes a moment.
+/// A tensor is not cut into runs of fewer bytes, except for its last one. Writing one rank's excess over its share
+/// takes a moment.
 const RUN: u64 = 64 << 20;
 /// A copy may give this fraction more than its share, so that a tensor need not be cut.
 const SPARE: u64 = 16;
 
-/// Tensors that lie one after another and are dealt together.
+/// Consecutive tensors that are dealt together.
 struct Batch {
     bytes: u64,
     tensors: Vec<usize>,
@@ -25,7 +26,7 @@ impl Share {
     /// The deals of all tensors. Those in `first` come from copy 0, strictly.
     pub(super) fn deal(&self, first: &[bool]) -> Result<Vec<Deal>> {
         let mut deals = vec![Deal::default(); self.tensors.len()];
-        // By spreads and number of copies: what is alike is balanced by itself.
+        // By spreads and number of copies: equal ones are balanced among themselves.
         let mut groups: HashMap<(&[u32], u32), usize> = HashMap::new();
         let mut batches: Vec<(u32, Vec<Batch>)> = Vec::new();
         for tensors in &self.order {
@@ -73,7 +74,7 @@ impl Share {
             loop {
                 let copy = (0..given.len()).min_by_key(|&copy| given[copy]).unwrap_or(0);
                 let len = rest.end - rest.start;
-                // No longer runs: where a copy is spread over several ranks, each of them is to give some of it.
+                // No longer runs: if a copy is spread over several ranks, each of them should give some of it.
                 let end = (rest.start + RUN).next_multiple_of(self.block_size);
                 let cut = given[copy] + len > share + share / SPARE && end + RUN / 2 <= rest.end;
                 let run = rest.start..if cut { end } else { rest.end };

@@ -1,4 +1,4 @@
-//! What one rank does: the ranges of files that it reads or writes, and its messages. Pure.
+//! The duties of one rank: the ranges of files that it reads or writes, and its messages. Pure.
 //!
 //! Both sides of a message compute its items from the same cuts, in the same order: intervals, blocks and pages cut a
 //! tensor into stretches with one owner each, and cells and tiles have their order.
@@ -18,12 +18,12 @@ use super::tiles::Whose;
 use crate::error::{Error, Result};
 use crate::format::geometry::down;
 
-/// What one rank reads or writes as a whole.
+/// The unit that one rank reads or writes as a whole.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Grain {
     /// Pages of the files ([`Share::in_pages`]), to save. Everything is written.
     Page,
-    /// The parts of tensors in blocks, to load. What nobody wants is not read.
+    /// The parts of tensors in blocks, to load. Extents that no rank wants are not read.
     Extent,
 }
 
@@ -38,10 +38,10 @@ pub struct FileRange {
     pub end: u64,
 }
 
-/// What one rank does.
+/// The duties of one rank.
 #[derive(Debug, Default)]
 pub struct Duties {
-    /// What it reads or writes, in order, not adjacent.
+    /// The ranges that it reads or writes, in order, not adjacent.
     pub ranges: Vec<FileRange>,
     /// Bytes in `ranges` that it has or wants itself, in order.
     pub local: Vec<Item>,
@@ -55,7 +55,7 @@ pub struct Duties {
 
 impl Share {
     /// What `rank` does. Its parts count as memory without gaps. Fails if a spread does not fit its tensor; with
-    /// [`Grain::Page`], also if nobody has some of the bytes.
+    /// [`Grain::Page`], also if no rank has some of the bytes.
     pub fn duties(&self, rank: u32, grain: Grain) -> Result<Duties> {
         if rank >= self.ranks {
             return Err(Error::Invalid(format!("there is no rank {rank} of {}", self.ranks)));
@@ -80,7 +80,7 @@ impl Share {
         })
     }
 
-    /// Fails if nobody has some of the bytes, or if a file has bytes that are of no tensor.
+    /// Fails if no rank has some of the bytes, or if a file has bytes that belong to no tensor.
     fn check_held(&self) -> Result<()> {
         for (&(mut at, end), tensors) in self.files.iter().zip(&self.order) {
             for &tensor in tensors {
@@ -101,7 +101,7 @@ impl Share {
     }
 }
 
-/// What one rank has of the tensors of one class.
+/// The tiles of one rank in the tensors of one class.
 pub(super) struct Own {
     /// Its intervals, in order.
     pub(super) intervals: Vec<usize>,
@@ -135,7 +135,7 @@ impl Own {
     }
 }
 
-/// Which part of `rank` a tile is in.
+/// The part of `rank` that a tile is in.
 fn part(cover: &Cover, spreads: &[&Groups], tile: u32, rank: u32) -> Option<u32> {
     let whose = cover.tiles.whose(tile);
     let slot = whose.slot as usize;
@@ -206,7 +206,7 @@ impl<'a> Work<'a> {
         (len > 0).then_some(Item { tensor: held.tensor, bytes, part, rows, base, len })
     }
 
-    /// Adds what this rank does with `tile` of rank `peer` in a stretch that it reads or writes.
+    /// Adds this rank's work on `tile` of rank `peer` in a stretch that it reads or writes.
     fn serve(&mut self, held: &Held<'_>, stretch: &Range<u64>, tile: u32, peer: u32) -> bool {
         let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
         let Some(item) = self.item(held, stretch, tile, part) else { return false };
@@ -228,7 +228,7 @@ impl<'a> Work<'a> {
         true
     }
 
-    /// What this rank writes of a file, and what it sends for the rest of it.
+    /// The ranges that this rank writes of a file, and the items that it sends for the rest of it.
     fn pages(&mut self, shard: usize, tensors: &[usize]) -> Result<()> {
         let ((data, bytes), page) = (self.share.files[shard], self.share.page);
         let held = tensors.iter().map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor)));
@@ -256,13 +256,13 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Adds what of an interval of this rank others write.
+    /// Adds the parts of an interval of this rank that others write.
     fn send(&mut self, held: &[Held<'_>], index: usize, interval: usize, own: &Own) {
         let (tensor, page) = (&held[index], self.share.page);
         let section = tensor.cover.section(interval);
         let (range, tiles) = (tensor.interval(interval), &own.tiles[&section]);
         let begin = range.start.next_multiple_of(page).min(range.end);
-        // The writer of the only cell is who gives it.
+        // The owner of the only cell gives it.
         let end = if tensor.cover.cells(section).len() == 1 { begin } else { range.end };
         for stretch in tensor.cut(interval, range.start..end, true) {
             let owner = if stretch.start < begin {
@@ -287,7 +287,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// Adds what this rank needs to write `range` of a file.
+    /// Adds the bytes that this rank needs to write `range` of a file.
     fn write(&mut self, held: &[Held<'_>], range: Range<u64>) {
         let first = held.partition_point(|tensor| tensor.range.end <= range.start);
         for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < range.end) {
@@ -305,7 +305,7 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// What this rank reads of a file, and what it receives of the rest of it.
+    /// The ranges that this rank reads of a file, and the items that it receives of the rest of it.
     fn extents(&mut self, tensors: &[usize]) -> Result<()> {
         for &tensor in tensors {
             let held = Held::new(self.share, tensor, None)?;
@@ -343,7 +343,7 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Adds an extent that this rank reads, unless nobody wants any of it.
+    /// Adds an extent that this rank reads, unless no rank wants any of it.
     fn read(&mut self, held: &Held<'_>, extent: &Range<u64>) {
         let mut wanted = false;
         for interval in held.at(extent.start)..=held.at(extent.end - 1) {

@@ -10,10 +10,10 @@ use crate::sys::strided::Rows;
 const FULL: u64 = 1 << 20;
 /// The same in a job of any number of ranks.
 const LEAST: u64 = 64 << 10;
-/// Bytes of one message from each rank of a job, about: a block may need one from each at the same time.
+/// Approximate bytes of one message from each rank of a job: a block may need one from each at the same time.
 const OF_ALL: u64 = 64 << 20;
-/// A message takes no item that lies this many bytes or more after its first one in the file. So it does not hold
-/// memory for long on the side that reads or writes the file.
+/// A message takes no item that is this many bytes or more after its first one in the file. So it does not hold memory
+/// for long on the side that reads or writes the file.
 const SPAN: u64 = 256 << 20;
 
 /// Bytes of one part of one rank, inside one block.
@@ -21,13 +21,13 @@ const SPAN: u64 = 256 << 20;
 pub struct Item {
     /// The tensor.
     pub tensor: usize,
-    /// A range of the tensor. The item is those bytes of the box that lie in it, in the order of the tensor.
+    /// A range of the tensor. The item is those bytes of the box in it, in the order of the tensor.
     pub bytes: Range<u64>,
-    /// Which part of the rank on the box side.
+    /// The part of the rank on the box side.
     pub part: u32,
     /// The box, or a part of it: in the tensor, and in the memory of the part from `base` on.
     pub rows: Arc<Rows>,
-    /// Where the first byte of `rows` lies in the memory of the part.
+    /// The position of the first byte of `rows` in the memory of the part.
     pub base: i64,
     /// The number of bytes, never zero.
     pub len: u64,
@@ -62,8 +62,8 @@ impl Mailbox {
         Self { full, messages: Vec::new(), last: HashMap::new() }
     }
 
-    /// Adds an item, which lies at `place`: its file, and its offset there. Items come in the order of their places.
-    /// Items of one pair of ranks must come in the same order on both sides.
+    /// Adds an item at `place`: its file, and its offset there. Items come in the order of their places. Items of one
+    /// pair of ranks must come in the same order on both sides.
     pub(super) fn add(&mut self, peer: u32, place: (usize, u64), item: Item) {
         let len = item.len;
         let last = self.last.get(&peer).map(|&last| &mut self.messages[last]);

@@ -1,10 +1,10 @@
-//! How ranks share the work on one checkpoint: which rank reads or writes which bytes of the files, and which bytes
-//! travel between which ranks. Pure: every rank computes the same, and none of it is sent.
+//! The division of work on one checkpoint among ranks: which rank reads or writes which bytes of the files, and which
+//! bytes travel between which ranks. Pure: every rank computes the same, and none of it is sent.
 //!
-//! A [`Spread`] says which ranks have which boxes of a tensor. The [`Share`] of a job has all tensors, their places in
-//! the files and their spreads. Of these, [`Share::duties`] derives what one rank does: the ranges of files that it
-//! reads or writes, and its messages, each of many items. [`Share::merge`] and [`Share::cover_all`] put checksums of
-//! ranges together. [`Share::copied`] says which bytes a rank holds that others hold, too.
+//! A [`Spread`] lists which ranks have which boxes of a tensor. The [`Share`] of a job has all tensors, their places in
+//! the files and their spreads. From these, [`Share::duties`] derives the duties of one rank: the ranges of files that
+//! it reads or writes, and its messages, each of many items. [`Share::merge`] and [`Share::cover_all`] put checksums of
+//! ranges together. [`Share::copied`] lists the bytes that a rank holds and others hold, too.
 
 mod bytes;
 mod cover;

@@ -1,4 +1,4 @@
-//! Which rank reads or writes which bytes of a file, and which rank gives them to it. Pure.
+//! Decides which rank reads or writes which bytes of a file, and which rank gives them to it. Pure.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use super::table::{Deal, Share};
 use crate::error::Result;
 use crate::format::geometry::{STRAIGHT, down};
 
-/// A tensor and who has it.
+/// A tensor and the ranks that have it.
 #[derive(Debug, Clone)]
 pub(super) struct Held<'a> {
     pub(super) tensor: usize,
@@ -19,7 +19,7 @@ pub(super) struct Held<'a> {
     pub(super) spreads: Vec<&'a Groups>,
     /// Its logical shape.
     pub(super) sizes: &'a [u64],
-    /// What a save takes from which copy; a load has none.
+    /// The copy that a save takes each tensor from; a load has none.
     deal: Option<&'a Deal>,
     block_size: u64,
     page: u64,
@@ -62,8 +62,8 @@ impl<'a> Held<'a> {
         self.deal.map_or(0, |deal| deal.copy(offset))
     }
 
-    /// The rank that writes the bytes of an interval in the block of `offset`: those that give some of them take turns,
-    /// block by block. `None` if nobody has any.
+    /// The rank that writes the bytes of an interval in the block of `offset`: the ranks that give some of them take
+    /// turns, block by block. `None` if no rank has any.
     pub(super) fn writer(&self, interval: usize, offset: u64) -> Option<u32> {
         let (section, copy) = (self.cover.section(interval), self.copy(offset));
         let mut cells = self.cover.cells(section);
@@ -82,7 +82,7 @@ impl<'a> Held<'a> {
     }
 
     /// The owner of the bytes of an interval in the block of `offset`: the ranks that want some of them take turns,
-    /// block by block. `None` if nobody wants any.
+    /// block by block. `None` if no rank wants any.
     fn turn(&self, interval: usize, offset: u64) -> Option<u32> {
         let team = self.team(interval);
         let turn = (offset / self.block_size + self.shard as u64).checked_rem(team.len() as u64)?;
@@ -95,7 +95,7 @@ impl<'a> Held<'a> {
         self.range.start.max(block)..self.range.end.min(block + self.block_size)
     }
 
-    /// The rank that reads the extent in the block of `offset`; `None` if nobody wants any of it.
+    /// The rank that reads the extent in the block of `offset`; `None` if no rank wants any of it.
     ///
     /// It is the owner of one of its bytes, at another place in each block: else the ranks with the first rows would
     /// read all small tensors.
@@ -121,11 +121,10 @@ impl<'a> Held<'a> {
         first != last && (first..=last).all(has_one_reader)
     }
 
-    /// The rank that gives a cell of a stretch of an interval to its `writer`, and the tile that it has of it.
+    /// The rank that gives a cell of a stretch of an interval to its `writer`, and its tile of it.
     ///
-    /// It is the one that has the copy. Where the bytes are compared whatever else is, it may be the writer itself if that
-    /// has the cell, or else the rank that is nearest to it: a page in which a part begins, and boxes of several groups
-    /// that overlap.
+    /// It is the one that has the copy. If the bytes are always compared, it may be the writer itself if that has the
+    /// cell, or else the nearest rank: a page in which a part begins, and boxes of several groups that overlap.
     pub(super) fn giver(
         &self,
         cell: &[u32],

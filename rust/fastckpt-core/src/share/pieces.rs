@@ -7,7 +7,7 @@ use crate::error::{Error, Result};
 use crate::format::checksum::Pair;
 use crate::format::geometry::{self, Placement, down};
 
-/// The checksum of a range of a file that lies in one extent: inside one tensor and one block.
+/// The checksum of a range of a file within one extent: inside one tensor and one block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Piece {
     /// The file.
@@ -16,7 +16,7 @@ pub struct Piece {
     pub start: u64,
     /// The number of bytes.
     pub len: u64,
-    /// Their checksums. A load takes the first one alone, and the second one means nothing.
+    /// Their checksums. A load uses only the first one, and the second one has no meaning.
     pub sum: Pair,
 }
 
@@ -89,7 +89,7 @@ impl Share {
         Placement { tensor, offset: entry.offset, bytes: entry.stored }
     }
 
-    /// The extent that the first byte of `piece` lies in.
+    /// The extent that contains the first byte of `piece`.
     fn extent_of(&self, piece: &Piece) -> Result<Range<u64>> {
         let nowhere = || wrong(piece, "is not in a tensor");
         let order = self.order.get(piece.shard as usize).ok_or_else(nowhere)?;

@@ -1,4 +1,4 @@
-//! Where tiles lie in the memory of ranks. Pure.
+//! The positions of tiles in the memory of ranks. Pure.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -8,12 +8,12 @@ use super::owners::Held;
 use super::spread::Bounds;
 use crate::sys::strided::{Axis, Rows};
 
-/// Where a tile lies.
+/// The position of a tile.
 #[derive(Debug, Clone)]
 pub(super) struct Place {
     /// In the tensor, and in the memory of the part from `base` on.
     pub(super) rows: Arc<Rows>,
-    /// Where its first byte lies in the memory of the part.
+    /// The position of its first byte in the memory of the part.
     pub(super) base: i64,
 }
 

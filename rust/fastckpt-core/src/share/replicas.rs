@@ -1,7 +1,7 @@
-//! What a rank holds that other ranks hold, too, and which bytes of it are compared. Pure.
+//! The bytes that a rank holds and others hold, too, and which of them are compared. Pure.
 //!
-//! Cells of intervals are compared, not parts: where boxes overlap in part, what is compared is the overlap. All ranks
-//! that hold a cell choose the same bytes of it.
+//! Cells of intervals are compared, not parts: if boxes overlap in part, the overlap is compared. All ranks that hold a
+//! cell choose the same bytes of it.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -14,8 +14,8 @@ use super::table::Share;
 use crate::error::Result;
 use crate::sys::strided::Rows;
 
-/// How much of what several ranks hold is compared. Where boxes of several groups of ranks overlap, everything is: they
-/// may be other tensors of the same name.
+/// How many of the shared bytes are compared. If boxes of several groups of ranks overlap, everything is: they may be
+/// different tensors of the same name.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Depth {
     /// Nothing else.
@@ -35,11 +35,11 @@ pub struct Copied {
     pub start: u64,
     /// The number of the cell.
     pub cell: u32,
-    /// Which team holds it: a number of [`Share::copied`].
+    /// The team that holds it: a number of [`Share::copied`].
     pub team: usize,
     /// The part of the rank that has it, and whether the cell is all of that part.
     pub part: (u32, bool),
-    /// What is compared, in order.
+    /// The compared ranges, in order.
     pub items: Vec<Item>,
     /// Whether that is all of the cell.
     pub whole: bool,
@@ -53,13 +53,13 @@ const SAMPLE: u64 = 4 << 10;
 const DRAWN: u64 = 4 << 20;
 
 impl Share {
-    /// The cells that `rank` holds and others hold, too, as far as `depth` has something compared, and the ranks of each
-    /// team that holds some, ascending. What a save takes from the lowest rank alone is not compared for its depth.
+    /// The cells that `rank` and others hold, as far as `depth` compares some of them, and the ranks of each team that
+    /// holds some, ascending. Bytes that a save takes from the lowest rank alone are not compared for its depth.
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
         let (mut found, mut teams) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();
         let mut work = Work::new(self, rank, &[]);
-        // Also those of files that nobody writes: they are linked for what one copy has.
+        // Also of files that no rank writes: they are linked because of one copy.
         for tensor in self.with_bytes() {
             let cover = self.cover(tensor)?;
             if cover.copies() < 2 || (depth == Depth::Overlaps && !cover.overlaps()) {
@@ -71,7 +71,7 @@ impl Share {
                 let section = cover.section(interval);
                 let (lines, mut last) = (cover.bytes(interval), None);
                 for &(number, tile, part) in &own.tiles[&section] {
-                    // Of several tiles of one cell the first one stands for this rank.
+                    // Of several tiles of one cell, the first represents this rank.
                     let Some(cell) = cover.cells(section).nth(number).filter(|_| last != Some(number)) else {
                         continue;
                     };
@@ -118,7 +118,7 @@ fn samples(all: &Item, page: u64, seed: u64) -> Vec<Item> {
     let (rows, Range { start, end }) = (&*all.rows, all.bytes.clone());
     let from = |start| grown(rows, start, end);
     let mut chosen = vec![from(start), from(start + (end - start) / 2), last(rows, start, end)];
-    // Who writes the page in which it begins may take its own copy of it.
+    // The writer of the page in which it begins may take its own copy of it.
     chosen[0] = start..chosen[0].end.max(end.min(start + page));
     for (number, at) in (0..).zip((start..end).step_by(DRAWN as usize)) {
         let room = (end.min(at + DRAWN) - at).saturating_sub(SAMPLE);

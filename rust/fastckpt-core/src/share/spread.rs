@@ -1,11 +1,11 @@
-//! Who has which boxes of a tensor, for any shape. Pure.
+//! The ranks' boxes of a tensor, for any shape. Pure.
 
 use std::collections::HashMap;
 use std::ops::Range;
 
 use crate::error::Error;
 
-/// What one dimension of a mesh does with a tensor.
+/// The effect of one dimension of a mesh on a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Placement {
     /// Every coordinate has all of it.
@@ -24,15 +24,15 @@ pub enum Placement {
 /// A box: a range of indices along each dimension of the logical shape.
 pub type Bounds = Vec<Range<u64>>;
 
-/// Which ranks have which boxes of a tensor. What a rank has is one part, or one part for each of its explicit boxes.
+/// Which ranks have which boxes of a tensor. A rank has one part, or one part for each of its explicit boxes.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub enum Spread {
     /// Every rank has all of it.
     All,
     /// These ranks have all of it.
     Ranks(Vec<u32>),
-    /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to what the
-    /// earlier ones left. The part is what remains, in order.
+    /// A mesh of ranks, in row-major order. Placements apply from the first dimension of the mesh on, each to the part
+    /// that the earlier ones left. The part is what remains, in order.
     Mesh {
         /// The ranks.
         ranks: Vec<u32>,
@@ -149,8 +149,8 @@ impl Groups {
         }
     }
 
-    /// What a group has of a tensor: along each dimension, ascending ranges of indices, which follow each other in the
-    /// part. If it has nothing, at least one dimension has no range. Replaces what is in `dims`.
+    /// The part of a tensor that a group has: along each dimension, ascending ranges of indices, which are adjacent in
+    /// the part. If it has nothing, at least one dimension has no range. Replaces the contents of `dims`.
     pub(super) fn ranges(&self, group: u32, shape: &[u64], dims: &mut Vec<Bounds>) -> Result<(), String> {
         let at = &self.all[group as usize].at;
         dims.resize_with(shape.len(), Bounds::new);
@@ -167,7 +167,7 @@ impl Groups {
                     };
                     let Some(along) = dims.get_mut(dim) else {
                         return Err(format!(
-                            "it is sharded along dimension {dim} and has {} dimensions",
+                            "it is sharded along dimension {dim}, but has {} dimensions",
                             shape.len()
                         ));
                     };
@@ -181,7 +181,7 @@ impl Groups {
                 let bounds = &boxes[at[0] as usize].1;
                 if bounds.len() != shape.len() {
                     return Err(format!(
-                        "a box of it has {} dimensions, and it {}",
+                        "a box of it has {} dimensions, but it has {}",
                         bounds.len(),
                         shape.len()
                     ));
@@ -201,7 +201,7 @@ impl Groups {
     }
 }
 
-/// The index of each rank along each dimension of the mesh. Zero where the dimension replicates: ranks that differ only
+/// The index of each rank along each dimension of the mesh. Zero if the dimension replicates: ranks that differ only
 /// there are one group.
 fn coordinates(ranks: &[u32], mesh: &[u64], placements: &[Placement]) -> Result<Vec<Vec<u64>>, String> {
     let size = mesh.iter().try_fold(1u64, |all, &size| all.checked_mul(size));
@@ -262,8 +262,8 @@ fn length(sequence: &[Range<u64>]) -> u64 {
     sequence.iter().map(|range| range.end - range.start).sum()
 }
 
-/// Leaves chunk `index` of `count` of a sequence, as `torch.chunk` cuts it: all have the length of the first, but for
-/// the last that has any, and those after it have none.
+/// Leaves chunk `index` of `count` of a sequence, as `torch.chunk` cuts it: all have the length of the first, except
+/// for the last non-empty one, and those after it are empty.
 fn chunk(sequence: &mut Bounds, count: u64, index: u64) {
     let all = length(sequence);
     let len = all.div_ceil(count);

@@ -1,4 +1,4 @@
-//! The tensors of a job: their places in the files, and who has which bytes of them. Pure.
+//! The tensors of a job: their places in the files, and the ranks that have their bytes. Pure.
 
 use std::collections::HashMap;
 use std::hash::{DefaultHasher, Hash as _, Hasher as _};
@@ -11,8 +11,8 @@ use super::spread::{Groups, Spread};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
-/// The version of the rules of this folder, and of what messages look like: another one for every change by which a rank
-/// would write, read, send or expect other bytes. Ranks compare it.
+/// The version of the rules in this folder, and of the layout of messages: it changes whenever a rank would write,
+/// read, send or expect other bytes. Ranks compare it.
 pub const PLAN: u32 = 3;
 
 /// A tensor of the job.
@@ -35,10 +35,10 @@ pub struct Tensor {
 /// From which copy the bytes of a tensor come.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Deal {
-    /// Runs of the file, one after another: where each ends, and its copy. The last copy goes on to the tensor's end.
+    /// Runs of the file, one after another: where each ends, and its copy. The last copy continues to the tensor's end.
     pub(super) runs: Vec<(u64, u32)>,
-    /// Every byte comes from that copy. Else the rank that writes a page may take what it holds of a part that begins
-    /// there, which is compared whatever else is.
+    /// Every byte comes from that copy. Else the rank that writes a page may use its own copy of a part that begins
+    /// there, which is always compared.
     pub(super) strict: bool,
 }
 
@@ -53,7 +53,7 @@ impl Deal {
 /// The tensors of a job, their places and their spreads.
 #[derive(Debug)]
 pub struct Share {
-    /// Where the data starts in each file, and the length of the file.
+    /// The start of the data in each file, and the length of the file.
     pub(super) files: Vec<(u64, u64)>,
     pub(super) block_size: u64,
     /// See [`Self::in_pages`].
@@ -138,9 +138,9 @@ impl Share {
         })
     }
 
-    /// The same, but who writes a byte writes all of its page of `page` bytes: that of the rank whose kernel has the
-    /// largest. A kernel that writes through its cache may write whole pages, with what it has read of their other
-    /// bytes, so pages that two ranks write can lose what one of them wrote.
+    /// The same, but the writer of a byte writes all of its page of `page` bytes: the page size of the rank with the
+    /// largest pages. A kernel that writes through its cache may write whole pages, with old copies of their other
+    /// bytes, so a page with two writers can lose the bytes of one of them.
     ///
     /// Fails unless blocks are whole pages of that size.
     pub fn in_pages(self, page: u64) -> Result<Self> {
@@ -159,7 +159,7 @@ impl Share {
         self
     }
 
-    /// The tensors that have bytes, also those of files that nobody reads or writes.
+    /// The tensors that have bytes, also those of files that no rank reads or writes.
     pub(super) fn with_bytes(&self) -> impl Iterator<Item = usize> {
         (0..self.tensors.len()).filter(|&tensor| self.tensors[tensor].stored > 0)
     }
@@ -186,14 +186,14 @@ impl Share {
     }
 
     /// The same, but an extent that several ranks want in long parts, each rank another one, is read by them in these
-    /// parts. Nothing of it travels but checksums: put together ([`Self::merge`]), they are compared with that of the
+    /// parts. Only checksums of it travel: put together ([`Self::merge`]), they are compared with the checksum of the
     /// extent.
     #[must_use]
     pub fn read_apart(self) -> Self {
         Self { apart: true, ..self }
     }
 
-    /// The same, but nobody reads or writes these files: they have no bytes.
+    /// The same, but no rank reads or writes these files: they have no bytes.
     #[must_use]
     pub fn without(mut self, files: impl Iterator<Item = usize>) -> Self {
         for file in files {
@@ -213,7 +213,7 @@ impl Share {
         Ok(Self { page, first, ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)? })
     }
 
-    /// A number that is the same for all ranks that made the same share, and follow the same rules.
+    /// A number that is equal for all ranks that made the same share, and follow the same rules.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
@@ -241,7 +241,7 @@ impl Share {
         self.block_size
     }
 
-    /// Where the data of each file starts, and the length of the file.
+    /// The start of the data in each file, and the length of the file.
     #[must_use]
     pub fn files(&self) -> &[(u64, u64)] {
         &self.files
@@ -287,14 +287,14 @@ impl Share {
         tensor.spreads.iter().map(|&spread| &self.spreads[spread as usize]).collect()
     }
 
-    /// Who has which bytes of a tensor that has bytes.
+    /// The ranks that have the bytes of a tensor that has bytes.
     pub(super) fn cover(&self, tensor: usize) -> Result<&Cover> {
         let (first, cover) = &self.covers[self.class[tensor]];
         let make = || {
             let Tensor { stored, shape, .. } = &self.tensors[*first];
             let spreads = self.spreads_of(&self.tensors[*first]);
             let whole = spreads.iter().all(|groups| groups.is_whole());
-            // Whoever has everything has all bytes, whatever the shape.
+            // A rank with full boxes has all bytes, whatever the shape.
             let flat = |why| if whole { Ok(Shape::flat(*stored)) } else { Err(why) };
             let in_bytes = Shape::new(shape, *stored).or_else(flat)?;
             Cover::new(in_bytes, shape, &spreads)

@@ -1,4 +1,4 @@
-//! The boxes that ranks have of a tensor, and where each lies. Pure.
+//! The boxes that ranks have of a tensor, and their positions. Pure.
 
 use std::collections::HashMap;
 use std::ops::Range;
@@ -6,7 +6,7 @@ use std::ops::Range;
 use super::bytes::Shape;
 use super::spread::{Bounds, Groups};
 
-/// Whose a box is: a group of ranks in one of the tensor's spreads.
+/// The owners of a box: a group of ranks in one of the tensor's spreads.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Whose {
     /// Which of the tensor's spreads.
@@ -15,7 +15,7 @@ pub(super) struct Whose {
     pub(super) group: u32,
 }
 
-/// Boxes of a tensor, and parts of them. There may be very many, so they lie in few vectors.
+/// Boxes of a tensor, and parts of them. There may be very many, so they are stored in few vectors.
 #[derive(Debug)]
 pub(super) struct Tiles {
     shape: Shape,
@@ -77,7 +77,7 @@ impl Tiles {
         self.firsts[at]..self.firsts[at + 1]
     }
 
-    /// Whose a tile is.
+    /// The owner of a tile.
     pub(super) fn whose(&self, tile: u32) -> Whose {
         self.whose[tile as usize]
     }
@@ -88,8 +88,8 @@ impl Tiles {
         &self.bounds[tile as usize * rank..][..rank]
     }
 
-    /// Adds the part of a tile that lies in `deep` along the last dimensions, if it is not there. `known` has those
-    /// that were added.
+    /// Adds the part of a tile in `deep` along the last dimensions, if it is not there. `known` has those that were
+    /// added.
     pub(super) fn cut(&mut self, tile: u32, deep: &Bounds, known: &mut HashMap<(u32, Bounds), u32>) -> u32 {
         let rank = self.shape.sizes.len();
         let level = rank - deep.len();

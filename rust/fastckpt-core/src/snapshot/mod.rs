@@ -1,4 +1,5 @@
-//! Snapshots: a state is copied into the images of its files, so that it may change while they are written.
+//! Snapshots: a state is copied, so that it may change while the copy is written. One process copies it into the images
+//! of its files, which are laid out at the call. A rank copies its parts: the files are laid out when ranks have agreed.
 
 mod staging;
 
@@ -35,18 +36,18 @@ pub struct State {
     pub metadata: String,
 }
 
-/// What the files of a snapshot depend on beside its tensors, as in [`Request`].
+/// The inputs of the files of a snapshot besides its tensors, as in [`Request`].
 #[derive(Debug)]
 pub struct Layout {
     /// The groups of files.
     pub groups: Vec<Group>,
     /// The size of a shard in bytes.
     pub shard_size: u64,
-    /// For each tensor, whether it is said to stay unchanged; or empty.
+    /// For each tensor, whether it is declared unchanging; or empty.
     pub frozen: Vec<bool>,
 }
 
-/// What becomes the files of a checkpoint.
+/// The contents of a checkpoint's files.
 #[derive(Debug)]
 struct Files {
     tensors: Vec<TensorSpec>,
@@ -70,14 +71,15 @@ pub struct Part {
     pub content: Content,
     /// Its size in bytes.
     pub bytes: u64,
-    /// Whether it follows the part before without a gap, if that one says so, too. What a device copies in one go does.
+    /// Whether it follows the previous part without a gap, if that one is marked, too. A device copies such parts in
+    /// one go.
     pub joins: bool,
 }
 
-/// A state that is copied to memory, so that it may change while the copy is written. Either the memory holds the files of
-/// a checkpoint as they will be on the disk, including headers (only the manifest is missing), and this writes them; or it
-/// holds parts, which somebody else writes from their [`Self::places`] before this is closed. Each method except the
-/// getters and `stop` refuses while another one runs.
+/// A state that is copied to memory, so that it may change while the copy is written. Either the memory holds the files
+/// of a checkpoint as they will be on the disk, including headers (only the manifest is missing), and this writes them;
+/// or it holds parts, which another object writes from their [`Self::places`] before this is closed. Each method except
+/// the getters and `stop` refuses while another one runs.
 #[derive(Debug)]
 pub struct Snapshot {
     total: u64,
@@ -166,8 +168,8 @@ impl Snapshot {
         self.with(|inner| inner.staging.attach(memory, self.size))
     }
 
-    /// Where each tensor or part belongs in the memory: its address and its bytes. The caller may copy them there itself,
-    /// before [`Self::stage`] is called for the last time, and says so with [`Self::copied`].
+    /// The place of each tensor or part in the memory: its address and its bytes. The caller may copy them there
+    /// itself, before [`Self::stage`] is called for the last time, and reports that with [`Self::copied`].
     pub fn places(&self) -> Result<Vec<(usize, u64)>> {
         self.with(|inner| inner.staging.addresses())
     }

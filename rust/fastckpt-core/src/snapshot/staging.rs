@@ -24,14 +24,14 @@ pub(super) struct Counters {
     pub(super) stop: AtomicBool,
 }
 
-/// How far the copying is.
+/// The progress of copying.
 #[derive(Debug, PartialEq, Eq)]
 enum Phase {
     /// Contents are still to be copied.
     Staging,
     /// The copy is complete.
     Staged,
-    /// A copy failed. What is in the memory is unusable.
+    /// A copy failed. The contents of the memory are unusable.
     Failed,
 }
 
@@ -55,7 +55,7 @@ struct Piece<'a> {
 }
 
 impl Staging {
-    /// For contents of which each has one of `places`, given in the order of the memory: `tensor` is the content's number,
+    /// For contents that each have one of `places`, given in the order of the memory: `tensor` is the content's number,
     /// and `offset` is counted in the memory.
     pub(super) const fn new(contents: Vec<Content>, places: Vec<Placement>) -> Self {
         Self { contents, places, phase: Phase::Staging, memory: None }
@@ -117,7 +117,7 @@ impl Staging {
         }
         let Self { contents, places, memory, .. } = &mut *self;
         let mut outcome = copy((contents, places), wanted, writable(memory)?, options, counters, go_on);
-        // What was not copied would be bytes of an earlier snapshot with correct checksums.
+        // Bytes that were not copied would be those of an earlier snapshot, with correct checksums.
         if last.is_some_and(|total| total != counters.done.load(Ordering::Relaxed)) && outcome.is_ok() {
             outcome = Err(Error::Misused("the snapshot is not whole: not every tensor was copied"));
         }
@@ -142,7 +142,7 @@ fn writable(memory: &mut Option<(Arc<Memory>, Arc<Mapping>)>) -> Result<&mut [u8
     Ok(&mut *memory)
 }
 
-/// Copies what is `wanted` of contents to their places in `memory`.
+/// Copies the `wanted` contents to their places in `memory`.
 fn copy(
     (contents, places): (&[Content], &[Placement]),
     wanted: &[u8],
@@ -162,7 +162,8 @@ fn copy(
 /// Pieces that one thread takes at a time.
 type Batch<'a> = Mutex<Vec<Piece<'a>>>;
 
-/// Cuts what is wanted into pieces, and bundles small ones, because a batch is not free. Also returns the bytes of all.
+/// Cuts the wanted contents into pieces, and bundles small ones, because a batch is not free. Also returns the bytes of
+/// all.
 fn batches<'a>(
     contents: &'a [Content],
     places: &[Placement],
@@ -196,7 +197,7 @@ fn batches<'a>(
     Ok((all, total + batched))
 }
 
-/// Copies a batch. Callbacks bring what they have of it in one call.
+/// Copies a batch. Callbacks copy their pieces of it in one call.
 fn copy_batch(batch: Vec<Piece<'_>>, counters: &Counters) -> Result<()> {
     let mut wanted = Vec::new();
     for Piece { content, start, to } in batch {

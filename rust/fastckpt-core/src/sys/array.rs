@@ -1,4 +1,4 @@
-//! Memory of the caller that is filled box by box: what one rank wants of a tensor.
+//! Memory of the caller that is filled box by box: the part of a tensor that one rank wants.
 
 use std::sync::Arc;
 
@@ -10,7 +10,7 @@ pub struct Array {
     /// The array's first element.
     base: *mut u8,
     bytes: u64,
-    /// Where the array's bytes, in their own order, lie in memory; `None` if one after another.
+    /// The memory of the array's bytes, in their own order; `None` if it is contiguous.
     rows: Option<Arc<Rows>>,
 }
 
@@ -20,8 +20,8 @@ unsafe impl Send for Array {}
 unsafe impl Sync for Array {}
 
 impl Array {
-    /// Exclusive access to an array of `bytes`, whose first element lies at `base`. Without `rows`, its bytes lie one
-    /// after another.
+    /// Exclusive access to an array of `bytes`, whose first element is at `base`. Without `rows`, its bytes are
+    /// contiguous.
     ///
     /// # Safety
     /// Until this and everything made of it are gone, the memory of all bytes must be writable from any thread, no byte
@@ -32,7 +32,7 @@ impl Array {
         Self { base, bytes, rows }
     }
 
-    /// Exclusive access to the box of a tensor whose `rows` lie among the array's bytes, in their own order, from byte
+    /// Exclusive access to the box of a tensor whose `rows` are among the array's bytes, in their own order, from byte
     /// `first` on. `None` if they do not.
     #[must_use]
     pub fn take(&mut self, rows: &Arc<Rows>, first: i64) -> Option<Strided> {

@@ -15,7 +15,7 @@ pub struct Dealer {
 }
 
 impl Dealer {
-    /// Deals out `mapping`. Gives it back if somebody else has it, or another process.
+    /// Deals out `mapping`. Gives it back if another user or another process has it.
     pub fn new(mut mapping: Arc<Mapping>) -> Result<Self, Arc<Mapping>> {
         let alone = Arc::get_mut(&mut mapping).is_some_and(|mapping| mapping.is_ours());
         if alone { Ok(Self { mapping, used: 0 }) } else { Err(mapping) }
@@ -33,7 +33,7 @@ impl Dealer {
         Buffers { all, size, most: 0 }
     }
 
-    /// The mapping. As long as a part is alive, its owner is not alone.
+    /// The mapping. As long as a part is alive, its owner is not the only reference.
     #[must_use]
     pub fn into_mapping(self) -> Arc<Mapping> {
         self.mapping
@@ -74,7 +74,7 @@ impl Buffers {
         Ok(found.map(|buffer| buffer.deal(len)))
     }
 
-    /// Gives what came from the pool back to it. It keeps at most `keep` bytes.
+    /// Gives buffers of the pool back to it. It keeps at most `keep` bytes.
     pub fn give(self, keep: usize) {
         let own = if self.most > 0 { self.all } else { Vec::new() };
         let free =

@@ -1,4 +1,4 @@
-//! How much of a file the page cache holds.
+//! How much of a file is in the page cache.
 
 use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use super::file::PAGE;
 use super::mapping::Mapping;
 
-/// What parts begin at multiples of.
+/// The alignment of parts.
 pub(super) const PAGES: usize = PAGE as usize;
 
 /// A part of a mapping. It belongs to its owner alone, and keeps the mapping mapped.
@@ -76,7 +76,7 @@ impl Buffer {
         len <= self.range.len() - self.used
     }
 
-    /// The next `len` bytes. [`Self::has`] has said that there are so many.
+    /// The next `len` bytes. [`Self::has`] has returned that there are so many.
     pub(super) fn deal(&mut self, len: usize) -> Dealt {
         let start = self.range.start + self.used;
         self.used = (self.used + len).next_multiple_of(PAGES).min(self.range.len());

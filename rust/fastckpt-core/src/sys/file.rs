@@ -37,7 +37,7 @@ pub struct Located<'a> {
 }
 
 impl<'a> Located<'a> {
-    /// Finds where `name` lies.
+    /// Finds the directory that contains `name`.
     pub fn find(outer: BorrowedFd<'a>, name: &'a str) -> io::Result<Self> {
         let Some((folder, name)) = name.split_once('/') else { return Ok(Self { outer, inner: None, name }) };
         let strange = |what: String| io::Error::new(io::ErrorKind::InvalidInput, what);
@@ -72,20 +72,20 @@ impl<'a> Located<'a> {
         self.inner.as_ref().map_or(self.outer, AsFd::as_fd)
     }
 
-    /// What has its name there.
+    /// The entry of that name.
     pub fn stat(&self) -> io::Result<fs::Stat> {
         Ok(fs::statat(self.directory(), self.name, AtFlags::SYMLINK_NOFOLLOW)?)
     }
 }
 
-/// What the file `name` inside `directory` is: see [`Located`].
+/// The kind of the file `name` inside `directory`: see [`Located`].
 pub fn stat(directory: BorrowedFd<'_>, name: &str) -> io::Result<fs::Stat> {
     Located::find(directory, name)?.stat()
 }
 
-/// When the file `name` inside `directory` was changed last, in nanoseconds since 1970 UTC, and its inode; of `directory`
-/// itself if there is no name. A network file system asks its server: what it remembers may be older than what other
-/// clients have written.
+/// The time at which the file `name` inside `directory` was last changed, in nanoseconds since 1970 UTC, and its inode;
+/// of `directory` itself if there is no name. A network file system asks its server: its cache may be older than what
+/// other clients have written.
 pub fn changed(directory: BorrowedFd<'_>, name: &str) -> io::Result<(i64, u64)> {
     let file = if name.is_empty() {
         Located { outer: directory, inner: None, name }
@@ -173,8 +173,8 @@ pub fn read_at(fd: BorrowedFd<'_>, buf: &mut [u8], offset: u64) -> io::Result<us
     Ok(done)
 }
 
-/// The alignment that direct I/O on `fd` requires of file offsets, lengths and memory: at least a page, more where the
-/// file system says so. `None` if the file cannot do direct I/O.
+/// The alignment that direct I/O on `fd` requires of file offsets, lengths and memory: at least a page, more if the
+/// file system requires it. `None` if the file cannot do direct I/O.
 fn direct_alignment(fd: BorrowedFd<'_>) -> Option<u64> {
     let stat = fs::statx(fd, "", AtFlags::EMPTY_PATH, StatxFlags::DIOALIGN);
     let Some(stat) = stat.ok().filter(|stat| stat.stx_mask & StatxFlags::DIOALIGN.bits() != 0) else {
@@ -221,11 +221,11 @@ pub struct DataFile {
     refused: OnceLock<()>,
     /// Set when the file system refuses [`DONTCACHE`].
     plain: AtomicBool,
-    /// How much of the whole file the page cache held at the first query; see [`DataFile::is_cached`].
+    /// How much of the whole file was in the page cache at the first query; see [`DataFile::is_cached`].
     residency: OnceLock<Option<Residency>>,
 }
 
-/// How much of a range the page cache holds.
+/// How much of a range is in the page cache.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Residency {
     None,
@@ -334,7 +334,8 @@ impl DataFile {
         let _ = self.refused.set(());
     }
 
-    /// Whether the page cache holds most of `[start, end)` in a file of `len` bytes. False if the kernel does not tell.
+    /// Whether the page cache holds most of `[start, end)` in a file of `len` bytes. False if the kernel does not
+    /// report it.
     ///
     /// The first call looks at the whole file, so a file that is not cached at all costs only one query.
     #[must_use]
@@ -355,8 +356,8 @@ impl DataFile {
         }
     }
 
-    /// Has the page cache drop `[start, end)`, which may be dirty, so that the next read comes from the device. What
-    /// others have mapped stays.
+    /// Has the page cache drop `[start, end)`, which may be dirty, so that the next read comes from the device. Pages
+    /// that others have mapped stay.
     pub fn forget(&self, start: u64, end: u64) {
         let _ = retry_on_intr(|| fs::fdatasync(&self.cached));
         let len = std::num::NonZeroU64::new(end.saturating_sub(start));
@@ -419,13 +420,13 @@ pub fn sync(fd: BorrowedFd<'_>) -> io::Result<()> {
     if is_in_user_space(fd) { flush(fd) } else { Ok(()) }
 }
 
-/// Whether a daemon in user space (FUSE) has the file. It may keep what was written by descriptor.
+/// Whether a daemon in user space (FUSE) has the file. It may buffer written bytes by descriptor.
 fn is_in_user_space(fd: BorrowedFd<'_>) -> bool {
     const FUSE: fs::FsWord = 0x6573_5546;
     fs::fstatfs(fd).is_ok_and(|found| found.f_type == FUSE)
 }
 
-/// Closes a duplicate of `fd`. A daemon may send what was written only then, and the close is what says that it failed.
+/// Closes a duplicate of `fd`. A daemon may send written bytes only then, and the close reports a failure.
 fn flush(fd: BorrowedFd<'_>) -> io::Result<()> {
     let twin = fd.try_clone_to_owned()?;
     // SAFETY: the descriptor was owned here, and is given up.
@@ -455,7 +456,7 @@ fn write(fd: BorrowedFd<'_>, bufs: &[Bytes<'_>], offset: u64, flags: ReadWriteFl
         all => {
             let count = i32::try_from(all.len().min(MOST_VECTORS)).map_err(|_| Errno::INVAL)?;
             let vectors = all.as_ptr().cast();
-            // A sandbox may know the older call alone.
+            // A sandbox may know only the older call.
             if flags == 0 {
                 // SAFETY: as above, and `Bytes` are laid out as the `iovec` that the kernel takes: an address and a
                 // length.

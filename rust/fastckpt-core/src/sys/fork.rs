@@ -32,8 +32,8 @@ impl Note {
     #[must_use]
     pub fn new(fd: BorrowedFd<'_>) -> Self {
         if !REGISTERED.swap(true, Ordering::Relaxed) {
-            // SAFETY: the handler is a function of this library, which is never unloaded. It does only what the child
-            // of a process with threads is allowed to do.
+            // SAFETY: the handler is a function of this library, which is never unloaded. It only makes calls that are
+            // allowed in the child of a process with threads.
             unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         }
         let (first, fd) = (NEXT.fetch_add(1, Ordering::Relaxed), fd.as_raw_fd());
@@ -47,7 +47,7 @@ impl Note {
 impl Drop for Note {
     fn drop(&mut self) {
         if let Some(place) = self.place {
-            // In a child, the place may be free or hold another descriptor.
+            // In a child, the slot may be free or hold another descriptor.
             let _ = place.compare_exchange(self.fd, FREE, Ordering::Relaxed, Ordering::Relaxed);
         }
     }

@@ -51,11 +51,10 @@ pub struct Buf {
 }
 
 impl Buf {
-    /// Memory made of `parts`. The parts in the staging buffer must be in the order in which they lie there, without
-    /// overlap.
+    /// Memory made of `parts`. The parts in the staging buffer must be in their order there, without overlap.
     ///
     /// # Panics
-    /// If a part lies outside the staging buffer or starts before the end of the previous one.
+    /// If a part is outside the staging buffer or starts before the end of the previous one.
     #[must_use]
     pub fn new(slab: Option<Slab>, parts: Vec<Part>) -> Self {
         let mut at = 0;
@@ -156,7 +155,7 @@ impl Buf {
     }
 }
 
-/// Which bytes of a part that starts at `at` and is `len` bytes long lie in `range`.
+/// The bytes in `range` of a part that starts at `at` and is `len` bytes long.
 fn clip(range: &Range<usize>, at: usize, len: usize) -> Range<usize> {
     let from = range.start.clamp(at, at + len) - at;
     from..range.end.clamp(at + from, at + len) - at

@@ -26,8 +26,8 @@ pub fn take(fd: impl AsFd) -> io::Result<()> {
     set(fd, libc::F_WRLCK)
 }
 
-/// The same, but beside others that share the lock. `fd` is a file open for reading, too. If it has the lock for itself
-/// already, it goes on to share it.
+/// The same, but beside others that share the lock. `fd` is a file open for reading, too. If it holds the lock
+/// exclusively already, it goes on to share it.
 pub fn share(fd: impl AsFd) -> io::Result<()> {
     set(fd, libc::F_RDLCK)
 }

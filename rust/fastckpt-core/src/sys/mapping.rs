@@ -79,7 +79,7 @@ impl Mapping {
         self.len
     }
 
-    /// Where `range` begins, or `None` if the mapping does not have all of it, or belongs to another process.
+    /// The start of `range`, or `None` if the mapping does not have all of it, or belongs to another process.
     pub(super) fn pointer(&self, range: &Range<usize>) -> Option<NonNull<u8>> {
         let inside = range.start <= range.end && range.end <= self.len && self.is_ours();
         NonNull::new(self.base.as_ptr().wrapping_add(range.start)).filter(|_| inside)

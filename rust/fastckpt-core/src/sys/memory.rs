@@ -1,4 +1,4 @@
-//! The caller's memory: where a tensor to save lies, and where a tensor that is read goes.
+//! The caller's memory: of a tensor to save, and of the destination of one that is read.
 
 use std::ffi::c_void;
 use std::hint::black_box;
@@ -13,7 +13,7 @@ use super::page;
 /// The most stretches of memory per operation of the kernel (`UIO_MAXIOV`).
 pub(super) const MOST_VECTORS: usize = 1024;
 
-/// Memory that is read, the caller's or this crate's own. Its owner may write to it meanwhile, so nobody gets a slice of
+/// Memory that is read, the caller's or this crate's own. Its owner may write to it meanwhile, so there is no slice of
 /// it, which would promise the compiler that it does not change. Its bytes are copied, summed, or given to the kernel.
 #[derive(Debug, Clone, Copy)]
 #[repr(C)] // as the kernel takes it
@@ -23,7 +23,7 @@ pub struct Bytes<'a> {
     owner: PhantomData<&'a [u8]>,
 }
 
-/// Memory of the caller, where a tensor lies.
+/// Memory of the caller that holds a tensor.
 pub type Source = Bytes<'static>;
 
 // SAFETY: the caller of `new` promised that the memory may be read from any thread, and so may a slice's.
@@ -80,24 +80,24 @@ impl Bytes<'_> {
         if self.is_empty() {
             return; // an empty tensor's address may be null
         }
-        // The compiler does not see whose function this is. Of a copy that it knows, it may read the source again where
-        // the copy is wanted, and the two would differ.
+        // The compiler cannot see which function this is. It could read the source of a copy that it knows a second
+        // time where the copy is used, and the two would differ.
         let memcpy: Memcpy = black_box(libc::memcpy);
-        // SAFETY: the source is readable by the contract of `new`. `to` is borrowed for this call alone, so nothing else
-        // has a byte of it, the source neither. Where the source changes, the C library reads it as the processor does:
-        // what arrives is a mixture of old and new bytes.
+        // SAFETY: the source is readable by the contract of `new`. `to` is borrowed for this call alone, so no other
+        // reference, and not the source, has a byte of it. Where the source changes, the C library reads it as the
+        // processor does: what arrives is a mixture of old and new bytes.
         unsafe { memcpy(to.as_mut_ptr().cast(), self.base.cast(), self.len) };
     }
 
-    /// Adds the bytes to a checksum, where they lie: to copy them first costs as much again.
+    /// Adds the bytes to a checksum, in place: to copy them first costs as much again.
     pub fn sum(&self, digest: &mut Digest) {
         if self.is_empty() {
             return;
         }
         // SAFETY: the memory is readable by the contract of `new`. `update` takes nothing but a slice, and the promise
         // that its bytes do not change cannot be kept here. It makes a number of them and keeps no reference. Whatever
-        // it reads, once or twice, it stays within the slice, and within tables that have an entry for each byte. So of
-        // bytes that change, the number may be that of no bytes that there ever were, and nothing else is wrong. A save
+        // it reads, once or twice, it stays within the slice, and within tables that have an entry for each byte. So
+        // the number for changing bytes may belong to no bytes that ever existed, and nothing else is wrong. A save
         // that wrote them sums them again (`Assembler::has_changed`).
         digest.update(unsafe { std::slice::from_raw_parts(self.base, self.len) });
     }

@@ -1,4 +1,4 @@
-//! What is mounted where, by the kernel's own list (`proc_pid_mountinfo(5)`): no file system is asked.
+//! The mounts, by the kernel's own list (`proc_pid_mountinfo(5)`): no file system is accessed.
 
 use std::ffi::OsString;
 use std::fs::read_link;
@@ -10,7 +10,7 @@ use std::path::{Component, Path, PathBuf};
 pub struct Mount {
     /// Major and minor number, as in `98:0`.
     pub device: String,
-    /// Where it is mounted.
+    /// The mount point.
     pub point: PathBuf,
     /// The type of the file system, as in `nfs4`.
     pub kind: String,
@@ -18,7 +18,7 @@ pub struct Mount {
     pub options: String,
 }
 
-/// What is mounted in the namespace of this process; nothing where that cannot be read.
+/// The mounts in the namespace of this process; nothing if they cannot be read.
 #[must_use]
 pub fn mounts() -> Vec<Mount> {
     std::fs::read("/proc/self/mountinfo").map_or_else(|_| Vec::new(), |text| parse(&text))
@@ -59,11 +59,11 @@ const LOCAL: [&str; 17] = [
     "bcachefs", "btrfs", "devtmpfs", "erofs", "ext2", "ext3", "ext4", "f2fs", "jfs", "nilfs2", "overlay",
     "ramfs", "rootfs", "squashfs", "tmpfs", "xfs", "zfs",
 ];
-/// How many symbolic links a path may lead through, as for the kernel.
+/// How many symbolic links a path may lead through, as in the kernel.
 const LINKS: usize = 40;
 
-/// `path` without symbolic links but its last component, if all of it lies on local file systems. Looks at nothing that
-/// lies on another one: a mount that does not answer holds whoever asks.
+/// `path` without symbolic links except its last component, if all of it is on local file systems. Does not touch paths
+/// on other ones: a mount that does not answer would block the caller.
 ///
 /// # Errors
 /// Says why it does not.
@@ -84,14 +84,14 @@ pub fn local(path: &Path, mounts: &[Mount]) -> Result<PathBuf, String> {
         let kind = mount.map_or("not in /proc/self/mountinfo", |mount| mount.kind.as_str());
         if !LOCAL.contains(&kind) {
             return Err(format!(
-                "`{}` is on a file system that may wait for others ({kind})",
+                "`{}` is on a file system that may block on a server ({kind})",
                 found.display()
             ));
         }
         if parts.is_empty() {
             break;
         }
-        // What is no link, or is missing, is no link.
+        // A path that is not a link, or is missing, is not followed.
         let Ok(target) = read_link(&found) else { continue };
         links += 1;
         if links > LINKS {

@@ -4,7 +4,7 @@ use std::io;
 
 use super::thread::builder;
 
-/// Sets the niceness of the calling thread, 0 to 19. `None` keeps that of the process.
+/// Sets the niceness of the calling thread, 0 to 19. `None` keeps the niceness of the process.
 pub fn apply(nice: Option<u8>) -> io::Result<()> {
     let Some(nice) = nice else { return Ok(()) };
     // SAFETY: a plain system call without pointers. On Linux, "process 0" is the calling thread.

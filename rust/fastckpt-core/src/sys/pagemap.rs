@@ -1,4 +1,5 @@
-//! Which memory of this process is in huge pages. The kernel hands a device far longer stretches of such memory.
+//! Finds out which memory of this process is in huge pages. The kernel hands a device far longer stretches of such
+//! memory.
 
 use std::fs::File;
 use std::os::fd::AsRawFd;
@@ -51,7 +52,7 @@ impl PageMap {
         File::open("/proc/self/pagemap").ok().map(Self)
     }
 
-    /// Whether most of the `len` bytes at `address` are in huge pages; `None` if the kernel does not tell.
+    /// Whether most of the `len` bytes at `address` are in huge pages; `None` if the kernel does not report it.
     #[must_use]
     pub fn is_huge(&self, address: usize, len: usize) -> Option<bool> {
         let pages = page::around(address..address + len, page::size());

@@ -18,7 +18,7 @@ fn errno(returned: libc::c_long) -> i32 {
 /// The answers of `io_uring_setup`, `io_uring_enter` and `io_uring_register`; 0 means success.
 ///
 /// Only the first call requests something that can succeed. The others get no ring, so the kernel itself answers
-/// `EBADF` or `EINVAL`, whatever `kernel.io_uring_disabled` says. Any other answer comes from a filter in front of the
+/// `EBADF` or `EINVAL`, whatever `kernel.io_uring_disabled` is. Any other answer comes from a filter in front of the
 /// kernel.
 #[must_use]
 pub fn ring_calls() -> [i32; 3] {

@@ -118,7 +118,7 @@ impl<T: Payload> Ring<T> {
         self.enter(0)
     }
 
-    /// Submits what is queued and waits for `want` completions.
+    /// Submits the queue and waits for `want` completions.
     fn enter(&mut self, want: usize) -> io::Result<()> {
         loop {
             match self.inner.submit_and_wait(want) {

@@ -71,7 +71,7 @@ pub fn publish<T: Sync + 'static>(
         Ok(Shared { segment, file: (stat.st_dev, stat.st_ino) })
     });
     if outcome.is_err() {
-        // The mapping, if there is one, stays: a page of a file without a name, once in the life of a process.
+        // The mapping, if there is one, stays: one page of an unnamed file, once in the life of a process.
         let _ = fs::unlinkat(&directory, &hidden, AtFlags::empty());
     }
     outcome

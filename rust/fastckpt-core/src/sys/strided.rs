@@ -40,14 +40,14 @@ pub struct Line {
 }
 
 impl Line {
-    /// Where each row lies: `at` and `to`.
+    /// The position of each row: `at` and `to`.
     pub fn rows(self) -> impl Iterator<Item = (u64, i64)> {
         (0..self.count).map(move |i| (self.at + i * self.step.from, self.to + i.cast_signed() * self.step.to))
     }
 }
 
 impl Rows {
-    /// Rows of `row` bytes, the first at byte `first` of the tensor. Joins axes that lie together.
+    /// Rows of `row` bytes, the first at byte `first` of the tensor. Joins adjacent axes.
     #[must_use]
     pub fn new(first: u64, mut row: u64, axes: impl DoubleEndedIterator<Item = Axis>) -> Self {
         let mut joined: Vec<Axis> = Vec::new();
@@ -95,8 +95,7 @@ impl Rows {
         low..high
     }
 
-    /// Whether each axis steps over everything that lies along shorter steps. Then no byte of memory belongs to two
-    /// rows.
+    /// Whether each axis steps over everything along shorter steps. Then no byte of memory belongs to two rows.
     #[must_use]
     pub fn is_nested(&self) -> bool {
         let mut axes = self.axes.clone();
@@ -121,7 +120,7 @@ impl Rows {
         Self { first: self.first, row, axes: self.axes[..outer].to_vec() }
     }
 
-    /// The parts of the rows that lie in `range` of the tensor, in order.
+    /// The parts of the rows in `range` of the tensor, in order.
     pub fn lines(&self, range: Range<u64>) -> impl Iterator<Item = Line> {
         let mut next = Some(self.seek(range.start));
         let inner = self.axes.last().copied().unwrap_or(Axis { count: 1, from: self.row, to: 0 });
@@ -143,11 +142,11 @@ impl Rows {
             }
             Some(Line { at: at + skip, to: to + skip.cast_signed(), len, count, step: inner })
         };
-        // A row that ends before the range has nothing in it.
+        // A row that ends before the range has no bytes in it.
         std::iter::from_fn(line).filter(|line| line.len > 0)
     }
 
-    /// Copies the bytes of the rows that lie in `bytes` to `to`, one after another. `bytes` starts at byte `start` of the
+    /// Copies the bytes of the rows in `bytes` to `to`, one after another. `bytes` starts at byte `start` of the
     /// tensor.
     ///
     /// # Panics
@@ -164,8 +163,8 @@ impl Rows {
         assert!(to.is_empty(), "{} bytes too few", to.len());
     }
 
-    /// Where the bytes of the rows in `range` of the tensor lie in memory, if the first one of all rows is byte `base`
-    /// there: first byte and length of what lies together, in the tensor's order.
+    /// The memory of the bytes of the rows in `range` of the tensor, if the first one of all rows is byte `base` there:
+    /// first byte and length of each contiguous stretch, in the tensor's order.
     #[must_use]
     pub fn runs(&self, base: u64, range: Range<u64>) -> Vec<(u64, usize)> {
         let mut runs: Vec<(u64, usize)> = Vec::new();
@@ -181,7 +180,7 @@ impl Rows {
         runs
     }
 
-    /// The number of bytes of the rows that lie in `range` of the tensor. For rows in the order of the tensor.
+    /// The number of bytes of the rows in `range` of the tensor. For rows in the order of the tensor.
     #[must_use]
     pub fn bytes_in(&self, range: &Range<u64>) -> u64 {
         let below = |at: u64| {
@@ -208,7 +207,7 @@ impl Rows {
     }
 
     /// Whether `line` follows the `count` lines from `first` on in a band to transpose. In such a band, neighbouring
-    /// rows of a line lie further apart in memory than neighbouring lines.
+    /// rows of a line are further apart in memory than neighbouring lines.
     fn crosses(&self, first: &Line, count: u64, line: &Line) -> bool {
         let outer = self.outer();
         line.len.is_power_of_two()
@@ -253,8 +252,8 @@ pub struct Strided {
     rows: Arc<Rows>,
     /// Counted in the tensor.
     range: Range<u64>,
-    /// Set if the rows lie in an array with strides of its own: where the box's first element lies among the array's
-    /// bytes in their own order, and where those lie in memory.
+    /// Set if the rows are in an array with strides of its own: the position of the box's first element among the
+    /// array's bytes in their own order, and the memory of those.
     array: Option<(u64, Arc<Rows>)>,
 }
 
@@ -275,10 +274,10 @@ impl Strided {
         unsafe { Self::inside(base, rows, None) }
     }
 
-    /// Exclusive access to the rows, which lie in an array.
+    /// Exclusive access to the rows of an array.
     ///
     /// # Safety
-    /// As for `new`, for the memory that the array has for the rows; all of them must lie in the array.
+    /// As for `new`, for the memory that the array has for the rows; all of them must be in the array.
     pub(super) unsafe fn inside(base: *mut u8, rows: Arc<Rows>, array: Option<(u64, Arc<Rows>)>) -> Self {
         let range = rows.range();
         Self { base, rows, range, array }
@@ -293,7 +292,7 @@ impl Strided {
         Ok(unsafe { Region::new(self.base.wrapping_offset(to as isize), len as usize) })
     }
 
-    /// Takes the bytes of its rows from `bytes`, where they lie one after another.
+    /// Takes the bytes of its rows from `bytes`, where they are contiguous.
     ///
     /// # Panics
     /// If there are fewer or more.
@@ -349,7 +348,7 @@ impl Strided {
     /// Each row, with the place in the tensor at which it starts.
     ///
     /// # Panics
-    /// If it lies in an array.
+    /// If it is in an array.
     pub fn regions(self) -> impl Iterator<Item = (u64, Region)> {
         let Self { base, rows, range, array } = self;
         assert!(array.is_none(), "a row of it need not be contiguous");
@@ -397,7 +396,7 @@ impl Strided {
         copied
     }
 
-    /// Copies the lines of a band, which lie in `bytes`.
+    /// Copies the lines of a band from `bytes`.
     fn put(&self, start: u64, bytes: &[u8], (first, count): &(Line, u64)) {
         let from = bytes[(first.at - start) as usize..].as_ptr();
         let to = self.base.wrapping_offset(first.to as isize);
@@ -424,7 +423,7 @@ const CACHE_LINE: usize = 64;
 ///
 /// # Safety
 /// The first line must start at `from` in readable memory and at `to` in writable memory, which must not overlap.
-/// Further lines lie `outer` apart.
+/// Further lines are `outer` apart.
 unsafe fn copy<const N: usize>(line: &Line, outer: Axis, from: *const u8, to: *mut u8) {
     let inner = line.step;
     let at = |i: u64, j: u64| from.wrapping_add((i * outer.from + j * inner.from) as usize);

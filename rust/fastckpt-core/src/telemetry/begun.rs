@@ -8,7 +8,7 @@ use super::operation::{Call, Operation};
 use crate::environment::Environment;
 
 /// An operation that belongs to its caller until the core takes it over. After that, and after a failure, the caller's
-/// calls have no effect. One that nobody takes over has failed when this is dropped.
+/// calls have no effect. One that no save takes over has failed when this is dropped.
 #[derive(Debug)]
 pub struct Begun(Mutex<Option<Operation>>);
 
@@ -28,7 +28,7 @@ impl Begun {
 
     fn operation(&self) -> MutexGuard<'_, Option<Operation>> {
         let mut operation = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        // A forked child that goes on with the save has one of its own.
+        // A forked child that continues the save has its own.
         let _ = operation.take_if(|operation| !operation.is_own());
         operation
     }
@@ -54,7 +54,7 @@ impl Begun {
         }
     }
 
-    /// The operation, for the one who ends it.
+    /// The operation, for the caller that ends it.
     pub(crate) fn take(&self) -> Option<Operation> {
         self.operation().take()
     }

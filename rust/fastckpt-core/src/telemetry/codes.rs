@@ -1,6 +1,6 @@
 //! The numbers that stand for kinds, phases and states (`docs/telemetry.md`, 5.3 and 5.4).
 
-/// What an operation does.
+/// The kind of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// Writes a checkpoint.
@@ -11,10 +11,10 @@ pub enum Kind {
     Verify = 3,
 }
 
-/// How far an operation has got.
+/// The phase of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Phase {
-    /// Determines what to do.
+    /// Determines the next step.
     Plan = 1,
     /// Copies the state, so that it may change.
     Stage = 2,
@@ -29,7 +29,7 @@ pub enum Phase {
 }
 
 impl Phase {
-    /// Phases follow each other in ascending order. The copy comes before the plan of what is done with it.
+    /// Phases follow each other in ascending order. The copy comes before the plan for the copied bytes.
     pub(super) const fn order(self) -> u32 {
         match self {
             Self::Stage => 1,
@@ -44,7 +44,7 @@ pub(super) const DONE: u32 = 6;
 /// The phase of an operation that has failed.
 pub(super) const FAILED: u32 = 7;
 
-/// What a worker is doing.
+/// The state of a worker.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
     /// Has nothing to do.

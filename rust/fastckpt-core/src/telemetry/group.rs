@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::layout;
 
-/// What the segment has of the group, for a segment that is made later.
+/// The segment's entries about the group, for a segment that is made later.
 struct Group {
     id: AtomicU64,
     rank: AtomicU32,
@@ -32,7 +32,7 @@ pub(super) fn wait_for(rank: Option<u32>) {
     GROUP.waits_for.store(rank.map_or(0, |rank| u64::from(rank) + 1), Relaxed);
 }
 
-/// Stores what is known of the group.
+/// Stores the facts about the group.
 pub(super) fn fill(process: &layout::Process) {
     process.group_rank.store(GROUP.rank.load(Relaxed), Relaxed);
     process.group_size.store(GROUP.size.load(Relaxed), Relaxed);

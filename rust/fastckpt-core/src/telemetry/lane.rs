@@ -28,7 +28,7 @@ fn add(counter: &AtomicU64, value: u64) {
     counter.store(counter.load(Relaxed).wrapping_add(value), Relaxed);
 }
 
-/// Adds nanoseconds to a counter of milliseconds. `rest` keeps what is left.
+/// Adds nanoseconds to a counter of milliseconds. `rest` keeps the remainder.
 fn add_milliseconds(counter: &AtomicU32, rest: &Cell<u64>, nanoseconds: u64) {
     let all = rest.get() + nanoseconds;
     rest.set(all % 1_000_000);
@@ -62,12 +62,12 @@ impl<'a> Lane<'a> {
         self.operation
     }
 
-    /// Sets what the worker is doing.
+    /// Sets the state of the worker.
     pub fn state(&self, state: State) {
         self.slot.state.store(state as u32, Relaxed);
     }
 
-    /// A request of `bytes` goes to the kernel. Returns the time, to be passed to [`Lane::completed`].
+    /// A request of `bytes` is sent to the kernel. Returns the time, to be passed to [`Lane::completed`].
     pub fn submitted(&mut self, bytes: u64) -> u64 {
         let now = now();
         self.slot.in_flight.store(self.slot.in_flight.load(Relaxed) + 1, Relaxed);
@@ -119,7 +119,7 @@ impl<'a> Lane<'a> {
         add(&self.slot.busy_ns, now().saturating_sub(since));
     }
 
-    /// The source has delivered what was begun at `since`.
+    /// The source has delivered the request begun at `since`.
     pub fn prepared(&self, since: u64) {
         add(&self.slot.source_wait_ns, now().saturating_sub(since));
     }

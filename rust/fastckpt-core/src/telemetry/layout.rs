@@ -57,7 +57,7 @@ impl<const N: usize> Text<N> {
         String::from_utf8_lossy(&bytes[..end]).into_owned()
     }
 
-    /// Stores what `other` holds.
+    /// Stores the value of `other`.
     pub fn copy(&self, other: &Self) {
         for (to, from) in self.0.iter().zip(&other.0) {
             to.store(from.load(Relaxed), Relaxed);
@@ -295,7 +295,7 @@ pub const fn empty() -> Segment {
 pub static UNSEEN: Segment = empty();
 
 impl Record {
-    /// Stores what `other` holds.
+    /// Stores the value of `other`.
     pub fn copy(&self, other: &Self) {
         for (to, from) in [
             (&self.kind, &other.kind),

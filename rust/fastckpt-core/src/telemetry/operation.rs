@@ -52,7 +52,7 @@ struct Closing {
     phase: u32,
 }
 
-/// What the caller says about an operation.
+/// The caller's facts about an operation.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Call {
     /// The training step.
@@ -61,7 +61,7 @@ pub struct Call {
     pub at: Option<Instant>,
 }
 
-/// What is known about an operation once it is planned.
+/// The facts about an operation once it is planned.
 #[derive(Debug, Clone, Copy)]
 pub struct Planned {
     /// Bytes that the workers will move.
@@ -87,7 +87,7 @@ pub struct Ran {
     pub mixed: bool,
     /// The errno that caused the first fallback.
     pub errno: Option<i32>,
-    /// What fell back: flags of `docs/telemetry.md`, 5.3.
+    /// The fallbacks: flags of `docs/telemetry.md`, 5.3.
     pub fell: u32,
 }
 
@@ -338,7 +338,7 @@ pub(super) fn bucket_of(latency: u64) -> usize {
     (doublings as usize).min(BUCKETS - 1)
 }
 
-/// The latency below which `percent` of the requests lie: the upper end of its bucket, in microseconds.
+/// The latency that `percent` of the requests do not exceed: the upper end of its bucket, in microseconds.
 pub(super) fn quantile(histogram: &[u64; BUCKETS], percent: u64) -> u32 {
     let all: u64 = histogram.iter().sum();
     let mut seen = 0;

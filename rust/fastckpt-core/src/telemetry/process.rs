@@ -54,15 +54,15 @@ pub fn wait_for(rank: Option<u32>) {
 }
 
 /// Tells the monitor which shares of the model's and of the optimizer's bytes have changed with the save of a step;
-/// none where nobody knows.
+/// none if unknown.
 #[expect(clippy::cast_sign_loss, reason = "a share is clamped to what is positive")]
 pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     let [model, optimizer] = [model, optimizer].map(|share| {
-        // In millionths, rounded up: only what is 0 is shown as 0.
+        // In millionths, rounded up: only 0 is shown as 0.
         share.map_or(0, |share| 1 + (share.clamp(0.0, 1.0) * 1e6).ceil() as u64)
     });
     with_segment(|segment| {
-        // A reader that finds shares finds the step that they are of.
+        // A reader that finds shares also finds the step that they belong to.
         segment.process.changed.store(0, Relaxed);
         fence(Release);
         segment.process.changed_step.store(step, Relaxed);
@@ -70,12 +70,12 @@ pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     });
 }
 
-/// Tells the monitor what this process warns of: up to 64 bytes.
+/// Shows a warning of this process in the monitor: up to 64 bytes.
 pub fn warn(text: &str) {
     with_segment(|segment| {
         let process = &segment.process;
         let number = process.warned.load(Relaxed);
-        // A reader that finds the number finds its text.
+        // A reader that finds the number also finds its text.
         process.warned.store(0, Relaxed);
         fence(Release);
         process.warning.set(text);
@@ -91,7 +91,7 @@ fn with_segment(change: impl FnOnce(&Segment)) {
     }
 }
 
-/// What the process knows about its own segment.
+/// The facts about a process's own segment.
 struct Process {
     pid: u32,
     segment: &'static Segment,
@@ -257,14 +257,14 @@ pub(super) fn give_thread(segment: &'static Segment, number: usize) {
     }
 }
 
-/// Whether somebody has the lock under which slots are handed out.
+/// Whether another thread holds the lock under which slots are handed out.
 #[cfg(test)]
 pub(super) fn is_locked() -> bool {
     PROCESS.try_lock().is_err()
 }
 
-/// Closes an operation: its history record, its slot (`close`), the totals, the state. A slot is free as soon as it says
-/// that its operation has ended, so all that is read from it or written to it comes before the lock is given back.
+/// Closes an operation: its history record, its slot (`close`), the totals, the state. A slot is free as soon as it
+/// shows that its operation has ended, so all reads and writes of it come before the lock is released.
 pub(super) fn finish(
     segment: &'static Segment,
     number: u32,
@@ -308,8 +308,8 @@ pub(super) fn finish(
     }
 }
 
-/// Where this process may publish its counters, in turn: each directory, then the same without symbolic links, or why it
-/// is not even looked at.
+/// The places where this process may publish its counters, in turn: each directory, then the same without symbolic
+/// links, or why it is not even checked.
 #[must_use]
 pub fn places(environment: &Environment) -> Vec<(PathBuf, Result<PathBuf, String>)> {
     let variable = |name| environment.get(name).map(PathBuf::from);
@@ -420,10 +420,9 @@ fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
     header.launch.store(launch(environment, parent, ticks), Relaxed);
 }
 
-/// What the processes of one job have in common on this machine, and those of another job have not: the job step of
-/// Slurm; else the process that started them (torchrun's agent, mpirun, the shell); else, for ranks that nothing here
-/// has started (each is the first process of a Kubernetes container), where they meet. Any other process is a job of
-/// its own.
+/// The common feature of the processes of one job on this machine: the job step of Slurm; else the process that started
+/// them (torchrun's agent, mpirun, the shell); else, for ranks that no process here has started (each is the first
+/// process of a Kubernetes container), the store where they meet. Any other process is a job of its own.
 pub(super) fn launch(environment: &Environment, parent: i32, own_ticks: u64) -> u64 {
     let mut hasher = DefaultHasher::new();
     let both = |first, second| environment.text(first).zip(environment.text(second));

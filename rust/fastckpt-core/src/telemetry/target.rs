@@ -40,7 +40,7 @@ fn environment_targets(environment: &Environment) -> (u64, u64) {
 }
 
 /// Parses a tier's name, GB/s for both saves and loads, or `save=X,load=Y` (in GB/s; a GB is 10^9 bytes). Returns
-/// bytes/s, 0 for what `text` leaves out. The tiers are those of NVIDIA's DGX H100 sizing, per GPU. `fastckpt-top`
+/// bytes/s, 0 for a part that `text` leaves out. The tiers are from NVIDIA's DGX H100 sizing, per GPU. `fastckpt-top`
 /// parses the same grammar in Python, and both pass the table `tests/data/targets.txt`.
 #[must_use]
 pub fn parse_targets(text: &str) -> Option<(u64, u64)> {

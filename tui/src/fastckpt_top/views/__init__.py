@@ -1,1 +1,1 @@
-"""What is on the screen. `canvas` alone knows Textual; everything else turns a model into lines of styled text."""
+"""The contents of the screen. `canvas` alone knows Textual; everything else turns a model into lines of styled text."""

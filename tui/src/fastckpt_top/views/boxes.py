@@ -1,4 +1,4 @@
-"""Blocks of lines with what a click on them means, and the boxes around them. Pure."""
+"""Blocks of lines with the meaning of a click on them, and the boxes around them. Pure."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ def box(
 
     Args:
         frame: Where the characters come from.
-        block: What is inside, as wide as it likes: cut or padded to `width` - 4 cells and `height` - 2 lines.
+        block: The contents, as wide as they like: cut or padded to `width` - 4 cells and `height` - 2 lines.
         title: Stands in the upper border at the left; it is cut where it does not fit.
         note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
         width: Cells of the box, borders included; at least 4.
         height: Lines of the box, borders included; at least 2.
-        foot: What stands in the lower border at the left and at the right, by the same rules.
+        foot: The text in the lower border at the left and at the right, by the same rules.
     """
     glyphs = frame.glyphs
     made = Block([_border(frame, glyphs.corners[:2], title, note, width)])

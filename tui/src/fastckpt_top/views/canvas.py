@@ -23,7 +23,7 @@ _PREFIX: Final = "canvas--"
 
 
 class Canvas(Widget):
-    """Paints the whole screen anew once a tick, and only draws lines that are asked for.
+    """Paints the whole screen anew once a tick, and only draws the requested lines.
 
     Args:
         frame: Makes the frame to paint, given width and height in cells.
@@ -67,7 +67,7 @@ class Canvas(Widget):
 
     @property
     def _palette(self) -> dict[str, str] | None:
-        """Rich styles that stand for the theme's; None where the theme's are shown."""
+        """Rich styles that replace the theme's; None if the theme's are shown."""
         if not colours.ansi(self.app.theme):
             return None
         return colours.ANSI_DARK if self.app.current_theme.dark else colours.ANSI_LIGHT
@@ -81,7 +81,7 @@ class Canvas(Widget):
         return self._painted
 
     def repaint(self) -> None:
-        """Paint anew: the model or the user's choice has changed."""
+        """Repaint: the model or the user's choice has changed."""
         self._painted = None
         self.refresh()
 
@@ -128,7 +128,7 @@ class Canvas(Widget):
         key = (name, selected)
         style = self._style_cache.get(key)
         if style is None:
-            # Always a style with both colours: Textual's monochrome filter cannot do without.
+            # Always a style with both colours: Textual's monochrome filter needs them.
             palette = self._palette
             if palette is not None:  # the terminal's own colours cannot be mixed
                 style = Style(bgcolor="default") + Style.parse(palette[name]) + Style(underline=selected)

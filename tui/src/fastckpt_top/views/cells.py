@@ -1,4 +1,4 @@
-"""The cells that rows of ranks and of threads are made of, and what their words and signs mean."""
+"""The cells of rows of ranks and of threads, and the meaning of their words and signs."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ WAIT_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The rate that a row shows, and what it is judged by.
+    """The rate that a row shows, and its reference.
 
     Attributes:
         rate: Bytes/s; None unknown.
@@ -88,7 +88,7 @@ class Figure:
 
     @property
     def style(self) -> str:
-        """Its colour, which says the same as the mark; what is past stays in the background."""
+        """Its colour, which repeats the mark; past rates stay in the background."""
         return VERDICT_STYLES[self.verdict] if self.live else "dim"
 
     @property
@@ -98,9 +98,9 @@ class Figure:
 
 
 def figure(frame: Frame, row: Row) -> Figure:
-    """What to show as a rank's rate: that of now, or the average where there is none of now that can be judged.
+    """The rate of a rank: the current one, or the average if no current one can be judged.
 
-    The rate of a rank whose threads have run out of work, one after the other, says nothing about its storage.
+    The rate of a rank whose threads have run out of work, one after the other, does not describe its storage.
     """
     live = frame.ui.mode == "current" and row.rate is not None and not running_out(row)
     shown = row.rate if live else row.average
@@ -137,7 +137,7 @@ def percent(fraction: float | None, room: int = PERCENT) -> str:
 
 
 def mark_at(cells: int) -> int:
-    """The cell of a bar that the target's mark stands in."""
+    """The cell of a bar that contains the target's mark."""
     return min(round(cells / SCALE), cells - 1)
 
 
@@ -147,7 +147,7 @@ def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -
     Args:
         fraction: Of the target; None or nan leaves the track empty.
         cells: Width.
-        style: Of what is full.
+        style: The style of the full part.
         glyphs: The characters.
 
     Returns:
@@ -229,19 +229,19 @@ def thread_share(thread: ThreadRow) -> float | None:
 
 
 def state(row: Row) -> str:
-    """A rank's state in six cells at most; what its process stands still with, where that is known."""
+    """A rank's state in six cells at most; the reason why its process stands still, if known."""
     if row.state == "STALL":
         return {"T": "STOP", "t": "STOP", "D": "STUCK"}.get(row.process_state, "STALL")
     return row.state[:STATE]
 
 
 def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Line:
-    """What holds a rank up: with its share where there is room, else the word alone.
+    """The cause that holds a rank up: with its share if there is room, else the word alone.
 
     Args:
         row: The rank.
         room: Width.
-        stated: Whether a column says its state; else the state stands here where nothing holds it up.
+        stated: Whether a column shows its state; else the state is shown here if no cause holds it up.
         flag: Whether a fallback is marked here, since no column names the engine.
     """
     short = room < WAIT
@@ -272,7 +272,7 @@ def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Lin
 
 
 def thread_wait(thread: ThreadRow, cells: int, glyphs: text.Glyphs) -> Line:
-    """What holds a thread up."""
+    """The cause that holds a thread up."""
     words = thread.wait if cells >= WAIT - 1 else thread.wait.partition(" ")[0]
     style = "low" if words.startswith(("source", "limit")) else "dim"
     return Line(text.fit(words, cells, glyphs), style)
@@ -299,5 +299,5 @@ def engine(row: Row) -> str:
 
 
 def name(row: Row) -> str:
-    """What to call a row in its first column: its rank, else its pid."""
+    """The name of a row in its first column: its rank, else its pid."""
     return str(row.rank) if row.rank is not None else str(row.pid)

@@ -1,4 +1,4 @@
-"""Which theme a terminal gets, and the colours that the styles have where a theme's cannot be told apart. Pure."""
+"""The theme for a terminal, and the colours of the styles if a theme's cannot be distinguished. Pure."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ MONO: Final = {
 
 
 def light(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal says that its ground is light: `COLORFGBG=0;15`."""
+    """Whether the terminal reports a light background: `COLORFGBG=0;15`."""
     return environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
 
 

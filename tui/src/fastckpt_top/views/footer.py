@@ -1,4 +1,4 @@
-"""The keys in the last line, and the most urgent thing to say beside what the header says. Pure."""
+"""The keys in the last line, and the most urgent message besides the header's. Pure."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ EVENT_SHOWN_S: Final = 60.0
 def keys(frame: Frame) -> tuple[Line, list[tuple[int, int, str]]]:
     """The keys that fit whole, and which cells of the line mean which action.
 
-    Help stands at the end, after a sign where keys are left out, so that one sees where the others are.
+    Help is at the end, after a sign where keys are left out, so that users see where the others are.
     """
     shown = list(KEYS if frame.live else REPLAY_KEYS)
     if len(frame.model.jobs) > 1:
@@ -108,7 +108,7 @@ def _in_trouble(frame: Frame) -> list[Job]:
 
 
 def _news(frame: Frame, event: Event) -> bool:
-    """Whether an event is a warning that the sentence does not say, or say worse."""
+    """Whether an event is a warning that is missing in the sentence, or worse there."""
     said = frame.main.sentence if frame.main is not None else None
     if said is None or event.level == "info":
         return event.level != "info"

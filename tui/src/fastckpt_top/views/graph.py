@@ -40,7 +40,7 @@ class Axis:
 
     Attributes:
         top: Bytes/s of the full height.
-        labels: One a line, the top line first, in GB/s: what the line's upper edge stands for; empty where that is no
+        labels: One a line, the top line first, in GB/s: the value of the line's upper edge; empty if that is not a
             round number.
     """
 
@@ -77,7 +77,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     """The graph of the node, in a box where the screen has boxes.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells, borders included.
         height: Lines, borders included.
     """
@@ -102,7 +102,7 @@ def plot(
 ) -> list[Line]:
     """The plot with its labels, without the time axis.
 
-    In each column the lower of the two series stands in front, so that the tops of both are to be seen.
+    In each column the lower of the two series is in front, so that the tops of both are visible.
 
     Args:
         frame: Where the characters come from.
@@ -151,7 +151,7 @@ def _padded(written: Sequence[float], read: Sequence[float], cells: int) -> list
 
 
 def _target(frame: Frame) -> float:
-    """Bytes/s that the node should reach in what it does; 0 where several jobs have targets of their own."""
+    """Bytes/s that the node should reach in its current work; 0 if several jobs have targets of their own."""
     model = frame.model
     if len(model.jobs) > 1:
         return 0.0

@@ -18,7 +18,7 @@ def cell(rank: int) -> int:
 
 
 def across(rank: int, width: int) -> int:
-    """How many ranks stand side by side.
+    """How many ranks are shown side by side.
 
     Args:
         rank: Cells of the longest name.
@@ -30,10 +30,10 @@ def across(rank: int, width: int) -> int:
 def block(frame: Frame, rows: list[Row], chosen: Row | None, rank: int, width: int, height: int) -> tuple[Block, int]:
     """A grid of ranks, in their order from top to bottom and then from left to right.
 
-    Where it does not hold them all, it shows the part with the selected one; the worst if that is none of them.
+    If it does not hold them all, it shows the part with the selected one; the worst if none is selected.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         rows: The ranks.
         chosen: The selected one.
         rank: Cells of the longest name.

@@ -1,4 +1,4 @@
-"""The help, over the whole screen: keys, and what every sign, column and word means. Pure."""
+"""The help, over the whole screen: keys, and the meaning of every sign, column and word. Pure."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _TABLE: Final = (
 
 
 def lines(frame: Frame) -> list[Line]:
-    """The help page as far as it is scrolled, as high and wide as the frame."""
+    """The visible part of the help page, as high and wide as the frame."""
     rows = _page(frame)
     if frame.height == 1:
         return [rows[0].fill(frame.width)]
@@ -117,7 +117,7 @@ def _indent(frame: Frame) -> int:
 
 
 def _section(frame: Frame, name: str, pairs: tuple[tuple[str, str], ...]) -> list[Line]:
-    """Words at the left and what they mean at the right, below one another where there is no room."""
+    """Words at the left and their meaning at the right, below one another if there is no room."""
     indent = _indent(frame)
     rows = [Line(f" {name}", "title")]
     for word, what in pairs:

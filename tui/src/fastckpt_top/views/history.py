@@ -1,4 +1,4 @@
-"""What has been: ended operations and events, as lines for the lists and as a block for the right side."""
+"""The past: ended operations and events, as lines for the lists and as a block for the right side."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ OPTIONAL: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How wide each column of ended operations is, without the blank before it; 0 where it is left out."""
+    """The width of each column of ended operations, without the blank before it; 0 if it is left out."""
 
     width: int
     label: int
@@ -55,7 +55,7 @@ class Columns:
 
 
 def columns(width: int) -> Columns:
-    """Choose the columns for lines of so many cells. They depend on nothing else, so that they stand still."""
+    """Choose the columns for lines of so many cells. They depend on nothing else, so that they do not move."""
     tight = {"percent": cells.PERCENT - 1, "took": TOOK - 2} if width < TIGHT else {}
     rate = cells.RATE - 1 if tight else cells.RATE
     left = width - 1 - 1 - KIND - 1 - SHORT_LABEL - 1 - rate
@@ -101,7 +101,7 @@ def head(frame: Frame, cols: Columns) -> Line:
 
 
 def target_of(frame: Frame, past: Checkpoint) -> float:
-    """Bytes/s that an ended operation should have reached: what was the target then, else today's for its GPUs."""
+    """Bytes/s that an ended operation should have reached: its target at the time, else today's for its GPUs."""
     if past.target:
         return past.target
     target = frame.model.node.target
@@ -161,7 +161,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     """The latest ended operations, and the latest events below them; the newest of each first.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells.
         height: Lines.
 
@@ -186,7 +186,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
 
 
 def _label(frame: Frame, past: Checkpoint, room: int) -> str:
-    """The label in so many cells; where it is too long, the end of the step, which tells one from the next."""
+    """The label in so many cells; if it is too long, the end of the step, which distinguishes one from the next."""
     label = frame.say(past.label)
     if text.width(label) > room and past.step is not None:
         return text.fit_front(str(past.step), room, frame.glyphs)

@@ -17,10 +17,10 @@ TINY: Final = 4
 
 
 def paint(frame: Frame, room: int) -> list[Line]:
-    """The body of a view: its head, and the part of its list that fits as far as it is scrolled.
+    """The body of a view: its head, and the visible part of its list.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         room: Lines.
     """
     if room <= 0:

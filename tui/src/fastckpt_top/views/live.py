@@ -1,4 +1,4 @@
-"""The live view, and the frame that all views share: what runs above, keys below."""
+"""The live view, and the frame that all views share: running operations above, keys below."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def paint(frame: Frame) -> Screen:
     """The whole screen.
 
     Args:
-        frame: What to paint, and how large.
+        frame: The frame to paint, and its size.
 
     Returns:
         Exactly as many lines as the frame is high, each as wide as it.
@@ -63,7 +63,7 @@ def paint(frame: Frame) -> Screen:
 
 
 def _live(frame: Frame, room: int) -> Block:
-    """What runs, the graph, the ranks with the history beside them, the threads of the selected rank."""
+    """Running operations, the graph, the ranks with the history beside them, the threads of the selected rank."""
     width = frame.width
     top = operation.block(frame, width)
     left = room - len(top.lines)
@@ -98,11 +98,11 @@ def share_out(room: int, ranks: int, threads: int, *, graph: bool) -> tuple[int,
         room: Lines.
         ranks: Lines that the ranks would like.
         threads: Lines that the selected rank's threads would like; 0 for none.
-        graph: Whether there is a graph, which takes what is left over; without it the ranks do.
+        graph: Whether there is a graph, which takes the remaining space; without it the ranks do.
     """
     high = min(GRAPH, room - RANKS) if graph and room >= RANKS + GRAPH - 1 else 0
     room -= high
-    # Where not all ranks fit, the threads have a third of what there is.
+    # If not all ranks fit, the threads get a third of the space.
     rows = ranks if ranks <= room else room - (min(threads, room // 3) if room >= 2 * RANKS else 0)
     below = min(threads, room - rows)
     below = below if below >= THREADS else 0
@@ -111,7 +111,7 @@ def share_out(room: int, ranks: int, threads: int, *, graph: bool) -> tuple[int,
 
 
 def empty(frame: Frame) -> list[Line]:
-    """What to show when there is no process: where one looked, and what to try."""
+    """The text when there is no process: where the monitor looked, and what to try."""
     places = frame.model.places or ("no directory",)
     lines = [
         Line(),

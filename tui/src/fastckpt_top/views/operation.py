@@ -1,4 +1,4 @@
-"""The box at the top: what runs, how far it is, how fast, how long still, and the sentence that says why. Pure."""
+"""The box at the top: the operation, its progress, rate and remaining time, and the sentence with the reason. Pure."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ _NAME: Final = 6
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """Cells of what stands at the left and right of the two bars: the same in both lines, whatever the figures are.
+    """Cells of the text at the left and right of the two bars: the same in both lines, whatever the figures are.
 
     Attributes:
-        left: What is done, and how fast.
+        left: The work, and its rate.
         bar: The bars themselves; 0 for none.
-        right: What remains, and what it is worth.
-        size: How much is said: 3 with names and peaks, 2 with names, 1 with what matters, 0 with hardly that.
+        right: The remaining time, and its reliability.
+        size: The amount of detail: 3 with names and peaks, 2 with names, 1 with the essentials, 0 with hardly that.
     """
 
     left: int
@@ -49,7 +49,7 @@ class Columns:
 
 
 def columns(width: int) -> Columns:
-    """How the lines of an operation are divided.
+    """The division of an operation's lines.
 
     Args:
         width: Cells inside the box.
@@ -69,7 +69,7 @@ def block(frame: Frame, width: int) -> Block:
     """The box, or the same lines without one.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells, borders included.
     """
     if not boxed(frame):
@@ -151,7 +151,7 @@ def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
         tail.add("   now ", "dim").add(f"{now:<6}")
     if cols.size == 3:  # noqa: PLR2004
         tail.fill(17).add("  peak ", "dim").add(f"{text.rate(op.peak or None):<6}")
-    # The word says what the mark says; a failure is never dim.
+    # The word repeats the mark; a failure is never dim.
     judged = style if op.verdict is not Verdict.FAILED else "bad"
     tail.add(" " * max(cols.right - 9 - tail.width, 0))
     tail.add(f"{frame.glyph(op.verdict)} {VERDICT_WORDS[op.verdict]}", judged)
@@ -221,7 +221,7 @@ def _wrapped(variants: tuple[str, ...], width: int, high: int) -> list[str]:
 
 
 def _names(frame: Frame) -> Line:
-    """`fastckpt-top · gpu07 · llama70b`, and what the user has chosen that hides something."""
+    """`fastckpt-top · gpu07 · llama70b`, and choices of the user that hide something."""
     glyphs, ui = frame.glyphs, frame.ui
     line = Line("fastckpt-top" if frame.width >= 100 else "", "title")  # noqa: PLR2004
     job = frame.job
@@ -266,7 +266,7 @@ def _status(frame: Frame) -> Line:
 
 
 def _facts(frame: Frame, width: int) -> Line:
-    """What stands at the right of the border; what matters least goes first."""
+    """The text at the right of the border; the least important part goes first."""
     clock = time.strftime("%H:%M:%S", time.localtime(frame.model.real))
     alive = _alive(frame)
     pieces = [

@@ -1,4 +1,4 @@
-"""Lines of styled text, and where on the screen a click means what. Pure."""
+"""Lines of styled text, and the meaning of clicks on the screen. Pure."""
 
 from __future__ import annotations
 
@@ -116,14 +116,14 @@ class Frame:
     """Everything a view needs to paint itself.
 
     Attributes:
-        model: What to show.
-        ui: What the user chose.
+        model: The model to show.
+        ui: The user's choices.
         glyphs: Characters.
         width: Cells.
         height: Lines.
-        status: `live`, or where a replay stands.
+        status: `live`, or the position of a replay.
         live: Whether processes are being watched, and not a recording.
-        frozen: Whether it stands still while the processes go on.
+        frozen: Whether it is frozen while the processes continue.
     """
 
     model: Model
@@ -137,7 +137,7 @@ class Frame:
 
     @property
     def job(self) -> Job | None:
-        """The job that is shown: the chosen one while it is there, else the first; None where none is known."""
+        """The visible job: the chosen one while it exists, else the first; None if none is known."""
         key = self.ui.job_of(self.model)
         return next((job for job in self.model.jobs if job.key == key), None)
 

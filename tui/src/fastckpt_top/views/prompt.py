@@ -6,10 +6,10 @@ from textual.widgets import Input
 
 
 class Prompt(Input):
-    """A line at the bottom that is only shown while it asks.
+    """A line for input at the bottom, shown only during input.
 
     Attributes:
-        asking: What is asked for; empty while nothing is.
+        asking: The question; empty if there is none.
     """
 
     DEFAULT_CSS = """
@@ -39,7 +39,7 @@ class Prompt(Input):
         """Ask no more.
 
         Returns:
-            What was asked for.
+            The answer.
         """
         asked, self.asking = self.asking, ""
         self.remove_class("-shown")

@@ -1,4 +1,4 @@
-"""What the user chose: view, selection, sorting, filter. It remembers the order of the rows, and is otherwise pure."""
+"""The user's choices: view, selection, sorting, filter. It remembers the order of the rows, and is otherwise pure."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Ui:
         all_threads: Show the threads of each rank.
         expanded: Process keys whose threads are shown.
         active_only: Only rows with a running operation.
-        mode: What the GB/s column shows, one of `MODES`.
-        layout: What the live view shows: one of `LAYOUTS`.
+        mode: The contents of the GB/s column, one of `MODES`.
+        layout: The contents of the live view: one of `LAYOUTS`.
         help: The help is shown.
         recording: File being recorded to; empty if none.
         notice: A message for the line above the keys; empty if none.
@@ -95,7 +95,7 @@ class Ui:
     order: list[str] = field(default_factory=list)
 
     def job_of(self, model: Model) -> str:
-        """Key of the job that is shown: the chosen one while it is there, else the first; empty without any."""
+        """Key of the visible job: the chosen one while it exists, else the first; empty without any."""
         keys = [job.key for job in model.jobs]
         return self.job if self.job in keys else keys[0] if keys else ""
 
@@ -134,7 +134,7 @@ class Ui:
         return min(rows, key=lambda row: places.get(row.key, len(places)), default=None)
 
     def sort_by(self, column: str) -> None:
-        """Sort by a column, or the other way round where it is the one already."""
+        """Sort by a column, or in reverse order if it is already the one."""
         if column in SORTS:
             self.sort, self.reverse = column, column == self.sort and not self.reverse
 
@@ -164,8 +164,8 @@ def pin(rows: list[Row], order: list[str]) -> list[Row]:
         order: Keys of the order so far.
 
     Returns:
-        The rows. None stands above one that is worse by more than `PINNED`; a row moves only where that asks for it.
-        What is new, of ended operations too, stands above what was faster.
+        The rows. None is above one that is worse by more than `PINNED`; a row moves only if that requires it. New rows,
+        also of ended operations, are above those that were faster.
     """
     places = {key: place for place, key in enumerate(order)}
     known = sorted((row for row in rows if row.key in places), key=lambda row: places[row.key])

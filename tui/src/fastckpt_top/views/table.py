@@ -1,4 +1,4 @@
-"""The ranks: a row each, the worst first, as many columns as fit; those that do not fit stand in a grid below."""
+"""The ranks: a row each, the worst first, as many columns as fit; those that do not fit are in a grid below."""
 
 from __future__ import annotations
 
@@ -42,9 +42,9 @@ MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How wide each column is, without the blank before it; 0 where it is left out.
+    """The width of each column, without the blank before it; 0 if it is left out.
 
-    `target` is what a rank should reach, bytes/s, where all have the same.
+    `target` is the rate that a rank should reach, bytes/s, if all have the same.
     """
 
     width: int
@@ -65,7 +65,7 @@ class Columns:
 
 
 def columns(rows: list[Row], width: int) -> Columns:
-    """Choose the columns. They depend on the ranks that there are, never on what these do at the moment.
+    """Choose the columns. They depend only on which ranks there are, never on their current work.
 
     Args:
         rows: All ranks of the job, also those that a filter hides.
@@ -113,7 +113,7 @@ def wanted(frame: Frame, width: int) -> int:
     """Lines that the ranks would like, borders included: one each, or on a low screen as many as show them in a grid.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells.
     """
     shown = frame.ui.shown(frame.model)
@@ -130,7 +130,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     """The ranks of the job that is shown.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         width: Cells.
         height: Lines.
 
@@ -172,7 +172,7 @@ def _named(rows: list[Row]) -> int:
 
 
 def _title(frame: Frame, shown: list[Row]) -> Line:
-    """`8 ranks`, how they are sorted, and what hides some."""
+    """`8 ranks`, how they are sorted, and the filter."""
     ui, glyphs = frame.ui, frame.glyphs
     line = Line(text.count(len({row.proc_key for row in shown}), "rank"), "title")
     sign = glyphs.rising if (ui.sort in RISING) != ui.reverse else glyphs.falling
@@ -309,7 +309,7 @@ def _with_grid(frame: Frame, shown: list[Row], chosen: Row | None, cols: Columns
 
 
 def _first(frame: Frame, lines: list[Line], chosen: Row | None, room: int) -> int:
-    """First line that is shown, so that the selected row is to be seen; it moves no more than it must."""
+    """The first visible line, chosen so that the selected row is visible; it moves no more than necessary."""
     first = frame.ui.scroll.get("live", 0)
     at = next((index for index, line in enumerate(lines) if line.selected), 0)
     last = at

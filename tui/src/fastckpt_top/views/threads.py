@@ -30,7 +30,7 @@ LONG_SPARK: Final = 60
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """How wide each column is, without the blank before it; 0 where it is left out."""
+    """The width of each column, without the blank before it; 0 if it is left out."""
 
     width: int
     rank: int
@@ -49,7 +49,7 @@ def columns(width: int, rank: int = 0) -> Columns:
 
     Args:
         width: Cells of a line.
-        rank: Cells for the name of their rank; 0 where a line above says it.
+        rank: Cells for the name of their rank; 0 if a line above has it.
     """
     wait = cells.WAIT - 1 if width >= 56 else cells.SHORT_WAIT - 1  # noqa: PLR2004  (60 with a box)
     wanted = (
@@ -80,7 +80,7 @@ def head(frame: Frame, cols: Columns, target: float | None) -> Line:
     """The head of a list of threads.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         cols: Its columns.
         target: Bytes/s of a thread where all have the same; else None.
     """
@@ -153,17 +153,17 @@ def wanted(frame: Frame, row: Row) -> int:
     """Lines that a rank would like for itself, borders included.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         row: The rank.
     """
     return len(row.threads) + (1 if row.threads else 0) + DETAILS + (BORDERS if boxed(frame) else 1)
 
 
 def block(frame: Frame, row: Row, width: int, height: int) -> Block:
-    """The selected rank in full: its threads, the worst first where they do not fit, and what else is known of it.
+    """The selected rank in full: its threads, the worst first if they do not fit, and other facts about it.
 
     Args:
-        frame: What to paint.
+        frame: The frame to paint.
         row: The rank.
         width: Cells.
         height: Lines.
@@ -238,7 +238,7 @@ def _title(frame: Frame, row: Row, room: int) -> Line:
 
 
 def _details(frame: Frame, row: Row, width: int) -> list[Line]:
-    """What is known of a rank beside its threads: two lines, each as far as it fits."""
+    """Facts about a rank besides its threads: two lines, each as far as it fits."""
     major, minor = row.st_dev >> 8 & 0xFFF, row.st_dev & 0xFF
     parts = [
         (f"average {text.rate(row.average)} of {text.rate(row.target)} GB/s", VERDICT_STYLES[row.verdict]),

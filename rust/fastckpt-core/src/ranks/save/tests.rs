@@ -340,7 +340,7 @@ fn what_no_load_would_take_is_not_committed() {
         let figures = Figures { seconds, ..Figures::default() };
         let odd = Commit { figures, ..commit(pieces(&ranks)) };
         let error = ranks[0].commit(odd, &mut |_, _| true).unwrap_err();
-        assert!(error.to_string().contains("a time in it is no number"), "{error}");
+        assert!(error.to_string().contains("a time in it is not a number"), "{error}");
         assert_eq!(job.entries().len(), 0);
     }
     for (texts, word) in

@@ -130,7 +130,7 @@ fn damage_of_a_base_is_not_inherited() {
     // It is too short.
     write(&file, &bytes[1..]).unwrap();
     let report = saved(&path("short"), Some(&path("base")), &[1, 2], &[]);
-    assert!(report.warnings[0].contains("bytes, written were"), "{:?}", report.warnings);
+    assert!(report.warnings[0].contains("bytes, expected"), "{:?}", report.warnings);
 }
 
 #[test]
