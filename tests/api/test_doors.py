@@ -91,7 +91,7 @@ WRONG = {
     "exclude of nothing": ({"exclude": "nothing.*"}, OF_STATES, KeyError, "exclude: 'nothing.\\*' matches nothing"),
     "dtype": ({"dtype": "int8"}, OF_STATES, ValueError, "dtype"),
     "metadata": ({"metadata": {"w": torch.ones(1)}}, {*DOORS}, fastckpt.UnsupportedTypeError, "metadata cannot hold"),
-    "replicas": ({"replicas": "some"}, OF_RANKS, ValueError, "replicas is 'some': known are sample, full, first"),
+    "replicas": ({"replicas": "some"}, OF_RANKS, ValueError, "replicas must be one of sample, full, first, not 'some'"),
     "on_difference": ({"on_difference": "hide"}, OF_RANKS, ValueError, "on_difference is 'hide'"),
     "pin": ({"pin": -1}, IN_BACKGROUND, ValueError, "pin must be True, False"),
     "on_error": ({"on_error": "hide"}, IN_BACKGROUND, ValueError, "on_error must be"),

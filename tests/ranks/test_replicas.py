@@ -238,8 +238,8 @@ def _wrong(path: str, option: str) -> str:
 
 
 def test_what_there_is_not_is_refused(tmp_path):
-    assert "known are sample, full, first" in _wrong(str(tmp_path / "c"), "replicas")
-    assert "known are raise, warn" in _wrong(str(tmp_path / "c"), "on_difference")
+    assert "must be one of sample, full, first" in _wrong(str(tmp_path / "c"), "replicas")
+    assert "must be one of raise, warn" in _wrong(str(tmp_path / "c"), "on_difference")
 
 
 #: How a tensor of two dimensions is spread over four ranks: these, in the order of the mesh, its shape and placements,
