@@ -116,7 +116,7 @@ def members(text: memoryview) -> list[tuple[str, memoryview]]:
     for begin, colon, stop in zip(commas, colons, [*commas[1:], end], strict=True):
         name = json.loads(str(text[begin + 1 : colon], "utf-8")) if begin < colon < stop else None
         if type(name) is not str:
-            raise ValueError("the name of a member is not a string")
+            raise ValueError("it has a member whose name is not a string")
         found.append((name, text[colon + 1 : stop]))
     return found
 

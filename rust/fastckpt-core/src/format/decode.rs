@@ -127,7 +127,7 @@ pub fn check(body: &Body) -> std::result::Result<(), String> {
     for tensor in &body.tensors {
         let name = &tensor.name;
         if name == RESERVED_NAME || !names.insert(name.as_str()) {
-            return Err(format!("tensor name `{name}` appears twice"));
+            return Err(format!("tensor name `{name}` appears twice or is reserved"));
         }
         let (from, to) = check_tensor(tensor, body).map_err(|what| format!("tensor `{name}`: {what}"))?;
         ranges[tensor.shard].push((from, to));
@@ -226,8 +226,8 @@ mod tests {
             ("impossible sizes", |b| b.shards[0].bytes = u64::MAX),
             ("impossible sizes", |b| b.shards[0].data_offset = 9),
             ("no checksum", |b| b.shards[0].crc = "xyz".to_owned()),
-            ("taken", |b| b.tensors.push(b.tensors[0].clone())),
-            ("taken", |b| b.tensors[0].name = RESERVED_NAME.to_owned()),
+            ("twice", |b| b.tensors.push(b.tensors[0].clone())),
+            ("reserved", |b| b.tensors[0].name = RESERVED_NAME.to_owned()),
             ("does not exist", |b| b.tensors[0].shard = 1),
             ("beyond", |b| b.tensors[0].shape = vec![3]),
             ("beyond", |b| b.tensors[0].offset = u64::MAX),

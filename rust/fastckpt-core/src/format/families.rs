@@ -88,8 +88,7 @@ pub(super) fn of(
     for tensor in by_name(tensors)? {
         let Asked { name, bytes, entry } = tensors[tensor];
         let group = groups.iter().position(|group| group.holds(name));
-        let group = group
-            .ok_or_else(|| Error::Invalid(format!("no group of files holds the tensor name `{name}`")))?;
+        let group = group.ok_or_else(|| Error::Invalid(format!("the tensor name `{name}` is reserved")))?;
         if !elsewhere[tensor] {
             let moves = !reuse.unchanged.get(tensor).copied().unwrap_or(false);
             filling[group][usize::from(moves)].add(tensor, (bytes, entry), shard_size);

@@ -1,7 +1,7 @@
 //! Decides which of the ranks that hold the same bytes of a tensor gives them to a save. Pure.
 //!
-//! Ranks that hold the same part of a tensor, ascending, have its **copies**: the first one copy 0, the next one copy
-//! 1. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are declared equal may
+//! Ranks that hold the same part of a tensor, ascending, have its **copies**: copy 0 is the first one's, copy 1 the next
+//! one's. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are declared equal may
 //! differ. Tensors are dealt so that every copy gives about as many bytes.
 
 use std::cmp::Reverse;
