@@ -19,6 +19,7 @@ def package(tmp_path_factory):
     directory = tmp_path_factory.mktemp("portable")
     unwanted = shutil.ignore_patterns("_core*.so", "__pycache__")
     shutil.copytree(Path(fastckpt.__file__).parent, directory / "fastckpt", ignore=unwanted)
+    assert not [*directory.rglob("*.so")]
     return directory
 
 
