@@ -3,15 +3,21 @@
     python scripts/checks/budgets.py
 
 Blank lines and comments count. Tests do not: of a Rust file, what follows ``#[cfg(test)]``, and files of tests.
+
+Files of tests that name private modules, in imports or in the text of programs, are counted by themselves: each has to
+follow when a private module moves.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+#: A private module of the package, or a private name imported from it; ``__version__`` and its like are public.
+PRIVATE = re.compile(r"\bfastckpt(?:\.\w+)*\._(?!_)\w|\bfrom fastckpt(?:\.\w+)* import (?:\([^)]*|[^\n(]*)\b_(?!_)\w")
 
 
 def count(file: Path) -> int:
@@ -39,6 +45,12 @@ def sizes(folders: list[str]) -> dict[str, int]:
     return found
 
 
+def private_tests(directory: Path = ROOT / "tests") -> list[str]:
+    """The files of tests that name private modules."""
+    files = (file for file in sorted(directory.rglob("*.py")) if PRIVATE.search(file.read_text(encoding="utf-8")))
+    return [file.relative_to(directory).as_posix() for file in files]
+
+
 def main() -> int:
     """Print the table; 1 where a folder is over its budget."""
     if sys.version_info < (3, 11):
@@ -52,7 +64,10 @@ def main() -> int:
     for folder, lines in found.items():
         over = " OVER: say what goes for it, or argue for more in pyproject.toml" if lines > budgets[folder] else ""
         print(f"{folder:40} {lines:6,} of {budgets[folder]:6,}{over}")
-    return int(any(lines > budgets[folder] for folder, lines in found.items()))
+    private, most = private_tests(), document["tool"]["fastckpt"]["private-tests"]
+    over = f" OVER: use the public API or the harness, or the unit tests of the room: {private}"
+    print(f"{'tests that name private modules':40} {len(private):6} of {most:6}{over if len(private) > most else ''}")
+    return int(len(private) > most or any(lines > budgets[folder] for folder, lines in found.items()))
 
 
 if __name__ == "__main__":
