@@ -366,7 +366,6 @@ def test_without_a_descriptor_to_spare_a_checkpoint_opens_all_the_same(tmp_path)
     code = """
 import resource, os, sys
 import fastckpt
-from harness import manifest
 import numpy
 limit = max(map(int, os.listdir("/proc/self/fd"))) + 12
 resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
