@@ -128,3 +128,11 @@ def registry():
     for table, former in zip(tables, kept, strict=True):
         table.clear()
         table.update(former)
+
+
+@pytest.fixture
+def undeclare(registry):
+    """Has this program declare no type any more, for the rest of a test."""
+    from fastckpt._state.registry import PROCESS
+
+    return PROCESS._by_name.clear

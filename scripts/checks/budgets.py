@@ -5,11 +5,15 @@
 Blank lines and comments count. Tests do not: of a Rust file, what follows ``#[cfg(test)]``, and files of tests.
 
 No Python function has more than 60 lines below its signature and docstring; clippy counts those in Rust.
+
+Files of tests that name private modules, in imports or in the text of programs, are counted by themselves: each has to
+follow when a private module moves.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,6 +22,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 #: Lines of a function.
 LONGEST = 60
+#: A private module of the package, or a private name imported from it; ``__version__`` and its like are public.
+PRIVATE = re.compile(r"\bfastckpt(?:\.\w+)*\._(?!_)\w|\bfrom fastckpt(?:\.\w+)* import (?:\([^)]*|[^\n(]*)\b_(?!_)\w")
 
 
 def count(file: Path) -> int:
@@ -58,8 +64,14 @@ def long_functions(folders: list[str]) -> Iterator[str]:
                         yield f"{name}:{node.lineno}: {node.name} has {lines} lines, and may have {LONGEST}"
 
 
+def private_tests(directory: Path = ROOT / "tests") -> list[str]:
+    """The files of tests that name private modules."""
+    files = (file for file in sorted(directory.rglob("*.py")) if PRIVATE.search(file.read_text(encoding="utf-8")))
+    return [file.relative_to(directory).as_posix() for file in files]
+
+
 def main() -> int:
-    """Print the table; 1 where a folder is over its budget, or a function is too long."""
+    """Print the table; 1 if a folder is over its budget, a function is too long, or tests name too many modules."""
     if sys.version_info < (3, 11):
         print("budgets: not counted: reading pyproject.toml takes CPython 3.11")
         return 0
@@ -73,7 +85,10 @@ def main() -> int:
         print(f"{folder:40} {lines:6,} of {budgets[folder]:6,}{over}")
     long = [*long_functions(list(budgets))]
     print(*long, sep="\n", end="\n" * bool(long))
-    return int(bool(long) or any(lines > budgets[folder] for folder, lines in found.items()))
+    private, most = private_tests(), document["tool"]["fastckpt"]["private-tests"]
+    over = f" OVER: use the public API or the harness, or the unit tests of the room: {private}"
+    print(f"{'tests that name private modules':40} {len(private):6} of {most:6}{over if len(private) > most else ''}")
+    return int(len(private) > most or bool(long) or any(lines > budgets[folder] for folder, lines in found.items()))
 
 
 if __name__ == "__main__":

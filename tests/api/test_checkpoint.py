@@ -20,9 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, UnsupportedTypeError, _core
-from fastckpt._tensors import slicing
-from fastckpt._tensors.memory import address_of
+from fastckpt import CorruptCheckpointError, UnsupportedTypeError
+from harness import manifest
 from harness.same import bits, same
 
 
@@ -96,7 +95,7 @@ class Colour(enum.Enum):
     RED = 1
 
 
-def test_structure(path, tmp_path, registry):
+def test_structure(path, tmp_path, registry, undeclare):
     checkpoint = fastckpt.open(path)
     structure = checkpoint.structure
     assert structure["w"] is structure["tied"] is checkpoint.info("w")
@@ -106,7 +105,7 @@ def test_structure(path, tmp_path, registry):
     assert structure["sparse"].parts == (checkpoint.info("sparse.indices"), checkpoint.info("sparse.values"))
     registry(Colour, lambda c: c.value, Colour, "colour")
     fastckpt.save({Colour.RED: torch.nn.Linear(1, 1).state_dict()}, tmp_path / "r", metadata=Colour.RED)
-    fastckpt._state.registry.PROCESS._by_name.clear()
+    undeclare()
     stranger = fastckpt.open(tmp_path / "r")
     ((key, value),) = stranger.structure.items()
     assert (key.kind, key.about, key.parts) == ("type", ("colour",), (1,))
@@ -198,77 +197,18 @@ def test_bad_index(path, index, error):
         checkpoint.slice("w", index)
 
 
-@pytest.fixture(scope="module")
-def large(tmp_path_factory):
-    """A checkpoint with long rows and with short ones, and the arrays."""
-    wide, narrow = np.arange(40_000_000, dtype=np.uint8).reshape(100, 400_000), np.zeros((50_000, 10), np.float32)
-    path = tmp_path_factory.mktemp("large") / "c"
-    fastckpt.save({"wide": wide, "narrow": narrow}, path)
-    return path, {"wide": wide, "narrow": narrow}
-
-
-def called():
-    """Bytes that this process asked the kernel to read."""
-    return int(Path("/proc/self/io").read_text().split()[1])
-
-
-@pytest.mark.parametrize(
-    ("nbytes", "name", "index"),
-    [
-        (40_000, "narrow", slice(1000, 2000)),
-        (16, "narrow", (5, slice(3, 7))),
-        (0, "narrow", slice(7, 7)),
-        # A column of short rows: with what lies between. One of long rows: alone.
-        (49_999 * 40 + 4, "narrow", (slice(None), 3)),
-        (2 * 40, "narrow", slice(None, None, 25_000)),
-        (100 * 1000, "wide", (slice(None), slice(7, 1007))),
-        (3 * 400_000 + 150_000, "wide", (slice(0, 4), slice(None, 150_000))),
-    ],
-)
-def test_a_slice_is_read_in_whole_blocks_unless_it_is_not_verified(large, monkeypatch, nbytes, name, index):
-    """By the counters of the calls that read: what lies between, too, where it is less than 256 KiB."""
-    monkeypatch.setenv("FASTCKPT_IO", "buffered")
-    path, arrays = large
-    expected = arrays[name][index]
-    itemsize = expected.itemsize
-    with fastckpt.open(path) as checkpoint:
-        checkpoint["narrow"], checkpoint["wide"]  # the headers, once
-        before = called()
-        part = checkpoint.slice(name, index)
-        verified = called() - before
-        assert part.tobytes() == expected.tobytes()
-        assert checkpoint.report.bytes == expected.nbytes
-    offsets = np.arange(arrays[name].size).reshape(arrays[name].shape)[index].ravel() * itemsize
-    reader = _core.Reader(str(path))
-    numbers = {tensor.name: number for number, tensor in enumerate(reader.tensors())}
-    stored, size = reader.tensors()[numbers[name]], reader.info()["block_size"]
-    blocks = np.unique((stored.offset + offsets) // size) * size
-    low, high = np.maximum(blocks, stored.offset), np.minimum(blocks + size, stored.offset + stored.nbytes)
-    whole = int((high - low).sum())
-    assert whole <= verified < whole + 1000  # the counters are a file, too
-    if not expected.size:
-        return
-    box, strides, _ = slicing.part(arrays[name].shape, itemsize, index)
-    memory = np.empty(expected.nbytes, np.uint8)
-    request = _core.ReadRequest(numbers[name], address_of(memory), memory.nbytes, box, strides)
-    before = called()
-    reader.read([request], verify=False, io="buffered", threads=None, drain=None, tick=None)
-    assert nbytes <= called() - before < nbytes + 1000
-    assert memory.tobytes() == expected.tobytes()
-
-
 @pytest.mark.usefixtures("engines")
 def test_damage_is_found_beside_what_a_slice_takes(tmp_path):
     """Also in the half of a block that it leaves out, and nowhere else."""
     w = np.arange(3_000_000).reshape(3000, 1000)  # 24 MB: six blocks
     fastckpt.save({"w": w}, tmp_path / "c")
-    (stored,) = _core.Reader(str(tmp_path / "c")).tensors()
+    offset = manifest.body_of(tmp_path / "c")["tensors"][0]["offset"]
     file = tmp_path / "c" / "model.safetensors"
     content = bytearray(file.read_bytes())
-    content[stored.offset + 9_500_000] ^= 1  # in block 2, of which row 1200 lies in the other half
+    content[offset + 9_500_000] ^= 1  # in block 2, of which row 1200 lies in the other half
     file.write_bytes(content)
     with fastckpt.open(tmp_path / "c") as checkpoint:
-        assert 2 == (stored.offset + 9_500_000) >> 22 == (stored.offset + 1200 * 8000) >> 22
+        assert 2 == (offset + 9_500_000) >> 22 == (offset + 1200 * 8000) >> 22
         for index in [slice(1200, 1201), (slice(1200, 1202), slice(3, 9)), (slice(None, None, 600), 0)]:
             with pytest.raises(CorruptCheckpointError, match="bytes 8388608 to 12582912"):
                 checkpoint.slice("w", index)

@@ -22,9 +22,8 @@ import safetensors.numpy
 import torch
 
 import fastckpt
-from fastckpt import CheckpointError, CorruptCheckpointError, FormatVersionError, UnsupportedTypeError, _core
-from fastckpt._tools.convert import convert as _convert
-from harness import manifest, mounts, needs, strace, zygote
+from fastckpt import CheckpointError, CorruptCheckpointError, FormatVersionError, UnsupportedTypeError
+from harness import cli, manifest, mounts, needs, strace, zygote
 from harness.states import numbered, same, which
 
 ENGINES = ["uring", "threads", "buffered"]
@@ -262,7 +261,6 @@ def test_read_only_mount():
 
 def test_missing_parents_are_made_by_the_save_and_by_nothing_else(tmp_path):
     path = tmp_path / "a" / "b" / "step"
-    _core.check_target(str(path), False)
     with pytest.raises(UnsupportedTypeError):
         fastckpt.save(object(), path)
     assert manifest.listing(tmp_path) == []
@@ -378,7 +376,7 @@ def test_what_is_not_ours_is_named(tmp_path, kind):
             *_, source = shlex.split(command[1])
             assert source == str(path)
     if converts:
-        _convert.convert(path, tmp_path / "made", keys=None, overwrite=False)
+        assert cli.main(["convert", str(path), str(tmp_path / "made")]) == 0
         assert manifest.listing(tmp_path) == sorted([*before, "made"])
 
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _foreign
-from fastckpt._tools import cli
+from harness import cli, s3
 
 STATE = {"w": np.arange(4.0)}
 
@@ -139,21 +137,12 @@ def test_what_is_expected_to_be_a_checkpoint_is_named(tmp_path):
             fastckpt.load(path)
 
 
-def test_the_core_has_the_same_table():
-    source = Path(__file__).parents[2] / "rust/fastckpt-core/src/commit/foreign.rs"
-    table = source.read_text(encoding="utf-8").partition("const FORMATS")[2].partition("];\n")[0]
-    rows = re.findall(r'\(\s*"([^"]+)",\s*&\[([^\]]*)\],?\s*\)', table)
-    assert {who: tuple(re.findall(r'"([^"]+)"', patterns)) for who, patterns in rows} == _foreign._FORMATS
-
-
 def test_a_copy_to_an_object_store_is_refused_alike(tmp_path):
     pytest.importorskip("obstore")
-    from fastckpt._stores.objects import Objects
-
     fastckpt.save(STATE, tmp_path / "source")
     for number, (kind, names) in enumerate(DIRECTORIES.items()):
         url = f"memory://foreign-{tmp_path.name}-{number}/step-7"
-        objects = Objects.at("test", url)
+        objects = s3.objects(url)
         for name in names:
             objects.write(name + "inside" * name.endswith("/"), iter([b"theirs"]), 6, None)
         there = objects.sizes()

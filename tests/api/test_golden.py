@@ -64,8 +64,7 @@ def test_golden_expanded_tensors_are_read_bit_for_bit(engine):
     assert state["columns"].data_ptr() == state["parameter"].data_ptr() == state["base"].data_ptr()
 
 
-@pytest.mark.usefixtures("registry")
-def test_golden_classes_are_read_as_they_are(engine):
+def test_golden_classes_are_read_as_they_are(engine, undeclare):
     module = golden()
     module.register()
     loaded, expected = fastckpt.load(DATA / "v1-classes", io=engine), module.classes()
@@ -79,7 +78,7 @@ def test_golden_classes_are_read_as_they_are(engine):
     for name in ("settings", "own", "namespaces", "set"):
         assert loaded[name] == expected[name]
         assert type(loaded[name]) is type(expected[name])
-    fastckpt._state.registry.PROCESS._by_name.clear()
+    undeclare()
     with pytest.warns(RuntimeWarning, match=r"golden\.Plan"):
         assert fastckpt.load(DATA / "v1-classes", io=engine, unknown="plain")["plan"]["schedule"] == "COSINE"
 

@@ -264,7 +264,7 @@ def test_tensors_shared_with_the_model_are_the_models(tmp_path, save):
 
 
 def test_readers_of_fastckpt_see_whole_names(tmp_path, capsys):
-    from fastckpt._tools.cli import main
+    from harness.cli import main
 
     state = {"model": {"w": torch.arange(6.0).reshape(2, 3)}, "optimizer": {"m": np.arange(4)}, "step": 9}
     fastckpt.save(state, tmp_path / "c")

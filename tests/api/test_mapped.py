@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, UnsupportedTypeError
-from fastckpt._api import destinations
-from harness import needs
+from fastckpt import CorruptCheckpointError
+from harness import limits, needs
 from harness.same import same
 
 MIB = 1 << 20
@@ -191,7 +190,7 @@ def blank():
 @pytest.mark.parametrize("step", [1 << 12, (1 << 16) + 1, 16 << 20])
 def test_tensors_that_exist_are_filled_from_the_pages(saved, monkeypatch, threads, step):
     path, wanted = saved
-    monkeypatch.setattr(destinations, "_STEP", step)
+    limits.lower(monkeypatch, "read from pages at a time", step)
     into = blank()
     into["tied"] = into["w"]
     held = [into["w"], into["n"], into["words"]]
@@ -278,28 +277,3 @@ def test_objects_in_into_are_filled_from_the_pages(tmp_path):
     assert fresh.weight.data_ptr() == weight
     assert same(fresh.state_dict(), model.state_dict())
     assert same(other.state_dict(), optimizer.state_dict())
-
-
-def test_an_interrupt_ends_it(saved):
-    path, _ = saved
-
-    def stop(done, total):
-        raise KeyboardInterrupt
-
-    reader = fastckpt._core.Reader(str(path))
-    with pytest.raises(KeyboardInterrupt):
-        reader.check(reader.map([0]), [0], threads=None, tick=stop)
-    gc.collect()
-    assert not mappings(path)
-
-
-def test_what_cannot_be_made_is_told_before_anything_is_read(saved, monkeypatch):
-    path, _ = saved
-
-    def read(*_, **__):
-        raise AssertionError("it was read")
-
-    monkeypatch.setattr(fastckpt._tensors.torch, "dtype_of", lambda *_: None)
-    monkeypatch.setattr(fastckpt._api.load, "ticker", read)
-    with pytest.raises(UnsupportedTypeError, match="'w' has dtype bfloat16, which this version of torch"):
-        fastckpt.load(path, mmap=True)

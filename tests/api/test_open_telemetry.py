@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import subprocess
 import sys
 import threading
@@ -17,29 +18,23 @@ from opentelemetry.sdk.trace import SpanProcessor
 from opentelemetry.trace import StatusCode
 
 import fastckpt
-from fastckpt import _core
-from fastckpt._api import export, in_flight, open_telemetry
-from harness.internals import Job, Staging
-from harness.open_telemetry import Sdk, join, parent
+from harness.internals import Job, Staging, join_saves
+from harness.open_telemetry import forget_failures, listening, parent
 
 STATE = {"w": np.arange(1000.0), "v": np.ones(7)}
 SLOWLY = 10_000  # bytes a second
 
 
 @pytest.fixture
-def sdk(monkeypatch):
-    made = Sdk()
-    monkeypatch.setattr(open_telemetry, "_exporter", made.exporter)
-    monkeypatch.setattr(export, "_told", False)
-    yield made
-    made.provider.shutdown()
-    made.meters.shutdown()
+def sdk():
+    with listening() as made:
+        yield made
 
 
 @pytest.fixture(autouse=True)
 def no_failure_left():
     yield
-    in_flight._unasked.clear()
+    forget_failures()
 
 
 def seconds(span):
@@ -104,7 +99,7 @@ def test_an_asynchronous_save_ends_when_durable_in_the_span_of_its_call(sdk, tmp
     assert sdk.spans() == {}
     returned.set()
     report = pending.result(60)
-    join()
+    join_saves()
     spans = sdk.spans()
     whole, held = spans["fastckpt.save"], spans["megatron.checkpoint.save"]
     assert parent(whole) == step.get_span_context().span_id
@@ -161,10 +156,14 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def save_fails(path, monkeypatch):
-    monkeypatch.setattr(_core, "save", no_space)
-    with pytest.raises(OSError, match="No space"):
-        fastckpt.save(STATE, path)
+def save_fails(path, _):
+    usual = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, usual[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            fastckpt.save(STATE, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, usual)
 
 
 def save_async_fails(path, monkeypatch):
@@ -172,7 +171,7 @@ def save_async_fails(path, monkeypatch):
     pending = fastckpt.save_async(STATE, path)
     with pytest.raises(OSError, match="No space"):
         pending.result(60)
-    join()
+    join_saves()
 
 
 def the_copy_fails(path, monkeypatch):
@@ -199,7 +198,7 @@ def verify_fails(path, _):
 @pytest.mark.parametrize(
     ("fail", "operation", "kind", "asynchronous"),
     [
-        (save_fails, "save", "ENOSPC", False),
+        (save_fails, "save", "EFBIG", False),
         (save_async_fails, "save", "ENOSPC", True),
         (the_copy_fails, "save", "ENOSPC", True),
         (the_call_fails, "save", "UnsupportedTypeError", True),
@@ -230,7 +229,7 @@ def test_what_fails_is_one_span_with_its_error(sdk, tmp_path, monkeypatch, fail,
 def test_what_is_cancelled_is_no_failure(sdk, tmp_path):
     pending = fastckpt.save_async({"w": np.ones(2_000_000)}, tmp_path / "c", bandwidth_limit=SLOWLY)
     assert pending.cancel()
-    join()
+    join_saves()
     [span] = sdk.spans().values()
     assert span.attributes["fastckpt.cancelled"] is True
     assert span.status.status_code is StatusCode.UNSET
@@ -289,7 +288,7 @@ def test_the_number_of_calls_does_not_depend_on_what_is_written(sdk, tmp_path):
         create_histogram=lambda *_, **__: Counted(SimpleNamespace(record=lambda *_: None), ["record"]),
         create_counter=lambda *_, **__: Counted(SimpleNamespace(add=lambda *_: None), ["add"]),
     )
-    open_telemetry._exporter = open_telemetry.Exporter(Counted(sdk.tracer, ["start_span"]), instruments)
+    sdk.take(Counted(sdk.tracer, ["start_span"]), instruments)
     small = fastckpt.save({"w": np.ones(10)}, tmp_path / "small")
     few, calls[:] = list(calls), []
     large = fastckpt.save({str(index): np.ones(2000) for index in range(2000)}, tmp_path / "large", shard_size="4MB")
@@ -309,7 +308,7 @@ def test_a_broken_sdk_does_not_break_a_save(sdk, tmp_path, caplog):
         for name in ("a", "b"):
             fastckpt.save(STATE, tmp_path / name)
             fastckpt.save_async(STATE, tmp_path / name).result(60)
-            join()
+            join_saves()
             assert fastckpt.verify(tmp_path / name).ok
     [record] = [record for record in caplog.records if "OpenTelemetry" in record.message]
     assert "no such collector" in str(record.exc_info[1])
@@ -341,7 +340,7 @@ def test_what_waits_for_an_asynchronous_save_does_not_wait_for_the_exporter(sdk,
         assert called.wait(60)
     finally:
         go.set()
-    join()
+    join_saves()
     # It says when the save ended, not when it came to be told.
     assert sdk.spans()["fastckpt.save"].end_time <= at[0]
 

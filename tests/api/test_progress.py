@@ -5,10 +5,9 @@ from __future__ import annotations
 import logging
 
 import numpy as np
-import pytest
 
 import fastckpt
-from fastckpt._api import progress as _progress
+from harness import limits
 
 
 def lines(caplog):
@@ -16,7 +15,7 @@ def lines(caplog):
 
 
 def test_long_operations_log_their_progress(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(_progress, "LOG_INTERVAL", 0.2)
+    limits.lower(monkeypatch, "seconds between lines of progress", 0.2)
     caplog.set_level(logging.INFO, "fastckpt")
     report = fastckpt.save({"a": np.zeros(60_000_000, np.uint8)}, tmp_path / "c", bandwidth_limit=40e6)
     found = lines(caplog)
@@ -34,18 +33,3 @@ def test_short_operations_log_their_report_alone(tmp_path, caplog):
     fastckpt.load(tmp_path / "c")
     assert lines(caplog) == []
     assert [record.getMessage().split()[0] for record in caplog.records] == ["saved", "loaded"]
-
-
-@pytest.mark.parametrize(("done", "words"), [(0, "nothing moves"), (500, "s left")])
-def test_progress_line_says_what_is_left(caplog, monkeypatch, done, words):
-    caplog.set_level(logging.INFO, "fastckpt")
-    now = [100.0]
-    monkeypatch.setattr(_progress.time, "monotonic", lambda: now[0])
-    with _progress.ticker("load", "/c", shown=False) as tick:
-        tick(done, 1000)
-        assert not caplog.records
-        now[0] += _progress.LOG_INTERVAL
-        tick(done, 1000)
-        tick(done, 1000)
-    assert len(caplog.records) == 1
-    assert words in caplog.records[0].getMessage()

@@ -335,17 +335,16 @@ def test_blocks_are_shared_where_no_link_can_be_made(kind):
 
 KILLED = """
 import os, signal, sys
-import fastckpt
-from fastckpt import _core
+import fastckpt, tqdm.auto
 state = fastckpt.load(sys.argv[1], framework="numpy")
 state["optimizer"]["exp_avg"] += 1
-def killed(*arguments, save=_core.save):
-    def tick(done, total):
-        if done == total > 0:
+class Killed(tqdm.auto.tqdm):
+    def update(self, n):
+        super().update(n)
+        if self.n == self.total > 0:
             os.kill(os.getpid(), signal.SIGKILL)
-    return save(*arguments[:-1], tick)
-_core.save = killed
-fastckpt.save(state, sys.argv[2], base=sys.argv[1])
+tqdm.auto.tqdm = Killed
+fastckpt.save(state, sys.argv[2], base=sys.argv[1], progress=True)
 """
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt._api.rank_reports import RankLoadReport, RankSaveReport
+from fastckpt.distributed import RankLoadReport, RankSaveReport
 
 STATE = {"w": np.arange(1000.0), "v": np.ones(7)}
 COMMON = {"seconds", "gigabytes_per_second", "bytes", "copied_bytes", "threads", "fallback"}

@@ -7,9 +7,8 @@ import threading
 import pytest
 
 import fastckpt
-from fastckpt._background import guard as _guard
-from fastckpt._background.gate import Gate
-from harness.internals import Staging
+from harness import points
+from harness.internals import Staging, unhook_optimizers
 
 
 @pytest.fixture
@@ -18,7 +17,13 @@ def alone():
     yield
     fastckpt.drain(60)
     fastckpt.release_buffers()
-    _guard.unhook()
+    unhook_optimizers()
+
+
+@pytest.fixture
+def unhook():
+    """Takes our hook away from all optimizers, until the next lazy save."""
+    return unhook_optimizers
 
 
 @pytest.fixture
@@ -38,16 +43,18 @@ def held_background(monkeypatch):
 
 
 @pytest.fixture
-def when_waited_for(monkeypatch):
+def when_waited_for():
     """``when_waited_for(function)`` calls it once, when a step or a guard next waits for a copy that is not done."""
     functions = []
-    real = Gate.wait
 
-    def wait(gate, timeout=None):
-        if functions and not gate.is_open():
-            functions.pop()()
-        return real(gate, timeout)
+    def watched(wait):
+        def waits(gate, timeout=None):
+            if functions and not gate.is_open():
+                functions.pop()()
+            return wait(gate, timeout)
 
-    monkeypatch.setattr(Gate, "wait", wait)
-    yield functions.append
+        return waits
+
+    with points.replaced(points.WAIT_FOR_COPY, watched):
+        yield functions.append
     assert functions == [], "nobody waited"

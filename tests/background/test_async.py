@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import errno
+import functools
 import gc
 import re
 import resource
@@ -22,10 +23,9 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _core, distributed
-from fastckpt._api import host_memory as _memory
-from fastckpt._api import in_flight as _in_flight
-from harness.internals import Job, RanksJob, Staging
+from fastckpt import distributed
+from harness import points, zygote
+from harness.internals import Job, RanksJob, join_saves, kept_memory, waiting_calls
 from harness.states import numbered, same, which
 
 SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that a save can be cancelled at leisure
@@ -34,19 +34,18 @@ SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that
 @pytest.fixture(autouse=True)
 def nothing_left():
     yield
-    for save in _in_flight.saves():
-        save.finished.wait(60)
-    left = _in_flight.unasked()
-    _in_flight._unasked.clear()
-    fastckpt.release_buffers()
-    assert not left
+    try:
+        fastckpt.drain(60)  # raises what nobody has been told
+    finally:
+        fastckpt.release_buffers()
 
 
 @pytest.fixture
-def late(monkeypatch, tmp_path):
+def late(tmp_path):
     """``no`` leads nowhere, as if it came to that between the call, which looks at it, and the background save."""
     (tmp_path / "no").symlink_to("nowhere")
-    monkeypatch.setattr(_core, "check_target", lambda *_: None)
+    with points.replaced(points.CHECK_TARGET, lambda _: lambda *_: None):
+        yield
 
 
 @pytest.fixture
@@ -74,7 +73,7 @@ def release_when_admission_waits(gate, seconds=0.0):
     """Set ``gate`` in another thread, ``seconds`` after a call has begun to wait for a place among the saves."""
 
     def body():
-        wait_until(lambda: _in_flight._waiting)
+        wait_until(waiting_calls)
         time.sleep(seconds)
         gate.set()
 
@@ -289,7 +288,7 @@ def test_whichever_ends_first_makes_room(tmp_path, hold):
     assert not slow.done()
     gates[0].set()
     slow.result(60)
-    assert _in_flight._waiting == []
+    assert not waiting_calls()
 
 
 def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
@@ -309,36 +308,37 @@ def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
     assert which(fastckpt.load(tmp_path / "c")) == 2
 
 
-def _let_go_where_it_is_waited_for(patch, gate, pending):
+def _let_go_where_it_is_waited_for(gate, pending):
     """Let a save that is held go on as soon as somebody waits for its path, and see that it is over then."""
-    real = _in_flight.wait_for_paths
 
-    def wait(*paths):
-        assert not pending.done()
-        gate.set()
-        real(*paths)
-        assert pending.done()
+    def letting_go(wait_for_paths):
+        def wait(*paths):
+            assert not pending.done()
+            gate.set()
+            wait_for_paths(*paths)
+            assert pending.done()
 
-    patch.setattr(_in_flight, "wait_for_paths", wait)
+        return wait
+
+    return points.replaced(points.WAIT_FOR_PATHS, letting_go)
 
 
-def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path, hold, monkeypatch):
+def test_a_synchronous_save_to_the_same_path_comes_after(tmp_path, hold):
     gate = hold(tmp_path / "c")
     first = fastckpt.save_async(numbered(1), tmp_path / "c")
-    with monkeypatch.context() as patch:
-        _let_go_where_it_is_waited_for(patch, gate, first)
+    with _let_go_where_it_is_waited_for(gate, first):
         fastckpt.save(numbered(2), tmp_path / "c")
     assert first.done()
     assert which(fastckpt.load(tmp_path / "c")) == 2
     assert fastckpt.save(numbered(2), tmp_path / "c").stall > 0
 
 
-def test_a_load_of_a_path_that_is_being_saved_to_finds_what_is_saved(tmp_path, hold, monkeypatch):
+def test_a_load_of_a_path_that_is_being_saved_to_finds_what_is_saved(tmp_path, hold):
     fastckpt.save(numbered(1), tmp_path / "c")
     gate = hold(tmp_path / "c")
     pending = fastckpt.save_async(numbered(2), tmp_path / "c")
-    _let_go_where_it_is_waited_for(monkeypatch, gate, pending)
-    assert which(fastckpt.load(tmp_path / "c")) == 2
+    with _let_go_where_it_is_waited_for(gate, pending):
+        assert which(fastckpt.load(tmp_path / "c")) == 2
     assert pending.done()
 
 
@@ -457,7 +457,8 @@ def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog)
         raise RuntimeError("the messenger")
 
     fastckpt.save_async(numbered(1), tmp_path / "no" / "c", on_error=raises)
-    wait_until(lambda: "the messenger" in caplog.text and _in_flight.unasked())
+    wait_until(lambda: "the messenger" in caplog.text)
+    join_saves()
     with pytest.raises(FileNotFoundError):
         fastckpt.drain()
     for wrong in ("ignore", None, 3):
@@ -523,10 +524,10 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             fastckpt.save_async({}, tmp_path / "c", **wrong)
     assert entries(tmp_path) == []
-    assert _in_flight.saves() == ()
+    fastckpt.drain(1)  # nothing is in flight
 
 
-def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
+def test_a_copy_that_fails_leaves_nothing(tmp_path):
     import torch
 
     state = {"t": torch.arange(20_000.0).view(200, 100).t()}
@@ -534,21 +535,20 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path, monkeypatch):
     def broken(*_):
         raise RuntimeError("cannot copy")
 
-    monkeypatch.setattr("fastckpt._tensors.memory.copy_out", broken)
-    with pytest.raises(RuntimeError, match="cannot copy"):
-        fastckpt.save_async(state, tmp_path / "c")
-    assert _in_flight.saves() == ()
-    pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
-    pending.wait_staged(60)
-    with pytest.raises(RuntimeError, match="cannot copy"):
-        pending.result(60)
+    with points.replaced(points.COPY_OUT, lambda _: broken):
+        with pytest.raises(RuntimeError, match="cannot copy"):
+            fastckpt.save_async(state, tmp_path / "c")
+        fastckpt.drain(1)  # nothing is in flight
+        pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+        pending.wait_staged(60)
+        with pytest.raises(RuntimeError, match="cannot copy"):
+            pending.result(60)
     assert pending.progress() == fastckpt.SaveProgress("failed", 0, 0, 80_000)
     assert entries(tmp_path) == []
-    monkeypatch.undo()
     fastckpt.save_async(state, tmp_path / "c").result(60)
 
 
-def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch):
+def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path):
     """Wherever the exception comes from the save goes on or there is none: nothing waits for it for ever."""
 
     def interrupted(real, *, before):
@@ -560,33 +560,30 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path, monkeypatch)
 
         return call
 
-    places = [(_in_flight, "admit"), (Staging, "begin"), (Job, "start"), (threading.Thread, "start")]
-    for place, name in places:
+    for place in (points.ADMIT, points.STAGE, points.START, "threading:Thread.start"):
         for before in (True, False):
-            with monkeypatch.context() as patch:
-                patch.setattr(place, name, interrupted(getattr(place, name), before=before))
-                with pytest.raises(KeyboardInterrupt):
-                    fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
+            interrupt = functools.partial(interrupted, before=before)
+            with points.replaced(place, interrupt), pytest.raises(KeyboardInterrupt):
+                fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
             # Another thread, for which nothing below a signal handler is an exception.
-            thread = threading.Thread(target=fastckpt.drain, args=(60,))
+            drained = []
+            thread = threading.Thread(target=lambda drained=drained: drained.append(fastckpt.drain(60)))
             thread.start()
             thread.join()
-            assert _in_flight.saves() == ()
+            assert drained == [None]
             fastckpt.save_async(numbered(2), tmp_path / "c").result(60)
             assert entries(tmp_path) == ["c"]
             assert which(fastckpt.load(tmp_path / "c")) == 2
-            assert len(_memory._free) == 1
+            assert len(kept_memory()) == 1
 
 
-def test_no_memory_for_a_snapshot(tmp_path, monkeypatch):
+def test_no_memory_for_a_snapshot(tmp_path):
     def full(_):
         raise OSError(errno.ENOMEM, "no memory")
 
-    monkeypatch.setattr(_core, "Memory", full)
-    with pytest.raises(OSError, match="no memory"):
+    with points.replaced(points.MEMORY, lambda _: full), pytest.raises(OSError, match="no memory"):
         fastckpt.save_async(numbered(1), tmp_path / "c")
-    assert _in_flight.saves() == ()
-    monkeypatch.undo()
+    fastckpt.drain(1)  # nothing is in flight
     fastckpt.save_async(numbered(1), tmp_path / "c").result(60)
 
 
@@ -640,7 +637,7 @@ slow = dict(bandwidth_limit=2_000_000)  # half a second: the program has come to
 
 def hold():
     # Saves to the target write once the event is set.
-    from fastckpt._background.save_async import Job
+    from harness.internals import Job
     gate, real = threading.Event(), Job._write
     def write(job):
         assert job.pending.path != target or gate.wait(60)
@@ -651,8 +648,8 @@ def hold():
 def late():
     # As if it came to that between the call, which looks at it, and the save in the background.
     os.path.lexists(target + "-no") or os.symlink("nowhere", target + "-no")
-    from fastckpt import _core
-    _core.check_target = lambda *_: None
+    from harness import points
+    points.replace(points.CHECK_TARGET, lambda _: lambda *_: None)
 """
 
 ENDINGS = {
@@ -667,6 +664,7 @@ ENDINGS = {
 def run(tmp_path, code, *, expected=0):
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", HEAD + textwrap.dedent(code), str(tmp_path / "c")],
+        env=zygote.environment(),
         capture_output=True,
         text=True,
         timeout=120,
@@ -717,7 +715,7 @@ def test_a_failure_that_nobody_asked_for_is_told_at_exit(tmp_path, ending, statu
 BROKEN = """
 import multiprocessing, os, sys, time
 import fastckpt
-from fastckpt._background.save_async import Job
+from harness.internals import Job
 
 def broken(job):
     time.sleep(0.2)  # the program is at its end by then
@@ -746,9 +744,8 @@ def test_a_failure_is_told_when_it_happens_and_at_the_end(tmp_path, method):
     """Without configured logging, and in children, too: those that multiprocessing forks never come to atexit."""
     program = tmp_path / "program.py"
     program.write_text(BROKEN)
-    done = subprocess.run(
-        [sys.executable, program, method, tmp_path / "c"], capture_output=True, text=True, timeout=120, check=False
-    )
+    command, environment = [sys.executable, program, method, tmp_path / "c"], zygote.environment()
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False, env=environment)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     path = f"{tmp_path}/c" + "-child" * (method != "alone")
     # By two threads, in any order.
@@ -922,14 +919,11 @@ def mappings():
 def test_the_second_save_allocates_nothing(tmp_path):
     state = {f"w{index}": np.full(1 << 20, index) for index in range(8)}
     mapped = []
-    real = _core.Memory
 
-    def counted(nbytes):
-        mapped.append(nbytes)
-        return real(nbytes)
+    def counting(memory):
+        return lambda nbytes: (mapped.append(nbytes), memory(nbytes))[1]
 
-    _core.Memory = counted
-    try:
+    with points.replaced(points.MEMORY, counting):
         for _ in range(2):
             fastckpt.save_async(state, tmp_path / "c").result(60)
         before = minor_faults()
@@ -937,8 +931,6 @@ def test_the_second_save_allocates_nothing(tmp_path):
             fastckpt.save_async(state, tmp_path / "c")
         fastckpt.drain(60)
         faults = (minor_faults() - before) / 3
-    finally:
-        _core.Memory = real
     assert len(mapped) == 1
     assert 1.0 <= mapped[0] / (64 << 20) < 1.1, "one copy of the state"
     # 64 MiB are 16,384 pages, and 32 huge ones.
@@ -974,8 +966,8 @@ def test_release_buffers_frees_them_also_those_in_use(tmp_path, hold):
 def test_a_larger_state_takes_the_place_of_the_smaller(tmp_path):
     for millions in (1, 8, 2, 8):
         fastckpt.save_async({"w": np.ones(millions << 17)}, tmp_path / "c").result(60)
-    wait_until(lambda: len(_memory._free) == 1)
-    assert _memory._free[0].nbytes == 10 << 20, "8 MiB and a header, in whole huge pages"
+    wait_until(lambda: len(kept_memory()) == 1)
+    assert kept_memory()[0].nbytes == 10 << 20, "8 MiB and a header, in whole huge pages"
 
 
 def test_two_hundred_saves_leak_nothing(tmp_path):

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt._background import guard as _guard
+from harness import limits
 from harness.same import same
 
 pytestmark = pytest.mark.usefixtures("alone")
-LARGE = _guard.SMALL // 4
+LARGE = limits.of("copied at the call of a lazy save") // 4
 
 
 class Queue(torch.nn.Module):
@@ -117,15 +117,13 @@ def test_buffers_of_every_kind_are_copied_at_the_call(tmp_path, held_background)
 
 def test_a_thousand_guards_keep_nothing_alive():
     model = Queue()
-    for _ in range(1000):
-        guard = fastckpt.guard(model)
-    assert [*_guard._guards.values()].count(guard) == 1
-    gone = weakref.ref(model)
-    del model
+    guards = {id(guard): guard for guard in (fastckpt.guard(model) for _ in range(1000))}
+    (guard,) = guards.values()
+    gone = [weakref.ref(model), weakref.ref(guard)]
+    del model, guard
+    guards.clear()
     gc.collect()
-    assert gone() is None
-    assert guard not in _guard._guards.values()
-    guard.remove()
+    assert [ref() for ref in gone] == [None, None]
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 
 import fastckpt
 from fastckpt import PendingSave
-from fastckpt._background import guard as _guard
-from harness import needs
+from harness import limits, needs, points
 from harness.internals import Staging
 from harness.same import same
 
@@ -28,7 +27,7 @@ pytestmark = [
 @pytest.fixture
 def matrices_late(monkeypatch):
     """The matrices below are large enough to be copied late; biases, statistics, steps and rates are not."""
-    monkeypatch.setattr(_guard, "SMALL", 128)
+    limits.lower(monkeypatch, "copied at the call of a lazy save", 128)
 
 
 class Gates:
@@ -320,9 +319,9 @@ def test_without_the_hook_values_differ(memory, monkeypatch, trainings):
     """So the test above can fail, with every kind of optimizer."""
     rng = random.Random(0)
     gates = Gates(monkeypatch, rng)
-    monkeypatch.setattr(_guard, "hold_steps", lambda: None)
-    for name, training in trainings.items():
-        assert set(train(memory, gates, rng, {name: training}, 6)) == {name}
+    with points.replaced(points.HOLD_STEPS, lambda _: lambda: None):
+        for name, training in trainings.items():
+            assert set(train(memory, gates, rng, {name: training}, 6)) == {name}
 
 
 def accelerated(model, optimizer):

@@ -6,6 +6,7 @@ step that has been asked for from changing what they have still to read.
 
 from __future__ import annotations
 
+import contextlib
 import random
 import tempfile
 import threading
@@ -16,10 +17,7 @@ import torch
 from torch.utils import _pytree
 
 import fastckpt
-from fastckpt._background import guard as _guard
-from fastckpt._tensors import device as _device
-from fastckpt._tensors import movers as _movers
-from harness import needs, standin
+from harness import limits, needs, points, standin
 from harness.same import same
 
 if not standin.AVAILABLE:
@@ -34,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("alone", "clean")
 @pytest.fixture
 def clean(monkeypatch):
     """Matrices are copied late, and biases at the call; nothing is gathered, so copies are many."""
-    monkeypatch.setattr(_guard, "SMALL", 1024)
-    monkeypatch.setattr(_device, "SMALL", 0)
+    limits.lower(monkeypatch, "copied at the call of a lazy save", 1024)
+    limits.lower(monkeypatch, "copied on a device where it is", 0)
     standin.faults.reset(late=0.0005)
     yield
     misuse = standin.faults.misuse
@@ -226,38 +224,29 @@ def test_what_is_saved_is_what_was_there_at_the_call(directory):
         assert turn_of(training, directory / str(number % 3), rng, let_go=let_go), (number, name, let_go)
 
 
-def unhooked(monkeypatch):
-    _guard.unhook()
-    monkeypatch.setattr(_guard, "hold_steps", lambda: None)
-
-
-def unheld(monkeypatch):
-    monkeypatch.setattr(_movers.Copies, "hold_streams", lambda _: None)
-
-
-@pytest.mark.parametrize("without", [unhooked, unheld])
+@pytest.mark.parametrize("without", [points.HOLD_STEPS, points.HOLD_STREAMS], ids=["unhooked", "unheld"])
 @pytest.mark.parametrize("name", KINDS)
-def test_without_the_hook_or_what_it_does_values_differ(directory, monkeypatch, without, name):
+def test_without_the_hook_or_what_it_does_values_differ(directory, monkeypatch, unhook, without, name):
     """So the test above can fail, with every kind of training."""
     rng = random.Random(0)
     training = KINDS[name]()
     # Nothing is copied at the call, which would hold the stream that the steps come after.
-    monkeypatch.setattr(_guard, "SMALL", 0)
+    limits.lower(monkeypatch, "copied at the call of a lazy save", 0)
     # The memory is pinned from here on: the copies of a lazy save are asked for at the call.
     training.save(directory / "c").result(60)
-    without(monkeypatch)
-    for _ in range(3):
-        assert not turn_of(training, directory / "c", rng, let_go="when the steps are done")
+    unhook()
+    with points.replaced(without, lambda _: lambda *_: None):
+        for _ in range(3):
+            assert not turn_of(training, directory / "c", rng, let_go="when the steps are done")
 
 
 @pytest.mark.parametrize("protected", [True, False])
-def test_memory_that_is_freed_goes_to_others_when_it_has_been_copied(directory, monkeypatch, protected):
+def test_memory_that_is_freed_goes_to_others_when_it_has_been_copied(directory, protected):
     """As FSDP frees what it has gathered, whoever holds the tensor; and a reference alone does not help."""
     fastckpt.save_async({"w": torch.ones(SIDE).to(DEVICE)}, directory / "c").result(60)
-    if not protected:
-        monkeypatch.setattr(_device, "_protect", lambda *_: None)
     tensor = torch.ones(SIDE).to(DEVICE)
-    with standin.faults.held():
+    unprotected = points.replaced(points.PROTECT, lambda _: lambda *_: None)
+    with contextlib.nullcontext() if protected else unprotected, standin.faults.held():
         pending = fastckpt.save_async({"w": tensor}, directory / "c", lazy=True)
         standin.free(tensor)
         if not protected:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import subprocess
 import sys
@@ -17,13 +16,14 @@ import torch
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import fastckpt
-from fastckpt._background import guard as _guard
+from harness import limits, points, zygote
 from harness.internals import Job
 from harness.same import same
 
 pytestmark = pytest.mark.usefixtures("alone")
 #: Elements of single precision in a tensor that is just large enough to be copied late.
-LARGE = _guard.SMALL // 4
+SMALL = limits.of("copied at the call of a lazy save")
+LARGE = SMALL // 4
 
 
 def clone(state):
@@ -46,13 +46,13 @@ def test_small_tensors_are_copied_at_the_call(tmp_path, held_background):
         "strided": torch.ones(LARGE - 1, 2)[:, 0],
         "large": torch.ones(LARGE),
         "scalar": torch.tensor(1.0),
-        "flags": torch.ones(_guard.SMALL, dtype=torch.bool),
+        "flags": torch.ones(SMALL, dtype=torch.bool),
         "sparse": torch.eye(3).to_sparse(),
     }
     pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
     assert begun.wait(60)
     assert pending.progress().phase == "staging"
-    assert pending.progress().total - pending.progress().staged == 2 * _guard.SMALL
+    assert pending.progress().total - pending.progress().staged == 2 * SMALL
     for name in ("small", "strided", "scalar"):
         state[name].zero_()
     state["sparse"]._values().zero_()
@@ -194,18 +194,17 @@ def test_a_step_waits_for_every_save(tmp_path, held_background):
         assert (fastckpt.load(save.path)["w"] == 1).all()
 
 
-def test_a_save_that_fails_or_is_cancelled_lets_the_optimizer_go_on(tmp_path, monkeypatch):
+def test_a_save_that_fails_or_is_cancelled_lets_the_optimizer_go_on(tmp_path):
     parameter, optimizer = one_parameter()
 
     def broken(*_):
         time.sleep(0.05)
         raise RuntimeError("cannot copy")
 
-    monkeypatch.setattr("fastckpt._tensors.memory.copy_out", broken)
-    failing = fastckpt.save_async({"w": torch.ones(LARGE, 2)[:, 0]}, tmp_path / "c", lazy=True)
-    optimizer.step()
-    assert isinstance(failing.exception(), RuntimeError)
-    monkeypatch.undo()
+    with points.replaced(points.COPY_OUT, lambda _: broken):
+        failing = fastckpt.save_async({"w": torch.ones(LARGE, 2)[:, 0]}, tmp_path / "c", lazy=True)
+        optimizer.step()
+        assert isinstance(failing.exception(), RuntimeError)
     pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True, bandwidth_limit=20)
     assert pending.cancel()
     optimizer.step()
@@ -229,7 +228,7 @@ def test_a_wait_that_was_interrupted_comes_again(tmp_path, held_background, when
     assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
 
 
-def test_there_is_one_hook_which_keeps_nothing_alive_and_can_be_removed(tmp_path):
+def test_there_is_one_hook_which_keeps_nothing_alive_and_can_be_removed(tmp_path, unhook):
     assert not _global_optimizer_pre_hooks
     parameter, optimizer = one_parameter()
     fastckpt.save_async({"w": parameter}, tmp_path / "c").result(60)
@@ -242,8 +241,8 @@ def test_there_is_one_hook_which_keeps_nothing_alive_and_can_be_removed(tmp_path
     del parameter, optimizer
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
-    _guard.unhook()
-    _guard.unhook()
+    unhook()
+    unhook()
     assert not _global_optimizer_pre_hooks
 
 
@@ -279,7 +278,7 @@ def test_the_hook_stays_out_of_compiled_code(tmp_path, when):
 def test_a_forked_child_steps_without_waiting(tmp_path):
     code = """
 import os, sys, threading, torch, fastckpt
-from fastckpt._background.staging import Staging
+from harness.internals import Staging
 torch.set_num_threads(1)  # a forked child has none of torch's others, and would wait for them
 parameter = torch.nn.Parameter(torch.zeros(1 << 20))
 parameter.grad = torch.ones(1 << 20)
@@ -298,7 +297,7 @@ assert pending.progress().phase == "staging"
 gate.set()
 optimizer.step()
 """
-    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, timeout=240, env={**os.environ})
+    subprocess.run([sys.executable, "-c", code, str(tmp_path / "c")], check=True, timeout=240, env=zygote.environment())
     assert fastckpt.verify(tmp_path / "c").ok
 
 

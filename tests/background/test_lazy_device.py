@@ -9,11 +9,8 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt._api import host_memory as _memory
-from fastckpt._api.options import check_pin
-from fastckpt._background.late import Late, versions_of
-from fastckpt._tensors import movers as _movers
-from harness import needs, standin, stillness
+from harness import needs, points, standin, stillness
+from harness.internals import kept_memory
 from harness.standin import faults
 
 if not standin.AVAILABLE:
@@ -43,96 +40,44 @@ def state_of(value=1.0):
     return {"w": torch.full((COUNT,), value, device=DEVICE), "b": torch.full((10,), value, device=DEVICE)}
 
 
-class OnTop:
-    """A tensor during whose comparison something else happens, as below a signal handler."""
-
-    def __init__(self):
-        self.version = 0
-        self.function = None
-
-    @property
-    def _version(self):
-        function, self.function = self.function, None
-        if function is not None:
-            function()
-        return self.version
-
-
-def test_a_step_on_top_of_a_comparison_decides_it():
-    """What the inner one found holds: the outer one sees what the inner step has changed."""
-    tensor = OnTop()
-    late = Late(versions_of([("t", tensor)]))
-
-    def step():
-        late.hold_step()
-        tensor.version += 1
-
-    tensor.function = step
-    late.hold_step()
-    assert tensor.version == 1
-    assert late.changed() == []
-    late.forget()
-    assert late.changed() == []
-
-
-def test_a_change_before_the_first_step_is_found_whatever_comes_later():
-    tensor = torch.zeros(3)
-    late = Late(versions_of([("t", tensor)]))
-    tensor.add_(1)
-    late.hold_step()
-    late.forget()
-    assert late.changed() == ["t"]
-
-
-def test_comparing_thousands_of_tensors_costs_what_reading_their_versions_costs():
-    late = [(f"t{number}", torch.zeros(1)) for number in range(2000)]
-    reads, compares = [], []
-    for _ in range(10):
-        began = time.thread_time()
-        asked = Late(versions_of(late))
-        read = time.thread_time()
-        asked.hold_step()
-        reads.append(read - began)
-        compares.append(time.thread_time() - read)
-    assert min(compares) < 3 * min(reads), (compares, reads)
-
-
 @pytest.mark.parametrize("lazy", [False, True])
 def test_memory_that_a_broken_device_wrote_to_is_not_used_again(tmp_path, lazy):
     state = state_of()
     fastckpt.save_async(state, tmp_path / "c").result(60)
-    assert len(_memory._free) == 1
+    assert len(kept_memory()) == 1
     faults.fail_at = faults.copies + 1
     with pytest.raises(RuntimeError, match="standin: unspecified launch failure"):
         fastckpt.save_async(state, tmp_path / "c", lazy=lazy, on_error=lambda _: None).result(60)
-    assert _memory._free == []
+    assert kept_memory() == []
     assert standin.cudart.bytes == 0
     assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
     standin.forget_errors()
     fastckpt.save_async(state_of(2.0), tmp_path / "c", lazy=lazy).result(60)
     assert (fastckpt.load(tmp_path / "c")["w"] == 2).all()
-    assert len(_memory._free) == 1
+    assert len(kept_memory()) == 1
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-def test_a_call_that_ends_as_copies_are_asked_for_waits_for_them(tmp_path, monkeypatch, lazy):
+def test_a_call_that_ends_as_copies_are_asked_for_waits_for_them(tmp_path, lazy):
     """A signal handler raises when nobody knows of the copies yet."""
     state = state_of()
     fastckpt.save_async(state, tmp_path / "c").result(60)
-    real, timers = _movers.Sources.enqueue, []
+    timers = []
 
-    def enqueue(sources, ranges):
-        real(sources, ranges)
-        raise KeyboardInterrupt
+    def interrupted(enqueue):
+        def enqueues(sources, ranges):
+            enqueue(sources, ranges)
+            raise KeyboardInterrupt
 
-    monkeypatch.setattr(_movers.Sources, "enqueue", enqueue)
-    with faults.held() as go:
+        return enqueues
+
+    with points.replaced(points.ENQUEUE, interrupted), faults.held() as go:
         timers.append(threading.Timer(0.2, go))
         timers[0].start()
         with pytest.raises(KeyboardInterrupt):
             fastckpt.save_async(state, tmp_path / "c", lazy=lazy)
         assert faults.flow.is_set(), "the memory was given back before the copies had ended"
-    assert len(_memory._free) == 1
+    assert len(kept_memory()) == 1
 
 
 def test_a_cancelled_save_gives_its_memory_back_when_the_copies_have_ended(tmp_path):
@@ -145,11 +90,11 @@ def test_a_cancelled_save_gives_its_memory_back_when_the_copies_have_ended(tmp_p
         while not pending._cancelled:
             time.sleep(0.001)
         assert not pending.done()
-        assert _memory._free == []
+        assert kept_memory() == []
         go()
         canceller.join(60)
     assert pending.cancelled()
-    assert len(_memory._free) == 1
+    assert len(kept_memory()) == 1
 
 
 def test_time_of_the_device_is_no_stall(tmp_path):
@@ -229,14 +174,6 @@ def test_a_call_waits_for_no_pinning(tmp_path, pin):
     pending.result(60)
     loaded = fastckpt.load(tmp_path / "c")
     assert all(bool((value == 2).all()) for value in loaded.values())
-
-
-@pytest.mark.parametrize(
-    ("pin", "most"),
-    [(True, None), (False, 0), (0, 0), (1, 1), (8 << 30, 8 << 30), ("8GB", 8 * 10**9), ("8GiB", 8 << 30)],
-)
-def test_pin(pin, most):
-    assert check_pin("save_async", pin) == most
 
 
 @pytest.mark.parametrize("pin", [-1, 1.5, None, "much", "0", "-1GB", [1], b"8GB"])

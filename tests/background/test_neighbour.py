@@ -13,8 +13,7 @@ import pytest
 
 import fastckpt
 from fastckpt import distributed
-from fastckpt._background import settings
-from harness import strace, zygote
+from harness import points, strace, zygote
 
 TASKS = Path("/proc/self/task")
 
@@ -70,14 +69,13 @@ def test_only_the_writing_threads_stand_back(tmp_path, save_async):
 
 
 @BOTH
-def test_a_niceness_that_the_kernel_refuses_is_told_and_left_out(tmp_path, monkeypatch, caplog, save_async):
+def test_a_niceness_that_the_kernel_refuses_is_told_and_left_out(tmp_path, caplog, save_async):
     def refuse(_):
         raise PermissionError(1, "no")
 
-    monkeypatch.setattr(settings._core, "try_nice", refuse)
-    monkeypatch.setattr(settings, "_tried", {})
-    for _ in range(2):
-        save_async({}, tmp_path / "c", nice=3).result(60)
+    with points.replaced(points.TRY_NICE, lambda _: refuse), points.replaced(points.TRIED_NICE, lambda _: {}):
+        for _ in range(2):
+            save_async({}, tmp_path / "c", nice=3).result(60)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "save_async: nice=3: the kernel refuses: [Errno 1] no"
     ]

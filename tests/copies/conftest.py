@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -11,8 +12,9 @@ import fastckpt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from pathlib import Path
 
+SHARDS = [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "training/training.safetensors"]
+FILES = sorted(["config.json", "fastckpt.json", "model.safetensors.index.json", *SHARDS])
 #: Two shards of the model, one beside it, an index and a config.json.
 NUMBERS = 150_000
 
@@ -41,3 +43,16 @@ def value_at(place: str) -> float:
     }
     assert len(values) == 1
     return values.pop()
+
+
+def names(path: str | Path) -> list[str]:
+    inside = [file.relative_to(path).as_posix() for file in Path(path, "training").glob("*")]
+    return sorted([*(file.name for file in Path(path).iterdir() if not inside or file.name != "training"), *inside])
+
+
+def damage(path: str, file: str, at: int = 5000) -> None:
+    with Path(path, file).open("r+b") as shard:
+        shard.seek(at)
+        byte = shard.read(1)[0]
+        shard.seek(at)
+        shard.write(bytes([byte ^ 1]))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fastckpt._copy import moves
-from fastckpt._copy.copy import copy_checkpoint
+import fastckpt
+from harness import limits
 
 if TYPE_CHECKING:
     from harness.zygote import Channel
@@ -16,7 +16,7 @@ def copy_held(channel: Channel, *, source: str, target: str) -> int:
 
     One thread brings one file after another, so that each call has its number.
     """
-    moves.THREADS = 1
+    limits.put("threads of a copy", 1)
     channel.send({"report": "ready"})
     channel.receive()
-    return copy_checkpoint([source], target, overwrite=True).bytes
+    return fastckpt.copy(source, target, overwrite=True).bytes

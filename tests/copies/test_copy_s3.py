@@ -11,7 +11,7 @@ import pytest
 
 import fastckpt
 from copies.conftest import value_at
-from fastckpt._portable.manifest import own_checksum
+from harness import manifest
 from harness.s3 import BUCKET
 
 pytest.importorskip("obstore")
@@ -21,14 +21,14 @@ def test_a_copy_on_s3_has_the_sums_of_its_files(saved, s3, tmp_path):
     source = saved("a", 1)
     fastckpt.copy(source, f"s3://{BUCKET}/run/a")
     assert value_at(f"s3://{BUCKET}/run/a") == 1
-    client, folder = s3.client(), own_checksum(Path(source, "fastckpt.json").read_bytes())
-    for shard in fastckpt._core.Reader(source).shards():
-        head = client.head_object(Bucket=BUCKET, Key=f"run/a/{folder}/{shard.file}", ChecksumMode="ENABLED")
-        assert head["ContentLength"] == shard.nbytes
-        assert head["Metadata"]["fastckpt-crc64"] == shard.crc
+    client, folder = s3.client(), manifest.own_checksum(Path(source))
+    for shard in manifest.body_of(Path(source))["shards"]:
+        head = client.head_object(Bucket=BUCKET, Key=f"run/a/{folder}/{shard['file']}", ChecksumMode="ENABLED")
+        assert head["ContentLength"] == shard["bytes"]
+        assert head["Metadata"]["fastckpt-crc64"] == shard["crc"]
         # What S3 has summed itself, where the server takes such sums.
         own = head.get("ChecksumCRC64NVME")
-        assert own is None or base64.b64decode(own).hex() == shard.crc
+        assert own is None or base64.b64decode(own).hex() == shard["crc"]
     s3.forget()
     assert fastckpt.copy(source, f"s3://{BUCKET}/run/a").was_there
     assert not [method for method, _, _ in s3.requests if method not in ("GET", "HEAD")]

@@ -26,8 +26,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt._tensors import memory as _memory
-from harness import manifest, mounts, needs, strace, zygote
+from harness import manifest, mounts, needs, points, strace, zygote
 from harness.states import numbered, same, which
 
 ENGINES = ["uring", "threads", "buffered"]
@@ -685,24 +684,27 @@ def test_unknown_rename_error_is_an_error(children, parent, tmp_path):
 
 
 @pytest.mark.parametrize("existing", [False, True])
-def test_who_replaces_a_rival_is_told(parent, monkeypatch, caplog, existing):
+def test_who_replaces_a_rival_is_told(parent, caplog, existing):
     """Ranks that all save to one path: the last one wins, and its report and the log say whose checkpoint went."""
     path = parent / "step"
     if existing:
         fastckpt.save(numbered(1, SMALL), path)
-    copy_out, rivals = _memory.copy_out, []
+    rivals = []
 
-    def late(*arguments):
-        # In the middle of this save, another one begins and ends.
-        if not rivals:
-            rivals.append(threading.Thread(target=fastckpt.save, args=(numbered(2, SMALL), path)))
-            rivals[0].start()
-            rivals[0].join()
-        return copy_out(*arguments)
+    def late(copy_out):
+        def copy(*arguments):
+            # In the middle of this save, another one begins and ends.
+            if not rivals:
+                rivals.append(threading.Thread(target=fastckpt.save, args=(numbered(2, SMALL), path)))
+                rivals[0].start()
+                rivals[0].join()
+            return copy_out(*arguments)
 
-    monkeypatch.setattr(_memory, "copy_out", late)
-    # Strided, and so copied by that function.
-    report = fastckpt.save({"a": np.arange(20_000)[::2]}, path)
+        return copy
+
+    with points.replaced(points.COPY_OUT, late):
+        # Strided, and so copied by that function.
+        report = fastckpt.save({"a": np.arange(20_000)[::2]}, path)
     assert [re.search("another save to this path", warning) is not None for warning in report.warnings] == [True]
     told = [record for record in caplog.records if "another save to this path" in record.message]
     assert [record.levelname for record in told] == ["WARNING"]

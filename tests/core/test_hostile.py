@@ -34,11 +34,8 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _core
-from fastckpt._api.per_rank import load_state_of
-from fastckpt._portable import reader, records
-from fastckpt._state.built_in import RESERVED
 from harness import manifest, needs, strace, ways, zygote
+from harness.internals import RESERVED
 
 SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
 HEADROOM = (
@@ -114,40 +111,6 @@ def test_control_loads(children, forged):
     manifest.forge(path, body)
     end = children.run("load_timed", path=str(path), headroom=HEADROOM, operation="verify")
     assert end["ok"] is True, end
-
-
-STATES_OF_RANKS = {
-    "nothing": [],
-    "empty token": [[]],
-    "no list": [["dict", 1], "a", 1],
-    "a value": [None],
-    "fewer": [["list", 5], 1],
-    "very many": [["list", 10**18]],
-    "negative": [["list", -1]],
-    "true": [["list", True], 1],
-    "more": [["list", 1], 1, 2],
-    "no tensor": [["list", 1], ["tensor", 4]],
-    "negative tensor": [["list", 1], ["tensor", -1]],
-    "long tensor": [["list", 1], ["tensor", 10**30]],
-    "unknown": [["list", 1], ["call", "os.system", 1], "true"],
-}
-
-
-@pytest.mark.parametrize("core", ["compiled", "portable"])
-@pytest.mark.parametrize("kind", STATES_OF_RANKS)
-def test_states_of_ranks(forged, monkeypatch, core, kind):
-    if core == "portable":
-        monkeypatch.setattr(_core, "Reader", reader.Reader)
-        monkeypatch.setattr(_core, "ReadRequest", records.ReadRequest)
-    path, body = forged
-    body["per_rank"] = [["list", 1], ["array", 1]]
-    manifest.forge(path, body)
-    assert load_state_of(path, 0, None).tolist() == [0, 1, 2]
-    body["per_rank"] = STATES_OF_RANKS[kind]
-    manifest.forge(path, body)
-    errors = fastckpt.exceptions
-    with pytest.raises(errors.FormatVersionError if kind == "unknown" else errors.CorruptCheckpointError):
-        load_state_of(path, 0, None)
 
 
 # --- paths -----------------------------------------------------------------------------------------------------------

@@ -20,9 +20,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt._state import select as _prune
-from fastckpt._tools import cli
-from harness import manifest, zygote
+from harness import cli, limits, manifest, zygote
 
 #: Processor time, so that a busy machine does not matter; each of these took several times as much, and most minutes.
 SECONDS = 10.0
@@ -247,8 +245,8 @@ def test_a_tie_at_each_of_many_levels(children, forged, operation):
 def test_names_of_ties_end_with_the_room_for_them(forged, monkeypatch):
     """What is beyond it goes with the first: nothing that is tied is lost, and no name is wrong."""
     path, body = forged
-    monkeypatch.setattr(_prune, "_NAMES", 0)
-    monkeypatch.setattr(_prune, "_NAMES_OF_TOKEN", 1)
+    limits.lower(monkeypatch, "characters of names", 0)
+    limits.lower(monkeypatch, "characters of names for each token", 1)
     body["structure"] = [["dict", 40], *(token for number in range(40) for token in (f"key-{number}", ["array", 0]))]
     manifest.forge(path, body)
     with fastckpt.open(path) as checkpoint:

@@ -30,9 +30,8 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt._state import hashes
-from fastckpt._state.select import ends_of
-from harness import manifest, needs
+from harness import manifest, needs, zygote
+from harness.internals import ends_of
 
 #: How many files are drawn; a campaign sets more.
 DRAWS = int(os.environ.get("FASTCKPT_DRAWS", "1500"))
@@ -257,7 +256,7 @@ COMMANDS = (
 
 def commanded(path, sound, out, dice):
     """What one of the commands does with a file; returns how it ended."""
-    from fastckpt._tools.cli import main
+    from harness.cli import main
 
     places = {"path": path, "run": path.parent, "sound": sound, "out": out}
     command = [word.format(**places) for word in dice.choice(COMMANDS)]
@@ -330,9 +329,8 @@ def main(seed, count):
 @pytest.mark.parametrize("seed", [1])
 def test_nothing_of_a_file_runs_and_nothing_grows(seed):
     needs.package("omegaconf")
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
     command = [sys.executable, __file__, str(seed), str(DRAWS)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=zygote.environment())
     assert done.returncode == 0, done.stderr[-4000:]
     ends = json.loads(done.stdout)
     # Most are refused, and some changes do no harm.
@@ -418,11 +416,9 @@ def test_deep_keys_are_refused_before_they_are_hashed(tmp_path, kind):
             else:
                 with pytest.raises(fastckpt.CorruptCheckpointError, match="nested deeper than 100 levels"):
                     fastckpt.load(np_state)
-    key, cut = (), None
+    key = ()
     for _ in range(101):
-        key, cut = (key,), slice(cut)
-    assert hashes.too_deep([cut])  # slices can be keys since Python 3.12
-    assert not hashes.too_deep([cut.stop])
+        key = (key,)
     with pytest.raises(fastckpt.UnsupportedTypeError, match="nested deeper than 100 levels"):
         fastckpt.save({key: 1}, tmp_path / "d")
     with pytest.raises(fastckpt.UnsupportedTypeError, match="nested deeper than 100 levels"):
@@ -445,7 +441,7 @@ def test_lengths_of_a_nested_tensor_are_integers(tmp_path, lengths):
 
 
 def test_deep_metadata_is_shown(tmp_path, capsys):
-    from fastckpt._tools import cli
+    from harness import cli
 
     deep = 1
     for _ in range(1500):
@@ -462,7 +458,7 @@ def test_deep_metadata_is_shown(tmp_path, capsys):
 
 def test_info_shows_no_environment(tmp_path, capsys, monkeypatch):
     omegaconf = needs.package("omegaconf")
-    from fastckpt._tools import cli
+    from harness import cli
 
     monkeypatch.setenv("TOKEN_OF_MINE", "secret")
     config = omegaconf.OmegaConf.create({"a": "${oc.env:TOKEN_OF_MINE}"})
@@ -485,7 +481,7 @@ if __name__ == "__main__":
 )
 def test_malformed_mappings_are_refused_by_all_that_walk_over_them(tmp_path, capsys, value):
     """A conversion to Hugging Face's layout makes nothing of a structure, and has to look at it all the same."""
-    from fastckpt._tools.cli import main
+    from harness.cli import main
 
     fastckpt.save({"model": {"a": np.zeros(3)}}, tmp_path / "c", model_key="model")
     body = manifest.body_of(tmp_path / "c")

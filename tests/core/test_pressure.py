@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import tempfile
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +12,8 @@ import pytest
 
 import fastckpt
 from fastckpt import distributed
-from fastckpt._background import settings
 from harness import manifest, needs, strace, zygote
+from harness.internals import join_saves
 from harness.states import which
 
 CHANGED = "its memory changed while it was written"
@@ -130,21 +128,6 @@ def test_without_a_worker_thread_the_niceness_goes_and_not_the_save(children, tm
     assert fastckpt.verify(tmp_path / "step").ok
 
 
-def test_a_niceness_that_could_not_be_tried_is_tried_again(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(settings, "_tried", {})
-    outcomes = [BlockingIOError(errno.EAGAIN, "no thread"), None]
-
-    def attempt(*_):
-        if (error := outcomes.pop(0)) is not None:
-            raise error
-
-    assert settings.granted(None) is None
-    monkeypatch.setattr(settings._core, "try_nice", attempt)
-    assert settings.granted(7) is None
-    assert "nice=7" in caplog.text
-    assert settings.granted(7) == 7
-
-
 @pytest.mark.root
 def test_the_limit_of_processes_of_a_user(children):
     """The real thing: ``ulimit -u``, which does not count for root."""
@@ -186,9 +169,7 @@ def test_the_thread_that_runs_python_keeps_its_niceness(tmp_path, caplog, save_a
     try:
         state = {"w": np.zeros(size, np.uint8)}
         save_async(state, tmp_path / "c", nice=19, io=io).result(60)
-        for thread in threading.enumerate():
-            if thread.name == "fastckpt-save":
-                thread.join(60)
+        join_saves()
     finally:
         logging.getLogger("fastckpt").removeHandler(saver)
     assert saver.seen == [os.getpriority(os.PRIO_PROCESS, 0)]

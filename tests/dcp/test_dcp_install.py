@@ -10,8 +10,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 
 import fastckpt
-from fastckpt.dcp import Reader, Writer, _install, install
-from harness import needs
+from fastckpt.dcp import Reader, Writer, install
+from harness import needs, points
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -107,8 +107,10 @@ def test_a_process_beside_training_saves_ours(forge, tmp_path):
 def test_a_torch_that_saves_in_another_way_is_an_error(monkeypatch):
     needs.of_torch(hasattr(dcp.state_dict_saver, "AsyncCheckpointerType"), "AsyncCheckpointerType")
     monkeypatch.delattr(dcp.state_dict_saver, "_ProcessBasedAsyncCheckpointExecutor")
-    monkeypatch.setattr(_install, "_prepared", False)
-    with pytest.raises(RuntimeError, match=r"give dcp\.async_save a storage_writer"):
+    with (
+        points.replaced(points.PREPARED, lambda _: False),
+        pytest.raises(RuntimeError, match=r"give dcp\.async_save a storage_writer"),
+    ):
         install()
 
 

@@ -6,7 +6,7 @@ Bytes and calls are counted, not seconds: ``python -m bench.ranks_dcp`` measures
 from __future__ import annotations
 
 from bench import ranks_dcp
-from fastckpt._ranks.tree import FAN_IN
+from harness import limits
 
 TENSORS = 40
 #: Bytes of all values, as a rank tells them.
@@ -32,8 +32,10 @@ def test_what_comes_up_to_the_first_rank_does_not_grow_with_tensors_and_ranks():
     few, many = agree(8, 64)
     for received in (few[0].received, many[0].received):
         # Each value comes up once from each that is heard, and of tensors nothing but a digest.
-        assert sum(received.values()) < (FAN_IN + 1) * (VALUES + SLACK)
-    assert all(sum(each.received.values()) < (FAN_IN + 1) * (VALUES + SLACK) for each in many[1:])
+        assert sum(received.values()) < (limits.of("ranks below a rank") + 1) * (VALUES + SLACK)
+    assert all(
+        sum(each.received.values()) < (limits.of("ranks below a rank") + 1) * (VALUES + SLACK) for each in many[1:]
+    )
 
 
 def test_equal_cuts_of_boxes_are_one_and_signs_of_life_are_given():

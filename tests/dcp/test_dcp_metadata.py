@@ -13,9 +13,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fastckpt
-from fastckpt._tools import cli
 from fastckpt.dcp import Reader, Writer, install
-from harness import parallel
+from harness import cli, parallel
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),

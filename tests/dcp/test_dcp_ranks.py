@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer
-from harness import needs, parallel
+from harness import needs, parallel, points
 from harness.boxes import cut
 from harness.groups import FailedError, Strike
 from harness.internals import AgreedByRanks, process_group
@@ -600,7 +600,7 @@ def test_an_asynchronous_save_that_fails_says_so_on_all_ranks(forge, tmp_path):
 def test_a_rank_that_dies_fails_the_others(forge, tmp_path):
     fastckpt.save({"old": torch.ones(1)}, tmp_path / "c")
     with forge.group(3) as group:
-        strike = Strike(1, "fastckpt.dcp._together:Together.write")
+        strike = Strike(1, points.DCP_WRITE)
         group.start(save, "fsdp", tmp_path / "c", timeout=10, strike=strike)
         outcomes = group.outcomes(ranks=[0, 1, 2], timeout=120)
     assert outcomes[1].kind == "died"

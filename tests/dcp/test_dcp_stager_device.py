@@ -8,9 +8,9 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt._api import host_memory as _memory
 from fastckpt.dcp import Stager
 from harness import needs, standin
+from harness.internals import kept_memory
 from harness.standin import faults
 
 if not standin.AVAILABLE:
@@ -87,14 +87,14 @@ def test_small_tensors_of_any_size_share_a_copy():
 def test_a_broken_device_fails_the_stage_and_its_memory_is_not_used_again():
     state = {"w": torch.ones(100_000, device=DEVICE), "v": torch.ones(100_000, device=DEVICE)}
     Stager().stage(state)
-    assert len(_memory._free) == 1
+    assert len(kept_memory()) == 1
     faults.fail_at = faults.copies + 1
     with pytest.raises(RuntimeError, match="standin: unspecified launch failure"):
         Stager().stage(state)
     # The error is the stream's own, and its traceback has what was staged.
     standin.forget_errors()
     gc.collect()
-    assert _memory._free == []
+    assert kept_memory() == []
     assert standin.cudart.bytes == 0
     assert bool((Stager().stage(state)["w"] == 1).all())
-    assert len(_memory._free) == 1
+    assert len(kept_memory()) == 1

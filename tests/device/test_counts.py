@@ -5,13 +5,11 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 
 import fastckpt
-from fastckpt._tensors.movers import Sinks, Sources
-from harness import devices
+from harness import devices, points
 from harness.devices import DEVICE, SAVES, OnDevice, each, there
 from harness.standin import faults
 
@@ -30,19 +28,20 @@ def calls_into_python():
     # Workers call at the same time.
     lock = threading.Lock()
 
-    def counted(kind, name):
-        usual = getattr(kind, name)
+    def counted(where, name):
+        def counting(usual):
+            def call(self, ranges):
+                ranges = list(ranges)
+                with lock:
+                    counts[name] += 1
+                    counts[f"{name} bytes"] += sum(nbytes for *_, nbytes in ranges)
+                return usual(self, ranges)
 
-        def call(self, ranges):
-            ranges = list(ranges)
-            with lock:
-                counts[name] += 1
-                counts[f"{name} bytes"] += sum(nbytes for *_, nbytes in ranges)
-            return usual(self, ranges)
+            return call
 
-        return mock.patch.object(kind, name, call)
+        return points.replaced(where, counting)
 
-    with counted(Sources, "fill"), counted(Sinks, "drain"):
+    with counted(points.FILL, "fill"), counted(points.PUT, "drain"):
         yield counts
 
 

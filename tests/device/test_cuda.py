@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
 import subprocess
@@ -18,10 +19,9 @@ import torch
 
 import fastckpt
 from fastckpt import distributed
-from fastckpt._api import host_memory
-from fastckpt._tensors import memory
 from harness import devices
 from harness.devices import DEVICE, OnDevice, each, raises, there
+from harness.internals import kept_memory
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -120,11 +120,13 @@ class TestPinnedMemory(OnDevice):
         }.items():
             fastckpt.release_buffers()
             outcome = call()
-            kept = [*host_memory._free, *host_memory._free_staging]
+            kept = [*kept_memory(), *kept_memory(staging=True)]
             assert len(kept) == 1, name
             kept[0].registration.wait()
             assert kept[0].problem is None, name
-            tensor = torch.from_numpy(memory.at(kept[0].core.address, kept[0].nbytes))
+            tensor = torch.from_numpy(
+                np.ctypeslib.as_array((ctypes.c_uint8 * kept[0].nbytes).from_address(kept[0].core.address))
+            )
             assert tensor.is_pinned(), name
             assert tensor[-1:].is_pinned(), name
             assert not getattr(outcome, "warnings", ()), name

@@ -1,15 +1,23 @@
-"""What moves ranges of tensors on a device for the core."""
+"""Parts of what moves bytes from and to a device for the core, and of what ranks compare of it."""
 
 from __future__ import annotations
+
+from unittest import mock
 
 import numpy as np
 import torch
 
+import fastckpt
+from fastckpt import _core, _crc64
+from fastckpt._api import host_memory
+from fastckpt._tensors import device_sums
 from fastckpt._tensors import torch as _torch
 from fastckpt._tensors.movers import Sinks, Sources
 from harness import devices
-from harness.devices import DEVICE, OnDevice, each, there
+from harness.devices import DEVICE, OnDevice, each, on_device, there
+from harness.internals import local_of
 
+MIB = 1 << 20
 #: Whole elements, cut ones, and a single byte.
 CUTS = ((0, 3), (3, 4001), (4001, 7999), (7999, 8000))
 
@@ -66,3 +74,105 @@ class TestMovers(OnDevice):
         assert torch.equal(out, torch.arange(1, 3_000_001))
         devices.synchronize()
         assert (there(value) == -1).all()
+
+
+class TestRanks(OnDevice):
+    """What one rank compares with others of its state."""
+
+    late = 0.0
+
+    def test_tensors_are_compared_by_their_logical_bytes(self):
+        """What a rank tells is that of the same tensors in host memory, however they lie on the device."""
+        state = {f"w{number}": torch.randn(number % 50 + 1) for number in range(300)}
+        state["large"] = torch.randn(64 << 10, 3)
+        moved = on_device(state)
+        state["columns"], moved["columns"] = state["large"].t().contiguous(), moved["large"].t()
+        state["cut"], moved["cut"] = state["large"][:, 1].contiguous(), moved["large"][:, 1]
+        state["summed"], moved["summed"] = torch.arange(300_000.0), on_device({"w": torch.arange(300_000.0)})["w"]
+        for replicas in ("sample", "full"):
+            with mock.patch.object(Sources, "sum", autospec=True, side_effect=Sources.sum) as sums:
+                assert told(moved, replicas) == told(state, replicas)
+            # What is large and in order is summed where it lies, and does not travel.
+            assert sums.call_count == (replicas == "full")
+            with mock.patch.object(Sources, "sum", return_value=_crc64.of(state["summed"].numpy())):
+                assert told(moved, replicas) == told(state, replicas)
+            with mock.patch.object(Sources, "sum", return_value=7):
+                assert (told(moved, replicas) == told(state, replicas)) is (replicas == "sample")
+            assert told({**moved, "w7": moved["w7"] + 1}, replicas) != told(state, replicas)
+
+    def test_a_device_whose_checksums_are_wrong_makes_none(self):
+        state = {"w": torch.arange(300_000.0)}
+        with mock.patch.dict(device_sums._checked, clear=True), mock.patch.object(device_sums, "_PROBE_SUM", 1):
+            assert told(on_device(state), "full") == told(state, "full")
+            assert device_sums._checked == {str(DEVICE): False}
+
+    def test_a_device_that_was_full_once_is_asked_again(self):
+        state = {"w": torch.arange(300_000.0)}
+        with mock.patch.dict(device_sums._checked, clear=True):
+            with mock.patch.object(device_sums, "of", side_effect=torch.OutOfMemoryError("out of memory")):
+                assert told(on_device(state), "full") == told(state, "full")
+            assert device_sums._checked == {}
+            assert told(on_device(state), "full") == told(state, "full")
+            assert device_sums._checked == {str(DEVICE): True}
+
+
+def told(state, replicas):
+    """What the first of two ranks tells of a state that both hold."""
+    local = local_of(state, 0, [0, 1])
+    assert local.request.sources.devices in ((DEVICE,), ())
+    tensors = local.request.flat.tensors
+    options = _core.SaveOptions(shard_size=1 << 30)
+    about = [(each.name, each.dtype, each.shape, each.logical, [0]) for each in tensors]
+    share = _core.Share.to_save(about, [_core.Spread.ranks([0, 1])], 2, options)
+    held = [(number, 0, each.address, each.capacity) for number, each in enumerate(tensors)]
+    engine = _core.RankSave(share, 0, held, local.request.sources.fill, options)
+    try:
+        return engine.replicas(replicas, 7, lambda tensor, _: local.request.sources.sum(tensor), None).digests()
+    finally:
+        engine.close()
+        local.request.close()
+        assert (local.request.sources, local.request.flat.movers) == (None, {})
+
+
+class TestStaging(OnDevice):
+    """Staging memory is lent to the core for what goes to and from devices."""
+
+    late = 0.0
+
+    def test_copies_go_to_and_from_it(self):
+        """All of a save, a load, and reads of an open checkpoint, also where they are converted or put in order."""
+        seen = []
+
+        def note(name):
+            usual = getattr(name, "fill" if name is Sources else "drain")
+
+            def noted(self, ranges):
+                ranges = list(ranges)
+                seen.extend((address, nbytes) for _, _, address, nbytes in ranges)
+                usual(self, ranges)
+
+            return mock.patch.object(name, usual.__name__, noted)
+
+        state = on_device({"w": torch.randn(3 * MIB), "t": torch.randn(700, 900), "small": torch.ones(3)})
+        state["t"] = state["t"].t()
+        into = {"w": torch.zeros(3 * MIB, device=DEVICE), "t": torch.zeros(700, 900, device=DEVICE).t()}
+        ways = [
+            lambda: fastckpt.save(state, self.path / "c"),
+            lambda: fastckpt.load(self.path / "c", device=DEVICE),
+            lambda: fastckpt.load(self.path / "c", into=into, strict=False),
+            lambda: fastckpt.open(self.path / "c", device=DEVICE)["w"],
+            lambda: fastckpt.open(self.path / "c", device=DEVICE).slice("w", slice(5, MIB)),
+        ]
+        with note(Sources), note(Sinks):
+            for way in ways:
+                way()
+                (memory,) = host_memory._free_staging
+                assert seen
+                ends = memory.core.address, memory.core.address + memory.nbytes
+                assert all(ends[0] <= address and address + nbytes <= ends[1] for address, nbytes in seen)
+                seen.clear()
+        # What takes part is in host memory alone, and nothing is lent.
+        fastckpt.release_buffers()
+        fastckpt.save({"w": torch.ones(3).expand(3), "t": torch.ones(3, 4).t()}, self.path / "c")
+        fastckpt.load(self.path / "c", dtype="bfloat16")
+        assert not host_memory._free_staging

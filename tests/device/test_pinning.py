@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import threading
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 
 import fastckpt
-from fastckpt._api import host_memory
-from fastckpt._tensors import pinned
-from harness import devices
+from harness import devices, limits
 from harness.devices import DEVICE, SAVES, OnDevice, each, raises, there
 from harness.same import same
 from harness.standin import cudart, faults
@@ -29,7 +26,7 @@ def state_of(megabytes=8, device=DEVICE):
 @contextmanager
 def _small_pieces():
     """Inside, memory is registered a MiB at a time."""
-    with mock.patch.object(pinned, "PIECE", MIB), mock.patch.object(host_memory, "_STAGING_PIECE", MIB):
+    with limits.lowered("pinned at a time", MIB), limits.lowered("staging memory pinned at a time", MIB):
         yield
 
 

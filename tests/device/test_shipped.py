@@ -8,7 +8,7 @@ import threading
 import torch
 
 import fastckpt
-from fastckpt._tensors import device as _device
+from harness import limits, points
 from harness.devices import DEVICE, SAVES, OnDevice, each, fill_later, on_device
 from harness.same import same
 
@@ -59,17 +59,16 @@ class TestShipped(OnDevice):
     def test_pieces_are_bounded(self):
         """No piece that is made on the device is larger than what other copies gather there."""
         made = []
-        original = _device.Download.parts
 
-        def parts(self, start, nbytes):
-            for part, size in original(self, start, nbytes):
-                made.append((threading.get_ident(), part.nbytes))
-                yield part, size
+        def noting(parts):
+            def note(download, start, nbytes):
+                for part, size in parts(download, start, nbytes):
+                    made.append((threading.get_ident(), part.nbytes))
+                    yield part, size
 
-        _device.Download.parts = parts
-        try:
+            return note
+
+        with points.replaced(points.CUT_FOR_DEVICE, noting):
             fastckpt.save({"w": torch.ones(12 << 20, device=DEVICE)}, self.path / "c", dtype="float64")
-        finally:
-            _device.Download.parts = original
         assert sum(size for _, size in made) == 96 << 20
-        assert max(size for _, size in made) <= _device.GATHERED
+        assert max(size for _, size in made) <= limits.of("gathered on a device")

@@ -6,7 +6,7 @@ import ctypes
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._ranks import requests, store, torch_distributed
+from fastckpt._ranks import messages, requests, store, torch_distributed
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -65,3 +65,8 @@ def word(kind: str, number: int, place: float, found: list[str]) -> Iterator[Non
         yield
     finally:
         store.Transport.serve = real  # type: ignore[method-assign]
+
+
+def version(text: str) -> None:
+    """Have this rank say that it runs another version of fastckpt."""
+    messages.VERSION = text

@@ -22,7 +22,6 @@ from typing import Any, ClassVar
 import torch
 
 import fastckpt
-from fastckpt._tensors import torch as _torch
 
 from . import standin
 
@@ -166,8 +165,10 @@ def _bound(function: Any, named: dict[str, Any]) -> Any:
 
 def moved(value: torch.Tensor, device: torch.device = DEVICE) -> torch.Tensor:
     """A copy on the device, with the same flags."""
-    flags = ("p" if type(value) is torch.nn.Parameter else "") + "g" * value.requires_grad
-    return _torch.with_flags(value.detach().to(device), flags)
+    there = value.detach().to(device)
+    if type(value) is torch.nn.Parameter:
+        return torch.nn.Parameter(there, requires_grad=value.requires_grad)
+    return there.requires_grad_(value.requires_grad)
 
 
 def on_device(state: dict[str, Any], device: torch.device = DEVICE) -> dict[str, Any]:

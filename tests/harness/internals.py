@@ -1,18 +1,55 @@
 """Rooms of fastckpt that tests look into, or change: the one place that names those that move."""
 
+import threading
 import time
 
+from fastckpt._api import host_memory, in_flight
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveSettings
+from fastckpt._background.guard import unhook as unhook_optimizers
 from fastckpt._background.save_async import Job
 from fastckpt._background.staging import Staging
 from fastckpt._ranks import process_group
 from fastckpt._ranks.agreement import Agreement
 from fastckpt._ranks.background import Job as RanksJob
 from fastckpt._ranks.process_group import AgreedByRanks
+from fastckpt._state.built_in import RESERVED
+from fastckpt._state.select import ends_of
 from fastckpt._tensors.spreads import Spreads
 
-__all__ = ["AgreedByRanks", "Agreement", "Job", "RanksJob", "Staging", "local_of", "process_group"]
+__all__ = [
+    "RESERVED",
+    "AgreedByRanks",
+    "Agreement",
+    "Job",
+    "RanksJob",
+    "Staging",
+    "ends_of",
+    "join_saves",
+    "kept_memory",
+    "local_of",
+    "process_group",
+    "unhook_optimizers",
+    "waiting_calls",
+]
+
+
+def join_saves():
+    """Wait until the threads of asynchronous saves have ended: they go on after ``result()`` has returned."""
+    for thread in threading.enumerate():
+        if thread.name == "fastckpt-save":
+            thread.join(60)
+            assert not thread.is_alive()
+
+
+def kept_memory(*, staging=False):
+    """The pieces of host memory that are kept for the next snapshots, or to stage what goes from and to devices."""
+    return list(host_memory._free_staging if staging else host_memory._free)
+
+
+def waiting_calls():
+    """How many calls wait for a place among the saves in flight."""
+    return len(in_flight._waiting)
 
 
 def local_of(state, rank, ranks, *, per_rank=None, metadata=None, **options):

@@ -23,8 +23,7 @@ from typing import Any
 
 import fastckpt
 from fastckpt._tensors.described import Tensor
-from fastckpt._tools import cli
-from harness import seccomp, ways
+from harness import cli, seccomp, ways
 from harness.states import numbered, same, which
 from harness.zygote import Channel
 
@@ -373,7 +372,7 @@ def load_timed(
 
 def command_timed(channel: Channel, *, path: str, operation: str) -> dict[str, Any]:
     """Run a command of ``fastckpt`` on a checkpoint; its status, its time, and the growth of resident memory."""
-    from fastckpt._tools import cli
+    from harness import cli
 
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     processor = time.process_time()
@@ -580,6 +579,8 @@ def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
     return ends
 
 
+#: What a child imports that ``convert`` has look at a file.
+LOOKING = "fastckpt._tensors.torch,fastckpt._tools.convert.pickled,fastckpt._tools.convert.distributed"
 #: The status of a process that is so short of memory that it cannot say so.
 OUT_OF_MEMORY = 71
 

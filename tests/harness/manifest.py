@@ -107,6 +107,11 @@ def body_of(checkpoint: Path) -> dict[str, Any]:
     return {key: value for key, value in loaded.items() if key not in ("fastckpt", "crc64nvme")}
 
 
+def own_checksum(checkpoint: Path) -> str:
+    """The checksum that a checkpoint's manifest has of itself."""
+    return str(json.loads((checkpoint / NAME).read_bytes())["crc64nvme"])
+
+
 def forge(checkpoint: Path, body: dict[str, Any] | bytes, *, version: str = "1", crc: str | None = None) -> None:
     """Replace a checkpoint's manifest by one with this body and a correct checksum."""
     (checkpoint / NAME).write_bytes(seal(body, version=version, crc=crc))

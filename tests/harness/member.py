@@ -22,16 +22,15 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from harness import groups
+from harness import groups, points
 from harness.groups import decode, encode
 from harness.zygote import Channel
 
 # What the first save, FSDP, tensor parallelism and DCP import, a second or more of it: once, before the forks.
 for late in (
     "encodings.idna",
+    "fastckpt.dcp",
     "fastckpt.distributed",
-    "fastckpt._tensors.dtensor",
-    "fastckpt._tensors.torch",
     "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.checkpoint.state_dict",
@@ -144,12 +143,6 @@ def _arm(channel: Channel, strike: Any) -> Callable[[], None] | None:
     """Put the blow in the way of the one call that it waits for; what takes it away again."""
     if strike is None:
         return None
-    module, _, path = strike.where.partition(":")
-    *owners, name = path.split(".")
-    owner = importlib.import_module(module)
-    for each in owners:
-        owner = getattr(owner, each)
-    real = getattr(owner, name)
     left = [strike.nth]
 
     def hit(args: tuple[Any, ...]) -> bool:
@@ -164,34 +157,20 @@ def _arm(channel: Channel, strike: Any) -> Callable[[], None] | None:
         channel.send({"struck": strike.signal == signal.SIGSTOP, "at": time.monotonic()})
         os.kill(os.getpid(), strike.signal)
 
-    @functools.wraps(real, updated=())
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        due = hit(args)
-        if due and strike.when == "before":
-            blow()
-        result = real(*args, **kwargs)
-        if due and strike.when == "after":
-            blow()
-        return result
+    def struck(real: Any) -> Any:
+        @functools.wraps(real, updated=())
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            due = hit(args)
+            if due and strike.when == "before":
+                blow()
+            result = real(*args, **kwargs)
+            if due and strike.when == "after":
+                blow()
+            return result
 
-    try:
-        setattr(owner, name, wrapper)
-    except TypeError:
-        # A class of the compiled core: who makes one is given a stand-in whose method is in the way.
-        return _stand_in(importlib.import_module(module), owner, name, wrapper)
-    return functools.partial(setattr, owner, name, real)
+        return wrapper
 
-
-def _stand_in(module: Any, owner: type, name: str, wrapper: Callable[..., Any]) -> Callable[[], None]:
-    class StandIn:
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            self._real = owner(*args, **kwargs)
-
-        def __getattr__(self, attribute: str) -> Any:
-            return functools.partial(wrapper, self._real) if attribute == name else getattr(self._real, attribute)
-
-    setattr(module, owner.__name__, StandIn)
-    return functools.partial(setattr, module, owner.__name__, owner)
+    return points.replace(strike.where, struck)
 
 
 def _die_with_parent() -> None:

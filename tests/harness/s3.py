@@ -113,16 +113,20 @@ def s3(s3_server, monkeypatch):
     client.close()
 
 
+def objects(url):
+    """The objects below a URL, of S3 or of this process's memory, to look at and to change."""
+    from fastckpt._stores.objects import Objects
+
+    return Objects.at("test", url)
+
+
 def put(directory, url):
     """The files of a directory as objects below ``url``, manifest last, with their sums."""
     from fastckpt import _crc64
-    from fastckpt._stores.objects import Objects
 
-    objects = Objects.at("put", url)
+    there = objects(url)
     files = (path for path in directory.rglob("*") if path.is_file())
     for path in sorted(files, key=lambda path: path.name == "fastckpt.json"):
         content = path.read_bytes()
-        objects.write(
-            path.relative_to(directory).as_posix(), [content], len(content), _crc64.to_hex(_crc64.of(content))
-        )
-    return objects
+        there.write(path.relative_to(directory).as_posix(), [content], len(content), _crc64.to_hex(_crc64.of(content)))
+    return there

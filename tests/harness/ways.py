@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 import fastckpt
-from fastckpt._state.values import LONG_BYTES
 
 #: ``strided`` is ``into`` with arrays that are not contiguous.
 WAYS = ("load", "into", "strided", "keys", "mmap", "device", "open", "slice", "verify")
@@ -19,6 +18,8 @@ OPERATIONS = {"into": 2, "strided": 2}
 #: Memory of ours before and behind each target: what a write beyond it changes.
 GUARD = 64 << 10
 _FILL = 0x5A
+#: Bytes of this length are stored as tensors are.
+_LONG = 4096
 #: Targets larger than this are not made, nor is what is nested deeper.
 _LARGEST = 64 << 20
 _DEEPEST = 50
@@ -117,7 +118,7 @@ def contents(state: Any) -> list[bytes]:
                 if not item.is_cpu:
                     item = sys.modules["harness.standin"].on_host(item)
                 found.append(item.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        elif isinstance(item, (bytes, bytearray)) and len(item) >= LONG_BYTES:
+        elif isinstance(item, (bytes, bytearray)) and len(item) >= _LONG:
             found.append(bytes(item))
         elif isinstance(item, dict):
             todo += [*item.keys(), *item.values()]

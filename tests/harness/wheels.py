@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -13,6 +14,7 @@ from pathlib import Path
 import fastckpt
 
 _TREE = Path(fastckpt.__file__).parent
+_ROOT = Path(__file__).parents[2]
 
 
 def write(directory: Path, name: str, version: str, files: dict[str, bytes | Path], commands: str = "") -> Path:
@@ -43,7 +45,8 @@ def of_the_installed_package(directory: Path) -> Path:
         for path in sorted(_TREE.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    return write(directory, "fastckpt-io", fastckpt.__version__, files, "fastckpt = fastckpt._tools.cli:main")
+    (script,) = re.findall(r'^fastckpt = "(.+)"$', (_ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    return write(directory, "fastckpt-io", fastckpt.__version__, files, f"fastckpt = {script}")
 
 
 class Environment:

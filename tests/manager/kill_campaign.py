@@ -47,9 +47,8 @@ from typing import NamedTuple
 import numpy as np
 
 import fastckpt
-from fastckpt._manager import drain, manager, tier
-from fastckpt._manager import remote as remote_tier
-from fastckpt._paths import is_url
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # where the harness is
 
 PHASES = ("restore", "rollback", "save", "retention")
 #: Those of a run with a remote tier: a drain begins, and a fetch.
@@ -73,20 +72,24 @@ def state(branch, step):
     return {"model": model, "branch": branch, "step": step}
 
 
-def tell_of_copies(module, tell, before, after=None, *, branches=False):
-    """Have the copies that a module asks for tell when they begin, and when they are durable."""
-    copy = module.copy_checkpoint
+def tell_of_copies(where, tell, before, after=None, *, branches=False):
+    """Have the copies that are asked for there tell when they begin, and when they are durable."""
 
-    def told(sources, target, **options):
-        step = int(target.rpartition("-")[2])
-        tell(before, NOTHING)
-        copied = copy(sources, target, **options)
-        if after is not None:
-            # The source may be another save of the step by now.
-            tell(after, (branch_of(target) if branches else 0, step))
-        return copied
+    def telling(copy):
+        def told(sources, target, **options):
+            step = int(target.rpartition("-")[2])
+            tell(before, NOTHING)
+            copied = copy(sources, target, **options)
+            if after is not None:
+                # The source may be another save of the step by now.
+                tell(after, (branch_of(target) if branches else 0, step))
+            return copied
 
-    module.copy_checkpoint = told
+        return told
+
+    from harness import points
+
+    points.replace(where, telling)
 
 
 def branch_of(path):
@@ -119,13 +122,12 @@ class Plan(NamedTuple):
 
 def train(directory, remote, tell, plan):
     """Restore, perhaps go back, and save and remove for ever, or until it is preempted."""
-    clear = tier.Tier.clear
+    from harness import points
 
-    def told(self, durable):
-        tell("retention", NOTHING)
-        clear(self, durable)
+    def telling(clear):
+        return lambda tier, durable: (tell("retention", NOTHING), clear(tier, durable))[1]
 
-    tier.Tier.clear = told
+    points.replace(points.RETENTION, telling)
     discarded, telling = [], threading.Lock()
 
     def tell_unless_discarded(kind, place):
@@ -134,12 +136,12 @@ def train(directory, remote, tell, plan):
             if not discarded or place <= discarded[0]:
                 tell(kind, place)
 
-    tell_of_copies(drain, tell_unless_discarded, "drain", "drained", branches=plan.alone)
-    tell_of_copies(remote_tier, tell, "fetch")
+    tell_of_copies(points.DRAIN, tell_unless_discarded, "drain", "drained", branches=plan.alone)
+    tell_of_copies(points.FETCH, tell, "fetch")
     how = {"keep": plan.keep, "async_save": plan.asynchronous, "save_options": {"shard_size": 160_000}}
     if remote is not None:
-        how |= {"remote": remote, "remote_keep": 1 if is_url(remote) else 2}
-    run = manager.Manager(directory, **how)
+        how |= {"remote": remote, "remote_keep": 1 if "://" in remote else 2}
+    run = fastckpt.Manager(directory, **how)
     if plan.preempted:
         run.save_on_signal(signal.SIGTERM, grace="60s")
     tell("restore", NOTHING)
@@ -281,9 +283,6 @@ class Ranks:
             os.waitpid(pid, 0)
 
 
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where the harness is
-
-
 def keep_bucket(writing):
     """Serve S3 with one empty bucket as long as the parent lives."""
     from harness.s3 import BUCKET, Server
@@ -326,7 +325,7 @@ def one_round(number, directory, remote, known, phase, seed, ranks, *, sure=Fals
         alone=alone,
     )
     after = seed.randrange(1, 4) if phase not in {"restore", "rollback", "fetch"} else 1
-    delay = seed.uniform(0, LONGEST if alone and not is_url(remote or "") else LONGEST_OF_MANY)
+    delay = seed.uniform(0, LONGEST if alone and "://" not in (remote or "") else LONGEST_OF_MANY)
 
     def work(writing, rank):
         ranks.meet(rank)

@@ -12,8 +12,7 @@ import pytest
 
 import fastckpt
 from fastckpt import keep
-from fastckpt._manager import drain, earlier_run
-from harness import manifest
+from harness import manifest, points, s3
 
 FORM = "step-{step:08d}"
 
@@ -151,13 +150,12 @@ def test_another_node_follows_the_branch_at_the_remote(tmp_path, remote):
         assert manager.restore().state["branch"] == "b"
 
 
-def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path, monkeypatch):
+def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path):
     """A node goes back, saves a step again, and is lost before its upload; another goes on from what the remote has,
     and then the first comes back."""
     far = tmp_path / "far"
     save(tmp_path / "one", [10, 20, 30], remote=far)
-    with monkeypatch.context() as lagging:
-        lagging.setattr(drain.Drain, "start", lambda _: None)
+    with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
         save(tmp_path / "one", [20], "b", at=10, remote=far)
     save(tmp_path / "two", [40], remote=far)
     with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
@@ -224,12 +222,12 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_the_step(tmp_path, k
     assert fastckpt.Manager(tmp_path / "none", remote=far, read_only=True).restore().step == 1000
 
 
-def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_step(tmp_path, monkeypatch):
+def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_step(tmp_path):
     far = tmp_path / "far"
     save(tmp_path / "run", [1000, 2000, 3000], remote=far)
     save(tmp_path / "run", [2000], "b", at=1000)
-    monkeypatch.setattr(drain.Drain, "resume", lambda _: None)
-    with fastckpt.Manager(tmp_path / "run", remote=far) as manager:
+    lagging = points.replaced(points.RESUME_DRAIN, lambda _: lambda _: None)
+    with lagging, fastckpt.Manager(tmp_path / "run", remote=far) as manager:
         assert manager.restore(step=2000, discard_newer=True).state["branch"] == "b"
         assert manager.remote_steps() == [1000, 2000]
         assert restored(tmp_path / "none", remote=far) == (2000, "b")
@@ -312,25 +310,23 @@ def test_a_lost_checkpoint_is_no_new_beginning(tmp_path, kept):
     begin(tmp_path, kept.replace(".", r"\."))
 
 
-def test_a_disk_that_is_not_mounted_is_no_new_beginning(tmp_path, monkeypatch):
+def test_a_disk_that_is_not_mounted_is_no_new_beginning(tmp_path):
     (tmp_path / "runs").symlink_to(tmp_path / "disk" / "runs")
     begin(tmp_path / "runs" / "gpt", "symbolic link to .*/disk/runs, which is missing")
     table = tmp_path / "fstab"
     table.write_text(f"# a disk\nLABEL=data {tmp_path}/my\\040disk ext4 defaults 0 2\n")
-    monkeypatch.setattr(earlier_run, "_MOUNTS", table)
-    begin(tmp_path / "my disk" / "gpt", "fstab names .*/my disk, where nothing is mounted")
+    with points.replaced(points.MOUNTS, lambda _: table):
+        begin(tmp_path / "my disk" / "gpt", "fstab names .*/my disk, where nothing is mounted")
     assert fastckpt.Manager(tmp_path / "other").restore() is None
 
 
 def test_objects_without_a_manifest_are_no_new_beginning(tmp_path):
-    from fastckpt._stores.objects import Objects
-
     url = f"memory://{tmp_path.name}/lost"
     save(tmp_path / "one", [1000], remote=url)
-    Objects.at("test", f"{url}/step-00001000").remove(["fastckpt.json"])
+    s3.objects(f"{url}/step-00001000").remove(["fastckpt.json"])
     begin(tmp_path / "two", "there are objects below step-00001000/, but no manifest", remote=url)
     begin(tmp_path / "two", "there are objects below", remote=url, remote_keep=1)
-    Objects.at("test", url).remove([*Objects.at("test", url).sizes()])
+    s3.objects(url).remove([*s3.objects(url).sizes()])
     save(tmp_path / "one", [2000], remote=url)
     begin(tmp_path / "two", "step-00001000 is a checkpoint|step-00002000 is", remote=url, name="{step}")
 

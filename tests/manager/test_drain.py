@@ -6,6 +6,8 @@ import contextlib
 import errno
 import itertools
 import logging
+import os
+import signal
 import subprocess
 import sys
 import textwrap
@@ -26,8 +28,8 @@ from fastckpt._manager import prefix
 from fastckpt._manager.directory import Directory, Names
 from fastckpt._manager.remote import remote_of
 from fastckpt._manager.tier import Tier
-from fastckpt._portable.manifest import own_checksum
 from fastckpt._stores.objects import Objects
+from harness import manifest
 from harness.s3 import BUCKET
 
 NAMES = Names("step-{step:08d}")
@@ -532,7 +534,7 @@ def test_a_new_node_finds_the_old_step_or_the_new_one_wherever_a_drain_was_kille
         following.drain.resume()
         following.wait()
         assert fastckpt.verify(following.tier.place.path_of(step)).ok
-        folder = own_checksum(Path(run.local.path_of(step), "fastckpt.json").read_bytes())
+        folder = manifest.own_checksum(Path(run.local.path_of(step)))
         name = NAMES.name_of(step)
         assert set(following.tier.place._objects.sizes()) == {
             *(".fastckpt-run.json", "latest", f"{name}/fastckpt.json", f"{name}/{folder}/model.safetensors"),
@@ -640,3 +642,26 @@ def test_a_process_that_ends_finishes_the_drain_or_leaves_it(tmp_path, case):
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "remote" / "step-00000001").exists() == (case == "works")
     assert ("the process ends" in done.stderr) == (case == "fails")
+
+
+def test_a_forked_child_copies_nothing(tmp_path, copier):
+    hold(copier)
+    with fastckpt.Manager(tmp_path / "local", remote=tmp_path / "remote") as manager:
+        manager.save(1, {"w": np.ones(1000)})
+        until_begun(copier)
+        pid = os.fork()
+        if pid == 0:
+            with manager:
+                pass
+            # As the interpreter does it; a drain that was waited for would not end here.
+            draining._at_end()
+            os._exit(manager.steps() != [1])
+        end = time.monotonic() + LONG
+        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            if time.monotonic() > end:
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
+        assert ended == (pid, 0)
+        assert not Path(tmp_path / "remote" / "step-00000001").exists()
+        copier.gate.set()
+    assert manager.remote_steps() == [1]

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _core
-from fastckpt._background.pending import PendingSave
+from harness import points
 
 
 def state(step):
@@ -81,34 +80,23 @@ def test_a_base_that_is_gone_or_damaged_costs_bytes_alone(tmp_path, caplog):
     assert fastckpt.Manager(tmp_path).restore().step == 6
 
 
-def test_after_a_save_that_failed_all_is_written(tmp_path, monkeypatch, caplog):
+def test_after_a_save_that_failed_all_is_written(tmp_path, caplog):
     manager = fastckpt.Manager(tmp_path)
     for step in range(3):
         save(manager, step)
 
-    class Full:
-        def __init__(self, *arguments):
-            self._core = snapshot(*arguments)
-
-        def __getattr__(self, name):
-            return full if name == "save" else getattr(self._core, name)
-
     def full(*_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    def late(pending):
+    def late(call_back):
         # `wait` must not be back before the manager knows of the failure.
-        time.sleep(0.2)
-        call_back(pending)
+        return lambda pending: (time.sleep(0.2), call_back(pending))
 
-    snapshot, call_back = _core.Snapshot, PendingSave._call_back
-    monkeypatch.setattr(PendingSave, "_call_back", late)
-    with monkeypatch.context() as patch:
-        patch.setattr(_core, "Snapshot", Full)
-        with pytest.raises(OSError, match="No space left"):
+    with points.replaced(points.TELL_OF_END, late):
+        with points.replaced(points.WRITE_SNAPSHOT, lambda _: full), pytest.raises(OSError, match="No space left"):
             save(manager, 3)
-    with caplog.at_level(logging.WARNING, "fastckpt"):
-        report = save(manager, 4)
+        with caplog.at_level(logging.WARNING, "fastckpt"):
+            report = save(manager, 4)
     assert (report.linked_files, report.warnings) == (0, ())
     assert "base" not in caplog.text
     check(manager, [0, 1, 2, 4])

@@ -18,9 +18,8 @@ import pytest
 
 import fastckpt
 from fastckpt import keep, save_when
-from fastckpt._api import manage
-from fastckpt._background.pending import PendingSave
-from fastckpt._manager import after_save, directory
+from harness import limits, points
+from harness.internals import join_saves
 
 #: What Manager caches beside its checkpoints (docs/manager.md).
 CACHE = ".fastckpt-run.json"
@@ -96,29 +95,27 @@ def test_what_does_not_verify_is_skipped_with_its_reason(tmp_path):
     assert all(one.filename == __file__ for one in caught)
 
 
-def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, monkeypatch, recwarn):
+def test_what_a_writer_removes_while_a_reader_looks_is_no_loss(tmp_path, recwarn):
     """Each time the reader has chosen one, the writer has a newer one and removes that."""
-    from fastckpt._manager import restore
-
     writer = fill(tmp_path, [1], keep=1)
-    real = restore.load
 
-    def load(path, **options):
-        step = writer.latest() + 1
-        if step < 6:
-            writer.save(step, state(step))
-            writer.wait()
-        return real(path, **options)
+    def overtaken(load):
+        def late(path, **options):
+            step = writer.latest() + 1
+            if step < 6:
+                writer.save(step, state(step))
+                writer.wait()
+            return load(path, **options)
 
-    monkeypatch.setattr(restore, "load", load)
-    found = fastckpt.Manager(tmp_path, read_only=True).restore()
+        return late
+
+    with points.replaced(points.LOAD_TO_RESTORE, overtaken):
+        found = fastckpt.Manager(tmp_path, read_only=True).restore()
     assert (found.step, found.skipped) == (5, ())
     assert not recwarn.list
 
 
-def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
-    from fastckpt._manager import restore
-
+def test_a_reader_does_not_look_for_ever(tmp_path):
     fill(tmp_path, [1])
 
     def load(path, **_):
@@ -127,13 +124,13 @@ def test_a_reader_does_not_look_for_ever(tmp_path, monkeypatch):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
 
     looks = []
-    monkeypatch.setattr(restore, "load", load)
     with (
+        points.replaced(points.LOAD_TO_RESTORE, lambda _: load),
         pytest.warns(RuntimeWarning, match="is gone"),
         pytest.raises(fastckpt.CorruptCheckpointError, match="none of 1"),
     ):
         fastckpt.Manager(tmp_path, read_only=True).restore()
-    assert len(looks) == restore._LOOKS
+    assert len(looks) == limits.of("looks of a reader for a checkpoint")
 
 
 def test_nothing_that_verifies_is_an_error_and_not_a_new_beginning(tmp_path):
@@ -146,24 +143,24 @@ def test_nothing_that_verifies_is_an_error_and_not_a_new_beginning(tmp_path):
         fastckpt.Manager(tmp_path).restore()
 
 
-def test_storage_that_refuses_is_an_error_and_not_a_reason_to_skip(tmp_path, monkeypatch):
-    from fastckpt._manager import restore
-
+def test_storage_that_refuses_is_an_error_and_not_a_reason_to_skip(tmp_path):
     fill(tmp_path, [1, 2])
-    real = restore.load
 
-    def load(path, **options):
-        if path.endswith("2"):
-            raise OSError(failure, os.strerror(failure), path)
-        return real(path, **options)
+    def refusing(load):
+        def refuse(path, **options):
+            if path.endswith("2"):
+                raise OSError(failure, os.strerror(failure), path)
+            return load(path, **options)
 
-    monkeypatch.setattr(restore, "load", load)
-    failure = errno.EACCES
-    with pytest.raises(PermissionError):
-        fastckpt.Manager(tmp_path).restore()
-    failure = errno.EIO
-    with pytest.warns(RuntimeWarning, match="skipped"):
-        assert fastckpt.Manager(tmp_path).restore().step == 1
+        return refuse
+
+    with points.replaced(points.LOAD_TO_RESTORE, refusing):
+        failure = errno.EACCES
+        with pytest.raises(PermissionError):
+            fastckpt.Manager(tmp_path).restore()
+        failure = errno.EIO
+        with pytest.warns(RuntimeWarning, match="skipped"):
+            assert fastckpt.Manager(tmp_path).restore().step == 1
 
 
 def test_one_that_a_killed_save_took_aside_is_found(tmp_path):
@@ -229,17 +226,20 @@ def test_a_later_step_of_an_earlier_run_is_told_and_stays(tmp_path, caplog):
     assert told.startswith(f"{tmp_path}: step 5 is saved, and step 10 of an earlier run is left behind")
 
 
-def test_nothing_goes_before_the_newer_one_is_durable(tmp_path, monkeypatch):
+def test_nothing_goes_before_the_newer_one_is_durable(tmp_path):
     """accelerate's ``total_limit=1`` removes the only checkpoint, and saves after that."""
     removed = []
 
-    def remove(path, **options):
-        newest = fastckpt.Manager(tmp_path, read_only=True).restore()
-        removed.append((Path(path).name, newest.step))
-        manage.remove(path, **options)
+    def telling(remove):
+        def tell(path, **options):
+            newest = fastckpt.Manager(tmp_path, read_only=True).restore()
+            removed.append((Path(path).name, newest.step))
+            remove(path, **options)
 
-    monkeypatch.setattr(directory, "remove", remove)
-    fill(tmp_path, [1, 2, 3], keep=1)
+        return tell
+
+    with points.replaced(points.REMOVE, telling):
+        fill(tmp_path, [1, 2, 3], keep=1)
     assert removed == [("step-00000001", 2), ("step-00000002", 3)]
 
 
@@ -259,31 +259,19 @@ def test_a_failed_save_removes_nothing_and_does_not_advance_latest(tmp_path, mon
         assert manager.steps() == [2]
 
 
-def break_writing(monkeypatch):
-    """Have the writing of every snapshot fail from now on."""
-    from fastckpt._background import save_async as job
-
-    def save(*_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    class Broken:
-        def __init__(self, *arguments):
-            self._core = real(*arguments)
-
-        def __getattr__(self, name):
-            return save if name == "save" else getattr(self._core, name)
-
-    real = job._core.Snapshot
-    core = type("Core", (), {"__getattr__": lambda _, name: Broken if name == "Snapshot" else getattr(whole, name)})
-    whole = job._core
-    monkeypatch.setattr(job, "_core", core())
+def no_room(*_):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatch):
+def broken_writing():
+    """Inside, the writing of every snapshot fails."""
+    return points.replaced(points.WRITE_SNAPSHOT, lambda _: no_room)
+
+
+def test_a_failure_in_the_background_is_raised_once_by_wait(tmp_path):
     fill(tmp_path, [1])
     with fastckpt.Manager(tmp_path, keep=1) as manager:
-        with monkeypatch.context() as patched:
-            break_writing(patched)
+        with broken_writing():
             manager.save(2, state(2))
             with pytest.raises(OSError, match="No space"):
                 manager.wait()
@@ -294,29 +282,29 @@ def test_a_failure_in_the_background_is_raised_once_by_wait(tmp_path, monkeypatc
     assert manager.steps() == [2]
 
 
-def test_a_failure_in_the_background_is_raised_by_the_next_save_which_goes_on(tmp_path, monkeypatch):
+def test_a_failure_in_the_background_is_raised_by_the_next_save_which_goes_on(tmp_path):
     with fastckpt.Manager(tmp_path) as manager:
-        with monkeypatch.context() as patched:
-            break_writing(patched)
+        with broken_writing():
             manager.save(1, state(1))
-            fastckpt._api.in_flight.saves() and [save.finished.wait(60) for save in fastckpt._api.in_flight.saves()]
+            join_saves()
         with pytest.raises(OSError, match="No space"):
             manager.save(2, state(2))
     assert manager.steps() == [2]
     assert (tmp_path / "latest").read_text() == "step-00000002\n"
 
 
-def test_one_failed_removal_does_not_stop_the_rest_and_is_told_once(tmp_path, caplog, monkeypatch):
+def test_one_failed_removal_does_not_stop_the_rest_and_is_told_once(tmp_path, caplog):
     fill(tmp_path, [1, 2, 3])
-    real = directory.remove
 
-    def refuse(path, **options):
-        if path.endswith("1"):
-            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
-        real(path, **options)
+    def refusing(remove):
+        def refuse(path, **options):
+            if path.endswith("1"):
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), path)
+            remove(path, **options)
 
-    monkeypatch.setattr(directory, "remove", refuse)
-    with caplog.at_level(logging.WARNING, "fastckpt"):
+        return refuse
+
+    with caplog.at_level(logging.WARNING, "fastckpt"), points.replaced(points.REMOVE, refusing):
         fill(tmp_path, [4, 5], keep=1)
     assert fastckpt.Manager(tmp_path).steps() == [1, 5]
     told = [record.message for record in caplog.records if "cannot be removed" in record.message]
@@ -384,39 +372,42 @@ def test_the_best_and_the_pinned_stay(tmp_path):
         manager.pin(99)
 
 
-def test_what_another_process_pins_while_others_are_removed_stays(tmp_path, monkeypatch):
+def test_what_another_process_pins_while_others_are_removed_stays(tmp_path):
     fill(tmp_path, [1, 2])
-    real = directory.remove
 
-    def remove(path, **options):
-        real(path, **options)
-        (tmp_path / "step-00000002.pin").touch()
+    def pinning(remove):
+        def pin(path, **options):
+            remove(path, **options)
+            (tmp_path / "step-00000002.pin").touch()
 
-    monkeypatch.setattr(directory, "remove", remove)
-    with fastckpt.Manager(tmp_path, keep=1) as manager:
+        return pin
+
+    with points.replaced(points.REMOVE, pinning), fastckpt.Manager(tmp_path, keep=1) as manager:
         manager.save(3, state(3))
         manager.wait()
         assert manager.steps() == [2, 3]
         assert manager.pinned() == [2]
 
 
-def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path, monkeypatch):
+def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path):
     fill(tmp_path, [1])
-    real, refused = directory.remove, []
+    refused = []
 
     def pin():
         with pytest.raises(FileNotFoundError, match="no such checkpoint"):
             manager.pin(1)
         refused.append(1)
 
-    def remove(path, **options):
-        assert manager._local._removing.locked()
-        pinning.start()
-        real(path, **options)
+    def while_pinning(remove):
+        def removes(path, **options):
+            assert manager._local._removing.locked()
+            pinning.start()
+            remove(path, **options)
+
+        return removes
 
     pinning = threading.Thread(target=pin)
-    monkeypatch.setattr(directory, "remove", remove)
-    with fastckpt.Manager(tmp_path, keep=1) as manager:
+    with points.replaced(points.REMOVE, while_pinning), fastckpt.Manager(tmp_path, keep=1) as manager:
         manager.save(2, state(2))
     pinning.join(60)
     assert refused == [1]
@@ -678,22 +669,21 @@ def test_a_policy_that_raises_removes_nothing(tmp_path, caplog):
     assert any("a policy raised" in record.message for record in caplog.records)
 
 
-def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path, monkeypatch):
-    break_writing(monkeypatch)
+def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path):
 
     def program():
         with fastckpt.Manager(tmp_path) as manager:
             manager.save(1, state(1))
             raise KeyError("the program's own")
 
-    with pytest.raises(KeyError):
+    with broken_writing(), pytest.raises(KeyError):
         program()
-    assert fastckpt._api.in_flight.unasked() == ()
+    fastckpt.drain(60)  # raises what nobody has been told
 
 
 def test_wait_ends_after_a_save_whose_call_was_interrupted_behind_its_begin(tmp_path):
     manager = fastckpt.Manager(tmp_path / "run")
-    interrupted = mock.patch.object(PendingSave, "add_done_callback", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(fastckpt.PendingSave, "add_done_callback", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         manager.save(1, {"w": np.zeros(1000)})
     assert manager.wait(20) is not None
@@ -713,7 +703,6 @@ def test_no_warning_in_an_ordinary_run(tmp_path):
         warnings.simplefilter("error")
         fill(tmp_path, range(1, 6), keep=2)
         assert fastckpt.Manager(tmp_path).restore().step == 5
-    assert after_save.seconds_until(float("inf")) is None
 
 
 def test_a_checkpoint_of_an_adapter_alone_does_not_pass_for_the_model(tmp_path):

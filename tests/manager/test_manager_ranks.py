@@ -18,8 +18,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 from fastckpt import save_when
-from fastckpt._manager import directory
-from harness import groups, parallel
+from harness import groups, parallel, points
 
 #: Long, for machines that are busy; and short, where a rank is to be missed.
 TIMEOUT, SHORT = 60.0, 3.0
@@ -55,21 +54,24 @@ def test_saves_of_ranks_overlap(four, tmp_path):
 def train(out, steps, options):
     """Train from where the run is; what this rank saw."""
     removed = []
-    real, directory.remove = directory.remove, lambda path, **more: (removed.append(path), real(path, **more))
-    try:
-        with fastckpt.Manager(out, timeout=TIMEOUT, **options) as manager:
-            found = manager.restore(into=state(0))
-            first = found.step + 1 if found else 1
-            saved = []
-            for step in range(first, first + steps):
-                if manager.should_save(step):
-                    assert manager.save(step, state(step), {"loss": 10.0 - step}, per_rank={"rank": dist.get_rank()})
-                    saved.append(step)
-            manager.wait()
-            here = found and (found.step, found.state["step"], float(found.state["w"].to_local().min()), found.per_rank)
-            return here, saved, len(removed), manager.steps(), manager.best("loss"), manager._saves.step
-    finally:
-        directory.remove = real
+
+    def counting(remove):
+        return lambda path, **more: (removed.append(path), remove(path, **more))
+
+    with (
+        points.replaced(points.REMOVE, counting),
+        fastckpt.Manager(out, timeout=TIMEOUT, **options) as manager,
+    ):
+        found = manager.restore(into=state(0))
+        first = found.step + 1 if found else 1
+        saved = []
+        for step in range(first, first + steps):
+            if manager.should_save(step):
+                assert manager.save(step, state(step), {"loss": 10.0 - step}, per_rank={"rank": dist.get_rank()})
+                saved.append(step)
+        manager.wait()
+        here = found and (found.step, found.state["step"], float(found.state["w"].to_local().min()), found.per_rank)
+        return here, saved, len(removed), manager.steps(), manager.best("loss"), manager._saves.step
 
 
 def go_back(out):
@@ -231,7 +233,7 @@ def fail_once(out, async_save):
 
 @pytest.mark.parametrize("async_save", [True, False])
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_its_step_may_be_saved_again(four, tmp_path, async_save):
-    strike = groups.Strike(1, "fastckpt._core:RankSave.write", OSError(errno.ENOSPC, "No space left"), nth=2)
+    strike = groups.Strike(1, points.WRITE, OSError(errno.ENOSPC, "No space left"), nth=2)
     four.start(fail_once, tmp_path / "run", async_save, strike=strike)
     for each in four.outcomes(2 * TIMEOUT):
         assert each.kind == "returned", each
@@ -370,7 +372,7 @@ def go_on_apart(out):
 @pytest.mark.parametrize("rank", [0, 2])
 def test_what_one_rank_cannot_load_no_rank_loads(four, tmp_path, rank):
     four.run(fill, tmp_path / "run", 1, 2)
-    strike = groups.Strike(rank, "fastckpt._ranks.load:_read", OSError(errno.EIO, "Input/output error"))
+    strike = groups.Strike(rank, points.READ, OSError(errno.EIO, "Input/output error"))
     with pytest.warns(RuntimeWarning, match="rank 0: .*step-00000002 cannot be loaded") as caught:
         found = four.run(restore, tmp_path / "run", strike=strike, timeout=2 * TIMEOUT)
     assert found == [(1, [2], 1.0)] * 4
@@ -402,7 +404,7 @@ def test_what_a_damaged_one_has_more_than_an_older_one_leaves_no_trace_on_any_ra
 
 def test_what_storage_refuses_to_one_rank_ends_the_restore_on_all(four, tmp_path):
     four.run(fill, tmp_path / "run", 1, 2)
-    strike = groups.Strike(3, "fastckpt._manager.restore:Checkpoint", PermissionError(errno.EACCES, "refused"))
+    strike = groups.Strike(3, points.OPEN_TO_RESTORE, PermissionError(errno.EACCES, "refused"))
     four.start(restore, tmp_path / "run", strike=strike)
     for each in four.outcomes(2 * TIMEOUT):
         assert each.raised.kind == ("PermissionError" if each.rank == 3 else "RanksError")

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import logging
 import math
-import random
 
 import pytest
 
 import fastckpt
 from fastckpt import keep, save_when
-from fastckpt._interval import best_interval
-from fastckpt._manager.step_timing import StepTiming
-from fastckpt._manager.tier import reasons
 from fastckpt.keep import Saved
 
 MINUTE = 60.0
@@ -65,40 +59,6 @@ def test_ages_go_by_the_newest_and_not_by_the_clock_of_who_removes(now):
         assert keep.Younger("150s").kept(saved, now) == {700, 800, 900}
 
 
-def test_policies_keep_any_of_what_they_want_and_say_why():
-    found = reasons(run(range(1, 8), {2: 0.5}), [keep.Last(2), keep.Best(1, "loss"), keep.Every(steps=3)], {4}, 0.0)
-    assert found == {
-        1: [],
-        2: ["best=1:loss:min"],
-        3: ["every=3"],
-        4: ["pinned"],
-        5: [],
-        6: ["last=2", "every=3"],
-        7: ["last=2"],
-    }
-
-
-def test_the_newest_stays_whatever_policies_say():
-    assert reasons(run([1, 2]), [keep.Steps(7)], (), 0.0) == {1: [], 2: ["newest"]}
-    assert reasons(run([1, 2]), [], (), 0.0) == {1: ["no policy"], 2: ["newest", "no policy"]}
-    assert reasons([], [keep.Last(1)], {3}, 0.0) == {}
-
-
-def test_one_by_one_or_all_at_once_the_same_stay():
-    """What ``Every`` keeps does not depend on what has been removed before, whatever the times."""
-    seed = random.Random(3)
-    for _ in range(200):
-        times = sorted(seed.uniform(0, 1000) for _ in range(30))
-        everything = [Saved(step, time) for step, time in enumerate(times)]
-        policies = [keep.Every(time=seed.uniform(1, 300)), keep.Last(seed.randint(1, 3))]
-        left = []
-        for one in everything:
-            left.append(one)
-            why = reasons(left, policies, (), one.created)
-            left = [saved for saved in left if why[saved.step]]
-        assert left == [one for one in everything if reasons(everything, policies, (), times[-1])[one.step]]
-
-
 @pytest.mark.parametrize(
     "policy",
     [
@@ -142,157 +102,12 @@ def test_policies_out_of_range(make):
         make()
 
 
-class Clock:
-    """Time that passes when it is told to."""
-
-    def __init__(self):
-        self.now = 1000.0
-
-    def __call__(self):
-        return self.now
-
-
-class Training:
-    """A simulated run: steps take ``step`` seconds, saves stop it for ``stall`` and are durable ``durable`` later."""
-
-    def __init__(self, policy, *, step=1.0, stall=0.5, durable=4.0, slower=1.0):
-        self.clock = Clock()
-        self.timing = StepTiming(self.clock)
-        self.policy = policy
-        self.step_seconds, self.stall, self.durable_seconds, self.slower = step, stall, durable, slower
-        self.step = 0
-        self.began = None
-        self.saved = []
-
-    def run(self, seconds):
-        """Train; the seconds between the begins of saves are in ``gaps``."""
-        end = self.clock.now + seconds
-        while self.clock.now < end:
-            self.step += 1
-            in_flight = self.began is not None
-            self.clock.now += self.step_seconds * (self.slower if in_flight else 1.0)
-            if self.began is not None and self.clock.now >= self.began + self.durable_seconds:
-                now, self.clock.now = self.clock.now, self.began + self.durable_seconds
-                self.timing.durable(self.began, self.stall)
-                self.clock.now, self.began = now, None
-            self.timing.reach(self.step, in_flight=in_flight)
-            self.timing.reach(self.step, in_flight=in_flight)  # asked twice, a step is one step
-            if self.policy.due(self.timing.moment(in_flight=self.began is not None)):
-                assert self.policy.due(self.timing.moment(in_flight=self.began is not None))
-                self.saved.append((self.step, self.clock.now))
-                self.began = self.timing.begin()
-                self.clock.now += self.stall
-                self.timing.leave()
-
-    @property
-    def gaps(self):
-        times = [time for _, time in self.saved]
-        return [later - earlier for earlier, later in itertools.pairwise(times)]
-
-
-def test_every_steps_also_in_larger_strides():
-    training = Training(save_when.Every(steps=10))
-    training.run(60)
-    assert [step for step, _ in training.saved] == [10, 20, 30, 40, 50]
-    timing = StepTiming()
-    found = []
-    for step in range(0, 100, 7):
-        timing.reach(step, in_flight=False)
-        if save_when.Every(steps=20).due(timing.moment(in_flight=False)):
-            found.append(step)
-    assert found == [21, 42, 63, 84]
-
-
 def test_a_clock_that_was_put_back_keeps_what_is_in_doubt():
     times = [9000.0, 9100.0, 500.0, 600.0, 1100.0, 1150.0]
     saved = [keep.Saved(step, time) for step, time in enumerate(times)]
     kept = keep.Every(time="10min").kept(saved, 1200.0)
     assert kept == {0, 2, 4}
     assert keep.Every(time="10min").kept([one for one in saved if one.step in kept], 1200.0) == kept
-
-
-def test_every_time_and_continuously():
-    training = Training(save_when.Every(time="30s"))
-    training.run(300)
-    assert set(training.gaps) == {30.5}  # whole steps, and the stall
-    training = Training(save_when.Continuously())
-    training.run(100)
-    assert all(4.0 <= gap <= 5.5 for gap in training.gaps)
-    training = Training(save_when.Continuously(apart=20))
-    training.run(100)
-    assert all(20.0 <= gap <= 21.5 for gap in training.gaps)
-
-
-def test_first_and_named_steps():
-    training = Training(save_when.First())
-    training.run(20)
-    assert [step for step, _ in training.saved] == [1]
-    training = Training(save_when.Steps(3, 7))
-    training.run(20)
-    assert [step for step, _ in training.saved] == [3, 7]
-
-
-def test_auto_takes_the_optimum_of_what_was_measured(caplog):
-    with caplog.at_level(logging.INFO, "fastckpt"):
-        training = Training(save_when.Auto(mttf="2h", overhead=0.05), step=1.0, stall=2.0, durable=10.0)
-        training.run(4000)
-    # The second step is saved to measure; then the optimum, to the step.
-    assert training.saved[0][0] == 2
-    best = best_interval(2.0, 7200.0)
-    assert best > 2.0 / 0.05
-    assert all(abs(gap - best) <= 1.5 for gap in training.gaps)
-    told = [record.message for record in caplog.records]
-    assert len(told) == 1
-    assert 'save_when="auto": a save every' in told[0]
-    assert "a save costs 2.00 s of training and is durable after 10.0 s" in told[0]
-    assert "the optimum for a mean time to failure of 120 min" in told[0] or "2.00 h" in told[0]
-
-
-def test_auto_stays_within_the_overhead_and_waits_until_the_last_is_durable(caplog):
-    with caplog.at_level(logging.INFO, "fastckpt"):
-        training = Training(save_when.Auto(mttf="5min", overhead=0.01), stall=2.0, durable=10.0)
-        training.run(2000)
-    assert min(training.gaps) >= 200.0
-    assert max(training.gaps) <= 202.5
-    assert "but overhead=1.00 %" in caplog.text
-    caplog.clear()
-    with caplog.at_level(logging.INFO, "fastckpt"):
-        training = Training(save_when.Auto(mttf="5min", overhead=0.9), stall=0.1, durable=100.0)
-        training.run(1000)
-    assert min(training.gaps) >= 100.0
-    assert training.policy.interval(cost=0.1, durable_seconds=100.0) == 100.0
-    assert "but a save is durable only after 100 s" in caplog.text or "1.67 min" in caplog.text
-
-
-def test_auto_adapts_when_the_cost_changes(caplog):
-    training = Training(save_when.Auto(mttf="2h"), stall=1.0, durable=5.0)
-    training.run(3000)
-    before = training.gaps[-1]
-    with caplog.at_level(logging.INFO, "fastckpt"):
-        training.stall, training.durable_seconds = 9.0, 45.0
-        training.run(6000)
-    assert before == pytest.approx(best_interval(1.0, 7200.0), abs=1.5)
-    assert training.gaps[-1] == pytest.approx(best_interval(9.0, 7200.0), abs=9)
-    assert caplog.text.count('save_when="auto"') >= 2
-
-
-def test_auto_counts_what_steps_take_longer_while_a_save_is_written():
-    alone = Training(save_when.Auto(mttf="2h"), stall=0.5, durable=40.0)
-    slowed = Training(save_when.Auto(mttf="2h"), stall=0.5, durable=40.0, slower=1.25)
-    alone.run(4000)
-    slowed.run(4000)
-    assert alone.timing.cost == pytest.approx(0.5)
-    # A fifth of the time in which the save is written is lost.
-    assert slowed.timing.cost == pytest.approx(0.5 + 39.5 * 0.2, rel=0.01)
-    assert slowed.gaps[-1] > 3 * alone.gaps[-1]
-
-
-def test_an_evaluation_is_no_step():
-    training = Training(save_when.Auto(mttf="2h"))
-    training.run(20)
-    training.clock.now += 500
-    training.run(8)
-    assert training.timing.step_seconds == pytest.approx(1.0)
 
 
 def test_auto_is_what_plan_computes():

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt._manager.completion import Completion
+from harness import points
 
 DEADLINE = 60
 
@@ -276,15 +276,18 @@ def test_a_signal_behind_the_last_boundary_is_passed_on_at_the_end(tmp_path, man
     assert other.preempted == signal.SIGUSR1
 
 
-def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, manager, caplog, monkeypatch):
+def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, manager, caplog):
     """The save would take 80 s."""
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
     other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
     other.save_on_signal(signal.SIGUSR2, grace="100ms")
     other.save(1, {"a": np.zeros(200_000)})
-    waiting = Completion.wait
-    monkeypatch.setattr(Completion, "wait", lambda self: (raise_signal(signal.SIGUSR2), waiting(self)))
-    with caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(SystemExit):
+
+    def signalled(wait):
+        return lambda completion: (raise_signal(signal.SIGUSR2), wait(completion))
+
+    at_the_end = points.replaced(points.COMPLETE, signalled)
+    with at_the_end, caplog.at_level(logging.ERROR, "fastckpt"), pytest.raises(SystemExit):
         other.__exit__(None, None, None)
     assert "was abandoned" in caplog.text
     assert other.steps() == []

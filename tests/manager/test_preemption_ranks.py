@@ -5,15 +5,13 @@ from __future__ import annotations
 import signal
 import time
 import warnings
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
 import fastckpt
 from fastckpt import save_when
-from fastckpt._manager import drain
-from harness import groups
+from harness import groups, points
 
 #: Long, for machines that are busy.
 TIMEOUT = 60.0
@@ -154,14 +152,12 @@ def signal_late(out):
     """A signal comes when all ranks have told each other that they end; what this rank was told."""
     told = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append(number))
-    leave = drain.Drain.leave
 
-    def raise_and_leave(*arguments):
-        signal.raise_signal(signal.SIGUSR1)
-        leave(*arguments)
+    def signalled(leave):
+        return lambda *arguments: (signal.raise_signal(signal.SIGUSR1), leave(*arguments))
 
     with (
-        mock.patch.object(drain.Drain, "leave", raise_and_leave),
+        points.replaced(points.LEAVE_DRAIN, signalled),
         fastckpt.Manager(out / "local", remote=out / "remote", timeout=TIMEOUT) as manager,
     ):
         manager.save_on_signal(signal.SIGUSR1)
@@ -190,7 +186,7 @@ def save_for_it(out):
 
 
 def test_the_save_for_a_signal_that_fails_on_one_rank_fails_on_all_and_the_signal_is_passed_on(four, tmp_path):
-    strike = groups.Strike(1, "fastckpt._core:RankSave.write", OSError(5, "Input/output error"), nth=2)
+    strike = groups.Strike(1, points.WRITE, OSError(5, "Input/output error"), nth=2)
     four.start(save_for_it, tmp_path / "run", strike=strike)
     for each in four.outcomes(2 * TIMEOUT):
         kind = "OSError" if each.rank == 1 else "RanksError"

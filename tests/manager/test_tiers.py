@@ -21,10 +21,7 @@ import pytest
 
 import fastckpt
 from fastckpt import keep
-from fastckpt._manager import drain as draining
-from fastckpt._manager import remote as remote_tier
-from fastckpt._manager import restore
-from fastckpt._portable.manifest import own_checksum
+from harness import limits, manifest, points, zygote
 
 #: A deadline of a test: reached only by what hangs.
 LONG = 60.0
@@ -149,16 +146,16 @@ def test_whatever_became_of_a_file_here_the_remote_has_it(local, tmp_path, name,
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_a_disk_without_room_is_passed_over(local, remote, monkeypatch, number, caplog):
+def test_a_disk_without_room_is_passed_over(local, remote, number, caplog):
     fill(local, remote, [1, 2])
     shutil.rmtree(local)
 
     def full(*_arguments, **_options):
         raise OSError(number, os.strerror(number), str(local / "step-00000002"))
 
-    monkeypatch.setattr(remote_tier, "copy_checkpoint", full)
     manager = fastckpt.Manager(local, remote=remote)
-    found = manager.restore()
+    with points.replaced(points.FETCH, lambda _: full):
+        found = manager.restore()
     assert is_of(found, 2)
     assert found.path == f"{remote}/step-00000002"
     assert "loading from" in caplog.text
@@ -215,17 +212,19 @@ def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(loca
     assert len(shards(local / "step-00000002")) == 3
 
 
-def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, remote, monkeypatch):
+def test_a_reader_looks_again_where_the_remote_has_removed_what_it_reads(local, remote):
     fill(local, remote, [1], remote_keep=1)
-    real = restore.load
 
-    def load(path, **how):
-        if path.endswith("1"):
-            fill(local, remote, [2], remote_keep=1)
-        return real(path, **how)
+    def late(load):
+        def loads(path, **how):
+            if path.endswith("1"):
+                fill(local, remote, [2], remote_keep=1)
+            return load(path, **how)
 
-    monkeypatch.setattr(restore, "load", load)
-    found = fastckpt.Manager(local / "none", remote=remote, read_only=True).restore()
+        return loads
+
+    with points.replaced(points.LOAD_TO_RESTORE, late):
+        found = fastckpt.Manager(local / "none", remote=remote, read_only=True).restore()
     assert is_of(found, 2)
     assert found.skipped == ()
 
@@ -245,18 +244,18 @@ def test_a_remote_that_does_not_answer_is_left_out(local, remote, monkeypatch):
         manager.restore()
 
 
-def test_what_cannot_be_fetched_is_skipped(local, remote, monkeypatch):
+def test_what_cannot_be_fetched_is_skipped(local, remote):
     def silent(*_arguments, **_options):
         raise OSError(errno.ECONNRESET, "the store has hung up")
 
     fill(local, remote, [1, 2])
     shutil.rmtree(local / "step-00000002")
-    monkeypatch.setattr(remote_tier, "copy_checkpoint", silent)
-    with pytest.warns(RuntimeWarning, match="hung up"):
-        found = fastckpt.Manager(local, remote=remote).restore()
-    assert is_of(found, 1)
-    with pytest.raises(OSError, match="hung up"):
-        fastckpt.Manager(local, remote=remote).restore(step=2)
+    with points.replaced(points.FETCH, lambda _: silent):
+        with pytest.warns(RuntimeWarning, match="hung up"):
+            found = fastckpt.Manager(local, remote=remote).restore()
+        assert is_of(found, 1)
+        with pytest.raises(OSError, match="hung up"):
+            fastckpt.Manager(local, remote=remote).restore(step=2)
 
 
 def test_nothing_anywhere_is_a_new_beginning(local, remote, quiet):
@@ -268,12 +267,11 @@ def test_nothing_anywhere_is_a_new_beginning(local, remote, quiet):
 class Gate:
     """Copies wait in front of it."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self, copy):
         self.open = threading.Event()
         self.began = threading.Event()
         self.end = time.monotonic() + LONG
-        self.real = draining.copy_checkpoint
-        monkeypatch.setattr(draining, "copy_checkpoint", self)
+        self.real = copy
 
     def __call__(self, sources, target, **options):
         self.began.set()
@@ -284,17 +282,23 @@ class Gate:
         return self.real(sources, target, **options)
 
 
+@pytest.fixture
+def gate():
+    """One before all copies from here to the remote."""
+    made = []
+    with points.replaced(points.DRAIN, lambda copy: made.append(Gate(copy)) or made[0]):
+        yield made[0]
+
+
 @pytest.mark.parametrize("async_save", [True, False])
-def test_copies_begin_by_themselves(local, tmp_path, monkeypatch, async_save):
-    gate = Gate(monkeypatch)
+def test_copies_begin_by_themselves(local, tmp_path, gate, async_save):
     gate.open.set()
     with fastckpt.Manager(local, remote=tmp_path / "remote", async_save=async_save) as manager:
         manager.save(1, state(1))
         assert gate.began.wait(LONG)
 
 
-def test_what_waits_is_not_removed_here(local, remote, monkeypatch):
-    gate = Gate(monkeypatch)
+def test_what_waits_is_not_removed_here(local, remote, gate):
     with fastckpt.Manager(local, remote=remote, keep=1, **OPTIONS) as manager:
         for step in (1, 2, 3):
             manager.save(step, state(step), {"loss": abs(step - 3)})
@@ -353,12 +357,9 @@ def test_a_forced_save_replaces_the_copy(local, remote):
     assert fastckpt.load(f"{remote}/step-00000001")["step"] == 7
 
 
-def test_wait_and_the_blocks_end_raise_what_keeps_a_step_from_the_remote(local, remote, monkeypatch):
+def test_wait_and_the_blocks_end_raise_what_keeps_a_step_from_the_remote(local, remote):
     def silent(*_arguments, **_options):
         raise OSError(errno.ECONNRESET, "the store has hung up")
-
-    real = draining.copy_checkpoint
-    monkeypatch.setattr(draining, "copy_checkpoint", silent)
 
     def run():
         with fastckpt.Manager(local, remote=remote, **OPTIONS) as manager:
@@ -367,11 +368,11 @@ def test_wait_and_the_blocks_end_raise_what_keeps_a_step_from_the_remote(local, 
                 manager.wait()
             manager.save(2, state(2))
 
-    with pytest.raises(OSError, match="hung up"):
-        run()
-    with pytest.raises(ZeroDivisionError), fastckpt.Manager(local, remote=remote, **OPTIONS):
-        raise ZeroDivisionError
-    monkeypatch.setattr(draining, "copy_checkpoint", real)
+    with points.replaced(points.DRAIN, lambda _: silent):
+        with pytest.raises(OSError, match="hung up"):
+            run()
+        with pytest.raises(ZeroDivisionError), fastckpt.Manager(local, remote=remote, **OPTIONS):
+            raise ZeroDivisionError
     # The next run goes on with it.
     with fastckpt.Manager(local, remote=remote) as manager:
         pass
@@ -419,43 +420,22 @@ def test_remote_steps_needs_a_remote(tmp_path):
         fastckpt.Manager(tmp_path).remote_steps()
 
 
-def test_a_forked_child_copies_nothing(local, tmp_path, monkeypatch):
-    gate = Gate(monkeypatch)
-    with fastckpt.Manager(local, remote=tmp_path / "remote", **OPTIONS) as manager:
-        manager.save(1, state(1))
-        assert gate.began.wait(LONG)
-        pid = os.fork()
-        if pid == 0:
-            with manager:
-                pass
-            # As the interpreter does it; a drain that was waited for would not end here.
-            draining._at_end()
-            os._exit(manager.steps() != [1])
-        end = time.monotonic() + LONG
-        while (ended := os.waitpid(pid, os.WNOHANG)) == (0, 0):
-            if time.monotonic() > end:
-                os.kill(pid, signal.SIGKILL)
-            time.sleep(0.01)
-        assert ended == (pid, 0)
-        assert not Path(tmp_path / "remote" / "step-00000001").exists()
-        gate.open.set()
-    assert manager.remote_steps() == [1]
-
-
 PREEMPTED = """
 import os, signal, sys, time
 import numpy as np, fastckpt
-from fastckpt._manager import drain
-real = drain.copy_checkpoint
-def copy(sources, target, **options):
-    while sys.argv[2] == "slow":
-        if options["stop"]():
-            raise drain.CancelledError
-        time.sleep(0.001)
-    if sys.argv[3] == "end":
-        time.sleep(0.5)
-    return real(sources, target, **options)
-drain.copy_checkpoint = copy
+from concurrent.futures import CancelledError
+from harness import points
+def slowed(real):
+    def copy(sources, target, **options):
+        while sys.argv[2] == "slow":
+            if options["stop"]():
+                raise CancelledError
+            time.sleep(0.001)
+        if sys.argv[3] == "end":
+            time.sleep(0.5)
+        return real(sources, target, **options)
+    return copy
+points.replace(points.DRAIN, slowed)
 def run(manager):
     manager.save_on_signal(signal.SIGTERM, grace="4s" if sys.argv[2] == "slow" else "60s")
     manager.save(1, {"w": np.arange(10)})
@@ -481,6 +461,7 @@ else:
 def test_a_signal_leaves_the_drain_what_is_left_of_the_grace_period(tmp_path, speed, how):
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(PREEMPTED), str(tmp_path), speed, how],
+        env=zygote.environment(),
         capture_output=True,
         text=True,
         check=False,
@@ -499,8 +480,7 @@ def test_a_signal_leaves_the_drain_what_is_left_of_the_grace_period(tmp_path, sp
     assert manager.remote_steps() == steps
 
 
-def test_a_signal_ends_a_wait_for_copies(local, tmp_path, monkeypatch):
-    gate = Gate(monkeypatch)
+def test_a_signal_ends_a_wait_for_copies(local, tmp_path, gate):
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with fastckpt.Manager(local, remote=tmp_path / "remote", **OPTIONS) as manager:
@@ -520,12 +500,12 @@ def test_a_signal_ends_a_wait_for_copies(local, tmp_path, monkeypatch):
 
 
 def test_a_server_of_s3_is_a_remote_tier(local, s3, caplog, monkeypatch, quiet):
-    monkeypatch.setattr(draining, "_FIRST", 0.01)
+    limits.lower(monkeypatch, "seconds before a copy is tried again", 0.01)
     remote = "s3://bucket/runs/gpt"
     fill(local, remote, [1, 2, 3], remote_keep=2)
     # The store has compared what it was sent.
     sent = {path: headers for method, path, headers in s3.requests if method == "PUT"}
-    folder = own_checksum((local / "step-00000003" / "fastckpt.json").read_bytes())
+    folder = manifest.own_checksum(local / "step-00000003")
     for shard in shards(local / "step-00000003"):
         assert sent[f"/bucket/runs/gpt/step-00000003/{folder}/{shard.name}"]["x-amz-checksum-crc64nvme"]
     with fastckpt.Manager(local, remote=remote, remote_keep=2, **OPTIONS) as manager:

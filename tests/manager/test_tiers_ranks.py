@@ -13,9 +13,7 @@ import pytest
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt._manager import drain as draining
-from fastckpt._manager import remote as remote_tier
-from harness import groups
+from harness import groups, points
 
 TIMEOUT = 60.0
 
@@ -34,33 +32,34 @@ def state(step):
 def train(root, steps, options):
     """Train from where the run is; what this rank restored, copied, and saw at the end."""
     shares = []
-    real = draining.copy_checkpoint
 
-    def copy(sources, target, **more):
-        copied = real(sources, target, **more)
-        shares.append(more["share"])
-        return copied
+    def noting(copy):
+        def noted(sources, target, **more):
+            copied = copy(sources, target, **more)
+            shares.append(more["share"])
+            return copied
 
-    draining.copy_checkpoint = copy
-    try:
-        with fastckpt.Manager(
+        return noted
+
+    with (
+        points.replaced(points.DRAIN, noting),
+        fastckpt.Manager(
             root / "local",
             remote=root / "remote",
             timeout=TIMEOUT,
             save_options={"shard_size": 40_000},
             **options,
-        ) as manager:
-            with warnings.catch_warnings(record=True) as told:
-                warnings.simplefilter("always")
-                found = manager.restore()
-            first = found.step + 1 if found else 1
-            for step in range(first, first + steps):
-                manager.save(step, state(step), {"loss": float(step)})
-                manager.wait()
-            here = found and (found.step, found.state["step"], int(found.state["model"]["w3"].max()))
-            return here, sorted(set(shares)), manager.steps(), manager.remote_steps(), len(told)
-    finally:
-        draining.copy_checkpoint = real
+        ) as manager,
+    ):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            found = manager.restore()
+        first = found.step + 1 if found else 1
+        for step in range(first, first + steps):
+            manager.save(step, state(step), {"loss": float(step)})
+            manager.wait()
+        here = found and (found.step, found.state["step"], int(found.state["model"]["w3"].max()))
+        return here, sorted(set(shares)), manager.steps(), manager.remote_steps(), len(told)
 
 
 def test_a_run_over_ranks_has_two_tiers(four, tmp_path):
@@ -104,19 +103,15 @@ def hung_up(*_arguments, **_options):
 
 
 def fail_to_copy(root):
-    real, draining.copy_checkpoint = draining.copy_checkpoint, hung_up
-    try:
-        with fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT) as manager:
+    with fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT) as manager:
+        with points.replaced(points.DRAIN, lambda _: hung_up):
             manager.save(1, state(1))
             try:
                 manager.wait()
             except Exception as error:  # noqa: BLE001 - its kind is what the test looks at
                 told = type(error).__name__, "hung up" in str(error)
-            draining.copy_checkpoint = real
-            manager.wait()
-            return told, manager.remote_steps()
-    finally:
-        draining.copy_checkpoint = real
+        manager.wait()
+        return told, manager.remote_steps()
 
 
 def test_all_ranks_hear_what_keeps_a_step_from_the_remote(four, tmp_path):
@@ -126,13 +121,9 @@ def test_all_ranks_hear_what_keeps_a_step_from_the_remote(four, tmp_path):
 
 
 def fail_to_fetch(root):
-    real, remote_tier.copy_checkpoint = remote_tier.copy_checkpoint, hung_up
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT).restore().step
-    finally:
-        remote_tier.copy_checkpoint = real
+    with points.replaced(points.FETCH, lambda _: hung_up), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT).restore().step
 
 
 def test_ranks_take_an_older_step_where_the_newest_cannot_be_fetched(four, tmp_path):

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import fastckpt
+from harness import zygote
 
 
 @pytest.fixture(scope="session")
@@ -19,6 +20,7 @@ def package(tmp_path_factory):
     directory = tmp_path_factory.mktemp("portable")
     unwanted = shutil.ignore_patterns("_core*.so", "__pycache__")
     shutil.copytree(Path(fastckpt.__file__).parent, directory / "fastckpt", ignore=unwanted)
+    assert not [*directory.rglob("*.so")]
     return directory
 
 
@@ -27,7 +29,7 @@ def laptop(package):
     """Run a program where the package has no core; what it printed."""
 
     def run(program, *arguments, status=0):
-        path = os.pathsep.join(filter(None, (str(package), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join((str(package), zygote.environment()["PYTHONPATH"]))
         done = subprocess.run(
             [sys.executable, "-W", "error", "-c", program, *map(str, arguments)],
             env={**os.environ, "PYTHONPATH": path},

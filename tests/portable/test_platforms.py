@@ -45,10 +45,9 @@ for module, names in NAMES.items():
 sys.platform = platform
 
 import fastckpt
-from fastckpt._tools import cli
+from harness import cli
 
 path, parent = sys.argv[2], os.path.dirname(sys.argv[2])
-assert fastckpt._core.__file__.endswith("_core.py")
 """
 PLATFORMS = ["win32", "darwin"]
 
@@ -134,15 +133,6 @@ print(json.dumps([said, sorted(os.listdir(parent))]))
     assert names == ["step-7", "step-7.pt"]
 
 
-def test_names_that_lead_elsewhere_on_windows():
-    from fastckpt._portable.manifest import is_plain
-
-    assert is_plain("model.safetensors", windows=True)
-    for name in ("C:model.safetensors", "model.bin:x.safetensors"):
-        assert is_plain(name, windows=False)
-        assert not is_plain(name, windows=True)
-
-
 #: Tries the import without the package for checksums, on the platform that is named.
 WITHOUT_ANYCRC = """
 import sys
@@ -173,7 +163,7 @@ def test_on_linux_without_the_core_the_import_says_which_interpreters_have_none_
 def test_on_linux_without_the_core_but_with_the_package_for_checksums_reading_works(laptop, saved):
     program = """
 import sys, fastckpt
-assert sys.platform == "linux" and fastckpt._core.__file__.endswith("_core.py")
+assert sys.platform == "linux"
 state = fastckpt.load(sys.argv[1])
 assert state["step"] == 7 and state["model"]["w"][999, 2999] == 2_999_999
 assert fastckpt.verify(sys.argv[1]).ok

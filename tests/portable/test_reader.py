@@ -15,7 +15,8 @@ import pytest
 
 import fastckpt
 from fastckpt import CorruptCheckpointError, _core, _crc64
-from fastckpt._portable import checksum, files, hashes, listing, reader
+from fastckpt._api.per_rank import load_state_of
+from fastckpt._portable import checksum, files, hashes, listing, reader, records
 from fastckpt._portable.boxes import MERGE
 from fastckpt._portable.members import check_tokens, members
 from fastckpt._portable.records import ReadRequest
@@ -408,3 +409,50 @@ def test_members_are_told_apart_wherever_the_text_is_cut(monkeypatch):
     ):
         with pytest.raises(ValueError, match=r"it |follows"):
             members(memoryview(bad))
+
+
+# --- states of ranks --------------------------------------------------------------------------------------------------
+
+
+STATES_OF_RANKS = {
+    "nothing": [],
+    "empty token": [[]],
+    "no list": [["dict", 1], "a", 1],
+    "a value": [None],
+    "fewer": [["list", 5], 1],
+    "very many": [["list", 10**18]],
+    "negative": [["list", -1]],
+    "true": [["list", True], 1],
+    "more": [["list", 1], 1, 2],
+    "no tensor": [["list", 1], ["tensor", 4]],
+    "negative tensor": [["list", 1], ["tensor", -1]],
+    "long tensor": [["list", 1], ["tensor", 10**30]],
+    "unknown": [["list", 1], ["call", "os.system", 1], "true"],
+}
+
+
+@pytest.mark.parametrize("core", ["compiled", "portable"])
+@pytest.mark.parametrize("kind", STATES_OF_RANKS)
+def test_states_of_ranks(tmp_path, monkeypatch, core, kind):
+    if core == "portable":
+        monkeypatch.setattr(_core, "Reader", reader.Reader)
+        monkeypatch.setattr(_core, "ReadRequest", records.ReadRequest)
+    path = tmp_path / "step"
+    body = manifest.minimal(path, [("a", "U8", [4], b"abcd"), ("b", "U8", [3], b"\0\1\2")])
+    body["per_rank"] = [["list", 1], ["array", 1]]
+    manifest.forge(path, body)
+    assert load_state_of(path, 0, None).tolist() == [0, 1, 2]
+    body["per_rank"] = STATES_OF_RANKS[kind]
+    manifest.forge(path, body)
+    errors = fastckpt.exceptions
+    with pytest.raises(errors.FormatVersionError if kind == "unknown" else errors.CorruptCheckpointError):
+        load_state_of(path, 0, None)
+
+
+def test_names_that_lead_elsewhere_on_windows():
+    from fastckpt._portable.manifest import is_plain
+
+    assert is_plain("model.safetensors", windows=True)
+    for name in ("C:model.safetensors", "model.bin:x.safetensors"):
+        assert is_plain(name, windows=False)
+        assert not is_plain(name, windows=True)

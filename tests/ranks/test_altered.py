@@ -11,7 +11,6 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
 from fastckpt import distributed
-from fastckpt._ranks import messages
 from fastckpt.dcp import Reader, Writer
 from harness import altered
 from harness.parallel import dist, torch
@@ -120,7 +119,7 @@ def test_an_altered_word_is_an_error_on_all_ranks(forge, tmp_path, how, kind):
 
 def with_another_version(path, rank):
     if dist.get_rank() == rank:
-        messages.VERSION = "0.0.1 (plan 7)"
+        altered.version("0.0.1 (plan 7)")
     distributed.save(spread(1), path, timeout=60)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 from fastckpt import distributed
-from harness import parallel
+from harness import parallel, points
 from harness.groups import Strike
 from harness.internals import Job, RanksJob
 from harness.parallel import dist, torch
@@ -129,7 +129,7 @@ def save_and_ask(path, *, ask=True, on_error="raise"):
 
 
 def test_a_failure_in_the_background_reaches_all_ranks(forge, tmp_path):
-    strike = Strike(1, "fastckpt._ranks.exchange:Exchange.join", signal=OSError(28, "No space left on device"))
+    strike = Strike(1, points.JOIN, signal=OSError(28, "No space left on device"))
     with forge.group(3) as group:
         group.start(save_and_ask, tmp_path / "c", strike=strike)
         outcomes = group.outcomes()

@@ -1,6 +1,5 @@
 """What ranks load of a checkpoint, however it was written, and how often they read it."""
 
-import os
 import signal
 
 import pytest
@@ -8,9 +7,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastckpt
-from fastckpt import _core, distributed
-from fastckpt._ranks.residency import is_resident
-from harness import needs, parallel, stillness
+from fastckpt import distributed
+from harness import parallel, points, stillness
 from harness.groups import Strike
 from harness.parallel import dist, torch
 
@@ -184,21 +182,6 @@ def test_ranks_of_one_host_read_through_its_page_cache(forge, tmp_path, how):
     assert sum(report.bytes_storage for report in reports) <= 1.05 * (LARGE * 4 + 20)
 
 
-def test_a_checkpoint_is_seen_in_the_page_cache(tmp_path):
-    save_large(tmp_path / "c")
-    (file,) = (tmp_path / "c").glob("*.safetensors")
-    reader = _core.Reader(str(tmp_path / "c"))
-    with file.open("rb") as opened:
-        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        assert not is_resident(str(tmp_path / "c"), reader)
-        opened.read()
-        try:
-            os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
-        except OSError as error:
-            needs.missing(f"a file system that says what is in the page cache ({error})")
-    assert is_resident(str(tmp_path / "c"), reader)
-
-
 def load_damaged(path, io):
     return load_large(path, "columns", io)
 
@@ -364,7 +347,7 @@ def load_and_tell(path):
 def test_a_rank_that_is_stopped_while_the_manifest_is_passed_on_is_named_in_time(forge, tmp_path, rank):
     """Nobody is in a round: who waits for the manifest has to notice it, and is not silent itself."""
     fastckpt.save({"w": torch.ones(100)}, tmp_path / "c")
-    strike = Strike(rank, "fastckpt._ranks.torch_distributed:DataGroup.broadcast", signal.SIGSTOP)
+    strike = Strike(rank, points.BROADCAST, signal.SIGSTOP)
     with forge.group(3) as group, stillness.watched() as still:
         group.start(load_and_tell, tmp_path / "c", strike=strike)
         outcomes = group.outcomes(60)

@@ -2,19 +2,13 @@
 
 import hashlib
 import json
-import mmap
 import os
-import types
 
 import pytest
-import torch.distributed.checkpoint as dcp
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
-from fastckpt import _core, distributed
-from fastckpt.dcp import Writer
-from harness import needs, parallel
+from fastckpt import distributed
+from harness import needs, parallel, points
 from harness.groups import FailedError, Strike
 from harness.parallel import dist, torch
 
@@ -241,7 +235,7 @@ def save_dtensor(path, timeout):
 
 @pytest.mark.parametrize("struck", [0, 1])
 def test_an_error_while_bytes_are_written_reaches_all_ranks(forge, tmp_path, struck):
-    strike = Strike(struck, "fastckpt._ranks.exchange:Exchange.join", signal=OSError(28, "No space left on device"))
+    strike = Strike(struck, points.JOIN, signal=OSError(28, "No space left on device"))
     fastckpt.save({"old": 1}, tmp_path / "c")
     with forge.group(4) as group:
         group.start(save_dtensor, tmp_path / "c", 30, strike=strike)
@@ -258,7 +252,7 @@ def test_an_error_while_bytes_are_written_reaches_all_ranks(forge, tmp_path, str
 
 
 def test_a_rank_that_is_killed_while_bytes_travel_is_named(forge, tmp_path):
-    strike = Strike(2, "fastckpt._ranks.exchange:Exchange.join")
+    strike = Strike(2, points.JOIN)
     fastckpt.save({"old": 1}, tmp_path / "c")
     with forge.group(4) as group:
         group.start(save_dtensor, tmp_path / "c", 3.0, strike=strike)
@@ -298,38 +292,3 @@ def test_transformers_opens_the_directory_as_it_lies(forge, tmp_path):
 def test_an_error_of_a_run_is_one_of_all_ranks(forge, tmp_path):
     with forge.group(2) as group, pytest.raises(FailedError, match="differs between ranks"):
         group.run(save_different, tmp_path / "c", "option")
-
-
-def save_in_pages(how, path, size):
-    """A save where rank 1 has pages of ``size`` bytes; the page of the share that was laid out."""
-    pages, share = [], _core.Share
-
-    class Noted:
-        @staticmethod
-        def to_save(*arguments):
-            pages.append(arguments[4])
-            return share.to_save(*arguments)
-
-    with pytest.MonkeyPatch.context() as patch:
-        if dist.get_rank() == 1:
-            patch.setattr("fastckpt._ranks.process_group.mmap", types.SimpleNamespace(PAGESIZE=size))
-        patch.setattr(_core, "Share", Noted)
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        full = torch.arange(301 * 777, dtype=torch.float32).view(301, 777)
-        state = {"a": distribute_tensor(full, mesh, [Shard(0)]), "b": full[:100].clone()}
-        if how == "dcp":
-            dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60))
-        else:
-            distributed.save(state, path, timeout=60)
-    return pages
-
-
-@pytest.mark.parametrize("how", ["save", "dcp"])
-def test_ranks_write_whole_pages_of_the_rank_with_the_largest(forge, tmp_path, how):
-    with forge.group(3) as group:
-        for size in (mmap.PAGESIZE, 64 << 10):
-            assert group.run(save_in_pages, how, tmp_path / str(size), size) == [[size]] * 3
-    plain, large = (tmp_path / str(size) for size in (mmap.PAGESIZE, 64 << 10))
-    for file in plain.rglob("*.safetensors"):
-        assert (large / file.relative_to(plain)).read_bytes() == file.read_bytes()
-    assert fastckpt.verify(large).ok

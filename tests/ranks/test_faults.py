@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 import fastckpt.distributed
-from harness import groups, mounts, stillness, strace
+from harness import groups, mounts, points, stillness, strace
 from harness.internals import process_group
 
 TIMEOUT = 3.0
@@ -35,11 +35,6 @@ TIMEOUT = 3.0
 LIMIT = TIMEOUT + 5.0
 SIZE = 3
 AT_ONCE = 8
-
-PEERS, CORE, STORE = "fastckpt._ranks.peers", "fastckpt._core", "fastckpt._ranks.store:Transport.serve"
-BYTES = "fastckpt._ranks.torch_distributed:DataGroup"
-#: Where a rank that has said that it has come connects to the others.
-CONNECT = "fastckpt._ranks.torch_distributed:_new_gloo"
 
 
 @dataclass(frozen=True)
@@ -246,22 +241,24 @@ def run_all(forge: groups.Forge, base: Any, trials: list[Trial]) -> None:
 
 def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
     """Every step of a save on a rank, as (where, when, match, nth)."""
-    points: list[tuple[str, str, Any, int]] = []
+    steps: list[tuple[str, str, Any, int]] = []
     for when in ("before", "after"):
-        points.append((f"{PEERS}:Peers.operation", when, None, 1))
-        points += [(f"{PEERS}:Operation.round", when, name, 1) for name in ("arrive", "created", "joined")]
-        points.append((f"{CORE}:RankSave.write", when, None, 1))
+        steps.append((f"{points.PEERS}:Peers.operation", when, None, 1))
+        steps += [(f"{points.PEERS}:Operation.round", when, name, 1) for name in ("arrive", "created", "joined")]
+        steps.append((points.WRITE, when, None, 1))
         # So small a checkpoint is one block, which rank 0 writes: the others send.
-        points += [(f"{BYTES}.{method}", when, None, 1) for method in ("__init__", "send" if rank else "receive")]
-        points.append((CONNECT, when, None, 1))
+        steps += [
+            (f"{points.DATA_GROUP}.{method}", when, None, 1) for method in ("__init__", "send" if rank else "receive")
+        ]
+        steps.append((points.CONNECT, when, None, 1))
         if rank == 0:
-            points += [(f"{CORE}:RankSave.{method}", when, None, 1) for method in ("create", "commit")]
+            steps += [(where, when, None, 1) for where in (points.CREATE, points.COMMIT)]
         else:
-            points.append((f"{CORE}:RankSave.join", when, None, 1))
-    points.append((f"{PEERS}:Operation.round", "before", "done", 1))
+            steps.append((points.JOIN_SAVE, when, None, 1))
+    steps.append((f"{points.PEERS}:Operation.round", "before", "done", 1))
     # Every request to the store, whatever step of the protocol it belongs to.
-    points += [(STORE, "after", None, nth) for nth in range(1, 20, 2)]
-    return points
+    steps += [(points.SERVE, "after", None, nth) for nth in range(1, 20, 2)]
+    return steps
 
 
 @pytest.mark.slow
@@ -286,10 +283,10 @@ def test_a_rank_that_is_struck_in_a_save_in_the_background(forge, tmp_path, numb
         Trial(where, "before", rank, number, "apart", match, call="save_async")
         for rank in (0, 1)
         for where, match in (
-            (f"{PEERS}:Operation.round", "arrive"),
-            (f"{PEERS}:Operation.round", "joined"),
-            (f"{CORE}:RankSave.write", None),
-            (f"{PEERS}:Operation.round", "done"),
+            (f"{points.PEERS}:Operation.round", "arrive"),
+            (f"{points.PEERS}:Operation.round", "joined"),
+            (points.WRITE, None),
+            (f"{points.PEERS}:Operation.round", "done"),
         )
     ]
     run_all(forge, tmp_path, trials)
@@ -303,12 +300,15 @@ def test_a_rank_that_is_struck_in_a_load(forge, tmp_path, store):
         for number in (signal.SIGKILL, signal.SIGSTOP)
         for rank in ((0,) if store == "rank0" else (0, SIZE - 1))
         for where, match, nth in (
-            (f"{PEERS}:Operation.round", "arrive", 1),
-            (f"{PEERS}:Operation.round", "done", 1),
-            (f"{CORE}:RankLoad.read", None, 1),
+            (f"{points.PEERS}:Operation.round", "arrive", 1),
+            (f"{points.PEERS}:Operation.round", "done", 1),
+            (points.READ_PARTS, None, 1),
             # So small a checkpoint is one block, which rank 0 reads and sends.
-            *[(f"{BYTES}.{method}", None, 1) for method in ("__init__", "broadcast", "receive" if rank else "send")],
-            *[(STORE, None, nth) for nth in (2, 5, 9)],
+            *[
+                (f"{points.DATA_GROUP}.{method}", None, 1)
+                for method in ("__init__", "broadcast", "receive" if rank else "send")
+            ],
+            *[(points.SERVE, None, nth) for nth in (2, 5, 9)],
         )
     ]
     run_all(forge, tmp_path, trials)
@@ -319,7 +319,7 @@ def test_a_rank_that_wakes_up_cannot_commit(forge, tmp_path, rank):
     """Stopped for longer than the deadline in the middle of the commit, with all the others gone."""
     path = tmp_path / "c"
     fastckpt.save(whole(0), path)
-    strike = groups.Strike(rank, f"{PEERS}:Operation.round", signal.SIGSTOP, match="done")
+    strike = groups.Strike(rank, f"{points.PEERS}:Operation.round", signal.SIGSTOP, match="done")
     with forge.group(2) as group:
         group.start(_save, str(path), 1, 3.0, strike=strike)
         outcomes = group.outcomes(60)
@@ -356,7 +356,7 @@ def test_a_rank_whose_files_have_gone_is_told_why(forge, tmp_path):
     path = tmp_path / "c"
     fastckpt.save(whole(0), path)
     with forge.group(2) as group:
-        strike = groups.Strike(0, f"{CORE}:RankSave.write", OSError(errno.EIO, "the disk is worn out", "disk"))
+        strike = groups.Strike(0, points.WRITE, OSError(errno.EIO, "the disk is worn out", "disk"))
         group.start(_save_too_late, str(path), 1, 60.0, strike=strike)
         outcomes = group.outcomes(90)
     assert [each.raised.kind for each in outcomes] == ["OSError", "RanksError"]
@@ -369,7 +369,7 @@ def test_an_error_of_one_rank_reaches_all_with_its_words(forge, tmp_path):
     fastckpt.save(whole(0), path)
     with forge.group(3) as group:
         for rank in range(3):
-            strike = groups.Strike(rank, f"{CORE}:RankSave.write", OSError(errno.EIO, "the disk is worn out", "disk"))
+            strike = groups.Strike(rank, points.WRITE, OSError(errno.EIO, "the disk is worn out", "disk"))
             group.start(_save, str(path), 1, 60.0, strike=strike)
             outcomes = group.outcomes(90)
             assert [each.kind for each in outcomes] == ["raised"] * 3
@@ -393,7 +393,7 @@ def test_what_ends_the_commit_after_the_rename_is_not_told_as_nothing(forge, tmp
     path = tmp_path / "c"
     fastckpt.save(whole(0), path)
     with forge.group(3) as group:
-        strike = groups.Strike(0, f"{CORE}:RankSave.commit", why, when="after")
+        strike = groups.Strike(0, points.COMMIT, why, when="after")
         group.start(_save, str(path), 1, 60.0, strike=strike)
         first, *others = group.outcomes(90)
         assert first.raised.kind == type(why).__name__
@@ -405,7 +405,7 @@ def test_what_ends_the_commit_after_the_rename_is_not_told_as_nothing(forge, tmp
             )
         assert which(path) == 1
         # The same before the rename: then the old one stands.
-        strike = groups.Strike(0, f"{CORE}:RankSave.commit", why)
+        strike = groups.Strike(0, points.COMMIT, why)
         group.start(_save, str(path), 2, 60.0, strike=strike)
         for each in group.outcomes(90)[1:]:
             assert each.raised.text.endswith("nothing was committed; the old checkpoint is unchanged")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -17,8 +18,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 import fastckpt
 from fastckpt import distributed
-from fastckpt._manager import remote as remote_tier
-from fastckpt._stores.objects import Objects
+from harness import points
 from harness import s3 as harness
 
 TIMEOUT = 60.0
@@ -91,24 +91,24 @@ def test_each_rank_reads_what_it_wants(ranks, s3, url, hosts):
 def fail(env, url, kind):
     """What a rank hears; the last one finds the network down while it reads."""
     os.environ.update(env)
-    real = Objects.read
 
-    def read(objects, name, start, length):
-        if name.endswith(".safetensors") and start > 100_000:
-            raise OSError(errno.EIO, f"cannot read {name}: the network is down", name)
-        return real(objects, name, start, length)
+    def down(real):
+        def read(objects, name, start, length):
+            if name.endswith(".safetensors") and start > 100_000:
+                raise OSError(errno.EIO, f"cannot read {name}: the network is down", name)
+            return real(objects, name, start, length)
 
-    if kind == "network" and dist.get_rank() == dist.get_world_size() - 1:
-        Objects.read = read
+        return read
+
+    struck = kind == "network" and dist.get_rank() == dist.get_world_size() - 1
     place = {"nothing": f"{url}/none", "damage": f"{url}-damaged"}.get(kind, url)
     try:
-        distributed.load(place, timeout=TIMEOUT, io="direct" if kind == "direct" else "auto")
+        with points.replaced(points.READ_OBJECT, down) if struck else contextlib.nullcontext():
+            distributed.load(place, timeout=TIMEOUT, io="direct" if kind == "direct" else "auto")
     except Exception as error:  # noqa: BLE001 - what the test looks at
         heard = str(error)
     else:
         heard = ""
-    finally:
-        Objects.read = real
     # The next one works.
     return heard, distributed.load(url, timeout=TIMEOUT)["step"]
 
@@ -125,7 +125,7 @@ def fail(env, url, kind):
 def test_errors_reach_all_ranks(forge, s3, url, tmp_path, kind, text):
     if kind == "damage":
         fastckpt.copy(tmp_path / "source", f"{url}-damaged")
-        objects = Objects.at("test", f"{url}-damaged")
+        objects = harness.objects(f"{url}-damaged")
         (shard,) = [name for name in objects.sizes() if name.endswith(".safetensors")]
         content = bytearray(objects.read_all(shard, 1 << 30))
         content[-1] ^= 1
@@ -157,17 +157,12 @@ def full(*_arguments, **_options):
 def restore(env, root, remote, how):
     """What a rank restores of a run, of which the local tier cannot be written in all ways but one."""
     os.environ.update(env)
-    real = remote_tier.copy_checkpoint
-    if how == "full":
-        remote_tier.copy_checkpoint = full
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            manager = fastckpt.Manager(root, remote=remote, read_only=how == "read_only", timeout=TIMEOUT)
-            found = manager.restore()
-            older = manager.restore(step=1)
-    finally:
-        remote_tier.copy_checkpoint = real
+    fetch = points.replaced(points.FETCH, lambda _: full) if how == "full" else contextlib.nullcontext()
+    with fetch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manager = fastckpt.Manager(root, remote=remote, read_only=how == "read_only", timeout=TIMEOUT)
+        found = manager.restore()
+        older = manager.restore(step=1)
     whole = all((found.state["model"][f"w{index}"] == 2 + index).all() for index in range(4))
     return found.step, found.state["step"], whole, str(found.path), found.metrics, older.state["step"]
 

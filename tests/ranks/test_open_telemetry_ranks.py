@@ -4,18 +4,15 @@ import pytest
 
 import fastckpt
 from fastckpt import distributed
-from fastckpt._api import in_flight, open_telemetry
-from harness.open_telemetry import Sdk, join, parent
+from harness.internals import join_saves
+from harness.open_telemetry import Sdk, forget_failures, listening, parent
 from harness.parallel import dist, torch
 
 
 @pytest.fixture
-def sdk(monkeypatch):
-    made = Sdk()
-    monkeypatch.setattr(open_telemetry, "_exporter", made.exporter)
-    yield made
-    made.provider.shutdown()
-    made.meters.shutdown()
+def sdk():
+    with listening() as made:
+        yield made
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
@@ -46,7 +43,6 @@ def of_all_ranks(path):
     """What each rank gives its SDK: of a save, an asynchronous one, a load; then of saves that rank 1 makes fail."""
     found = []
     sdk = Sdk()
-    open_telemetry._exporter = sdk.exporter
     good, bad = {"w": torch.ones(500)}, {"f": print}
     mine = bad if dist.get_rank() == 1 else good
 
@@ -55,8 +51,8 @@ def of_all_ranks(path):
             distributed.save_async(state, path, metadata={"step": step})
         except fastckpt.UnsupportedTypeError:
             return
-        join()
-        in_flight._unasked.clear()
+        join_saves()
+        forget_failures()
 
     def save(state, step):
         try:

@@ -15,9 +15,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 import fastckpt.distributed
-from fastckpt._manager.ranks import Ranks
-from fastckpt._ranks import protocol
-from harness import groups, machines, parallel
+from harness import groups, limits, machines, parallel, points
 
 #: Where a rank is to be missed: longer than a busy machine holds back one of the others.
 SHORT = 8.0
@@ -217,7 +215,7 @@ def two_names_of_two(first: str, second: str) -> str:
 
 
 def leave_at_once(path: str) -> None:
-    protocol.GRACE = LONG  # a busy machine may take seconds to wake a rank
+    limits.put("seconds of grace for a rank", LONG)  # a busy machine may take seconds to wake a rank
     told = save(path, 1)
     if told != "ok" or fastckpt.load(path)["step"] != 1:
         raise AssertionError(told)
@@ -228,7 +226,7 @@ def leave_at_once(path: str) -> None:
 def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
     """The first has the store, which goes with it: the others are slow to read the last answer."""
     with forge.group(3, store="rank0") as group:
-        strike = groups.Strike(2, "fastckpt._ranks.protocol:Turn._take", signal.SIGSTOP, nth=4)
+        strike = groups.Strike(2, points.LOOK_FOR_ANSWERS, signal.SIGSTOP, nth=4)
         group.start(leave_at_once, str(tmp_path / "c"), strike=strike)
         [stopped] = group.outcomes(LONG, ranks=[2])
         assert stopped.kind == "stopped", stopped
@@ -257,14 +255,16 @@ def fails_in_the_save(out: str, *, late: bool) -> list[str]:
     """
     told = []
     rank, asking = dist.get_rank(), [Path(f"{out}-asks-{rank}") for rank in range(dist.get_world_size())]
-    ask = Ranks.decide
 
-    def decide(self, operation, asked):
-        if operation == "wait":
-            asking[rank].touch()
-        return ask(self, operation, asked)
+    def asks(decide):
+        def ask(manager, operation, asked):
+            if operation == "wait":
+                asking[rank].touch()
+            return decide(manager, operation, asked)
 
-    Ranks.decide = decide
+        return ask
+
+    points.replace(points.ASK, asks)
     with fastckpt.Manager(out, timeout=LONG) as manager:
         for step in (1, 2):
             given = state(step)

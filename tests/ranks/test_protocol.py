@@ -6,6 +6,7 @@ import pytest
 
 from fastckpt import RankFailure, RanksError
 from fastckpt._ranks import protocol, tree, words
+from fastckpt._ranks.attention import Attention
 from fastckpt._ranks.called import Called, marks_of
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.messages import Message, join
@@ -360,3 +361,43 @@ def test_plain_values_in_nested_mappings_tell_calls_apart():
         "1.loop.epoch": "3",
     }
     assert len(marks_of({f"{number}": number for number in range(64)})) == 16
+
+
+class Operation:
+    """Counts how often a rank says that it lives."""
+
+    def __init__(self):
+        self.lived = 0
+
+    def alive(self):
+        self.lived += 1
+
+    def check(self):
+        pass
+
+
+def lives(bandwidth):
+    """Whether a rank says that it lives when it has written nothing since it said so before."""
+    operation = Operation()
+    attention = Attention(operation, 10.0, bandwidth)
+    attention(1 << 20, 1 << 30)
+    assert operation.lived == 1
+    attention(1 << 20, 1 << 30)
+    return operation.lived == 2
+
+
+def test_a_rank_that_holds_itself_back_is_not_silent():
+    # For an hour, but no longer; without a limit, what takes long is not meant to.
+    assert lives(1e5)
+    assert not lives(1e20)
+    assert not lives(None)
+
+
+class MuteError(Exception):
+    def __str__(self):
+        raise ValueError("no words")
+
+
+def test_an_error_without_words_is_told_by_its_name():
+    assert words.told(MuteError()) == "failed: MuteError"
+    assert words.told(KeyError("a")) == "failed: KeyError: 'a'"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import warnings
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from fastckpt import UnsupportedTypeError
+from fastckpt._tensors import torch as _torch
 from fastckpt._tensors.described import Unsupported
 from fastckpt._tensors.spread import REPLICATE, Spread, in_order, local_shape, orders_of, part_of, simplest
 from fastckpt._tensors.spreads import Spreads
@@ -434,3 +436,15 @@ def _local_of_a_strange_rank() -> None:
 def test_data_outside_of_the_mesh_is_refused(forge):
     with forge.group(2) as group:
         group.run(_local_of_a_strange_rank)
+
+
+@pytest.mark.parametrize("name", ["DTensor", "ShardedTensor"])
+def test_tensors_of_several_processes(name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.distributed._shard.sharded_tensor import ShardedTensor
+
+    kind = {"DTensor": DTensor, "ShardedTensor": ShardedTensor}[name]
+    remedy = {"DTensor": "fastckpt.distributed.save", "ShardedTensor": "full_state_dict=True"}[name]
+    with pytest.raises(Unsupported, match=rf"a {name} is spread over processes.*{remedy}"):
+        _torch.describe_of(kind)

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 import fastckpt.distributed
-from harness import groups, hosts
+from harness import groups, hosts, points
 
 RANKS = 4
 
@@ -55,25 +55,16 @@ def _save(path, number, timeout=30.0):
 
 def _save_counting(path, number):
     """Save; how often this rank came as far as to write."""
-    core, written = fastckpt._core, []
-    real = core.RankSave
+    written = []
 
-    class Counting:
-        def __init__(self, *args):
-            self._real = real(*args)
+    def counting(write):
+        return lambda *arguments: (written.append(1), write(*arguments))[1]
 
-        def __getattr__(self, name):
-            if name == "write":
-                written.append(1)
-            return getattr(self._real, name)
-
-    core.RankSave = Counting
     try:
-        fastckpt.distributed.save(_spread(number), path, timeout=30, threads=1)
+        with points.replaced(points.WRITE, counting):
+            fastckpt.distributed.save(_spread(number), path, timeout=30, threads=1)
     except Exception as error:  # noqa: BLE001 - the test judges it
         return type(error).__name__, str(error), len(written)
-    finally:
-        core.RankSave = real
     return "", "", len(written)
 
 
@@ -129,7 +120,7 @@ def test_a_rank_that_dies_is_named_with_its_host(two, shared):
     path = str(shared / "c")
     fastckpt.save(whole(0), path)
     with two.group(RANKS) as group:
-        strike = groups.Strike(3, "fastckpt._core:RankSave.write", signal.SIGKILL)
+        strike = groups.Strike(3, points.WRITE, signal.SIGKILL)
         group.start(_save, path, 1, 3.0, strike=strike)
         outcomes = group.outcomes(30)
         assert [each.kind for each in outcomes] == ["raised", "raised", "raised", "died"]

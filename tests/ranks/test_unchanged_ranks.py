@@ -4,6 +4,7 @@ import errno
 import hashlib
 import json
 import os
+import socket
 
 import pytest
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,8 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 
 import fastckpt
 from fastckpt import distributed
-from fastckpt._ranks.session import session
-from harness import groups, mounts, parallel
+from harness import groups, mounts, parallel, points
 from harness.parallel import dist, torch
 
 SPREAD = [
@@ -262,8 +262,7 @@ def test_what_is_named_frozen_is_linked_from_the_second_save_on(forge, tmp_path)
 
 def save_on_hosts(folder):
     """Each rank has another name for its host, so the manifest of the base travels."""
-    sessions = session("save", None)
-    sessions.group = sessions.group._replace(host=f"node-{dist.get_rank()}")
+    socket.gethostname = lambda: f"node-{dist.get_rank()}"
     state = parallel.state("tp", scale=4)
     distributed.save(state, folder / "0")
     report = distributed.save(state, folder / "1", base=folder / "0")
@@ -277,8 +276,7 @@ def test_the_manifest_of_a_base_travels_between_hosts(forge, tmp_path):
 
 def save_struck(folder, number, **options):
     """One of the ranks of :func:`save_on_hosts`, which may be struck."""
-    made = session("save", None)
-    made.group = made.group._replace(host=f"node-{dist.get_rank()}")
+    socket.gethostname = lambda: f"node-{dist.get_rank()}"
     state = parallel.state("tp", scale=4)
     report = distributed.save(state, folder / str(number), timeout=20, **options)
     return report.linked_files, report.warnings
@@ -286,12 +284,12 @@ def save_struck(folder, number, **options):
 
 #: Where a rank fails while ranks compare. From rank 1 rank 3 gets the manifest, which it then waits for.
 BLOWS = [
-    (1, "fastckpt._ranks.reuse:passed_on", OSError(errno.EIO, "the blow")),
-    (3, "fastckpt._core:RankBase.know", OSError(errno.EIO, "the blow")),
-    (2, "fastckpt._core:RankBase.compare", OSError(errno.EIO, "the blow")),
-    (3, "fastckpt._core:RankBase.compare", KeyboardInterrupt("the blow")),
-    (0, "fastckpt._core:RankBase.take", OSError(errno.ENOSPC, "the blow")),
-    (1, "fastckpt._core:RankBase.follow", OSError(errno.EIO, "the blow")),
+    (1, points.PASS_BASE_ON, OSError(errno.EIO, "the blow")),
+    (3, points.KNOW, OSError(errno.EIO, "the blow")),
+    (2, points.COMPARE, OSError(errno.EIO, "the blow")),
+    (3, points.COMPARE, KeyboardInterrupt("the blow")),
+    (0, points.TAKE, OSError(errno.ENOSPC, "the blow")),
+    (1, points.FOLLOW, OSError(errno.EIO, "the blow")),
 ]
 
 

@@ -6,7 +6,6 @@ import time
 from fastckpt_top.feed import ShmFeed
 
 from fastckpt import distributed
-from fastckpt._ranks.attention import Attention
 from harness.parallel import dist, torch
 
 PEERS = 6  # docs/telemetry.md, 5.4
@@ -62,33 +61,3 @@ def test_a_worker_without_bytes_of_another_rank_waits_for_peers(forge, tmp_path)
         received, _ = group.outcomes()
         assert received.value > 0
     feed.close()
-
-
-class Operation:
-    """Counts how often a rank says that it lives."""
-
-    def __init__(self):
-        self.lived = 0
-
-    def alive(self):
-        self.lived += 1
-
-    def check(self):
-        pass
-
-
-def lives(bandwidth):
-    """Whether a rank says that it lives when it has written nothing since it said so before."""
-    operation = Operation()
-    attention = Attention(operation, 10.0, bandwidth)
-    attention(1 << 20, 1 << 30)
-    assert operation.lived == 1
-    attention(1 << 20, 1 << 30)
-    return operation.lived == 2
-
-
-def test_a_rank_that_holds_itself_back_is_not_silent():
-    # For an hour, but no longer; without a limit, what takes long is not meant to.
-    assert lives(1e5)
-    assert not lives(1e20)
-    assert not lives(None)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fastckpt_top import options
 
-from fastckpt._tools import cli
+from harness import cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = (ROOT / "README.md", ROOT / "tui" / "README.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -78,10 +78,11 @@ def test_options_of_the_monitor_are_there():
     assert {flag for line in lines for flag in re.findall(r"--[a-z-]+", line)} <= known
 
 
-def test_commands_of_the_shell_are_there():
+def test_commands_of_the_shell_are_there(capsys):
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^- (`fastckpt info`(?:, `\w+`)+): from the\s+shell", text, re.MULTILINE)
     listed = listed.replace("`fastckpt ", "`")
-    (known,) = (action.choices for action in cli._parser()._actions if action.dest == "command")
-    assert set(re.findall(r"`(\w+)`", listed)) <= set(known)
-    assert set(re.findall(r"`fastckpt ([a-z]+)", text)) <= set(known)
+    assert cli.main(["--help"]) == 0
+    known = set(re.findall(r"^ +(\w+)  ", capsys.readouterr().out, re.MULTILINE))
+    assert set(re.findall(r"`(\w+)`", listed)) <= known
+    assert set(re.findall(r"`fastckpt ([a-z]+)", text)) <= known

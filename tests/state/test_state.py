@@ -19,6 +19,7 @@ import torch
 
 import fastckpt
 from fastckpt import UnsupportedTypeError
+from harness import limits, manifest
 from harness.same import bits, same
 
 DTYPES = sorted({v for v in vars(torch).values() if isinstance(v, torch.dtype)}, key=str)
@@ -63,7 +64,7 @@ def test_large_non_contiguous_over_blocks(trip):
 def test_large_tensor_is_read_where_direct_io_can_reach_it(tmp_path):
     fastckpt.save({"w": torch.randn(1 << 20)}, tmp_path / "c")
     fastckpt.save({"w": np.random.default_rng(0).random(1 << 18)}, tmp_path / "n")
-    offsets = [fastckpt._core.Reader(str(tmp_path / name)).tensors()[0].offset for name in "cn"]
+    offsets = [manifest.body_of(tmp_path / name)["tensors"][0]["offset"] for name in "cn"]
     assert (fastckpt.load(tmp_path / "c")["w"].data_ptr() - offsets[0]) % 4096 == 0
     assert (fastckpt.load(tmp_path / "n")["w"].ctypes.data - offsets[1]) % 4096 == 0
 
@@ -116,24 +117,6 @@ def test_views_and_channels_last(trip):
         "negative": base.flip(0),
     }
     assert same(trip(state), state)
-
-
-def test_fill_in_pieces_for_ordinary_tensors(monkeypatch, trip):
-    """The road that tensors of other devices take, forced for contiguous ones."""
-    from fastckpt._tensors import torch as _torch
-
-    describe = _torch._describe_other
-    taken = []
-
-    def other(value, flags):
-        taken.append(value)
-        return _torch._describe_strided(value, flags)
-
-    monkeypatch.setattr(_torch, "_describe", other)
-    state = {str(d): raw(d, 5, 3) for d in DENSE} | {"large": torch.randn(3 << 20), "0d": torch.tensor(1.5)}
-    assert same(trip(state), state)
-    assert len(taken) == len(state)
-    assert describe is _torch._describe_other
 
 
 def test_empty_and_zero_dimensional(trip):
@@ -755,20 +738,10 @@ def test_a_type_that_was_refused_can_be_registered_after_all(registry, trip):
     assert loaded.values.tolist() == [0, 1, 2]
 
 
-def test_what_is_part_of_the_structure_is_never_registered(registry):
-    from fastckpt._state import flatten as _flatten
-    from fastckpt._state.values import PLAIN
-
-    assert set(_flatten._DESCRIBE) | set(_flatten._values.ENCODERS) == PLAIN | {_flatten._Attributed, _flatten._Bare}
-    for kind in (*PLAIN, type(pathlib.Path()), pathlib.PureWindowsPath, torch.Tensor, torch.nn.Parameter, torch.Size):
-        with pytest.raises(ValueError, match="without registration"):
-            registry(kind, str, str)
-
-
-def test_unregistered_name(registry, tmp_path):
+def test_unregistered_name(registry, undeclare, tmp_path):
     registry(Colour, lambda c: c.value, Colour, "colour")
     fastckpt.save([Colour.RED], tmp_path / "c")
-    fastckpt._state.registry.PROCESS._by_name.clear()
+    undeclare()
     with pytest.raises(UnsupportedTypeError, match=r"'colour'.*fastckpt.register_type"):
         fastckpt.load(tmp_path / "c")
 
@@ -881,7 +854,7 @@ def test_encoder_that_returns_its_object(registry, tmp_path):
 
 
 def test_shared_lists_that_explode_are_refused(monkeypatch):
-    monkeypatch.setattr("fastckpt._state.flatten.TOKEN_LIMIT", 10_000)
+    limits.lower(monkeypatch, "tokens of a structure", 10_000)
     state = []
     for _ in range(40):
         state = [state, state]

@@ -8,15 +8,20 @@ import multiprocessing
 import os
 import random
 import socket
+import subprocess
+import sys
 import time
 import uuid
+from pathlib import Path
 
 import obstore
 import pytest
 
 from fastckpt import _crc64
+from fastckpt._paths import is_url
 from fastckpt._stores import objects as module
 from fastckpt._stores.objects import PART, Objects
+from fastckpt._stores.urls import below, name_of, place_of
 from harness import s3 as harness
 
 DATA = random.Random(3).randbytes(2 * PART + 5)
@@ -318,3 +323,69 @@ def test_a_forked_child_is_told(objects):
     assert "forked" in answers.get(timeout=60)
     child.join(60)
     assert child.exitcode == 0
+
+
+# --- what is a URL ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "place"),
+    [
+        ("s3://bucket/run/step-1", "s3://bucket/run/step-1"),
+        ("S3://bucket/run//", "s3://bucket/run"),
+        (b"gs://bucket", "gs://bucket"),
+        (Path("s3://bucket/run"), "s3://bucket/run"),
+        ("az://container/a b%2F", "az://container/a b%2F"),
+        ("memory://name/x", "memory://name/x"),
+        ("file:///tmp/a%20b/", "/tmp/a b"),
+        ("file:/tmp/a", "/tmp/a"),
+        ("file://localhost/tmp/../x", "/x"),
+        ("/a/s3://b", "/a/s3:/b"),
+        ("C:/x", os.path.abspath("C:/x")),  # noqa: PTH100
+    ],
+)
+def test_places(given, place):
+    assert place_of("load", given) == place
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("hdfs://node:8020/x", "a store that fastckpt supports: give one of s3://, gs://, az://, memory://, file://"),
+        ("https://bucket.s3.amazonaws.com/x", "not a URL of a store"),
+        ("s3://", "does not name a place"),
+        ("s3://bucket/a//b", "does not name a place"),
+        ("s3://bucket/../b", "does not name a place"),
+        ("memory:///x/./y", "does not name a place"),
+        ("file://host/x", "another machine"),
+        ("", "empty"),
+        ("s3://bucket/\0", "null"),
+    ],
+)
+def test_what_is_no_place(given, why):
+    with pytest.raises(ValueError, match=why):
+        place_of("load", given)
+
+
+def test_names_below():
+    assert below("s3://b/run", "step-1") == "s3://b/run/step-1"
+    assert below("/run", "step-1") == os.path.join("/run", "step-1")  # noqa: PTH118
+    assert name_of("s3://b/run") == name_of("/x/run") == "run"
+    assert not is_url("/x:/y")
+
+
+def test_the_client_is_imported_where_a_url_is_given():
+    code = """
+import sys, fastckpt
+assert not {"obstore", "fastckpt._portable", "fastckpt._stores.objects"} & set(sys.modules)
+sys.modules["obstore"] = sys.modules["obstore.store"] = None
+for call in (fastckpt.load, fastckpt.open, fastckpt.verify, fastckpt.list, fastckpt.remove):
+    try:
+        call("memory://x/y")
+    except ImportError as error:
+        assert 'pip install "fastckpt-io[remote]"' in str(error), error
+        assert str(error).startswith(call.__name__), error
+    else:
+        raise AssertionError(call)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)

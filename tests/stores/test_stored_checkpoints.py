@@ -17,8 +17,7 @@ from fastckpt import CorruptCheckpointError, NotACheckpointError
 from fastckpt._portable import reader as portable
 from fastckpt._stores import checkpoints, files
 from fastckpt._stores.objects import PART, Objects
-from fastckpt._tools import cli
-from harness import manifest
+from harness import cli, manifest
 from harness import s3 as harness
 from harness.same import same
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import warnings
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -179,22 +178,6 @@ def test_what_cannot_be_stored_says_what_to_do(tmp_path, make, advice):
     assert not list(tmp_path.iterdir())
     fastckpt.save({"v": make()}, tmp_path / "c", default=lambda value: repr(type(value)))
     assert type(make()).__name__ in fastckpt.load(tmp_path / "c")["v"]
-
-
-@pytest.mark.parametrize("name", ["DTensor", "ShardedTensor"])
-def test_tensors_of_several_processes(name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        from torch.distributed._shard.sharded_tensor import ShardedTensor
-        from torch.distributed.tensor import DTensor
-
-    from fastckpt._tensors import torch as _torch
-    from fastckpt._tensors.described import Unsupported
-
-    kind = {"DTensor": DTensor, "ShardedTensor": ShardedTensor}[name]
-    remedy = {"DTensor": "fastckpt.distributed.save", "ShardedTensor": "full_state_dict=True"}[name]
-    with pytest.raises(Unsupported, match=rf"a {name} is spread over processes.*{remedy}"):
-        _torch.describe_of(kind)
 
 
 def test_a_tensor_of_a_transform(tmp_path):

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from typing import Any
 
 import pytest
 
-from fastckpt._tools.convert import pickled as _pickled
-from harness import jobs, zygote
+import fastckpt
+from harness import cli, jobs, limits, points, zygote
 
 
 @pytest.fixture(scope="session")
 def looker():
     """Has imported what the child imports before it reads: torch alone takes seconds."""
-    modules = "fastckpt._tensors.torch,fastckpt._tools.convert.pickled,fastckpt._tools.convert.distributed"
-    with zygote.running(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": ""}) as made:
+    with zygote.running(env={"FASTCKPT_TEST_IMPORT": jobs.LOOKING, "PYTHONWARNINGS": ""}) as made:
         yield made
 
 
 @pytest.fixture
-def quick_look(looker, monkeypatch):
+def quick_look(looker):
     """``convert`` looks at a file in a forked child: the same function, in a process of its own, under its limits.
 
     How the child is started is for the tests that do without this.
@@ -32,8 +32,8 @@ def quick_look(looker, monkeypatch):
         # A descriptor of this process, opened anew: the file is the same.
         answer = f"/proc/{os.getpid()}/fd/{pass_fds[0]}"
         # The limits of this process, where a test may have lowered them.
-        limits = {"memory": _pickled._MEMORY, "seconds": _pickled._SECONDS}
-        child = looker.start("look_first", path=path, answer=answer, **limits)
+        least = {"memory": limits.of("bytes of a look"), "seconds": limits.of("seconds of a look")}
+        child = looker.start("look_first", path=path, answer=answer, **least)
         try:
             outcome = child.outcome(120)
         except zygote.DiedError:
@@ -47,7 +47,8 @@ def quick_look(looker, monkeypatch):
         return subprocess.CompletedProcess(command, 1, b"", raised)
 
     # The module alone, not the functions of subprocess that others use.
-    monkeypatch.setattr(_pickled, "subprocess", _Subprocess(run))
+    with points.replaced(points.LOOK, lambda _: _Subprocess(run)):
+        yield
 
 
 class _Subprocess:
@@ -55,3 +56,37 @@ class _Subprocess:
 
     def __init__(self, run: Any) -> None:
         self.run = run
+
+
+@pytest.fixture
+def convert(quick_look, capsys):
+    """The command, in this process; its child, under its limits, is forked."""
+
+    def go(*arguments):
+        capsys.readouterr()
+        status = cli.main(["convert", *map(str, arguments)])
+        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
+
+    return go
+
+
+@pytest.fixture
+def where(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "counters").mkdir(mode=0o700)
+    return tmp_path / "there"
+
+
+@pytest.fixture
+def compared(tmp_path, capsys):
+    """Saves two states and returns what the command says of them, as JSON and on the screen."""
+
+    def run(before, after):
+        for name, state in (("a", before), ("b", after)):
+            fastckpt.save(state, tmp_path / name, overwrite=True)
+        assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b"), "--json"]) == 0
+        document = json.loads(capsys.readouterr().out)
+        assert cli.main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+        return document, capsys.readouterr().out
+
+    return run

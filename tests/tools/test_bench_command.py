@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 import fastckpt
-from fastckpt._tools import cli
-from harness import mounts, needs, zygote
+from harness import cli, mounts, needs, zygote
 
 SMALL = ("--ranks", "2", "--size", "4MB", "--tensors", "20", "--rounds", "1")
 KEYS = {
@@ -25,13 +24,6 @@ KEYS = {
     *("how", "samples", "notes", "summary"),
 }
 OPERATIONS = ["raw_write", "raw_read", "save", "load", "hot"]
-
-
-@pytest.fixture
-def where(tmp_path):
-    (tmp_path / "there").mkdir()
-    (tmp_path / "counters").mkdir(mode=0o700)
-    return tmp_path / "there"
 
 
 def command(*arguments):
@@ -410,122 +402,7 @@ def begun_in(where, *arguments):
     return begun(where, *arguments)
 
 
-def test_a_rank_that_comes_back_with_other_bytes_ends_the_run(where, monkeypatch):
-    from fastckpt._tools.bench import rank, shapes
-
-    spec = rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], "auto", None, "light")
-    one = rank._Rank(spec)
-    one.prepare(rank.Request("save", 1))(time.monotonic())
-    loading = one.prepare(rank.Request("load", 1))
-    shapes.stamp(one.state["model"]["layers.0.0"])
-    with pytest.raises(ValueError, match=r"model\.layers\.0\.0 is not what was saved"):
-        loading(time.monotonic())
-
-
-def test_caches_are_dropped_before_what_has_to_be_cold(monkeypatch):
-    from fastckpt._tools.bench import rounds
-
-    for may in (True, False):
-        done = []
-        monkeypatch.setattr(rounds.caches, "drop", lambda may=may, done=done: done.append("drop") or may)
-        monkeypatch.setattr(rounds.os, "sync", lambda done=done: done.append("sync"))
-        ranks = type(
-            "Fake", (), {"ask": lambda _, request, done=done: done.append((request.operation, request.forget))}
-        )
-        measured = rounds.Measured()
-        for operation in OPERATIONS:
-            rounds._once(ranks(), operation, 1, measured)
-        cold = [[step for part in ("raw_read", "load") for step in ("sync", "drop", (part, not may))]]
-        expected = [
-            "sync",
-            ("raw_write", False),
-            *cold[0][:3],
-            "sync",
-            ("save", False),
-            *cold[0][3:],
-            "sync",
-            ("hot", False),
-        ]
-        assert done == expected
-        assert ("drop_caches (" not in measured.caches) == may or "posix_fadvise" in measured.caches
-
-
-def test_a_rank_forgets_its_files_and_warms_them(where):
-    from fastckpt._tools.bench import caches, rank, shapes
-
-    one = rank._Rank(rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], "auto", None, "light"))
-    one.prepare(rank.Request("save", 1))(time.monotonic())
-    caches.warm(where)
-    assert caches.resident(where) == 1.0
-    assert one.prepare(rank.Request("load", 1))(time.monotonic())["resident"] == 1.0
-    os.sync()
-    assert one.prepare(rank.Request("load", 1, forget=True))(time.monotonic())["resident"] < 0.05
-    assert one.prepare(rank.Request("hot", 1))(time.monotonic())["resident"] == 1.0
-
-
-def test_the_ranks_are_ended_before_their_directory_goes(where):
-    from fastckpt._tools.scratch import scratch
-
-    seen = []
-    with scratch(where, "bench") as (path, ending):
-        ending.callback(lambda: seen.append(path.exists()))
-    assert seen == [True]
-    assert os.listdir(where) == []
-
-
 # -- the raw device ----------------------------------------------------------------------------------------------------
-
-
-def test_the_raw_device_writes_and_reads_every_byte(tmp_path):
-    from fastckpt._tools.bench import raw
-
-    device = raw.Device()
-    blocks = raw.IN_FLIGHT + 3  # more than there are buffers
-    size = blocks * raw.BLOCK + 5000
-    done = device.write(tmp_path / "plain", size).run(time.monotonic())
-    assert done["bytes"] == blocks * raw.BLOCK + 8192 == (tmp_path / "plain").stat().st_size
-    assert done["direct"]
-    data = (tmp_path / "plain").read_bytes()
-    assert len({data[at : at + 4096] for at in range(0, len(data), 4096)}) == len(data) // 4096, (
-        "no two pages are equal"
-    )
-    for block in device._blocks:
-        block[:] = 0
-    assert device.read(tmp_path / "plain").run(time.monotonic())["bytes"] == len(data)
-    written = {data[at : at + raw.BLOCK] for at in range(0, len(data), raw.BLOCK)}
-    # The end of the file fills a part of one buffer.
-    assert sum(bytes(block) in written for block in device._blocks) >= raw.IN_FLIGHT - 1
-
-
-def test_the_raw_write_is_direct_preallocated_and_synced(tmp_path):
-    needs.tool("strace", "strace")
-    code = f"""
-import time
-from pathlib import Path
-from fastckpt._tools.bench import raw
-device = raw.Device()
-device.write(Path({str(tmp_path / "plain")!r}), 6 * raw.BLOCK).run(time.monotonic())
-device.read(Path({str(tmp_path / "plain")!r})).run(time.monotonic())
-"""
-    log = tmp_path / "log"
-    trace = ["strace", "-f", "-o", str(log), "-e", "openat,fallocate,pwritev,pwritev2,preadv,preadv2,fdatasync"]
-    subprocess.run([*trace, sys.executable, "-c", code], check=True, timeout=120, env=zygote.environment())
-    calls = [
-        line
-        for line in log.read_text().splitlines()
-        if "plain" in line
-        or "resumed" in line
-        or "vec" in line
-        or "sync" in line
-        or "pwritev" in line
-        or "fallocate" in line
-    ]
-    text = "\n".join(calls)
-    opens = [line for line in calls if "openat" in line and "plain" in line]
-    assert len(opens) == 2
-    assert all("O_DIRECT" in line for line in opens)
-    assert text.index("fallocate(") < text.index("pwritev")
-    assert text.rindex("pwritev") < text.index("fdatasync(") < text.index("preadv")
 
 
 def test_the_raw_figure_is_fios(tmp_path):

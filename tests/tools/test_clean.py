@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt._tools import cli
-from harness import manifest
+from harness import cli, manifest
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import fastckpt
-from fastckpt._tools import cli
+from harness import cli
 from harness.parallel import dist
 
 pytestmark = [

@@ -20,8 +20,7 @@ from pathlib import Path
 import pytest
 
 import fastckpt
-from fastckpt._tools import cli
-from harness import mounts, needs, strace, zygote
+from harness import cli, mounts, needs, strace, zygote
 
 SETTING = Path("/proc/sys/kernel/io_uring_disabled")
 
@@ -322,33 +321,6 @@ def test_exit_status_screen_and_json(tmp_path):
 
     done = run(tmp_path / "missing", "--json")
     assert (done.returncode, json.loads(done.stdout)["findings"][0]["code"]) == (2, "directory-missing")
-
-
-@pytest.mark.parametrize("how", ["alone", "runtime"])
-def test_the_counters_go_where_a_save_puts_them(tmp_path, how):
-    """Mutants: a list of file systems that may wait beside the core's; the first place is the only one."""
-    code = (
-        "import json, fastckpt, sys; from fastckpt import _core; from fastckpt._tools.doctor import facts;"
-        "found = facts.collect(sys.argv[1], measured=False)['counters']; fastckpt.save({}, sys.argv[1] + '/c');"
-        "print(json.dumps([found, _core.counters_refused()]))"
-    )
-    environment = {**zygote.environment(), "FASTCKPT_TOP_DIR": "/proc/self/none"}
-    if how == "runtime":
-        # The other place is one that this user's saves do not get.
-        del environment["FASTCKPT_TOP_DIR"]
-        environment["XDG_RUNTIME_DIR"] = str(tmp_path)
-        code = code.replace(
-            "found = facts", "facts.os.access = lambda path, _: '/dev/shm' not in str(path); found = facts"
-        )
-    command = [sys.executable, "-c", code, str(tmp_path)]
-    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60)
-    found, refused = json.loads(done.stdout)
-    if how == "runtime":
-        assert (found["directory"], found["refused"], found["writable"]) == (f"{tmp_path}/fastckpt", None, True)
-    else:
-        assert found["refused"] == refused
-        assert "(proc)" in refused
-        assert (found["writable"], found["free_bytes"], found["type"]) == (False, None, "proc")
 
 
 def test_a_bad_engine_in_the_environment_is_an_error(tmp_path, monkeypatch, capsys):

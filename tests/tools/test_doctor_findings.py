@@ -9,6 +9,8 @@ import json
 import os
 import re
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ import pytest
 import fastckpt
 from fastckpt._tools import scratch
 from fastckpt._tools.doctor import command, cuda, facts, findings, limits, measure, ring
+from harness import zygote
 
 GOOD = {
     "kernel": {"release": "6.18.0", "machine": "x86_64", "sandbox": None},
@@ -673,3 +676,30 @@ def test_no_more_than_a_tenth_of_what_is_free(tmp_path, monkeypatch):
     found = measure.measure(str(tmp_path), made_up(directory={"free_bytes": (45 << 20) + 77_777}))
     assert found["error"] is None
     assert max(*seen, found["save"]["bytes"]) <= 4.5 * (1 << 20) + 7_777
+
+
+@pytest.mark.parametrize("how", ["alone", "runtime"])
+def test_the_counters_go_where_a_save_puts_them(tmp_path, how):
+    """Mutants: a list of file systems that may wait beside the core's; the first place is the only one."""
+    code = (
+        "import json, fastckpt, sys; from fastckpt import _core; from fastckpt._tools.doctor import facts;"
+        "found = facts.collect(sys.argv[1], measured=False)['counters']; fastckpt.save({}, sys.argv[1] + '/c');"
+        "print(json.dumps([found, _core.counters_refused()]))"
+    )
+    environment = {**zygote.environment(), "FASTCKPT_TOP_DIR": "/proc/self/none"}
+    if how == "runtime":
+        # The other place is one that this user's saves do not get.
+        del environment["FASTCKPT_TOP_DIR"]
+        environment["XDG_RUNTIME_DIR"] = str(tmp_path)
+        code = code.replace(
+            "found = facts", "facts.os.access = lambda path, _: '/dev/shm' not in str(path); found = facts"
+        )
+    command = [sys.executable, "-c", code, str(tmp_path)]
+    done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True, timeout=60)
+    found, refused = json.loads(done.stdout)
+    if how == "runtime":
+        assert (found["directory"], found["refused"], found["writable"]) == (f"{tmp_path}/fastckpt", None, True)
+    else:
+        assert found["refused"] == refused
+        assert "(proc)" in refused
+        assert (found["writable"], found["free_bytes"], found["type"]) == (False, None, "proc")

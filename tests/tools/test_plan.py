@@ -1,11 +1,8 @@
-"""The arithmetic of a plan, part by part, and the command that shows it."""
+"""``fastckpt.plan`` and the command that shows it."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import math
-import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -13,23 +10,16 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import _interval as interval
-from fastckpt import _units as units
-from fastckpt._tools import cli
-from fastckpt._tools.plan import sizing, sweep
-from fastckpt._tools.plan.architectures import count
-from fastckpt._tools.plan.layout import Layout, layout
-from harness import needs
+from harness import cli, needs
 
 if TYPE_CHECKING:
     from pathlib import Path
 
 try:
     import matplotlib as mpl
-    import torch
-    import transformers
 except ImportError as error:
     needs.missing(str(error))
+
 
 HOUR = 3600.0
 
@@ -44,49 +34,6 @@ def call_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     status, out, err = call(capsys, *arguments, "--json")
     assert (status, err) == (0, "")
     return json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
-
-
-# -- units -------------------------------------------------------------------------------------------------------------
-
-
-def test_quantities_are_read_with_their_units() -> None:
-    assert units.parameters("params", "405B") == 405 * 10**9
-    assert units.parameters("params", "1.2e12") == units.parameters("params", "1.2T") == 1_200_000_000_000
-    assert units.parameters("params", "1,000,000") == units.parameters("params", "1M") == 10**6
-    assert units.bytes_of("size", "13.8TB") == 13_800_000_000_000
-    assert units.bytes_of("size", "105 GiB") == 105 * 2**30
-    assert units.bytes_of("size", 7) == 7
-    assert units.seconds("t", "124min") == units.seconds("t", "124 m") == 124 * 60
-    assert units.seconds("t", "50000h") == units.seconds("t", 50_000, "h") == 50_000 * HOUR
-    assert units.seconds("t", "500ms") == 0.5
-    assert units.rate("write", "273 GB/s") == units.rate("write", 273) == units.rate("write", "0.273TB/s") == 273
-    assert units.fraction("goodput", "95%") == units.fraction("goodput", 0.95) == 0.95
-
-
-@pytest.mark.parametrize("value", ["", "many", "1 parsec", "-3", "0", "nan", "inf", 0, -1, math.inf, "1e999"])
-def test_what_is_no_quantity_is_refused_by_name(value: Any) -> None:
-    for read in (units.parameters, units.bytes_of, units.seconds, units.rate, units.fraction):
-        with pytest.raises(ValueError, match="goal"):
-            read("goal", value)
-
-
-def test_a_quantity_is_a_number_or_a_string() -> None:
-    for value in (None, True, [1]):
-        with pytest.raises(TypeError, match="goal must be a number or a string"):
-            units.seconds("goal", value)
-    for value in (1, "100%", "1.5"):
-        with pytest.raises(ValueError, match="between 0 and 1"):
-            units.fraction("goal", value)
-
-
-def test_figures_have_three_digits_and_no_exponent() -> None:
-    shown = {0: "0", 0.000123456: "0.000123", 0.99951: "1.00", 1.2345: "1.23", 99.96: "100", 1234.5: "1,234"}
-    assert {value: units.digits(value) for value in shown} == shown
-    assert units.show_bytes(999.6e9) == "1.00 TB"
-    assert units.show_bytes(1.161e15) == "1.16 PB"
-    assert [units.show_seconds(value) for value in (0.5, 99, 372, 2 * HOUR, 200 * HOUR, math.inf)] == [
-        *("0.500 s", "99.0 s", "6.20 min", "2.00 h", "8.33 days", "never")
-    ]
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -109,24 +56,6 @@ def test_figures_have_three_digits_and_no_exponent() -> None:
 )
 def test_bytes_a_parameter(said: dict[str, str], each: float) -> None:
     assert fastckpt.plan(params="1B", gpus=8, **said).bytes == each * 10**9
-
-
-def test_what_torch_keeps_a_parameter() -> None:
-    """The figures of the optimizers that torch has, counted in its own state."""
-    for name, make in (
-        ("adamw", torch.optim.AdamW),
-        ("adam", torch.optim.Adam),
-        ("sgd", lambda parameters: torch.optim.SGD(parameters, momentum=0.9)),
-        ("adafactor", torch.optim.Adafactor),
-        ("muon", torch.optim.Muon),
-    ):
-        weight = torch.nn.Parameter(torch.zeros(512, 512))
-        optimizer = make([weight])
-        weight.grad = torch.ones_like(weight)
-        optimizer.step()
-        state = optimizer.state[weight].values()
-        kept = sum(value.nbytes for value in state if torch.is_tensor(value) and value.ndim)
-        assert kept / weight.numel() == pytest.approx(sizing.OPTIMIZERS[name][0], abs=0.02), name
 
 
 def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -152,147 +81,25 @@ def test_a_checkpoint_that_is_none_or_damaged(tmp_path: Path, capsys: pytest.Cap
 
 # -- architectures -----------------------------------------------------------------------------------------------------
 
-SMALL = {
+
+#: What has to be known of a model.
+CONFIG = {
     "hidden_size": 64,
     "intermediate_size": 160,
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "vocab_size": 40_000,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
 }
-LATENT = {
-    "n_routed_experts": 8,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 16,
-    "v_head_dim": 16,
-    "num_experts_per_tok": 2,
-    "topk_group": 1,
-    "n_group": 1,
-}
-SHARED = {"num_experts": 6, "moe_intermediate_size": 40, "shared_expert_intermediate_size": 50}
-MODELS = [
-    ("llama", {}),
-    ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, "head_dim": 24}),
-    ("mistral", {}),
-    ("phi3", {}),
-    ("qwen2", {}),
-    ("qwen2", {"tie_word_embeddings": True, "attention_bias": True}),
-    ("qwen3", {"head_dim": 32}),
-    ("qwen3", {"head_dim": 32, "attention_bias": True}),
-    ("gemma", {"head_dim": 32}),
-    ("gemma2", {"head_dim": 32}),
-    ("mixtral", {"num_local_experts": 4}),
-    ("qwen2_moe", SHARED),
-    ("qwen2_moe", {**SHARED, "num_hidden_layers": 5, "decoder_sparse_step": 2, "mlp_only_layers": [1]}),
-    ("qwen3_moe", {"num_experts": 6, "moe_intermediate_size": 40, "head_dim": 32}),
-    ("deepseek_v2", {**LATENT, "n_shared_experts": 2, "q_lora_rank": None}),
-    ("deepseek_v3", {**LATENT, "n_shared_experts": 1, "q_lora_rank": 20, "attention_bias": True}),
-    ("gpt2", {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": 50}),
-]
-
-
-@pytest.mark.parametrize(("kind", "own"), MODELS, ids=[f"{kind}-{index}" for index, (kind, _) in enumerate(MODELS)])
-def test_parameters_are_those_of_the_model_that_transformers_builds(
-    tmp_path: Path, kind: str, own: dict[str, Any]
-) -> None:
-    fields = {**({} if kind == "gpt2" else SMALL), **own}
-    config = transformers.AutoConfig.for_model(kind, **fields)
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config)
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    experts = sum(parameter.numel() for name, parameter in model.named_parameters() if ".experts." in name)
-    # The fields as people write them, and all of them as transformers does.
-    config.save_pretrained(tmp_path)
-    written = json.loads((tmp_path / "config.json").read_text())
-    for given in ({"vocab_size": 50257, "model_type": kind, **fields}, written):
-        counted = count(given)
-        assert (counted.parameters, counted.experts) == (parameters, experts)
-        # Whoever writes all fields of DeepSeek's says that there is such a layer; transformers builds none either.
-        assert counted.notes == () or "further tokens" in counted.notes[0]
-    assert fastckpt.plan(config=tmp_path, gpus=8).parameters == parameters
-
-
-def test_what_is_not_understood_of_a_config_is_said(tmp_path: Path) -> None:
-    llama = {"model_type": "llama", **SMALL}
-    with pytest.raises(ValueError, match=r"'mamba' is not supported.*llama.*deepseek_v3"):
-        count({**llama, "model_type": "mamba"})
-    with pytest.raises(ValueError, match=r"parts of its own .text_config"):
-        count({"model_type": "llama", "text_config": llama})
-    for missing in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"):
-        with pytest.raises(ValueError, match=f"c.json: the config has no {missing}"):
-            count({name: value for name, value in llama.items() if name != missing}, "c.json")
-    with pytest.raises(ValueError, match="hidden_size must be a whole number, not '64'"):
-        count({**llama, "hidden_size": "64"})
-    with pytest.raises(ValueError, match="num_attention_heads must be at least 1"):
-        count({**llama, "num_attention_heads": 0})
-    assert "no model_type: counted as a Llama" in count(SMALL).notes[0]
-    assert "quantization_config" in count({**llama, "quantization_config": {"quant_method": "fp8"}}).notes[0]
-    deepseek = {"model_type": "deepseek_v3", **SMALL, **LATENT, "num_nextn_predict_layers": 1}
-    assert "1 layer(s) that predict further tokens are not counted" in count(deepseek).notes[0]
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match="JSON object, not list"):
-        fastckpt.plan(config=tmp_path, gpus=8)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match="not a JSON file"):
-        fastckpt.plan(config=tmp_path, gpus=8)
-    with pytest.raises(FileNotFoundError):
-        fastckpt.plan(config=tmp_path / "missing.json", gpus=8)
 
 
 def test_notes_of_a_config_are_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SMALL))
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     _, out, _ = call(capsys, "plan", "--config", tmp_path / "config.json", "--gpus", 8)
     assert "note: the config has no model_type" in out
 
 
 # -- layouts -----------------------------------------------------------------------------------------------------------
-
-HELD = sizing.contents(120_000, 96_000, (2.0, 12.0))
-
-
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize(
-    ("tp", "pp", "dp", "ep"), [(1, 1, 1, 1), (2, 3, 4, 1), (2, 3, 4, 2), (2, 3, 4, 4), (1, 1, 8, 8)]
-)
-def test_every_byte_is_written_once(tp: int, pp: int, dp: int, ep: int, zero: int) -> None:
-    """Against a model of who holds what, rank by rank: each rank's pieces, and who among equals writes or reads."""
-    written: dict[int, float] = {}
-    read = 0.0
-    for stage, data in itertools.product(range(tp * pp), range(dp)):
-        rank = data * tp * pp + stage
-        mine = 0.0
-        for each, cut in ((2.0, zero >= 3), (12.0, zero >= 1)):
-            dense = each * 24_000 / (tp * pp)
-            experts = each * 96_000 / (tp * pp * ep)
-            # Ranks with the same dense part, and with the same experts.
-            alike, expert_alike = dp, dp // ep
-            if cut:
-                mine += dense / alike + experts / expert_alike
-                read += dense / alike + experts / expert_alike
-            else:
-                mine += dense * (data == 0) + experts * (data < ep)
-                read += dense + experts
-        written[rank] = mine
-    where = Layout(tp, pp, dp, ep, zero)
-    found = [share.bytes for share in where.shares(HELD) for _ in range(share.gpus)]
-    assert sorted(found) == pytest.approx(sorted(value for value in written.values() if value))
-    assert sum(found) == pytest.approx(HELD.bytes)
-    assert found == sorted(found, reverse=True)
-    assert where.bytes_to_restore(HELD) == pytest.approx(read)
-
-
-def test_what_is_not_said_of_a_layout_follows() -> None:
-    assert layout(64) == Layout(1, 1, 64, 1, 3)
-    assert layout(64, tp=8) == Layout(8, 1, 8, 1, 0)
-    assert layout(tp=8, pp=4) == Layout(8, 4, 1, 1, 0)
-    assert layout(tp=8, pp=4, dp=2, zero=1) == layout(64, tp=8, pp=4, zero=1) == Layout(8, 4, 2, 1, 1)
-    assert layout(64, dp=64, zero=0) == Layout(1, 1, 64, 1, 0)
 
 
 @pytest.mark.parametrize(
@@ -344,51 +151,6 @@ def test_wrong_types_are_refused() -> None:
 
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("ratio", [1e-9, 1e-4, 0.01, 0.3, 1.0, 5.0, 100.0])
-def test_the_best_interval_is_the_maximum_of_the_expected_goodput(ratio: float) -> None:
-    cost, mttf = ratio * 7440, 7440.0
-    best = interval.best_interval(cost, mttf)
-    assert best > cost
-    # Where it is flat to the last digit, its derivative still is not: (1 - (i - c) / m) exp(i / m) = 1.
-    x, dump = best / mttf, cost / mttf
-    assert dump - x - math.expm1(-x) == pytest.approx(0, abs=1e-15 + 1e-12 * dump)
-    top = interval.expected_goodput(best, cost, mttf, 60)
-    for factor in (0.9, 1.1):
-        assert interval.expected_goodput(cost + factor * (best - cost), cost, mttf, 60) < top
-
-
-def test_best_interval_agrees_with_daly_and_young_where_they_hold() -> None:
-    for ratio in (1e-6, 1e-4, 1e-2):
-        cost, mttf = ratio * HOUR, HOUR
-        assert interval.best_interval(cost, mttf) == pytest.approx(interval.daly(cost, mttf) + cost, rel=1e-4)
-        # Young leaves out a third of the square root of the ratio and more.
-        error = interval.young(cost, mttf) / interval.daly(cost, mttf) - 1
-        assert 0 < error < math.sqrt(ratio)
-    assert interval.daly(3 * HOUR, HOUR) == HOUR
-    assert interval.best_interval(60, HOUR, 600) == interval.best_interval(60, HOUR)
-
-
-@pytest.mark.parametrize("wrong", [(0, 1, 0), (1, 0, 0), (1, 1, -1), (math.nan, 1, 0), (1, math.inf, 0), (-1, 1, 0)])
-def test_best_interval_refuses_what_is_no_time(wrong: tuple[float, float, float]) -> None:
-    with pytest.raises(ValueError, match=r"best_interval: \w+ must be"):
-        interval.best_interval(*wrong)
-
-
-def test_first_order_is_the_limit_of_the_whole() -> None:
-    for every in (60.0, 300.0):
-        cost, mttf, restart = 1e-3 * every, 1e4 * every, 2 * every
-        whole = interval.expected_goodput(every, cost, mttf, restart)
-        assert interval.first_order_goodput(every, cost, mttf, restart) == pytest.approx(whole, abs=1e-6)
-        assert interval.lost_work(every, mttf) == pytest.approx(every / 2, rel=1e-3)
-        assert interval.lost_work(every, mttf, lag=5) == pytest.approx(every / 2 + 5, rel=1e-3)
-
-
-def test_formulas_hold_at_their_ends() -> None:
-    assert interval.expected_goodput(60, 60, HOUR) == 0
-    assert interval.expected_goodput(1e6 * HOUR, 60, HOUR) == 0
-    assert interval.lost_work(1e6 * HOUR, HOUR) == HOUR
 
 
 def test_goodput_overhead_and_interval() -> None:
@@ -482,30 +244,6 @@ def test_what_cannot_be_kept_up_is_noted() -> None:
 # -- the library and the command ---------------------------------------------------------------------------------------
 
 
-def test_the_library_is_imported_when_it_is_asked_for() -> None:
-    code = (
-        "import sys, fastckpt; heavy = ['fastckpt._tools.plan.plan', 'fastckpt._tools.plan.simulate', 'matplotlib']\n"
-        "assert not [name for name in heavy if name in sys.modules]\n"
-        "assert fastckpt.plan(params=1, gpus=1) and fastckpt.Plan and 'matplotlib' not in sys.modules\n"
-        "assert callable(fastckpt.plan)\n"
-        "import fastckpt._tools.plan.plan; assert callable(fastckpt.plan)\n"
-        "try: fastckpt.nothing\n"
-        "except AttributeError as error: assert 'nothing' in str(error)\n"
-        "else: raise SystemExit('an attribute that does not exist')"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
-def test_doctest() -> None:
-    import doctest
-
-    from fastckpt._tools.plan import plan
-
-    result = doctest.testmod(plan)
-    assert result.attempted
-    assert not result.failed
-
-
 def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["plan", "--params", "100B", "--expert-params", "60B", "--tp", "2", "--pp", "2", "--dp", "8"]
     plain = call_json(capsys, *base, "--write", "10")
@@ -565,11 +303,10 @@ def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 
 
 def test_help_has_examples_that_work(capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: Any) -> None:
-    from fastckpt._tools.plan import command, simulate_command
-
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL}))
-    examples = [line.split() for text in (command.HELP, simulate_command.HELP) for line in text.splitlines()]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **CONFIG}))
+    pages = "".join(call(capsys, command, "--help")[1] for command in ("plan", "simulate"))
+    examples = [line.split() for line in pages.splitlines()]
     commands = [words[1:] for words in examples if words[:1] == ["fastckpt"]]
     assert len(commands) == 5
     for words in commands:
@@ -577,27 +314,6 @@ def test_help_has_examples_that_work(capsys: pytest.CaptureFixture[str], tmp_pat
 
 
 # -- sweeps ------------------------------------------------------------------------------------------------------------
-
-
-def test_sweeps_are_lists_and_ranges() -> None:
-    assert sweep.parse("gpus=1000,2000, 4000") == ("gpus", ["1000", "2000", "4000"])
-    assert sweep.parse("gpus=1000:4000:1000") == ("gpus", ["1000", "2000", "3000", "4000"])
-    assert sweep.parse("gpus=1000:8000:x2") == ("gpus", ["1000", "2000", "4000", "8000"])
-    assert sweep.parse("gpus=1000:7999:x2") == ("gpus", ["1000", "2000", "4000"])
-    assert sweep.parse("goodput=0.9:0.99:0.01")[1] == [f"0.{value}".rstrip("0") for value in range(90, 100)]
-    assert sweep.parse("mttf-gpu=10000h,50000h") == ("mttf_gpu", ["10000h", "50000h"])
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        *("", "gpus", "colour=1,2", "gpus=", "gpus=1,,2", "gpus=1:2", "gpus=1:2:3:4", "gpus=a:b:c", "gpus=1:9:0"),
-        *("gpus=9:1:1", "gpus=1:9:x1", "gpus=0:9:x2", "gpus=1:9:-1", "gpus=1:1e9:1", "gpus=1:inf:1"),
-    ],
-)
-def test_what_is_no_sweep_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="sweep"):
-        sweep.parse(text)
 
 
 def test_a_sweep_is_the_same_as_its_plans(capsys: pytest.CaptureFixture[str]) -> None:
@@ -611,9 +327,9 @@ def test_a_sweep_is_the_same_as_its_plans(capsys: pytest.CaptureFixture[str]) ->
         assert status == 0
         assert len(out.splitlines()) == 3
         assert len(set(out.splitlines())) == 3
-    with pytest.raises(ValueError, match=r"'1\.5' is not a whole number"):
-        sweep.sweep("gpus", ["1.5"], {"params": 1})
-    assert sweep.sweep("gpus", ["1e3"], {"params": 1})[0].layout.gpus == 1000
+    job = ["plan", "--params", 1, "--sweep"]
+    assert "'1.5' is not a whole number" in call(capsys, *job, "gpus=1.5")[2]
+    assert call_json(capsys, *job, "gpus=1e3")["plans"][0]["layout"]["dp"] == 1000
 
 
 @pytest.mark.parametrize("suffix", ["png", "svg"])

@@ -11,7 +11,7 @@ import pytest
 
 import fastckpt
 from fastckpt import keep
-from fastckpt._tools import cli, runs
+from harness import cli
 
 
 @pytest.fixture
@@ -157,7 +157,6 @@ def test_the_share_that_changed_is_a_column(tmp_path, capsys):
     lines = capsys.readouterr().out.splitlines()
     assert "model 25 %, optimizer 100 %" in lines[2]
     assert "model 0 %, optimizer 100 %" in lines[3]
-    assert [runs._percent(share) for share in (0.0, 1e-9, 0.02)] == ["0 %", "< 0.1 %", "2 %"]
 
 
 def test_the_shares_of_a_run_in_a_store_are_those_that_later_steps_know(tmp_path, capsys):
@@ -189,22 +188,6 @@ def test_names_without_zeros_are_found_in_the_order_of_their_steps(tmp_path, cap
     _, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--remove", "--name", "step-{step}")
     assert document["removed"] == [900]
     assert [one.name for one in fastckpt.list(tmp_path)] == ["epoch-2", "final", "step-1000", "step-10000"]
-
-
-@pytest.mark.parametrize(
-    ("names", "form"),
-    [
-        ([], "step-{step:08d}"),
-        (["final"], "step-{step:08d}"),
-        (["step-00000900", "step-123456789"], "step-{step:08d}"),
-        (["step-0", "step-10"], "step-{step}"),
-        (["007"], "{step:03d}"),
-        (["{a}7.ckpt", "{a}9.ckpt", "b1"], "{{a}}{step}.ckpt"),
-        (["gpt-2-100", "gpt-2-900"], "gpt-2-{step}"),
-    ],
-)
-def test_the_names_of_a_run_are_those_that_most_have(names, form):
-    assert runs._form_of(names) == form
 
 
 def test_other_names_and_nothing(tmp_path, capsys):

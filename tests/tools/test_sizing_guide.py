@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fastckpt._tools import cli
+from harness import cli
 
 GUIDE = Path(__file__).parents[2] / "docs" / "sizing.md"
 NUMBER = re.compile(r"[-+]?\d[\d,]*\.?\d*")

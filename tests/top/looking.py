@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 import time
 
 from fastckpt_top.demo import DemoSource
@@ -45,3 +48,15 @@ def eventually(probe, seconds=60.0):
         if found or time.monotonic() > ends:
             return found
         time.sleep(0.05)
+
+
+def top(place, *arguments, wrap=()):
+    command = [*wrap, sys.executable, "-m", "fastckpt_top", "--dir", str(place), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def once(place, **options):
+    done = top(place, "--once", "--json", "--interval", "0.5", **options)
+    assert done.returncode == 0, done.stderr
+    ticks = [json.loads(line) for line in done.stdout.splitlines()]
+    return next(tick for tick in reversed(ticks) if tick["kind"] == "tick")

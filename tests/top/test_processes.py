@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import pwd
 import signal
@@ -247,33 +246,3 @@ def test_time_in_fsync_is_told_apart_from_the_disk(place, tmp_path):
     for thread in threads:
         waits = thread.fsync_wait_ms * 10**6 + thread.busy_ns + thread.source_wait_ns
         assert waits <= record.dur_ns, "no moment counts twice"
-
-
-# The bytes of these tensors come from a function, as those of a device do; and it is slow.
-PULLED = """
-import json, sys, time
-import torch
-import fastckpt
-from fastckpt._tensors.movers import Sources
-real = Sources.fill
-def slow(self, ranges):
-    time.sleep(0.1)
-    return real(self, ranges)
-Sources.fill = slow
-state = {"a": torch.ones(4000, 4000, dtype=torch.float32).t()}
-report = fastckpt.save(state, sys.argv[1], io="uring", threads=1)
-print(json.dumps([report.engine, report.phases["write"]]))
-"""
-
-
-def test_a_slow_source_is_the_source_also_where_writes_are_under_way_meanwhile(place, tmp_path):
-    environment = zygote.environment() | {"FASTCKPT_TOP_DIR": str(place)}
-    command = [sys.executable, "-c", PULLED, str(tmp_path / "c")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-    engine, wrote = json.loads(done.stdout)
-    assert engine == "uring"
-    shm = ShmFeed([str(place)])
-    ((_, thread),) = only(shm.poll()).threads
-    shm.close()
-    assert thread.source_wait_ns / 1e9 > 0.1 * 64 * MB / (16 << 20), "each call sleeps"
-    assert thread.source_wait_ns + thread.busy_ns <= wrote * 1.1e9, "no moment counts twice"

@@ -11,7 +11,7 @@ import sys
 import time
 
 import pytest
-from fastckpt_top import segment
+from looking import once
 
 import fastckpt
 from harness import mounts, needs
@@ -67,18 +67,6 @@ def trainer(place, tmp_path):
 def tell(child):
     child.stdin.write("\n")
     child.stdin.flush()
-
-
-def top(place, *arguments, wrap=()):
-    command = [*wrap, sys.executable, "-m", "fastckpt_top", "--dir", str(place), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def once(place, **options):
-    done = top(place, "--once", "--json", "--interval", "0.5", **options)
-    assert done.returncode == 0, done.stderr
-    ticks = [json.loads(line) for line in done.stdout.splitlines()]
-    return next(tick for tick in reversed(ticks) if tick["kind"] == "tick")
 
 
 def rank_of(tick, child):
@@ -222,40 +210,6 @@ fastckpt.save(state, sys.argv[1] + "/parent")
     assert not any(proc["alive"] for proc in procs)
 
 
-GROUP = """
-import os, sys
-import fastckpt
-from fastckpt import _core
-_core.set_group(2**63 + 5, 2, 4)
-fastckpt.save({}, sys.argv[1])
-_core.wait_for(1)
-os.write(1, b"waits\\n")
-sys.stdin.readline()
-_core.wait_for(None)
-os.write(1, b"waits no more\\n")
-sys.stdin.readline()
-"""
-
-
-def test_the_process_group_and_whom_a_rank_waits_for_are_published(place, tmp_path):
-    command = [sys.executable, "-c", GROUP, str(tmp_path / "c")]
-    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place), "RANK": "7"}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
-
-        def row():
-            (found,) = once(place)["ranks"]
-            return found["rank"], found["state"], found["wait"]
-
-        assert child.stdout.readline() == "waits\n"
-        assert row() == (2, "wait", "rank 1")
-        child.stdin.write("\n")
-        child.stdin.flush()
-        assert child.stdout.readline() == "waits no more\n"
-        assert row()[0] == 2
-        assert row()[1:] == ("done", None)
-        child.stdin.write("\n")
-
-
 STILL = """
 import sys
 import numpy as np
@@ -281,31 +235,6 @@ def test_a_manager_publishes_what_has_changed(place, tmp_path):
             child.stdin.write("\n")
             child.stdin.flush()
     assert newest["sentence"]["text"].endswith("no tensor of the model has changed since the save before")
-
-
-WARNS = """
-import sys
-import fastckpt
-from fastckpt import _core
-fastckpt.save({}, sys.argv[1])
-for text in ("ranks differ in w", "ranks differ in " + 100 * "v"):
-    _core.warn(text)
-    print(flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_what_a_process_warns_of_is_published(place, tmp_path):
-    command = [sys.executable, "-c", WARNS, str(tmp_path / "c")]
-    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place)}
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
-        for number, text in ((1, "ranks differ in w"), (2, "ranks differ in " + 48 * "v")):
-            child.stdout.readline()
-            (file,) = place.glob("*.seg")
-            process = segment.decode(file.read_bytes()).process
-            assert (process.warned, process.warning) == (number, text)
-            child.stdin.write("\n")
-            child.stdin.flush()
 
 
 def test_counters_can_be_turned_off(place, tmp_path):

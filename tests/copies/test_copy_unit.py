@@ -1,4 +1,6 @@
-"""``fastckpt.copy`` to, from and between object stores: in memory, where every step can be stopped at."""
+"""The engine of copies: from several places, in shares, stopped at any step, between directories and object stores in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +8,7 @@ import errno
 import itertools
 import os
 import random
+import re
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
@@ -15,18 +18,19 @@ import numpy as np
 import pytest
 
 import fastckpt
-from copies.conftest import value_at
+from copies.conftest import FILES, SHARDS, damage, names, value_at
+from fastckpt._copy import directory, moves, pace, shares, sources
 from fastckpt._copy import objects as to_objects
-from fastckpt._copy import shares
 from fastckpt._copy.copy import copy_checkpoint
+from fastckpt._copy.pace import Pace
+from fastckpt._copy.plan import Plan
 from fastckpt._portable.manifest import own_checksum
 from fastckpt._stores.layout import file_of
 from fastckpt._stores.objects import Objects
+from harness import cli
 
 pytest.importorskip("obstore")
 
-SHARDS = [*(f"model-0000{number}-of-00002.safetensors" for number in (1, 2)), "training/training.safetensors"]
-FILES = sorted(["config.json", "fastckpt.json", "model.safetensors.index.json", *SHARDS])
 _stores = itertools.count()
 
 
@@ -491,3 +495,345 @@ def test_a_checkpoint_below_a_name_like_that_of_a_folder_is_not_copied_over(save
         with pytest.raises(OSError, match=f"`{name}/|holds no"):
             call()
     assert value_at(f"{url}/{name}") == 1
+
+
+# --- copies between directories ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("to", ["c", "memory://changed/c"])
+def test_a_file_beside_the_shards_that_grows_meanwhile_is_no_damage(saved, tmp_path, monkeypatch, to):
+    """Mutant: only another manifest is a change."""
+    source, target = saved("a", 1), to if "://" in to else str(tmp_path / to)
+    real, calls = Plan.bring, []
+
+    def bring(*arguments):
+        if not calls:
+            Path(source, "config.json").write_text('{"value": 1, "more": 2}')
+        calls.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(Plan, "bring", bring)
+    fastckpt.copy(source, target)
+    assert len(calls) == 2
+    fastckpt.copy(target, tmp_path / "back")
+    assert (tmp_path / "back" / "config.json").read_text() == '{"value": 1, "more": 2}'
+
+
+def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_copied_again(saved, tmp_path, monkeypatch):
+    source = saved("a", 1)
+    real, times = directory.move, []
+
+    def move(*arguments):
+        if not times:
+            saved("a", 2)
+        times.append(1)
+        return real(*arguments)
+
+    monkeypatch.setattr(directory, "move", move)
+    fastckpt.copy(source, tmp_path / "b")
+    assert len(times) == 2
+    assert value_at(str(tmp_path / "b")) == 2
+    assert names(tmp_path) == ["a", "b"]
+    fastckpt.remove(source, everything=True)
+    with pytest.raises(FileNotFoundError):
+        fastckpt.copy(source, tmp_path / "c")
+
+
+def test_each_file_comes_from_the_first_place_where_it_is_whole(saved, tmp_path):
+    source = saved("a", 1)
+    first, second = (str(tmp_path / name) for name in ("b", "c"))
+    for target in (first, second):
+        fastckpt.copy(source, target)
+    damage(first, SHARDS[0])
+    damage(second, SHARDS[1])
+    Path(second, SHARDS[2]).unlink()
+    copied = copy_checkpoint([first, second], str(tmp_path / "d"))
+    assert value_at(str(tmp_path / "d")) == 1
+    assert copied.bytes == sum(Path(source, file).stat().st_size for file in FILES if file != "fastckpt.json")
+    damage(second, SHARDS[0])
+    with pytest.raises(fastckpt.CorruptCheckpointError, match=re.escape(str(Path(first, SHARDS[0])))):
+        copy_checkpoint([first, second], str(tmp_path / "e"))
+    assert not (tmp_path / "e").exists()
+
+
+def test_a_repair_replaces_what_is_damaged_and_links_the_rest(saved, tmp_path):
+    source, target = saved("a", 1), str(tmp_path / "b")
+    fastckpt.copy(source, target)
+    damage(target, SHARDS[1])
+    before = {file: Path(target, file).stat().st_ino for file in FILES}
+    with pytest.raises(fastckpt.CorruptCheckpointError):
+        copy_checkpoint([target], target, overwrite=True)
+    copied = copy_checkpoint([target, source], target, overwrite=True)
+    after = {file: Path(target, file).stat().st_ino for file in FILES}
+    assert {file for file in FILES if after[file] != before[file]} == {SHARDS[1], "fastckpt.json"}
+    assert copied.bytes == Path(target, SHARDS[1]).stat().st_size
+    assert value_at(target) == 1
+
+
+def test_a_repair_without_links_copies(saved, tmp_path, monkeypatch):
+    source, target = saved("a", 1), str(tmp_path / "b")
+    fastckpt.copy(source, target)
+    damage(target, SHARDS[1])
+    before = {file: Path(target, file).stat().st_ino for file in FILES}
+
+    def link(*_):
+        raise PermissionError(1, "no links here")
+
+    wrap(monkeypatch, link=link)
+    copy_checkpoint([target, source], target, overwrite=True)
+    assert value_at(target) == 1
+    assert all(Path(target, file).stat().st_ino != before[file] for file in SHARDS)
+
+
+def test_a_manifest_that_is_damaged_comes_from_elsewhere_and_the_files_need_not(saved, tmp_path):
+    source, near = saved("a", 1), str(tmp_path / "b")
+    fastckpt.copy(source, near)
+    damage(near, "fastckpt.json", at=100)
+    for file in SHARDS:
+        damage(source, file)
+    copy_checkpoint([near, source], str(tmp_path / "c"))
+    assert value_at(str(tmp_path / "c")) == 1
+
+
+def test_another_checkpoint_is_no_source(saved, tmp_path):
+    sources_ = [saved("a", 1), saved("b", 2)]
+    Path(sources_[1], "notes.txt").touch()
+    copy_checkpoint(sources_, str(tmp_path / "c"))
+    assert names(tmp_path / "c") == FILES
+    assert value_at(str(tmp_path / "c")) == 1
+    damage(str(tmp_path / "a"), SHARDS[0])
+    with pytest.raises(fastckpt.CorruptCheckpointError):
+        copy_checkpoint([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "d"))
+
+
+@pytest.mark.parametrize("block", [4096, 1 << 20])
+@pytest.mark.parametrize("direct", [True, False])
+def test_blocks_of_any_size_with_and_without_direct_io(saved, tmp_path, monkeypatch, block, direct):
+    monkeypatch.setattr(pace, "BLOCK", block)
+    if not direct:
+        monkeypatch.setattr(sources, "_DIRECT", 0)
+    seen = []
+    copied = copy_checkpoint([saved("a", 1)], str(tmp_path / "b"), tick=lambda *now: seen.append(now))
+    assert value_at(str(tmp_path / "b")) == 1
+    assert seen[-1] == (copied.bytes, copied.bytes)
+    assert [done for done, _ in seen] == sorted(done for done, _ in seen)
+
+
+def test_a_limit_spreads_the_bytes_evenly():
+    paced = Pace(100e6, None, None)
+    assert paced.block == 100e6 * 0.1 // 4096 * 4096 or paced.block == pace.BLOCK
+    assert Pace(10e6, None, None).block == 999_424
+    assert Pace(1, None, None).block == 64 << 10
+    # Three threads at once wait one after another.
+    assert [round(paced.book(10_000_000, 100.0), 3) for _ in range(3)] == [0.0, 0.1, 0.2]
+    # After a stall, a tenth of a second is made up for, and no more.
+    assert paced.book(10_000_000, 200.0) == pytest.approx(0.0)
+    assert paced.book(10_000_000, 200.0) == pytest.approx(0.1)
+    assert Pace(None, None, None).book(1 << 40, 0.0) == 0.0
+
+
+def test_a_limit_is_kept(saved, tmp_path):
+    copied = copy_checkpoint([saved("a", 1)], str(tmp_path / "b"), limit=12e6)
+    assert copied.seconds >= copied.bytes / 12e6 - 0.11
+    assert value_at(str(tmp_path / "b")) == 1
+
+
+class Gathering:
+    """The core's, with a call in front of some of its methods."""
+
+    def __init__(self, real, before):
+        self._real = real
+        self._before = before
+
+    def __getattr__(self, name):
+        real = getattr(self._real, name)
+
+        def call(*arguments):
+            if name in self._before:
+                self._before[name](*arguments)
+            return real(*arguments)
+
+        return call
+
+
+def wrap(monkeypatch, **before):
+    """Have these called in front of the methods of the gatherings to be made, each until it is dropped."""
+    real = directory._core.Gathering
+    core = type("Core", (), {"Gathering": staticmethod(lambda *arguments: Gathering(real(*arguments), before))})
+    monkeypatch.setattr(directory, "_core", core)
+    return before
+
+
+def test_a_copy_that_is_stopped_keeps_what_is_whole_and_the_next_one_goes_on(saved, tmp_path, monkeypatch):
+    source, target = saved("a", 1), str(tmp_path / "b")
+    kept = []
+    before = wrap(monkeypatch, keep=lambda _, name: kept.append(name))
+    monkeypatch.setattr(moves, "THREADS", 1)
+    with pytest.raises(CancelledError):
+        copy_checkpoint([source], target, stop=lambda: len(kept) >= 2)
+    before.clear()
+    assert not Path(target).exists()
+    (left,) = fastckpt.leftovers(tmp_path)
+    assert (left.checkpoint, left.host, left.state) == ("b", "", "dead")
+    whole = [file for file in SHARDS if (tmp_path / left.name / file).exists()]
+    assert len(whole) >= 2
+    assert not [file for file in names(tmp_path / left.name) if file.endswith(".part")]
+    # Neither a save nor the copy of another checkpoint touches it.
+    saved("c", 2)
+    with pytest.raises(CancelledError):
+        copy_checkpoint([str(tmp_path / "c")], target, stop=lambda: True)
+    assert (tmp_path / left.name).exists()
+    again = copy_checkpoint([source], target)
+    assert again.reused_bytes == sum(Path(source, file).stat().st_size for file in whole)
+    assert value_at(target) == 1
+    assert names(tmp_path) == ["a", "b", "c"]
+
+
+def test_what_is_left_is_cleaned_on_request_and_not_while_it_is_in_use(saved, tmp_path, monkeypatch):
+    source, target = saved("a", 1), str(tmp_path / "b")
+    states = []
+
+    def keep(*_):
+        (one,) = fastckpt.leftovers(tmp_path)
+        states.append((one.state, fastckpt.remove_leftover(tmp_path, one.name, force=True)))
+        raise KeyboardInterrupt
+
+    before = wrap(monkeypatch, keep=keep)
+    with pytest.raises(KeyboardInterrupt):
+        copy_checkpoint([source], target)
+    before.clear()
+    assert set(states) == {("alive", False)}
+    assert cli.main(["clean", str(tmp_path), "--remove"]) == 0
+    assert names(tmp_path) == ["a"]
+
+
+@pytest.mark.parametrize("number", [28, 17, 5])
+def test_no_room_gives_back_what_was_taken_and_another_failure_does_not(saved, tmp_path, monkeypatch, number):
+    source, target = saved("a", 1), str(tmp_path / "b")
+
+    def keep(_, name):
+        if name == SHARDS[2]:
+            raise OSError(number, os.strerror(number))
+
+    before = wrap(monkeypatch, keep=keep)
+    with pytest.raises(OSError, match=re.escape(os.strerror(number))):
+        copy_checkpoint([source], target)
+    before.clear()
+    assert not Path(target).exists()
+    assert len(fastckpt.leftovers(tmp_path)) == (1 if number == 5 else 0)
+
+
+def test_what_another_copy_left_of_a_file_beside_the_shards_is_not_taken(saved, tmp_path, monkeypatch):
+    source, target = saved("a", 1), str(tmp_path / "b")
+
+    def publish(*_):
+        raise KeyboardInterrupt
+
+    before = wrap(monkeypatch, publish=publish)
+    with pytest.raises(KeyboardInterrupt):
+        copy_checkpoint([source], target)
+    before.clear()
+    Path(source, "config.json").write_text('{"value": 7}', encoding="utf-8")
+    copied = copy_checkpoint([source], target)
+    assert Path(target, "config.json").read_text(encoding="utf-8") == '{"value": 7}'
+    assert copied.reused_bytes == sum(Path(source, file).stat().st_size for file in SHARDS)
+
+
+def test_what_a_copy_leaves_that_ends_right_after_its_commit_goes_with_the_next_save(saved, tmp_path, monkeypatch):
+    source, target = saved("a", 1), str(tmp_path / "b")
+
+    def give_up(*_):
+        raise KeyboardInterrupt
+
+    before = wrap(monkeypatch, give_up=give_up)
+    with pytest.raises(KeyboardInterrupt):
+        copy_checkpoint([source], target)
+    before.clear()
+    assert value_at(target) == 1
+    assert len(fastckpt.leftovers(tmp_path)) == 1
+    saved("c", 2)
+    assert names(tmp_path) == ["a", "b", "c"]
+
+
+def test_two_processes_share_a_copy(saved, tmp_path, monkeypatch):
+    source, target = saved("a", 1), str(tmp_path / "b")
+    other = copy_checkpoint([source], target, share=(1, 2))
+    assert not Path(target).exists()
+    assert other.bytes == Path(source, SHARDS[1]).stat().st_size
+    first = copy_checkpoint([source], target, share=(0, 2))
+    assert first.bytes + other.bytes == sum(
+        Path(source, file).stat().st_size for file in FILES if file != "fastckpt.json"
+    )
+    assert value_at(target) == 1
+    assert copy_checkpoint([source], target, share=(1, 2)).was_there
+    assert names(tmp_path) == ["a", "b"]
+
+
+def test_the_first_waits_for_the_others_and_not_for_ever(saved, tmp_path, monkeypatch):
+    source, target = saved("a", 1), str(tmp_path / "b")
+    waits = threading.Event()
+    held = []
+
+    def counted(*_):
+        held.append(1)
+        # Once before its own files, then again and again.
+        if len(held) == 3:
+            waits.set()
+
+    wrap(monkeypatch, held=counted)
+    monkeypatch.setattr(shares, "PATIENCE", 600.0)
+    done = []
+    first = threading.Thread(target=lambda: done.append(copy_checkpoint([source], target, share=(0, 2))))
+    first.start()
+    assert waits.wait(60)
+    copy_checkpoint([source], target, share=(1, 2))
+    first.join(60)
+    assert done[0].bytes == sum(
+        Path(source, file).stat().st_size for file in FILES if file not in ("fastckpt.json", SHARDS[1])
+    )
+    assert value_at(target) == 1
+    # The other one never comes.
+    monkeypatch.setattr(shares, "PATIENCE", 0.0)
+    monkeypatch.setattr(shares, "TIMES", 0)
+    alone = copy_checkpoint([source], str(tmp_path / "c"), share=(0, 2))
+    assert alone.bytes > done[0].bytes
+    assert value_at(str(tmp_path / "c")) == 1
+    assert names(tmp_path) == ["a", "b", "c"]
+
+
+@pytest.mark.parametrize("where", ["begin", "keep", "publish"])
+def test_of_two_copies_of_one_checkpoint_both_succeed(saved, tmp_path, monkeypatch, where):
+    source, target = saved("a", 1), str(tmp_path / "b")
+    real = directory._core
+    once = threading.Lock()
+
+    def rival(*_):
+        if once.acquire(blocking=False):
+            monkeypatch.setattr(directory, "_core", real)
+            copy_checkpoint([source], target)
+
+    wrap(monkeypatch, **{where: rival})
+    copy_checkpoint([source], target)
+    assert value_at(target) == 1
+    assert names(tmp_path) == ["a", "b"]
+
+
+@pytest.mark.parametrize("overwrite", [True, False])
+def test_of_two_copies_of_different_checkpoints_the_last_wins_where_it_may(saved, tmp_path, monkeypatch, overwrite):
+    source, other, target = saved("a", 1), saved("c", 2), str(tmp_path / "b")
+    real = directory._core
+
+    def rival(*_):
+        monkeypatch.setattr(directory, "_core", real)
+        copy_checkpoint([other], target)
+        assert value_at(target) == 2
+
+    wrap(monkeypatch, publish=rival)
+    if overwrite:
+        copy_checkpoint([source], target, overwrite=True)
+        assert value_at(target) == 1
+    else:
+        with pytest.raises(FileExistsError):
+            copy_checkpoint([source], target)
+        assert value_at(target) == 2
+    assert names(tmp_path) == ["a", "b", "c"]

@@ -1,4 +1,7 @@
-"""A save is on the page from the copy of its state on, and the page and the save's own report tell the same story."""
+"""What the page says of moments that only a program which reaches inside of fastckpt can hold.
+
+A save is on the page from the copy of its state on, and the page and the save's own report tell the same story.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,13 @@ import sys
 import time
 
 import pytest
+from fastckpt_top import segment
 from fastckpt_top.feed import ShmFeed
 from fastckpt_top.model import Model
 from fastckpt_top.segment import Phase
-from looking import end, eventually
+from looking import end, eventually, once
+
+from harness import zygote
 
 MB = 10**6
 SIZE = 30 * MB
@@ -23,7 +29,7 @@ PROGRAM = """
 import json, os, sys, time
 import numpy as np
 import fastckpt
-from fastckpt._background.staging import Staging
+from harness.internals import Staging
 way, path, size = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 def held(real):
@@ -86,7 +92,7 @@ def program(place, tmp_path):
 
     def start(way):
         command = [sys.executable, "-c", PROGRAM, way, str(tmp_path / "step-7"), str(SIZE)]
-        environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place)}
+        environment = zygote.environment() | {"FASTCKPT_TOP_DIR": str(place)}
         pipe = subprocess.PIPE
         child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
         children.append(child)
@@ -207,3 +213,93 @@ def test_a_forked_child_that_gives_the_copy_up_leaves_the_parents_page_alone(pro
     tell(child, "fork")
     assert child.stdout.readline() == "7\n", "it ended as it wanted"
     agrees(watch, json.loads(child.stdout.readline()))
+
+
+GROUP = """
+import os, sys
+import fastckpt
+from fastckpt import _core
+_core.set_group(2**63 + 5, 2, 4)
+fastckpt.save({}, sys.argv[1])
+_core.wait_for(1)
+os.write(1, b"waits\\n")
+sys.stdin.readline()
+_core.wait_for(None)
+os.write(1, b"waits no more\\n")
+sys.stdin.readline()
+"""
+
+
+def test_the_process_group_and_whom_a_rank_waits_for_are_published(place, tmp_path):
+    command = [sys.executable, "-c", GROUP, str(tmp_path / "c")]
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place), "RANK": "7"}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+
+        def row():
+            (found,) = once(place)["ranks"]
+            return found["rank"], found["state"], found["wait"]
+
+        assert child.stdout.readline() == "waits\n"
+        assert row() == (2, "wait", "rank 1")
+        child.stdin.write("\n")
+        child.stdin.flush()
+        assert child.stdout.readline() == "waits no more\n"
+        assert row()[0] == 2
+        assert row()[1:] == ("done", None)
+        child.stdin.write("\n")
+
+
+WARNS = """
+import sys
+import fastckpt
+from fastckpt import _core
+fastckpt.save({}, sys.argv[1])
+for text in ("ranks differ in w", "ranks differ in " + 100 * "v"):
+    _core.warn(text)
+    print(flush=True)
+    sys.stdin.readline()
+"""
+
+
+def test_what_a_process_warns_of_is_published(place, tmp_path):
+    command = [sys.executable, "-c", WARNS, str(tmp_path / "c")]
+    environment = {**os.environ, "FASTCKPT_TOP_DIR": str(place)}
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment) as child:
+        for number, text in ((1, "ranks differ in w"), (2, "ranks differ in " + 48 * "v")):
+            child.stdout.readline()
+            (file,) = place.glob("*.seg")
+            process = segment.decode(file.read_bytes()).process
+            assert (process.warned, process.warning) == (number, text)
+            child.stdin.write("\n")
+            child.stdin.flush()
+
+
+# The bytes of these tensors come from a function, as those of a device do; and it is slow.
+PULLED = """
+import json, sys, time
+import torch
+import fastckpt
+from fastckpt._tensors.movers import Sources
+real = Sources.fill
+def slow(self, ranges):
+    time.sleep(0.1)
+    return real(self, ranges)
+Sources.fill = slow
+state = {"a": torch.ones(4000, 4000, dtype=torch.float32).t()}
+report = fastckpt.save(state, sys.argv[1], io="uring", threads=1)
+print(json.dumps([report.engine, report.phases["write"]]))
+"""
+
+
+def test_a_slow_source_is_the_source_also_where_writes_are_under_way_meanwhile(place, tmp_path):
+    environment = zygote.environment() | {"FASTCKPT_TOP_DIR": str(place)}
+    command = [sys.executable, "-c", PULLED, str(tmp_path / "c")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    engine, wrote = json.loads(done.stdout)
+    assert engine == "uring"
+    shm = ShmFeed([str(place)])
+    (proc,) = shm.poll().procs
+    ((_, thread),) = proc.threads
+    shm.close()
+    assert thread.source_wait_ns / 1e9 > 0.1 * 64 * MB / (16 << 20), "each call sleeps"
+    assert thread.source_wait_ns + thread.busy_ns <= wrote * 1.1e9, "no moment counts twice"

@@ -1,8 +1,12 @@
-"""Structure tokens made to harm: each is CorruptCheckpointError, soon and in bounded memory."""
+"""Parts of the making of structures: tokens made to harm, each CorruptCheckpointError, soon and in bounded memory, and
+types and tensors as no interpreter here has them.
+"""
 
 from __future__ import annotations
 
+import collections
 import json
+import pathlib
 import random
 import resource
 import time
@@ -12,11 +16,13 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, FormatVersionError, UnsupportedTypeError
+from fastckpt import CorruptCheckpointError, FormatVersionError, Registry, UnsupportedTypeError
 from fastckpt._api.destinations import Targets
 from fastckpt._core import LogicalType, StoredTensor
+from fastckpt._state import hashes, structural
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.unflatten import parse, unflatten
+from harness.same import same
 
 STORED = [
     StoredTensor("a", "F32", (2, 3), 0, 4096, 24),
@@ -318,3 +324,60 @@ def test_mutated_tokens(tmp_path):
         except (CorruptCheckpointError, FormatVersionError, UnsupportedTypeError):
             pass
     assert 0 < decoded < 600
+
+
+class Default(collections.defaultdict):
+    pass
+
+
+def test_built_in_types_that_are_made_at_run_time_have_no_attributes(monkeypatch, tmp_path):
+    """As ``defaultdict`` is from Python 3.12 on."""
+    monkeypatch.setattr(structural, "_HEAP", collections.defaultdict.__flags__)
+    fastckpt.save(Default(list, a=[1]), tmp_path / "c")
+    assert fastckpt.load(tmp_path / "c", registry=Registry(Default)).default_factory is list
+
+
+KINDS = [
+    *(torch.bool, torch.uint8, torch.int16, torch.int64, torch.float16, torch.bfloat16, torch.float32),
+    *(torch.float64, torch.complex64, torch.complex128, torch.float8_e4m3fn, torch.float8_e5m2),
+]
+
+
+def test_fill_in_pieces_for_ordinary_tensors(monkeypatch, trip):
+    """The road that tensors of other devices take, forced for contiguous ones."""
+    from fastckpt._tensors import torch as _torch
+
+    describe = _torch._describe_other
+    taken = []
+
+    def other(value, flags):
+        taken.append(value)
+        return _torch._describe_strided(value, flags)
+
+    monkeypatch.setattr(_torch, "_describe", other)
+    state = {str(kind): torch.arange(15).to(kind).reshape(5, 3) for kind in KINDS} | {
+        "large": torch.randn(3 << 20),
+        "0d": torch.tensor(1.5),
+    }
+    assert same(trip(state), state)
+    assert len(taken) == len(state)
+    assert describe is _torch._describe_other
+
+
+def test_what_is_part_of_the_structure_is_never_registered(registry):
+    from fastckpt._state import flatten as _flatten
+    from fastckpt._state.values import PLAIN
+
+    assert set(_flatten._DESCRIBE) | set(_flatten._values.ENCODERS) == PLAIN | {_flatten._Attributed, _flatten._Bare}
+    for kind in (*PLAIN, type(pathlib.Path()), pathlib.PureWindowsPath, torch.Tensor, torch.nn.Parameter, torch.Size):
+        with pytest.raises(ValueError, match="without registration"):
+            registry(kind, str, str)
+
+
+def test_slices_are_too_deep_for_keys_where_tuples_are():
+    """They can be keys since Python 3.12."""
+    cut = None
+    for _ in range(101):
+        cut = slice(cut)
+    assert hashes.too_deep([cut])
+    assert not hashes.too_deep([cut.stop])

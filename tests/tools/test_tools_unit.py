@@ -1,12 +1,27 @@
-"""``fastckpt bench DIR``, what needs no disk: scores of made-up samples, shares and tensors, room."""
+"""Parts of the tools that no command shows by itself: scores, shares, room, ranks and the raw device of ``bench``,
+figures of ``diff`` in pieces, names and shares of ``runs``, and the options behind ``--help``.
+"""
+
+# ruff: noqa: PTH208 - names as the directory has them
 
 from __future__ import annotations
 
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+
 import numpy as np
 import pytest
+import torch
 
+from fastckpt._tools import cli as command_line
+from fastckpt._tools import diff, runs
 from fastckpt._tools.bench import room, scores, shapes, text
 from fastckpt._tools.tiers import TIERS, WORKLOADS
+from harness import cli, needs, zygote
 
 GB, GIB = 10**9, 2**30
 
@@ -224,3 +239,189 @@ def test_hot_loads_are_left_out_where_the_files_would_not_stay_cached(tmp_path, 
     assert room.check(tmp_path, [shapes.Share(0, GB, 512)], hot=False) is None
     with_memory(monkeypatch, 4 * GB)
     assert room.check(tmp_path, [shapes.Share(0, GB, 512)], hot=True) is None
+
+
+# --- ranks, caches and the raw device ---------------------------------------------------------------------------------
+
+
+def test_a_rank_that_comes_back_with_other_bytes_ends_the_run(where, monkeypatch):
+    from fastckpt._tools.bench import rank, shapes
+
+    spec = rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], "auto", None, "light")
+    one = rank._Rank(spec)
+    one.prepare(rank.Request("save", 1))(time.monotonic())
+    loading = one.prepare(rank.Request("load", 1))
+    shapes.stamp(one.state["model"]["layers.0.0"])
+    with pytest.raises(ValueError, match=r"model\.layers\.0\.0 is not what was saved"):
+        loading(time.monotonic())
+
+
+def test_caches_are_dropped_before_what_has_to_be_cold(monkeypatch):
+    from fastckpt._tools.bench import rounds
+
+    for may in (True, False):
+        done = []
+        monkeypatch.setattr(rounds.caches, "drop", lambda may=may, done=done: done.append("drop") or may)
+        monkeypatch.setattr(rounds.os, "sync", lambda done=done: done.append("sync"))
+        ranks = type(
+            "Fake", (), {"ask": lambda _, request, done=done: done.append((request.operation, request.forget))}
+        )
+        measured = rounds.Measured()
+        for operation in ("raw_write", "raw_read", "save", "load", "hot"):
+            rounds._once(ranks(), operation, 1, measured)
+        cold = [[step for part in ("raw_read", "load") for step in ("sync", "drop", (part, not may))]]
+        expected = [
+            "sync",
+            ("raw_write", False),
+            *cold[0][:3],
+            "sync",
+            ("save", False),
+            *cold[0][3:],
+            "sync",
+            ("hot", False),
+        ]
+        assert done == expected
+        assert ("drop_caches (" not in measured.caches) == may or "posix_fadvise" in measured.caches
+
+
+def test_a_rank_forgets_its_files_and_warms_them(where):
+    from fastckpt._tools.bench import caches, rank, shapes
+
+    one = rank._Rank(rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], "auto", None, "light"))
+    one.prepare(rank.Request("save", 1))(time.monotonic())
+    caches.warm(where)
+    assert caches.resident(where) == 1.0
+    assert one.prepare(rank.Request("load", 1))(time.monotonic())["resident"] == 1.0
+    os.sync()
+    assert one.prepare(rank.Request("load", 1, forget=True))(time.monotonic())["resident"] < 0.05
+    assert one.prepare(rank.Request("hot", 1))(time.monotonic())["resident"] == 1.0
+
+
+def test_the_ranks_are_ended_before_their_directory_goes(where):
+    from fastckpt._tools.scratch import scratch
+
+    seen = []
+    with scratch(where, "bench") as (path, ending):
+        ending.callback(lambda: seen.append(path.exists()))
+    assert seen == [True]
+    assert os.listdir(where) == []
+
+
+def test_the_raw_device_writes_and_reads_every_byte(tmp_path):
+    from fastckpt._tools.bench import raw
+
+    device = raw.Device()
+    blocks = raw.IN_FLIGHT + 3  # more than there are buffers
+    size = blocks * raw.BLOCK + 5000
+    done = device.write(tmp_path / "plain", size).run(time.monotonic())
+    assert done["bytes"] == blocks * raw.BLOCK + 8192 == (tmp_path / "plain").stat().st_size
+    assert done["direct"]
+    data = (tmp_path / "plain").read_bytes()
+    assert len({data[at : at + 4096] for at in range(0, len(data), 4096)}) == len(data) // 4096, (
+        "no two pages are equal"
+    )
+    for block in device._blocks:
+        block[:] = 0
+    assert device.read(tmp_path / "plain").run(time.monotonic())["bytes"] == len(data)
+    written = {data[at : at + raw.BLOCK] for at in range(0, len(data), raw.BLOCK)}
+    # The end of the file fills a part of one buffer.
+    assert sum(bytes(block) in written for block in device._blocks) >= raw.IN_FLIGHT - 1
+
+
+def test_the_raw_write_is_direct_preallocated_and_synced(tmp_path):
+    needs.tool("strace", "strace")
+    code = f"""
+import time
+from pathlib import Path
+from fastckpt._tools.bench import raw
+device = raw.Device()
+device.write(Path({str(tmp_path / "plain")!r}), 6 * raw.BLOCK).run(time.monotonic())
+device.read(Path({str(tmp_path / "plain")!r})).run(time.monotonic())
+"""
+    log = tmp_path / "log"
+    trace = ["strace", "-f", "-o", str(log), "-e", "openat,fallocate,pwritev,pwritev2,preadv,preadv2,fdatasync"]
+    subprocess.run([*trace, sys.executable, "-c", code], check=True, timeout=120, env=zygote.environment())
+    calls = [
+        line
+        for line in log.read_text().splitlines()
+        if "plain" in line
+        or "resumed" in line
+        or "vec" in line
+        or "sync" in line
+        or "pwritev" in line
+        or "fallocate" in line
+    ]
+    text = "\n".join(calls)
+    opens = [line for line in calls if "openat" in line and "plain" in line]
+    assert len(opens) == 2
+    assert all("O_DIRECT" in line for line in opens)
+    assert text.index("fallocate(") < text.index("pwritev")
+    assert text.rindex("pwritev") < text.index("fdatasync(") < text.index("preadv")
+
+
+# --- diff, runs, help -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("piece", [16 << 20, 64])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        *(torch.float64, torch.float32, torch.bfloat16, torch.float8_e4m3fn),
+        *(torch.int64, torch.uint8, torch.complex64, torch.complex32, torch.bool),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+def test_figures(compared, monkeypatch, dtype, piece):
+    monkeypatch.setattr(diff, "_PIECE", piece)
+    before = torch.ones(16, 4).to(dtype)
+    after = before.clone()
+    after[3, 1] = after[15, 3] = 0
+    document, screen = compared({"w": before, "tied": before}, {"w": after, "tied": before})
+    (found,) = document["changed"]
+    assert (found["name"], found["shape"], found["elements"], found["max_abs"]) == ("w", "[16, 4]", 2, 1.0)
+    assert found["dtype"] == str(dtype).removeprefix("torch.")
+    assert found["relative"] == pytest.approx(math.sqrt(2 / 64))
+    assert document["equal"] == 1
+    assert "0.177" in screen
+
+
+@pytest.mark.parametrize(
+    ("names", "form"),
+    [
+        ([], "step-{step:08d}"),
+        (["final"], "step-{step:08d}"),
+        (["step-00000900", "step-123456789"], "step-{step:08d}"),
+        (["step-0", "step-10"], "step-{step}"),
+        (["007"], "{step:03d}"),
+        (["{a}7.ckpt", "{a}9.ckpt", "b1"], "{{a}}{step}.ckpt"),
+        (["gpt-2-100", "gpt-2-900"], "gpt-2-{step}"),
+    ],
+)
+def test_the_names_of_a_run_are_those_that_most_have(names, form):
+    assert runs._form_of(names) == form
+
+
+def test_a_small_share_is_not_told_as_none():
+    assert [runs._percent(share) for share in (0.0, 1e-9, 0.02)] == ["0 %", "< 0.1 %", "2 %"]
+
+
+COMMANDS = {
+    name: parser for action in command_line._parser()._actions for name, parser in (action.choices or {}).items()
+}
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_a_screen_and_names_every_option(name, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    assert cli.main([*([name] if name else []), "--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert 3 < len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    named = set(re.findall(r"--[a-z][a-z-]*", "\n".join(lines)))
+    if name:
+        options = {option for option in COMMANDS[name]._option_string_actions if option.startswith("--")}
+        others = {"--json"} if name == "simulate" else set()  # of the command that it names
+        assert named | {"--help"} == options | others
+    else:
+        assert all(any(line.split()[:1] == [command] for line in lines) for command in COMMANDS)

@@ -1,33 +1,181 @@
-"""Tables of ranks that differ become one: pipeline and expert stages, meshes beside each other, what is per rank."""
+"""What ranks tell each other of a save or a load: tables that travel, that differ and become one, and what each rank
+demands of a checkpoint.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
+import mmap
+import os
 import random
+import time
+import types
 from collections import OrderedDict, defaultdict
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_model_state_dict,
-    get_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from fastckpt import UnsupportedTypeError
-from fastckpt._ranks.offers import combine_arrivals, combine_offers
+import fastckpt
+from fastckpt import StructureMismatchError, UnsupportedTypeError, _core, distributed
+from fastckpt._api.load_settings import LoadSettings
+from fastckpt._ranks.demands import Wanting, bitmap, combine_wanted, common, demands, numbers_in
+from fastckpt._ranks.offers import Told, combine_arrivals, combine_offers, offer_of
+from fastckpt._ranks.residency import is_resident
+from fastckpt._ranks.table import (
+    decode,
+    decode_spreads,
+    digest,
+    encode,
+    encode_spreads,
+    packed,
+    unpacked,
+)
 from fastckpt._state.builders import StateBuilder
 from fastckpt._state.flatten import flatten
 from fastckpt._state.unflatten import parse, unflatten
-from fastckpt._tensors.spread import Spread
+from fastckpt._tensors.spread import Spread, part_of
+from fastckpt.dcp import Writer
+from harness import needs
 from harness.internals import Agreement, local_of
+
+
+def table(state, rank=0, size=2, **options):
+    return local_of(state, rank, range(size), **options)
+
+
+def test_a_table_comes_back_as_it_was():
+    shared = torch.ones(3)
+    state = {
+        "model": {"w": shared, "t": shared, "c": torch.zeros(2, dtype=torch.complex128), "n\u00e4me": torch.ones(2, 0)},
+        7: np.arange(5),
+        "long": b"x" * 5000,
+        "big": torch.zeros(20_000),
+    }
+    local = table(state)
+    again = decode(encode(local.table))
+    assert again.names == local.table.names
+    assert again.kinds == local.table.kinds
+    assert again.kind.tolist() == local.table.kind.tolist()
+    assert again.ties == local.table.ties == [(0, "model.t")]
+    assert again.outer == [("str", "model", True), ("int", "7", False), ("str", "long", False), ("str", "big", False)]
+    assert again.structure == local.request.flat.structure()
+    assert encode(again) == encode(local.table)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"a": torch.ones(2), "b": 2},
+        {"a": torch.ones(3), "b": 1},
+        {"a": torch.ones(2, 1), "b": 1},
+        {"a": torch.ones(2).int(), "b": 1},
+        {"b": 1, "a": torch.ones(2)},
+        {"a": torch.ones(2), "b": 1, "c": None},
+        {"a": torch.ones(2).requires_grad_(), "b": 1},
+        {"a": np.ones(2, np.float32), "b": 1},
+    ],
+    ids=["value", "size", "shape", "dtype", "order", "key", "flag", "kind"],
+)
+def test_what_differs_has_another_digest(other):
+    state = {"a": torch.ones(2), "b": 1}
+    assert table(state).told.digests == table({"a": torch.ones(2), "b": 1}, rank=1).told.digests
+    assert table(state).told.digests != table(other).told.digests
+    assert table(state, metadata=1).told.digests == table(state).told.digests
+
+
+def test_memory_has_no_say():
+    """The same values, from other memory: a view with gaps, of another order, not aligned."""
+    base = torch.arange(24.0).reshape(4, 6)
+    gaps = torch.zeros(4, 6, 2)
+    gaps[..., 0] = base
+    raw = np.zeros(97, np.uint8)
+    raw[1:] = np.frombuffer(base.numpy().tobytes(), np.uint8)
+    states = [
+        base,
+        gaps[..., 0],
+        base.t().contiguous().t(),
+        torch.from_numpy(raw.copy())[1:].clone().view(torch.float32),
+    ]
+    digests = {table({"a": state.reshape(4, 6)}).told.digests for state in states}
+    assert len(digests) == 1
+    odd = np.frombuffer(raw.data, np.float32, offset=1).reshape(4, 6)
+    assert table({"a": odd}).told.digests == table({"a": base.numpy()}).told.digests
+
+
+def test_what_is_per_rank_has_no_say():
+    state = {"a": torch.ones(2)}
+    assert table(state, per_rank={"x": 1}).told.digests == table(state).told.digests
+
+
+meshes = st.sampled_from([(4,), (2, 2), (2, 3), (2, 2, 2), (3, 1, 2), ()])
+
+
+@given(st.lists(st.tuples(meshes, st.integers(0, 3), st.integers(1, 5), st.booleans()), max_size=4))
+def test_spreads_come_back_as_they_were(cases):
+    spreads = []
+    for mesh, first, step, odd in cases:
+        size = int(np.prod(mesh)) if mesh else 3
+        ranks = [first + step * index for index in range(size)]
+        if odd:
+            ranks[-1] += 1
+        spreads.append(Spread(tuple(ranks), mesh, tuple(("shard", 0, 0) for _ in mesh)))
+    assert decode_spreads(encode_spreads(spreads)) == spreads
+
+
+def test_meshes_of_many_ranks_are_small():
+    grid = np.arange(16384).reshape(128, 16, 8)
+    spread = Spread(tuple(grid[:, 3].ravel().tolist()), (128, 8), (("replicate", 0, 0), ("shard", 0, 0)))
+    data = encode_spreads([spread, Spread(tuple(range(16384)))])
+    assert len(data) < 200
+    assert decode_spreads(data) == [spread, Spread(tuple(range(16384)))]
+
+
+@given(st.lists(st.binary(max_size=9), max_size=5))
+def test_packing(parts):
+    assert unpacked(packed(*parts)) == parts
+
+
+def test_offers_travel_once():
+    main, cuts = b"m" * 5000, b"[]"
+    offers = [Told.of(rank, main + bytes([rank % 2]), cuts).offer("tables") for rank in range(100)]
+    whole = combine_offers([combine_offers(offers[:40]), combine_offers(offers[40:])])
+    classes, extras, blobs = offer_of(whole)
+    assert sorted(map(sorted, classes.values())) == [list(range(0, 100, 2)), list(range(1, 100, 2))]
+    assert extras == []
+    assert set(blobs) == {digest(main + b"\0"), digest(main + b"\1"), digest(cuts)}
+    assert len(whole) < 1500
+
+
+def test_large_tables_are_made_in_linear_time():
+    """No time that a machine might not keep: many tensors take as many times as long as few, with much room."""
+
+    def seconds(count):
+        state = {"model": {f"layers.{index}.weight": base[: index % 7 + 1] for index in range(count)}}
+        best = 9e9
+        for _ in range(3):
+            began = time.process_time()
+            local = table(state)
+            decode(encode(local.table))
+            best = min(best, time.process_time() - began)
+        return best
+
+    base = torch.ones(8)
+    seconds(1000)
+    assert seconds(32_000) < 24 * seconds(4000)
+
+
+# --- uniting what ranks bring -----------------------------------------------------------------------------------------
 
 
 def tree(combine, values, fan):
@@ -136,7 +284,11 @@ def test_stages_of_a_pipeline(flat):
 
 
 values = st.one_of(st.integers(-3, 3), st.booleans(), st.none(), st.text("ab", max_size=2), st.floats(-1, 1))
+
+
 leaves = st.one_of(values, st.integers(1, 5).map(lambda size: ("tensor", size)))
+
+
 states = st.recursive(
     st.dictionaries(st.text("abc.", min_size=1, max_size=3), leaves, max_size=4),
     lambda inner: st.one_of(
@@ -328,9 +480,6 @@ def test_deep_nesting():
     assert '"b",["tensor",0]' in agreed[0].structure
 
 
-# What belongs to one rank alone.
-
-
 def test_per_rank_does_not_make_tables_differ():
     extras = [{"rng": torch.full((4,), float(rank)), "at": rank} for rank in range(3)]
     extras[1] = None
@@ -361,9 +510,6 @@ def test_per_rank_holds_no_dtensors_and_equal_ones_travel_once():
     united = agreements[0].unite(combine_offers(offers))
     assert len(united) < 200
     assert len(combine_offers(offers)) < 64 * 120
-
-
-# With meshes.
 
 
 def _beside() -> None:
@@ -473,3 +619,300 @@ def _per_rank_with_dtensors() -> None:
 def test_what_is_per_rank_is_not_spread(forge):
     with forge.group(1) as group:
         group.run(_per_rank_with_dtensors)
+
+
+# --- what ranks demand of a checkpoint --------------------------------------------------------------------------------
+
+
+def gathered(value):
+    out: list = [None] * dist.get_world_size()
+    dist.all_gather_object(out, value)
+    return out
+
+
+def load(path, into, **options):
+    """Load as ranks do, but each takes its parts from the whole tensors by itself."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    reader = _core.Reader(str(path))
+    wanted = demands(reader, str(path), LoadSettings.of("load", options), into, rank, range(size))
+    agreement = Wanting(wanted)
+    verdict = agreement.decide(combine_wanted(gathered(agreement.arrival())))
+    answer = None
+    if agreement.is_open(verdict):
+        answer = agreement.unite(combine_offers(gathered(agreement.offer(verdict))))
+    agreed = agreement.settle(verdict, answer)
+    assert len({request[:2] for request in agreed.requests}) == len(agreed.requests)
+    assert len(set(map(repr, gathered((agreed.wanted, agreed.spreads))))) == 1
+    with fastckpt.open(path) as checkpoint:
+        for index, request in enumerate(agreed.requests):
+            number, spreads = agreed.wanted[request.tensor]
+            mine = [agreed.spreads[each] for each in spreads if rank in agreed.spreads[each].ranks]
+            fill(agreed, index, checkpoint, reader.tensors()[number].name, mine[request.part])
+    return wanted.build(), wanted, verdict
+
+
+def fill(agreed, index, checkpoint, name, spread):
+    full = np.asarray(checkpoint[name])
+    indices = [
+        [at for start, stop in each for at in range(start, stop)]
+        for each in part_of(full.shape, spread, dist.get_rank())
+    ]
+    part = np.ascontiguousarray(full[np.ix_(*indices)] if indices else full)
+    request = agreed.requests[index]
+    data = np.frombuffer(part.tobytes(), np.uint8)
+    if request.strides is not None:
+        low = (ctypes.c_char * request.nbytes).from_address(request.address)
+        np.ndarray(part.shape, part.dtype, low, strides=request.strides)[...] = part
+    elif request.address:
+        assert request.nbytes == part.nbytes
+        ctypes.memmove(request.address, part.tobytes(), part.nbytes)
+    else:
+        # In two pieces, the second first, as messages come.
+        middle = data.nbytes // 2
+        agreed.drain([(index, middle, data.ctypes.data + middle, data.nbytes - middle)])
+        agreed.drain([(index, 0, data.ctypes.data, middle)])
+
+
+def numbered(*shape):
+    return torch.arange(int(np.prod(shape)), dtype=torch.float32).reshape(shape) + 1
+
+
+def _tensors(path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    names = {
+        "rows": [Shard(0), Shard(0)],
+        "columns": [Replicate(), Shard(1)],
+        "both": [Shard(1), Shard(0)],
+        "whole": [Replicate(), Replicate()],
+    }
+    state = {"model": {name: numbered(5, 3) for name in (*names, "plain", "turned", "cast")}, "step": 4}
+    state["model"]["empty"] = torch.empty(0, 2)
+    if dist.get_rank() == 0:
+        fastckpt.save(state, path)
+    dist.barrier()
+    into = {name: distribute_tensor(torch.zeros(5, 3), mesh, cut) for name, cut in names.items()}
+    row = distribute_tensor(torch.zeros(5, 3), mesh, [Shard(0), Replicate()])
+    gaps = torch.zeros(*row.to_local().shape, 2)[..., 0].t().contiguous().t()
+    into["turned"] = DTensor.from_local(
+        gaps, mesh, [Shard(0), Replicate()], run_check=False, shape=row.shape, stride=row.stride()
+    )
+    into["empty"] = distribute_tensor(torch.empty(0, 2), mesh, [Shard(0), Shard(0)])
+    into["cast"] = distribute_tensor(torch.zeros(5, 3, dtype=torch.bfloat16), mesh, [Shard(0), Shard(1)])
+    into["plain"] = torch.zeros(5, 3)
+    loaded, wanted, verdict = load(path, {"model": into}, dtype={"model.cast": "bfloat16"})
+    assert verdict == ["equal", None]
+    assert loaded["step"] == 4
+    for name, value in into.items():
+        assert loaded["model"][name] is value
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        assert torch.equal(full.float(), state["model"][name]), name
+    # All ranks name the empty ones, too.
+    assert wanted.unwanted() is None
+
+
+def _modules_and_optimizers(path) -> None:
+    torch.manual_seed(0)
+    whole = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 2))
+    optimizer = torch.optim.AdamW(whole.parameters(), amsgrad=True)
+    whole(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    if dist.get_rank() == 0:
+        fastckpt.save({"model": whole, "optimizer": optimizer}, path)
+    dist.barrier()
+    for steps in (0, 1):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 7), torch.nn.BatchNorm1d(7), torch.nn.Linear(7, 2))
+        fully_shard(model[0])
+        fully_shard(model)
+        mine = torch.optim.AdamW(model.parameters(), amsgrad=True)
+        if steps:
+            model(torch.randn(4, 3)).sum().backward()
+            mine.step()
+        loaded, _, _ = load(path, {"model": model, "optimizer": mine})
+        assert loaded["model"] is model
+        for name, value in whole.state_dict().items():
+            found = model.state_dict()[name]
+            assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, value)
+        for number, values in optimizer.state_dict()["state"].items():
+            for name, value in values.items():
+                found = mine.state_dict()["state"][number][name]
+                assert isinstance(found, DTensor) == (name != "step")
+                assert torch.equal(found.full_tensor() if isinstance(found, DTensor) else found, value)
+        # It goes on from there.
+        model(torch.ones(4, 3)).sum().backward()
+        mine.step()
+    into = get_optimizer_state_dict(model, mine)
+    with pytest.raises(StructureMismatchError, match="not in the checkpoint"):
+        demands(_core.Reader(str(path)), str(path), LoadSettings.of("load", {}), {"optimizer": into}, 0, range(2))
+
+
+def _stages(path) -> None:
+    rank = dist.get_rank()
+    if rank == 0:
+        fastckpt.save({"model": {f"layer{at}": numbered(at + 2) for at in range(4)}, "note": "x"}, path)
+    dist.barrier()
+    into = {"model": {f"layer{rank}": torch.zeros(rank + 2), f"layer{(rank + 1) % 4}": torch.zeros((rank + 1) % 4 + 2)}}
+    loaded, wanted, verdict = load(path, into)
+    assert verdict == ["tables", None]
+    for value in into["model"].values():
+        assert torch.equal(value, numbered(len(value)))
+    assert loaded["note"] == "x"
+    assert set(loaded["model"]) == set(into["model"])
+    others = {f"model.layer{at}" for at in range(4)} - {f"model.{name}" for name in into["model"]}
+    assert set(wanted.names_of(wanted.unwanted())) == others
+    # What no rank wants is an error for all, unless it may be.
+    less = {"model": {f"layer{rank % 2}": torch.zeros(rank % 2 + 2)}}
+    with pytest.raises(
+        StructureMismatchError, match=r"no rank has a destination.* 2 tensors of .*\n  model\.layer2\n  model\.layer3$"
+    ):
+        load(path, less)
+    _, wanted, verdict = load(path, less, strict=False)
+    assert wanted.names_of(verdict[1]) == ("model.layer2", "model.layer3")
+    # And what a rank has beyond the checkpoint is one of its own.
+    with pytest.raises(StructureMismatchError, match=r"\['model'\]\['more'\]: not in the checkpoint"):
+        load(path, {"model": {"more": torch.zeros(1)}})
+
+
+def _a_tie_of_the_checkpoint(path) -> None:
+    """What is stored once may be wanted in several places, by each rank in another way."""
+    mesh = init_device_mesh("cpu", (2,))
+    shared = numbered(6, 2)
+    if dist.get_rank() == 0:
+        fastckpt.save({"a": shared, "b": shared, "c": shared, "d": shared}, path)
+    dist.barrier()
+    into = {
+        "a": torch.zeros(6, 2),
+        "b": torch.zeros(6, 2),
+        "c": distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)]),
+        "d": distribute_tensor(torch.zeros(6, 2), mesh, [Replicate()]),
+    }
+    loaded, _, _ = load(path, into)
+    for name, value in loaded.items():
+        assert value is into[name]
+        assert torch.equal(value.full_tensor() if isinstance(value, DTensor) else value, shared)
+    # One rank wants it twice, the other once.
+    mine = {name: torch.zeros(6, 2) for name in (("a", "b") if dist.get_rank() else ("a",))}
+    loaded, _, verdict = load(path, mine)
+    assert verdict[0] == "tables"
+    assert all(torch.equal(value, shared) for value in mine.values())
+
+
+def _mismatches(path) -> None:
+    mesh = init_device_mesh("cpu", (2,))
+    if dist.get_rank() == 0:
+        fastckpt.save({"a": numbered(6, 2), "s": numbered(6, 2).to_sparse()}, path)
+    dist.barrier()
+    for value, reason in (
+        (
+            distribute_tensor(torch.zeros(6, 3), mesh, [Shard(0)]),
+            r"shape \[6, 2\] in the checkpoint, \[6, 3\] in into=",
+        ),
+        (
+            distribute_tensor(torch.zeros(6, 2).int(), mesh, [Shard(0)]),
+            "dtype float32 in the checkpoint, int32 in into=",
+        ),
+    ):
+        with pytest.raises(StructureMismatchError, match=reason):
+            load(path, {"a": value}, keys="a")
+    value = distribute_tensor(torch.zeros(6, 2), mesh, [Shard(0)])
+    with pytest.raises(StructureMismatchError, match=r"\['s'\]"):
+        load(path, {"s": value}, keys="s*")
+    # A rank that leaves out what is spread over it.
+    with pytest.raises(
+        ValueError, match=r"^load: .*\n  \['a'\]: a DTensor over ranks 0, 1 on rank 0, no such on rank 1"
+    ):
+        load(path, {"a": value} if dist.get_rank() == 0 else {"s": numbered(6, 2).to_sparse()}, strict=False)
+    with pytest.raises(StructureMismatchError, match=r"fastckpt\.distributed\.load fills it"):
+        fastckpt.load(path, into={"a": value}, keys="a")
+    dist.barrier()
+
+
+def _new_tensors(path) -> None:
+    if dist.get_rank() == 0:
+        fastckpt.save({"a": numbered(3), "b": np.arange(4.0), "c": b"x" * 5000}, path)
+    dist.barrier()
+    loaded, wanted, verdict = load(path, None)
+    assert verdict == ["equal", None]
+    assert torch.equal(loaded["a"], numbered(3))
+    assert np.array_equal(loaded["b"], np.arange(4.0))
+    assert loaded["c"] == b"x" * 5000
+    assert wanted.unwanted() is None
+
+
+@pytest.mark.parametrize(
+    ("size", "case"),
+    [
+        (4, _tensors),
+        (2, _modules_and_optimizers),
+        (4, _stages),
+        (2, _a_tie_of_the_checkpoint),
+        (2, _mismatches),
+        (2, _new_tensors),
+    ],
+    ids=lambda case: case.__name__.strip("_") if callable(case) else None,
+)
+def test_demands(forge, tmp_path, size, case):
+    if case is _modules_and_optimizers:
+        needs.of_torch(hasattr(torch.cpu.Stream, "record_event"), "training under fully_shard on the CPU")
+    with forge.group(size) as group:
+        group.run(case, tmp_path / "c")
+
+
+def test_bitmaps():
+    one, other = bitmap({1, 5, 900}, 1000), bitmap({5, 7, 900}, 1000)
+    assert numbers_in(common([one, other, one])) == [5, 900]
+    assert common([one, bitmap({2}, 1000)]) is None
+    assert common([one, None]) is None
+    assert numbers_in(common([one, one])) == [1, 5, 900]
+    assert bitmap(set(), 10) is None
+    assert numbers_in(None) == []
+    assert len(bitmap(set(range(0, 100_000, 2)), 100_000)) < 1000
+
+
+def test_a_checkpoint_is_seen_in_the_page_cache(tmp_path):
+    fastckpt.save({"w": np.zeros(8 << 20, np.uint8)}, tmp_path / "c")
+    (file,) = (tmp_path / "c").glob("*.safetensors")
+    reader = _core.Reader(str(tmp_path / "c"))
+    with file.open("rb") as opened:
+        os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        assert not is_resident(str(tmp_path / "c"), reader)
+        opened.read()
+        try:
+            os.preadv(opened.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT)
+        except OSError as error:
+            needs.missing(f"a file system that says what is in the page cache ({error})")
+    assert is_resident(str(tmp_path / "c"), reader)
+
+
+def save_in_pages(how, path, size):
+    """A save where rank 1 has pages of ``size`` bytes; the page of the share that was laid out."""
+    pages, share = [], _core.Share
+
+    class Noted:
+        @staticmethod
+        def to_save(*arguments):
+            pages.append(arguments[4])
+            return share.to_save(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 1:
+            patch.setattr("fastckpt._ranks.process_group.mmap", types.SimpleNamespace(PAGESIZE=size))
+        patch.setattr(_core, "Share", Noted)
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        full = torch.arange(301 * 777, dtype=torch.float32).view(301, 777)
+        state = {"a": distribute_tensor(full, mesh, [Shard(0)]), "b": full[:100].clone()}
+        if how == "dcp":
+            dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60))
+        else:
+            distributed.save(state, path, timeout=60)
+    return pages
+
+
+@pytest.mark.parametrize("how", ["save", "dcp"])
+def test_ranks_write_whole_pages_of_the_rank_with_the_largest(forge, tmp_path, how):
+    with forge.group(3) as group:
+        for size in (mmap.PAGESIZE, 64 << 10):
+            assert group.run(save_in_pages, how, tmp_path / str(size), size) == [[size]] * 3
+    plain, large = (tmp_path / str(size) for size in (mmap.PAGESIZE, 64 << 10))
+    for file in plain.rglob("*.safetensors"):
+        assert (large / file.relative_to(plain)).read_bytes() == file.read_bytes()
+    assert fastckpt.verify(large).ok

@@ -1,0 +1,19 @@
+"""The command ``fastckpt``, run in this process as ``python -m fastckpt`` runs it in one of its own."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Sequence
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run the command with these arguments; its exit status. What it prints goes to this process's own streams."""
+    before, sys.argv = sys.argv, ["fastckpt", *arguments]
+    try:
+        runpy.run_module("fastckpt", run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    finally:
+        sys.argv = before
+    raise AssertionError("the command ended without a status")
