@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 import fastckpt
-from fastckpt._paths import is_url
-from fastckpt._stores.urls import below, name_of, place_of
+from fastckpt._stores.urls import place_of
 
 
 @pytest.mark.parametrize(
@@ -27,6 +26,7 @@ from fastckpt._stores.urls import below, name_of, place_of
         ("file:/tmp/a", "/tmp/a"),
         ("file://localhost/tmp/../x", "/x"),
         ("/a/s3://b", "/a/s3:/b"),
+        ("/x:/y", "/x:/y"),
         ("C:/x", os.path.abspath("C:/x")),  # noqa: PTH100
     ],
 )
@@ -59,13 +59,6 @@ def test_credentials_in_a_url_are_refused_and_not_repeated():
     assert "hunter2" not in str(caught.value)
 
 
-def test_names_below():
-    assert below("s3://b/run", "step-1") == "s3://b/run/step-1"
-    assert below("/run", "step-1") == os.path.join("/run", "step-1")  # noqa: PTH118
-    assert name_of("s3://b/run") == name_of("/x/run") == "run"
-    assert not is_url("/x:/y")
-
-
 def test_a_file_url_is_a_path(tmp_path):
     path = tmp_path / "a b"
     fastckpt.save({"n": 1}, path)
@@ -80,7 +73,7 @@ def test_a_file_url_is_a_path(tmp_path):
 def test_the_client_is_imported_where_a_url_is_given():
     code = """
 import sys, fastckpt
-assert not {"obstore", "fastckpt._portable", "fastckpt._stores.objects"} & set(sys.modules)
+assert not {"obstore", "fastckpt._portable", "fastckpt._stores.files", "fastckpt._stores.objects"} & set(sys.modules)
 sys.modules["obstore"] = sys.modules["obstore.store"] = None
 for call in (fastckpt.load, fastckpt.open, fastckpt.verify, fastckpt.list, fastckpt.remove):
     try:
