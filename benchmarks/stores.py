@@ -13,7 +13,8 @@ In each round all read the same objects, and take turns to be first:
 (``bench/object_server.py``, in a process of its own, from the page cache). ``--store files`` has the client read files
 itself, without any network: there is nothing to wait for, and what a load adds counts most. ``--url`` takes a place in
 a real store, of a checkpoint that is there. GB is 10^9 bytes; beside the speed stands the processor time of this
-process. ``--check`` exits with 1 when the load has less than 0.8 of the client's speed, by the median over the rounds.
+process. ``--check`` exits with 1 when a load has less than 0.75 of the client's speed, or less than 0.9 with ``into=``,
+by the median over the rounds.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ from bench.object_server import served
 from fastckpt._stores import files, objects
 
 GB = 10**9
-BAR = 0.8
+#: The least share of the client's speed.
+BARS = {"load": 0.75, "into": 0.9}
 
 
 def read_all(place: objects.Objects) -> int:
@@ -113,18 +115,19 @@ def main() -> int:
         samples, cpu = measure(url, options.rounds)
     medians = {way: statistics.median(speeds) for way, speeds in samples.items()}
     ratios = {
-        way: statistics.median(a / b for a, b in zip(samples[way], samples["client"], strict=True))
-        for way in ("load", "into")
+        way: statistics.median(a / b for a, b in zip(samples[way], samples["client"], strict=True)) for way in BARS
     }
     if options.json:
-        print(json.dumps({"samples": samples, "cpu": cpu, "medians": medians, "ratios": ratios, "bar": BAR}, indent=2))
+        print(
+            json.dumps({"samples": samples, "cpu": cpu, "medians": medians, "ratios": ratios, "bars": BARS}, indent=2)
+        )
     else:
         for way, speed in medians.items():
             spread = f"from {min(samples[way]):.2f} to {max(samples[way]):.2f}"
             print(f"{way:8} {speed:6.2f} GB/s ({spread}), {statistics.median(cpu[way]):.2f} CPU s/GB")
         for way, ratio in ratios.items():
-            print(f"{way} / client: {ratio:.2f} (bar {BAR})")
-    return int(options.check and ratios["load"] < BAR)
+            print(f"{way} / client: {ratio:.2f} (bar {BARS[way]})")
+    return int(options.check and any(ratios[way] < bar for way, bar in BARS.items()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """The compiled core: thin, typed, without knowledge of tensors beyond name, dtype, shape and address."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypedDict, final, type_check_only
+from typing import Any, Protocol, TypedDict, final, type_check_only
 
 from fastckpt._tensors.described import Tensor
 
@@ -590,15 +590,38 @@ class ReadRequest:
     @property
     def strides(self) -> list[int] | None: ...
 
+@type_check_only
+class Store(Protocol):
+    """The files of a checkpoint in an object store. Worker threads call it, and what it raises ends the read.
+
+    FileNotFoundError says that an object is missing, and a CheckpointError that there is no checkpoint any more. Other
+    errors say nothing of the checkpoint.
+    """
+
+    def manifest(self, most: int | None = None) -> bytes:
+        """The manifest, or the first ``most`` bytes of it."""
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is missing."""
+    def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, object]:
+        """``nbytes`` of a file from ``start`` on; fewer where it ends before.
+
+        Returns their address, their number, and what keeps them there, unchanged, for as long as it lives.
+        """
+    def path_of(self, name: str) -> str:
+        """What messages call a file."""
+
 @final
 class Reader:
     """An open checkpoint: manifest read and checked."""
 
-    def __new__(cls, path: str, *, keep: bool = False, manifest: bytes | None = None) -> Reader:
+    def __new__(
+        cls, path: str, *, keep: bool = False, manifest: bytes | None = None, files: Store | None = None
+    ) -> Reader:
         """Open it. With ``keep`` the shards, if there are at most 64, stay open, and readable once replaced.
 
         ``manifest`` is the result of :meth:`manifest` of another process's reader: only the beginning of the file is
-        read, and ReplacedCheckpointError is raised if it belongs to another manifest.
+        read, and ReplacedCheckpointError is raised if it belongs to another manifest. ``files`` reads the objects of a
+        store: then ``path`` is the URL, and nothing stays open.
         """
     def manifest(self) -> bytes:
         """The content of the manifest, read again."""

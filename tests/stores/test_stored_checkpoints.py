@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import signal
 import threading
 import uuid
 from pathlib import Path
@@ -14,7 +15,6 @@ import torch
 
 import fastckpt
 from fastckpt import CorruptCheckpointError, NotACheckpointError
-from fastckpt._portable import reader as portable
 from fastckpt._stores import checkpoints, files
 from fastckpt._stores.objects import PART, Objects
 from harness import cli, manifest
@@ -67,7 +67,7 @@ def shards_of(url):
     return [name for name in objects_at(url).sizes() if name.endswith(".safetensors")]
 
 
-def test_all_that_a_load_can_do(url, saved):
+def test_all_that_a_load_can_do(url, saved, monkeypatch):
     _, state = saved
     loaded = fastckpt.load(url, report=True)
     same(loaded.state, state)
@@ -87,9 +87,11 @@ def test_all_that_a_load_can_do(url, saved):
         "an object store is read over the network"
     )
     assert isinstance(fastckpt.load(url, framework="numpy", keys="head")["head"], np.ndarray)
-    with pytest.raises(OSError, match="direct I/O") as caught:
+    with pytest.raises(OSError, match=r'direct I/O.*over the network.*give io="auto"') as caught:
         fastckpt.load(url, io="direct")
     assert caught.value.errno == errno.EINVAL
+    monkeypatch.setenv("FASTCKPT_IO", "direct")  # which is for disks
+    assert fastckpt.verify(url).ok
 
 
 def test_single_tensors_and_parts_of_them(url, saved):
@@ -121,10 +123,14 @@ def test_small_ranges_are_read_together_and_large_ones_in_parts(url, saved, monk
     assert total < sum(path.stat().st_size for path in saved[0].rglob("*")) + (1 << 20)
 
 
-def test_no_more_than_so_much_is_on_its_way(url, monkeypatch):
+def test_no_more_than_so_much_is_on_its_way(run, tmp_path, monkeypatch):
     """Whatever the number of threads: the memory of requests is not that of the caller."""
-    monkeypatch.setattr(portable, "_IN_FLIGHT", 3 * PART)
-    assert fastckpt.load(url, threads=16, report=True).report.threads == 3
+    monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(64 << 20))
+    state = {"large": np.zeros(64 << 20, np.uint8), **{f"{number}": np.ones(5000) for number in range(20)}}
+    fastckpt.save(state, tmp_path / "c", shard_size=10_000)
+    harness.put(tmp_path / "c", f"{run}/c")
+    assert fastckpt.load(f"{run}/c", keys="?*", exclude="large", report=True).report.threads == 16
+    assert 1 < fastckpt.load(f"{run}/c", threads=16, report=True).report.threads <= 4
 
 
 def test_verify_finds_what_is_wrong(url):
@@ -218,18 +224,69 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(url, tmp_path, monkeypat
             opened["model.w"]
 
 
-def test_a_network_that_fails_is_no_damage(url, monkeypatch):
+@pytest.fixture
+def answer(monkeypatch):
+    """Has a function answer all reads of tensors in place of the store: headers come."""
     read = Objects.read
 
-    def fail(self, name, start, length):
-        if name.endswith(".safetensors") and start:  # headers come
-            raise OSError(errno.EIO, f"cannot read `{self.url}/{name}`: the network is down", name)
-        return read(self, name, start, length)
+    def set_to(function):
+        def answered(self, name, start, length):
+            is_data = name.endswith(".safetensors") and start
+            return function(lambda: read(self, name, start, length)) if is_data else read(self, name, start, length)
 
-    monkeypatch.setattr(Objects, "read", fail)
+        monkeypatch.setattr(Objects, "read", answered)
+
+    return set_to
+
+
+def test_a_network_that_fails_is_no_damage(url, answer):
+    """What the client raises is raised, the same object."""
+    failure = type("OddError", (Exception,), {})("the network is down")
+
+    def fail(_):
+        raise failure
+
+    answer(fail)
     for call in (fastckpt.load, fastckpt.verify):
-        with pytest.raises(OSError, match="the network is down"):
+        with pytest.raises(type(failure)) as caught:
             call(url)
+        assert caught.value is failure
+
+
+def test_an_answer_that_is_short_is_damage(url, answer):
+    answer(lambda read: bytes(read())[:-1])
+    with pytest.raises(CorruptCheckpointError, match=f"`{url}/.*too short"):
+        fastckpt.load(url)
+    assert {one.file for one in fastckpt.verify(url).damage} == set(shards_of(url))
+
+
+def test_a_load_can_be_interrupted(url, answer):
+    """It ends with the requests that are under way."""
+    answered, asked = threading.Event(), []
+
+    class RungError(Exception):
+        pass
+
+    def ring(*_):
+        # The worker would take one more before the signal is seen.
+        threading.Timer(0.5, answered.set).start()
+        raise RungError
+
+    def wait(read):
+        asked.append(None)
+        answered.wait(60)
+        return read()
+
+    answer(wait)
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    try:
+        with pytest.raises(RungError):
+            fastckpt.load(url, threads=1)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert len(asked) == 1
 
 
 def test_listing(run, saved):

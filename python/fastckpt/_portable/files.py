@@ -14,7 +14,6 @@ import numpy as np
 
 from fastckpt._foreign import not_a_checkpoint
 
-from .boxes import MERGE
 from .limits import MANIFEST, MAX_MANIFEST
 from .manifest import corrupt
 
@@ -95,9 +94,6 @@ class File(Protocol):
             OSError: it cannot be read; the text says which file.
         """
 
-    def ahead(self, start: int, end: int) -> File:
-        """What to read this range from, piece by piece."""
-
     def close(self) -> None:
         """Close it."""
 
@@ -108,8 +104,8 @@ class Files(Protocol):
     Attributes:
         path: where they are, for messages.
         threads: how many threads read, unless the caller says.
-        span: how many bytes from several blocks :meth:`File.ahead` is asked for at once; 0 for one block.
-        gap: wanted ranges closer than this many bytes are read as one.
+        straight: from this many bytes on, a piece is read to where it belongs; smaller ones are read together, and
+            copied.
         why: why all reads are buffered ones.
         fallback: what becomes of another engine than ``buffered``.
         gone: the class of the errors that say something of a file, and not of the way to it.
@@ -117,8 +113,7 @@ class Files(Protocol):
 
     path: str
     threads: int
-    span: int
-    gap: int
+    straight: int
     why: str
     fallback: str
     gone: type[OSError]
@@ -166,11 +161,6 @@ class LocalFile:
             raise failed("read", self._path, error) from error
         return done
 
-    def ahead(self, start: int, end: int) -> File:
-        """The page cache reads ahead."""
-        del start, end
-        return self
-
     def close(self) -> None:
         """See :class:`File`."""
         self.file.close()
@@ -179,7 +169,7 @@ class LocalFile:
 class Directory:
     """The files of a checkpoint in a directory; see :class:`Files`."""
 
-    threads, span, gap = 4, 0, MERGE
+    threads, straight = min(4, os.cpu_count() or 1), 64 << 10
     why = "no compiled core"
     fallback = "without the compiled core all goes through the page cache"
     gone = OSError

@@ -16,7 +16,7 @@ from fastckpt import _crc64
 from fastckpt._tensors.memory import address_of, at
 from fastckpt.exceptions import CorruptCheckpointError, ReplacedCheckpointError
 
-from .boxes import Box
+from .boxes import MERGE, Box
 from .files import Directory
 from .limits import MANIFEST
 from .manifest import corrupt, decode
@@ -36,8 +36,6 @@ if TYPE_CHECKING:
 _SMALL = 2 << 20
 #: Bytes that may be on their way to be copied from, at a time.
 _IN_FLIGHT = 256 << 20
-#: From this size on, a piece is read directly to its destination; smaller ones are read together, and copied.
-_STRAIGHT = 64 << 10
 #: Bytes of a header that are read at a time, and of the manifest's beginning, which has the sum of the rest.
 _HEADER_READ, _SEAL = 1 << 20, 64
 _TICK = 0.1
@@ -302,9 +300,9 @@ class Reader:
                 for damage in self._header_damage(self._manifest.shards[number], file):
                     raise self.raised(damage)
 
-        # Requests of different threads wait for the network at the same time.
-        with ThreadPoolExecutor(self._files.threads if self._files.span else 1, "fastckpt") as pool:
-            for _ in pool.map(check, todo) if self._files.span else map(check, todo):
+        # Where each waits for the network they do not wait for each other.
+        with ThreadPoolExecutor(self._files.threads, "fastckpt") as pool:
+            for _ in pool.map(check, todo):
                 pass
         self._sound.update(todo)
 
@@ -471,19 +469,19 @@ class _Job:
 
     def _plan(self) -> None:
         """Join what lies close together in one block of a shard."""
-        size, gap = self._reader.block_size, self._reader.files.gap
+        size, least = self._reader.block_size, self._reader.files.straight
         shard_of = {piece.tensor: self._reader.tensor(piece.tensor).shard for piece in self._pieces}
         last: _Read | None = None
         for piece in sorted(self._pieces, key=lambda piece: (shard_of[piece.tensor], piece.offset)):
             shard, end = shard_of[piece.tensor], piece.offset + piece.nbytes
             self._total += piece.nbytes
-            straight = piece.nbytes >= _STRAIGHT and piece.target.memory is not None
+            straight = piece.nbytes >= least and piece.target.memory is not None
             if (
                 last is not None
                 and not straight
                 and last.shard == shard
                 and last.start // size == piece.offset // size
-                and piece.offset <= last.end + gap
+                and piece.offset <= last.end + MERGE
             ):
                 last = self._reads[-1] = last._replace(end=max(last.end, end))
                 last.pieces.append(piece)
@@ -492,37 +490,16 @@ class _Job:
             last = None if straight else self._reads[-1]
         self._pieces.clear()
 
-    def _groups(self) -> list[list[_Read]]:
-        """Reads that follow each other in a shard, up to the span of one request."""
-        files = self._reader.files
-        groups: list[list[_Read]] = []
-        for read in self._reads:
-            first, last = (groups[-1][0], groups[-1][-1]) if groups else (read, read)
-            if (
-                groups
-                and first.shard == read.shard
-                and read.end - first.start <= files.span
-                and read.start <= last.end + files.gap
-            ):
-                groups[-1].append(read)
-            else:
-                groups.append([read])
-        return groups
-
     def run(self, tick: Tick | None) -> None:
         """Read everything."""
         self._planned = time.perf_counter()
         self._tensors = len({piece.tensor for piece in self._pieces})
         self._shards = len(self.shards())
         self._plan()
-        groups, files = self._groups(), self._reader.files
-        most = self._threads or (files.threads if files.span else min(files.threads, os.cpu_count() or 1))
-        if files.span:
-            largest = max((group[-1].end - group[0].start for group in groups), default=1)
-            most = min(most, max(1, _IN_FLIGHT // largest))
-        count = 1 if self._total < _SMALL else max(1, min(most, len(groups)))
+        most = min(self._threads or self._reader.files.threads, len(self._reads), _IN_FLIGHT // self._reader.block_size)
+        count = 1 if self._total < _SMALL else max(1, most)
         self._moved = [0] * count
-        todo, lock = iter(groups), Lock()
+        todo, lock = iter(self._reads), Lock()
         with ThreadPoolExecutor(count, thread_name_prefix="fastckpt") as pool:
             try:
                 left = {pool.submit(self._work, number, todo, lock) for number in range(count)}
@@ -535,26 +512,23 @@ class _Job:
             finally:
                 self._stop = True
 
-    def _work(self, number: int, todo: Iterator[list[_Read]], lock: Lock) -> None:
+    def _work(self, number: int, todo: Iterator[_Read], lock: Lock) -> None:
         """Read what others have not yet taken; the file of the last shard stays open."""
         file: File | None = None
         opened = -1
         try:
             while not self._stop:
                 with lock:
-                    group = next(todo, None)
-                if group is None:
+                    read = next(todo, None)
+                if read is None:
                     return
-                shard = group[0].shard
-                if self._mapped is None and opened != shard:
+                if self._mapped is None and opened != read.shard:
                     if file is not None:
                         file.close()
-                    file = self._reader.open_shard(shard, any_length=self._damage is not None)
-                    opened = shard
-                source = None if file is None else file.ahead(group[0].start, group[-1].end)
-                for read in group:
-                    self._move(read, source)
-                    self._moved[number] += sum(piece.nbytes for piece in read.pieces)
+                    file = self._reader.open_shard(read.shard, any_length=self._damage is not None)
+                    opened = read.shard
+                self._move(read, file)
+                self._moved[number] += sum(piece.nbytes for piece in read.pieces)
         except BaseException:
             self._stop = True
             raise

@@ -1,4 +1,4 @@
-"""The files of a checkpoint in an object store, for the portable reader."""
+"""The files of a checkpoint in an object store, for the core and for the portable reader."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 
 from fastckpt._portable.limits import MANIFEST, MAX_MANIFEST
 from fastckpt._portable.manifest import corrupt
+from fastckpt._tensors.memory import address_of
 from fastckpt._text import visible
 from fastckpt.exceptions import NotACheckpointError
 
 from .layout import Layout
-from .objects import PART
 
 if TYPE_CHECKING:
     from .objects import Objects
@@ -25,11 +25,11 @@ _SHOWN = 5
 
 
 class StoredFiles:
-    """The objects of a checkpoint; see :class:`fastckpt._portable.files.Files`."""
+    """The objects of a checkpoint; see ``_core.Store`` and :class:`fastckpt._portable.files.Files`."""
 
     #: A request waits for the network rather than for a processor.
     threads = 16
-    span, gap = PART, 1 << 20
+    straight = 1 << 20
     why = "object store"
     fallback = "an object store is read over the network"
     #: A failing network is not damage.
@@ -75,57 +75,58 @@ class StoredFiles:
             self._seal = found
         return found
 
+    def size(self, name: str) -> int | None:
+        """Bytes of a file; None if it is missing."""
+        found = self._listed().files.get(name)
+        return None if found is None else found.nbytes
+
+    def read(self, name: str, start: int, nbytes: int) -> tuple[int, int, Any]:
+        """``nbytes`` of a file from ``start`` on, by one request; fewer where it ends before.
+
+        Returns:
+            Their address, their number, and what keeps them there.
+        """
+        data = self.array(name, start, nbytes)
+        return address_of(data), len(data), data
+
+    def array(self, name: str, start: int, nbytes: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """The same as an array, which cannot be written to."""
+        found = self._objects.read(self._listed().name_of(name), start, nbytes)
+        return np.frombuffer(found, np.uint8) if len(found) else np.empty(0, np.uint8)
+
     def open(self, name: str) -> tuple[StoredFile, int]:
         """See :class:`Files`."""
-        with self._lock:
-            if self._layout is None:
-                # One listing instead of a request for each shard.
-                self._layout = Layout(self._seal or b"", self._objects.sizes())
-        found = self._layout.files.get(name)
-        if found is None:
+        size = self.size(name)
+        if size is None:
             raise corrupt(self.path_of(name), "the file is missing")
-        return StoredFile(self._objects, found.name), found.nbytes
+        return StoredFile(self, name), size
 
     def map(self, name: str, length: int) -> NoReturn:
         """Objects cannot be mapped."""
         del length
         raise ValueError(f"`{self.path_of(name)}` is in an object store, and cannot be mapped")
 
+    def _listed(self) -> Layout:
+        """One listing instead of a request for each shard."""
+        with self._lock:
+            if self._layout is None:
+                self._layout = Layout(self._seal or b"", self._objects.sizes())
+            return self._layout
+
 
 class StoredFile:
-    """An object that is read; see :class:`fastckpt._portable.files.File`."""
+    """An object that the portable reader reads; see :class:`fastckpt._portable.files.File`."""
 
-    def __init__(self, objects: Objects, name: str) -> None:
-        self._objects = objects
+    def __init__(self, files: StoredFiles, name: str) -> None:
+        self._files = files
         self._name = name
 
     def read_at(self, offset: int, to: Any) -> int:
         """See :class:`File`."""
-        return Range(self._objects, self._name, offset, offset + len(to)).read_at(offset, to)
-
-    def ahead(self, start: int, end: int) -> Range:
-        """The range, read by one request when it is first looked at."""
-        return Range(self._objects, self._name, start, end)
+        data = self._files.array(self._name, offset, len(to))
+        # numpy lets other threads run meanwhile.
+        np.copyto(np.frombuffer(to, np.uint8)[: len(data)], data)
+        return len(data)
 
     def close(self) -> None:
         """Nothing is open."""
-
-
-class Range(StoredFile):
-    """A range of an object, read by one request."""
-
-    def __init__(self, objects: Objects, name: str, start: int, end: int) -> None:
-        super().__init__(objects, name)
-        self._start = start
-        self._end = end
-        self._data: np.ndarray[Any, np.dtype[np.uint8]] | None = None
-
-    def read_at(self, offset: int, to: Any) -> int:
-        """See :class:`File`."""
-        if self._data is None:
-            found = self._objects.read(self._name, self._start, self._end - self._start)
-            self._data = np.frombuffer(found, np.uint8) if len(found) else np.empty(0, np.uint8)
-        part = self._data[offset - self._start :][: len(to)]
-        # numpy lets other threads run meanwhile.
-        np.copyto(np.frombuffer(to, np.uint8)[: len(part)], part)
-        return len(part)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 from fastckpt import _core
 from fastckpt._paths import is_url
 
 
 def open_reader(operation: str, place: str, *, keep: bool = False, manifest: bytes | None = None) -> _core.Reader:
     """Open the checkpoint at ``place``, as :func:`fastckpt._stores.urls.place_of` has it.
-
-    What is in an object store is read in Python, with one interface.
 
     Args:
         operation: what is to be done, for messages.
@@ -24,13 +20,11 @@ def open_reader(operation: str, place: str, *, keep: bool = False, manifest: byt
         FileNotFoundError: there is nothing.
         CorruptCheckpointError: the manifest is damaged.
     """
-    if not is_url(place):
-        return _core.Reader(place, keep=keep, manifest=manifest)
-    # It takes a fifth of the time of importing fastckpt, and only URLs need it.
-    from fastckpt._portable import reader as portable  # noqa: PLC0415
+    files = None
+    if is_url(place):
+        # For a URL alone: the client is an extra.
+        from .files import StoredFiles  # noqa: PLC0415
+        from .objects import Objects  # noqa: PLC0415
 
-    from .files import StoredFiles  # noqa: PLC0415
-    from .objects import Objects  # noqa: PLC0415
-
-    files = StoredFiles(Objects.at(operation, place))
-    return cast("_core.Reader", portable.Reader(place, manifest=manifest, files=files))
+        files = StoredFiles(Objects.at(operation, place))
+    return _core.Reader(place, keep=keep, manifest=manifest, files=files)

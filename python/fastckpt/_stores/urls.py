@@ -56,13 +56,3 @@ def place_of(operation: str, path: AnyPath) -> str:
             "parts, `.` and `..`"
         )
     return f"{scheme}://{rest}"
-
-
-def below(place: str, name: str) -> str:
-    """What is called ``name`` in ``place``, a path or a URL."""
-    return f"{place}/{name}" if is_url(place) else os.path.join(place, name)  # noqa: PTH118 - as it was given
-
-
-def name_of(place: str) -> str:
-    """The last part of ``place``, a path or a URL."""
-    return place.rpartition("/")[2] if is_url(place) else os.path.basename(place)  # noqa: PTH119

@@ -168,6 +168,9 @@ pub(crate) const OPEN_PARENT: &str = "open the parent directory";
 /// The operation whose failure means that direct I/O was demanded and is not available.
 const DIRECT: &str = "use direct I/O on";
 
+/// The operation whose failure means that direct I/O was demanded of an object store.
+pub(crate) const DIRECT_OVER_NETWORK: &str = "read with direct I/O";
+
 /// The operation that takes over a file of another checkpoint.
 pub(crate) const LINK: &str = "link";
 
@@ -183,6 +186,9 @@ fn cause(source: &std::io::Error) -> String {
 /// The remedy for the most common causes; empty for the rest.
 fn hint(operation: &str, source: &std::io::Error) -> &'static str {
     match source.raw_os_error() {
+        Some(libc::EINVAL) if operation == DIRECT_OVER_NETWORK => {
+            ": what is in an object store comes over the network; give io=\"auto\""
+        }
         Some(libc::EINVAL) if operation == DIRECT => {
             ": its file system refuses it; io=\"auto\" goes through the page cache there"
         }

@@ -11,6 +11,7 @@ use fastckpt_core::engine::content::{
 use fastckpt_core::ranks::Place;
 use fastckpt_core::read::boxes;
 use fastckpt_core::sys::array::Array;
+use fastckpt_core::sys::gather::Fetched;
 use fastckpt_core::sys::memory::{Region, Source};
 use fastckpt_core::sys::strided::{Rows, Strided};
 use pyo3::exceptions::PyValueError;
@@ -156,6 +157,31 @@ fn call(callable: &Py<PyAny>, raised: &Raised, ranges: Vec<(usize, u64, usize, u
             text
         })
     })
+}
+
+/// Bytes that Python read: their address, their number, and the object that has them.
+pub(crate) fn fetched(found: &Bound<'_, PyAny>) -> PyResult<Box<dyn Fetched>> {
+    let (address, len, owner) = found.extract()?;
+    Ok(Box::new(Owned { address, len, _owner: owner }))
+}
+
+/// Memory of a Python object.
+#[derive(Debug)]
+struct Owned {
+    address: usize,
+    len: usize,
+    _owner: Py<PyAny>,
+}
+
+impl AsRef<[u8]> for Owned {
+    fn as_ref(&self) -> &[u8] {
+        if self.len == 0 {
+            return &[];
+        }
+        // SAFETY: the Python side passes the address and size of an immutable buffer, and the object that holds it, which
+        // lives as long as `self`. Nothing writes to it.
+        unsafe { std::slice::from_raw_parts(self.address as *const u8, self.len) }
+    }
 }
 
 fn overlapping(index: usize) -> PyErr {

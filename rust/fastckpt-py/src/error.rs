@@ -13,10 +13,16 @@ pyo3::import_exception!(fastckpt.exceptions, FormatVersionError);
 pyo3::import_exception!(fastckpt.exceptions, ReplacedCheckpointError);
 pyo3::import_exception!(fastckpt.exceptions, UnsupportedTypeError);
 
-/// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause, and is returned unchanged.
+/// Maps `error`. An exception that the caller's own code raised meanwhile is the true cause, and is returned unchanged; so
+/// is one that a store raised.
 pub(crate) fn to_python(error: &Error, raised: &Raised) -> PyErr {
     if let Some(own) = raised.take() {
         return own;
+    }
+    if let Error::Io { source, .. } = error
+        && let Some(own) = source.get_ref().and_then(|inner| inner.downcast_ref::<PyErr>())
+    {
+        return Python::attach(|py| own.clone_ref(py));
     }
     let text = error.to_string();
     match error {

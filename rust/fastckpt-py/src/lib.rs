@@ -20,6 +20,7 @@ mod report;
 mod save;
 mod share;
 mod snapshot;
+mod store;
 mod telemetry;
 
 #[pymodule]

@@ -20,6 +20,7 @@ use crate::error::{Raised, to_python};
 use crate::report::{options, tick, to_dict};
 use crate::save::SaveOptions;
 use crate::snapshot::Memory;
+use crate::store::StoredFiles;
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
@@ -155,12 +156,20 @@ impl Mappings {
 #[pymethods]
 impl Reader {
     #[new]
-    #[pyo3(signature = (path, *, keep=false, manifest=None))]
-    fn new(py: Python<'_>, path: PathBuf, keep: bool, manifest: Option<PyBackedBytes>) -> PyResult<Self> {
-        let checkpoint = py.detach(|| match manifest {
-            Some(manifest) => Checkpoint::open_known(&path, manifest.to_vec(), keep),
-            None if keep => Checkpoint::open_and_keep(&path),
-            None => Checkpoint::open(&path),
+    #[pyo3(signature = (path, *, keep=false, manifest=None, files=None))]
+    fn new(
+        py: Python<'_>,
+        path: PathBuf,
+        keep: bool,
+        manifest: Option<PyBackedBytes>,
+        files: Option<Py<PyAny>>,
+    ) -> PyResult<Self> {
+        let manifest = manifest.map(|manifest| manifest.to_vec());
+        let checkpoint = py.detach(|| match (files, manifest) {
+            (Some(files), known) => Checkpoint::open_stored(&path, Arc::new(StoredFiles(files)), known),
+            (None, Some(manifest)) => Checkpoint::open_known(&path, manifest, keep),
+            (None, None) if keep => Checkpoint::open_and_keep(&path),
+            (None, None) => Checkpoint::open(&path),
         });
         Ok(Self { checkpoint: Arc::new(checkpoint.map_err(|error| to_python(&error, &Raised::default()))?) })
     }
@@ -253,7 +262,7 @@ impl Reader {
         tick: Option<Py<PyAny>>,
         staging: Option<&Memory>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = Options { staging: Memory::lent(staging), ..options(py, io, threads)? };
+        let options = Options { staging: Memory::lent(staging), ..self.options(py, io, threads)? };
         let raised = Arc::new(Raised::default());
         let drain = buffers::drain(drain, &raised);
         let mut wanted = Vec::with_capacity(requests.len());
@@ -358,7 +367,7 @@ impl Reader {
         threads: Option<usize>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options(py, io, threads)?;
+        let options = self.options(py, io, threads)?;
         let raised = Raised::default();
         let outcome = py.detach(|| self.checkpoint.verify(&options, &mut self::tick(tick.as_ref(), &raised)));
         let (report, damage) = outcome.map_err(|error| to_python(&error, &raised))?;
@@ -372,6 +381,14 @@ impl Reader {
         });
         dict.set_item("damage", damage.collect::<Vec<_>>())?;
         Ok(dict)
+    }
+}
+
+impl Reader {
+    /// The options of an operation. The engine that the environment chooses is for disks.
+    fn options(&self, py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
+        let io = if io == "auto" && self.checkpoint.is_stored() { "buffered" } else { io };
+        options(py, io, threads)
     }
 }
 

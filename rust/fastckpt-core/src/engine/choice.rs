@@ -1,8 +1,9 @@
 //! Which engine runs a job, with how many workers, and why it is not the requested one.
 
+use super::io::object::REQUESTS;
 use super::io::uring;
 use super::options::{BLOCK_SIZE, Io, Options, SINGLE, STAGING_BUDGET};
-use super::report::{Engine, Fallback};
+use super::report::{Engine, Fallback, Fell};
 
 /// Threads of the engine with one direct operation in flight per thread: enough to keep a device busy while others
 /// copy.
@@ -44,6 +45,16 @@ impl Choice {
         // Counting cores takes longer than copying one small block.
         let threads = if bytes < SINGLE { 1 } else { default_threads(engine, options) };
         Self { engine, fallback, threads }
+    }
+
+    /// The choice for an object store, which has one engine.
+    #[must_use]
+    pub fn stored(options: &Options) -> Self {
+        let other = !matches!(options.io, Io::Auto | Io::Buffered);
+        let why = "an object store is read over the network";
+        let fallback = other.then(|| Fallback::after(None, Fell::Direct, libc::EINVAL, why));
+        let threads = options.threads.unwrap_or(REQUESTS).clamp(1, MOST_THREADS);
+        Self { engine: Engine::Buffered, fallback, threads }
     }
 
     /// Whether to open files for direct I/O.

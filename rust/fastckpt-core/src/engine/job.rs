@@ -54,6 +54,12 @@ pub trait Job: Sync {
         false
     }
 
+    /// Whether blocks come from a store. Its client brings the memory, and the calling thread runs none: it keeps
+    /// reporting progress.
+    fn is_stored(&self) -> bool {
+        false
+    }
+
     /// Ends all such waits. Called after a failure, once it was kept as that of the operation.
     fn stop(&self) {}
 

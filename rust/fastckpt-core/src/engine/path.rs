@@ -53,6 +53,8 @@ pub enum Reason {
     Cached,
     /// Buffered: the block is mapped and does not move at all.
     Mapped,
+    /// Buffered: the block comes from an object store.
+    Stored,
     /// Buffered: this file, or an operation on it, refuses direct I/O.
     Refused,
     /// Buffered: the block is less than a page, or the rest of it after a short direct operation is.
@@ -61,7 +63,7 @@ pub enum Reason {
 
 impl Reason {
     /// All of them, in the order of their numbers.
-    pub const ALL: [Self; 14] = [
+    pub const ALL: [Self; 15] = [
         Self::Possible,
         Self::Small,
         Self::Incongruent,
@@ -74,6 +76,7 @@ impl Reason {
         Self::Shared,
         Self::Cached,
         Self::Mapped,
+        Self::Stored,
         Self::Refused,
         Self::Remainder,
     ];
@@ -94,6 +97,7 @@ impl Reason {
             Self::Shared => "shared by the ranks of this node",
             Self::Cached => "in the page cache",
             Self::Mapped => "mapped",
+            Self::Stored => "object store",
             Self::Refused => "direct I/O refused",
             Self::Remainder => "less than a page",
         }

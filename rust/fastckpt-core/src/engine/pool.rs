@@ -38,6 +38,11 @@ impl Pool {
         Self { name, threads: if bytes < SINGLE { 0 } else { threads }, niceness: options.nice }
     }
 
+    /// A pool of so many threads.
+    pub(crate) const fn of(name: &'static str, threads: usize) -> Self {
+        Self { name, threads, niceness: None }
+    }
+
     /// The same, but the threads keep the niceness of the calling one.
     pub(crate) const fn as_nice_as_the_caller(self) -> Self {
         Self { niceness: None, ..self }

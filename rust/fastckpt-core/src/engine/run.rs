@@ -8,6 +8,7 @@ use super::content::BATCH;
 use super::io::backend::Backend;
 use super::io::blocking::Blocking;
 use super::io::fault::Faulty;
+use super::io::object::IN_FLIGHT;
 use super::io::uring;
 use super::job::{Job, Progress, TICK};
 use super::memory::Lent;
@@ -59,7 +60,10 @@ pub(super) fn run_on<J: Job>(
     progress: Progress<'_>,
 ) -> Result<Ran> {
     // Memory that does not even hold one block is of no use.
-    let lent = options.staging.as_ref().filter(|memory| job.calls() && memory.size() >= job.largest());
+    let lent = options
+        .staging
+        .as_ref()
+        .filter(|memory| job.calls() && !job.is_stored() && memory.size() >= job.largest());
     let lent = lent.map(Lent::new).transpose()?;
     // Even a few bytes may be far apart.
     let few = job.blocks() > 1 && choice.threads == 1;
@@ -83,6 +87,7 @@ pub(super) fn run_on<J: Job>(
     // work.
     let inline = job.blocks() <= 1
         && !job.waits()
+        && !job.is_stored()
         && choice.engine != Engine::Uring
         && options.bandwidth_limit.is_none()
         && options.nice.is_none();
@@ -113,7 +118,11 @@ fn without_workers(before: Option<Fallback>, error: &io::Error, nice: Option<u8>
 
 /// How many of `threads` workers there is staging memory for, and how they use it.
 fn staging<J: Job>(job: &J, threads: usize, lent: Option<&Lent>) -> (usize, Staged) {
-    let own = if J::WRITE { STAGING_BUDGET } else { LOAD_STAGING_BUDGET } as usize;
+    let own = match (J::WRITE, job.is_stored()) {
+        (true, _) => STAGING_BUDGET as usize,
+        (_, true) => IN_FLIGHT,
+        (_, false) => LOAD_STAGING_BUDGET as usize,
+    };
     let budget = lent.map_or(own, Lent::size);
     let (blocks, largest) = (job.blocks(), mapping::size_for(job.largest()).unwrap_or(usize::MAX));
     let threads = threads.min(blocks).clamp(1, (budget / largest).max(1));

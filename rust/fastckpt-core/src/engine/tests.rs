@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use super::choice::Choice;
 use super::io::backend::Backend;
 use super::io::fault::{Fault, FaultPlan, Faulty};
-use super::io::files::{OpenFile, OpenFiles};
+use super::io::files::{OpenFile, OpenFiles, ShardFile};
 use super::io::memory::{Memory, Operation, Stored};
 use super::io::transfer::Transfer;
 use super::job::{Job, Next, Progress, Staging, Start};
@@ -49,7 +49,7 @@ struct Blocks<const WRITE: bool> {
 impl<const WRITE: bool> Blocks<WRITE> {
     fn new(bytes: usize, direct: bool) -> Self {
         let files = OpenFiles::new([1]);
-        let file = files.acquire(0, || Ok(DataFile::unused(direct))).unwrap().unwrap();
+        let file = files.acquire(0, || Ok(ShardFile::Local(DataFile::unused(direct)))).unwrap().unwrap();
         let (again, held) = (AtomicBool::new(false), Mutex::new(None));
         Self { bytes, file, strict: false, read: Mutex::new(vec![0; bytes]), again, held }
     }

@@ -338,7 +338,7 @@ impl<J: Job> Worker<'_, '_, J> {
             }
         };
         todo.pop_front();
-        self.staged += transfer.buf.slab().len();
+        self.staged += transfer.buf.staging();
         self.pace(transfer.need + transfer.tail.len());
         let direct = transfer.is_direct();
         self.submit(transfer)?;
@@ -426,7 +426,7 @@ impl<J: Job> Worker<'_, '_, J> {
         let next = self.shared.job.finish(&mut transfer, outcome, &self.lane)?;
         self.copied += transfer.copied;
         // Through the page cache, the kernel copies too.
-        if transfer.path == IoPath::Buffered && transfer.reason != Reason::Mapped {
+        if transfer.path == IoPath::Buffered && !matches!(transfer.reason, Reason::Mapped | Reason::Stored) {
             self.copied += transfer.done as u64;
         }
         if !matches!(next, Next::Again(_)) {
@@ -445,7 +445,7 @@ impl<J: Job> Worker<'_, '_, J> {
             }
             Next::Again(again) => {
                 self.free(transfer);
-                self.staged += again.buf.slab().len();
+                self.staged += again.buf.staging();
                 self.submit(again)
             }
         }
@@ -466,7 +466,7 @@ impl<J: Job> Worker<'_, '_, J> {
 
     /// Keeps the staging buffer of a block for the next one.
     fn free(&mut self, transfer: Transfer) {
-        self.staged -= transfer.buf.slab().len();
+        self.staged -= transfer.buf.staging();
         self.slabs.extend(transfer.buf.into_slab().filter(|slab| matches!(slab, Slab::Whole(_))));
     }
 }

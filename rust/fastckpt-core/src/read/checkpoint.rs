@@ -3,16 +3,20 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::{Duration, Instant};
 
+use super::place::{Directory, Kept, Place};
 use super::replaced::{self, DOUBT, PAUSE, has_other_name, is_gone, is_local, is_stale};
 use crate::commit;
+use crate::engine::io::files::ShardFile;
+use crate::engine::io::object::{REQUESTS, Store};
+use crate::engine::pool::Pool;
 use crate::engine::report::Damage;
 use crate::error::{Error, Result};
 use crate::format::manifest::{self, Body};
 use crate::format::{checksum, decode};
-use crate::sys::file::{self, DataFile};
+use crate::sys::file;
 use crate::sys::fork::Held;
 
 /// A checkpoint with more shards than this keeps none of them open. A process may have 1,024 files open by default, and
@@ -25,28 +29,17 @@ const SMALL_READ: usize = 1 << 20;
 const REPLACED_WAIT: Duration = Duration::from_secs(30);
 /// Bytes at the start of the manifest that distinguish it from any other, its checksum among them.
 const SEAL: usize = 64;
-/// Shards that stay open, so that they can be read after the checkpoint is replaced or removed. A forked child does not
-/// have them and opens its own.
-#[derive(Debug, Default)]
-pub(super) struct Kept {
-    files: Vec<Option<Held>>,
-    process: u32,
-}
-
 /// An open checkpoint: its manifest, read and checked.
 #[derive(Debug)]
 pub struct Checkpoint {
     pub(super) path: PathBuf,
-    pub(super) directory: OwnedFd,
+    pub(super) place: Place,
     pub(super) body: Body,
     /// The first bytes of the manifest. They hold a checksum of the rest.
     seal: Vec<u8>,
-    /// Set when a file was missing from the directory, but the directory was found to still have its name.
-    certain: OnceLock<()>,
     /// Which shards have headers that were found sound. So reading tensors one by one need not read a header of
     /// megabytes each time.
     sound_headers: Vec<OnceLock<()>>,
-    kept: Kept,
 }
 
 impl Checkpoint {
@@ -68,12 +61,28 @@ impl Checkpoint {
         Self::open_settled(path, keep, Some(manifest))
     }
 
+    /// Opens the checkpoint in a store, at `url`. With a manifest that is `known`, as [`Self::open_known`] does.
+    pub fn open_stored(url: &Path, store: Arc<dyn Store>, known: Option<Vec<u8>>) -> Result<Self> {
+        let manifest = store.path_of(manifest::FILE);
+        let begin = known.as_ref().map(|known| known.len().min(SEAL));
+        let found = store.manifest(begin).map_err(Error::io("read", &manifest))?;
+        if known.as_ref().zip(begin).is_some_and(|(known, begin)| found != known[..begin]) {
+            return Err(Error::Replaced { path: url.to_path_buf() });
+        }
+        Self::decoded(url, Place::Store(store), known.unwrap_or(found), &manifest)
+    }
+
     /// The content of the manifest, read again.
     pub fn manifest(&self) -> Result<Vec<u8>> {
         let manifest = self.path_of(manifest::FILE);
-        let (fd, len) = file::open_regular(self.directory.as_fd(), manifest::FILE)
-            .map_err(|error| self.unreadable(&manifest, error))?;
-        let bytes = Self::read_manifest(&manifest, &fd, len, || self.replaced())?;
+        let bytes = match &self.place {
+            Place::Directory(Directory { fd, .. }) => {
+                let (fd, len) = file::open_regular(fd.as_fd(), manifest::FILE)
+                    .map_err(|error| self.unreadable(&manifest, error))?;
+                Self::read_manifest(&manifest, &fd, len, || self.replaced())?
+            }
+            Place::Store(store) => store.manifest(None).map_err(Error::io("read", &manifest))?,
+        };
         if bytes.starts_with(&self.seal) { Ok(bytes) } else { Err(self.replaced()) }
     }
 
@@ -156,15 +165,19 @@ impl Checkpoint {
             return Err(replaced());
         }
         let bytes = known.take().unwrap_or(found);
-        let seal = bytes[..bytes.len().min(SEAL)].to_vec();
-        let body = decode::decode(bytes, &manifest)?;
-        let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();
-        let (path, certain, kept) = (path.to_path_buf(), OnceLock::new(), Kept::default());
-        let mut checkpoint = Self { path, directory, body, seal, certain, sound_headers, kept };
+        let mut checkpoint =
+            Self::decoded(path, Place::Directory(Directory::new(directory)), bytes, &manifest)?;
         if keep {
             checkpoint.keep()?;
         }
         Ok(checkpoint)
+    }
+
+    fn decoded(path: &Path, place: Place, bytes: Vec<u8>, manifest: &Path) -> Result<Self> {
+        let seal = bytes[..bytes.len().min(SEAL)].to_vec();
+        let body = decode::decode(bytes, manifest)?;
+        let sound_headers = body.shards.iter().map(|_| OnceLock::new()).collect();
+        Ok(Self { path: path.to_path_buf(), place, body, seal, sound_headers })
     }
 
     /// Its path, as it was opened.
@@ -173,10 +186,19 @@ impl Checkpoint {
         &self.path
     }
 
-    /// Its directory.
+    /// Its directory, if it is in one.
     #[must_use]
-    pub fn directory(&self) -> BorrowedFd<'_> {
-        self.directory.as_fd()
+    pub fn directory(&self) -> Option<BorrowedFd<'_>> {
+        match &self.place {
+            Place::Directory(directory) => Some(directory.fd.as_fd()),
+            Place::Store(_) => None,
+        }
+    }
+
+    /// Whether it is in an object store.
+    #[must_use]
+    pub fn is_stored(&self) -> bool {
+        matches!(self.place, Place::Store(_))
     }
 
     /// The manifest.
@@ -186,7 +208,20 @@ impl Checkpoint {
     }
 
     pub(super) fn is_replaced(&self, error: &io::Error) -> bool {
-        replaced::is_replaced(&self.directory, &self.path, &self.seal, error, &self.certain)
+        match &self.place {
+            Place::Directory(Directory { fd, certain, .. }) => {
+                replaced::is_replaced(fd, &self.path, &self.seal, error, certain)
+            }
+            Place::Store(store) => match store.manifest(Some(self.seal.len())) {
+                Ok(found) => found != self.seal,
+                Err(error) => matches!(error.kind(), io::ErrorKind::NotFound | io::ErrorKind::InvalidData),
+            },
+        }
+    }
+
+    /// Whether `error`, of a read, says something of a file rather than of the way to it.
+    pub(super) fn is_damage(&self, error: &io::Error) -> bool {
+        !self.is_stored() || error.kind() == io::ErrorKind::NotFound
     }
 
     /// What `error`, from an operation on this checkpoint, means. On network file systems, files of a directory that
@@ -194,7 +229,11 @@ impl Checkpoint {
     pub(super) fn settle(&self, error: Error) -> Error {
         let replaced = match &error {
             Error::Io { source, .. } => {
-                matches!(source.raw_os_error(), Some(libc::ESTALE | libc::EIO)) && self.is_replaced(source)
+                let may_be = match self.place {
+                    Place::Directory(_) => matches!(source.raw_os_error(), Some(libc::ESTALE | libc::EIO)),
+                    Place::Store(_) => source.kind() == io::ErrorKind::NotFound,
+                };
+                may_be && self.is_replaced(source)
             }
             Error::Corrupt { .. } => self.is_other(),
             _ => false,
@@ -205,7 +244,7 @@ impl Checkpoint {
     /// Whether apparent damage is not real, because the files belong to another checkpoint. If a file system resolves open
     /// files by name (FUSE), an open directory is whatever another machine has put in its place.
     pub(super) fn is_other(&self) -> bool {
-        commit::reach(self.directory.as_fd()) != commit::Reach::Machine
+        self.directory().is_none_or(|directory| commit::reach(directory) != commit::Reach::Machine)
             && self.is_replaced(&io::Error::from_raw_os_error(libc::ENOENT))
     }
 
@@ -217,12 +256,12 @@ impl Checkpoint {
 
     /// Opens every shard that can be opened and keeps them open, if there are few of them.
     pub(super) fn keep(&mut self) -> Result<()> {
-        if self.body.shards.len() > MOST {
+        let Some(directory) = self.directory().filter(|_| self.body.shards.len() <= MOST) else {
             return Ok(());
-        }
+        };
         let mut files = Vec::with_capacity(self.body.shards.len());
         for shard in &self.body.shards {
-            match file::open_regular(self.directory.as_fd(), &shard.file) {
+            match file::open_regular(directory, &shard.file) {
                 Ok((fd, _)) => files.push(Some(Held::from(fd))),
                 Err(error) if is_gone(&error) && self.is_replaced(&error) => {
                     return Err(Error::Replaced { path: self.path.clone() });
@@ -231,21 +270,19 @@ impl Checkpoint {
                 Err(_) => files.push(None),
             }
         }
-        self.kept = Kept { files, process: std::process::id() };
+        if let Place::Directory(directory) = &mut self.place {
+            directory.kept = Kept { files, process: std::process::id() };
+        }
         Ok(())
     }
 
     /// Opens a shard, whatever its length, and returns it with that length.
-    pub(super) fn open_file(&self, index: usize, direct: bool) -> io::Result<(DataFile, u64)> {
-        let ours = self.kept.process == std::process::id();
-        match self.kept.files.get(index) {
-            Some(Some(kept)) if ours => DataFile::open_again(kept.as_fd(), direct),
-            _ => DataFile::open_read(self.directory.as_fd(), &self.body.shards[index].file, direct),
-        }
+    pub(super) fn open_file(&self, index: usize, direct: bool) -> io::Result<(ShardFile, u64)> {
+        self.place.open(index, &self.body.shards[index].file, direct)
     }
 
     /// Opens a shard and checks its length.
-    pub(super) fn open_shard(&self, index: usize, direct: bool) -> Result<DataFile> {
+    pub(super) fn open_shard(&self, index: usize, direct: bool) -> Result<ShardFile> {
         let shard = &self.body.shards[index];
         let path = self.path_of(&shard.file);
         match self.open_file(index, direct) {
@@ -265,15 +302,20 @@ impl Checkpoint {
         unreadable(path, error)
     }
 
-    /// Compares the headers of `shards` with their checksums, except for those already compared.
-    pub(super) fn check_headers(&self, shards: &[usize]) -> Result<()> {
-        for &shard in shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()) {
-            if let Some(damage) = self.check_header(shard)? {
+    /// Compares the headers of `shards` with their checksums, except for those already compared. `progress` says whether
+    /// to go on.
+    pub(super) fn check_headers(&self, shards: &[usize], progress: &mut dyn FnMut() -> bool) -> Result<()> {
+        let todo: Vec<_> =
+            shards.iter().filter(|&&shard| self.sound_headers[shard].get().is_none()).collect();
+        // Where each waits for the network they do not wait for each other.
+        let threads = if self.is_stored() { REQUESTS } else { 0 };
+        Pool::of("fastckpt-header", threads).run(todo.len(), progress, &|number| {
+            if let Some(damage) = self.check_header(*todo[number])? {
                 return Err(self.raised(damage));
             }
-            let _ = self.sound_headers[shard].set(());
-        }
-        Ok(())
+            let _ = self.sound_headers[*todo[number]].set(());
+            Ok(())
+        })
     }
 
     /// Compares the header of a shard with its checksum.
@@ -287,8 +329,7 @@ impl Checkpoint {
         let mut piece = vec![0; SMALL_READ.min(shard.data_offset as usize)];
         while at < shard.data_offset {
             let want = piece.len().min((shard.data_offset - at) as usize);
-            let got =
-                file::read_at(open.fd(false), &mut piece[..want], at).map_err(Error::io("read", &path))?;
+            let got = open.read_at(&mut piece[..want], at).map_err(Error::io("read", &path))?;
             if got == 0 {
                 break;
             }
@@ -316,13 +357,17 @@ impl Checkpoint {
 
     /// The path of a file inside the checkpoint, for messages.
     pub(super) fn path_of(&self, file: &str) -> PathBuf {
-        self.path.join(file)
+        match &self.place {
+            Place::Directory(_) => self.path.join(file),
+            Place::Store(store) => store.path_of(file),
+        }
     }
 }
 
 /// The length of a file as the file system's server knows it. A client may still know the length of an earlier file of
 /// the same name.
-fn fresh_length(file: &DataFile) -> Option<u64> {
+fn fresh_length(file: &ShardFile) -> Option<u64> {
+    let ShardFile::Local(file) = file else { return None };
     commit::refresh(file.fd(false));
     u64::try_from(rustix::fs::fstat(file.fd(false)).ok()?.st_size).ok()
 }

@@ -4,7 +4,6 @@ use super::checkpoint::Checkpoint;
 use crate::engine::report::Damage;
 use crate::error::{Error, Result};
 use crate::format::{checksum, geometry};
-use crate::sys::file;
 
 impl Checkpoint {
     /// Fills `to` with the stored bytes of a tensor, from `start` on. Every extent that this touches is read whole and
@@ -31,7 +30,7 @@ impl Checkpoint {
             let covered = to.len() as u64 == extent.len;
             whole.resize(if covered { 0 } else { extent.len as usize }, 0);
             let bytes = if covered { &mut *to } else { &mut whole[..] };
-            let got = file::read_at(shard.fd(false), bytes, extent.offset);
+            let got = shard.read_at(bytes, extent.offset);
             let got = got.map_err(Error::io("read", &self.path_of(name)))?;
             let (found, written) = (checksum::of(bytes), entry.extent_crc(extent.index));
             if got < bytes.len() || written != Some(found) {

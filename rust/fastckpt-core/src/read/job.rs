@@ -8,6 +8,7 @@ use super::checkpoint::Checkpoint;
 use super::plan::{Due, Piece, PieceDestination, Plan, Share};
 use crate::engine::content;
 use crate::engine::io::files::OpenFiles;
+use crate::engine::io::object::{GAP, RANGE};
 use crate::engine::io::transfer::Transfer;
 use crate::engine::job::{Job, Next, Staging, Start};
 use crate::engine::options::{Io, Options};
@@ -69,10 +70,13 @@ pub(super) struct ReadJob<'a> {
 impl<'a> ReadJob<'a> {
     pub(super) fn new(
         checkpoint: &'a Checkpoint,
-        plan: Plan,
+        mut plan: Plan,
         (direct, options): (bool, &Options),
         outcome: Outcome,
     ) -> Self {
+        if checkpoint.is_stored() {
+            plan.join(RANGE.max(checkpoint.body.block_size), GAP);
+        }
         let mut counts = vec![0; checkpoint.body.shards.len()];
         for block in &plan.blocks {
             counts[block.shard] += 1;
@@ -321,6 +325,10 @@ impl Job for ReadJob<'_> {
         self.stop.is_some()
     }
 
+    fn is_stored(&self) -> bool {
+        self.checkpoint.is_stored()
+    }
+
     fn stop(&self) {
         if let Some(stop) = self.stop {
             stop();
@@ -370,6 +378,10 @@ impl Job for ReadJob<'_> {
         })?;
         let Some(file) = file else { return Ok(Start::Later(State::Transfer)) };
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
+        if file.object().is_some() {
+            let len = (read.end - read.start) as usize;
+            return Ok(Start::Now(Transfer::fetch(block, (file, read.start), len)));
+        }
         // Either all pieces of a block are mapped, or none is.
         if let Some(Piece { destination: PieceDestination::Mapped(map), .. }) = pieces.first() {
             let part = Part::Mapped(Arc::clone(map), read.start as usize..read.end as usize);
@@ -419,7 +431,11 @@ impl Job for ReadJob<'_> {
             Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => {
                 (transfer.offset + transfer.done as u64, "the file is too short to hold it".to_owned())
             }
-            Err(error) if matches!(self.outcome, Outcome::Collect(_)) && !self.refuses(&error) => {
+            Err(error)
+                if matches!(self.outcome, Outcome::Collect(_))
+                    && !self.refuses(&error)
+                    && self.checkpoint.is_damage(&error) =>
+            {
                 (0, error.to_string())
             }
             Err(error) => {

@@ -6,8 +6,8 @@ use std::time::Instant;
 use super::checkpoint::Checkpoint;
 use super::job::{Outcome, ReadJob};
 use super::plan::{self, Request};
-use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
+use crate::engine::io::files::ShardFile;
 use crate::engine::job::Progress;
 use crate::engine::options::{Io, Options};
 use crate::engine::report::Report;
@@ -35,7 +35,11 @@ impl Checkpoint {
     fn map_shard(&self, index: usize) -> Result<FileMap> {
         let shard = &self.body.shards[index];
         let file = self.open_shard(index, false)?;
-        FileMap::new(file.fd(false), shard.bytes as usize).map_err(Error::io(MAP, &self.path_of(&shard.file)))
+        let path = self.path_of(&shard.file);
+        let ShardFile::Local(file) = file else {
+            return Err(Error::Misused("what is in an object store cannot be mapped"));
+        };
+        FileMap::new(file.fd(false), shard.bytes as usize).map_err(Error::io(MAP, &path))
     }
 
     /// Reads every page of `tensors` in `maps`, and compares every extent and the header of each shard with their
@@ -77,10 +81,10 @@ impl Checkpoint {
                 requests.push(Request { tensor, rows: None, destination });
             }
         }
-        let choice = Choice::new(options, bytes);
+        let choice = self.choice(options, bytes)?;
         let plan = plan::plan(&self.body, requests, true)?;
         let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
-        self.check_headers(&job.shards)?;
+        self.check_headers(&job.shards, &mut || progress(0, bytes))?;
         self.run(&job, &choice, options, begin, operation, progress)
     }
 }

@@ -5,6 +5,7 @@ mod checkpoint;
 mod copy;
 mod job;
 mod map;
+mod place;
 mod plan;
 mod replaced;
 mod verify;
@@ -22,7 +23,7 @@ use crate::engine::job::Progress;
 use crate::engine::options::{Io, Options};
 use crate::engine::report::{Damage, Linked, Report};
 use crate::engine::run::run;
-use crate::error::{Error, Result};
+use crate::error::{DIRECT_OVER_NETWORK, Error, Result};
 use crate::format::checksum;
 use crate::format::geometry;
 use crate::telemetry::{self, Kind, Operation};
@@ -55,20 +56,32 @@ impl Checkpoint {
         let begin = Instant::now();
         let bytes = requests.iter().map(|request| request.bytes(&self.body));
         let wanted = bytes.fold(0, u64::saturating_add);
-        let shared = options.io == Io::Auto && options.ranks().share(&self.path);
+        let shared = !self.is_stored() && options.io == Io::Auto && options.ranks().share(&self.path);
         let choice = if shared {
             // With direct I/O, each rank would read everything from the storage. Through the page cache, the first rank
             // that comes to a page reads it, and the others wait for it.
             Choice::new(&Options { io: Io::Buffered, ..options.clone() }, wanted)
         } else {
-            Choice::new(options, wanted)
+            self.choice(options, wanted)?
         };
         let plan = plan::plan(&self.body, requests, verify)?;
         let job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
         if verify {
-            self.check_headers(&job.shards)?;
+            self.check_headers(&job.shards, &mut || progress(0, job.plan.read))?;
         }
         self.run(&job, &choice, options, begin, operation, progress)
+    }
+
+    /// The engine for reading `bytes`.
+    fn choice(&self, options: &Options, bytes: u64) -> Result<Choice> {
+        match (self.is_stored(), options.io) {
+            (false, _) => Ok(Choice::new(options, bytes)),
+            (true, Io::Direct) => {
+                let error = std::io::Error::from_raw_os_error(libc::EINVAL);
+                Err(Error::io(DIRECT_OVER_NETWORK, &self.path)(error))
+            }
+            (true, _) => Ok(Choice::stored(options)),
+        }
     }
 
     /// Reads ranges of tensors as part of an operation of the caller; several may be the same bytes, which are read
@@ -84,12 +97,12 @@ impl Checkpoint {
     ) -> Result<(Report, Vec<Sum>)> {
         let begin = Instant::now();
         let plan = plan::plan_ranges(&self.body, wanted, verify)?;
-        let choice = Choice::new(options, plan.read);
+        let choice = self.choice(options, plan.read)?;
         let mut job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
         job.stop = stop;
         let mut read = || {
             if verify {
-                self.check_headers(&job.shards)?;
+                self.check_headers(&job.shards, &mut || progress(0, job.plan.read))?;
             }
             self.run(&job, &choice, options, begin, operation, progress)
         };

@@ -233,6 +233,23 @@ impl Plan {
         shards
     }
 
+    /// Joins blocks of a shard to ranges of up to `most` bytes, with gaps of up to `gap`.
+    pub(super) fn join(&mut self, most: u64, gap: u64) {
+        for mut block in std::mem::take(&mut self.blocks) {
+            match self.blocks.last_mut() {
+                Some(last)
+                    if last.shard == block.shard
+                        && block.end - last.start <= most
+                        && block.start <= last.end + gap =>
+                {
+                    last.end = last.end.max(block.end);
+                    pieces(last).append(pieces(&mut block));
+                }
+                _ => self.blocks.push(block),
+            }
+        }
+    }
+
     /// Adds all pieces, joined to blocks. If they are `whole` extents, each extent is one piece, whoever wants it.
     fn add(&mut self, body: &Body, mut pieces: Vec<Piece>, whole: bool) {
         // Boxes of one tensor may be interleaved.

@@ -1,13 +1,11 @@
 //! Verifying: compares every byte with its checksum and finds all damage, not only the first.
 
-use std::os::fd::AsFd;
 use std::sync::{Mutex, PoisonError};
 use std::time::Instant;
 
 use super::checkpoint::Checkpoint;
 use super::job::{Outcome, ReadJob};
 use super::plan::{self, Request};
-use crate::engine::choice::Choice;
 use crate::engine::content::Destination;
 use crate::engine::job::Progress;
 use crate::engine::options::Options;
@@ -16,7 +14,6 @@ use crate::error::{Error, Result};
 use crate::format::checksum;
 use crate::format::geometry;
 use crate::format::manifest::{ShardEntry, TensorEntry};
-use crate::sys::file;
 use crate::telemetry::{self, Call, Kind, Operation};
 
 impl Checkpoint {
@@ -36,7 +33,7 @@ impl Checkpoint {
     ) -> Result<(Report, Vec<Damage>)> {
         let begin = Instant::now();
         let bytes = self.body.shards.iter().fold(0, |sum: u64, shard| sum.saturating_add(shard.bytes));
-        let choice = Choice::new(options, bytes);
+        let choice = self.choice(options, bytes)?;
         let mut damage = Vec::new();
         let mut readable = vec![true; self.body.shards.len()];
         let mut tensors = vec![Vec::new(); self.body.shards.len()];
@@ -47,7 +44,8 @@ impl Checkpoint {
             match self.open_shard(index, false) {
                 Ok(_) => damage.extend(self.check_header(index)?),
                 Err(Error::Corrupt { what, .. }) => {
-                    let (found, missing) = self.shard_length(shard);
+                    let found = self.open_file(index, false).ok().map(|(_, len)| len);
+                    let (found, missing) = (found.unwrap_or(0), found.is_none());
                     readable[index] = !missing;
                     let offset = found.min(shard.bytes);
                     let len = found.max(shard.bytes) - offset;
@@ -90,11 +88,11 @@ impl Checkpoint {
         let operation = Operation::begin(Kind::Verify, &self.path, call, &options.environment);
         let mut check = || {
             let begin = Instant::now();
-            self.check_headers(&[index])?;
+            self.check_headers(&[index], &mut || true)?;
             let tensors = self.body.tensors.iter().enumerate().filter(|(_, tensor)| tensor.shard == index);
             let request = |(tensor, _)| Request { tensor, rows: None, destination: Destination::Nowhere };
             let plan = plan::plan(&self.body, tensors.map(request).collect(), true)?;
-            let choice = Choice::new(options, self.body.shards[index].bytes);
+            let choice = self.choice(options, self.body.shards[index].bytes)?;
             let mut job = ReadJob::new(self, plan, (choice.direct(), options), Outcome::Raise);
             job.from_device = true;
             self.run(&job, &choice, options, begin, &operation, &mut *progress).map(drop)
@@ -102,11 +100,6 @@ impl Checkpoint {
         let outcome = check().map_err(|error| self.settle(error));
         operation.end(telemetry::outcome(&outcome));
         outcome
-    }
-
-    /// The length of a shard, and whether the shard cannot be opened at all.
-    fn shard_length(&self, shard: &ShardEntry) -> (u64, bool) {
-        file::open_regular(self.directory.as_fd(), &shard.file).map_or((0, true), |(_, len)| (len, false))
     }
 
     /// Compares the checksum of each whole shard with the checksums of its parts. Copies elsewhere are checked against

@@ -343,8 +343,9 @@ fn link(
 ) -> Result<Vouched> {
     let shard = &base.body().shards[index];
     let path = base.path().join(&shard.file);
+    let directory = base.directory().ok_or(Error::Misused("a base must be in a directory"))?;
     let (open, bytes) =
-        open_regular(base.directory(), &shard.file).map_err(Error::io("open the base's file", &path))?;
+        open_regular(directory, &shard.file).map_err(Error::io("open the base's file", &path))?;
     if bytes != shard.bytes {
         return Err(Error::corrupt(&path, format!("it has {bytes} bytes, expected {}", shard.bytes)));
     }
@@ -363,7 +364,7 @@ fn link(
         sync(open.as_fd()).map_err(Error::io("sync the base's file", &path))?;
     }
     let name = provisional(number);
-    workspace.link((base.directory(), base.path()), (&shard.file, open.as_fd()), &name)?;
+    workspace.link((directory, base.path()), (&shard.file, open.as_fd()), &name)?;
     if look()?.0 != before.0 {
         workspace.unlink(&name);
         return Err(Error::corrupt(&path, "it was changed while it was linked"));

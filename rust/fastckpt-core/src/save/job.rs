@@ -11,7 +11,7 @@ use super::part::Unsynced;
 use super::work::Work;
 use crate::commit::Workspace;
 use crate::engine::choice::Choice;
-use crate::engine::io::files::{OpenFile, OpenFiles};
+use crate::engine::io::files::{OpenFile, OpenFiles, ShardFile};
 use crate::engine::io::transfer::Transfer;
 use crate::engine::job::{Job, Next, Staging, Start, new_staging};
 use crate::engine::options::{Io, Options};
@@ -98,12 +98,12 @@ impl<'a, W: Work> WriteJob<'a, W> {
         Ok(assembled.transfer(number, file, unit.start))
     }
 
-    fn open(&self, index: usize) -> Result<DataFile> {
+    fn open(&self, index: usize) -> Result<ShardFile> {
         self.workspace.check_open()?;
         let file = &self.work.plan().shards[index].file;
         let path = || self.workspace.path_of(file);
         let file = DataFile::open_write(self.workspace.directory(), file, self.direct);
-        let file = file.map_err(|error| Error::io("open", &path())(error))?;
+        let file = ShardFile::Local(file.map_err(|error| Error::io("open", &path())(error))?);
         if self.strict && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
     }
 

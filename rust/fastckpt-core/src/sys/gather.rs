@@ -1,5 +1,6 @@
 //! The memory that one operation moves: stretches of a staging buffer and of the caller's memory, in file order.
 
+use std::fmt::Debug;
 use std::io::IoSliceMut;
 use std::ops::Range;
 use std::sync::Arc;
@@ -43,11 +44,16 @@ impl Part {
     }
 }
 
+/// Bytes that a store sent, in memory of its client. Nothing changes them.
+pub trait Fetched: AsRef<[u8]> + Debug + Send + Sync {}
+impl<T: AsRef<[u8]> + Debug + Send + Sync> Fetched for T {}
+
 /// The memory of an operation. The operation owns it while the kernel may access it.
 #[derive(Debug)]
 pub struct Buf {
     slab: Option<Slab>,
     parts: Vec<Part>,
+    fetched: Option<Box<dyn Fetched>>,
 }
 
 impl Buf {
@@ -65,7 +71,7 @@ impl Buf {
             }
         }
         assert!(at <= slab.as_ref().map_or(0, |slab| slab.len()), "{at} bytes of a slab that is smaller");
-        Self { slab, parts }
+        Self { slab, parts, fetched: None }
     }
 
     /// The first `len` bytes of `slab`.
@@ -89,10 +95,22 @@ impl Buf {
         }
     }
 
-    /// The bytes of the staging buffer; empty without one.
+    /// The bytes of the staging buffer, or those that a store sent in its place; empty without either.
     #[must_use]
     pub fn slab(&self) -> &[u8] {
-        self.slab.as_deref().unwrap_or_default()
+        let fetched = self.fetched.as_deref().map(AsRef::as_ref);
+        fetched.or(self.slab.as_deref()).unwrap_or_default()
+    }
+
+    /// Takes what a store sent.
+    pub fn fetched(&mut self, bytes: Box<dyn Fetched>) {
+        self.fetched = Some(bytes);
+    }
+
+    /// Bytes of staging memory.
+    #[must_use]
+    pub fn staging(&self) -> usize {
+        self.slab.as_deref().map_or(0, <[u8]>::len)
     }
 
     /// The staging buffer, for reuse.

@@ -115,7 +115,9 @@ impl Operation {
         };
         let (save_target, load_target) = target::targets(environment);
         let target = if kind == Kind::Save { save_target } else { load_target };
-        let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_path_buf());
+        let is_url = path.to_string_lossy().contains("://");
+        let absolute = Some(path).filter(|_| !is_url).and_then(|path| std::path::absolute(path).ok());
+        let absolute = absolute.unwrap_or_else(|| path.to_path_buf());
         let absolute = absolute.to_string_lossy();
         operation.closing().path = absolute.clone().into_owned();
         let device = path.parent().and_then(|parent| {

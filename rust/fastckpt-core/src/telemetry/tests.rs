@@ -104,6 +104,13 @@ fn an_abandoned_operation_has_failed() {
     assert_eq!(slot.phase.load(Relaxed), FAILED);
 }
 
+#[test]
+fn a_url_is_shown_as_it_is() {
+    let url = "s3://bucket/run/step-7";
+    let operation = Operation::begin(Kind::Load, Path::new(url), Call::default(), &Environment::default());
+    assert_eq!((operation.slot.path.get().as_str(), operation.slot.label.get().as_str()), (url, "step-7"));
+}
+
 /// A save of 100 bytes whose program called a second ago, and its slot.
 fn begun(path: &str) -> (Begun, &'static layout::OperationSlot) {
     let call = Call { step: None, at: std::time::Instant::now().checked_sub(Duration::from_secs(1)) };

@@ -1,12 +1,14 @@
 //! Shards that are open only while their blocks move. A checkpoint may have more shards than a process may have open
 //! files.
 
+use std::io;
 use std::ops::Deref;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
 
+use super::object::Object;
 use crate::error::Result;
-use crate::sys::file::DataFile;
+use crate::sys::file::{self, DataFile};
 
 /// The most shards that one job opens at a time, each of them twice. A process may have 1,024 open files by default,
 /// and most of those are not ours.
@@ -28,18 +30,68 @@ struct Slot {
     blocks_left: AtomicUsize,
 }
 
+/// What a shard is read from or written to.
+#[derive(Debug)]
+pub enum ShardFile {
+    /// A file.
+    Local(DataFile),
+    /// An object of a store, which is only read.
+    Stored(Object),
+}
+
+impl ShardFile {
+    /// Whether operations on it bypass the page cache.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        matches!(self, Self::Local(file) if file.is_direct())
+    }
+
+    /// Fills `to` from `offset` on, through the page cache. Returns how many bytes there were.
+    pub fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize> {
+        match self {
+            Self::Local(file) => file::read_at(file.fd(false), to, offset),
+            Self::Stored(object) => {
+                let found = object.read(offset, to.len())?;
+                let found = (*found).as_ref();
+                let len = found.len().min(to.len());
+                to[..len].copy_from_slice(&found[..len]);
+                Ok(len)
+            }
+        }
+    }
+}
+
 /// A shard that is open and counted.
 #[derive(Debug)]
 pub struct OpenFile {
     // In this order: the file is closed before it stops counting.
-    file: DataFile,
+    file: ShardFile,
     _counted: Counted,
+}
+
+impl OpenFile {
+    /// The object, if it is one.
+    #[must_use]
+    pub const fn object(&self) -> Option<&Object> {
+        match &self.file {
+            ShardFile::Local(_) => None,
+            ShardFile::Stored(object) => Some(object),
+        }
+    }
 }
 
 impl Deref for OpenFile {
     type Target = DataFile;
+
+    /// The file.
+    ///
+    /// # Panics
+    /// If it is an object.
     fn deref(&self) -> &DataFile {
-        &self.file
+        match &self.file {
+            ShardFile::Local(file) => file,
+            ShardFile::Stored(object) => panic!("{object:?} is no file"),
+        }
     }
 }
 
@@ -69,7 +121,7 @@ impl OpenFiles {
     pub fn acquire(
         &self,
         shard: usize,
-        open: impl Fn() -> Result<DataFile>,
+        open: impl Fn() -> Result<ShardFile>,
     ) -> Result<Option<Arc<OpenFile>>> {
         let mut slot = self.slots[shard].file.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(file) = &*slot {
@@ -121,14 +173,14 @@ mod tests {
     use crate::sys::file::open_directory;
 
     /// Opens a file, or fails with `errno` while it is set.
-    fn opener<'a>(directory: &'a Path, errno: &'a Cell<Option<i32>>) -> impl Fn() -> Result<DataFile> + 'a {
+    fn opener<'a>(directory: &'a Path, errno: &'a Cell<Option<i32>>) -> impl Fn() -> Result<ShardFile> + 'a {
         move || {
             if let Some(errno) = errno.get() {
-                return Err(Error::io("open", directory)(std::io::Error::from_raw_os_error(errno)));
+                return Err(Error::io("open", directory)(io::Error::from_raw_os_error(errno)));
             }
             let directory = open_directory(directory).unwrap();
             let _ = DataFile::create(directory.as_fd(), "shard", 1, &mut || true);
-            Ok(DataFile::open_write(directory.as_fd(), "shard", false).unwrap())
+            Ok(ShardFile::Local(DataFile::open_write(directory.as_fd(), "shard", false).unwrap()))
         }
     }
 

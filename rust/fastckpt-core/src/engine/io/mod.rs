@@ -11,5 +11,6 @@ pub mod fault;
 pub mod files;
 #[cfg(test)]
 pub(super) mod memory;
+pub mod object;
 pub mod transfer;
 pub mod uring;

@@ -76,6 +76,13 @@ impl Transfer {
         }
     }
 
+    /// Fetches `len` bytes of an object from `offset` on. Its buffer has them afterwards.
+    #[must_use]
+    pub fn fetch(block: usize, (object, offset): (Arc<OpenFile>, u64), len: usize) -> Self {
+        let (buf, path) = (Buf::new(None, Vec::new()), (IoPath::Buffered, Reason::Stored));
+        Self { len, need: len, tail: len..len, ..Self::new(block, false, (object, offset), buf, path) }
+    }
+
     /// Whether the current operation bypasses the page cache.
     #[must_use]
     pub fn is_direct(&self) -> bool {
@@ -122,6 +129,17 @@ impl Transfer {
     /// Carries out the current operation in the calling thread.
     pub fn carry_out(&mut self) -> io::Result<usize> {
         let (direct, range, offset) = (self.is_direct(), self.range(), self.file_offset());
+        if let Some(object) = self.file.object() {
+            let bytes = object.read(self.offset, self.need)?;
+            let got = (*bytes).as_ref().len();
+            self.buf.fetched(bytes);
+            if got < self.need {
+                // There are no more.
+                self.done = got;
+                return Err(io::ErrorKind::UnexpectedEof.into());
+            }
+            return Ok(self.need);
+        }
         if let Some((map, range)) = self.buf.mapped() {
             map.populate(range).map(|()| range.len())
         } else if self.write {

@@ -195,10 +195,10 @@ fn a_file_that_was_exchanged_while_it_was_looked_at_is_not_linked() {
     let file = "model.safetensors";
     let workspace = Workspace::create(&parent.path().join("new"), true).unwrap();
     let from = Checkpoint::open(&base).unwrap();
-    let (open, _) = open_regular(from.directory(), file).unwrap();
+    let (open, _) = open_regular(from.directory().unwrap(), file).unwrap();
     std::fs::copy(base.join(file), base.join("copy")).unwrap();
     std::fs::rename(base.join("copy"), base.join(file)).unwrap();
-    let link = || workspace.link((from.directory(), &base), (file, open.as_fd()), &provisional(0));
+    let link = || workspace.link((from.directory().unwrap(), &base), (file, open.as_fd()), &provisional(0));
     let error = link().unwrap_err();
     assert!(error.to_string().contains("cannot link"), "{error}");
     assert!(!workspace.path_of(&provisional(0)).exists());
