@@ -21,7 +21,7 @@ from fastckpt import _crc64
 from fastckpt._paths import is_url
 from fastckpt._stores import objects as module
 from fastckpt._stores.objects import PART, Objects
-from fastckpt._stores.urls import below, name_of, place_of
+from fastckpt._stores.urls import place_of
 from harness import s3 as harness
 
 DATA = random.Random(3).randbytes(2 * PART + 5)
@@ -367,17 +367,10 @@ def test_what_is_no_place(given, why):
         place_of("load", given)
 
 
-def test_names_below():
-    assert below("s3://b/run", "step-1") == "s3://b/run/step-1"
-    assert below("/run", "step-1") == os.path.join("/run", "step-1")  # noqa: PTH118
-    assert name_of("s3://b/run") == name_of("/x/run") == "run"
-    assert not is_url("/x:/y")
-
-
 def test_the_client_is_imported_where_a_url_is_given():
     code = """
 import sys, fastckpt
-assert not {"obstore", "fastckpt._portable", "fastckpt._stores.objects"} & set(sys.modules)
+assert not {"obstore", "fastckpt._portable", "fastckpt._stores.files", "fastckpt._stores.objects"} & set(sys.modules)
 sys.modules["obstore"] = sys.modules["obstore.store"] = None
 for call in (fastckpt.load, fastckpt.open, fastckpt.verify, fastckpt.list, fastckpt.remove):
     try:
