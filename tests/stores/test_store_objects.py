@@ -367,6 +367,10 @@ def test_what_is_no_place(given, why):
         place_of("load", given)
 
 
+def test_a_colon_makes_no_url():
+    assert not is_url("/x:/y")
+
+
 def test_the_client_is_imported_where_a_url_is_given():
     code = """
 import sys, fastckpt
