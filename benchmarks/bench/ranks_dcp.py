@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bench import ranks_simulation
-from fastckpt._api.save_request import SaveRequest, flatten_metadata
+from fastckpt._api.save_request import SaveRequest
 from fastckpt._api.save_settings import WriteSettings
 from fastckpt._ranks import words
 from fastckpt._ranks.replicas import Policy
@@ -160,18 +160,12 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
                 operation: Any = operations[rank]
                 group: Any = SimpleNamespace(group=SimpleNamespace(rank=rank, size=ranks, ranks=range(ranks)))
                 plan, local = plans_of(first, rank, ranks, rows, boxes=boxes)
-                request = SaveRequest(
-                    operation="dcp.save",
-                    path="/checkpoint",
-                    began=time.perf_counter(),
-                    settings=WriteSettings.of("dcp.save", {}),
-                    step=None,
-                    metadata=flatten_metadata("dcp.save", None, Types("dcp.save")),
-                )
+                settings, types = WriteSettings.of("dcp.save", {}), Types("dcp.save")
+                request = SaveRequest.of("dcp.save", "/checkpoint", None, settings, types, began=time.perf_counter())
                 began = time.thread_time()
                 try:
                     policy = Policy.of("dcp.save", {})
-                    brought = Brought(plan, planner, Types("dcp.save"), range(ranks), rank, local)
+                    brought = Brought(plan, planner, types, range(ranks), rank, local)
                     Together(group, operation, 600, policy, brought).agree(request)
                 except BaseException as error:  # noqa: BLE001 - raised below
                     failed.append(error)

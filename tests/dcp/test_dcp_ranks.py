@@ -333,6 +333,32 @@ def test_what_cannot_be_stored_may_be_left_out_of_all_plans_alone(forge, tmp_pat
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
 
+def save_with(path, option, values):
+    """Each rank gives another value of an option; the metadata, of which the first rank's counts, differ as well."""
+    rank = dist.get_rank()
+    writer = Writer(timeout=60, metadata={"step": rank}, **{option: values[rank]})
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=path, storage_writer=writer)
+
+
+@pytest.mark.parametrize(
+    ("option", "values", "shown"),
+    [
+        ("shard_size", ["1MB", "2MB"], "1000000 on rank 0, 2000000 on rank 1"),
+        ("replicas", ["sample", "first"], "'sample' on rank 0, 'first' on rank 1"),
+        ("overwrite", [True, False], "True on rank 0, False on rank 1"),
+    ],
+)
+def test_options_that_have_to_be_alike_are_told_by_name(forge, tmp_path, option, values, shown):
+    with forge.group(2) as group:
+        group.start(save_with, tmp_path / "c", option, values)
+        outcomes = group.outcomes()
+        group.run(save_with, tmp_path / "d", option, values[:1] * 2)
+    for each in outcomes:
+        assert f"{option}= differs between ranks: {shown}: give the same on all ranks" in each.raised.text
+    assert [each.name for each in tmp_path.iterdir()] == ["d"]
+    assert fastckpt.open(tmp_path / "d").metadata == {"step": 0}
+
+
 def caches_plans():
     """Whether planners of this torch can keep their plans."""
     return "enable_plan_caching" in inspect.signature(DefaultSavePlanner).parameters

@@ -70,6 +70,35 @@ class SaveRequest:
     nice: int | None = None
     counters: _core.Operation | None = None
 
+    @classmethod
+    def of(
+        cls,
+        operation: str,
+        path: str,
+        metadata: Any,
+        settings: WriteSettings,
+        types: Types,
+        *,
+        began: float,
+        default: Callable[[Any], Any] | None = None,
+    ) -> SaveRequest:
+        """A save whose state is still to be added.
+
+        Raises:
+            UnsupportedTypeError: the metadata holds a value that cannot be saved, or a tensor; the message names its
+                place.
+        """
+        about = flatten(
+            metadata,
+            operation=f"{operation}: metadata",
+            refuse_tensors="metadata cannot hold tensors: put them into the state",
+            types=types,
+            default=default,
+        )
+        step = metadata.get("step") if isinstance(metadata, dict) else None
+        step = step if type(step) is int and 0 <= step < 2**63 else None
+        return cls(operation=operation, path=path, began=began, settings=settings, step=step, metadata=about)
+
     @property
     def parts(self) -> list[Flat]:
         """The flattened parts of the state: that of all ranks, and that of this one."""
@@ -122,24 +151,14 @@ def build_request(
         UnsupportedTypeError: something cannot be saved; the message names its place.
     """
     types, default = Types(operation, settings.registry), settings.default
-    about = flatten_metadata(operation, metadata, types, default)
-    tailor = Tailor(operation, settings.exclude, settings.dtype)
-    flat = flatten(state, operation=operation, types=types, default=default, spreads=spreads, excluded=tailor.excluded)
-    request = SaveRequest(
-        operation=operation,
-        path=path,
-        began=began,
-        settings=settings.for_writing(),
-        step=step_of(metadata),
-        metadata=about,
-        flat=flat,
-        spreads=[] if spreads is None else spreads.found,
-        tailor=tailor,
-        base=settings.base,
-        frozen=settings.frozen,
-        progress=settings.progress,
+    request = SaveRequest.of(operation, path, metadata, settings.for_writing(), types, began=began, default=default)
+    request.base, request.frozen, request.progress = settings.base, settings.frozen, settings.progress
+    tailor = request.tailor = Tailor(operation, settings.exclude, settings.dtype)
+    flat = request.flat = flatten(
+        state, operation=operation, types=types, default=default, spreads=spreads, excluded=tailor.excluded
     )
     try:
+        request.spreads = [] if spreads is None else spreads.found
         tailor.fit(flat, types, strict=spreads is None or len(spreads.ranks) == 1)
         request.movers = flat.movers  # others than before, where tensors were left out
         if per_rank is not None:
@@ -149,26 +168,11 @@ def build_request(
             flat.keep += own.keep
             own.movers, own.keep = {}, []
         request.sources = Sources(operation, request.movers)
-        warn_of_types(operation, flat, about, *request.parts[1:])
+        warn_of_types(operation, flat, request.metadata, *request.parts[1:])
     except BaseException:
         request.close()
         raise
     return request
-
-
-def flatten_metadata(operation: str, metadata: Any, types: Types, default: Callable[[Any], Any] | None = None) -> Flat:
-    """The metadata, flattened.
-
-    Raises:
-        UnsupportedTypeError: something cannot be saved, or is a tensor; the message names its place.
-    """
-    return flatten(
-        metadata,
-        operation=f"{operation}: metadata",
-        refuse_tensors="metadata cannot hold tensors: put them into the state",
-        types=types,
-        default=default,
-    )
 
 
 #: Remarks about types that have been made already.
@@ -181,9 +185,3 @@ def warn_of_types(operation: str, *flats: Flat) -> None:
         if remark not in _said:
             _said.add(remark)
             warn(f"fastckpt: {operation}: {remark}")
-
-
-def step_of(metadata: Any) -> int | None:
-    """The training step for the live counters, if the metadata has it."""
-    step = metadata.get("step") if isinstance(metadata, dict) else None
-    return step if type(step) is int and 0 <= step < 2**63 else None

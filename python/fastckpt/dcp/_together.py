@@ -96,6 +96,6 @@ class Together(ProcessGroup):
         ]
         return tensors, spreads
 
-    def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:  # noqa: ARG002 - those of the first rank count
-        """Nothing: the options, files and metadata of the first rank apply."""
-        return [[], []]
+    def _terms(self, request: SaveRequest) -> list[list[list[Any]]]:
+        """The options, without the step: the metadata of other ranks do not count."""
+        return [super()._terms(request)[0], []]

@@ -11,7 +11,7 @@ from fastckpt import _core
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
-from fastckpt._api.save_request import SaveRequest, flatten_metadata, step_of, warn_of_types
+from fastckpt._api.save_request import SaveRequest, warn_of_types
 from fastckpt._api.save_settings import WriteOptions, WriteSettings
 from fastckpt._api.settings import takes
 from fastckpt._api.write import write
@@ -211,16 +211,8 @@ class Writer(_torch.StorageWriter):
         return _torch.done([_result(item) for item in plan.items])
 
     def _save(self, path: str, began: float, types: Types, group: Group[Any, SaveReport]) -> SaveReport:
-        about = flatten_metadata("dcp.save", self._metadata, types)
-        warn_of_types("dcp.save", about)
-        request = SaveRequest(
-            operation="dcp.save",
-            path=path,
-            began=began,
-            settings=self._settings,
-            step=step_of(self._metadata),
-            metadata=about,
-        )
+        request = SaveRequest.of("dcp.save", path, self._metadata, self._settings, types, began=began)
+        warn_of_types("dcp.save", request.metadata)
         with closing(request), ticker("dcp.save", path, shown=False) as progress:
             return write(request, group, progress)
 
