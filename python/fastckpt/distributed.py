@@ -217,6 +217,8 @@ def save_async(
                 request.close()
             with call.operation:
                 raise
+        finally:
+            call.operation.hand_over()
     tell_unasked_but(pending)
     return pending
 

@@ -31,6 +31,7 @@ READ, READ_PARTS = "fastckpt._ranks.load:_read", "fastckpt._core:RankLoad.read"
 READ_OBJECT = "fastckpt._stores.objects:Objects.read"
 #: Ranks agree over the store, and the managers of all ranks ask each other.
 PEERS, SERVE = "fastckpt._ranks.peers", "fastckpt._ranks.store:Transport.serve"
+TAKE_NUMBER = "fastckpt._ranks.protocol:Turn.take_number"
 LOOK_FOR_ANSWERS = "fastckpt._ranks.protocol:Turn._take"
 ASK = "fastckpt._manager.ranks:Ranks.decide"
 #: torch.distributed.checkpoint writes by fastckpt; whether its executor is prepared for our writers.

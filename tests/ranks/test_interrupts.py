@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 
 import pytest
@@ -108,3 +109,118 @@ def test_a_call_does_not_wait_for_one_that_has_overtaken_it_and_waits_for_its_tu
     done = programs.run(children, [script, tmp_path, second])
     assert done.returncode == 0, done.stderr
     assert done.stdout == f"{tmp_path}/a {tmp_path}/{second} 2\n"
+
+
+ON_TOP = """
+import faulthandler, sys
+
+import fastckpt
+from fastckpt import distributed
+
+below, above, directory = sys.argv[1:]
+faulthandler.dump_traceback_later(60, exit=True)
+
+
+class Interrupted:
+    \"""A value: a signal handler runs while it is saved.\"""
+
+
+def handle(_):
+    handlers[above]()
+    return {}
+
+
+def save():
+    try:
+        distributed.save({"w": 2}, f"{directory}/b")
+    except RuntimeError as error:
+        print(error)
+
+
+def save_async():
+    distributed.save_async({"w": 2}, f"{directory}/a")
+    fastckpt.drain()
+
+
+fastckpt.register_type(Interrupted, handle, lambda _: Interrupted(), name="interrupted")
+handlers = {"save": save, "save_async": save_async}
+getattr(distributed, below)({"w": 1, "i": Interrupted()}, f"{directory}/a")
+fastckpt.drain()
+print(fastckpt.load(f"{directory}/a", keys="w"))
+"""
+
+
+@pytest.mark.parametrize("below", ["save", "save_async"])
+@pytest.mark.parametrize(
+    ("above", "told"),
+    [("save", "this thread is in a save or load of the same process group.*'w': 1"), ("save_async", "{'w': 2}")],
+)
+def test_a_signal_handler_does_not_wait_for_a_turn_behind_the_call_that_it_has_interrupted(
+    children, tmp_path, below, above, told
+):
+    script = tmp_path / "program.py"
+    script.write_text(ON_TOP)
+    done = programs.run(children, [script, below, above, tmp_path])
+    assert done.returncode == 0, done.stderr
+    assert re.match(told, done.stdout, re.DOTALL)
+
+
+DRAINS = """
+import faulthandler, sys, threading
+
+import fastckpt
+from fastckpt import distributed
+from fastckpt._ranks import background
+
+directory = sys.argv[1]
+write = background.Job._write
+
+
+def held(job):
+    begins.wait(0.2)
+    return write(job)
+
+
+class At:
+    \"""Drains at a line of the calling thread, as a signal handler may, while an earlier save has its turn.\"""
+
+    def __init__(self, number):
+        self.left, self.earlier = number, True
+
+    def __call__(self, frame, event, _):
+        if "/fastckpt/_ranks/" not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                sys.settrace(None)
+                self.earlier = not pending.done()
+                begins.set()
+                fastckpt.drain(30)
+        return self
+
+
+background.Job._write = held
+number, at = 0, At(0)
+while at.earlier:
+    number += 1
+    begins, at = threading.Event(), At(number)
+    faulthandler.dump_traceback_later(120, exit=True)
+    pending = distributed.save_async({"w": 1}, f"{directory}/a")
+    sys.settrace(at)
+    try:
+        distributed.save({"w": 2}, f"{directory}/b")
+    finally:
+        sys.settrace(None)
+    fastckpt.drain()
+print(number, "lines")
+"""
+
+
+def test_a_signal_handler_drains_at_any_line_of_a_call_that_takes_its_turn(children, tmp_path):
+    script = tmp_path / "program.py"
+    script.write_text(DRAINS)
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+        done = programs.run(children, [script, memory], timeout=600)
+    assert done.returncode == 0, done.stdout[-200:] + done.stderr
+    assert int(done.stdout.split()[-2]) > 50, "the lines of the package are not traced"

@@ -32,7 +32,7 @@ from fastckpt._ranks.requests import Get, Put, UnreachableError
 from fastckpt._ranks.session import session
 from fastckpt._ranks.store import Transport
 from fastckpt._ranks.torch_distributed import DataGroup, Group
-from harness import groups, parallel, stillness
+from harness import groups, parallel, points, stillness
 from harness.groups import Strike
 
 # Of operations that must fail, and of all others: a machine may stand still for seconds.
@@ -347,6 +347,42 @@ def test_operations_of_one_rank_wait_for_each_other_in_the_order_of_their_calls(
         for thread in threads:
             thread.join(4 * LONG)
     assert order == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_turn_keeps_its_number_while_a_later_one_of_its_rank_is_entered(stores):
+    store, _ = stores
+    numbering, entered = threading.Event(), threading.Event()
+
+    def slow(take_number):
+        def take(turn):
+            if turn.path == "/a" and turn.member.rank and not numbering.is_set():
+                numbering.set()
+                entered.wait(1)
+            take_number(turn)
+
+        return take
+
+    def run(one, path):
+        with one.operation("save", path, TIMEOUT) as operation:
+            outcomes.append(operation.round("done", path))
+
+    def start(one, path):
+        threads.append(threading.Thread(target=run, args=(one, path)))
+        threads[-1].start()
+
+    outcomes, threads = [], []
+    with group(2, store) as peers, points.replaced(points.TAKE_NUMBER, slow):
+        for one in peers:
+            start(one, "/a")
+        assert numbering.wait(LONG)
+        start(peers[1], "/b")
+        threads[0].join(0.1)
+        entered.set()
+        threads[0].join(LONG)
+        start(peers[0], "/b")
+        for thread in threads:
+            thread.join(LONG)
+    assert outcomes == [["/a", "/a"]] * 2 + [["/b", "/b"]] * 2
 
 
 def test_a_body_is_told_that_another_rank_failed(stores):

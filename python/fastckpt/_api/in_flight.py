@@ -22,7 +22,7 @@ class SaveInFlight:
         path: the checkpoint's directory, absolute.
         caller: the thread that called.
         group: the ranks that save together; None for a save of this process alone.
-        operation: of ranks, which ``precedes`` those that cannot end before it; None for a save of one process.
+        operation: its turn among those of ranks; None for a save of one process.
         started: whether another thread has taken over.
         finished: set when it is over.
     """
@@ -35,13 +35,13 @@ class SaveInFlight:
     finished: Event
 
     def holds_others(self) -> bool:
-        """Whether it can be waited for: not while the waiting thread itself, below a signal handler, prepares it."""
-        return self.started or self.caller != get_ident()
+        """Whether it can be waited for: not if it waits for the waiting thread itself.
 
-    def holds(self, save: SaveInFlight | None) -> bool:
-        """Whether ``save`` can wait for it: not where it waits for the turn of ``save`` among ranks."""
-        turn = None if save is None else save.operation
-        return self.holds_others() and (turn is None or not turn.precedes(self.operation))
+        That prepares it, below a signal handler, or is in an earlier turn of the ranks.
+        """
+        if self.operation is not None and self.operation.waits_for_caller():
+            return False
+        return self.started or self.caller != get_ident()
 
 
 class Failure(NamedTuple):
@@ -76,7 +76,7 @@ def admit(save: SaveInFlight, most: int) -> None:
         ended = Event()
         _waiting.append(ended)
         with _admission:
-            others = [other for other in _in_flight if other.group is save.group and other.holds(save)]
+            others = [other for other in _in_flight if other.holds_others() and other.group is save.group]
             # Of two saves to one path the later must win.
             if len(others) < most and not to_path(save.path, save):
                 _in_flight.append(save)
@@ -117,7 +117,7 @@ def saves() -> tuple[SaveInFlight, ...]:
 def to_path(path: str | None, waits: SaveInFlight | None = None) -> list[SaveInFlight]:
     """The saves to ``path`` in flight that can be waited for, by a save that ``waits`` if given: see :func:`admit`."""
     groups = None if waits is None or waits.group is None else {None, waits.group}
-    there = [save for save in saves() if save.path == path and save.holds(waits)]
+    there = [save for save in saves() if save.path == path and save.holds_others()]
     return [save for save in there if groups is None or save.group in groups]
 
 
@@ -178,8 +178,9 @@ def drain(timeout: float | None = None) -> None:
     """Wait until every asynchronous save that is in flight is durable.
 
     It may be called from a signal handler, also while the thread below waits for a save, or is in ``save_async``: a
-    save that that call has not yet handed over is not waited for. (A handler should not call ``save_async`` itself,
-    because Python's threads cannot be started there reliably; it can call ``save``.)
+    save that that call has not yet handed over is not waited for, nor one of ranks whose turn comes after it. (A
+    handler should not call ``save_async`` itself, because Python's threads cannot be started there reliably; it can
+    call ``save``.)
 
     Args:
         timeout: seconds; None for as long as it takes.

@@ -28,9 +28,6 @@ _BEHIND, _SAVES = 8, 64
 class Numbered(Protocol):
     """A turn, as far as a member knows it."""
 
-    def take_number(self) -> None:
-        """Be the next turn."""
-
     def abandon(self, failure: RankFailure) -> Steps:
         """Leave without a verdict, so that the others get one at once."""
 
@@ -56,8 +53,6 @@ class Member:
     session: str = ""
     #: The number of the next turn.
     turn: int = 0
-    #: The turns that have no number yet, in their order.
-    coming: deque[Numbered] = field(default_factory=deque)
     #: Hosts of the ranks that it has heard from.
     hosts: dict[int, str] = field(default_factory=dict)
     #: The last hello of each rank below, which was answered.

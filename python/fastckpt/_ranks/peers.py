@@ -1,5 +1,7 @@
 """The ranks of one process group, and their common operations."""
 
+# ruff: noqa: SLF001 - a group and its operations are one
+
 from __future__ import annotations
 
 import contextlib
@@ -15,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from fastckpt import _core
+from fastckpt._api.event import Event
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.protocol import LAST, StopError, Turn
 from fastckpt._ranks.requests import Steps, UnreachableError, Wait, value_of
@@ -52,12 +55,9 @@ class Peers:
         self._process = os.getpid()
         self._member = Member(rank, size, host, secrets.token_hex(8), serves)
         self._transport = Transport(store) if size > 1 else None
-        self._turns = threading.Condition()
         #: The operations that have taken a turn and have not ended: the first has its turn now. The list changes in
-        #: atomic steps, without the lock: a signal handler may wait for threads that need the lock to leave.
+        #: atomic steps, and has no lock: a signal handler may wait for threads that would need it to leave.
         self._queue: list[Operation] = []
-        #: The threads that are in a turn, or waiting for theirs.
-        self._threads: dict[Operation, int] = {}
         #: Ends the thread that answers late ranks.
         self._busy: threading.Event | None = None
         #: Whether the monitor knows the group; None if it need not.
@@ -97,7 +97,7 @@ class Peers:
             label: the name of this operation, if ranks cannot count: one that is never used again.
             place: where the path leads, if its directory may have another name on other ranks.
         """
-        return Operation(self, Turn(self._member, kind, path, timeout, label, place))
+        return Operation(self, kind, path, timeout, label, place)
 
     def close(self) -> None:
         """End the threads of the store.
@@ -170,7 +170,7 @@ class Peers:
 
         def answer() -> None:
             with contextlib.suppress(UnreachableError):
-                while not (busy.wait(_LATE) or member.has_met):
+                while not (busy.wait(_LATE) or busy is not self._busy or member.has_met or self._is_busy()):
                     self._run(member.answer_late(), _HURRY)
 
         threading.Thread(target=answer, name="fastckpt-answer", daemon=True).start()
@@ -180,38 +180,18 @@ class Peers:
             self._busy.set()
             self._busy = None
 
-    def _precedes(self, operation: Operation, other: Operation) -> bool:
-        """Whether an operation comes before another one in the queue."""
+    def _is_busy(self) -> bool:
+        """Whether a thread is in a turn, or waiting for its turn."""
+        return any(one._thread is not None for one in tuple(self._queue))
+
+    def _before(self, turn: Turn) -> tuple[Operation, ...]:
+        """The operations that must end before this turn begins."""
         queue = tuple(self._queue)
-        return operation in queue and other in queue[queue.index(operation) + 1 :]
+        turns = [one._turn for one in queue]
+        return queue[: turns.index(turn)] if turn in turns else ()
 
-    def _number(self, operation: Operation) -> None:
-        """Number the turn of an operation, after the turns before it."""
-        operation.take()
-        with self._turns:
-            for each in self._queue[: self._queue.index(operation) + 1]:
-                each._turn.come()  # noqa: SLF001 - they are one
-
-    def _enter(self, operation: Operation) -> None:
-        self._end_answers()
-        thread = threading.get_ident()
-        with self._turns:
-            if thread in self._threads.values():
-                raise RuntimeError(
-                    "this thread is in a save or load of the same process group, which must end first (in a signal "
-                    "handler, set a flag or call save_async instead)"
-                )
-            self._threads[operation] = thread
-            self._turns.wait_for(lambda: self._queue[0] is operation)
-
-    def _leave(self, operation: Operation) -> None:
-        with self._turns:
-            self._threads.pop(operation, None)
-            if operation in self._queue:  # interrupts may have come before it had a turn
-                self._queue.remove(operation)
-            self._turns.notify_all()
-            if not self._threads:
-                self._answer_late()
+    def _turns_before(self, turn: Turn) -> list[Turn]:
+        return [one._turn for one in self._before(turn)]
 
 
 class Operation:
@@ -221,33 +201,66 @@ class Operation:
     The round ``done`` is the last: a body that has had its answer cannot fail for others.
     """
 
-    def __init__(self, peers: Peers, turn: Turn) -> None:
-        self._peers, self._turn = peers, turn
+    def __init__(
+        self, peers: Peers, kind: str, path: str, timeout: float, label: str | None, place: list[Any] | None
+    ) -> None:
+        self._peers = peers
+        self._turn = Turn(peers._member, kind, path, timeout, label, place, peers._turns_before)
+        #: The thread whose call has taken the turn and has not returned, and the thread that has entered.
+        self._caller: int | None = None
+        self._thread: int | None = None
+        self._ended = Event()
         self._looked = float("-inf")
 
     def take(self) -> None:
         """Take the next turn of this rank; a second call does nothing."""
-        if self not in self._peers._queue:  # noqa: SLF001 - they are one
-            self._peers._queue.append(self)  # noqa: SLF001
+        if self not in self._peers._queue:
+            self._caller = threading.get_ident()
+            self._peers._queue.append(self)
 
-    def precedes(self, other: object) -> bool:
-        """Whether ``other`` is an operation of the same ranks that cannot end before this one has ended."""
-        return isinstance(other, Operation) and self._peers._precedes(self, other)  # noqa: SLF001 - they are one
+    def hand_over(self) -> None:
+        """The call that has taken the turn returns; from now on its thread may wait for the turn's end."""
+        self._caller = None
+
+    def waits_for_caller(self) -> bool:
+        """Whether it cannot end before the calling thread goes on, which is in an earlier turn or begins one."""
+        thread = threading.get_ident()
+        return any((one._thread or one._caller) == thread for one in self._peers._before(self._turn))
 
     def __enter__(self) -> Operation:  # noqa: PYI034 - Self is not in Python 3.10
         try:
-            self._peers._number(self)  # noqa: SLF001 - they are one
-            self._peers._enter(self)  # noqa: SLF001
+            self._enter()
+            return self  # noqa: TRY300 - an interrupt here must be caught, too
         except BaseException as error:
             # An earlier turn may take long, and the callers that wait for this one must not: it ends here and now.
             try:
-                self._peers._number(self)  # noqa: SLF001
+                self.take()
                 with contextlib.suppress(RanksError):
                     self._run(self._turn.quit(error), _HURRY)
             finally:
-                self._peers._leave(self)  # noqa: SLF001
+                self._leave()
             raise
-        return self
+
+    def _enter(self) -> None:
+        self.take()
+        self._peers._end_answers()
+        if self.waits_for_caller():
+            raise RuntimeError(
+                "this thread is in a save or load of the same process group, which must end first (in a signal "
+                "handler, set a flag or call save_async instead)"
+            )
+        self._thread = threading.get_ident()
+        for one in self._peers._before(self._turn):
+            one._ended.wait()
+
+    def _leave(self) -> None:
+        # Each call takes a number, however it ends.
+        _ = self._turn.number
+        with contextlib.suppress(ValueError):  # interrupts may have come before it had a turn
+            self._peers._queue.remove(self)
+        self._ended.set()
+        if not self._peers._is_busy():
+            self._peers._answer_late()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -260,7 +273,7 @@ class Operation:
                 self._end(interrupted)
             raise
         finally:
-            self._peers._leave(self)  # noqa: SLF001 - they are one
+            self._leave()
 
     def round(
         self,
@@ -313,7 +326,7 @@ class Operation:
 
     def _run(self, steps: Steps, limit: float = math.inf, watch: Callable[[], None] | None = None) -> Any:
         try:
-            return self._peers._run(steps, min(limit, self._turn.timeout), watch)  # noqa: SLF001 - they are one
+            return self._peers._run(steps, min(limit, self._turn.timeout), watch)
         except UnreachableError as error:
             raise self._turn.unreachable(error) from error
 

@@ -41,7 +41,7 @@ may be waits, when all has succeeded, until the others have read that.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -118,6 +118,7 @@ class Turn:
         timeout: seconds of silence after which a rank is taken to be gone.
         label: names the turn in place of its number, for callers that cannot count: the same on all ranks, never again.
         place: where the path leads, by :func:`fastckpt._ranks.called.location_of`.
+        before: returns the turns of this rank that must end before a turn begins, in their order.
 
     Attributes:
         marks: values that distinguish this call from others of its kind to the same path, see :class:`Called`; to be
@@ -132,10 +133,11 @@ class Turn:
         timeout: float,
         label: str | None = None,
         place: list[Any] | None = None,
+        before: Callable[[Turn], Iterable[Turn]] = lambda _: (),
     ) -> None:
         self.member, self.kind, self.path, self.timeout = member, kind, path, timeout
         self.marks: dict[str, str] = {}
-        self._label, self._place = label, place
+        self._label, self._place, self._before = label, place, before
         self.name = ""
         #: How long a rank waits before it checks which ranks are silent, and before it checks whether the turn has
         #: failed. Large groups check less often: one store serves them all.
@@ -150,7 +152,7 @@ class Turn:
 
     def _begin(self) -> None:
         """Be at the beginning of a turn: the first, or the next where that was of another call."""
-        self._number = self._label
+        self._number: int | None = None
         #: Rounds that it has begun.
         self.rounds = 0
         #: It is in a round, not between two.
@@ -183,20 +185,19 @@ class Turn:
     @property
     def number(self) -> str:
         """The name of the turn in the store: taken when it is first needed, by earlier turns of this rank before."""
-        self.come()
-        while self._number is None:
-            self.member.coming.popleft().take_number()
-        return self._number
-
-    def come(self) -> None:
-        """Take a place behind the turns of this rank that have come; a second call does nothing."""
-        if self._number is None and self.member.size > 1 and self not in self.member.coming:
-            self.member.coming.append(self)
+        if self._label is not None:
+            return self._label
+        if self._number is None:
+            for turn in (*self._before(self), self):
+                turn.take_number()
+        return str(self._number)
 
     def take_number(self) -> None:
-        """Be the next turn."""
-        self._number = str(self.member.turn)
-        self.member.turn += 1
+        """Be the next turn, unless it has a number or a label."""
+        # Several threads may come here, and signal handlers, but none between lines without a call.
+        if self._number is None and self._label is None:
+            self._number = self.member.turn
+            self.member.turn += 1
 
     def _key(self, *parts: object) -> str:
         return "/".join(map(str, ("fastckpt", self.member.session, self.number, *parts)))
@@ -537,7 +538,6 @@ class Turn:
         """Go on to the next turn with the same call."""
         yield from self._depart(failed=True)
         self._begin()
-        self.member.coming.appendleft(self)
 
     def _take(self, verdict: bytes) -> Steps:
         """Return the answer that a verdict is, or raise the failure."""
