@@ -204,7 +204,7 @@ def test_what_is_no_checkpoint(run, url):
         fastckpt.remove(f"{run}/nothing")
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read(url, tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_replaced_while_it_is_read(url, saved, tmp_path, monkeypatch):
     other = {"model": {"w": torch.ones(5)}}
     fastckpt.save(other, tmp_path / "other")
     read = Objects.read
@@ -222,6 +222,11 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(url, tmp_path, monkeypat
         same(fastckpt.load(url), other)
         with pytest.raises(fastckpt.ReplacedCheckpointError):
             opened["model.w"]
+    harness.put(saved[0], url)
+    once.release()
+    assert fastckpt.verify(url).ok
+    assert once.locked()
+    same(fastckpt.load(url), other)
 
 
 @pytest.fixture
