@@ -266,6 +266,22 @@ def test_an_answer_that_is_short_is_damage(url, answer):
     assert {one.file for one in fastckpt.verify(url).damage} == set(shards_of(url))
 
 
+def test_an_address_of_nothing_is_an_answer_of_nothing(url, monkeypatch):
+    monkeypatch.setattr(files.StoredFiles, "read", lambda _self, _name, _start, nbytes: (0, nbytes, None))
+    with pytest.raises(CorruptCheckpointError, match=f"`{url}/.*"):
+        fastckpt.load(url)
+
+
+def test_an_object_that_is_gone_since_it_was_listed_is_missing(url, answer):
+    def gone(_):
+        raise FileNotFoundError(errno.ENOENT, "cannot read it: there is no such object", "it")
+
+    answer(gone)
+    report = fastckpt.verify(url)
+    assert {one.file for one in report.damage} == set(shards_of(url))
+    assert all("FileNotFoundError" not in one.reason for one in report.damage)
+
+
 def test_a_load_can_be_interrupted(url, answer):
     """It ends with the requests that are under way."""
     answered, asked = threading.Event(), []

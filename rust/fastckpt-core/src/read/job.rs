@@ -436,7 +436,8 @@ impl Job for ReadJob<'_> {
                     && !self.refuses(&error)
                     && self.checkpoint.is_damage(&error) =>
             {
-                (0, error.to_string())
+                let missing = self.checkpoint.is_stored(); // of a store, no other error is damage
+                (0, if missing { "the file is missing".to_owned() } else { error.to_string() })
             }
             Err(error) => {
                 let path = self.checkpoint.path_of(&shard.file);
