@@ -23,6 +23,7 @@ OTHERS = {
         "test_small_ranges_are_read_together_and_large_ones_in_parts",
         "test_no_more_than_so_much_is_on_its_way",
     ),
+    "takes the addresses that the store's files return": ("test_an_address_of_nothing_is_an_answer_of_nothing",),
     "writes": ("test_the_states_of_ranks", "test_the_command_line"),
 }
 

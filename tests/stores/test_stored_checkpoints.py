@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import signal
@@ -204,7 +205,7 @@ def test_what_is_no_checkpoint(run, url):
         fastckpt.remove(f"{run}/nothing")
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read(url, tmp_path, monkeypatch):
+def test_a_checkpoint_that_is_replaced_while_it_is_read(url, saved, tmp_path, monkeypatch):
     other = {"model": {"w": torch.ones(5)}}
     fastckpt.save(other, tmp_path / "other")
     read = Objects.read
@@ -222,6 +223,11 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(url, tmp_path, monkeypat
         same(fastckpt.load(url), other)
         with pytest.raises(fastckpt.ReplacedCheckpointError):
             opened["model.w"]
+    harness.put(saved[0], url)
+    once.release()
+    assert fastckpt.verify(url).ok
+    assert once.locked()
+    same(fastckpt.load(url), other)
 
 
 @pytest.fixture
@@ -260,6 +266,22 @@ def test_an_answer_that_is_short_is_damage(url, answer):
     assert {one.file for one in fastckpt.verify(url).damage} == set(shards_of(url))
 
 
+def test_an_address_of_nothing_is_an_answer_of_nothing(url, monkeypatch):
+    monkeypatch.setattr(files.StoredFiles, "read", lambda _self, _name, _start, nbytes: (0, nbytes, None))
+    with pytest.raises(CorruptCheckpointError, match=f"`{url}/.*"):
+        fastckpt.load(url)
+
+
+def test_an_object_that_is_gone_since_it_was_listed_is_missing(url, answer):
+    def gone(_):
+        raise FileNotFoundError(errno.ENOENT, "cannot read it: there is no such object", "it")
+
+    answer(gone)
+    report = fastckpt.verify(url)
+    assert {one.file for one in report.damage} == set(shards_of(url))
+    assert all("FileNotFoundError" not in one.reason for one in report.damage)
+
+
 def test_a_load_can_be_interrupted(url, answer):
     """It ends with the requests that are under way."""
     answered, asked = threading.Event(), []
@@ -287,6 +309,22 @@ def test_a_load_can_be_interrupted(url, answer):
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert len(asked) == 1
+
+
+def test_what_a_signal_raises_is_not_lost(url, monkeypatch):
+    """A handler may run wherever the core calls Python, also for the name of a file, with no way to raise."""
+    rung = []
+
+    def ring(_, name):
+        rung.append(name)
+        raise InterruptedError
+
+    monkeypatch.setattr(files.StoredFiles, "path_of", ring)
+    for call in (fastckpt.load, fastckpt.verify):
+        with contextlib.suppress(InterruptedError):
+            call(url)
+            assert not rung
+        rung.clear()
 
 
 def test_listing(run, saved):

@@ -225,6 +225,10 @@ class Reader:
 
     def verify(self, *, io: str, threads: int | None, tick: Tick | None) -> dict[str, Any]:
         """Compare every byte with its checksum; report all damage."""
+        with self._settled():
+            return self._verified(io, threads, tick)
+
+    def _verified(self, io: str, threads: int | None, tick: Tick | None) -> dict[str, Any]:
         damage: list[DamagedRange] = []
         job = _Job(self, io, threads, damage=damage)
         missing: dict[int, str] = {}

@@ -175,11 +175,11 @@ struct Owned {
 
 impl AsRef<[u8]> for Owned {
     fn as_ref(&self) -> &[u8] {
-        if self.len == 0 {
+        if self.address == 0 {
             return &[];
         }
         // SAFETY: the Python side passes the address and size of an immutable buffer, and the object that holds it, which
-        // lives as long as `self`. Nothing writes to it.
+        // lives as long as `self`; it takes both from that object, never from a file. Nothing writes to it.
         unsafe { std::slice::from_raw_parts(self.address as *const u8, self.len) }
     }
 }

@@ -63,7 +63,7 @@ impl Checkpoint {
 
     /// Opens the checkpoint in a store, at `url`. With a manifest that is `known`, as [`Self::open_known`] does.
     pub fn open_stored(url: &Path, store: Arc<dyn Store>, known: Option<Vec<u8>>) -> Result<Self> {
-        let manifest = store.path_of(manifest::FILE);
+        let manifest = url.join(manifest::FILE);
         let begin = known.as_ref().map(|known| known.len().min(SEAL));
         let found = store.manifest(begin).map_err(Error::io("read", &manifest))?;
         if known.as_ref().zip(begin).is_some_and(|(known, begin)| found != known[..begin]) {
@@ -74,7 +74,7 @@ impl Checkpoint {
 
     /// The content of the manifest, read again.
     pub fn manifest(&self) -> Result<Vec<u8>> {
-        let manifest = self.path_of(manifest::FILE);
+        let manifest = self.path.join(manifest::FILE);
         let bytes = match &self.place {
             Place::Directory(Directory { fd, .. }) => {
                 let (fd, len) = file::open_regular(fd.as_fd(), manifest::FILE)
@@ -284,13 +284,13 @@ impl Checkpoint {
     /// Opens a shard and checks its length.
     pub(super) fn open_shard(&self, index: usize, direct: bool) -> Result<ShardFile> {
         let shard = &self.body.shards[index];
-        let path = self.path_of(&shard.file);
+        let path = || self.path_of(&shard.file);
         match self.open_file(index, direct) {
             Ok((file, len)) if len == shard.bytes || fresh_length(&file) == Some(shard.bytes) => Ok(file),
             Ok((_, len)) => {
-                Err(Error::corrupt(&path, format!("it has {len} bytes, expected {}", shard.bytes)))
+                Err(Error::corrupt(&path(), format!("it has {len} bytes, expected {}", shard.bytes)))
             }
-            Err(error) => Err(self.unreadable(&path, error)),
+            Err(error) => Err(self.unreadable(&path(), error)),
         }
     }
 
@@ -321,15 +321,16 @@ impl Checkpoint {
     /// Compares the header of a shard with its checksum.
     pub(super) fn check_header(&self, index: usize) -> Result<Option<Damage>> {
         let shard = &self.body.shards[index];
-        let path = self.path_of(&shard.file);
-        let (open, _) = self.open_file(index, false).map_err(|error| self.unreadable(&path, error))?;
+        let path = || self.path_of(&shard.file);
+        let (open, _) = self.open_file(index, false).map_err(|error| self.unreadable(&path(), error))?;
         let mut crc = checksum::of(&[]);
         let mut at = 0;
         let mut length_field = [0; 8];
         let mut piece = vec![0; SMALL_READ.min(shard.data_offset as usize)];
         while at < shard.data_offset {
             let want = piece.len().min((shard.data_offset - at) as usize);
-            let got = open.read_at(&mut piece[..want], at).map_err(Error::io("read", &path))?;
+            let got = open.read_at(&mut piece[..want], at);
+            let got = got.map_err(|error| Error::io("read", &path())(error))?;
             if got == 0 {
                 break;
             }
@@ -355,7 +356,8 @@ impl Checkpoint {
         }))
     }
 
-    /// The path of a file inside the checkpoint, for messages.
+    /// The path of a file inside the checkpoint, for messages. Only after an error: a store's Python may run a signal
+    /// handler, and what that raises is lost here.
     pub(super) fn path_of(&self, file: &str) -> PathBuf {
         match &self.place {
             Place::Directory(_) => self.path.join(file),

@@ -31,7 +31,7 @@ impl Checkpoint {
             whole.resize(if covered { 0 } else { extent.len as usize }, 0);
             let bytes = if covered { &mut *to } else { &mut whole[..] };
             let got = shard.read_at(bytes, extent.offset);
-            let got = got.map_err(Error::io("read", &self.path_of(name)))?;
+            let got = got.map_err(|error| Error::io("read", &self.path_of(name))(error))?;
             let (found, written) = (checksum::of(bytes), entry.extent_crc(extent.index));
             if got < bytes.len() || written != Some(found) {
                 return Err(self.raised(Damage {

@@ -364,7 +364,7 @@ impl Job for ReadJob<'_> {
         let read = &self.plan.blocks[block];
         let shard = &self.checkpoint.body.shards[read.shard];
         let file = self.files.acquire(read.shard, || {
-            let path = self.checkpoint.path_of(&shard.file);
+            let path = || self.checkpoint.path_of(&shard.file);
             let file = match &self.outcome {
                 Outcome::Raise => self.checkpoint.open_shard(read.shard, self.direct)?,
                 // The wrong length was noted. The bytes that exist can still be read.
@@ -372,9 +372,9 @@ impl Job for ReadJob<'_> {
                     .checkpoint
                     .open_file(read.shard, self.direct)
                     .map(|(file, _)| file)
-                    .map_err(|error| self.checkpoint.unreadable(&path, error))?,
+                    .map_err(|error| self.checkpoint.unreadable(&path(), error))?,
             };
-            if self.io == Io::Direct && !file.is_direct() { Err(Error::no_direct(&path)) } else { Ok(file) }
+            if self.io == Io::Direct && !file.is_direct() { Err(Error::no_direct(&path())) } else { Ok(file) }
         })?;
         let Some(file) = file else { return Ok(Start::Later(State::Transfer)) };
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
@@ -436,7 +436,8 @@ impl Job for ReadJob<'_> {
                     && !self.refuses(&error)
                     && self.checkpoint.is_damage(&error) =>
             {
-                (0, error.to_string())
+                let missing = self.checkpoint.is_stored(); // of a store, no other error is damage
+                (0, if missing { "the file is missing".to_owned() } else { error.to_string() })
             }
             Err(error) => {
                 let path = self.checkpoint.path_of(&shard.file);
