@@ -92,7 +92,12 @@ WRONG = {
     "dtype": ({"dtype": "int8"}, OF_STATES, ValueError, "dtype"),
     "metadata": ({"metadata": {"w": torch.ones(1)}}, {*DOORS}, fastckpt.UnsupportedTypeError, "metadata cannot hold"),
     "replicas": ({"replicas": "some"}, OF_RANKS, ValueError, "replicas must be one of sample, full, first, not 'some'"),
-    "on_difference": ({"on_difference": "hide"}, OF_RANKS, ValueError, "on_difference must be one of raise, warn, not 'hide'"),
+    "on_difference": (
+        {"on_difference": "hide"},
+        OF_RANKS,
+        ValueError,
+        "on_difference must be one of raise, warn, not 'hide'",
+    ),
     "pin": ({"pin": -1}, IN_BACKGROUND, ValueError, "pin must be True, False"),
     "on_error": ({"on_error": "hide"}, IN_BACKGROUND, ValueError, "on_error must be"),
     "an unknown one": ({"speed": 1}, {*DOORS}, TypeError, "unexpected keyword argument 'speed'"),
