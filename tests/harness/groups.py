@@ -133,7 +133,7 @@ class Group:
             if store == "apart":
                 self._keeper = zygotes[0].start("harness.member:store", host=host)
                 port = int(self._keeper.next())
-            common = {"size": self.size, "host": host, "backend": backend, "timeout": timeout}
+            common = {"size": self.size, "host": host, "backend": backend, "timeout": timeout, "apart": port != 0}
             for rank, each in enumerate(zygotes):
                 child = each.start("harness.member:serve", rank=rank, port=port, **common)
                 self.children.append(child)

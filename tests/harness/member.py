@@ -57,8 +57,11 @@ def store(channel: Channel, *, host: str) -> NoReturn:
     _until_closed(channel)
 
 
-def serve(channel: Channel, *, rank: int, size: int, host: str, port: int, backend: str, timeout: float) -> NoReturn:
-    """Join the group, and run what comes until the parent closes. Port 0: this rank has the store."""
+def serve(
+    channel: Channel, *, rank: int, size: int, host: str, port: int, backend: str, timeout: float, apart: bool
+) -> NoReturn:
+    """Join the group, and run what comes until the parent closes. Port 0: this rank has the store, which is else one of
+    another rank, or ``apart`` from all of them."""
     groups.here = channel
     _die_with_parent()
     torch.set_num_threads(1)
@@ -75,7 +78,7 @@ def serve(channel: Channel, *, rank: int, size: int, host: str, port: int, backe
         WORLD_SIZE=str(size),
         MASTER_ADDR=host,
         MASTER_PORT=str(client.port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
+        TORCHELASTIC_USE_AGENT_STORE=str(apart),
     )
     if backend:
         # Torch puts a prefix of its own before the keys.
