@@ -251,16 +251,18 @@ def test_what_is_above_a_step_that_cannot_be_gone_back_to_is_still_copied(run, c
     assert run.there() == [1, 2]
 
 
-@pytest.mark.parametrize("where", ["before", "after"])
-def test_an_interrupt_while_the_thread_starts_leaves_nobody_waiting(run, where):
+@pytest.mark.parametrize(
+    ("where", "error"), [("before", KeyboardInterrupt), ("after", KeyboardInterrupt), ("after", RuntimeError)]
+)
+def test_an_interrupt_while_the_thread_starts_leaves_nobody_waiting(run, where, error):
     start = threading.Thread.start
 
     def interrupted(thread):
         if where == "after":
             start(thread)
-        raise KeyboardInterrupt
+        raise error
 
-    with mock.patch.object(threading.Thread, "start", interrupted), pytest.raises(KeyboardInterrupt):
+    with mock.patch.object(threading.Thread, "start", interrupted), pytest.raises(error):
         run.save(1)
     run.wait()
     assert run.there() == [1]

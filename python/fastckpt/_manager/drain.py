@@ -151,8 +151,9 @@ class Drain:
                 thread.start()
             except BaseException as error:
                 # A signal handler may have raised it, while the thread starts or before.
-                if claim.take():
-                    idle.set()
+                if not claim.take():
+                    raise
+                idle.set()
                 if not isinstance(error, RuntimeError):
                     raise
                 # No more threads, or the interpreter is ending.
