@@ -247,6 +247,8 @@ def test_what_is_above_a_step_that_cannot_be_gone_back_to_is_still_copied(run, c
         run.drain.go_back(1)
     assert run.drain.holds(2)
     copier.fail = {}
+    with contextlib.suppress(OSError):  # an attempt that had begun
+        run.wait()
     run.wait()
     assert run.there() == [1, 2]
 
