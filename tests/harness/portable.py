@@ -24,7 +24,13 @@ OTHERS = {
         "test_no_more_than_so_much_is_on_its_way",
     ),
     "takes the addresses that the store's files return": ("test_an_address_of_nothing_is_an_answer_of_nothing",),
-    "writes": ("test_the_states_of_ranks", "test_the_command_line"),
+    "writes": (
+        "test_the_states_of_ranks",
+        "test_the_command_line",
+        "test_fallback_is_a_warning_once",
+        "test_a_lazy_save_notices_a_change_of_what_it_casts",
+        "test_a_look_at_a_target_makes_no_parents",
+    ),
 }
 
 
