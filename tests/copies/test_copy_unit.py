@@ -664,6 +664,18 @@ def wrap(monkeypatch, **before):
     return before
 
 
+def interrupt(monkeypatch, step, source, target):
+    """Copy, and be interrupted before a step."""
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    before = wrap(monkeypatch, **{step: interrupted})
+    with pytest.raises(KeyboardInterrupt):
+        copy_checkpoint([source], target)
+    before.clear()
+
+
 def test_a_copy_that_is_stopped_keeps_what_is_whole_and_the_next_one_goes_on(saved, tmp_path, monkeypatch):
     source, target = saved("a", 1), str(tmp_path / "b")
     kept = []
@@ -725,14 +737,7 @@ def test_no_room_gives_back_what_was_taken_and_another_failure_does_not(saved, t
 
 def test_what_another_copy_left_of_a_file_beside_the_shards_is_not_taken(saved, tmp_path, monkeypatch):
     source, target = saved("a", 1), str(tmp_path / "b")
-
-    def publish(*_):
-        raise KeyboardInterrupt
-
-    before = wrap(monkeypatch, publish=publish)
-    with pytest.raises(KeyboardInterrupt):
-        copy_checkpoint([source], target)
-    before.clear()
+    interrupt(monkeypatch, "publish", source, target)
     Path(source, "config.json").write_text('{"value": 7}', encoding="utf-8")
     copied = copy_checkpoint([source], target)
     assert Path(target, "config.json").read_text(encoding="utf-8") == '{"value": 7}'
@@ -741,14 +746,7 @@ def test_what_another_copy_left_of_a_file_beside_the_shards_is_not_taken(saved, 
 
 def test_what_a_copy_leaves_that_ends_right_after_its_commit_goes_with_the_next_save(saved, tmp_path, monkeypatch):
     source, target = saved("a", 1), str(tmp_path / "b")
-
-    def give_up(*_):
-        raise KeyboardInterrupt
-
-    before = wrap(monkeypatch, give_up=give_up)
-    with pytest.raises(KeyboardInterrupt):
-        copy_checkpoint([source], target)
-    before.clear()
+    interrupt(monkeypatch, "give_up", source, target)
     assert value_at(target) == 1
     assert len(fastckpt.leftovers(tmp_path)) == 1
     saved("c", 2)

@@ -9,8 +9,32 @@ import pytest
 
 from harness import programs
 
+#: Runs a signal handler, as it were, at a line of a program.
+AT = """
+import sys
+
+
+class At:
+    \"""Calls a function once, in the calling thread, at the so-many-th line below a folder.\"""
+
+    def __init__(self, folder, number, function):
+        self.folder, self.left, self.function = folder, number, function
+        self.where = None
+
+    def __call__(self, frame, event, _):
+        if self.folder not in frame.f_code.co_filename:
+            return None
+        if event == "line":
+            self.left -= 1
+            if self.left == 0:
+                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                sys.settrace(None)
+                self.function()
+        return self
+"""
+
 PROGRAM = """
-import faulthandler, sys, threading
+import faulthandler
 
 import numpy as np
 
@@ -26,28 +50,14 @@ calls = {
 }
 
 
-class At:
-    \"""Interrupts the calling thread at a line of this package.\"""
-
-    def __init__(self, number):
-        self.left, self.where = number, None
-
-    def __call__(self, frame, event, _):
-        if "/fastckpt/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                self.where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
-                sys.settrace(None)
-                raise KeyboardInterrupt
-        return self
+def interrupt():
+    raise KeyboardInterrupt
 
 
 number = 0
 while True:
     number += 1
-    at = At(number)
+    at = At("/fastckpt/", number, interrupt)
     faulthandler.dump_traceback_later(120, exit=True)
     sys.settrace(at)
     try:
@@ -68,7 +78,7 @@ print(number, "lines")
 @pytest.mark.parametrize("kind", ["alone", "ranks", "lazy"])
 def test_a_call_that_is_interrupted_at_any_line_holds_up_no_later_one(children, tmp_path, kind):
     script = tmp_path / "program.py"
-    script.write_text(PROGRAM)
+    script.write_text(AT + PROGRAM)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         done = programs.run(children, [script, kind, memory], timeout=600)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr
@@ -166,7 +176,7 @@ def test_a_signal_handler_does_not_wait_for_a_turn_behind_the_call_that_it_has_i
 
 
 DRAINS = """
-import faulthandler, sys, threading
+import faulthandler, threading
 
 import fastckpt
 from fastckpt import distributed
@@ -181,30 +191,19 @@ def held(job):
     return write(job)
 
 
-class At:
-    \"""Drains at a line of the calling thread, as a signal handler may, while an earlier save has its turn.\"""
-
-    def __init__(self, number):
-        self.left, self.earlier = number, True
-
-    def __call__(self, frame, event, _):
-        if "/fastckpt/_ranks/" not in frame.f_code.co_filename:
-            return None
-        if event == "line":
-            self.left -= 1
-            if self.left == 0:
-                sys.settrace(None)
-                self.earlier = not pending.done()
-                begins.set()
-                fastckpt.drain(30)
-        return self
+def drain():
+    # A handler drains while an earlier save has its turn.
+    global earlier
+    earlier = not pending.done()
+    begins.set()
+    fastckpt.drain(30)
 
 
 background.Job._write = held
-number, at = 0, At(0)
-while at.earlier:
+number, earlier = 0, True
+while earlier:
     number += 1
-    begins, at = threading.Event(), At(number)
+    begins, at = threading.Event(), At("/fastckpt/_ranks/", number, drain)
     faulthandler.dump_traceback_later(120, exit=True)
     pending = distributed.save_async({"w": 1}, f"{directory}/a")
     sys.settrace(at)
@@ -219,7 +218,7 @@ print(number, "lines")
 
 def test_a_signal_handler_drains_at_any_line_of_a_call_that_takes_its_turn(children, tmp_path):
     script = tmp_path / "program.py"
-    script.write_text(DRAINS)
+    script.write_text(AT + DRAINS)
     with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
         done = programs.run(children, [script, memory], timeout=600)
     assert done.returncode == 0, done.stdout[-200:] + done.stderr

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from fastckpt._state.registry import Registry, Types
+from fastckpt._state.registry import Registry, Types, check_registry
 from fastckpt._state.rename import Renaming, check_rename, prefixes_of
 
 from .options import Engine, Framework, Unknown, check_framework, check_io, check_threads, check_unknown
@@ -104,7 +104,7 @@ class LoadSettings(Settings):
         "any stream.",
     )
     registry: Registry | None = option(
-        None, as_given, "types that this call knows before those of :func:`fastckpt.register_type`."
+        None, check_registry, "types that this call knows before those of :func:`fastckpt.register_type`."
     )
     unknown: str = option(
         "error",
@@ -141,7 +141,6 @@ class LoadSettings(Settings):
     progress: bool = option(False, as_bool, "show a progress bar of what this process reads.")
 
     def __post_init__(self) -> None:
-        self.types()
         if self.device is not None and self.framework == "numpy":
             raise ValueError('load: framework="numpy" loads NumPy arrays, which have no device: leave out device=')
 

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 _BEHIND, _SAVES = 8, 64
 
 
-class Numbered(Protocol):
-    """A turn, as far as a member knows it."""
+class Owed(Protocol):
+    """A turn that a rank left without a verdict."""
 
     def abandon(self, failure: RankFailure) -> Steps:
         """Leave without a verdict, so that the others get one at once."""
@@ -60,7 +60,7 @@ class Member:
     #: The ranks below that have sent a message in this session: they need no further answer.
     known: set[int] = field(default_factory=set)
     #: Turns that it left without a verdict, and why.
-    owed: list[tuple[Numbered, RankFailure]] = field(default_factory=list)
+    owed: list[tuple[Owed, RankFailure]] = field(default_factory=list)
     #: The key that exists until all have left the last turn that this rank left before others did.
     parting: str = ""
     #: The number of the last turn whose last answer it has.

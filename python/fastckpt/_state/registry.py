@@ -153,6 +153,13 @@ def _as_it_is(value: Any) -> Encoded:
 PROCESS = Registry()
 
 
+def check_registry(operation: str, registry: Any) -> Registry | None:
+    """``registry=``."""
+    if registry is not None and not isinstance(registry, Registry):
+        raise TypeError(f"{operation}: registry must be a fastckpt.Registry, not {registry!r}")
+    return registry
+
+
 class Types:
     """The types that one operation knows: of its own registry, of the process, ours, and those declared to torch.
 
@@ -176,9 +183,8 @@ class Types:
         plain: bool = False,
         on_demand: bool = True,
     ) -> None:
-        if registry is not None and not isinstance(registry, Registry):
-            raise TypeError(f"{operation}: registry must be a fastckpt.Registry, not {registry!r}")
-        self._registries = (PROCESS,) if registry is None else (registry, PROCESS)
+        own = check_registry(operation, registry)
+        self._registries = (PROCESS,) if own is None else (own, PROCESS)
         self._numpy = framework == "numpy"
         self.plain = plain
         self._on_demand = on_demand
