@@ -186,14 +186,20 @@ impl Snapshot {
     /// fails, it does not look at the state's own memory again.
     pub fn stage(&self, wanted: &[u8], last: bool, options: &Options, progress: Progress<'_>) -> Result<()> {
         self.with(|inner| {
-            let mut go_on = || {
+            let tell = || {
                 if let Some(begun) = &options.begun {
                     begun.staged(self.staged());
                 }
+            };
+            let mut go_on = || {
+                tell();
                 progress(self.staged(), self.total)
             };
             let Inner { staging, files } = inner;
-            staging.stage(wanted, last.then_some(self.total), options, &self.counters, &mut go_on)?;
+            let outcome =
+                staging.stage(wanted, last.then_some(self.total), options, &self.counters, &mut go_on);
+            tell(); // a copy may end without a call of `go_on` after its last bytes
+            outcome?;
             if let Some(files) = files.as_ref().filter(|_| last) {
                 files.write_headers(staging.writable()?);
             }
