@@ -365,10 +365,10 @@ def test_fill_in_pieces_for_ordinary_tensors(monkeypatch, trip):
 
 
 def test_what_is_part_of_the_structure_is_never_registered(registry):
-    from fastckpt._state import flatten as _flatten
-    from fastckpt._state.values import PLAIN
+    from fastckpt._state.by_type import DESCRIBE, Attributed, Bare
+    from fastckpt._state.values import ENCODERS, PLAIN
 
-    assert set(_flatten._DESCRIBE) | set(_flatten._values.ENCODERS) == PLAIN | {_flatten._Attributed, _flatten._Bare}
+    assert set(DESCRIBE) | set(ENCODERS) == PLAIN | {Attributed, Bare}
     for kind in (*PLAIN, type(pathlib.Path()), pathlib.PureWindowsPath, torch.Tensor, torch.nn.Parameter, torch.Size):
         with pytest.raises(ValueError, match="without registration"):
             registry(kind, str, str)

@@ -9,16 +9,16 @@ import numpy as np
 
 from fastckpt._state.builders import torch_for
 from fastckpt._state.collector import paused
-from fastckpt._state.flatten import Occurrence, canonical, flatten
+from fastckpt._state.flat import Occurrence
+from fastckpt._state.flatten import canonical, flatten
 from fastckpt._state.in_place import update
 from fastckpt._state.select import Found, ends_of, find, leaves, locate, prune, without
 from fastckpt._state.unflatten import is_tensor, unflatten
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.dtypes import NUMPY_PREFIX, plain_name
-from fastckpt._text import count
-from fastckpt.exceptions import StructureMismatchError
 
 from .destinations import Whole
+from .mismatches import Mismatches
 from .objects import HOLE_TOKEN, Owner, WithObjects, try_classes
 from .placement import can_cast
 
@@ -35,10 +35,6 @@ if TYPE_CHECKING:
     from .destinations import Targets
     from .selection import Selection
 
-#: Beyond this number, differences are counted, not listed.
-_LISTED = 20
-#: Number of values that are searched for a hint in an error message.
-_SEARCHED = 100_000
 _FILLABLE = frozenset({"tensor", "array"})
 
 
@@ -130,7 +126,7 @@ class Into:
         self.unwanted: set[int] = set()
         self._problems = dict(self.flat.problems)
         self._owners = self._objects()
-        self._mismatches: list[tuple[int, str]] = []
+        self._mismatches = Mismatches()
         self._entries: list[_Entry] = []
         #: The values that tensors made of several parts are filled into, by position; None for those to be made.
         self._composed: dict[int, Any] = {}
@@ -142,9 +138,6 @@ class Into:
         self._dropped: set[int] = set()
         #: Parts of a value that does not fit are not reported again.
         self._unfit: set[Place | None] = set()
-        self._castable = False
-        #: Which sides lack tensors of the other: 0 for into.
-        self._lacking: set[int] = set()
         self._regions: list[tuple[int, int, Owner]] = []
         self.filled: list[Any] = []
 
@@ -211,7 +204,7 @@ class Into:
             self._extra_values(tokens, keyed, selection)
         self._again(tokens, left, at)
         self._clashes()
-        self._raise()
+        self._mismatches.check(self.path, self.into, self.flat)
         if chosen is not None or self._dropped:
             wanted = leaves(tokens) if chosen is None else chosen
             if self._dropped:
@@ -327,7 +320,7 @@ class Into:
             if is_tensor(item.token) and item.token[1] in filled:
                 entry.given = filled[item.token[1]]
             elif self.strict and not self.shared:
-                self._lacking.add(0)
+                self._mismatches.into_lacks = True
                 self._mismatch(item, "missing from into=")
             else:
                 self._dropped.add(item.position)
@@ -345,12 +338,12 @@ class Into:
                     left[start : ends[start]], strict=self.strict and selection.all and not self.shared
                 )
                 if reason is not None:
-                    self._mismatches.append((start, f"{place}: {reason}"))
+                    self._mismatches.add(start, f"{place}: {reason}")
             # Tensors of a module are reported one by one.
             elif place not in starts and selection.all and owner.kind != "module":
                 missing.append(place.name)
                 if self.strict:
-                    self._mismatches.append((len(left), f"{place}: not in the checkpoint"))
+                    self._mismatches.add(len(left), f"{place}: not in the checkpoint")
         self.missing = tuple(missing)
 
     def _extra(self, known: set[Place], selection: Selection) -> None:
@@ -368,8 +361,8 @@ class Into:
             unknown.add(place)
             missing.append(place.name)
             if self.strict:
-                self._lacking.add(1)
-                self._mismatches.append((last, f"{place}: not in the checkpoint"))
+                self._mismatches.checkpoint_lacks = True
+                self._mismatches.add(last, f"{place}: not in the checkpoint")
         self.missing = tuple(missing)
 
     def _extra_values(self, tokens: list[Token], keyed: set[Place], selection: Selection) -> None:
@@ -381,7 +374,7 @@ class Into:
             if place not in there and self._owner(self._owners, place)[0] is None and selection.takes(place.name):
                 self.missing = (*self.missing, place.name)
                 if self.strict:
-                    self._mismatches.append((len(tokens), f"{place}: not in the checkpoint"))
+                    self._mismatches.add(len(tokens), f"{place}: not in the checkpoint")
 
     def _again(self, tokens: list[Token], left: list[Token], at: Mapping[int, int] | range) -> None:
         """Note containers that are in several places of ``into``, where the checkpoint has different values there."""
@@ -399,10 +392,10 @@ class Into:
                 # They may differ in parts that were not chosen.
                 if every[known] != every[place] and wanted[known] != wanted[place]:
                     why = f"{place}: not the same value as at {known} in the checkpoint, but the same object in into="
-                    self._mismatches.append((starts[place], why))
+                    self._mismatches.add(starts[place], why)
 
     def _mismatch(self, item: Found, reason: str) -> None:
-        self._mismatches.append((item.position, f"{item.place}: {reason}"))
+        self._mismatches.add(item.position, f"{item.place}: {reason}")
 
     def _tensor(self, item: Found, given: Occurrence) -> str | None:
         """Why a tensor does not fit, or None."""
@@ -427,9 +420,9 @@ class Into:
             if there != here:
                 whence = f"{there} in the checkpoint" if there != cast else f"{there} by dtype="
                 reasons.append(f"{what} {whence}, {here} in into=")
-                self._castable |= cast is None and can_cast(str(there), str(here))
+                self._mismatches.castable |= cast is None and can_cast(str(there), str(here))
         if wants_torch and logical is not None and logical.dtype.startswith(NUMPY_PREFIX):
-            self._castable = False
+            self._mismatches.castable = False
             if cast is not None:
                 reasons.append(f"dtype {name} in the checkpoint, which torch does not have: load it without into=")
         if not _is_torch(given) and not given.value.flags.writeable:
@@ -489,37 +482,6 @@ class Into:
         if given.stored is not None or given.token != canonical(item.token):
             return f"{canonical(item.token)} in the checkpoint, {given.token} in into="
         return None
-
-    def _raise(self) -> None:
-        if not self._mismatches:
-            return
-        # In the order of the structure.
-        differences = [text for _, text in sorted(self._mismatches, key=lambda one: one[0])]
-        shown = differences[:_LISTED]
-        if len(differences) > _LISTED:
-            shown.append(f"and {len(differences) - _LISTED} more")
-        lines = "\n  ".join(shown)
-        error = StructureMismatchError(
-            f"load: into= does not fit {self.path}; nothing was changed: {self._remedy()}; "
-            f"{count(len(differences), 'difference')}:\n  {lines}"
-        )
-        error.differences = tuple(differences)
-        raise error
-
-    def _remedy(self) -> str:
-        # Only a root that is neither a container nor an array is reported at the root itself.
-        if any(place is self.flat.places.root for place, _ in self.flat.problems):
-            return f"into= is a {type(self.into).__qualname__}: pass a state of containers, tensors and objects"
-        if _holds_fresh_optimizer(self.into):
-            return (
-                "an optimizer that has not stepped has no tensors yet: pass the optimizer itself, not its state_dict()"
-            )
-        return (
-            'pass a state with the same tensors and values, or select those that it has, as in keys="model.*", '
-            "or pass strict=False to skip what only one side has"
-            + (", or make keys the same with strip_prefix= or rename=" if self._lacking == {0, 1} else "")
-            + (", or cast floating-point tensors with dtype=" if self._castable else "")
-        )
 
     def _ask(self, entries: Sequence[_Entry]) -> None:
         targets = self.targets
@@ -609,18 +571,3 @@ def _values(tokens: list[Token], starts: Mapping[Place, int]) -> dict[Place, lis
         place: [token[0] if is_tensor(token) else token for token in tokens[start : ends[start]]]
         for place, start in starts.items()
     }
-
-
-def _holds_fresh_optimizer(into: Any) -> bool:
-    """Whether the state of an optimizer without any tensor is in it."""
-    todo, seen = [into], 0
-    while todo and seen < _SEARCHED:
-        value = todo.pop()
-        seen += 1
-        if isinstance(value, dict):
-            if "param_groups" in value and value.get("state") == {}:
-                return True
-            todo.extend(value.values())
-        elif isinstance(value, (list, tuple)):
-            todo.extend(value)
-    return False

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.builders import StateBuilder, torch_for
 from fastckpt._state.built_in import ATTRIBUTED
-from fastckpt._state.flatten import flatten, torch_kind
+from fastckpt._state.by_type import torch_kind
+from fastckpt._state.flatten import flatten
 from fastckpt._state.in_place import HOLE
 from fastckpt._state.unflatten import unflatten
 from fastckpt.exceptions import CheckpointError

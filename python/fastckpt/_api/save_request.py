@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._state.flatten import Flat, flatten
+from fastckpt._state.flat import Flat
+from fastckpt._state.flatten import flatten
 from fastckpt._state.registry import Types
 from fastckpt._tensors.movers import Sources
 from fastckpt._warn import warn

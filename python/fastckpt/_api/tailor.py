@@ -21,7 +21,7 @@ from .selection import Patterns, Selection
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from fastckpt._state.flatten import Flat
+    from fastckpt._state.flat import Flat
     from fastckpt._state.registry import Types
     from fastckpt._state.unflatten import Token
     from fastckpt._tensors.cast_out import Loss

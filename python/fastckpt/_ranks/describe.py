@@ -9,7 +9,7 @@ from .table import Table, kinds_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fastckpt._state.flatten import Flat
+    from fastckpt._state.flat import Flat
 
 #: Types of keys that can name the model.
 _KEYS: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float, "bool": lambda text: text == "True"}

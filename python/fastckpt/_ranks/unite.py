@@ -12,7 +12,7 @@ import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._state.collector import paused
-from fastckpt._state.flatten import Flat
+from fastckpt._state.flat import Flat
 from fastckpt._state.key_paths import KeyText, unique
 from fastckpt._state.select import MAPPINGS, ends_of
 from fastckpt._state.unflatten import arity, is_tensor

@@ -5,34 +5,30 @@ One loop with a stack of its own: the state may be nested deeper than Python can
 
 from __future__ import annotations
 
-import datetime as dt
 import json
 import sys
-from collections import OrderedDict, defaultdict
 from contextlib import suppress
-from json.encoder import encode_basestring_ascii as quote
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
-from fastckpt._tensors import numpy as _numpy
-from fastckpt._tensors import records as _records
-from fastckpt._tensors.described import THROUGH, Describe, Part, Parts, Stored, Tensor, Unsupported, expansion, steps
+from fastckpt._tensors.described import THROUGH, Describe, Parts, Stored, Tensor, Unsupported
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import hashes as _hashes
 from . import values as _values
-from .built_in import ATTRIBUTED
+from .by_type import ATTRIBUTED_TOKEN, DESCRIBE, Attributed, Bare, has_state, other, stateful, torch_kind, typed
 from .collector import paused
-from .key_paths import RESERVED, KeyText, Place, Places, name_of, place_of, prefix_of, show, unique
+from .flat import Flat, Occurrence
+from .key_paths import RESERVED, KeyText, Place, name_of, place_of, prefix_of, show, unique
 from .registry import Types
 from .structural import Codec, codec_of, is_updated
 from .structural import name_of as name_of_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator
 
     from fastckpt._tensors.described import OwnPart
     from fastckpt._tensors.spreads import Spreads
@@ -54,276 +50,6 @@ _SEQUENCES = ('["list"', '["tuple"', '["set"', '["fset"')
 def reuse_limit(stored: int) -> int:
     """How many bytes of tensors may be parts of others again, if ``stored`` bytes are stored in all."""
     return 64 * stored + (64 << 20)
-
-
-class Occurrence(NamedTuple):
-    """A tensor, or a value made of tensors, at its place in the state."""
-
-    place: Place
-    value: Any
-    stored: Stored | None
-    token: str
-
-
-class Flat:
-    """A flattened state.
-
-    Attributes:
-        tokens: JSON text of each structure token.
-        tensors: the tensors for ``_core.save``.
-        ties: number and name of each further place of a tensor.
-        movers: by tensor number, the movers of those without an address.
-        keep: everything that addresses point into; for bytes an array over them. To be cleared when the
-            addresses are no longer used.
-        occurrences: with ``observe``, each tensor by its place, tied ones too.
-        objects: with ``observe``, objects with ``state_dict`` and ``load_state_dict``, and their places; the state of
-            modules and optimizers is flattened, too.
-        values: with ``observe``, the places under a key of a mapping at which there is something that is neither a
-            tensor nor a mapping with items. A list of such values counts as one, and so does a value made of several (a
-            registered object). Attributes of a mapping are none.
-        problems: with ``observe``, values that could not be flattened, by place.
-        again: with ``observe``, containers that a load updates in place and that are at several places: the first place
-            and each further one.
-        places: with ``observe``, all of these places.
-        outer: the keys of the outer mapping, and whether each leads to a mapping; None where there is none.
-        inner: numbers of the tensors that are parts of another, such as those of a sparse tensor.
-        remarks: warnings about types: the name of a type, and the text.
-        spreads: by tensor number, the number of the spread of those that are spread over ranks.
-        wholes: the DTensor whose local tensor ``keep`` has: torch counts the changes of both.
-    """
-
-    __slots__ = (
-        *("again", "inner", "keep", "movers", "objects", "occurrences", "outer", "places", "problems"),
-        *("remarks", "spreads", "tensors", "ties", "tokens", "values", "wholes"),
-    )
-
-    def __init__(self) -> None:
-        self.tokens: list[str] = []
-        self.tensors: list[Tensor] = []
-        self.ties: list[tuple[int, str]] = []
-        self.movers: dict[int, _memory.Mover] = {}
-        self.keep: list[Any] = []
-        self.inner: set[int] = set()
-        self.occurrences: list[Occurrence] = []
-        self.objects: list[tuple[Place, Any]] = []
-        #: In order, without repetition.
-        self.values: dict[Place, None] = {}
-        self.problems: list[tuple[Place, str]] = []
-        self.again: list[tuple[Place, Place]] = []
-        self.places = Places()
-        self.outer: dict[Any, bool] | None = None
-        self.remarks: list[tuple[str, str]] = []
-        self.spreads: dict[int, int] = {}
-        self.wholes: dict[int, Any] = {}
-
-    def structure(self) -> str:
-        """The tokens as one JSON array."""
-        return f"[{','.join(self.tokens)}]"
-
-    @property
-    def pulled(self) -> int:
-        """Bytes of the tensors without an address."""
-        return sum(self.tensors[index].capacity for index in self.movers)
-
-
-def _mapping(token: str, value: dict[Any, Any]) -> Parts:
-    if _hashes.too_deep(value):
-        raise Unsupported(_hashes.TOO_DEEP)
-    if _hashes.crowds(value):
-        raise Unsupported(_hashes.WHY)
-    return Parts(token, value.items(), keyed=True)
-
-
-def _dict(value: dict[Any, Any]) -> Parts:
-    return _mapping(f'["dict",{len(value)}]', value)
-
-
-def _ordered(value: OrderedDict[Any, Any]) -> Parts:
-    if vars(value):
-        for name in vars(value):
-            if type(name) is not str or hasattr(OrderedDict, name):
-                raise Unsupported(f"its attribute {name!r} would hide a method of an OrderedDict: rename it")
-        return Parts(_ATTRIBUTED_TOKEN, ((THROUGH, _Attributed(value)),))
-    return _items(value)
-
-
-def _items(value: OrderedDict[Any, Any]) -> Parts:
-    return _mapping(f'["odict",{len(value)}]', value)
-
-
-_ATTRIBUTED_TOKEN = f'["type","{ATTRIBUTED}"]'
-
-
-class _Attributed:
-    """An OrderedDict that has attributes, as a module's state has ``_metadata``: stored as its items and these."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: OrderedDict[Any, Any]) -> None:
-        self.value = value
-
-
-class _Bare(_Attributed):
-    """The items of it."""
-
-    __slots__ = ()
-
-
-def _attributed(value: _Attributed) -> Parts:
-    return Parts('["tuple",2]', ((THROUGH, _Bare(value.value)), (THROUGH, vars(value.value))))
-
-
-def _default(value: defaultdict[Any, Any]) -> Parts:
-    factory = value.default_factory
-    name = "null"
-    if factory is not None:
-        known = _values.FACTORY_NAMES.get(factory) if isinstance(factory, type) else None
-        if known is None:
-            raise Unsupported(
-                f"a defaultdict can have the factories {', '.join(_values.FACTORIES)} and None, not {factory!r}: store "
-                "it as a dict, or convert it with default="
-            )
-        name = f'"{known}"'
-    return _mapping(f'["ddict",{len(value)}],{name}', value)
-
-
-def _sequence(tag: str) -> Callable[[Any], Parts]:
-    return lambda value: Parts(f'["{tag}",{len(value)}]', enumerate(value))
-
-
-def _slice(value: slice) -> Parts:
-    return Parts('["slice"]', ((Part("start"), value.start), (Part("stop"), value.stop), (Part("step"), value.step)))
-
-
-def _datetime(value: dt.datetime) -> Parts:
-    return Parts(_values.datetime_head(value), ((Part("tzinfo"), value.tzinfo),))
-
-
-def _time(value: dt.time) -> Parts:
-    return Parts(_values.time_head(value), ((Part("tzinfo"), value.tzinfo),))
-
-
-_PARTS: dict[type, Callable[[Any], Parts]] = {
-    dict: _dict,
-    OrderedDict: _ordered,
-    _Attributed: _attributed,
-    _Bare: lambda value: _items(value.value),
-    defaultdict: _default,
-    list: _sequence("list"),
-    tuple: _sequence("tuple"),
-    set: _sequence("set"),
-    frozenset: _sequence("fset"),
-    slice: _slice,
-    dt.datetime: _datetime,
-    dt.time: _time,
-}
-
-
-def _array(value: np.ndarray[Any, Any]) -> Stored | Parts:
-    dtype = value.dtype
-    if dtype.kind not in _numpy.KINDS:
-        return _records.describe_array(value)
-    whole = value.flags.c_contiguous
-    if not whole and 0 in value.strides:
-        expanded = expansion(value.shape, value.strides, "")
-        if expanded is not None:
-            return Parts(expanded.token, ((THROUGH, value[expanded.base]),))
-    name, logical = _numpy.stored_dtype(dtype)
-    shape: Sequence[int] = value.shape
-    address = _memory.address_of(value)
-    tie = (
-        (np.ndarray, address, dtype.str, shape, not whole and steps(shape, value.strides))
-        if value.nbytes
-        else id(value)
-    )
-    return Stored(
-        tie,
-        name,
-        shape if logical is None else (value.nbytes,),
-        address if whole and value.nbytes else 0,
-        None if logical is None else (logical, shape),
-        '["array",',
-        "]",
-        None if whole else _numpy.mover_out(value),
-    )
-
-
-def _bytes(tag: str) -> Callable[[Any], Stored | str]:
-    head = f'["{tag}",'
-
-    def describe(value: bytes | bytearray) -> Stored | str:
-        if len(value) < _values.LONG_BYTES:
-            return _values.short_bytes(tag, value)
-        return Stored((tag, id(value)), "U8", (len(value),), 0, None, head, ',"tensor"]', None)
-
-    return describe
-
-
-_DESCRIBE: dict[type, Describe] = {
-    **dict.fromkeys(_numpy.ARRAYS, _array),
-    **dict.fromkeys(_records.DTYPES, _records.describe_dtype),
-    bytes: _bytes("bytes"),
-    bytearray: _bytes("bytearray"),
-    **_PARTS,
-}
-
-
-def torch_kind(value: Any) -> str | None:
-    """``module`` or ``optimizer`` for an object of torch's, or None. It can be one only if torch was imported."""
-    if "torch" not in sys.modules:
-        return None
-    from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch
-
-    return _torch.kind_of(value)
-
-
-def _typed(codec: Codec, spared: Callable[[Codec, dict[str, Any]], dict[str, Any] | None] | None = None) -> Describe:
-    """How to describe a value of a type with a name: its stored form, and its attributes, or those ``spared``."""
-    name = quote(codec.name)
-    alone, with_attributes = f'["type",{name}]', f'["type",{name},2]'
-
-    def describe(value: Any) -> Parts:
-        try:
-            encoded, attributes = codec.encode(value)
-        except Unsupported:
-            raise
-        except Exception as error:
-            raise Unsupported(f"encoding it as {codec.name} raised {error!r}") from error
-        if spared is not None and attributes is not None:
-            attributes = spared(codec, attributes)
-        if attributes is None:
-            return Parts(alone, ((THROUGH, encoded),))
-        return Parts(with_attributes, ((THROUGH, encoded), (THROUGH, attributes)))
-
-    return describe
-
-
-def _stateful(value: Any) -> Parts:
-    """An object with ``state_dict()`` is stored as its result, without a trace of the object."""
-    try:
-        state = value.state_dict()
-    except Exception as error:
-        raise Unsupported(f"its state_dict() raised {error!r}: leave it out, or convert it with default=") from error
-    # An object that has every attribute (a mock) would recurse for ever.
-    if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
-        kind = name_of_class(type(state))
-        raise Unsupported(f"its state_dict() returned a {kind}, which has a state_dict() itself, not a plain state")
-    return Parts("", ((THROUGH, state),))
-
-
-def _has_state(kind: Any) -> bool:
-    return callable(getattr(kind, "state_dict", None)) and callable(getattr(kind, "load_state_dict", None))
-
-
-def _other(value: Any) -> Parts:
-    """A value of an unknown type."""
-    # Attributes of the instance only: an object may forward those of another.
-    if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
-        return _stateful(value)
-    raise Unsupported(
-        f"type {name_of_class(type(value))} is not supported: leave it out, convert it with default=, or register it "
-        "with fastckpt.register_type"
-    )
 
 
 class _Frame:
@@ -406,7 +132,7 @@ class _Flattener:
         self.excluded = excluded
         self.flat = Flat()
         # Facts about a type hold for this walk only: it may be registered before the next one.
-        self.describe = dict(_DESCRIBE)
+        self.describe = dict(DESCRIBE)
         self.stack: list[_Frame] = []
         self.active: set[int] = set()
         #: With ``observe``, each container that a load updates in place, by identity, with its first place.
@@ -488,13 +214,13 @@ class _Flattener:
         flat = self.flat
         flat.objects.append((flat.places.at(self.stack), value))
         # Asking for its state may change an object: a data loader starts its workers.
-        return _stateful(value) if torch_kind(value) else "null"
+        return stateful(value) if torch_kind(value) else "null"
 
     def describe_type(self, kind: type) -> Describe:
         """How to describe a type that is neither Python's nor numpy's."""
         found = self.look_up(kind)
         if found is None:
-            return _other
+            return other
         self.describe[kind] = found
         return found
 
@@ -514,15 +240,15 @@ class _Flattener:
                     found = _torch.describe_of(kind)
                 if found is not None:
                     return found
-            if _has_state(kind):
-                return self.observed if self.observe else _stateful
+            if has_state(kind):
+                return self.observed if self.observe else stateful
             codec = codec_of(kind)
             if codec is None:
                 return None
         remark = self.types.remark(codec)
         if remark is not None:
             self.flat.remarks.append((codec.name, remark))
-        return _typed(codec, self.spared if codec.spares else None)
+        return typed(codec, self.spared if codec.spares else None)
 
     def spared(self, codec: Codec, attributes: dict[str, Any]) -> dict[str, Any] | None:
         """The attributes besides a dataclass's fields whose types can be stored."""
@@ -532,7 +258,7 @@ class _Flattener:
             if (
                 self.default is None
                 and kind not in _values.ENCODERS
-                and (self.describe.get(kind) or self.describe_type(kind)) is _other
+                and (self.describe.get(kind) or self.describe_type(kind)) is other
                 and (isinstance(value, type) or not callable(getattr(value, "state_dict", None)))
             ):
                 remark = f"the attribute {name!r} of {codec.name} is not a field, and its type cannot be stored"
@@ -675,9 +401,9 @@ class _Flattener:
     def note_parts(self, value: Any, token: str, *, keyed: bool) -> int | None:
         """Note a value with parts, unless they are noted themselves; returns the depth of its frame."""
         parent = self.stack[-1]
-        if parent.depth is None or (type(parent.hold) is _Attributed and type(value) is not _Bare):
+        if parent.depth is None or (type(parent.hold) is Attributed and type(value) is not Bare):
             return None
-        if not token or token == _ATTRIBUTED_TOKEN:
+        if not token or token == ATTRIBUTED_TOKEN:
             return parent.depth
         container = keyed or token.startswith(_SEQUENCES)
         if not parent.noted and (",0]" in token if container else not token.startswith(_COMPOSED)):
@@ -695,7 +421,7 @@ class _Flattener:
         keys = [frame.key for frame in self.stack if frame.key is not THROUGH]
         flat = self.flat
         if not keys and flat.outer is None:
-            flat.outer = dict.fromkeys(value if type(value) is not _Bare else value.value, False)
+            flat.outer = dict.fromkeys(value if type(value) is not Bare else value.value, False)
         elif len(keys) == 1 and flat.outer is not None and type(keys[0]) is not KeyText and keys[0] in flat.outer:
             flat.outer[keys[0]] = True
 
@@ -805,6 +531,3 @@ def flatten(
 def canonical(token: Any) -> str:
     """A parsed token as the text that :func:`flatten` gives it."""
     return json.dumps(token, separators=(",", ":"))
-
-
-__all__ = ["Flat", "Occurrence", "Parts", "Stored", "Unsupported", "canonical", "flatten"]

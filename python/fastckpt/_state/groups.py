@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from .key_paths import prefix_of
 
 if TYPE_CHECKING:
-    from .flatten import Flat
+    from .flat import Flat
 
 #: The keys under which training programs keep the model, in the order in which they are tried.
 CONVENTIONS = ("model", "module", "state_dict", "model_state_dict")

@@ -12,7 +12,7 @@ from .select import outer_values, prune, tensor_names
 from .unflatten import is_tensor
 
 if TYPE_CHECKING:
-    from .flatten import Flat
+    from .flat import Flat
     from .unflatten import Token
 
 
