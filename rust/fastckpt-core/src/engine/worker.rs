@@ -410,7 +410,7 @@ impl<J: Job> Worker<'_, '_, J> {
                 }
                 Some(libc::EINVAL) if direct && !self.shared.strict => {
                     // The file system accepts the flag but not this operation, although it is aligned.
-                    transfer.file.refuse_direct();
+                    transfer.file.local()?.refuse_direct();
                     Ok(false)
                 }
                 _ => Err(error),

@@ -7,7 +7,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use super::checkpoint::Checkpoint;
 use super::plan::{Due, Piece, PieceDestination, Plan, Share};
 use crate::engine::content;
-use crate::engine::io::files::OpenFiles;
+use crate::engine::io::files::{OpenFiles, ShardFile};
 use crate::engine::io::object::{GAP, RANGE};
 use crate::engine::io::transfer::Transfer;
 use crate::engine::job::{Job, Next, Staging, Start};
@@ -378,10 +378,10 @@ impl Job for ReadJob<'_> {
         })?;
         let Some(file) = file else { return Ok(Start::Later(State::Transfer)) };
         let mut pieces = read.pieces.lock().unwrap_or_else(PoisonError::into_inner);
-        if file.object().is_some() {
+        let ShardFile::Local(local) = &**file else {
             let len = (read.end - read.start) as usize;
             return Ok(Start::Now(Transfer::fetch(block, (file, read.start), len)));
-        }
+        };
         // Either all pieces of a block are mapped, or none is.
         if let Some(Piece { destination: PieceDestination::Mapped(map), .. }) = pieces.first() {
             let part = Part::Mapped(Arc::clone(map), read.start as usize..read.end as usize);
@@ -392,11 +392,11 @@ impl Job for ReadJob<'_> {
         let hot = !self.from_device
             && self.io == Io::Auto
             && file.is_direct()
-            && file.is_cached(read.start, read.end, shard.bytes);
+            && local.is_cached(read.start, read.end, shard.bytes);
         let direct = file.is_direct() && !hot;
         if self.from_device && !direct {
             // The kernel keeps pages that are not wholly inside.
-            file.forget(geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE));
+            local.forget(geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE));
         }
         let (start, end) = if direct {
             (geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE))

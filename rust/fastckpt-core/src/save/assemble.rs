@@ -5,7 +5,7 @@ use std::sync::{Arc, OnceLock};
 
 use super::work::{Unit, Work, header};
 use crate::engine::content::Content;
-use crate::engine::io::files::OpenFile;
+use crate::engine::io::files::{OpenFile, ShardFile};
 use crate::engine::io::transfer::Transfer;
 use crate::engine::job::Staging;
 use crate::engine::path::{IoPath, Reason};
@@ -13,7 +13,6 @@ use crate::error::Result;
 use crate::format::checksum::{self, Pair};
 use crate::format::geometry::{self, Extent, PAGE, STRAIGHT};
 use crate::format::layout::Shard;
-use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
@@ -225,7 +224,7 @@ impl Assembler {
         &self,
         work: &W,
         (number, unit): (usize, &Unit),
-        file: &DataFile,
+        file: &ShardFile,
         copy_all: bool,
         slab: Staging<'_>,
     ) -> Result<Assembled> {
@@ -266,7 +265,7 @@ impl Assembler {
         &self,
         work: &W,
         (number, unit): (usize, &Unit),
-        file: &DataFile,
+        file: &ShardFile,
         mut slab: Slab,
     ) -> Result<Assembled> {
         let need = unit.len() as usize;
@@ -308,7 +307,7 @@ impl Assembler {
         &self,
         work: &W,
         (number, unit): (usize, &Unit),
-        file: &DataFile,
+        file: &ShardFile,
         image: &Stretch,
     ) -> Result<Assembled> {
         let range = unit.start as usize..unit.end as usize;

@@ -192,7 +192,7 @@ impl<W: Work> Job for WriteJob<'_, W> {
                 // Its manifest follows at once, and a file system that has both to write makes them durable together.
                 let _ = self.unsynced.set(file);
             } else {
-                let synced = lane.during(State::Fsync, || file.sync());
+                let synced = lane.during(State::Fsync, || file.local()?.sync());
                 synced.map_err(|error| Error::io("sync", &path())(error))?;
                 lane.operation().durable(self.work.bytes_of(unit.shard));
             }

@@ -7,6 +7,7 @@ use crate::engine::content::Content;
 use crate::engine::io::files::OpenFile;
 use crate::error::{Error, Result};
 use crate::format::layout::{Plan, Shard, TensorSpec};
+use crate::sys::file::DataFile;
 use crate::sys::mapping::Stretch;
 use crate::telemetry::Operation;
 
@@ -76,7 +77,7 @@ pub struct Unsynced {
 impl Unsynced {
     /// Makes it durable and closes it.
     pub fn sync(self, operation: &Operation) -> Result<()> {
-        self.file.sync().map_err(Error::io("sync", &self.path))?;
+        self.file.local().and_then(DataFile::sync).map_err(Error::io("sync", &self.path))?;
         operation.durable(self.bytes);
         Ok(())
     }

@@ -19,8 +19,8 @@ pub const ENTRIES: u32 = 32;
 /// a [`Buf`], which keeps the kernel from writing anywhere else: it does not move with its owner, and its creator
 /// vouched for it.
 pub trait Payload: 'static {
-    /// The open file.
-    fn fd(&self) -> BorrowedFd<'_>;
+    /// The open file. An error refuses the operation.
+    fn fd(&self) -> io::Result<BorrowedFd<'_>>;
 
     /// The file offset at which the operation starts.
     fn file_offset(&self) -> u64;
@@ -86,7 +86,7 @@ impl<T: Payload> Ring<T> {
     /// If every entry of the ring is in flight. A worker's queue depth prevents that.
     pub fn submit(&mut self, mut payload: T) -> io::Result<()> {
         let slot = self.slots.iter().position(Option::is_none).expect("queue depth below ring entries");
-        let fd = types::Fd(payload.fd().as_raw_fd());
+        let fd = types::Fd(payload.fd()?.as_raw_fd());
         let (write, offset) = (payload.is_write(), payload.file_offset());
         let (buf, range) = payload.memory();
         // If there are more than the kernel takes at once, the transfer is short and the rest follows.

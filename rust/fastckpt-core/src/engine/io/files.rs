@@ -46,6 +46,17 @@ impl ShardFile {
         matches!(self, Self::Local(file) if file.is_direct())
     }
 
+    /// The file.
+    ///
+    /// # Errors
+    /// `Unsupported` if it is an object.
+    pub fn local(&self) -> io::Result<&DataFile> {
+        match self {
+            Self::Local(file) => Ok(file),
+            Self::Stored(_) => Err(io::ErrorKind::Unsupported.into()),
+        }
+    }
+
     /// Fills `to` from `offset` on, through the page cache. Returns how many bytes there were.
     pub fn read_at(&self, to: &mut [u8], offset: u64) -> io::Result<usize> {
         match self {
@@ -69,29 +80,11 @@ pub struct OpenFile {
     _counted: Counted,
 }
 
-impl OpenFile {
-    /// The object, if it is one.
-    #[must_use]
-    pub const fn object(&self) -> Option<&Object> {
-        match &self.file {
-            ShardFile::Local(_) => None,
-            ShardFile::Stored(object) => Some(object),
-        }
-    }
-}
-
 impl Deref for OpenFile {
-    type Target = DataFile;
+    type Target = ShardFile;
 
-    /// The file.
-    ///
-    /// # Panics
-    /// If it is an object.
-    fn deref(&self) -> &DataFile {
-        match &self.file {
-            ShardFile::Local(file) => file,
-            ShardFile::Stored(object) => panic!("{object:?} is no file"),
-        }
+    fn deref(&self) -> &ShardFile {
+        &self.file
     }
 }
 

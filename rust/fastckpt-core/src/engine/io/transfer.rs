@@ -5,7 +5,7 @@ use std::ops::Range;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use super::files::OpenFile;
+use super::files::{OpenFile, ShardFile};
 use crate::engine::path::{IoPath, Reason};
 use crate::format::geometry::{self, PAGE};
 use crate::sys::gather::{Buf, Part};
@@ -129,30 +129,33 @@ impl Transfer {
     /// Carries out the current operation in the calling thread.
     pub fn carry_out(&mut self) -> io::Result<usize> {
         let (direct, range, offset) = (self.is_direct(), self.range(), self.file_offset());
-        if let Some(object) = self.file.object() {
-            let bytes = object.read(self.offset, self.need)?;
-            let got = (*bytes).as_ref().len();
-            self.buf.fetched(bytes);
-            if got < self.need {
-                // There are no more.
-                self.done = got;
-                return Err(io::ErrorKind::UnexpectedEof.into());
+        let file = match &**self.file {
+            ShardFile::Local(file) => file,
+            ShardFile::Stored(object) => {
+                let bytes = object.read(self.offset, self.need)?;
+                let got = (*bytes).as_ref().len();
+                self.buf.fetched(bytes);
+                if got < self.need {
+                    // There are no more.
+                    self.done = got;
+                    return Err(io::ErrorKind::UnexpectedEof.into());
+                }
+                return Ok(self.need);
             }
-            return Ok(self.need);
-        }
+        };
         if let Some((map, range)) = self.buf.mapped() {
             map.populate(range).map(|()| range.len())
         } else if self.write {
-            self.file.write_at(direct, &self.buf.slices(range), offset)
+            file.write_at(direct, &self.buf.slices(range), offset)
         } else {
-            self.file.read_at(direct, &mut self.buf.slices_mut(range), offset)
+            file.read_at(direct, &mut self.buf.slices_mut(range), offset)
         }
     }
 }
 
 impl Payload for Transfer {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.file.fd(self.is_direct())
+    fn fd(&self) -> io::Result<BorrowedFd<'_>> {
+        Ok(self.file.local()?.fd(self.is_direct()))
     }
 
     fn file_offset(&self) -> u64 {
