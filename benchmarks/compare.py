@@ -4,6 +4,7 @@
     python benchmarks/compare.py --workload one,numpy,optimizer
     python benchmarks/compare.py --size 0 --many 100000
     python benchmarks/compare.py --workload small --check
+    python benchmarks/compare.py --peers '' --against DIR     # an older build: pip install --no-deps --target DIR WHEEL
     sudo .venv/bin/python benchmarks/compare.py --loop 6 --check
 
 How it measures, and why:
@@ -71,6 +72,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument(
         "--engines", type=words, help=f"fastckpt's engines and ways, of {', '.join(VARIANTS)} (default: auto)"
     )
+    options.add_against(parser)
     parser.add_argument(
         "--operations", type=words, default=list(OPERATIONS), help=f"of {','.join(OPERATIONS)} (default: all)"
     )
@@ -123,7 +125,8 @@ def contenders(chosen: argparse.Namespace, workload: Workload) -> list[Spec]:
         chosen.peers if chosen.peers is not None else ("torch", "safetensors") if workload.kind == "many" else PEERS
     )
     peers = [name for name in wanted if (kinds[name].kinds == {"numpy"}) == numpy]
-    return [*([] if small else [Spec("raw")]), *map(Spec, peers), *(VARIANTS[engine] for engine in chosen.engines)]
+    ours = [*(VARIANTS[engine] for engine in chosen.engines), *chosen.against]
+    return [*([] if small else [Spec("raw")]), *map(Spec, peers), *ours]
 
 
 def bars_of(chosen: argparse.Namespace, workload: Workload, results: dict[str, Any]) -> list[bars.Bar]:

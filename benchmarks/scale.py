@@ -6,12 +6,14 @@
 ``bytes`` saves models from 1 MB to 2 GB and ``tensors`` many tensors of ``--tensor-size`` bytes, with safetensors and
 torch.save beside fastckpt; ``shards`` and ``threads`` save one model (``--size``) with fastckpt alone. Each point has
 processes of its own and interleaved rounds, as compare.py tells; figures are medians. Loads are cold. torch and
-safetensors are left out above ``--peer-limit`` tensors, where a round of theirs takes minutes.
+safetensors are left out above ``--peer-limit`` tensors, where a round of theirs takes minutes. ``--against`` has
+another build of fastckpt take part at every point.
 """
 
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from bench import GB, MB, options, report
@@ -42,6 +44,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", type=float, default=1.0, help="GB saved for shards and threads (default: 1)")
     parser.add_argument("--peers", type=words, default=["torch", "safetensors"], help="(default: torch,safetensors)")
     parser.add_argument("--peer-limit", type=options.amount, default=100_000, help="tensors (default: 100000)")
+    options.add_against(parser)
     chosen = parser.parse_args()
     peers = [name for name in registry() if is_peer(name)]
     for option, allowed in (("axes", AXES), ("peers", peers)):
@@ -54,20 +57,20 @@ def parse_options() -> argparse.Namespace:
 
 def points(chosen: argparse.Namespace, axis: str) -> list[tuple[int, Workload, list[Spec]]]:
     """Return the points of an axis: its value, what is saved there, by whom."""
-    peers = list(map(Spec, chosen.peers))
+    peers, ours = list(map(Spec, chosen.peers)), [Spec("fastckpt"), *chosen.against]
     if axis == "bytes":
-        return [(size, Workload("model", size), [*peers, Spec("fastckpt")]) for size in chosen.bytes]
+        return [(size, Workload("model", size), [*peers, *ours]) for size in chosen.bytes]
     if axis == "tensors":
         return [
             (
                 count,
                 Workload("many", chosen.tensor_size, count),
-                [*(peers if count <= chosen.peer_limit else []), Spec("fastckpt")],
+                [*(peers if count <= chosen.peer_limit else []), *ours],
             )
             for count in chosen.tensors
         ]
     model = Workload("model", int(chosen.size * GB))
-    return [(value, model, [Spec("fastckpt", {axis: value})]) for value in getattr(chosen, axis)]
+    return [(value, model, [replace(one, options={axis: value}) for one in ours]) for value in getattr(chosen, axis)]
 
 
 def cells(axis: str, value: int, figures: dict[str, Any]) -> list[str]:

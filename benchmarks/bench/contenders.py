@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 import warnings
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -34,7 +35,8 @@ TENSORS_ONLY = "it stores a flat dict of tensors, and this state is another"
 class Spec:
     """A contender's name and what it is made with: its keyword arguments and its environment.
 
-    ``module`` has the ``registry()`` that knows its class.
+    ``module`` has the ``registry()`` that knows its class. Its process imports from the directory ``site`` before any
+    other.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Spec:
     environment: Mapping[str, str] = field(default_factory=dict)
     title: str = ""
     module: str = "bench.contenders"
+    site: str = ""
 
     @property
     def kind(self) -> str:
@@ -326,6 +329,9 @@ VARIANTS = {
     "mmap-only": Spec("fastckpt:mmap-only", {"mmap": True, "verify": False}, title="fastckpt, mmap=True, verify=False"),
 }
 
+# Another build of fastckpt, beside the one that is installed; its ``site`` is still to be filled in.
+OTHER = Spec("fastckpt:other", title="fastckpt, the build of --against")
+
 
 def knows(variable: str) -> bool:
     """Whether this build of fastckpt reads an environment variable: its name stands in the compiled core.
@@ -338,13 +344,16 @@ def knows(variable: str) -> bool:
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables for the processes that are started meanwhile."""
-    former = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
+def environment(spec: Spec) -> Iterator[None]:
+    """Set the variables, and the path of imports, for the processes that are started meanwhile."""
+    former, path = {name: os.environ.get(name) for name in spec.environment}, sys.path.copy()
+    os.environ.update(spec.environment)
+    # A process that is spawned gets the path of this one.
+    sys.path[:0] = [spec.site] if spec.site else []
     try:
         yield
     finally:
+        sys.path[:] = path
         for name, value in former.items():
             if value is None:
                 os.environ.pop(name, None)

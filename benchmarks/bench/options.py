@@ -7,10 +7,12 @@ import signal
 import sys
 import tempfile
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from bench import GB
+from bench.contenders import OTHER, Spec
 from bench.loop import mounted
 
 if TYPE_CHECKING:
@@ -38,6 +40,24 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     made.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE, SVG or PNG (matplotlib)")
     made.add_argument("--markdown", action="store_true", help="print the tables as Markdown")
     return made
+
+
+def add_against(made: argparse.ArgumentParser) -> None:
+    """Add the option that has another build of fastckpt take part."""
+    made.add_argument(
+        "--against",
+        type=build,
+        default=[],
+        metavar="DIR",
+        help="measure another build of fastckpt, too: where pip install --no-deps --target DIR WHEEL has put it",
+    )
+
+
+def build(text: str) -> list[Spec]:
+    """Return the contender that is the build of fastckpt in this directory."""
+    if not Path(text, "fastckpt").is_dir():
+        raise argparse.ArgumentTypeError(f"{text} has no fastckpt: use pip install --no-deps --target {text} WHEEL")
+    return [replace(OTHER, site=str(Path(text).resolve()))]
 
 
 def positive(text: str) -> int:

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench.contenders import Contender, Spec, environment, knows
@@ -17,7 +18,6 @@ from bench.states import Workload, differences, total_bytes
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
-    from pathlib import Path
 
 # Seconds that the import of a contender's libraries may take, at least.
 IMPORTS = 120
@@ -110,6 +110,11 @@ def made(spec: Spec, workload: Workload) -> Contender:
         ImportError: its library is missing.
         ValueError: it cannot store the workload's state, or would ignore a variable of its environment.
     """
+    if spec.site:
+        import fastckpt
+
+        if not Path(fastckpt.__file__).is_relative_to(spec.site):
+            raise ValueError(f"it imported {fastckpt.__file__}, which is not in {spec.site}")
     for variable in spec.environment:
         if not knows(variable):
             raise ValueError(f"this build of fastckpt does not read {variable}")
@@ -166,7 +171,7 @@ class Process:
         self.name, self.note = spec.name, ""
         self.connection, theirs = context.Pipe()
         self.process = context.Process(target=serve, args=(theirs, spec, workload), daemon=True)
-        with environment(spec.environment):
+        with environment(spec):
             self.process.start()
         theirs.close()
 

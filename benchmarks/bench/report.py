@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import GB
-from bench.contenders import VARIANTS, Spec, title
+from bench.contenders import OTHER, VARIANTS, Spec, title
 from bench.process import OPERATION_TITLES, OPERATIONS
 from bench.summary import is_mapped, spread
 
@@ -62,7 +62,7 @@ def operations_of(results: Results) -> list[str]:
 
 def name_of(name: str) -> str:
     """Return what a table calls the contender of this name."""
-    known = {spec.name: spec for spec in VARIANTS.values()}
+    known = {spec.name: spec for spec in (*VARIANTS.values(), OTHER)}
     return title(known.get(name, Spec(name)))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+import fastckpt
 from harness import needs, programs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -65,6 +67,28 @@ def test_compare_runs_every_contender(script):
     assert all(one["not_run"].values())
     assert printed.count("Not run: ") >= (1 if one["not_run"] else 0)
     assert "| **fastckpt** |" in printed
+
+
+@pytest.mark.parametrize("options", [("compare.py", "--size", "0.01"), ("scale.py", "--axes", "threads")])
+def test_another_build_takes_part(script, tmp_path_factory, options):
+    there = tmp_path_factory.mktemp("other")
+    shutil.copytree(Path(fastckpt.__file__).parent, there / "fastckpt", ignore=shutil.ignore_patterns("__pycache__"))
+    told = there / "imported"
+    with (there / "fastckpt" / "__init__.py").open("a") as package:
+        package.write(f"\n__import__('pathlib').Path({str(told)!r}).touch()\n")
+    small = ("--size", "0.01", "--threads", "1") if options[0] == "scale.py" else ("--peers", "")
+    document, printed = script(*options, *small, "--against", there, spawns=True)
+    assert told.exists()
+    (one,) = document["workloads"] if options[0] == "compare.py" else document["axes"]["threads"]
+    assert {"fastckpt", "fastckpt:other"} <= one["results"].keys()
+    assert "the build of --against" in printed
+
+
+def test_a_directory_without_another_build_is_refused(tmp_path):
+    command = [sys.executable, BENCHMARKS / "compare.py", "--against", tmp_path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert f"{tmp_path} has no fastckpt" in done.stderr
 
 
 @pytest.mark.parametrize(("kind", "peers"), [("numpy", "savez"), ("optimizer", "safetensors")])
