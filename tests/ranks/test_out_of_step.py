@@ -142,6 +142,57 @@ def test_a_rank_that_comes_with_an_old_call_is_not_taken_for_one_with_the_next(f
     assert fastckpt.load(path)["w"].unique().tolist() == [4.0]
 
 
+def plain_saves(path: str, odd: int) -> list[str]:
+    """Three saves that nothing distinguishes; a rank misses the second, and comes with its next to that one's end."""
+    told = []
+    for number in range(3):
+        dist.barrier()
+        if number == 1 and dist.get_rank() == odd:
+            told.append("missed")
+            continue
+        given = {"w": state(number)["w"]}
+        told.append(outcome(fastckpt.distributed.save, given, path, timeout=LONG if number == 0 else 2, threads=1))
+    return told
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+def test_a_rank_that_missed_a_save_like_others_stays_behind_and_says_what_to_do(forge, tmp_path, odd):
+    path = tmp_path / "c"
+    with forge.group(2) as group:
+        found = group.run(plain_saves, str(path), odd)
+    assert [told[0] for told in found] == ["ok"] * 2
+    behind, other = found[odd][2], found[1 - odd][2]
+    assert "has not answered" in behind
+    assert "metadata={'step': step}" in behind
+    assert f"rank {odd}" in other
+    assert "it was late, or it has missed a save" not in other
+    assert fastckpt.load(path)["w"].unique().tolist() == [0.0], "nothing is mixed"
+
+
+def warnings_of(path: str, told: dict[str, object], background: bool) -> list[tuple[str, ...]]:
+    """The warnings of three saves to one path."""
+    call = fastckpt.distributed.save_async if background else fastckpt.distributed.save
+    reports = []
+    for number in range(3):
+        given = {"w": state(number)["w"]}
+        metadata = {name: value if name == "run" else number for name, value in told.items()}
+        report = call(given, path, metadata=metadata, timeout=LONG, threads=1)
+        reports.append(report.result(LONG) if background else report)
+    return [report.warnings for report in reports]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_first_save_that_nothing_distinguishes_from_an_earlier_one_warns(forge, tmp_path, background):
+    with forge.group(2) as group:
+        for first, second, third in group.run(warnings_of, str(tmp_path / "c"), {"run": "a"}, background):
+            assert first == third == ()
+            (warning,) = second
+            assert "nothing distinguishes this save from an earlier one" in warning
+            assert "metadata={'step': step}" in warning
+        for told in group.run(warnings_of, str(tmp_path / "d"), {"step": 0}, background):
+            assert told == [()] * 3
+
+
 def first_call_late(path: str) -> tuple[list[str], float]:
     """A rank is late to the first call of all; what each was told, and how long the late one waited."""
     began = time.monotonic()

@@ -298,7 +298,7 @@ def test_a_rank_that_fails_while_ranks_compare_fails_the_save_on_all_and_the_nex
         group.run(save_struck, tmp_path, 0)
         # The ranks have a gloo group already, which the failed save must not leave with half a broadcast.
         assert group.run(save_struck, tmp_path, 1, base=tmp_path / "0") == [(2, ())] * 4
-        for rank, where, error in BLOWS:
+        for step, (rank, where, error) in enumerate(BLOWS):
             strike = groups.Strike(rank, where, error)
             group.start(save_struck, tmp_path, 2, base=tmp_path / "1", strike=strike)
             ends = group.outcomes(timeout=60)
@@ -307,5 +307,6 @@ def test_a_rank_that_fails_while_ranks_compare_fails_the_save_on_all_and_the_nex
                 assert end.raised.kind == (type(error).__name__ if end.rank == rank else "RanksError"), end
                 assert "the blow" in end.raised.text
             assert sorted(each.name for each in tmp_path.iterdir()) == ["0", "1"]
-            assert group.run(save_struck, tmp_path, 2, base=tmp_path / "1") == [(2, ())] * 4
+            options = {"base": tmp_path / "1", "metadata": {"step": step}}
+            assert group.run(save_struck, tmp_path, 2, **options) == [(2, ())] * 4
             fastckpt.remove(tmp_path / "2")

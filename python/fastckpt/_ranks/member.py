@@ -19,10 +19,13 @@ from fastckpt._ranks.silence import Silence
 from fastckpt.exceptions import RankFailure
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from fastckpt._ranks.called import Called
 
 #: How many of the calls that it has given up, and how many of its saves, a rank remembers.
 _BEHIND, _SAVES = 8, 64
+_SILENT = "has not answered"
 
 
 class Owed(Protocol):
@@ -69,6 +72,8 @@ class Member:
     behind: list[Called] = field(default_factory=list)
     #: The last saves that it has called.
     saves: deque[Called] = field(default_factory=lambda: deque(maxlen=_SAVES))
+    #: Those of them that have succeeded.
+    saved: deque[Called] = field(default_factory=lambda: deque(maxlen=_SAVES))
 
     def __post_init__(self) -> None:
         self.hosts[self.rank] = self.host
@@ -91,6 +96,10 @@ class Member:
         self.saves.append(called)
         return [] if again else self.behind
 
+    def has_saved(self, called: Called) -> bool:
+        """Whether nothing distinguishes this call from a save that has succeeded."""
+        return any(not called.is_other(each) for each in self.saved)
+
     def was_told(self, called: Called) -> bool:
         """Whether the last call of this rank was like this one and failed, and it does no harm to meet a later one."""
         return called.kind not in {"", "save"} and any(not called.is_other(each) for each in self.behind[-1:])
@@ -107,8 +116,12 @@ class Member:
         """Return the failure of a rank that does not answer."""
         below = tree.count_below(rank, self.size) if rank else 0
         through = f"; {below:,} ranks answer through it" if below else ""
-        why = f"has not answered for {seconds:.1f} s (timeout=){through}"
+        why = f"{_SILENT} for {seconds:.1f} s (timeout=){through}"
         return RankFailure(rank, self.hosts.get(rank, ""), why)
+
+    def was_silent(self, failures: Iterable[RankFailure]) -> bool:
+        """Whether this rank is one of those that did not answer."""
+        return any(failure.rank == self.rank and failure.message.startswith(_SILENT) for failure in failures)
 
     def meet(self, timeout: float, pause: float) -> Steps:
         """Learn the session from the rank above. Return None, or the failure of the rank that does not answer."""

@@ -306,6 +306,11 @@ class Operation:
         """Mark this call, before the first round, by values that are equal on all ranks that have them."""
         self._turn.marks.update(marks)
 
+    @property
+    def is_repeated(self) -> bool:
+        """Whether nothing distinguishes this call from an earlier save of these ranks."""
+        return self._turn.is_repeated
+
     def alive(self) -> None:
         """Say that this rank makes progress. Cheap: most calls do nothing."""
         if self._peers.size > 1 and not self._turn.over:

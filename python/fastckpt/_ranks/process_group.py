@@ -35,6 +35,10 @@ if TYPE_CHECKING:
     from .replicas import Policy
     from .session import Session
 
+_REPEATED = (
+    "nothing distinguishes this save from an earlier one to the same path, so a rank that misses a call cannot be "
+    "noticed, and its part may be of another step: pass metadata={'step': step}, or give each save a path of its own"
+)
 #: The most warnings of all ranks in one report.
 _WARNINGS = 16
 
@@ -189,6 +193,13 @@ class ProcessGroup:
         phases = {**own["phases"], "compare": compared}
         return {**own, "phases": phases, "seconds": own["seconds"] + compared}
 
+    def _repeated(self) -> list[str]:
+        """The warning of the first save of a process group that nothing distinguishes from an earlier one."""
+        if not self.operation.is_repeated or self.session.has_warned:
+            return []
+        self.session.has_warned = True
+        return [_REPEATED]
+
     def _write(
         self,
         request: SaveRequest,
@@ -219,7 +230,7 @@ class ProcessGroup:
         whole = False
         made: list[tuple[int, int]] = []
         attention = Attention(operation, timeout, request.settings.bandwidth_limit)
-        noted: list[str] = []
+        noted = self._repeated()
         try:
             mail = engine.mail
             comparison = None

@@ -19,8 +19,10 @@ call to a turn that has failed without it, or to which others have brought anoth
 it applies to (``called.py``). A rank whose call is not among them moves on to the next turn with it, until it is with
 the others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs.
 Of calls that met in one turn all fail, except those of ranks that have given up the others' call already: these wait in
-the next turn. So ranks meet again, and indistinguishable saves are never confused. A rank takes one old verdict of
-other calls like its own, because it may be late, and skips further ones.
+the next turn. So ranks meet again. A rank takes one old verdict of calls like its own other than saves, because it may
+be late, and skips further ones. Of saves that nothing distinguishes it takes each: it stays behind, and what it brings
+never meets a save of the others that came later. Only if it comes while the others still wait in the save that it has
+missed, no rank can notice; so the first save that nothing distinguishes from an earlier one warns.
 
 **Silence**, not duration, ends a wait. A rank that works beats; so does one that waits for those below it. A rank
 listens to those below until it has their messages, and to the coordinator until it has the verdict, also while it works
@@ -78,6 +80,11 @@ GRACE = 5.0
 #: Bytes of an answer that the register itself holds.
 INLINE = 16 << 10
 DECIDING = b"deciding"
+_BEHIND = (
+    "This rank came to the save after the others had given it up: it was late, or it has missed a save. In the second "
+    "case further saves to this path fail, too, unless something distinguishes them: pass metadata={'step': step} to "
+    "each save, and restart the job"
+)
 
 
 class StopError(RanksError):
@@ -179,6 +186,11 @@ class Turn:
     def called(self) -> Called:
         """The identity of this call."""
         return Called(self.kind, self.path, self._place, self.marks)
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether nothing distinguishes this call from an earlier save of these ranks."""
+        return self._label is None and self.member.has_saved(self.called)
 
     # Keys.
 
@@ -574,6 +586,7 @@ class Turn:
             self.member.leave_behind(self.called)
         elif self.name == LAST:
             self.member.behind, self.member.answered_turn = [], self.number
+            self.member.saved += [self.called] if self.kind == "save" else []
         yield from self._depart(failed=failed)
 
     def _depart(self, *, failed: bool) -> Steps:
@@ -683,6 +696,8 @@ class Turn:
         ending = self._ending(outcome)
         others = f"; and {more:,} more" if more else ""
         told = "; ".join(str(failure) for failure in failures) + others
+        if self.kind == "save" and self.rounds == 1 and self.member.was_silent(failures):
+            ending = f"{ending}. {_BEHIND}"
         return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
 
     def unreachable(self, error: UnreachableError) -> RanksError:

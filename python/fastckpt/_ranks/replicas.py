@@ -248,10 +248,14 @@ def _held_by(session: Session, ranks: Sequence[int]) -> str:
 
 
 def _measured(views: list[bytes], size: int) -> str:
-    """How many of the compared elements differ between ranks."""
+    """How many of the elements that ranks have shown each other differ."""
     if not views:
         return ""
     count = len(views[0]) // size
     elements = range(0, count * size, size)
     differ = sum(len({view[start : start + size] for view in views}) > 1 for start in elements)
-    return f"; {differ} of {count} elements compared differ"
+    return (
+        f"; {differ} of {count} elements looked at differ"
+        if differ
+        else f"; none of {count} elements looked at, others"
+    )

@@ -22,6 +22,8 @@ class Session:
         self.group = group
         self.peers = Peers(group.rank, group.size, group.store, group.host, serves=group.serves)
         self.link = Link(group, self.peers.host_of)
+        #: A save has warned that nothing distinguishes it from an earlier one.
+        self.has_warned = False
         self._apart: list[Peers] = []
         self._made = 0
 
