@@ -129,6 +129,20 @@ fn checksums(c: &mut Criterion) {
     });
     group.finish();
 
+    // A rank packs messages of 1 MiB out of a state: what their checksums cost is the difference.
+    let (state, mut message) = (vec![7u8; 256 << 20], vec![0u8; 1 << 20]);
+    let mut group = c.benchmark_group("message");
+    group.throughput(Throughput::Bytes(256 << 20)).sample_size(20);
+    group.bench_function("copy", |b| {
+        b.iter(|| state.chunks(1 << 20).for_each(|part| black_box(&mut message).copy_from_slice(part)));
+    });
+    group.bench_function("copy and sum", |b| {
+        b.iter(|| {
+            state.chunks(1 << 20).map(|part| checksum::copy(&mut message, part)).fold(0, u64::wrapping_add)
+        });
+    });
+    group.finish();
+
     let mut group = c.benchmark_group("combine");
     for len in [4 << 20, (4 << 20) - 1] {
         group.bench_function(format!("ours/{len}"), |b| {
