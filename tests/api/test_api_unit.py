@@ -245,6 +245,14 @@ def test_what_may_fit_is_told_where_it_is_near(tmp_path, caplog, nbytes, certain
     assert all(record.levelno == logging.WARNING for record in caplog.records)
 
 
+@pytest.mark.parametrize(("ranks", "told"), [("4", True), ("3", False), ("0", False), ("four", False)])
+def test_the_ranks_of_a_node_count_together(tmp_path, caplog, monkeypatch, ranks, told):
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", ranks)
+    room.check_room("/c", GB, GB, root=machine(tmp_path, left=4 * GB))
+    assert [record.levelno for record in caplog.records] == [logging.WARNING] * told
+    assert caplog.text.count("1.00 GB of host memory on each of 4 ranks of this node") == told
+
+
 def test_little_and_machines_without_a_limit_are_not_looked_at(tmp_path, caplog):
     room.check_room("/c", 5 * GB, 5 * GB, root=tmp_path)
     room.check_room("/c", 10**7, 10**7, root=machine(tmp_path, left=10**6))

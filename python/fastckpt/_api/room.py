@@ -6,6 +6,7 @@ the job with it; an error names the remedy.
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -23,6 +24,8 @@ _NEAR = 0.9
 def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")) -> None:
     """Compare the memory that a load fills with the memory that is left.
 
+    The ranks of a node (``LOCAL_WORLD_SIZE``) usually load alike, in one control group: a warning counts them all.
+
     Args:
         source: the checkpoint, for messages.
         nbytes: bytes of all new tensors in host memory.
@@ -35,11 +38,14 @@ def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")
     if nbytes < _LITTLE:
         return
     limit, left = memory_left(root)
-    if limit is None or left is None or nbytes < _NEAR * left:
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    alike = max(1, int(ranks)) if ranks.isdecimal() else 1
+    if limit is None or left is None or alike * nbytes < _NEAR * left:
         return
     what = (
-        f"load: {source}: its new tensors need {size(nbytes)} of host memory, but the control group of this "
-        f"process, limited to {size(limit)}, has {size(left)} left"
+        f"load: {source}: its new tensors need {size(nbytes)} of host memory"
+        f"{f' on each of {alike} ranks of this node' if alike > 1 else ''}, but the control group of this process, "
+        f"limited to {size(limit)}, has {size(left)} left"
     )
     advice = "raise the limit, load less (keys=), fill existing tensors (into=), or map the files (mmap=True)"
     swap = re.search(r"^SwapFree: +(\d+) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
