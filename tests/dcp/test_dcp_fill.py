@@ -5,11 +5,11 @@ from __future__ import annotations
 import itertools
 
 import pytest
-import torch
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer
+from harness.parallel import dist, torch
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
@@ -203,6 +203,25 @@ def test_a_tensor_whose_elements_share_memory_is_refused_by_name(tmp_path, saved
     template = torch.full((30,), 7, dtype=dtype).as_strided(SHAPE, strides)
     refused(tmp_path / "c", template, "elements of the tensor in the state share memory")
     assert (template == 7).all()
+
+
+def load_on_ranks(path):
+    """Load on all ranks, of which the last has a tensor that cannot be filled; the error, and what lies beside it."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    state = {"a": torch.zeros(30).as_strided(SHAPE, (1, 1)) if last else torch.zeros(SHAPE), "beside": torch.zeros(3)}
+    try:
+        dcp.load(state, storage_reader=Reader(path, timeout=60))
+    except dcp.api.CheckpointException as error:
+        return str(error), state["beside"].tolist()
+    return "", state["beside"].tolist()
+
+
+def test_a_tensor_that_cannot_be_filled_on_one_rank_fails_all_before_a_byte_is_read(forge, tmp_path):
+    fastckpt.save({"a": values(1), "beside": torch.ones(3)}, tmp_path / "c")
+    with forge.group(2) as group:
+        for text, beside in group.run(load_on_ranks, tmp_path / "c"):
+            assert "load: 'a': elements of the tensor in the state share memory" in text
+            assert beside == [0, 0, 0]
 
 
 def test_a_tensor_under_two_keys_gets_one_value_or_is_refused(tmp_path):

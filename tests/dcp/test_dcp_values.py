@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-
 import numpy as np
 import pytest
 import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.dcp import Writer
-from harness import needs, standin
+from harness import logged, needs, standin
 from harness.parallel import dist, torch
 
 #: What a stage of a pipeline may have under one name: equal on all ranks for equal numbers.
@@ -38,32 +36,19 @@ PLAIN = {
 KINDS = {**WITH_TENSORS, **PLAIN}
 
 
-class Heard(logging.Handler):
-    """Keeps what fastckpt says in its log."""
-
-    def __init__(self):
-        super().__init__(logging.WARNING)
-        self.texts = []
-
-    def emit(self, record):
-        self.texts.append(record.getMessage())
-
-
 def save(path, how, kind, numbers, options):
     """Save with all ranks, each a value of its number; what the log says, and the report's warnings."""
     state = {"layers": {"0": {"weight": KINDS[kind](numbers[dist.get_rank()])}}, "w": torch.ones(3)}
-    heard, log = Heard(), logging.getLogger("fastckpt")
-    log.addHandler(heard)
-    try:
+    warnings = None
+    with logged.warnings() as texts:
         if how == "install":
             with fastckpt.dcp.install(timeout=60, **options):
                 dcp.save(state, checkpoint_id=path)
-            return heard.texts, None
-        writer = Writer(path, timeout=60, **options)
-        dcp.save(state, storage_writer=writer)
-    finally:
-        log.removeHandler(heard)
-    return heard.texts, writer.report.warnings
+        else:
+            writer = Writer(path, timeout=60, **options)
+            dcp.save(state, storage_writer=writer)
+            warnings = writer.report.warnings
+    return texts, warnings
 
 
 def saved(group, path, kind, numbers, how="writer", **options):
