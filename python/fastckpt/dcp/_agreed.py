@@ -17,7 +17,7 @@ from fastckpt._ranks.offers import runs_of
 from fastckpt._ranks.process_group import first_two
 from fastckpt.exceptions import CheckpointError
 
-from ._united import ranks_of, shared, united
+from ._united import ranks_of, united, with_tensors
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
             )
     values.update((key, tokens) for key, _, tokens, *_ in found)
-    return [model_key, [shared(value, differing) for value in found if value[3]], strange, planned]
+    return [model_key, with_tensors(found, differing), strange, planned]
 
 
 class Boxes:

@@ -207,7 +207,7 @@ class Brought:
         """The first message to the other ranks."""
         values = [value.told(key, self.rank) for key, value in self._values.items()]
         numbers = {outer: [[self.rank, digest]] for outer, digest in self._numbers().items()}
-        return [numbers, values, {}, self.strange, self._planned]
+        return [numbers, values, [], self.strange, self._planned]
 
     def _numbers(self) -> dict[str, str]:
         """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
