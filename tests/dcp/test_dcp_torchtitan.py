@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import fastckpt
-from harness import parallel
+from harness import logged, parallel
 
 pytestmark = [
     pytest.mark.slow,
@@ -81,19 +81,21 @@ def train(folder, mode, last, ours=True):
     if mode == "async_with_pinned_mem":
         # The manager's own stager needs a GPU for pinned memory; the rest is as it has it.
         manager.stager = DefaultStager(StagingOptions(False, True, True, False))
-    manager.load()
-    found = progress.step
-    rows = loader.rows
-    while progress.step < last:
-        parallel.train(model, optimizer, 1)
-        schedule.step()
-        progress.step += 1
-        loader.rows += 7
-        manager.save(progress.step, last_step=False)
-        # Training goes on once the state has been copied.
-        manager.maybe_wait_for_staging()
-    manager.maybe_wait_for_saving()
-    manager.close()
+    with logged.warnings() as texts:
+        manager.load()
+        found = progress.step
+        rows = loader.rows
+        while progress.step < last:
+            parallel.train(model, optimizer, 1)
+            schedule.step()
+            progress.step += 1
+            loader.rows += 7
+            manager.save(progress.step, last_step=False)
+            # Training goes on once the state has been copied.
+            manager.maybe_wait_for_staging()
+        manager.maybe_wait_for_saving()
+        manager.close()
+    assert texts == []
     weights = [each.to_local().tolist() for each in model.parameters()]
     moments = [each["exp_avg"].to_local().tolist() for each in optimizer.state.values()]
     return found, rows, (weights, moments, schedule.get_last_lr())

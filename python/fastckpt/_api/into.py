@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -23,7 +23,7 @@ from .objects import HOLE_TOKEN, Owner, WithObjects, try_classes
 from .placement import can_cast
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from fastckpt import _core
     from fastckpt._state.key_paths import Place
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
     from .destinations import Targets
     from .selection import Selection
+
+_Name = TypeVar("_Name")
 
 _FILLABLE = frozenset({"tensor", "array"})
 
@@ -48,12 +50,41 @@ def _memory_of(item: Occurrence) -> Any:
     return item.value if local is None else local.memory
 
 
-def _layout_of(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
+def layout_of(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
+    """The device of a tensor or array, and its addresses as an array of opaque elements, not to be read."""
     if isinstance(value, np.ndarray):
         return "cpu", _memory.laid_out(_memory.address_of(value), value.shape, value.strides, value.itemsize)
     size = value.element_size()
     strides = tuple(stride * size for stride in value.stride())
     return str(value.device), _memory.laid_out(value.data_ptr(), tuple(value.shape), strides, size)
+
+
+def are_equal(reader: _core.Reader, stored: Sequence[_core.StoredTensor], left: int, right: int) -> bool:
+    """Whether two stored tensors are the same, as those are that were tied and are stored apart."""
+    one, other = stored[left], stored[right]
+    logical = [tensor.logical and (tensor.logical.dtype, tensor.logical.shape) for tensor in (one, other)]
+    return (one.dtype, one.shape, logical[0]) == (other.dtype, other.shape, logical[1]) and reader.checksum(
+        left
+    ) == reader.checksum(right)
+
+
+def overlapping(targets: Iterable[tuple[str, np.ndarray[Any, Any], _Name]]) -> Iterator[tuple[_Name, _Name]]:
+    """The targets that share memory with another one, and that: reading one of them would destroy the other.
+
+    Args:
+        targets: device, layout and name of each tensor that is not empty; a tie is one target.
+    """
+    spans = [(device, *_memory.span(memory), memory, name) for device, memory, name in targets]
+    # By device and start address: ranges that reach into the next one stay open.
+    active: list[tuple[str, int, int, np.ndarray[Any, Any], _Name]] = []
+    for each in sorted(spans, key=lambda one: one[:2]):
+        device, low, _, memory, name = each
+        active = [one for one in active if one[0] == device and one[2] > low]
+        for *_, theirs, other in active:
+            if _memory.overlap(memory, theirs):
+                yield name, other
+                break
+        active.append(each)
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:
@@ -430,48 +461,30 @@ class Into:
         if not _memory.is_nested(self._layout(given)[1]):
             reasons.append("elements of the tensor in into= share memory or interleave (it is expanded)")
         other = self._ties.setdefault(mine.tie, index)
-        if other != index and not self._equal(other, index):
+        if other != index and not are_equal(self.reader, stored, other, index):
             reasons.append(
                 f"tied in into= to {stored[other].name!r}, a different tensor in the checkpoint: "
                 "leave one of them out with exclude="
             )
         return "; ".join(reasons) or None
 
-    def _equal(self, left: int, right: int) -> bool:
-        """Whether two stored tensors are the same, as those are that were tied and are stored apart."""
-        one, other = self.targets.stored[left], self.targets.stored[right]
-        logical = [tensor.logical and (tensor.logical.dtype, tensor.logical.shape) for tensor in (one, other)]
-        return (one.dtype, one.shape, logical[0]) == (other.dtype, other.shape, logical[1]) and self.reader.checksum(
-            left
-        ) == self.reader.checksum(right)
-
     def _clashes(self) -> None:
         """Note targets that overlap: reading one of them would destroy the other. A tie is one target."""
-        spans: dict[Any, tuple[str, int, int, Found, np.ndarray[Any, Any]]] = {}
+        spans: dict[Any, tuple[str, np.ndarray[Any, Any], Found]] = {}
         for entry in self._entries:
             given = entry.given
             if given is None or given.stored is None or 0 in _memory_of(given).shape:
                 continue
-            device, memory = self._layout(given)
-            low, high = _memory.span(memory)
-            spans.setdefault(given.stored.tie, (device, low, high, entry.item, memory))
-        # By device and start address: ranges that reach into the next one stay open.
-        active: list[tuple[str, int, int, Found, np.ndarray[Any, Any]]] = []
-        for each in sorted(spans.values(), key=lambda one: one[:2]):
-            device, low, _, item, memory = each
-            active = [one for one in active if one[0] == device and one[2] > low]
-            for *_, other, theirs in active:
-                if _memory.overlap(memory, theirs):
-                    self._mismatch(item, f"overlaps in memory with {other.place} in into=, without a tie")
-                    break
-            active.append(each)
+            spans.setdefault(given.stored.tie, (*self._layout(given), entry.item))
+        for item, other in overlapping(spans.values()):
+            self._mismatch(item, f"overlaps in memory with {other.place} in into=, without a tie")
 
     def _layout(self, given: Occurrence) -> tuple[str, np.ndarray[Any, Any]]:
-        """The device of a tensor or array, and its addresses as an array of opaque elements, not to be read."""
+        """The layout of a tensor; of one that is spread over ranks, of the part that this rank has."""
         tie = given.stored and given.stored.tie
         known = self._layouts.get(tie)
         if known is None:
-            known = self._layouts[tie] = _layout_of(_memory_of(given))
+            known = self._layouts[tie] = layout_of(_memory_of(given))
         return known
 
     def _whole(self, item: Found, given: Occurrence) -> str | None:

@@ -17,6 +17,8 @@ from fastckpt._ranks.offers import runs_of
 from fastckpt._ranks.process_group import first_two
 from fastckpt.exceptions import CheckpointError
 
+from ._united import ranks_of, united, with_tensors
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
@@ -31,33 +33,35 @@ class Known:
 
     Attributes:
         model_key: the coordinator's.
-        values: of each value with tensors the rank that has it, and the tensors, by its key.
+        values: of each value with tensors the ranks that have these, and the tensors, by its key.
         strange: the keys of tensors that some rank can describe by boxes alone.
         planned: the keys that are in a plan, of ranks whose planners may leave some out.
+        warnings: about values that differ.
     """
 
     def __init__(self, answer: list[Any]) -> None:
-        self.model_key, values, strange, planned = answer
-        self.values: dict[str, tuple[int, list[Any]]] = {
-            key: (owner, [[rest, dtype, tuple(shape), logical_of(logical)] for rest, dtype, shape, logical in tensors])
-            for key, owner, tensors in values
+        self.model_key, values, strange, planned, *self.warnings = answer
+        self.values: dict[str, tuple[tuple[int, ...], list[Any]]] = {
+            key: (
+                tuple(ranks_of(runs)),
+                [
+                    [rest, dtype, tuple(shape), logical_of(logical), digest]
+                    for rest, dtype, shape, logical, digest in tensors
+                ],
+            )
+            for key, runs, tensors in values
         }
         self.strange = dict.fromkeys(strange)
         self.planned = frozenset(planned or ())
 
 
 def combine_told(told: Sequence[list[Any]]) -> list[Any]:
-    """Several messages combined: optimizers with numbers, values, strange keys, and the planned entries."""
-    ids, values, strange, planned = zip(*told, strict=True)
-    found: dict[str, list[Any]] = {}
-    for value in chain.from_iterable(values):
-        known = found.setdefault(value[0], value)
-        if value[1] < known[1]:
-            found[value[0]] = value
+    """Several messages combined: optimizers with numbers, values, where they differ, strange keys, planned entries."""
+    ids, values, differing, strange, planned = zip(*told, strict=True)
     plans = [keys for keys in planned if keys is not None]
     return [
         {outer: first_two([one[outer] for one in ids if outer in one]) for outer in dict.fromkeys(chain(*ids))},
-        list(found.values()),
+        *united(chain.from_iterable(values), differing),
         list(dict.fromkeys(chain.from_iterable(strange))),
         list(dict.fromkeys(chain.from_iterable(plans))) if plans else None,
     ]
@@ -69,7 +73,7 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
     Raises:
         ValueError: ranks have optimizers whose numbers refer to different parameters.
     """
-    ids, found, strange, planned = told
+    ids, found, differing, strange, planned = told
     for outer, (first, *others) in ids.items():
         if others:
             raise ValueError(
@@ -77,8 +81,8 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
                 f"parameters on rank {others[0][0]} than on rank {first[0]}: give the state that "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
             )
-    values.update((key, tokens) for key, _, tokens, _ in found)
-    return [model_key, [[key, rank, tensors] for key, rank, _, tensors in found if tensors], strange, planned]
+    values.update((key, tokens) for key, _, tokens, *_ in found)
+    return [model_key, with_tensors(found, differing), strange, planned]
 
 
 class Boxes:
@@ -156,10 +160,7 @@ def decide_cuts(told: list[Any], alive: Callable[[], None]) -> list[Any]:
                 f"{first} ({own[0]} {own[1]})"
             )
         cut = [
-            [
-                [json.loads(box), runs_of([rank for start, stop in runs for rank in range(start, stop)])]
-                for box, runs in sorted(holders.items())
-            ]
+            [[json.loads(box), runs_of(ranks_of(runs))] for box, runs in sorted(holders.items())]
             for _, holders in sorted(meshes.items())
         ]
         text = json.dumps(cut, separators=(",", ":"))

@@ -4,9 +4,9 @@ Each entry of the planner's state is one of these:
 
 - A plain tensor: every rank that has it has it whole. They share the work, and their copies are compared.
 - A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
-- A value: the lowest rank's that has it. Ranks may differ in it, and nothing is compared. torch's plan leaves
-  each value to some rank, and values of several ranks together would be a state that no rank held. Tokens travel to
-  the coordinator alone; all ranks hear of the tensors in a value, for their order is that of the state.
+- A value: the lowest rank's that has it. torch's plan leaves each value to some rank, and values of several ranks
+  together would be a state that no rank held. Tokens travel to the coordinator alone; all ranks hear of the tensors in
+  a value, for their order is that of the state. Ranks with equal tensors in a value treat these as plain ones.
 - Boxes: of a ShardedTensor, of a DTensor whose parts match no mesh, and of all that other planners cut. Every rank
   hears who has which.
 """
@@ -84,7 +84,7 @@ class _Described(Spreads):
         return Parts(f'["tuple",{len(children)}]', children)
 
     def _given(self, one: Given) -> Stored:
-        part = OwnPart(self._number(Spread((one.owner,))), one.keep, one.nbytes)
+        part = OwnPart(self._number(Spread(one.holders)), one.keep, one.nbytes)
         tie = (Given, id(one))
         return Stored(tie, one.dtype, one.shape, one.address, one.logical, '["tensor",', "]", one.mover, part)
 
@@ -166,7 +166,8 @@ class Brought:
                 self._items.setdefault(item.index.fqn, []).append(item)
         for key, item in values.items():
             try:
-                self._values[key] = stored_value(key, value_of(self._planner, item), self._types, self.rank)
+                value = value_of(self._planner, item)
+                self._values[key] = stored_value(key, value, self._types, self._ranks, self.rank)
             except UnsupportedTypeError as error:  # noqa: PERF203 - each may be left out
                 if self._planned is None or key in self._planned:
                     raise
@@ -204,12 +205,9 @@ class Brought:
 
     def told(self) -> list[Any]:
         """The first message to the other ranks."""
-        values = [
-            [key, self.rank, value.tokens, [one.about() for one in value.tensors]]
-            for key, value in self._values.items()
-        ]
+        values = [value.told(key, self.rank) for key, value in self._values.items()]
         numbers = {outer: [[self.rank, digest]] for outer, digest in self._numbers().items()}
-        return [numbers, values, self.strange, self._planned]
+        return [numbers, values, [], self.strange, self._planned]
 
     def _numbers(self) -> dict[str, str]:
         """A digest for each optimizer state whose parameters are numbers: of the shapes that belong to each number."""
@@ -311,10 +309,15 @@ class Brought:
     def _value(self, key: str, known: Known) -> _OfOne | str:
         if key not in known.values:
             return VALUE
-        owner, tensors = known.values[key]
-        if owner == self.rank:
-            return _OfOne(self._values[key].tensors)
-        return _OfOne([Given(owner, *about) for about in tensors])
+        holders, abouts = known.values[key]
+        own = self._values[key].tensors if self.rank in holders else []
+        # Bytes are the lowest rank's: other ranks may have others, or a different number of them.
+        mine = iter([one for one in own if one.digest is None or self.rank == holders[0]])
+        tensors = []
+        for about in abouts:
+            of = holders if about[-1] is None else holders[:1]
+            tensors.append(next(mine)._replace(holders=of) if self.rank in of else Given(of, *about))
+        return _OfOne(tensors)
 
     def _boxed(self, key: str, boxes: Boxes) -> Boxed:
         cut, memories = self._boxes[key]

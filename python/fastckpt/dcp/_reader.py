@@ -27,7 +27,7 @@ from fastckpt.exceptions import CheckpointError
 
 from . import _torch
 from ._entries import Entry, Known, entries_of
-from ._fill import Fill, Request
+from ._fill import Fill, Request, fill_composed
 from ._label import forget, label_of, labelled
 from ._metadata import whole_tensor
 from ._shared import read_together
@@ -48,6 +48,9 @@ class Reader(_torch.StorageReader):
 
     Keys are those of torch's planners: joined with dots, each converted to a string; tuples and values of other types
     are one entry. Every block that is read whole is compared with its checksum.
+
+    Dense tensors of any strides and dtype are filled. Sparse and quantised ones are filled from tensors of their kind,
+    with the same scale and zero point. A tensor whose elements share memory, and tensors that overlap, are refused.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
@@ -148,12 +151,12 @@ class Reader(_torch.StorageReader):
         Raises:
             CorruptCheckpointError: bytes differ from those that were written; the message names the place.
             RanksError: another rank failed, or does not answer.
+            ReplacedCheckpointError: another save replaced the checkpoint meanwhile.
+            StructureMismatchError: a tensor of the planner cannot take the values; the message names its key.
             UnsupportedTypeError: this program does not know the type of a value.
 
         Warns:
             RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
-            ReplacedCheckpointError: another save replaced the checkpoint meanwhile.
-            StructureMismatchError: a tensor of the planner has other sizes than its box.
         """
         opened, path = self._opened, self._path
         if opened is None or path is None:
@@ -215,7 +218,7 @@ class _Work:
         self.plan = plan
         self.planner = planner
         self.targets = Targets(opened.stored, "auto")
-        self.fill = Fill(self.targets)
+        self.fill = Fill(self.targets, opened.reader)
         self.tensors: list[tuple[_torch.ReadItem, Any]] = []
         self.values: list[tuple[_torch.ReadItem, Entry, int]] = []
 
@@ -242,7 +245,9 @@ class _Work:
         for item, entry, count in self.values:
             value = self.opened.value(entry, [next(made) for _ in range(count)])
             if item.type is _torch.LoadItemType.TENSOR:
-                _copy(item, value, self.planner)
+                target = self.planner.resolve_tensor(item)
+                fill_composed(_box(item), value, target, item.dest_index.fqn)
+                self.planner.commit_tensor(item, target)
             else:
                 self.planner.load_bytes(item, _as_bytes(value))
         for item, bare in self.tensors:
@@ -305,25 +310,6 @@ def _box(item: _torch.ReadItem) -> list[tuple[int, int]]:
     origin = item.storage_index.offset or (0,) * len(item.lengths)
     starts = [base + offset for base, offset in zip(origin, item.storage_offsets, strict=True)]
     return [(start, start + length) for start, length in zip(starts, item.lengths, strict=True)]
-
-
-def _copy(item: _torch.ReadItem, value: Any, planner: _torch.LoadPlanner) -> None:
-    """Copy a part of a tensor made of several to the planner's destination."""
-    box = _box(item)
-    whole = all(bounds == (0, size) for bounds, size in zip(box, value.shape, strict=True))
-    # ``detach`` or ``narrow`` of a tensor without strides makes a new one: a copy into it would be lost.
-    target = planner.resolve_tensor(item)
-    if target.layout is _torch.torch.strided:
-        target = target.detach()
-    elif not whole:
-        raise CheckpointError(
-            f"load: {item.dest_index.fqn!r} is {target.layout} and cannot be filled in part: load it whole"
-        )
-    for dimension, (start, stop) in enumerate([] if whole else box):
-        value = value.narrow(dimension, start, stop - start)
-    with _torch.torch.no_grad():
-        target.copy_(value)
-    planner.commit_tensor(item, target)
 
 
 def _as_bytes(value: Any) -> io.BytesIO:

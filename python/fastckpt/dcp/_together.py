@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._api import in_flight
+from fastckpt._api.build_report import with_warnings
 from fastckpt._files import TORCH_METADATA
 from fastckpt._ranks.agreement import core_spread
 from fastckpt._ranks.process_group import AgreedByRanks, ProcessGroup
@@ -14,8 +15,11 @@ from ._agreed import Boxes, Known, combine_cuts, combine_told, decide_cuts, deci
 from ._brought import BOXES
 from ._metadata import torch_metadata
 from ._structure import finish
+from ._united import warnings_of
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastckpt import _core
     from fastckpt._api.save_request import SaveRequest
     from fastckpt._ranks.agreement import JobState, TensorOf
@@ -43,6 +47,7 @@ class Together(ProcessGroup):
         super().__init__(session, operation, timeout, policy)
         self._brought = brought
         self._boxes = Boxes([[], []])
+        self._warnings: list[str] = []
 
     def agree(self, request: SaveRequest) -> AgreedByRanks:
         """Agree on the state of the job: the rounds ``values`` and, if there are any, ``boxes`` come first.
@@ -60,9 +65,13 @@ class Together(ProcessGroup):
                 "values",
                 brought.told(),
                 combine=combine_told,
-                decide=lambda told: decide_told(told, settings.model_key, values),
+                decide=lambda told: [
+                    *decide_told(told, settings.model_key, values),
+                    *warnings_of(told[1], told[2], self.policy),
+                ],
             )
         )
+        self._warnings = known.warnings
         if known.strange:
             self._boxes = Boxes(
                 operation.round(
@@ -80,6 +89,10 @@ class Together(ProcessGroup):
             return replace(agreed, files=[(TORCH_METADATA, b"")])
         structure, entries = finish(agreed.structure, values, agreed.tensors)
         return replace(agreed, structure=structure, files=[(TORCH_METADATA, torch_metadata(entries))])
+
+    def write(self, *args: Any) -> Mapping[str, Any]:
+        """Write a checkpoint together; the report has the warnings about values."""
+        return with_warnings(super().write(*args), self._warnings)
 
     def _spread(self, job: JobState) -> tuple[list[TensorOf], list[_core.Spread]]:
         """A cut is one spread for each mesh that has boxes of it."""

@@ -6,6 +6,8 @@ requested; items of other planners are read back as ``torch.load(weights_only=Tr
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,14 +15,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastckpt._api.save_request import warn_of_types
 from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of
+from fastckpt._state.unflatten import is_tensor
+from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
 from fastckpt._tensors.described import Logical, Stored, Unsupported
+from fastckpt._tensors.spreads import Spreads
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import _torch
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from fastckpt._state.registry import Types
+    from fastckpt._tensors.described import Describe
     from fastckpt._tensors.memory import Mover
 
 #: For each dimension where it begins and where it ends.
@@ -38,13 +46,20 @@ class Memory(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A tensor in a value of one rank; ``rest`` is the end of its name after the name of the value, or None."""
+    """A tensor, an array or long bytes in a value.
 
-    owner: int
+    Attributes:
+        holders: the ranks that have it.
+        rest: the end of its name after the name of the value, or None.
+        digest: of bytes, which are compared by it.
+    """
+
+    holders: tuple[int, ...]
     rest: str | None
     dtype: str
     shape: tuple[int, ...]
     logical: Logical
+    digest: str | None = None
     address: int = 0
     nbytes: int = 0
     mover: Mover | None = None
@@ -53,7 +68,7 @@ class Given(NamedTuple):
     def about(self) -> list[Any]:
         """The description for other ranks."""
         logical = None if self.logical is None else [self.logical[0], list(self.logical[1])]
-        return [self.rest, self.dtype, list(self.shape), logical]
+        return [self.rest, self.dtype, list(self.shape), logical, self.digest]
 
 
 class Value(NamedTuple):
@@ -61,6 +76,11 @@ class Value(NamedTuple):
 
     tokens: str
     tensors: list[Given]
+
+    def told(self, key: str, rank: int) -> list[Any]:
+        """The value of a rank as it travels (:mod:`._united`)."""
+        runs = [[[rank, rank + 1]]] if self.tensors else []
+        return [key, rank, self.tokens, [one.about() for one in self.tensors], *runs]
 
 
 def value_of(planner: Any, item: _torch.WriteItem) -> Any:
@@ -84,22 +104,42 @@ def value_of(planner: Any, item: _torch.WriteItem) -> Any:
         ) from error
 
 
-def stored_value(key: str, value: Any, types: Types, rank: int) -> Value:
+class _NoSpreads(Spreads):
+    """Nothing in a value is spread over ranks."""
+
+    def describe_of(self, _: type) -> Describe | None:
+        """None, for any type."""
+        return None
+
+
+def stored_value(key: str, value: Any, types: Types, ranks: Sequence[int], rank: int) -> Value:
     """The stored form of a value of this rank.
 
     Raises:
         UnsupportedTypeError: something in it cannot be saved; the message names its place.
     """
-    flat = flatten({key: value}, operation="dcp.save", types=types)
+    # As in the rest of the state: tokens that all ranks can have.
+    spreads = _NoSpreads(ranks, rank, device_numbers=len(ranks) == 1)
+    flat = flatten({key: value}, operation="dcp.save", types=types, spreads=spreads)
     warn_of_types("dcp.save", flat)
     name = part_of(key)
+    tokens = f"[{','.join(flat.tokens[2:])}]"
+    strings = {token[1] for token in json.loads(tokens) if _is_bytes(token)} if flat.tensors else ()
     tensors = []
     for number, tensor in enumerate(flat.tensors):
         rest = tensor.name.removeprefix(f"{name}.") if tensor.name.startswith(f"{name}.") else None
         logical = None if tensor.logical is None else (tensor.logical[0], tuple(tensor.logical[1]))
-        about = (tensor.dtype, tuple(tensor.shape), logical, tensor.address, tensor.capacity)
-        tensors.append(Given(rank, rest, *about, flat.movers.get(number), flat.keep[number]))
-    return Value(f"[{','.join(flat.tokens[2:])}]", tensors)
+        about = (rest, tensor.dtype, tuple(tensor.shape), logical)
+        digest = None
+        if number in strings:
+            digest = hashlib.sha256(_memory.at(tensor.address, tensor.capacity).data).hexdigest()
+        where = (tensor.address, tensor.capacity, flat.movers.get(number), flat.keep[number])
+        tensors.append(Given((rank,), *about, digest, *where))
+    return Value(tokens, tensors)
+
+
+def _is_bytes(token: Any) -> bool:
+    return type(token) is list and is_tensor(token) and token[0] in {"bytes", "bytearray"}
 
 
 class Cut(NamedTuple):

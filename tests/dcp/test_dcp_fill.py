@@ -1,0 +1,244 @@
+"""What the reader fills: every layout and dtype holds what was saved, or an error names the tensor."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch.distributed.checkpoint as dcp
+
+import fastckpt
+from fastckpt.dcp import Reader, Writer
+from harness.parallel import dist, torch
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning"),
+    pytest.mark.filterwarnings("ignore:Sparse (CSR|CSC|BSR|BSC) tensor support is in beta:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*quantize:DeprecationWarning"),
+]
+
+SHAPE = (4, 6)
+DENSE = [
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex128,
+    torch.complex64,
+    torch.complex32,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint8,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.bool,
+]
+
+
+def values(first, dtype=torch.float32):
+    """A tensor of zeros and other values, in the same places; other values for another ``first``."""
+    numbers = torch.arange(SHAPE[0] * SHAPE[1])
+    made = (numbers % 2) * (numbers % 3 + first)
+    return (made % 2 + (first > 1) if dtype is torch.bool else made).to(dtype).reshape(SHAPE)
+
+
+def placed(value, how):
+    """A tensor like ``value`` with its elements elsewhere in memory, or in another form."""
+    rows, columns = SHAPE
+    if how == "contiguous":
+        return value.clone()
+    if how == "transposed":
+        return value.t().contiguous().t()
+    if how == "interleaved":
+        wide = torch.empty(11 * rows + 2 * columns, dtype=value.dtype).as_strided(SHAPE, (11, 2))
+        return wide.copy_(value)
+    if how == "reinterpreted":
+        other = value.conj().resolve_conj().conj() if value.is_complex() else torch._neg_view(-value)
+        assert other.is_conj() or other.is_neg()
+        return other
+    if how == "inference":
+        with torch.inference_mode():
+            return value.clone()
+    assert how == "offset"
+    return torch.cat([value.new_zeros(1, columns), value])[1:]
+
+
+def same_bytes(one, other):
+    plain = [each.clone().resolve_conj().resolve_neg().contiguous().view(torch.uint8) for each in (one, other)]
+    return one.dtype is other.dtype and torch.equal(*plain)
+
+
+def loaded(path, template):
+    """Load ``a``, and a tensor beside it; the template is filled, not replaced."""
+    state = {"a": template, "beside": torch.zeros(3)}
+    dcp.load(state, storage_reader=Reader(path))
+    assert state["a"] is template
+    assert torch.equal(state["beside"], torch.ones(3))
+    return template
+
+
+def refused(path, template, why):
+    """Load ``a`` into a tensor that does not fit: the error names it, and nothing else."""
+    with pytest.raises(dcp.api.CheckpointException, match=why) as raised:
+        dcp.load({"a": template, "beside": torch.zeros(3)}, storage_reader=Reader(path))
+    (cause,) = raised.value.failures.values()
+    error = cause[0]
+    assert isinstance(error, fastckpt.StructureMismatchError), error
+    assert "'a'" in str(error)
+    assert "beside" not in str(error)
+
+
+PLACES = ["contiguous", "transposed", "interleaved", "offset", "inference"]
+REINTERPRETED = [torch.complex128, torch.complex64, torch.complex32, torch.float32, torch.int32]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "how"), [*itertools.product(DENSE, PLACES), *((dtype, "reinterpreted") for dtype in REINTERPRETED)]
+)
+def test_a_dense_tensor_of_any_dtype_and_strides_holds_what_was_saved(tmp_path, dtype, how):
+    saved = values(1, dtype)
+    dcp.save({"a": placed(saved, how), "beside": torch.ones(3)}, storage_writer=Writer(tmp_path / "c"))
+    template = placed(values(2, dtype), how)
+    assert not same_bytes(template, saved)
+    assert same_bytes(loaded(tmp_path / "c", template), saved)
+
+
+SPARSE = {
+    "coo": lambda dense: dense.to_sparse(),
+    "csr": lambda dense: dense.to_sparse_csr(),
+    "csc": lambda dense: dense.to_sparse_csc(),
+    "bsr": lambda dense: dense.to_sparse_bsr((2, 2)),
+    "bsc": lambda dense: dense.to_sparse_bsc((2, 2)),
+}
+SCALES = torch.tensor([0.5, 0.25, 0.5, 0.125])
+ZEROS = torch.tensor([0, 1, 2, 0])
+
+
+def per_channel(dense, scales=SCALES, zeros=ZEROS, axis=0, dtype=torch.qint8):
+    return torch.quantize_per_channel(dense, scales, zeros, axis, dtype)
+
+
+QUANTIZED = {
+    "per tensor": lambda dense: torch.quantize_per_tensor(dense, 0.5, 3, torch.qint8),
+    "another scale": lambda dense: torch.quantize_per_tensor(dense, 0.25, 3, torch.qint8),
+    "another zero point": lambda dense: torch.quantize_per_tensor(dense, 0.5, 0, torch.qint8),
+    "another dtype": lambda dense: torch.quantize_per_tensor(dense, 0.5, 3, torch.quint8),
+    "32 bits": lambda dense: torch.quantize_per_tensor(dense, 0.5, 3, torch.qint32),
+    "per channel": per_channel,
+    "other scales": lambda dense: per_channel(dense, SCALES.flip(0)),
+    "other zero points": lambda dense: per_channel(dense, zeros=ZEROS.flip(0)),
+    "zero points that are not integers": lambda dense: per_channel(dense, zeros=ZEROS.float(), dtype=torch.quint8),
+    "other channels": lambda dense: per_channel(dense, SCALES.repeat(2)[:6], ZEROS.repeat(2)[:6], axis=1),
+}
+FORMS = {
+    "dense": lambda dense: dense.clone(),
+    "repeated": lambda dense: dense[:1].expand(SHAPE),
+    **SPARSE,
+    **QUANTIZED,
+}
+#: Forms of which any tensor can be filled with another one, if only elements that are stored once are written.
+PLAIN = {"dense", "repeated"}
+
+
+@pytest.mark.parametrize("given", FORMS)
+@pytest.mark.parametrize("saved", FORMS)
+def test_a_tensor_of_any_form_holds_what_was_saved_or_is_refused_by_name(tmp_path, saved, given):
+    held, template = FORMS[saved](values(1)), FORMS[given](values(2))
+    fastckpt.save({"a": held, "beside": torch.ones(3)}, tmp_path / "c")
+    if given == saved or (given == "dense" and saved in PLAIN):
+        filled = loaded(tmp_path / "c", template)
+        assert filled.layout is held.layout
+        assert filled.is_quantized == held.is_quantized
+        plain = [one.dequantize() if one.is_quantized else one.to_dense() for one in (filled, held)]
+        assert torch.equal(*plain)
+    else:
+        refused(tmp_path / "c", template, "share memory" if PLAIN.issuperset([saved, given]) else "in the state")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("form", SPARSE)
+def test_a_sparse_tensor_of_any_dtype_holds_what_was_saved(tmp_path, dtype, form):
+    saved, template = (SPARSE[form](values(first).to(dtype)) for first in (1, 2))
+    fastckpt.save({"a": saved, "beside": torch.ones(3)}, tmp_path / "c")
+    assert torch.equal(loaded(tmp_path / "c", template).to_dense(), saved.to_dense())
+
+
+@pytest.mark.parametrize("form", ["csr", "csc", "bsr", "bsc"])
+def test_a_compressed_tensor_with_another_number_of_elements_is_refused_by_name(tmp_path, form):
+    fastckpt.save({"a": SPARSE[form](values(1)), "beside": torch.ones(3)}, tmp_path / "c")
+    refused(tmp_path / "c", SPARSE[form](torch.eye(*SHAPE)), "'a' cannot be copied to the tensor in the state")
+
+
+@pytest.mark.parametrize("dtype", [torch.quint4x2, torch.quint2x4], ids=str)
+def test_a_tensor_of_packed_integers_which_torch_cannot_copy_is_refused_by_name(tmp_path, dtype):
+    fastckpt.save(
+        {"a": per_channel(values(1), zeros=ZEROS.float(), dtype=dtype), "beside": torch.ones(3)}, tmp_path / "c"
+    )
+    refused(
+        tmp_path / "c",
+        per_channel(values(2), zeros=ZEROS.float(), dtype=dtype),
+        "'a' cannot be copied to the tensor in the state",
+    )
+
+
+def test_the_quantizer_of_an_alias_stays_right(tmp_path):
+    module = torch.nn.Module()
+    module.register_buffer("a", QUANTIZED["per tensor"](values(2)))
+    fastckpt.save({"a": QUANTIZED["per tensor"](values(1)), "beside": torch.ones(3)}, tmp_path / "c")
+    loaded(tmp_path / "c", module.state_dict()["a"])
+    assert torch.equal(module.a.dequantize(), QUANTIZED["per tensor"](values(1)).dequantize())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("strides", [(1, 1), (2, 3), (5, 1), (0, 0), (1, 0)])
+@pytest.mark.parametrize("saved", ["dense", "repeated"])
+def test_a_tensor_whose_elements_share_memory_is_refused_by_name(tmp_path, saved, strides, dtype):
+    fastckpt.save({"a": FORMS[saved](values(1)), "beside": torch.ones(3)}, tmp_path / "c")
+    template = torch.full((30,), 7, dtype=dtype).as_strided(SHAPE, strides)
+    refused(tmp_path / "c", template, "elements of the tensor in the state share memory")
+    assert (template == 7).all()
+
+
+def load_on_ranks(path):
+    """Load on all ranks, of which the last has a tensor that cannot be filled; the error, and what lies beside it."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    state = {"a": torch.zeros(30).as_strided(SHAPE, (1, 1)) if last else torch.zeros(SHAPE), "beside": torch.zeros(3)}
+    try:
+        dcp.load(state, storage_reader=Reader(path, timeout=60))
+    except dcp.api.CheckpointException as error:
+        return str(error), state["beside"].tolist()
+    return "", state["beside"].tolist()
+
+
+def test_a_tensor_that_cannot_be_filled_on_one_rank_fails_all_before_a_byte_is_read(forge, tmp_path):
+    fastckpt.save({"a": values(1), "beside": torch.ones(3)}, tmp_path / "c")
+    with forge.group(2) as group:
+        for text, beside in group.run(load_on_ranks, tmp_path / "c"):
+            assert "load: 'a': elements of the tensor in the state share memory" in text
+            assert beside == [0, 0, 0]
+
+
+def test_a_tensor_under_two_keys_gets_one_value_or_is_refused(tmp_path):
+    fastckpt.save({"a": torch.ones(2), "b": torch.ones(2), "c": torch.zeros(2)}, tmp_path / "c")
+    tied = torch.zeros(2)
+    dcp.load({"a": tied, "b": tied}, storage_reader=Reader(tmp_path / "c"))
+    assert torch.equal(tied, torch.ones(2))
+    with pytest.raises(dcp.api.CheckpointException, match="'b' and 'c' are one tensor in the state, and differ"):
+        dcp.load({"a": torch.zeros(2), "b": tied, "c": tied}, storage_reader=Reader(tmp_path / "c"))
+    assert torch.equal(tied, torch.ones(2))
+
+
+def test_tensors_that_overlap_are_refused(tmp_path):
+    fastckpt.save({"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(3)}, tmp_path / "c")
+    memory = torch.full((8,), 5.0)
+    dcp.load({"a": memory[::2][:3], "b": memory[1::2][:3]}, storage_reader=Reader(tmp_path / "c"))
+    assert memory.tolist() == [1, 0, 1, 0, 1, 0, 5, 5]
+    with pytest.raises(dcp.api.CheckpointException, match="'b' and 'a' overlap in memory in the state"):
+        dcp.load({"a": memory[:3], "b": memory[2:5], "c": torch.zeros(3)}, storage_reader=Reader(tmp_path / "c"))
+    assert memory.tolist() == [1, 0, 1, 0, 1, 0, 5, 5]
