@@ -331,6 +331,21 @@ def test_objects_without_a_manifest_are_no_new_beginning(tmp_path):
     begin(tmp_path / "two", "step-00001000 is a checkpoint|step-00002000 is", remote=url, name="{step}")
 
 
+@pytest.mark.parametrize("name", ["step-{step:08d}", "ckpt-{step}"])
+def test_other_names_in_a_store_hide_no_earlier_run(tmp_path, name):
+    """Mutant: only the last names with a number are looked at."""
+    url = f"memory://{tmp_path.name}/hidden"
+    save(tmp_path / "one", [1000], remote=url, name=name)
+    store = s3.objects(url)
+    if name == FORM:
+        store.remove([f"{FORM.format(step=1000)}/fastckpt.json"])
+    store.remove([CACHE, "latest"])
+    for number in range(40):
+        store.write(f"tensorboard-{number:03d}/events", [b"x"], 1, None)
+    words = "no manifest" if name == FORM else "ckpt-1000 is a checkpoint whose name does not fit name="
+    begin(tmp_path / "two", words, remote=url)
+
+
 def test_a_part_of_a_copy_at_a_remote_directory_is_no_new_beginning(tmp_path):
     (tmp_path / "far" / ".step-00000007.copy-0123456789abcdef").mkdir(parents=True)
     begin(tmp_path / "run", "step-00000007.copy-0123456789abcdef is a part of a checkpoint", remote=tmp_path / "far")
