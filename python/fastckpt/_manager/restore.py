@@ -83,8 +83,10 @@ class Loader:
 
         Raises:
             FileNotFoundError: there is none.
+            OSError: there is none in the directory, and the remote tier does not answer.
         """
-        self.ranks.first("restore: step", lambda: None)
+        # The saves that follow come after all that there are; a read-only manager makes none.
+        self.ranks.first("restore: step", lambda: self.candidates.local.read_only or bool(self.candidates.look()))
         found, failures, error = self._try(Candidate(step), (), how)
         if found is None and self.candidates.remote is not None and all(failure.skips for failure in failures):
             if not failures[0].gone:
