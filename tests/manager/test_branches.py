@@ -263,6 +263,29 @@ def test_another_node_follows_the_branch_at_the_remote(tmp_path, remote):
         assert manager.restore().state["branch"] == "b"
 
 
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_a_step_that_two_nodes_have_is_the_one_of_the_branch_that_saved_last(tmp_path, remote):
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1, 2, 3], remote=far)
+    save(tmp_path / "two", [2], "b", at=1, remote=far)
+    for read_only in (True, False):
+        manager = fastckpt.Manager(tmp_path / "one", remote=far, read_only=read_only)
+        assert manager.restore(step=2).state["branch"] == "b"
+        # Only the branch that was left has this one.
+        assert manager.restore(step=3).state["branch"] == "a"
+    # What is not yet at the remote is not passed over for what is.
+    with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
+        save(tmp_path / "two", [2], "c", at=1, remote=far)
+        assert fastckpt.Manager(tmp_path / "two", remote=far).restore(step=2).state["branch"] == "c"
+    shard = tmp_path / "two" / FORM.format(step=2) / "model.safetensors"
+    whole = shard.read_bytes()
+    damage(shard.parent)
+    with pytest.raises(fastckpt.CorruptCheckpointError, match="step-00000002"):
+        fastckpt.Manager(tmp_path / "two", remote=far, read_only=True).restore(step=2)
+    # For the drain, which goes on at the end of this process.
+    shard.write_bytes(whole)
+
+
 def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path):
     """A node goes back, saves a step again, and is lost before its upload; another goes on from what the remote has,
     and then the first comes back."""
@@ -344,6 +367,29 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_ste
         assert manager.restore(step=2000, discard_newer=True).state["branch"] == "b"
         assert manager.remote_steps() == [1000, 2000]
         assert restored(tmp_path / "none", remote=far) == (2000, "b")
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_a_run_that_goes_back_to_a_branch_it_has_left_has_it_at_the_remote(tmp_path, remote):
+    """By then no policy of the remote would keep the step. Mutant: the branch that is left decides what is copied."""
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1, 3], keep=1, remote=far)
+    save(tmp_path / "two", [2, 5], "b", at=1, remote=far, remote_keep=2)
+    save(tmp_path / "one", [], at=3, discard=True, remote=far, remote_keep=2)
+    for disk in ("one", "two", "three"):
+        assert restored(tmp_path / disk, remote=far) == (3, "a")
+
+
+@pytest.mark.parametrize("remote", ["none", "path", "memory"])
+def test_a_run_that_goes_back_follows_it_where_nothing_is_newer(tmp_path, remote):
+    """It ends before its next save. Mutant: only a removal is noted."""
+    far = place(tmp_path, remote)
+    one, two = (tmp_path / name for name in (("one", "two") if far else ("one", "one")))
+    save(one, [1, 2, 3], remote=far)
+    save(two, [2], "b", at=1, remote=far)
+    save(one, [], at=3, discard=True, remote=far)
+    for disk in (one, two):
+        assert restored(disk, remote=far) == (3, "a")
 
 
 def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):

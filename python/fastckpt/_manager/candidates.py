@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastckpt._api.manage import leftovers
@@ -46,6 +47,8 @@ class Candidates:
     left: int | None = None
     #: Whether the remote tier has answered.
     _answered: bool = False
+    #: The steps of which the two tiers have different saves.
+    _twice: set[int] = field(default_factory=set)
 
     @property
     def order(self) -> int:
@@ -69,14 +72,24 @@ class Candidates:
             return step not in entries or not tip.has_left(step, entries[step].lineage)
 
         def is_later(step: int) -> bool:
-            return step in near and step in far and near[step].lineage.order < far[step].lineage.order
+            return step in self._twice and near[step].lineage.order < far[step].lineage.order
 
+        self._twice = {step for step in near.keys() & far if near[step].lineage.order != far[step].lineage.order}
         tries = [
             *(Candidate(step) for step in here if is_own(step, near)),
             *(Candidate(step, True, is_later(step)) for step in there if is_own(step, far)),
         ]
         self.left = None if tries else max([*here, *there], default=None)
         return sorted(tries, key=lambda one: (-one.step, one.far))
+
+    def of(self, step: int) -> list[Candidate]:
+        """The checkpoints of a step to try: the local tier's first, but only that of the branch that saved last."""
+        own: dict[bool, Candidate] = {}
+        with contextlib.suppress(OSError):  # the load says so, too
+            own = {one.far: one for one in self.look() if one.step == step}
+        if step in self._twice and len(own) == 1:
+            return [*own.values()]
+        return [Candidate(step), *([] if self.remote is None else [own.get(True, Candidate(step, far=True))])]
 
     def know(self, *, far: bool) -> list[int]:
         """Have the saves of the local tier known, and if ``far`` those of the remote one, unless they are.

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -107,11 +107,20 @@ class Catalogue:
             if identity is not None:
                 self._note(name, identity, entry)
 
-    def go_back(self, place: Lineage, steps: Iterable[int]) -> None:
-        """Note, durably, the place of a run that has gone back, and has left the steps above.
+    @contextlib.contextmanager
+    def on_branch(self, place: Lineage) -> Iterator[None]:
+        """The run is about to go back: ``place`` is of the branch that goes on, unless this block raises."""
+        before, self.last = self.last, place
+        try:
+            yield
+        except BaseException:
+            self.last = before
+            raise
 
-        Pinned ones may stay there, and until the next save nothing else would show it. ``steps`` are all that there
-        are.
+    def go_back(self, place: Lineage, steps: Iterable[int]) -> None:
+        """Note, durably, the place of a run that has gone back. Until the next save nothing else would show it.
+
+        ``steps`` are all that there are.
 
         Raises:
             OSError: the file cannot be written.

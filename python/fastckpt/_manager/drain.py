@@ -198,9 +198,9 @@ class Drain:
             self._stopped = False
         self.start()
         try:
-            if self._remote.is_older(step):
-                # The remote tier lacks the step, or has one from a branch that this run has left: losing the node would
-                # then cost all.
+            if self._remote.lacks(step):
+                # It has none, or another save of it, of a branch that this run has left: losing the node would then
+                # cost all.
                 self.again(step)
                 self.wait(math.inf, lambda: False)
         except BaseException:

@@ -544,10 +544,12 @@ class Manager:
             self._remote.place.unpin(step)
 
     def _discard_beyond(self, step: int) -> None:
+        place = self._saves.go_back(step)
         if self._drain is not None:
-            self._drain.go_back(step)
+            with self._catalogue.on_branch(place):
+                self._drain.go_back(step)
         # Checkpoints that were pinned before there was a remote tier, or while it did not answer, are pinned only here.
-        held, place = self._local.place.look().pinned, self._saves.go_back(step)
+        held = self._local.place.look().pinned
         for tier in (self._remote, self._local):
             if tier is not None:
                 tier.remove_beyond(step, place, held)

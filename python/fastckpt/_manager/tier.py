@@ -211,10 +211,8 @@ class Tier(Generic[_P]):
         """
         steps, pinned = self.place.look()
         entries = self.catalogue.entries(steps)
-        beyond = [one for one in steps if one > step]
-        if beyond:
-            self.catalogue.go_back(place, steps)
-        for one in reversed(beyond):
+        self.catalogue.go_back(place, steps)
+        for one in reversed([one for one in steps if one > step]):
             why = "it is pinned"
             if one not in pinned and one not in held:
                 try:
