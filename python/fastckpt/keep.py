@@ -142,9 +142,11 @@ class Every:
 
 
 class Younger:
-    """Keeps checkpoints whose save began less than ``age`` before the newest one's: seconds, or ``"2h"``.
+    """Keeps the two newest checkpoints, and those whose save began less than ``age`` before the newest one's.
 
-    The age does not depend on the clock of the process that removes, and a stopped run does not age.
+    Args:
+        age: seconds, or ``"2h"``. Times are by the clocks of the hosts that saved, so a stopped run does not age. Where
+            the newest one's host has a clock that is ahead, all others seem older by that; the one before it stays.
     """
 
     __slots__ = ("age",)
@@ -155,7 +157,8 @@ class Younger:
     def kept(self, saved: Sequence[Saved], now: float) -> set[int]:
         """The steps that must stay."""
         end = min(now, saved[-1].created) if saved else now
-        return {one.step for one in saved if end - one.created < self.age}
+        two = {one.step for one in saved[-2:]}
+        return two | {one.step for one in saved if end - one.created < self.age}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Younger) and self.age == other.age

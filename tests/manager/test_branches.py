@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import shutil
+import signal
+import time
 from pathlib import Path
 
 import numpy as np
@@ -24,10 +26,10 @@ def state(step, branch="a"):
     return {"model": {"w": np.full(1000, step)}, "branch": branch}
 
 
-def save(directory, steps, branch="a", *, at=None, **options):
+def save(directory, steps, branch="a", *, at=None, discard=False, **options):
     """Save steps with a manager of their own, after a restore of the newest, or of ``at``."""
     with fastckpt.Manager(directory, **options) as manager:
-        found = manager.restore(step=at)
+        found = manager.restore(step=at, discard_newer=discard)
         for step in steps:
             manager.save(step, state(step, branch), {"loss": float(step)})
             manager.wait()
@@ -128,6 +130,117 @@ def test_branches_are_told_apart_whatever_the_clock_says(tmp_path, monkeypatch):
     assert restored(tmp_path) == (2100, "b")
 
 
+@pytest.fixture
+def skewed(monkeypatch):
+    """Have this host's clock so many seconds ahead."""
+    real = time.time_ns
+    return lambda ahead: monkeypatch.setattr("time.time_ns", lambda: real() + int(ahead * 1e9))
+
+
+def place(tmp_path, kind):
+    return {"none": None, "path": str(tmp_path / "far"), "memory": f"memory://{tmp_path.name}/far"}[kind]
+
+
+@pytest.mark.parametrize("ahead", [3600, 5, -5, -3600])
+@pytest.mark.parametrize("discard", [False, True])
+@pytest.mark.parametrize("remote", ["none", "path", "memory"])
+def test_the_branch_that_saved_last_is_followed_whatever_the_clocks_say(tmp_path, skewed, remote, discard, ahead):
+    """Where there is a remote tier, the node that goes back has an empty disk. Mutants: the orders at the remote are
+    not looked at; what is noted there for a run that goes back comes after its saves."""
+    far = place(tmp_path, remote)
+    one, two, three = (tmp_path / name for name in ("one", "two", "three")) if far else [tmp_path / "one"] * 3
+    skewed(ahead)
+    save(one, [1000, 2000, 3000], remote=far)
+    skewed(0)
+    with fastckpt.Manager(two, remote=far) as manager:
+        assert manager.restore(step=2000, discard_newer=discard).state["branch"] == "a"
+        for step in (2100, 2200, 3000):
+            manager.save(step, state(step, "b"))
+            manager.wait()
+            for disk in (three, two):
+                assert restored(disk, remote=far) == (step, "b")
+        if far:
+            # It has not stayed the other branch's.
+            assert fastckpt.load(f"{far}/step-00003000")["branch"] == "b"
+
+
+@pytest.mark.parametrize("how", ["should_save", "steady"])
+@pytest.mark.parametrize("at", [None, 2000])
+def test_a_save_for_a_signal_comes_after_all_others_whatever_the_clocks_say(tmp_path, skewed, how, at):
+    """The first save after a run went back, by restore or by itself. Mutant: only ordinary saves look for others."""
+    skewed(3600)
+    save(tmp_path, [1000, 2000, 3000])
+    skewed(0)
+    with fastckpt.Manager(tmp_path, save_when=10**6) as manager:
+        manager.save_on_signal(signal.SIGTERM, exit=False)
+        if at is not None:
+            manager.restore(step=at)
+        if how == "steady":
+            with manager.steady(2001, state(2001, "b")):
+                signal.raise_signal(signal.SIGTERM)
+        else:
+            signal.raise_signal(signal.SIGTERM)
+            assert manager.save(2001, state(2001, "b"))
+        assert manager.preempted == signal.SIGTERM
+    assert restored(tmp_path) == (2001, "b")
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_the_first_save_of_a_program_that_does_not_restore_comes_after_all_others(tmp_path, skewed, remote):
+    far = place(tmp_path, remote)
+    skewed(3600)
+    save(tmp_path / "one", [1000, 2000, 3000], remote=far)
+    skewed(0)
+    with fastckpt.Manager(tmp_path / "two", remote=far) as manager:
+        assert manager.save(2100, state(2100, "b"))
+    assert restored(tmp_path / "three", remote=far) == (2100, "b")
+
+
+def test_a_new_beginning_comes_after_all_that_it_leaves(tmp_path, skewed):
+    """Only a checkpoint that the run has left is there, and the run begins anew on purpose."""
+    far = tmp_path / "far"
+    skewed(3600)
+    save(tmp_path / "one", [1, 2], remote=far)
+    fastckpt.Manager(tmp_path / "one", remote=far).pin(2)
+    save(tmp_path / "one", [], at=1, discard=True, remote=far)
+    for directory in (tmp_path / "one", far):
+        fastckpt.remove(directory / FORM.format(step=1))
+    skewed(0)
+    with fastckpt.Manager(tmp_path / "two", remote=far) as manager:
+        assert manager.restore(fresh=True) is None
+        manager.save(1, state(1, "b"))
+    assert restored(tmp_path / "three", remote=far) == (1, "b")
+
+
+def test_a_save_that_the_remote_does_not_take_is_no_success(tmp_path, skewed, monkeypatch):
+    """The remote did not answer when the run went back, and has a later save of the step by its clock."""
+    far = tmp_path / "far"
+    skewed(3600)
+    save(tmp_path / "one", [1000, 2000], remote=far)
+    skewed(0)
+    save(tmp_path / "two", [1000], "b")
+
+    def silent():
+        raise OSError("no route to the store")
+
+    with fastckpt.Manager(tmp_path / "two", remote=far) as manager:
+        with monkeypatch.context() as patch, points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
+            patch.setattr(manager._remote.place, "look", silent)
+            with pytest.warns(RuntimeWarning, match="does not answer and is skipped"):
+                manager.restore(step=1000)
+            # The first save asks once more.
+            with pytest.warns(RuntimeWarning, match="does not answer and is skipped"):
+                manager.save(2000, state(2000, "b"))
+        with pytest.raises(fastckpt.CheckpointError, match=r"step-00002000 is not copied: .* is a later save of step"):
+            manager.wait()
+        assert manager.remote_steps() == [1000, 2000]
+        # It is told once, and mended as the message says.
+        manager.restore(step=2000)
+        manager.save(2000, state(2000, "c"), force=True)
+        manager.wait()
+    assert restored(tmp_path / "three", remote=far) == (2000, "c")
+
+
 def test_a_loop_that_goes_back_by_itself_leaves_what_it_had(tmp_path):
     with fastckpt.Manager(tmp_path) as manager:
         for step in (1, 2, 3, 2):
@@ -148,6 +261,29 @@ def test_another_node_follows_the_branch_at_the_remote(tmp_path, remote):
     save(tmp_path / "two", [3000], "b", remote=far)
     with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
         assert manager.restore().state["branch"] == "b"
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_a_step_that_two_nodes_have_is_the_one_of_the_branch_that_saved_last(tmp_path, remote):
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1, 2, 3], remote=far)
+    save(tmp_path / "two", [2], "b", at=1, remote=far)
+    for read_only in (True, False):
+        manager = fastckpt.Manager(tmp_path / "one", remote=far, read_only=read_only)
+        assert manager.restore(step=2).state["branch"] == "b"
+        # Only the branch that was left has this one.
+        assert manager.restore(step=3).state["branch"] == "a"
+    # What is not yet at the remote is not passed over for what is.
+    with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
+        save(tmp_path / "two", [2], "c", at=1, remote=far)
+        assert fastckpt.Manager(tmp_path / "two", remote=far).restore(step=2).state["branch"] == "c"
+    shard = tmp_path / "two" / FORM.format(step=2) / "model.safetensors"
+    whole = shard.read_bytes()
+    damage(shard.parent)
+    with pytest.raises(fastckpt.CorruptCheckpointError, match="step-00000002"):
+        fastckpt.Manager(tmp_path / "two", remote=far, read_only=True).restore(step=2)
+    # For the drain, which goes on at the end of this process.
+    shard.write_bytes(whole)
 
 
 def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path):
@@ -233,6 +369,29 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_ste
         assert restored(tmp_path / "none", remote=far) == (2000, "b")
 
 
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_a_run_that_goes_back_to_a_branch_it_has_left_has_it_at_the_remote(tmp_path, remote):
+    """By then no policy of the remote would keep the step. Mutant: the branch that is left decides what is copied."""
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1, 3], keep=1, remote=far)
+    save(tmp_path / "two", [2, 5], "b", at=1, remote=far, remote_keep=2)
+    save(tmp_path / "one", [], at=3, discard=True, remote=far, remote_keep=2)
+    for disk in ("one", "two", "three"):
+        assert restored(tmp_path / disk, remote=far) == (3, "a")
+
+
+@pytest.mark.parametrize("remote", ["none", "path", "memory"])
+def test_a_run_that_goes_back_follows_it_where_nothing_is_newer(tmp_path, remote):
+    """It ends before its next save. Mutant: only a removal is noted."""
+    far = place(tmp_path, remote)
+    one, two = (tmp_path / name for name in (("one", "two") if far else ("one", "one")))
+    save(one, [1, 2, 3], remote=far)
+    save(two, [2], "b", at=1, remote=far)
+    save(one, [], at=3, discard=True, remote=far)
+    for disk in (one, two):
+        assert restored(disk, remote=far) == (3, "a")
+
+
 def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):
     """Checkpoints that no manager has saved, and a claim that is none."""
     for step, about in ((3, {"lineage": "x"}), (1, {"lineage": {"order": "y", "forks": [], "files": []}}), (2, None)):
@@ -266,6 +425,8 @@ def test_what_is_left_behind_stays_where_the_branch_has_lost_all(tmp_path):
     aside.rename(first)
     manager = fastckpt.Manager(tmp_path / "run", keep=1, read_only=True)
     assert (manager.latest(), manager.kept()) == (None, {0: ["left behind, until the run has passed it"]})
+    begin(tmp_path / "run", r"has left all checkpoints behind .* call restore\(step=0\)")
+    assert manager.restore(step=0).state["branch"] == "a"
 
 
 # A new beginning.
@@ -329,6 +490,21 @@ def test_objects_without_a_manifest_are_no_new_beginning(tmp_path):
     s3.objects(url).remove([*s3.objects(url).sizes()])
     save(tmp_path / "one", [2000], remote=url)
     begin(tmp_path / "two", "step-00001000 is a checkpoint|step-00002000 is", remote=url, name="{step}")
+
+
+@pytest.mark.parametrize("name", ["step-{step:08d}", "ckpt-{step}"])
+def test_other_names_in_a_store_hide_no_earlier_run(tmp_path, name):
+    """Mutant: only the last names with a number are looked at."""
+    url = f"memory://{tmp_path.name}/hidden"
+    save(tmp_path / "one", [1000], remote=url, name=name)
+    store = s3.objects(url)
+    if name == FORM:
+        store.remove([f"{FORM.format(step=1000)}/fastckpt.json"])
+    store.remove([CACHE, "latest"])
+    for number in range(40):
+        store.write(f"tensorboard-{number:03d}/events", [b"x"], 1, None)
+    words = "no manifest" if name == FORM else "ckpt-1000 is a checkpoint whose name does not fit name="
+    begin(tmp_path / "two", words, remote=url)
 
 
 def test_a_part_of_a_copy_at_a_remote_directory_is_no_new_beginning(tmp_path):

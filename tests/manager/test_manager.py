@@ -223,7 +223,7 @@ def test_a_later_step_of_an_earlier_run_is_told_and_stays(tmp_path, caplog):
         manager.save(6, state(6))
     assert manager.steps() == [6, 10]
     (told,) = [record.message for record in caplog.records if "earlier run" in record.message]
-    assert told.startswith(f"{tmp_path}: step 5 is saved, and step 10 of an earlier run is left behind")
+    assert told.startswith(f"{tmp_path}: the run goes on with step 5, and step 10 of an earlier run is left behind")
 
 
 def test_nothing_goes_before_the_newer_one_is_durable(tmp_path):

@@ -59,6 +59,14 @@ def test_ages_go_by_the_newest_and_not_by_the_clock_of_who_removes(now):
         assert keep.Younger("150s").kept(saved, now) == {700, 800, 900}
 
 
+def test_a_host_whose_clock_is_ahead_does_not_make_the_one_before_its_first_too_old():
+    """It saves the newest one, and removes by its own clock."""
+    day = 24 * 60 * MINUTE
+    saved = [Saved(1, 0.0), Saved(2, 5 * MINUTE), Saved(3, day + 10 * MINUTE)]
+    assert keep.Younger("2h").kept(saved, day + 10 * MINUTE) == {2, 3}
+    assert keep.Younger("2h").kept(saved[2:], day + 10 * MINUTE) == {3}
+
+
 @pytest.mark.parametrize(
     "policy",
     [

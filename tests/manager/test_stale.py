@@ -54,6 +54,19 @@ def test_what_a_forward_pass_changes_is_no_weight(tmp_path):
     assert "no tensor of the model has changed since step 1: model.w, model.opt.w: " in told
 
 
+@pytest.mark.parametrize("moment", ["adam.m", "AdamW.0.m", "muon.m", "state.0.exp_avg", "inner.w.momentum_buffer"])
+def test_moments_are_known_by_the_names_of_optimizers_and_of_their_values(tmp_path, moment):
+    """The model has no group of its own. Mutants: such moments are no moments; they count as weights."""
+
+    def one(weight, number):
+        return {"policy": {"w": full(weight)}, "others": {moment: full(number)}}
+
+    (told,) = run(tmp_path / "weights", one(1, 1), one(1, 2)).warnings
+    assert "no tensor of the model has changed since step 1: policy.w: " in told
+    (told,) = run(tmp_path / "moments", one(1, 1), one(2, 1)).warnings
+    assert f"no tensor of the optimizer has changed since step 1: others.{moment}: " in told
+
+
 def test_a_model_that_is_not_trained_raises_no_alarm(tmp_path):
     """Its adapter is, beside it or in it; or it is declared frozen, and what is trained has some other name."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import socket
+import time
 import warnings
 from pathlib import Path
 
@@ -143,3 +144,25 @@ def differ(root):
 def test_ranks_with_other_remotes_are_refused(four, tmp_path):
     with pytest.raises(groups.FailedError, match="remote: rank 0 has"):
         four.run(differ, tmp_path)
+
+
+def go_back(root, ahead, discard):
+    """Save with clocks ahead, go back by others on nodes with an empty disk, and save; what a third node restores."""
+    options = {"remote": root / "remote", "timeout": TIMEOUT}
+    real = time.time_ns
+
+    def skewed(_real):
+        return lambda: real() + ahead * 10**9
+
+    with points.replaced("time:time_ns", skewed), fastckpt.Manager(root / "one", **options) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state(step))
+    with fastckpt.Manager(root / "two", **options) as manager:
+        manager.restore(step=1, discard_newer=discard)
+        manager.save(2, state(20))
+    return fastckpt.Manager(root / "three", read_only=True, **options).restore().state["step"]
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_ranks_follow_the_branch_that_saved_last_whatever_their_clocks_say(four, tmp_path, discard):
+    assert four.run(go_back, tmp_path, 3600, discard) == [20] * 4

@@ -170,6 +170,17 @@ def test_the_shares_of_a_run_in_a_store_are_those_that_later_steps_know(tmp_path
     assert document["checkpoints"][0]["metrics"] == {"loss": 0.5}
 
 
+def test_a_checkpoint_is_no_run(tmp_path, capsys):
+    url = f"memory://{tmp_path.name}/run"
+    with fastckpt.Manager(tmp_path, remote=url) as manager:
+        manager.save(1, {"a": 1})
+    for arguments in (["runs", manager.path(1)], ["prune", manager.path(1)], ["runs", f"{url}/step-00000001"]):
+        assert cli.main(arguments) == 2
+        out, err = capsys.readouterr()
+        assert not out
+        assert f"{arguments[0]} {arguments[1]}: it is a checkpoint itself: give the directory above it" in err
+
+
 def test_names_without_zeros_are_found_in_the_order_of_their_steps(tmp_path, capsys):
     for name in ("step-1000", "step-900", "step-10000", "final", "epoch-2"):
         fastckpt.save({"a": 1}, tmp_path / name)

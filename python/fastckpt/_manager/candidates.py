@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from fastckpt._api.manage import leftovers
@@ -38,12 +39,21 @@ class Candidates:
     """The checkpoints that may be restored, of the local tier and of the remote one.
 
     Attributes:
-        order: the order of the last save that was found (:mod:`.lineage`).
+        left: the highest step, if the last look has found no checkpoint of the branch that saved last.
     """
 
     local: Tier[Directory]
     remote: Remote | None
-    order: int = 0
+    left: int | None = None
+    #: Whether the remote tier has answered.
+    _answered: bool = False
+    #: The steps of which the two tiers have different saves.
+    _twice: set[int] = field(default_factory=set)
+
+    @property
+    def order(self) -> int:
+        """The highest order (:mod:`.lineage`) of any save that is known, on either tier."""
+        return max(tier.order for tier in (self.local, self.remote) if tier is not None)
 
     def look(self) -> list[Candidate]:
         """The checkpoints to try of the branch that saved last: by step, the highest first; the local tier's first.
@@ -52,34 +62,46 @@ class Candidates:
             OSError: there is none in the directory, and the remote tier does not answer.
         """
         here = self._here()
-        there: list[int] = []
-        far: dict[int, Entry] = {}
-        if self.remote is not None:
-            try:
-                there = self.remote.place.look().steps
-                far = self.remote.catalogue.entries(there)
-            except OSError as error:
-                if not here:
-                    raise
-                text = f"fastckpt: restore: {self.remote.place.path} does not answer and is skipped: {error}"
-                warn(text)
+        there, far = self._there(needed=not here)
         near = self.local.catalogue.entries(here)
         tip = self.local.catalogue.tip(near)
         if self.remote is not None and far:
             tip = lineage.last([tip, self.remote.catalogue.tip(far)])
-        self.order = tip.order
 
         def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
             return step not in entries or not tip.has_left(step, entries[step].lineage)
 
         def is_later(step: int) -> bool:
-            return step in near and step in far and near[step].lineage.order < far[step].lineage.order
+            return step in self._twice and near[step].lineage.order < far[step].lineage.order
 
+        self._twice = {step for step in near.keys() & far if near[step].lineage.order != far[step].lineage.order}
         tries = [
             *(Candidate(step) for step in here if is_own(step, near)),
             *(Candidate(step, True, is_later(step)) for step in there if is_own(step, far)),
         ]
+        self.left = None if tries else max([*here, *there], default=None)
         return sorted(tries, key=lambda one: (-one.step, one.far))
+
+    def of(self, step: int) -> list[Candidate]:
+        """The checkpoints of a step to try: the local tier's first, but only that of the branch that saved last."""
+        own: dict[bool, Candidate] = {}
+        with contextlib.suppress(OSError):  # the load says so, too
+            own = {one.far: one for one in self.look() if one.step == step}
+        if step in self._twice and len(own) == 1:
+            return [*own.values()]
+        return [Candidate(step), *([] if self.remote is None else [own.get(True, Candidate(step, far=True))])]
+
+    def know(self, *, far: bool) -> list[int]:
+        """Have the saves of the local tier known, and if ``far`` those of the remote one, unless they are.
+
+        Returns:
+            The steps of the local tier.
+        """
+        steps = self.local.place.look().steps
+        self.local.catalogue.entries(steps)
+        if far and not self._answered:
+            self._there(needed=False)
+        return steps
 
     def is_gone(self, one: Candidate) -> bool:
         """Whether there is nothing of a checkpoint any more."""
@@ -96,6 +118,12 @@ class Candidates:
         Raises:
             CheckpointError: a run was here; NotACheckpointError: it was another program's.
         """
+        if self.left is not None:
+            raise CheckpointError(
+                f"restore: {self.local.place.path}: when the run went back, it has left all checkpoints behind that "
+                f"there are; the highest is step {self.left} (to go on from that one, call restore(step={self.left}); "
+                "to start anew, call restore(fresh=True))"
+            )
         for place in [self.local.place, *([] if self.remote is None else [self.remote.place])]:
             evidence = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
             if evidence is None and place is self.local.place and self.local.catalogue.last.order:
@@ -106,6 +134,26 @@ class Candidates:
                     f"restore: {place.path}: no checkpoint here has a name of this manager, but a run was here: "
                     f"{evidence.what} (to start anew, call restore(fresh=True))"
                 )
+
+    def _there(self, *, needed: bool) -> tuple[list[int], dict[int, Entry]]:
+        """The steps of the remote tier, and the facts about them.
+
+        Raises:
+            OSError: it does not answer, and is ``needed``.
+        """
+        if self.remote is None:
+            return [], {}
+        try:
+            steps = self.remote.place.look().steps
+            entries = self.remote.catalogue.entries(steps)
+        except OSError as error:
+            if needed:
+                raise
+            text = f"fastckpt: {self.remote.place.path} does not answer and is skipped: {error}"
+            warn(text)
+            return [], {}
+        self._answered = True
+        return steps, entries
 
     def _here(self) -> list[int]:
         """The steps of the local tier, and those whose directory a killed save took aside to replace it.

@@ -12,8 +12,7 @@ from __future__ import annotations
 import contextlib
 import json
 import threading
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -63,6 +62,11 @@ class Catalogue:
         self.keep: list[str] | None = list(keep) if keep is not None else found
         self._changed = self._changed or self.keep != found
 
+    @property
+    def order(self) -> int:
+        """The highest order of any save that was ever seen here, on whatever branch."""
+        return max([self.last.order, *(entry.lineage.order for _, entry in [*self._known.values()])])
+
     def entries(self, steps: Iterable[int]) -> dict[int, Entry]:
         """The facts about these checkpoints, in the same order; those that cannot be opened are left out."""
         with self._lock:
@@ -80,7 +84,10 @@ class Catalogue:
                     fresh = [*threads.map(self._read_one, unknown)]
             else:
                 fresh = [self._read_one(one) for one in unknown]
-            found.update((step, entry) for (step, _, _), entry in zip(unknown, fresh, strict=True))
+            for (step, name, identity), entry in zip(unknown, fresh, strict=True):
+                if entry is not None:
+                    found[step] = entry
+                    self._note(name, identity, entry)
             return {step: entry for step, entry in found.items() if entry is not None}
 
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
@@ -100,20 +107,26 @@ class Catalogue:
             if identity is not None:
                 self._note(name, identity, entry)
 
-    def go_back(self, step: int, steps: Iterable[int]) -> None:
-        """Note, durably, that the run continues from a step: it has left the steps above.
+    @contextlib.contextmanager
+    def on_branch(self, place: Lineage) -> Iterator[None]:
+        """The run is about to go back: ``place`` is of the branch that goes on, unless this block raises."""
+        before, self.last = self.last, place
+        try:
+            yield
+        except BaseException:
+            self.last = before
+            raise
 
-        Pinned ones may stay there, and until the next save nothing else would show it. ``steps`` are all that there
-        are.
+    def go_back(self, place: Lineage, steps: Iterable[int]) -> None:
+        """Note, durably, the place of a run that has gone back. Until the next save nothing else would show it.
+
+        ``steps`` are all that there are.
 
         Raises:
             OSError: the file cannot be written.
         """
         with self._lock:
-            entry = self.entries([step]).get(step)
-            before = Lineage(0) if entry is None else entry.lineage
-            order = max(self.last.order + 1, time.time_ns() // 1000)
-            self.last = Lineage(order, (*before.forks, lineage.Fork(order, step, before.order or order)))
+            self.last = place
             self._changed = True
             self.write(steps, durable=True)
 
@@ -144,13 +157,10 @@ class Catalogue:
         self._changed = True
 
     def _read_one(self, one: tuple[int, str, Identity]) -> Entry | None:
-        step, name, identity = one
         try:
-            entry = read(self._place.path_of(step), step)
+            return read(self._place.path_of(one[0]), one[0])
         except (CheckpointError, OSError):
             return None
-        self._note(name, identity, entry)
-        return entry
 
     def _read(self) -> list[str] | None:
         try:

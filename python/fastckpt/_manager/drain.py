@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from fastckpt._api.event import Event
 from fastckpt._background.claim import Claim
 from fastckpt._copy.copy import copy_checkpoint
-from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError
 
 from .directory import MANIFEST
 
@@ -198,9 +198,9 @@ class Drain:
             self._stopped = False
         self.start()
         try:
-            if self._remote.is_older(step):
-                # The remote tier lacks the step, or has one from a branch that this run has left: losing the node would
-                # then cost all.
+            if self._remote.lacks(step):
+                # It has none, or another save of it, of a branch that this run has left: losing the node would then
+                # cost all.
                 self.again(step)
                 self.wait(math.inf, lambda: False)
         except BaseException:
@@ -371,8 +371,15 @@ class Drain:
     def _copy(self, step: int, number: int | None) -> None:
         source, target = self._from.path_of(step), self._to.path_of(step)
         if self._remote.is_better(step):
-            logger.info("%s: step %d is not copied: %s has a better save of it", self._from.path, step, target)
+            text = f"{source} is not copied: {target} is a later save of step {step}, or of the branch that goes on"
+            logger.info("%s", text)
             self._drop(step, number)
+            if self._leads and step in self._own:
+                # This run has saved it for nothing: another one saves there, or this one did not know of it.
+                self._failed[step] = CheckpointError(
+                    f"drain: {text} (does another run save there? Give each a remote= of its own. If it is over, call "
+                    "restore again: what is saved after that comes later)"
+                )
             return
         copied = copy_checkpoint(
             [source],

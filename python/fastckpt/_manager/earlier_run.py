@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 _numbered = re.compile(r"[0-9]").search
 #: Where the system lists what should be mounted.
 _MOUNTS = Path("/etc/fstab")
-#: How many prefixes are asked for a manifest.
-_MOST = 32
 
 
 class Evidence(NamedTuple):
@@ -65,12 +63,12 @@ def in_directory(directory: Directory) -> Evidence | None:
 def in_store(prefix: Prefix) -> Evidence | None:
     """The traces of a run below a URL without checkpoints under the names of its manager."""
     names, objects = prefix.names_below()
-    numbered = [name for name in names if _numbered(name)]
-    for name in numbered[-_MOST:]:
-        if prefix.names.step_of(name) is not None:
-            return Evidence(f"there are objects below {name}/, but no manifest")
-        if prefix.identity(name) is not None:
-            return Evidence(f"{name} is a checkpoint whose name does not fit name= of the manager")
+    begun = next((name for name in names if prefix.names.step_of(name) is not None), None)
+    if begun is not None:
+        return Evidence(f"there are objects below {begun}/, but no manifest")
+    whole = next(iter(prefix.whole(filter(_numbered, names))), None)
+    if whole is not None:
+        return Evidence(f"{whole} is a checkpoint whose name does not fit name= of the manager")
     return _small(objects)
 
 

@@ -101,9 +101,14 @@ class History:
         self._step, self._forks, self._turns, self._since = step, lineage.forks, True, lineage.order
         self.see(lineage.order)
 
+    def go_back(self, step: int) -> Lineage:
+        """The place of the run until its next save: it has left what is above the restored ``step``."""
+        plan = self.plan(step + 1)
+        return parse((plan["order"], plan["forks"], ()))
+
     def plan(self, step: int) -> dict[str, Any]:
         """The place in the lineage for the metadata of a save of ``step``."""
-        # The clock orders checkpoints that were never seen, as on a remote tier that does not answer.
+        # The clock orders only checkpoints that were never seen, as on a remote tier that does not answer.
         order, forks = max(self._order + 1, time.time_ns() // 1000), self._forks
         if self._turns or self._step is None or step <= self._step:
             # A program that restores by other means continues the highest step below.

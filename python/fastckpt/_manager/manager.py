@@ -181,9 +181,10 @@ class Manager:
             drain = Drain(local, remote, limit=limit, share=ranks.share, deadline=lambda: signals.end)
             drain.resume()
         self._drain = drain
-        self._loader = Loader(Candidates(local, remote), ranks)
+        candidates = Candidates(local, remote)
+        self._loader = Loader(candidates, ranks)
         self._after_save = after_save = AfterSave(local, timing, alarm, leftovers, drain, ranks.leads)
-        self._saves = saves = Saves(local, ranks, options, timing, alarm, after_save, asynchronous)
+        self._saves = saves = Saves(candidates, ranks, options, timing, alarm, after_save, asynchronous)
         preemption = Preemption(path, signals, saves, ranks)
         self._boundary = StepBoundary(ranks, Schedule(when, timing), timing, saves, alarm, preemption)
         copies = remote is not None and not self._read_only
@@ -410,9 +411,10 @@ class Manager:
         if discard_newer:
             # A save in flight would arrive after the removal; the next save or wait reports its failure.
             self._after_save.wait(math.inf)
-            self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found.step))
         self._local.damaged.update(number for number, _ in found.skipped)
-        self._saves.resume(found.step, found.path, found.lineage, self._loader.candidates.order)
+        self._saves.resume(found.step, found.path, found.lineage)
+        if discard_newer:
+            self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found.step))
         return found
 
     def __enter__(self) -> Manager:  # noqa: PYI034 - Self is not in Python 3.10
@@ -542,13 +544,15 @@ class Manager:
             self._remote.place.unpin(step)
 
     def _discard_beyond(self, step: int) -> None:
+        place = self._saves.go_back(step)
         if self._drain is not None:
-            self._drain.go_back(step)
+            with self._catalogue.on_branch(place):
+                self._drain.go_back(step)
         # Checkpoints that were pinned before there was a remote tier, or while it did not answer, are pinned only here.
         held = self._local.place.look().pinned
         for tier in (self._remote, self._local):
             if tier is not None:
-                tier.remove_beyond(step, held)
+                tier.remove_beyond(step, place, held)
 
     def _check(self, operation: str) -> None:
         if self._read_only:

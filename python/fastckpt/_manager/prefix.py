@@ -64,7 +64,8 @@ class Prefix:
         for _ in range(_LOOKS):
             prefixes, objects = self._objects.children()
             begun = sorted(step for step in map(step_of, prefixes) if step is not None)
-            steps = self._whole(begun)
+            self._looked = self.whole(map(self.names.name_of, begun))
+            steps = [step for step in map(step_of, self._looked) if step is not None]
             # A checkpoint whose manifest has gone since the listing may have been removed for a newer one that did not
             # exist then.
             missing = sorted({*begun} - {*steps})
@@ -176,13 +177,16 @@ class Prefix:
         if count:
             logger.info("%s: removed %d objects left by an interrupted copy", below.url, count)
 
-    def _whole(self, steps: Iterable[int]) -> list[int]:
-        """Those of these steps that have a manifest, in the same order."""
-        names = {step: self.names.name_of(step) for step in steps}
+    def whole(self, names: Iterable[str]) -> dict[str, Identity]:
+        """Those of these names that have a manifest, in the same order.
+
+        Raises:
+            OSError: the store does not answer, or refuses.
+        """
+        names = [*names]
         with ThreadPoolExecutor(_AT_A_TIME, "fastckpt-look") as threads:
-            found = dict(zip(names, threads.map(self._identity, names.values()), strict=True))
-        self._looked = {names[step]: identity for step, identity in found.items() if identity is not None}
-        return [step for step, identity in found.items() if identity is not None]
+            found = zip(names, threads.map(self._identity, names), strict=True)
+            return {name: identity for name, identity in found if identity is not None}
 
     def _pin(self, step: int) -> str:
         return self.names.name_of(step) + PIN

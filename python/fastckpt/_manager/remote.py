@@ -69,12 +69,12 @@ class Remote(Tier[Place]):
 
     # For the drain.
 
-    def is_older(self, step: int) -> bool:
-        """Whether it lacks a step, or has an earlier save of it than the local tier."""
+    def lacks(self, step: int) -> bool:
+        """Whether it lacks the local tier's save of a step."""
         here, there = (
             [entry.lineage.order for entry in tier.catalogue.entries([step]).values()] for tier in (self._local, self)
         )
-        return there < here
+        return bool(here) and there != here
 
     def is_better(self, step: int) -> bool:
         """Whether it has a later save of a step, or one of the continuing branch, which left the local one."""

@@ -83,13 +83,15 @@ class Loader:
 
         Raises:
             FileNotFoundError: there is none.
+            OSError: there is none in the directory, and the remote tier does not answer.
         """
-        self.ranks.first("restore: step", lambda: None)
-        found, failures, error = self._try(Candidate(step), (), how)
-        if found is None and self.candidates.remote is not None and all(failure.skips for failure in failures):
+        listed = self.ranks.first("restore: step", partial(self.candidates.of, step))
+        one, *others = (Candidate(*one) for one in listed)
+        found, failures, error = self._try(one, (), how)
+        if found is None and others and all(failure.skips for failure in failures):
             if not failures[0].gone:
                 self._warn(step, failures[0], last=False)
-            found, further, late = self._try(Candidate(step, far=True), (), how)
+            found, further, late = self._try(others[0], (), how)
             if not all(failure.gone for failure in further):
                 error = late
         if found is None:

@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 
     from .after_save import AfterSave
     from .arguments import StepState
-    from .directory import Directory
+    from .candidates import Candidates
     from .ranks import Ranks
     from .stale import StaleAlarm
     from .step_timing import StepTiming
-    from .tier import Tier
 
 logger = logging.getLogger("fastckpt")
 
@@ -46,7 +45,7 @@ class Saves:
         report: the report of the last durable one.
     """
 
-    local: Tier[Directory]
+    candidates: Candidates
     ranks: Ranks
     options: Mapping[str, Any]
     timing: StepTiming
@@ -63,36 +62,41 @@ class Saves:
 
     def path_of(self, step: int) -> str:
         """The path of the checkpoint of a step."""
-        return self.local.place.path_of(step)
+        return self.candidates.local.place.path_of(step)
 
     @property
     def in_flight(self) -> bool:
         """Whether a save is running in the background."""
         return self.pending is not None and not self.pending.done()
 
-    def resume(self, step: int, path: str, place: Lineage, order: int) -> None:
-        """Training continues from the checkpoint at ``path``; ``order`` is the order of the last save of the run."""
+    def resume(self, step: int, path: str, place: Lineage) -> None:
+        """Training continues from the checkpoint of a step at ``path``."""
         self._history.resume(step, place)
-        self._history.see(order)
         self.alarm.resume(step, path)
         self.timing.resume(step)
         self.step = step
 
-    def plan(self, step: int, *, look: bool = False) -> dict[str, Any]:
-        """The place in the run for the metadata of a save of a step; ``look`` if there is time for it."""
-        if look and not self._looked:
-            self._looked = True
-            place, catalogue = self.local.place, self.local.catalogue
-            steps = place.look().steps
-            for entry in catalogue.entries(steps).values():
-                self._history.see(entry.lineage.order)
-            self._history.see(catalogue.last.order)
-            if steps and steps[-1] > step:
-                logger.warning(
-                    "%s: step %d is saved, and step %d of an earlier run is left behind: restore and retention follow "
-                    "this run; restore(step=..., discard_newer=True) removes what it replaces",
-                    *(place.path, step, steps[-1]),
-                )
+    def go_back(self, step: int) -> Lineage:
+        """The place in the run until the next save, after it has gone back to a step."""
+        self._history.see(self.candidates.order)
+        return self._history.go_back(step)
+
+    def look(self, step: int, *, far: bool) -> None:
+        """Look for other saves before the first one; ``far`` if there is time for the remote tier, too."""
+        if self._looked:
+            return
+        self._looked = True
+        highest = max(self.candidates.know(far=far), default=step)
+        if highest > step:
+            logger.warning(
+                "%s: the run goes on with step %d, and step %d of an earlier run is left behind: restore and retention "
+                "follow this run; restore(step=..., discard_newer=True) removes what it replaces",
+                *(self.candidates.local.place.path, step, highest),
+            )
+
+    def plan(self, step: int) -> dict[str, Any]:
+        """The place in the run for the metadata of a save of a step; in a signal handler, too."""
+        self._history.see(self.candidates.order)
         files = sorted(self.options.get("files") or ())
         of, shares = self.alarm.changed
         return {**self._history.plan(step), "files": files, "changed_of": of, "changed": dict(shares)}

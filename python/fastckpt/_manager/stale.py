@@ -28,7 +28,11 @@ Sums: TypeAlias = Mapping[str, Mapping[str, tuple[int, int]]]
 _FLOATS = ("F", "BF", "C")
 #: Buffers that a forward pass changes, with training or without.
 _is_statistic = re.compile(r"(?:^|\.)running_(?:mean|var)$").search
-_is_moment = re.compile(r"(?:^|\.)opt(?:im[^.]*|s)?\.", re.IGNORECASE).search
+#: The container's name, or the one that torch's optimizers give to a moment.
+_is_moment = re.compile(
+    r"(?:^|\.)(?:(?:opt(?:im[^.]*|s)?|adam[^.]*|sgd|muon|lion)\.|(?:exp_avg(?:_sq)?|momentum_buffer)(?:\.|$))",
+    re.IGNORECASE,
+).search
 #: Weights that may be saved beside a model, which does not change while they are trained.
 _is_adapter = re.compile(r"(?:^|[._])(?:lora|adapter)", re.IGNORECASE).search
 #: Names that a message lists.

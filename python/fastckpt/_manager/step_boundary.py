@@ -53,8 +53,12 @@ class StepBoundary:
         def due() -> bool:
             return force or (step != saves.step and self.schedule.due(in_flight=saves.in_flight))
 
+        def plan() -> dict[str, Any]:
+            self._look(step)
+            return saves.plan(step)
+
         apart = _APART if self.schedule.may_wait else 0.0
-        agreed = self.ask("should_save", step, due, apart, plan=lambda: saves.plan(step, look=True))
+        agreed = self.ask("should_save", step, due, apart, plan=plan)
         if agreed.signals:
             if step == agreed.saved:
                 self.preemption.settle()
@@ -110,6 +114,9 @@ class StepBoundary:
         """See :meth:`fastckpt.Manager.steady`."""
         given = state_of(step_of("steady", step), state, metrics, metadata, per_rank)
         self._reach(step)
+        if self.ranks.leads:
+            # Not in a signal handler, where there is no time.
+            self._look(step)
 
         def answer() -> object:
             return self.preemption.answer(step, given)
@@ -157,6 +164,10 @@ class StepBoundary:
             self.ranks.leave(why)
         else:
             self.ranks.miss_save(self.saves.path_of(step), why)
+
+    def _look(self, step: int) -> None:
+        """Look for other saves before the first one; not far away once a signal has come."""
+        self.saves.look(step, far=not self.preemption.signals.pending)
 
     def _reach(self, step: int) -> None:
         self.timing.reach(step, in_flight=self.saves.in_flight)

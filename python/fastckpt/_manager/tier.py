@@ -118,6 +118,11 @@ class Tier(Generic[_P]):
                 self._catalogue = self._catalogue or Catalogue(self.place, texts)
         return self._catalogue
 
+    @property
+    def order(self) -> int:
+        """The highest order of any save that is known here; in a signal handler, too."""
+        return 0 if self._catalogue is None else self._catalogue.order
+
     def kept(self, policies: Sequence[Policy]) -> dict[int, list[str]]:
         """Why each checkpoint stays if these policies decide; one without a reason is removed after the next save."""
         steps, pinned = self.place.look()
@@ -193,11 +198,12 @@ class Tier(Generic[_P]):
                 logger.info("%s: removed, no policy keeps it", path)
         return [step for step in steps if step not in gone]
 
-    def remove_beyond(self, step: int, held: Collection[int]) -> None:
+    def remove_beyond(self, step: int, place: Lineage, held: Collection[int]) -> None:
         """Remove all checkpoints above a step, the highest first, and have ``latest`` name the step.
 
         Args:
             step: the step that the run goes back to.
+            place: the place of the run until its next save.
             held: steps that are pinned on another tier. They stay, and so do checkpoints that are pinned here.
 
         Raises:
@@ -205,10 +211,8 @@ class Tier(Generic[_P]):
         """
         steps, pinned = self.place.look()
         entries = self.catalogue.entries(steps)
-        beyond = [one for one in steps if one > step]
-        if beyond:
-            self.catalogue.go_back(step, steps)
-        for one in reversed(beyond):
+        self.catalogue.go_back(place, steps)
+        for one in reversed([one for one in steps if one > step]):
             why = "it is pinned"
             if one not in pinned and one not in held:
                 try:

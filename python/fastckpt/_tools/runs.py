@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import math
 import os
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import fastckpt
 from fastckpt._text import count, natural, size, table, visible
-from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError
 
 from .places import place
 
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from fastckpt.keep import Policy, Saved
 
 _POLICIES = "last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or steps=100,200"
+_IS_ONE = "it is a checkpoint itself: give the directory above it ('fastckpt info' shows one checkpoint)"
 
 
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -71,9 +73,11 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
     path = os.fspath(options.path.absolute())
     if not options.path.is_dir():
         raise FileNotFoundError(2, os.strerror(2), path)
+    names = [one.name for one in options.path.iterdir() if (one / "fastckpt.json").exists()]
+    if not names and (options.path / "fastckpt.json").exists():
+        raise ValueError(f"{operation} {path}: {_IS_ONE}")
     try:
         keep = None if options.keep is None else [fastckpt.keep.parse(text) for text in options.keep]
-        names = [one.name for one in options.path.iterdir() if (one / "fastckpt.json").exists()]
         form = options.name or _form_of(names)
         manager = fastckpt.Manager(path, keep=keep, name=form, read_only=True)
         saved = {one.step: one for one in manager.saved()}
@@ -151,6 +155,9 @@ def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], lis
         raise ValueError(f"runs {options.path}: --keep requires a directory, not a URL")
     listed: list[dict[str, Any]] = []
     found = fastckpt.list(options.path)
+    if not found:
+        with contextlib.suppress(NotACheckpointError), fastckpt.open(options.path):
+            raise ValueError(f"runs {options.path}: {_IS_ONE}")
     form = options.name or _form_of([one.name for one in found])
     others, changed = [], {}
     for one in found:
