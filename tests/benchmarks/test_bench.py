@@ -301,13 +301,19 @@ def test_options_are_read(capsys):
 
 def test_environment_is_put_back(monkeypatch):
     import os
+    import sys
 
     monkeypatch.setenv("FASTCKPT_A", "1")
     monkeypatch.delenv("FASTCKPT_B", raising=False)
-    with environment({"FASTCKPT_A": "2", "FASTCKPT_B": "3"}):
+    path = sys.path.copy()
+    with environment(Spec("fastckpt", environment={"FASTCKPT_A": "2", "FASTCKPT_B": "3"}, site="/there")):
         assert (os.environ["FASTCKPT_A"], os.environ["FASTCKPT_B"]) == ("2", "3")
+        assert sys.path == ["/there", *path]
+    with environment(Spec("fastckpt")):
+        assert sys.path == path
     assert os.environ["FASTCKPT_A"] == "1"
     assert "FASTCKPT_B" not in os.environ
+    assert sys.path == path
 
 
 def test_a_variable_that_the_build_ignores_is_refused():
