@@ -287,6 +287,28 @@ def test_ranks_that_leave_at_once_have_all_saved(forge, tmp_path):
         assert [group.heard(rank) for rank in (2, 0)] == ["saved"] * 2
 
 
+def late_with_a_step(path: str) -> list[str]:
+    """A rank is late to a save with a step, and the ranks save the step again: neither is out of step."""
+    told = []
+    for step, timeout in ((0, LONG), (1, 2.0), (1, LONG), (1, LONG)):
+        if timeout < LONG and dist.get_rank() == 1:
+            until(path, "given up")
+        given, options = {"w": state(step)["w"]}, {"metadata": {"step": step}, "timeout": timeout, "threads": 1}
+        told.append(outcome(fastckpt.distributed.save, given, path, **options))
+        if timeout < LONG:
+            Path(f"{path}.given up").touch()
+        dist.barrier()
+    return [*told, *fastckpt.distributed.save(given, path, **options).warnings]
+
+
+def test_a_step_says_that_a_late_rank_has_missed_nothing(forge, tmp_path):
+    with forge.group(2) as group:
+        for told in group.run(late_with_a_step, str(tmp_path / "c")):
+            assert [told[0], *told[2:]] == ["ok"] * 3, told
+            assert "has not answered" in told[1]
+            assert "it has missed a save" not in told[1]
+
+
 class Late(dict):
     """A part of a state that is read once the other ranks wait for the save."""
 

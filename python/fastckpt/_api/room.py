@@ -43,12 +43,13 @@ def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")
     if limit is None or left is None or alike * nbytes < _NEAR * left:
         return
     what = (
-        f"load: {source}: its new tensors need {size(nbytes)} of host memory"
-        f"{f' on each of {alike} ranks of this node' if alike > 1 else ''}, but the control group of this process, "
-        f"limited to {size(limit)}, has {size(left)} left"
+        f"load: {source}: its new tensors need {size(nbytes)} of host memory, but the control group of this "
+        f"process, limited to {size(limit)}, has {size(left)} left"
     )
     advice = "raise the limit, load less (keys=), fill existing tensors (into=), or map the files (mmap=True)"
     swap = re.search(r"^SwapFree: +(\d+) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
     if certain > left and not (swap and int(swap[1])):
         raise MemoryError(f"{what}: {advice}")
+    if nbytes < _NEAR * left:
+        what += f", too little if all {alike} ranks of this node load as much"
     logger.warning("%s; beyond it the kernel ends the process: %s", what, advice)

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 _MARKS, _NAME, _LONGEST, _BITS = 16, 64, 32, 64
 #: How many mappings of a state are looked into, and how many keys these have: larger ones are tables of tensors.
 _MAPPINGS, _KEYS = 64, 64
+#: The mark of a save's step: the first value that :func:`marks_of` is given.
+STEP = "0.step"
 #: How many directories above a path identify where it leads.
 _LEVELS = 4
 

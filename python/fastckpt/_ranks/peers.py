@@ -308,7 +308,7 @@ class Operation:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether nothing distinguishes this call from an earlier save of these ranks."""
+        """See :attr:`.protocol.Turn.is_repeated`."""
         return self._turn.is_repeated
 
     def alive(self) -> None:

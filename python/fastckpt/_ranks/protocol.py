@@ -49,7 +49,7 @@ from itertools import chain
 from typing import Any
 
 from fastckpt._ranks import tree, words
-from fastckpt._ranks.called import Called
+from fastckpt._ranks.called import STEP, Called
 from fastckpt._ranks.member import Member, hello_of
 from fastckpt._ranks.messages import Message, ahead, join, received
 from fastckpt._ranks.requests import (
@@ -189,8 +189,11 @@ class Turn:
 
     @property
     def is_repeated(self) -> bool:
-        """Whether nothing distinguishes this call from an earlier save of these ranks."""
-        return self._label is None and self.member.has_saved(self.called)
+        """Whether nothing distinguishes this call from an earlier save of these ranks.
+
+        A step does, also where the run has gone back and saves it again.
+        """
+        return self._label is None and STEP not in self.marks and self.member.has_saved(self.called)
 
     # Keys.
 
@@ -586,7 +589,7 @@ class Turn:
             self.member.leave_behind(self.called)
         elif self.name == LAST:
             self.member.behind, self.member.answered_turn = [], self.number
-            self.member.saved += [self.called] if self.kind == "save" else []
+            self.member.saved += [self.called] if self.kind == "save" and self._label is None else []
         yield from self._depart(failed=failed)
 
     def _depart(self, *, failed: bool) -> Steps:
@@ -696,7 +699,7 @@ class Turn:
         ending = self._ending(outcome)
         others = f"; and {more:,} more" if more else ""
         told = "; ".join(str(failure) for failure in failures) + others
-        if self.kind == "save" and self.rounds == 1 and self.member.was_silent(failures):
+        if self.is_repeated and self.rounds == 1 and self.member.was_silent(failures):
             ending = f"{ending}. {_BEHIND}"
         return RanksError(f"{self.kind}: {self.path}: {told}: {ending}", tuple(failures))
 

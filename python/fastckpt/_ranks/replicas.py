@@ -254,8 +254,6 @@ def _measured(views: list[bytes], size: int) -> str:
     count = len(views[0]) // size
     elements = range(0, count * size, size)
     differ = sum(len({view[start : start + size] for view in views}) > 1 for start in elements)
-    return (
-        f"; {differ} of {count} elements looked at differ"
-        if differ
-        else f"; none of {count} elements looked at, others"
-    )
+    if not differ:
+        return f"; they differ, but not in the {count} elements looked at"
+    return f"; {differ} of the {count} elements looked at differ"
