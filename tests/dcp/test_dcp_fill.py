@@ -281,6 +281,7 @@ SHARING = {
     },
     "integers": lambda memory: {"a": memory, "b": memory.view(torch.int32)},
     "a dimension of size 1": lambda memory: {"a": memory.view(1, 24), "b": memory.as_strided((1, 24), (1, 1))},
+    "a single element": lambda memory: {"a": memory, "b": memory[::2][3:4]},
     "one object": lambda memory: {"a": memory, "b": memory, "c": memory.view(SHAPE)},
     "expanded": lambda memory: {"a": memory.view(1, 24).expand(2, 24), "b": memory},
     "a subclass": lambda memory: {"a": memory.as_subclass(Plain), "b": memory},

@@ -475,7 +475,10 @@ class Into:
             if given is None or given.stored is None or 0 in _memory_of(given).shape:
                 continue
             spans.setdefault(given.stored.tie, (*self._layout(given), entry.item))
-        for item, other in {item.position: (item, other) for item, other in overlapping(spans.values())}.values():
+        first: dict[int, tuple[Found, Found]] = {}
+        for item, other in overlapping(spans.values()):
+            first.setdefault(item.position, (item, other))
+        for item, other in first.values():
             self._mismatch(item, f"overlaps in memory with {other.place} in into=, without a tie")
 
     def _layout(self, given: Occurrence) -> tuple[str, np.ndarray[Any, Any]]:

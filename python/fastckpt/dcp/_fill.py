@@ -291,7 +291,9 @@ def _is_as_filled(asked: Asked) -> bool:
 
 
 def _bytes_of(part: Any) -> Any:
-    return part.resolve_conj().resolve_neg().contiguous().reshape(-1).view(_torch.torch.uint8)
+    plain = part.resolve_conj().resolve_neg().contiguous()
+    # One of a single element counts as contiguous whatever its strides are.
+    return plain.as_strided((plain.numel(),), (1,)).view(_torch.torch.uint8)
 
 
 def _copy(target: Any, value: Any, key: str) -> None:
