@@ -359,6 +359,31 @@ def test_tensors_that_share_memory_are_refused_if_they_differ_in_the_checkpoint(
         dcp.load(SHARING[form](torch.zeros(24)), storage_reader=Reader(tmp_path / "c"))
 
 
+def load_shared_on_ranks(path):
+    """Load on all ranks, of which the last has both in one memory; the error, and what it has then."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    weight = torch.zeros(SHAPE)
+    state = {"a": weight, "b": weight.t() if last else torch.zeros(SHAPE).t()}
+    try:
+        dcp.load(state, storage_reader=Reader(path, timeout=60))
+    except dcp.api.CheckpointException as error:
+        return str(error), None
+    return "", [state["a"], state["b"].t()]
+
+
+def test_ranks_that_load_together_fill_tensors_that_share_memory_or_fail_together(forge, tmp_path):
+    fastckpt.save({"a": values(1), "b": values(1).t().contiguous()}, tmp_path / "c")
+    fastckpt.save({"a": values(1), "b": values(3).t().contiguous()}, tmp_path / "d")
+    with forge.group(2) as group:
+        for text, found in group.run(load_shared_on_ranks, tmp_path / "c"):
+            assert text == ""
+            assert all(torch.equal(one, values(1)) for one in found)
+        assert all(
+            "'a' and 'b' share memory in the state, and differ" in text
+            for text, _ in group.run(load_shared_on_ranks, tmp_path / "d")
+        )
+
+
 def test_the_error_names_the_two_of_many_that_differ(tmp_path):
     saved = entries(flat_beside_views(torch.arange(24.0)))
     saved["c"] += 1
