@@ -2,7 +2,8 @@
 
 Every rank runs what ``dcp.save`` with ``fastckpt.dcp.Writer`` runs from its plan to the agreement, in the rounds and in
 the tree of the real protocol; what travels is encoded as it is there. No byte of a tensor is touched. The state is one
-of FSDP, equal DTensors that are each cut over all ranks, and some values; with ``--boxes`` a planner of its own cuts
+of FSDP, equal DTensors that are each cut over all ranks, some values that all ranks have, and values with a tensor that
+every so many ranks have; with ``--boxes`` a planner of its own cuts
 it, so that nothing but boxes describes it. Beside it, what torch's default planner does on its coordinator.
 
     PYTHONPATH=benchmarks python -m bench.ranks_dcp --points 8x900,1024x900
@@ -42,6 +43,8 @@ if TYPE_CHECKING:
 
 #: Values of the state.
 VALUES = 20
+#: Values with a tensor, each of the ranks of one stage: every so many ranks have one.
+STAGES = 8
 COLUMNS = 64
 
 
@@ -117,7 +120,12 @@ def state_of(ranks: int, tensors: int, rows: int) -> dict[str, Any]:
         )
         for number in range(tensors)
     }
-    return {"model": model, "values": {f"{number:02d}": [number, "value"] for number in range(VALUES)}}
+    stages = {f"{number}": (number, torch.ones(2)) for number in range(STAGES)}
+    return {
+        "model": model,
+        "values": {f"{number:02d}": [number, "value"] for number in range(VALUES)},
+        "stages": stages,
+    }
 
 
 def plans_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> tuple[Any, Any]:
@@ -129,6 +137,11 @@ def plans_of(plan: Any, rank: int, ranks: int, rows: int, *, boxes: bool) -> tup
     left, own = [], []
     for number, item in enumerate(plan.items):
         made = item
+        kind, _, stage = item.index.fqn.partition(".")
+        if kind == "stages":
+            if int(stage) == rank % STAGES:
+                own.append(made)
+            continue
         if item.tensor_data is not None and boxes:
             chunk = ChunkStorageMetadata(offsets=offsets, sizes=item.tensor_data.chunk.sizes)
             index = dataclasses.replace(item.index, offset=offsets)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer
@@ -234,11 +237,224 @@ def test_a_tensor_under_two_keys_gets_one_value_or_is_refused(tmp_path):
     assert torch.equal(tied, torch.ones(2))
 
 
-def test_tensors_that_overlap_are_refused(tmp_path):
-    fastckpt.save({"a": torch.ones(3), "b": torch.zeros(3), "c": torch.ones(3)}, tmp_path / "c")
+def test_tensors_in_one_memory_that_do_not_overlap_are_filled(tmp_path):
+    fastckpt.save({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "c")
     memory = torch.full((8,), 5.0)
     dcp.load({"a": memory[::2][:3], "b": memory[1::2][:3]}, storage_reader=Reader(tmp_path / "c"))
     assert memory.tolist() == [1, 0, 1, 0, 1, 0, 5, 5]
-    with pytest.raises(dcp.api.CheckpointException, match="'b' and 'a' overlap in memory in the state"):
-        dcp.load({"a": memory[:3], "b": memory[2:5], "c": torch.zeros(3)}, storage_reader=Reader(tmp_path / "c"))
-    assert memory.tolist() == [1, 0, 1, 0, 1, 0, 5, 5]
+
+
+class Plain(torch.Tensor):
+    """A class of its own."""
+
+
+def flat_beside_views(memory, flat="a"):
+    # torch fills by the order of the keys.
+    return {flat: memory, "b": memory[:12].view(3, 4), "c": memory[12:]}
+
+
+def autoencoder(memory):
+    encoder, decoder = torch.nn.Linear(4, 6, bias=False), torch.nn.Linear(6, 4, bias=False)
+    encoder.weight = torch.nn.Parameter(memory.view(6, 4))
+    decoder.weight = torch.nn.Parameter(encoder.weight.t())
+    return {"encoder": encoder.state_dict(), "decoder": decoder.state_dict()}
+
+
+def in_inference(memory):
+    with torch.inference_mode():
+        weight = memory.clone().view(SHAPE)
+        return {"a": weight, "b": weight.t()}
+
+
+#: States in which tensors share memory, over 24 numbers.
+SHARING = {
+    "a flat buffer beside views": flat_beside_views,
+    "views beside a flat buffer": lambda memory: flat_beside_views(memory, "d"),
+    "transposed": lambda memory: {"a": memory.view(SHAPE), "b": memory.view(SHAPE).t()},
+    "transposed parameters": autoencoder,
+    "transposed in inference mode": in_inference,
+    "flattened": lambda memory: {"a": memory.view(SHAPE), "b": memory},
+    "real and complex": lambda memory: {"a": torch.view_as_complex(memory.view(12, 2)), "b": memory.view(12, 2)},
+    "conjugate": lambda memory: {
+        "a": torch.view_as_complex(memory.view(12, 2)),
+        "b": torch.view_as_complex(memory.view(12, 2)).conj(),
+    },
+    "integers": lambda memory: {"a": memory, "b": memory.view(torch.int32)},
+    "a dimension of size 1": lambda memory: {"a": memory.view(1, 24), "b": memory.as_strided((1, 24), (1, 1))},
+    "a single element": lambda memory: {"a": memory, "b": memory[::2][3:4]},
+    "one object": lambda memory: {"a": memory, "b": memory, "c": memory.view(SHAPE)},
+    "expanded": lambda memory: {"a": memory.view(1, 24).expand(2, 24), "b": memory},
+    "a subclass": lambda memory: {"a": memory.as_subclass(Plain), "b": memory},
+    "parts of a subclass": lambda memory: {"a": memory.as_subclass(Plain)[:15], "b": memory.as_subclass(Plain)[9:]},
+}
+
+
+def entries(state):
+    """Copies of all tensors, by their keys."""
+    return {
+        key: value.detach().clone().as_subclass(torch.Tensor) for key, value in flatten_state_dict(state)[0].items()
+    }
+
+
+@pytest.mark.parametrize("saved", ["tied", "apart"])
+@pytest.mark.parametrize("form", SHARING)
+def test_tensors_that_share_memory_are_filled_if_they_agree_in_the_checkpoint(tmp_path, form, saved):
+    numbers = torch.arange(24.0) * 3 + 1
+    wanted = entries(SHARING[form](numbers.clone()))
+    # The expanded one remains expanded.
+    source = wanted if saved == "apart" and form != "expanded" else SHARING[form](numbers)
+    if form.endswith("a subclass"):
+        source = wanted
+    dcp.save(source, storage_writer=Writer(tmp_path / "c"))
+    template = SHARING[form](torch.zeros(24))
+    dcp.load(template, storage_reader=Reader(tmp_path / "c"))
+    found = entries(template)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+
+
+#: What fills one tensor from two keys: of one kind and sizes, and equal or not.
+TIED = {
+    "expanded": lambda dense: dense[:1].expand(SHAPE),
+    "dtypes": lambda dense: dense.bfloat16(),
+    **SPARSE,
+    "per tensor": QUANTIZED["per tensor"],
+    "per channel": per_channel,
+}
+
+
+@pytest.mark.parametrize("form", TIED)
+def test_a_tensor_of_any_form_under_two_keys_gets_one_value_or_is_refused(tmp_path, form):
+    like = "dense" if form in {"expanded", "dtypes"} else form
+    for other in (1, 3):
+        second = values(other) if form == "dtypes" else TIED[form](values(other))
+        fastckpt.save({"a": TIED[form](values(1)), "b": second}, tmp_path / f"{other}")
+        template = FORMS[like](values(2))
+        state = {"a": template, "b": template}
+        if other == 1:
+            dcp.load(state, storage_reader=Reader(tmp_path / f"{other}"))
+            assert torch.equal(
+                *[one.dequantize() if one.is_quantized else one.to_dense() for one in (template, second)]
+            )
+        else:
+            with pytest.raises(dcp.api.CheckpointException, match="'a' and 'b' share memory in the state, and differ"):
+                dcp.load(state, storage_reader=Reader(tmp_path / f"{other}"))
+
+
+def test_sparse_templates_without_elements_under_two_keys_are_refused_if_they_differ(tmp_path):
+    fastckpt.save({"a": torch.eye(3).to_sparse(), "b": 2 * torch.eye(3).to_sparse()}, tmp_path / "c")
+    template = torch.zeros(3, 3).to_sparse()
+    with pytest.raises(dcp.api.CheckpointException, match="'a' and 'b' share memory in the state, and differ"):
+        dcp.load({"a": template, "b": template}, storage_reader=Reader(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("form", SHARING)
+def test_tensors_that_share_memory_are_refused_if_they_differ_in_the_checkpoint(tmp_path, form):
+    saved = entries(SHARING[form](torch.arange(24.0)))
+    *_, last = saved
+    saved[last] += 1
+    expanded = {"a": saved["a"][:1].expand(2, 24)} if form == "expanded" else {}
+    dcp.save({**saved, **expanded}, storage_writer=Writer(tmp_path / "c"))
+    with pytest.raises(dcp.api.CheckpointException, match=f"'{last}'.* in the state, and differ in the checkpoint"):
+        dcp.load(SHARING[form](torch.zeros(24)), storage_reader=Reader(tmp_path / "c"))
+
+
+def load_shared_on_ranks(path):
+    """Load on all ranks, of which the last has both in one memory; the error, and what it has then."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    weight = torch.zeros(SHAPE)
+    state = {"a": weight, "b": weight.t() if last else torch.zeros(SHAPE).t()}
+    try:
+        dcp.load(state, storage_reader=Reader(path, timeout=60))
+    except dcp.api.CheckpointException as error:
+        return str(error), None
+    return "", [state["a"], state["b"].t()]
+
+
+def test_ranks_that_load_together_fill_tensors_that_share_memory_or_fail_together(forge, tmp_path):
+    fastckpt.save({"a": values(1), "b": values(1).t().contiguous()}, tmp_path / "c")
+    fastckpt.save({"a": values(1), "b": values(3).t().contiguous()}, tmp_path / "d")
+    with forge.group(2) as group:
+        for text, found in group.run(load_shared_on_ranks, tmp_path / "c"):
+            assert text == ""
+            assert all(torch.equal(one, values(1)) for one in found)
+        assert all(
+            "'a' and 'b' share memory in the state, and differ" in text
+            for text, _ in group.run(load_shared_on_ranks, tmp_path / "d")
+        )
+
+
+def test_the_error_names_the_two_of_many_that_differ(tmp_path):
+    saved = entries(flat_beside_views(torch.arange(24.0)))
+    saved["c"] += 1
+    dcp.save(saved, storage_writer=Writer(tmp_path / "c"))
+    with pytest.raises(dcp.api.CheckpointException, match="'a' and 'c' share memory") as raised:
+        dcp.load(flat_beside_views(torch.zeros(24)), storage_reader=Reader(tmp_path / "c"))
+    assert "'b'" not in str(raised.value.failures[0][0])
+
+
+def test_an_expanded_tensor_and_a_view_of_its_target_are_refused(tmp_path):
+    fastckpt.save({"x": torch.tensor([[1.0], [2.0]]).expand(2, 3), "y": torch.zeros(3)}, tmp_path / "c")
+    whole = torch.zeros(2, 3)
+    with pytest.raises(dcp.api.CheckpointException, match="'x' and 'y' share memory in the state, and differ"):
+        dcp.load({"x": whole, "y": whole[1]}, storage_reader=Reader(tmp_path / "c"))
+
+
+@pytest.mark.parametrize("strides", [(1, 1), (2, 3)])
+def test_a_subclass_whose_elements_share_memory_is_refused_by_name(tmp_path, strides):
+    fastckpt.save({"a": values(1), "beside": torch.ones(3)}, tmp_path / "c")
+    template = torch.zeros(30).as_strided(SHAPE, strides).as_subclass(Plain)
+    refused(tmp_path / "c", template, "elements of the tensor in the state share memory")
+
+
+@pytest.mark.parametrize("saved", [torch.eye(3).to_sparse(), torch.ones(1, 3).expand(3, 3)], ids=["sparse", "expanded"])
+def test_a_refusal_of_a_tensor_of_several_changes_nothing(tmp_path, saved):
+    fastckpt.save({"a": saved, "beside": torch.ones(3), "n": 5}, tmp_path / "c")
+    template = torch.zeros(3, 3)
+    state = {"a": template if saved.is_sparse else template.to_sparse(), "beside": torch.zeros(3), "n": 0}
+    with pytest.raises(dcp.api.CheckpointException, match=r"'a' is a .* in the checkpoint, and a .* in the state"):
+        dcp.load(state, storage_reader=Reader(tmp_path / "c"))
+    assert state["beside"].tolist() == [0, 0, 0]
+    assert state["n"] == 0
+
+
+class Larger(DefaultLoadPlanner):
+    """Gives a tensor of more rows than are asked for, under a key of its own."""
+
+    def create_local_plan(self):
+        plan = super().create_local_plan()
+        items = [replace(item, dest_index=replace(item.dest_index, fqn="mine")) for item in plan.items]
+        return replace(plan, items=items)
+
+    def resolve_tensor(self, _):
+        return torch.zeros(5, 3)
+
+
+@pytest.mark.parametrize("saved", [torch.ones(1, 1).expand(1, 3), torch.ones(1, 3)], ids=["expanded", "dense"])
+def test_a_tensor_of_other_sizes_is_refused_by_its_key_in_the_state(tmp_path, saved):
+    fastckpt.save({"a": saved}, tmp_path / "c")
+    with pytest.raises(dcp.api.CheckpointException, match=r"'mine': a box of the sizes \[1, 3\] was requested"):
+        dcp.load({"a": torch.zeros(1, 3)}, storage_reader=Reader(tmp_path / "c"), planner=Larger())
+
+
+class OutOfMemory(torch.Tensor):
+    """Has no memory for a copy."""
+
+    error = RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 4 bytes")
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func is torch.Tensor.copy_:
+            raise cls.error
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize(
+    "error", [OutOfMemory.error, torch.cuda.OutOfMemoryError("CUDA out of memory")], ids=["cpu", "gpu"]
+)
+def test_memory_that_has_run_out_is_no_mismatch(tmp_path, monkeypatch, error):
+    fastckpt.save({"a": torch.ones(3)}, tmp_path / "c")
+    monkeypatch.setattr(OutOfMemory, "error", error)
+    with pytest.raises(dcp.api.CheckpointException) as raised:
+        dcp.load({"a": torch.zeros(3).as_subclass(OutOfMemory)}, storage_reader=Reader(tmp_path / "c"))
+    assert raised.value.failures[0][0] is error

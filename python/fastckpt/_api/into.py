@@ -69,7 +69,7 @@ def are_equal(reader: _core.Reader, stored: Sequence[_core.StoredTensor], left: 
 
 
 def overlapping(targets: Iterable[tuple[str, np.ndarray[Any, Any], _Name]]) -> Iterator[tuple[_Name, _Name]]:
-    """The targets that share memory with another one, and that: reading one of them would destroy the other.
+    """All pairs of targets that share memory: reading one of them would destroy the other.
 
     Args:
         targets: device, layout and name of each tensor that is not empty; a tie is one target.
@@ -83,7 +83,6 @@ def overlapping(targets: Iterable[tuple[str, np.ndarray[Any, Any], _Name]]) -> I
         for *_, theirs, other in active:
             if _memory.overlap(memory, theirs):
                 yield name, other
-                break
         active.append(each)
 
 
@@ -476,7 +475,10 @@ class Into:
             if given is None or given.stored is None or 0 in _memory_of(given).shape:
                 continue
             spans.setdefault(given.stored.tie, (*self._layout(given), entry.item))
+        first: dict[int, tuple[Found, Found]] = {}
         for item, other in overlapping(spans.values()):
+            first.setdefault(item.position, (item, other))
+        for item, other in first.values():
             self._mismatch(item, f"overlaps in memory with {other.place} in into=, without a tie")
 
     def _layout(self, given: Occurrence) -> tuple[str, np.ndarray[Any, Any]]:

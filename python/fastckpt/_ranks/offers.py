@@ -96,7 +96,7 @@ def offer_of(offer: bytes) -> tuple[dict[str, list[int]], list[Any], dict[str, b
     """The ranks of each class of equal tables, the states of ranks alone, and the contents of digests."""
     head, *blobs = unpacked(offer)
     classes, extras, names = json.loads(head)
-    ranks = {name: [rank for start, stop in runs for rank in range(start, stop)] for name, runs in classes.items()}
+    ranks = {name: ranks_of(runs) for name, runs in classes.items()}
     return ranks, extras, dict(zip(names, blobs, strict=True))
 
 
@@ -109,6 +109,11 @@ def runs_of(ranks: Sequence[int]) -> list[list[int]]:
         else:
             out.append([rank, rank + 1])
     return out
+
+
+def ranks_of(runs: Sequence[Sequence[int]]) -> list[int]:
+    """The ranks in half-open runs."""
+    return [rank for start, stop in runs for rank in range(start, stop)]
 
 
 def classes_of(

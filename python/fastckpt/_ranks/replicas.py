@@ -15,7 +15,7 @@ from fastckpt._api.options import one_of
 from fastckpt._api.settings import Settings, option
 
 from .differences import named
-from .offers import runs_of
+from .offers import ranks_of, runs_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -211,17 +211,13 @@ def _united(found: list[dict[str, Any]]) -> dict[str, Any]:
         for key, sums in one.items():
             known = out.setdefault(key, {})
             for total, runs in sums.items():
-                known[total] = runs_of(_ranks(known.get(total, [])) + _ranks(runs))
+                known[total] = runs_of(ranks_of(known.get(total, [])) + ranks_of(runs))
     return out
-
-
-def _ranks(runs: list[list[int]]) -> list[int]:
-    return [rank for start, stop in runs for rank in range(start, stop)]
 
 
 def _that_differ(found: dict[str, Any]) -> list[list[Any]]:
     """The cells that differ, in order, each with the ranks that agree, those with the lowest rank first."""
-    differing = [(key, sorted(map(_ranks, sums.values()))) for key, sums in found.items() if len(sums) > 1]
+    differing = [(key, sorted(map(ranks_of, sums.values()))) for key, sums in found.items() if len(sums) > 1]
     return [[key, sides] for key, sides in sorted(differing, key=lambda one: _cell(one[0]))]
 
 

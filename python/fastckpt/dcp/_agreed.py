@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._ranks.agreement import logical_of
-from fastckpt._ranks.offers import runs_of
+from fastckpt._ranks.offers import ranks_of, runs_of
 from fastckpt._ranks.process_group import first_two
 from fastckpt.exceptions import CheckpointError
 
-from ._united import ranks_of, united, with_tensors
+from ._united import united
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -33,7 +33,7 @@ class Known:
 
     Attributes:
         model_key: the coordinator's.
-        values: of each value with tensors the ranks that have these, and the tensors, by its key.
+        values: of each value with tensors the rank whose it is, and the tensors, by its key.
         strange: the keys of tensors that some rank can describe by boxes alone.
         planned: the keys that are in a plan, of ranks whose planners may leave some out.
         warnings: about values that differ.
@@ -41,15 +41,9 @@ class Known:
 
     def __init__(self, answer: list[Any]) -> None:
         self.model_key, values, strange, planned, *self.warnings = answer
-        self.values: dict[str, tuple[tuple[int, ...], list[Any]]] = {
-            key: (
-                tuple(ranks_of(runs)),
-                [
-                    [rest, dtype, tuple(shape), logical_of(logical), digest]
-                    for rest, dtype, shape, logical, digest in tensors
-                ],
-            )
-            for key, runs, tensors in values
+        self.values: dict[str, tuple[int, list[Any]]] = {
+            key: (owner, [[rest, dtype, tuple(shape), logical_of(logical)] for rest, dtype, shape, logical in tensors])
+            for key, owner, tensors in values
         }
         self.strange = dict.fromkeys(strange)
         self.planned = frozenset(planned or ())
@@ -73,7 +67,7 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
     Raises:
         ValueError: ranks have optimizers whose numbers refer to different parameters.
     """
-    ids, found, differing, strange, planned = told
+    ids, found, _, strange, planned = told
     for outer, (first, *others) in ids.items():
         if others:
             raise ValueError(
@@ -81,8 +75,8 @@ def decide_told(told: list[Any], model_key: str | None, values: dict[str, str]) 
                 f"parameters on rank {others[0][0]} than on rank {first[0]}: give the state that "
                 "torch.distributed.checkpoint.state_dict.get_optimizer_state_dict returns, which has their names"
             )
-    values.update((key, tokens) for key, _, tokens, *_ in found)
-    return [model_key, with_tensors(found, differing), strange, planned]
+    values.update((key, tokens) for key, _, (tokens, *_) in found)
+    return [model_key, [[key, rank, abouts] for key, rank, (_, abouts, *_) in found if abouts], strange, planned]
 
 
 class Boxes:

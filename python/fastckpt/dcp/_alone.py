@@ -39,7 +39,9 @@ class Alone(SingleProcess):
             ValueError: two entries are in each other's way, or ``model_key`` leads to no mapping.
         """
         values: dict[str, str] = {}
-        known = Known(decide_told(combine_told([self._brought.told()]), request.settings.model_key, values))
+        known = Known(
+            decide_told(combine_told([self._brought.told(compared=False)]), request.settings.model_key, values)
+        )
         self._brought.fill(request, known, Boxes([[], []]))
         in_flight.wait_for_paths(request.path)
         agreed = super().agree(request)

@@ -4,9 +4,9 @@ Each entry of the planner's state is one of these:
 
 - A plain tensor: every rank that has it has it whole. They share the work, and their copies are compared.
 - A DTensor: a spread over a mesh, as :func:`fastckpt.distributed.save` describes it.
-- A value: the lowest rank's that has it. torch's plan leaves each value to some rank, and values of several ranks
-  together would be a state that no rank held. Tokens travel to the coordinator alone; all ranks hear of the tensors in
-  a value, for their order is that of the state. Ranks with equal tensors in a value treat these as plain ones.
+- A value: the lowest rank's that has it, with all tensors in it. torch's plan leaves each value to some rank, and
+  values of several ranks together would be a state that no rank held. Tokens travel to the coordinator alone, with
+  digests of the tensors; all ranks hear of the tensors in a value, for their order is that of the state.
 - Boxes: of a ShardedTensor, of a DTensor whose parts match no mesh, and of all that other planners cut. Every rank
   hears who has which.
 """
@@ -57,7 +57,7 @@ class Boxed:
 
 
 class _OfOne:
-    """A value that has tensors."""
+    """A value that has tensors, all of one rank."""
 
     __slots__ = ("tensors",)
 
@@ -84,7 +84,7 @@ class _Described(Spreads):
         return Parts(f'["tuple",{len(children)}]', children)
 
     def _given(self, one: Given) -> Stored:
-        part = OwnPart(self._number(Spread(one.holders)), one.keep, one.nbytes)
+        part = OwnPart(self._number(Spread((one.owner,))), one.keep, one.nbytes)
         tie = (Given, id(one))
         return Stored(tie, one.dtype, one.shape, one.address, one.logical, '["tensor",', "]", one.mover, part)
 
@@ -203,9 +203,13 @@ class Brought:
                 except Unsupported:
                     self.strange.append(key)
 
-    def told(self) -> list[Any]:
-        """The first message to the other ranks."""
-        values = [value.told(key, self.rank) for key, value in self._values.items()]
+    def told(self, *, compared: bool) -> list[Any]:
+        """The first message to the other ranks; ``compared``: with digests of the tensors in values.
+
+        Raises:
+            RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
+        """
+        values = [value.told(key, self.rank, compared=compared) for key, value in self._values.items()]
         numbers = {outer: [[self.rank, digest]] for outer, digest in self._numbers().items()}
         return [numbers, values, [], self.strange, self._planned]
 
@@ -309,15 +313,10 @@ class Brought:
     def _value(self, key: str, known: Known) -> _OfOne | str:
         if key not in known.values:
             return VALUE
-        holders, abouts = known.values[key]
-        own = self._values[key].tensors if self.rank in holders else []
-        # Bytes are the lowest rank's: other ranks may have others, or a different number of them.
-        mine = iter([one for one in own if one.digest is None or self.rank == holders[0]])
-        tensors = []
-        for about in abouts:
-            of = holders if about[-1] is None else holders[:1]
-            tensors.append(next(mine)._replace(holders=of) if self.rank in of else Given(of, *about))
-        return _OfOne(tensors)
+        owner, abouts = known.values[key]
+        if owner == self.rank:
+            return _OfOne(self._values[key].tensors)
+        return _OfOne([Given(owner, *about) for about in abouts])
 
     def _boxed(self, key: str, boxes: Boxes) -> Boxed:
         cut, memories = self._boxes[key]

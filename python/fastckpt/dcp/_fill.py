@@ -1,10 +1,15 @@
 """Boxes of stored tensors, read into tensors that exist: any strides, any device, any dtype.
 
 A tensor that cannot take the values is refused by its key: torch's copy into some of them is wrong without an error.
+
+Tensors that share memory, as tied weights and a buffer beside views into it do, are filled one after the other, as
+torch does. Afterwards each of them must have the values that it was filled with.
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +17,7 @@ from fastckpt._api.into import are_equal, layout_of, overlapping
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
 from fastckpt._tensors.cast import Cast
+from fastckpt._tensors.described import steps
 from fastckpt.exceptions import StructureMismatchError
 
 from . import _torch
@@ -21,9 +27,10 @@ if TYPE_CHECKING:
 
     from fastckpt import _core
     from fastckpt._api.destinations import Targets
+    from fastckpt._state.unflatten import Token
 
 Box = list[tuple[int, int, int]]
-_DENSE = "a dense tensor"
+_DENSE, _QUANTIZED = "a dense tensor", "a quantised tensor"
 
 
 class Request(NamedTuple):
@@ -36,14 +43,31 @@ class Request(NamedTuple):
     strides: Sequence[int] | None = None
 
 
-class _Asked(NamedTuple):
-    """What fills a tensor, and where its elements are."""
+@dataclass(slots=True, eq=False)
+class Asked:
+    """A tensor to fill.
+
+    Attributes:
+        key: its key in the state.
+        given: the planner's tensor, detached if it is dense.
+        target: what is filled: that, without the elements that it repeats.
+        box: of the stored tensor.
+        number: of the stored tensor; None for one that is made of several.
+        spots: device and layout of the memory that has its elements, as far as it has addresses.
+        value: what is copied to it at the end; None where it is read straight.
+        others: the targets that share memory with it.
+        filled: what it had when it had been filled, if others share its memory.
+    """
 
     key: str
-    number: int
+    given: Any
+    target: Any
     box: Sequence[tuple[int, int]]
-    device: str
-    layout: Any
+    number: int | None
+    spots: list[tuple[str, Any]] = field(default_factory=list)
+    value: Any = None
+    others: list[Asked] = field(default_factory=list)
+    filled: list[Any] = field(default_factory=list)
 
 
 class Fill:
@@ -52,59 +76,100 @@ class Fill:
     def __init__(self, targets: Targets, reader: _core.Reader) -> None:
         self.targets = targets
         self.requests: list[Request] = []
-        self.filled: list[Any] = []
         self._reader = reader
-        self._asked: dict[Any, _Asked] = {}
-        self._detours: list[tuple[str, Any, Any]] = []
+        self._asked: list[Asked] = []
+        #: The first targets of one place in memory, and those without a place by their identity.
+        self._places: dict[Any, Asked] = {}
 
-    def ask(self, index: int, box: Sequence[tuple[int, int]], target: Any, key: str) -> None:
-        """Ask for a box of the stored tensor number ``index``, for ``target``, a detached tensor of the box's sizes.
+    def ask(self, tokens: Sequence[Token], box: Sequence[tuple[int, int]], given: Any, key: str) -> Asked:
+        """Ask for a box of a stored tensor, which has these tokens, for a tensor of the box's sizes.
+
+        One that is made of several is then given to :meth:`give`.
 
         Raises:
-            StructureMismatchError: the sizes differ, the tensor is not dense, its elements share memory, or it has
-                been asked for with other values.
+            StructureMismatchError: ``given`` is of another kind or has other sizes, only a dense one can be filled in
+                part, or its elements share memory otherwise than in the checkpoint.
         """
-        if _kind_of(target) != _DENSE:
-            raise _unlike(key, _DENSE, _kind_of(target))
-        sizes = tuple(stop - start for start, stop in box)
-        if tuple(target.shape) != sizes:
+        kind, sizes = _stored_kind(tokens[0])
+        if _kind_of(given) != kind:
             raise StructureMismatchError(
-                f"load: {key}: a box of the sizes {list(sizes)} was requested, but the tensor to fill has the sizes "
-                f"{list(target.shape)}"
+                f"load: {key!r} is {kind} in the checkpoint, and {_kind_of(given)} in the state: give one like the one "
+                "that was saved, or load it with fastckpt.load"
             )
-        self.filled.append(target)
-        dtype = self.targets.tensor_dtype(index)
-        if not prod(sizes):
-            return
-        if type(target) is not _tensors.Tensor:
-            target = self._detour(target, dtype, key)
-        device, layout = layout_of(target)
-        self._note(target, _Asked(key, index, box, device, layout))
-        if not _memory.is_nested(layout):
-            _check_itself(layout, key)
-            target = self._detour(target, dtype, key)
+        if kind != _DENSE and any(bounds != (0, size) for bounds, size in zip(box, sizes, strict=True)):
+            raise StructureMismatchError(f"load: {key!r} is {kind} and cannot be filled in part: load it whole")
+        wanted = [stop - start for start, stop in box]
+        if list(given.shape) != wanted:
+            raise StructureMismatchError(
+                f"load: {key!r}: a box of the sizes {wanted} was requested, but the tensor to fill has the sizes "
+                f"{list(given.shape)}"
+            )
+        # Only dense ones: ``detach`` of a tensor without strides makes a new one, and a copy into it would be lost.
+        target = given.detach() if kind == _DENSE else given
+        asked = Asked(key, target, target, box, tokens[0][1] if tokens[0][0] == "tensor" else None)
+        if prod(wanted):
+            if tokens[0][0] == "expanded" and type(target) is _tensors.Tensor:
+                asked.target = _unrepeated(target, self._sizes(tokens[1][1]))
+            asked.spots = _spots_of(asked.target)
+            if kind in {_DENSE, _QUANTIZED} and not hasattr(target, "__tensor_flatten__"):
+                for _, layout in asked.spots[:1]:
+                    _check_itself(layout, key)
+            self._asked.append(asked)
+            if not asked.spots and self._places.setdefault(id(given), asked) is not asked:
+                _share(self._places[id(given)], asked)
+        return asked
+
+    def settle(self) -> None:
+        """All has been asked for: make the requests, and take those of targets for whole tensors of values.
+
+        The memory of the latter has an address.
+
+        Raises:
+            StructureMismatchError: one tensor gets different values.
+        """
+        apart = [asked for asked in self._asked if not self._is_again(asked)]
+        for one, other in overlapping((*spot, asked) for asked in apart for spot in asked.spots):
+            if one is not other:
+                _share(one, other)
+        for asked in apart:
+            if asked.number is not None:
+                self._read(asked, asked.number)
+        for request in self.targets.requests:
+            box = [(0, size, 1) for size in self._sizes(request.tensor)]
+            self.requests.append(Request(request.tensor, request.address, request.capacity, box))
+
+    def _sizes(self, number: int) -> Sequence[int]:
+        stored = self.targets.stored[number]
+        return (stored.logical or stored).shape
+
+    def _is_again(self, asked: Asked) -> bool:
+        """Whether an earlier target is the same tensor, and gets the same values."""
+        target, number = asked.target, asked.number
+        if number is None or not asked.spots or type(target) is not _tensors.Tensor:
+            return False
+        form = (target.device, target.dtype, target.is_conj(), target.is_neg())
+        place = (target.data_ptr(), target.shape, steps(target.shape, target.stride()), *form)
+        first = self._places.setdefault(place, asked)
+        if first is asked or first.number is None or list(first.box) != list(asked.box):
+            return False
+        if first.number == number or are_equal(self._reader, self.targets.stored, first.number, number):
+            return True
+        one, other = [(self.targets.tensor_dtype(each), [*self._sizes(each)]) for each in (first.number, number)]
+        if one == other and [(0, size) for size in one[1]] == list(asked.box):
+            raise StructureMismatchError(
+                f"load: {first.key!r} and {asked.key!r} are one tensor in the state, and differ in the checkpoint: "
+                "give two tensors, or leave one of the keys out"
+            )
+        return False
+
+    def _read(self, asked: Asked, number: int) -> None:
+        """Request a box, into memory of its own where the target is no plain tensor or others share its memory."""
+        target, dtype = asked.target, self.targets.tensor_dtype(number)
+        _, layout = layout_of(target) if type(target) is _tensors.Tensor else ("", None)
+        if layout is None or asked.others or not _memory.is_nested(layout):
+            asked.value = target = _torch.torch.empty(target.shape, dtype=dtype)
             _, layout = layout_of(target)
-        self._request(index, [(start, stop, 1) for start, stop in box], target, dtype, layout)
-
-    def _note(self, target: Any, asked: _Asked) -> None:
-        """Note what fills a tensor; one that is under several keys must get the same from each."""
-        if not target.data_ptr():
-            return
-        key, number, box, device, layout = asked
-        form = (target.dtype, target.is_conj(), target.is_neg())
-        known = self._asked.setdefault((device, target.data_ptr(), layout.shape, layout.strides, form), asked)
-        same = known.number == number or are_equal(self._reader, self.targets.stored, known.number, number)
-        if not same or list(known.box) != list(box):
-            raise StructureMismatchError(
-                f"load: {known.key!r} and {key!r} are one tensor in the state, and differ in the checkpoint: give two "
-                "tensors, or leave one of the keys out"
-            )
-
-    def _detour(self, target: Any, dtype: Any, key: str) -> Any:
-        """A plain tensor that is copied to ``target`` at the end."""
-        plain = _torch.torch.empty(target.shape, dtype=dtype)
-        self._detours.append((key, target, plain))
-        return plain
+        self._request(number, [(start, stop, 1) for start, stop in asked.box], target, dtype, layout)
 
     def _request(self, index: int, box: Box, target: Any, dtype: Any, layout: Any) -> None:
         room = target.numel() * dtype.itemsize
@@ -127,68 +192,119 @@ class Fill:
         self.targets.push(len(self.requests), mover, room)
         self.requests.append(Request(index, 0, room, box))
 
-    def take_whole(self) -> None:
-        """All boxes have been asked for: take the requests of targets for whole tensors of values.
-
-        Their memory has an address.
+    def give(self, asked: Asked, value: Any) -> None:
+        """Take a tensor that is made of several, whole, for the end.
 
         Raises:
-            StructureMismatchError: two of the tensors to fill overlap.
+            StructureMismatchError: its integers have another meaning than those of the tensor to fill.
         """
-        for key, other in overlapping((asked.device, asked.layout, asked.key) for asked in self._asked.values()):
+        if asked.target.is_quantized and _quantizer_of(value) != _quantizer_of(asked.target):
+            # torch's copy would change it in this tensor object, and not in others over the same memory.
             raise StructureMismatchError(
-                f"load: {key!r} and {other!r} overlap in memory in the state: give tensors that do not"
+                f"load: {asked.key!r} is quantised with another scale, zero point or dtype in the checkpoint than in "
+                "the state: give a tensor with the same, or load it with fastckpt.load"
             )
-        for request in self.targets.requests:
-            stored = self.targets.stored[request.tensor]
-            sizes = (stored.logical or stored).shape
-            box = [(0, size, 1) for size in sizes]
-            self.requests.append(Request(request.tensor, request.address, request.capacity, box))
+        if asked.target.layout is _torch.torch.strided:
+            for dimension, (start, stop) in enumerate(asked.box):
+                length = min(stop - start, asked.target.shape[dimension])
+                if length < value.shape[dimension]:
+                    value = value.narrow(dimension, start, length)
+        asked.value = value
 
     def finish(self) -> None:
-        """Once all has been read."""
-        for key, target, plain in self._detours:
-            _copy(target, plain, key)
-        _tensors.changed([value for value in self.filled if isinstance(value, _tensors.Tensor)])
+        """Once all has been read.
+
+        Raises:
+            StructureMismatchError: a tensor cannot take its values, or lost them to another one in its memory.
+        """
+        shared = []
+        for asked in self._asked:
+            if asked.value is not None:
+                _copy(asked.target, asked.value, asked.key)
+                asked.value = None
+                if asked.others:
+                    form = _torch.torch.contiguous_format
+                    asked.filled = [part.clone(memory_format=form) for part in _parts_of(asked.target)]
+                    shared.append(asked)
+        _tensors.changed([asked.given for asked in self._asked if isinstance(asked.given, _tensors.Tensor)])
+        for asked in shared:
+            if not _is_as_filled(asked):
+                # With its values back, the one that has others has lost its own.
+                for part, filled in zip(_parts_of(asked.target), asked.filled, strict=False):
+                    _copy(part, filled, asked.key)
+                other = next((one for one in asked.others if not _is_as_filled(one)), asked.others[-1])
+                raise StructureMismatchError(
+                    f"load: {asked.key!r} and {other.key!r} share memory in the state, and differ in the checkpoint: "
+                    "give tensors that do not, or leave one of the keys out. The state has been changed"
+                )
 
 
-def fill_composed(box: Sequence[tuple[int, int]], value: Any, target: Any, key: str) -> None:
-    """Copy a box of ``value``, a tensor made of several, to ``target``.
+def _unrepeated(target: Any, base: Sequence[int]) -> Any:
+    """A tensor without the elements that it repeats where an expanded one of this base does, too."""
+    for dimension, (size, step) in enumerate(zip(base, target.stride(), strict=True)):
+        if size == 1 and not step:
+            target = target.narrow(dimension, 0, 1)
+    return target
 
-    Raises:
-        StructureMismatchError: ``target`` is of another kind, or cannot be filled.
-    """
-    kinds = [_kind_of(one) for one in (value, target)]
-    if kinds[0] != kinds[1]:
-        raise _unlike(key, *kinds)
-    if any(bounds != (0, size) for bounds, size in zip(box, value.shape, strict=True)):
-        if kinds[0] != _DENSE:
-            raise StructureMismatchError(f"load: {key!r} is {kinds[0]} and cannot be filled in part: load it whole")
-        for dimension, (start, stop) in enumerate(box):
-            value = value.narrow(dimension, start, stop - start)
-    if kinds[0] == _DENSE:
-        target = target.detach()
-        if type(target) is _tensors.Tensor and target.numel():
-            # Along these dimensions both repeat one element.
-            for dimension, steps in enumerate(zip(value.stride(), target.stride(), strict=True)):
-                if steps == (0, 0):
-                    value, target = value.narrow(dimension, 0, 1), target.narrow(dimension, 0, 1)
-            _check_itself(layout_of(target)[1], key)
-    elif _quantizer_of(value) != _quantizer_of(target):
-        # torch's copy would change it in this tensor object, and not in others over the same memory.
-        raise StructureMismatchError(
-            f"load: {key!r} is quantised with another scale, zero point or dtype in the checkpoint than in the state: "
-            "give a tensor with the same, or load it with fastckpt.load"
-        )
-    # Not detached otherwise: ``detach`` of a tensor without strides makes a new one, and a copy into it would be lost.
-    _copy(target, value, key)
+
+def _share(one: Asked, other: Asked) -> None:
+    one.others.append(other)
+    other.others.append(one)
+
+
+def _parts_of(target: Any) -> list[Any]:
+    """The plain tensors whose memory has the elements of a tensor, as far as torch tells; the elements first."""
+    if not isinstance(target, _tensors.Tensor) or target.is_meta or target.is_nested:
+        return []
+    target = target.detach()
+    if type(target) is not _tensors.Tensor:
+        if hasattr(target, "__tensor_flatten__"):
+            return [part for name in target.__tensor_flatten__()[0] for part in _parts_of(getattr(target, name))]
+        try:
+            target = target.as_subclass(_tensors.Tensor)
+        except (RuntimeError, TypeError):
+            return []
+    if _kind_of(target) == _DENSE:
+        return [target]
+    describe: Any = _tensors.describe_of(_tensors.Tensor)
+    return [part for _, part in describe(target).children if isinstance(part, _tensors.Tensor)]
+
+
+def _spots_of(target: Any) -> list[tuple[str, Any]]:
+    """Devices and layouts of the memory of a tensor."""
+    found = []
+    for part in _parts_of(target):
+        # One without storage may raise.
+        with suppress(RuntimeError):
+            if part.numel() and part.data_ptr():
+                found.append(layout_of(part))
+    return found
+
+
+def _is_as_filled(asked: Asked) -> bool:
+    """Whether a tensor has the bytes that it had when it had been filled."""
+    now = _parts_of(asked.target)
+    return len(now) == len(asked.filled) and all(
+        one.shape == other.shape and _torch.torch.equal(_bytes_of(one), _bytes_of(other))
+        for one, other in zip(now, asked.filled, strict=True)
+    )
+
+
+def _bytes_of(part: Any) -> Any:
+    plain = part.resolve_conj().resolve_neg().contiguous()
+    # One of a single element counts as contiguous whatever its strides are.
+    return plain.as_strided((plain.numel(),), (1,)).view(_torch.torch.uint8)
 
 
 def _copy(target: Any, value: Any, key: str) -> None:
+    torch = _torch.torch
     try:
-        with _torch.torch.no_grad():
+        with torch.no_grad(), torch.inference_mode(target.is_inference()):
             target.copy_(value)
     except (RuntimeError, TypeError) as error:
+        # Errors of devices, and of memory that has run out, are none of the tensor.
+        if type(error) not in (RuntimeError, NotImplementedError, TypeError) or "allocate" in str(error):
+            raise
         first = str(error).strip().partition("\n")[0]
         raise StructureMismatchError(
             f"load: {key!r} cannot be copied to the tensor in the state: give one like the one that was saved, or load "
@@ -196,19 +312,22 @@ def _copy(target: Any, value: Any, key: str) -> None:
         ) from error
 
 
+def _stored_kind(token: Token) -> tuple[str, Sequence[int]]:
+    """The kind of a stored tensor, and the sizes of one that is not dense, by its first token."""
+    tag, *rest = token
+    if tag == "coo":
+        return "a tensor of the layout torch.sparse_coo", rest[0]
+    if tag == "compressed":
+        return f"a tensor of the layout torch.sparse_{rest[0]}", rest[1]
+    return (_QUANTIZED, rest[1]) if tag == "quantized" else (_DENSE, ())
+
+
 def _kind_of(tensor: Any) -> str:
     if tensor.is_quantized:
-        return "a quantised tensor"
+        return _QUANTIZED
     if tensor.is_nested:
         return "a nested tensor"
     return _DENSE if tensor.layout is _torch.torch.strided else f"a tensor of the layout {tensor.layout}"
-
-
-def _unlike(key: str, saved: str, given: str) -> StructureMismatchError:
-    return StructureMismatchError(
-        f"load: {key!r} is {saved} in the checkpoint, and {given} in the state: give one like the one that was saved, "
-        "or load it with fastckpt.load"
-    )
 
 
 def _quantizer_of(tensor: Any) -> Any:
@@ -225,6 +344,8 @@ def _check_itself(layout: Any, key: str) -> None:
 
     torch refuses only expanded ones.
     """
+    if _memory.is_nested(layout):
+        return
     for dimension in range(layout.ndim):
         rest = layout[(0,) * dimension]
         if _memory.overlap(rest[:1], rest[1:]):

@@ -27,7 +27,7 @@ from fastckpt.exceptions import CheckpointError
 
 from . import _torch
 from ._entries import Entry, Known, entries_of
-from ._fill import Fill, Request, fill_composed
+from ._fill import Asked, Fill, Request
 from ._label import forget, label_of, labelled
 from ._metadata import whole_tensor
 from ._shared import read_together
@@ -50,7 +50,8 @@ class Reader(_torch.StorageReader):
     are one entry. Every block that is read whole is compared with its checksum.
 
     Dense tensors of any strides and dtype are filled. Sparse and quantised ones are filled from tensors of their kind,
-    with the same scale and zero point. A tensor whose elements share memory, and tensors that overlap, are refused.
+    with the same scale and zero point. Tensors that share memory, as tied weights and views into one buffer do, are
+    filled if the checkpoint has the same values for it; a tensor that overlaps itself is refused.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
@@ -152,7 +153,8 @@ class Reader(_torch.StorageReader):
             CorruptCheckpointError: bytes differ from those that were written; the message names the place.
             RanksError: another rank failed, or does not answer.
             ReplacedCheckpointError: another save replaced the checkpoint meanwhile.
-            StructureMismatchError: a tensor of the planner cannot take the values; the message names its key.
+            StructureMismatchError: a tensor of the planner cannot take the values, or two that share memory have
+                others in the checkpoint; the message names the keys.
             UnsupportedTypeError: this program does not know the type of a value.
 
         Warns:
@@ -219,39 +221,37 @@ class _Work:
         self.planner = planner
         self.targets = Targets(opened.stored, "auto")
         self.fill = Fill(self.targets, opened.reader)
-        self.tensors: list[tuple[_torch.ReadItem, Any]] = []
-        self.values: list[tuple[_torch.ReadItem, Entry, int]] = []
+        self.tensors: list[tuple[_torch.ReadItem, Asked]] = []
+        self.values: list[tuple[_torch.ReadItem, Entry, int, Asked | None]] = []
 
     def ask(self) -> list[Request]:
         """Boxes straight into tensors, and the tensors that values need."""
         for item in self.plan.items:
-            entry = self.opened.find(item.storage_index.fqn)
-            if item.type is _torch.LoadItemType.TENSOR and entry.number is not None:
-                bare = self.planner.resolve_tensor(item).detach()
-                self.fill.ask(entry.number, _box(item), bare, item.storage_index.fqn)
-                self.tensors.append((item, bare))
-            else:
-                found = [token for token in self.opened.tokens[entry.start : entry.end] if is_tensor(token)]
+            entry, asked = self.opened.find(item.storage_index.fqn), None
+            tokens = self.opened.tokens[entry.start : entry.end]
+            if item.type is _torch.LoadItemType.TENSOR:
+                asked = self.fill.ask(tokens, _box(item), self.planner.resolve_tensor(item), item.dest_index.fqn)
+                self.tensors.append((item, asked))
+            if asked is None or asked.number is None:
+                found = [token for token in tokens if is_tensor(token)]
                 self.targets.make(found)
-                self.values.append((item, entry, len(found)))
-        self.fill.take_whole()
+                self.values.append((item, entry, len(found), asked))
+        self.fill.settle()
         self.targets.begin("load")
         return self.fill.requests
 
     def finish(self) -> None:
         """Once all has been read: give the planner its values."""
-        self.fill.finish()
         made = iter(self.targets.values())
-        for item, entry, count in self.values:
+        for item, entry, count, asked in self.values:
             value = self.opened.value(entry, [next(made) for _ in range(count)])
-            if item.type is _torch.LoadItemType.TENSOR:
-                target = self.planner.resolve_tensor(item)
-                fill_composed(_box(item), value, target, item.dest_index.fqn)
-                self.planner.commit_tensor(item, target)
-            else:
+            if asked is None:
                 self.planner.load_bytes(item, _as_bytes(value))
-        for item, bare in self.tensors:
-            self.planner.commit_tensor(item, bare)
+            else:
+                self.fill.give(asked, value)
+        self.fill.finish()
+        for item, asked in self.tensors:
+            self.planner.commit_tensor(item, asked.given)
 
 
 class _Opened:

@@ -63,11 +63,11 @@ class Together(ProcessGroup):
         known = Known(
             operation.round(
                 "values",
-                brought.told(),
+                brought.told(compared=self.policy.replicas != "first"),
                 combine=combine_told,
                 decide=lambda told: [
                     *decide_told(told, settings.model_key, values),
-                    *warnings_of(told[1], told[2], self.policy),
+                    *warnings_of(request.path, told[1], told[2], self.policy),
                 ],
             )
         )

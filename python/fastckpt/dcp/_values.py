@@ -12,6 +12,8 @@ import math
 import pickle
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from fastckpt._api.save_request import warn_of_types
 from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of
@@ -19,6 +21,7 @@ from fastckpt._state.unflatten import is_tensor
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
 from fastckpt._tensors.described import Logical, Stored, Unsupported
+from fastckpt._tensors.movers import Sources
 from fastckpt._tensors.spreads import Spreads
 from fastckpt.exceptions import UnsupportedTypeError
 
@@ -46,20 +49,16 @@ class Memory(NamedTuple):
 
 
 class Given(NamedTuple):
-    """A tensor, an array or long bytes in a value.
+    """A tensor, an array or long bytes in a value of one rank.
 
-    Attributes:
-        holders: the ranks that have it.
-        rest: the end of its name after the name of the value, or None.
-        digest: of bytes, which are compared by it.
+    ``rest`` is the end of its name after the name of the value, or None.
     """
 
-    holders: tuple[int, ...]
+    owner: int
     rest: str | None
     dtype: str
     shape: tuple[int, ...]
     logical: Logical
-    digest: str | None = None
     address: int = 0
     nbytes: int = 0
     mover: Mover | None = None
@@ -68,7 +67,7 @@ class Given(NamedTuple):
     def about(self) -> list[Any]:
         """The description for other ranks."""
         logical = None if self.logical is None else [self.logical[0], list(self.logical[1])]
-        return [self.rest, self.dtype, list(self.shape), logical, self.digest]
+        return [self.rest, self.dtype, list(self.shape), logical]
 
 
 class Value(NamedTuple):
@@ -77,10 +76,32 @@ class Value(NamedTuple):
     tokens: str
     tensors: list[Given]
 
-    def told(self, key: str, rank: int) -> list[Any]:
-        """The value of a rank as it travels (:mod:`._united`)."""
-        runs = [[[rank, rank + 1]]] if self.tensors else []
-        return [key, rank, self.tokens, [one.about() for one in self.tensors], *runs]
+    def told(self, key: str, rank: int, *, compared: bool) -> list[Any]:
+        """The value of a rank as it travels (:mod:`._united`).
+
+        Raises:
+            RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
+        """
+        abouts = [one.about() for one in self.tensors]
+        digests = () if not abouts else self._digests(abouts) if compared else ("", "")
+        return [key, rank, [self.tokens, abouts, *digests]]
+
+    def _digests(self, abouts: list[list[Any]]) -> tuple[str, str]:
+        """Of long bytes; of tensors and arrays, and what they are."""
+        strings = {token[1] for token in json.loads(self.tokens) if _is_bytes(token)}
+        sources = Sources("dcp.save", {n: one.mover for n, one in enumerate(self.tensors) if one.mover is not None})
+        plain, tensors = hashlib.sha256(), hashlib.sha256()
+        for number, one in enumerate(self.tensors):
+            if one.mover is None:
+                data = _memory.at(one.address, one.nbytes)
+            else:
+                data = np.empty(one.nbytes, np.uint8)
+                sources.fill([(number, 0, _memory.address_of(data), one.nbytes)])
+            into = plain if number in strings else tensors
+            # The lengths of bytes separate them.
+            into.update(json.dumps(one.shape if into is plain else abouts[number]).encode())
+            into.update(data.data)
+        return plain.hexdigest(), tensors.hexdigest()
 
 
 def value_of(planner: Any, item: _torch.WriteItem) -> Any:
@@ -123,19 +144,13 @@ def stored_value(key: str, value: Any, types: Types, ranks: Sequence[int], rank:
     flat = flatten({key: value}, operation="dcp.save", types=types, spreads=spreads)
     warn_of_types("dcp.save", flat)
     name = part_of(key)
-    tokens = f"[{','.join(flat.tokens[2:])}]"
-    strings = {token[1] for token in json.loads(tokens) if _is_bytes(token)} if flat.tensors else ()
     tensors = []
     for number, tensor in enumerate(flat.tensors):
         rest = tensor.name.removeprefix(f"{name}.") if tensor.name.startswith(f"{name}.") else None
         logical = None if tensor.logical is None else (tensor.logical[0], tuple(tensor.logical[1]))
-        about = (rest, tensor.dtype, tuple(tensor.shape), logical)
-        digest = None
-        if number in strings:
-            digest = hashlib.sha256(_memory.at(tensor.address, tensor.capacity).data).hexdigest()
-        where = (tensor.address, tensor.capacity, flat.movers.get(number), flat.keep[number])
-        tensors.append(Given((rank,), *about, digest, *where))
-    return Value(tokens, tensors)
+        about = (tensor.dtype, tuple(tensor.shape), logical, tensor.address, tensor.capacity)
+        tensors.append(Given(rank, rest, *about, flat.movers.get(number), flat.keep[number]))
+    return Value(f"[{','.join(flat.tokens[2:])}]", tensors)
 
 
 def _is_bytes(token: Any) -> bool:

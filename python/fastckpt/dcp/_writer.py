@@ -69,9 +69,10 @@ class Writer(_torch.StorageWriter):
     they refer to different parameters on different ranks, the save is refused: pass the result of
     ``get_optimizer_state_dict``.
 
-    Values that several ranks have under one key are compared. Tensors and arrays in them are treated like any tensor
-    (``replicas``, ``on_difference``). Where numbers, texts or bytes differ, the lowest rank's are saved, and
-    ``warnings`` of the report names the keys and the ranks: what belongs to one rank needs a key of its own.
+    Values that several ranks have under one key are compared, unless ``replicas`` is ``first``. Tensors and arrays in
+    them that differ in any byte are a difference as ``on_difference`` has it. Where numbers, texts or bytes differ,
+    that is a warning. ``warnings`` of the report names the keys and the ranks: what belongs to one rank needs a key of
+    its own.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
