@@ -137,6 +137,19 @@ def skewed(monkeypatch):
     return lambda ahead: monkeypatch.setattr("time.time_ns", lambda: real() + int(ahead * 1e9))
 
 
+def silence(patch, manager):
+    """Have the remote tier of a manager refuse; returns what it is asked."""
+    asked = []
+
+    def refuse(*_):
+        asked.append(1)
+        raise OSError("no route to the store")
+
+    for name in ("look", "identity", "read"):
+        patch.setattr(manager._remote.place, name, refuse)
+    return asked
+
+
 def place(tmp_path, kind):
     return {"none": None, "path": str(tmp_path / "far"), "memory": f"memory://{tmp_path.name}/far"}[kind]
 
@@ -185,15 +198,69 @@ def test_a_save_for_a_signal_comes_after_all_others_whatever_the_clocks_say(tmp_
     assert restored(tmp_path) == (2001, "b")
 
 
+@pytest.mark.parametrize("how", ["should_save", "save", "steady"])
 @pytest.mark.parametrize("remote", ["path", "memory"])
-def test_the_first_save_of_a_program_that_does_not_restore_comes_after_all_others(tmp_path, skewed, remote):
+def test_a_step_boundary_asks_no_remote(tmp_path, monkeypatch, remote, how):
+    """It may not answer for minutes."""
     far = place(tmp_path, remote)
+    save(tmp_path / "one", [1000], remote=far)
+    manager = fastckpt.Manager(tmp_path / "two", remote=far)
+    with monkeypatch.context() as patch, points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
+        asked = silence(patch, manager)
+        if how == "steady":
+            with manager.steady(2000, state(2000)):
+                pass
+        else:
+            getattr(manager, how)(2000, *[state(2000)] * (how == "save"))
+        assert not asked
+    manager.wait()
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_a_writer_asks_the_remote_when_it_goes_back_and_a_reader_does_not(tmp_path, monkeypatch, remote):
+    far = place(tmp_path, remote)
+    save(tmp_path / "run", [1, 2], remote=far)
+    reader = fastckpt.Manager(tmp_path / "run", remote=far, read_only=True)
+    writer = fastckpt.Manager(tmp_path / "run", remote=far)
+    writer.wait()
+    with monkeypatch.context() as patch:
+        asked = silence(patch, reader)
+        assert reader.restore(step=1).step == 1
+        assert not asked
+        # It goes on all the same.
+        silence(patch, writer)
+        with pytest.warns(RuntimeWarning, match="does not answer and is skipped: no route"):
+            assert writer.restore(step=1).step == 1
+    look, looks = writer._remote.place.look, []
+    monkeypatch.setattr(writer._remote.place, "look", lambda: (looks.append(1), look())[1])
+    writer.restore(step=1)
+    # What it lists again it does not read again.
+    with points.replaced(points.READ_FACTS, lambda _: None):
+        writer.restore(step=2)
+    assert len(looks) == 2
+
+
+@pytest.mark.parametrize("how", ["save", "steady"])
+def test_a_directory_that_cannot_be_looked_at_once_is_looked_at_again(tmp_path, skewed, monkeypatch, caplog, how):
+    """And no rank raises alone. Mutants: it raises; it counts as looked at."""
     skewed(3600)
-    save(tmp_path / "one", [1000, 2000, 3000], remote=far)
+    save(tmp_path, [1000, 2000])
     skewed(0)
-    with fastckpt.Manager(tmp_path / "two", remote=far) as manager:
-        assert manager.save(2100, state(2100, "b"))
-    assert restored(tmp_path / "three", remote=far) == (2100, "b")
+
+    def stale():
+        raise OSError(116, "Stale file handle")
+
+    with fastckpt.Manager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager._local.place, "look", stale)
+            if how == "save":
+                assert manager.should_save(100)
+            else:
+                with manager.steady(100, state(100)):
+                    pass
+        assert [one for one in caplog.messages if "it cannot be looked at before the first save: [Errno 116]" in one]
+        manager.save(100, state(100, "b"))
+    assert restored(tmp_path) == (100, "b")
 
 
 def test_a_new_beginning_comes_after_all_that_it_leaves(tmp_path, skewed):
@@ -220,17 +287,12 @@ def test_a_save_that_the_remote_does_not_take_is_no_success(tmp_path, skewed, mo
     skewed(0)
     save(tmp_path / "two", [1000], "b")
 
-    def silent():
-        raise OSError("no route to the store")
-
     with fastckpt.Manager(tmp_path / "two", remote=far) as manager:
         with monkeypatch.context() as patch, points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
-            patch.setattr(manager._remote.place, "look", silent)
+            silence(patch, manager)
             with pytest.warns(RuntimeWarning, match="does not answer and is skipped"):
                 manager.restore(step=1000)
-            # The first save asks once more.
-            with pytest.warns(RuntimeWarning, match="does not answer and is skipped"):
-                manager.save(2000, state(2000, "b"))
+            manager.save(2000, state(2000, "b"))
         with pytest.raises(fastckpt.CheckpointError, match=r"step-00002000 is not copied: .* is a later save of step"):
             manager.wait()
         assert manager.remote_steps() == [1000, 2000]
@@ -268,20 +330,20 @@ def test_a_step_that_two_nodes_have_is_the_one_of_the_branch_that_saved_last(tmp
     far = place(tmp_path, remote)
     save(tmp_path / "one", [1, 2, 3], remote=far)
     save(tmp_path / "two", [2], "b", at=1, remote=far)
-    for read_only in (True, False):
-        manager = fastckpt.Manager(tmp_path / "one", remote=far, read_only=read_only)
-        assert manager.restore(step=2).state["branch"] == "b"
-        # Only the branch that was left has this one.
-        assert manager.restore(step=3).state["branch"] == "a"
+    manager = fastckpt.Manager(tmp_path / "one", remote=far)
+    assert manager.restore(step=2).state["branch"] == "b"
+    # Only the branch that was left has this one.
+    assert manager.restore(step=3).state["branch"] == "a"
     # What is not yet at the remote is not passed over for what is.
+    shard = tmp_path / "two" / FORM.format(step=2) / "model.safetensors"
     with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
         save(tmp_path / "two", [2], "c", at=1, remote=far)
-        assert fastckpt.Manager(tmp_path / "two", remote=far).restore(step=2).state["branch"] == "c"
-    shard = tmp_path / "two" / FORM.format(step=2) / "model.safetensors"
-    whole = shard.read_bytes()
-    damage(shard.parent)
-    with pytest.raises(fastckpt.CorruptCheckpointError, match="step-00000002"):
-        fastckpt.Manager(tmp_path / "two", remote=far, read_only=True).restore(step=2)
+        manager = fastckpt.Manager(tmp_path / "two", remote=far)
+        assert manager.restore(step=2).state["branch"] == "c"
+        whole = shard.read_bytes()
+        damage(shard.parent)
+        with pytest.raises(fastckpt.CorruptCheckpointError, match="step-00000002"):
+            manager.restore(step=2)
     # For the drain, which goes on at the end of this process.
     shard.write_bytes(whole)
 

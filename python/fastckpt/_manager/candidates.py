@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -45,8 +44,6 @@ class Candidates:
     local: Tier[Directory]
     remote: Remote | None
     left: int | None = None
-    #: Whether the remote tier has answered.
-    _answered: bool = False
     #: The steps of which the two tiers have different saves.
     _twice: set[int] = field(default_factory=set)
 
@@ -55,14 +52,14 @@ class Candidates:
         """The highest order (:mod:`.lineage`) of any save that is known, on either tier."""
         return max(tier.order for tier in (self.local, self.remote) if tier is not None)
 
-    def look(self) -> list[Candidate]:
+    def look(self, *, needed: bool = True) -> list[Candidate]:
         """The checkpoints to try of the branch that saved last: by step, the highest first; the local tier's first.
 
         Raises:
-            OSError: there is none in the directory, and the remote tier does not answer.
+            OSError: there is none in the directory, and the remote tier does not answer; it is ``needed`` then.
         """
         here = self._here()
-        there, far = self._there(needed=not here)
+        there, far = self._there(needed=needed and not here)
         near = self.local.catalogue.entries(here)
         tip = self.local.catalogue.tip(near)
         if self.remote is not None and far:
@@ -83,25 +80,16 @@ class Candidates:
         return sorted(tries, key=lambda one: (-one.step, one.far))
 
     def of(self, step: int) -> list[Candidate]:
-        """The checkpoints of a step to try: the local tier's first, but only that of the branch that saved last."""
+        """The checkpoints of a step to try: the local tier's first, but only that of the branch that saved last.
+
+        A manager that may write looks at both tiers: its saves come after all that are there. Another asks no store.
+        """
         own: dict[bool, Candidate] = {}
-        with contextlib.suppress(OSError):  # the load says so, too
-            own = {one.far: one for one in self.look() if one.step == step}
+        if not self.local.read_only:
+            own = {one.far: one for one in self.look(needed=False) if one.step == step}
         if step in self._twice and len(own) == 1:
             return [*own.values()]
         return [Candidate(step), *([] if self.remote is None else [own.get(True, Candidate(step, far=True))])]
-
-    def know(self, *, far: bool) -> list[int]:
-        """Have the saves of the local tier known, and if ``far`` those of the remote one, unless they are.
-
-        Returns:
-            The steps of the local tier.
-        """
-        steps = self.local.place.look().steps
-        self.local.catalogue.entries(steps)
-        if far and not self._answered:
-            self._there(needed=False)
-        return steps
 
     def is_gone(self, one: Candidate) -> bool:
         """Whether there is nothing of a checkpoint any more."""
@@ -152,7 +140,6 @@ class Candidates:
             text = f"fastckpt: {self.remote.place.path} does not answer and is skipped: {error}"
             warn(text)
             return [], {}
-        self._answered = True
         return steps, entries
 
     def _here(self) -> list[int]:
