@@ -365,6 +365,23 @@ def test_a_look_at_a_store_misses_no_step_that_takes_the_place_of_another(tmp_pa
     assert place.look().steps == [2]
 
 
+def test_a_look_at_a_store_misses_no_step_that_another_thread_asks_about(tmp_path, monkeypatch):
+    """As the drain does, while the listing is being made. Mutant: it is made where the others take from."""
+    place = prefix.Prefix(Objects.at("test", f"memory://{tmp_path.name}/run"), NAMES)
+    names = [f"step-{step:08d}" for step in (1, 2, 3)]
+    for name in names:
+        place.replace(f"{name}/fastckpt.json", b"{}", durable=True)
+
+    class Asking(Names):
+        def step_of(self, name):
+            for each in names:
+                assert place.identity(each) is not None
+            return super().step_of(name)
+
+    monkeypatch.setattr(place, "names", Asking("step-{step:08d}"))
+    assert place.look().steps == [1, 2, 3]
+
+
 def test_what_was_there_takes_one_look_at_what_follows(tmp_path, copier, monkeypatch):
     run = Run(tmp_path, tmp_path / "remote", [keep.Last(9)])
     run.save(1, 2, 3)
