@@ -293,11 +293,16 @@ def test_a_save_that_the_remote_does_not_take_is_no_success(tmp_path, skewed, mo
             with pytest.warns(RuntimeWarning, match="does not answer and is skipped"):
                 manager.restore(step=1000)
             manager.save(2000, state(2000, "b"))
-        with pytest.raises(fastckpt.CheckpointError, match=r"step-00002000 is not copied: .* is a later save of step"):
+        with pytest.raises(
+            fastckpt.CheckpointError, match=r"00002000 is not copied, and stays: .*other run \(save again"
+        ):
             manager.wait()
         assert manager.remote_steps() == [1000, 2000]
+        # No restore costs the only save of the step by this run.
+        for step in (None, 2000):
+            assert manager.restore(step=step).state["branch"] == "a"
+            assert fastckpt.load(manager.path(2000))["branch"] == "b"
         # It is told once, and mended as the message says.
-        manager.restore(step=2000)
         manager.save(2000, state(2000, "c"), force=True)
         manager.wait()
     assert restored(tmp_path / "three", remote=far) == (2000, "c")
@@ -346,6 +351,36 @@ def test_a_step_that_two_nodes_have_is_the_one_of_the_branch_that_saved_last(tmp
             manager.restore(step=2)
     # For the drain, which goes on at the end of this process.
     shard.write_bytes(whole)
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+@pytest.mark.parametrize("discard", [False, True])
+def test_a_step_that_a_lost_node_saved_again_is_the_one_of_the_branch_that_goes_on(tmp_path, remote, discard):
+    """The save that the branch has left is the later one. Mutants: the later one is loaded; it is replaced; it counts
+    as what the remote lacks."""
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1, 2], remote=far)
+    save(tmp_path / "one", [2], "b", at=1)
+    save(tmp_path / "two", [3], remote=far)
+    with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
+        assert manager.restore(step=2, discard_newer=discard).state["branch"] == "a"
+        assert fastckpt.load(manager.path(2))["branch"] == "b"
+    assert fastckpt.load(f"{far}/{FORM.format(step=2)}")["branch"] == "a"
+    for disk in ("one", "two", "three"):
+        assert restored(tmp_path / disk, remote=far) == (2 if discard else 3, "a")
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_no_restore_replaces_a_save_that_the_remote_lacks(tmp_path, remote):
+    """The going branch has saved the step later. Mutant: it is fetched to where this one is."""
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1], remote=far)
+    save(tmp_path / "one", [2], "b")
+    save(tmp_path / "two", [2], "c", at=1, remote=far)
+    with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
+        for step in (2, None):
+            assert manager.restore(step=step).state["branch"] == "c"
+        assert fastckpt.load(manager.path(2))["branch"] == "b"
 
 
 def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class Candidate(NamedTuple):
     """A checkpoint that may be restored.
 
-    It is in the remote tier if it is ``far``, and a later save than the local tier's if it is ``alone``.
+    It is in the remote tier if it is ``far``, and another save than the local tier's if it is ``alone``.
     """
 
     step: int
@@ -68,13 +68,10 @@ class Candidates:
         def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
             return step not in entries or not tip.has_left(step, entries[step].lineage)
 
-        def is_later(step: int) -> bool:
-            return step in self._twice and near[step].lineage.order < far[step].lineage.order
-
         self._twice = {step for step in near.keys() & far if near[step].lineage.order != far[step].lineage.order}
         tries = [
             *(Candidate(step) for step in here if is_own(step, near)),
-            *(Candidate(step, True, is_later(step)) for step in there if is_own(step, far)),
+            *(Candidate(step, True, step in self._twice) for step in there if is_own(step, far)),
         ]
         self.left = None if tries else max([*here, *there], default=None)
         return sorted(tries, key=lambda one: (-one.step, one.far))

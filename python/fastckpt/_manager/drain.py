@@ -371,14 +371,14 @@ class Drain:
     def _copy(self, step: int, number: int | None) -> None:
         source, target = self._from.path_of(step), self._to.path_of(step)
         if self._remote.is_better(step):
-            text = f"{source} is not copied: {target} is a later save of step {step}, or of the branch that goes on"
+            text = f"{source} is not copied, and stays: {target} is a later save of step {step} by another run"
             logger.info("%s", text)
             self._drop(step, number)
             if self._leads and step in self._own:
                 # This run has saved it for nothing: another one saves there, or this one did not know of it.
                 self._failed[step] = CheckpointError(
-                    f"drain: {text} (does another run save there? Give each a remote= of its own. If it is over, call "
-                    "restore again: what is saved after that comes later)"
+                    f"drain: {text} (save again: what is saved from now on comes later, and is copied. If the other "
+                    "run goes on, give each a remote= of its own)"
                 )
             return
         copied = copy_checkpoint(

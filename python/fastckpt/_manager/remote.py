@@ -143,17 +143,17 @@ class Remote(Tier[Place]):
     def fetch(self, step: int, *, alone: bool) -> str:
         """Have the local tier hold the remote checkpoint of a step; returns where to load it from.
 
-        Good files on the local tier are not fetched, unless they belong to another save of the step (``alone``). If the
-        local tier has no room, or must not or cannot be written, the remote one is read instead.
+        Good files on the local tier are not fetched. If it has another save of the step (``alone``), which is nowhere
+        else, or no room, or must not or cannot be written, the remote one is read instead.
 
         Raises:
             CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.
             OSError: this tier does not answer, or has no such checkpoint.
         """
         here, there = self._local.place.path_of(step), self.place.path_of(step)
-        if self._local.read_only:
+        if self._local.read_only or alone:
             return there
-        sources = [here, there] if os.path.lexists(here) and not alone else [there]
+        sources = [here, there] if os.path.lexists(here) else [there]
         try:
             copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
         except CorruptCheckpointError:
