@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import shutil
@@ -464,6 +465,99 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_ste
         assert manager.restore(step=2000, discard_newer=True).state["branch"] == "b"
         assert manager.remote_steps() == [1000, 2000]
         assert restored(tmp_path / "none", remote=far) == (2000, "b")
+
+
+def test_nothing_is_discarded_while_the_remote_does_not_answer(tmp_path, monkeypatch):
+    """It answers again by the time of the removal. Mutant: the look may fail where the directory has the step."""
+    far = tmp_path / "far"
+    save(tmp_path / "one", [1, 2, 3], remote=far)
+    with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
+        manager.wait()
+        look, answers = manager._remote.place.look, iter([OSError("no route to the store")])
+
+        def once():
+            for error in answers:
+                raise error
+            return look()
+
+        monkeypatch.setattr(manager._remote.place, "look", once)
+        into = state(0)
+        with pytest.raises(OSError, match="no route"):
+            manager.restore(into, step=2, discard_newer=True)
+        assert into["branch"] == "a"
+        assert not into["model"]["w"].any()
+        assert (manager.steps(), manager.remote_steps()) == ([1, 2, 3], [1, 2, 3])
+
+
+def test_nothing_is_discarded_before_the_remote_has_the_step(tmp_path, monkeypatch):
+    """Mutants: what the copy has done is not looked at; another step that fails counts."""
+    far = tmp_path / "far"
+    save(tmp_path / "run", [1, 2, 3], remote=far)
+    save(tmp_path / "run", [2], "b", at=1)
+    lagging = points.replaced(points.RESUME_DRAIN, lambda _: lambda _: None)
+    with lagging, fastckpt.Manager(tmp_path / "run", remote=far) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager._drain, "again", lambda _step: None)
+            with pytest.raises(fastckpt.CheckpointError, match="step-00000002: nothing was removed"):
+                manager.restore(step=2, discard_newer=True)
+        assert (manager.steps(), manager.remote_steps()) == ([1, 2, 3], [1, 2, 3])
+        manager._drain._failed[1] = OSError("another step cannot be copied")
+        manager.restore(step=2, discard_newer=True)
+        assert (manager.steps(), manager.remote_steps()) == ([1, 2], [1, 2])
+        with pytest.raises(OSError, match="another step"):
+            manager.wait()
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_what_is_newer_is_discarded_by_a_node_whose_disk_takes_nothing(tmp_path, caplog, remote):
+    """Its directory does not even exist. Mutant: what cannot be noted there is an error."""
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1, 2, 3], remote=far)
+
+    def full(_):
+        def copy(_sources, target, **_how):
+            raise OSError(errno.ENOSPC, "No space left on device", target)
+
+        return copy
+
+    with points.replaced(points.FETCH, full):
+        manager = fastckpt.Manager(tmp_path / "two", remote=far)
+        assert manager.restore(step=2, discard_newer=True).step == 2
+    assert manager.remote_steps() == [1, 2]
+    assert [one for one in caplog.messages if "which branch goes on is not noted here: [Errno 2]" in one]
+
+
+def test_a_discard_that_fails_leaves_the_process_as_it_was(tmp_path, monkeypatch):
+    """Mutants: the run continues from the other step; what is newer is not copied any more; the note stays."""
+    far = tmp_path / "far"
+    save(tmp_path / "run", [1, 2], remote=far)
+    noted = []
+
+    def refuse(*_):
+        # A node that is lost now goes on from the step also without the remote.
+        noted.append((restored(tmp_path / "run"), restored(tmp_path / "none", remote=far)))
+        raise OSError("the store refuses")
+
+    with points.replaced(points.RESUME_DRAIN, lambda _: lambda _: None), monkeypatch.context() as patch:
+        manager = fastckpt.Manager(tmp_path / "run", remote=far)
+        with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
+            manager.restore()
+            manager.save(3, state(3))
+            manager._saves.pending.result()
+        patch.setattr(manager._remote, "remove_beyond", refuse)
+        with pytest.raises(OSError, match="the store refuses"):
+            manager.restore(step=1, discard_newer=True)
+    assert noted == [((1, "a"), (1, "a"))]
+    manager.wait()
+    assert manager.remote_steps() == [1, 2, 3]
+    for disk in ("run", "none"):
+        assert restored(tmp_path / disk, remote=far) == (3, "a")
+    assert restored(tmp_path / "run") == (3, "a")
+    manager.save(4, state(4))
+    manager.wait()
+    damage(tmp_path / "run" / FORM.format(step=4))
+    with pytest.warns(RuntimeWarning, match="is skipped"):
+        assert restored(tmp_path / "run") == (3, "a")
 
 
 @pytest.mark.parametrize("remote", ["path", "memory"])

@@ -52,14 +52,14 @@ class Candidates:
         """The highest order (:mod:`.lineage`) of any save that is known, on either tier."""
         return max(tier.order for tier in (self.local, self.remote) if tier is not None)
 
-    def look(self, *, needed: bool = True) -> list[Candidate]:
+    def look(self, *, needed: bool | None = None) -> list[Candidate]:
         """The checkpoints to try of the branch that saved last: by step, the highest first; the local tier's first.
 
         Raises:
-            OSError: there is none in the directory, and the remote tier does not answer; it is ``needed`` then.
+            OSError: the remote tier does not answer, and is ``needed``: None if there is none in the directory.
         """
         here = self._here()
-        there, far = self._there(needed=needed and not here)
+        there, far = self._there(needed=not here if needed is None else needed)
         near = self.local.catalogue.entries(here)
         tip = self.local.catalogue.tip(near)
         if self.remote is not None and far:
@@ -76,14 +76,17 @@ class Candidates:
         self.left = None if tries else max([*here, *there], default=None)
         return sorted(tries, key=lambda one: (-one.step, one.far))
 
-    def of(self, step: int) -> list[Candidate]:
+    def of(self, step: int, *, needed: bool) -> list[Candidate]:
         """The checkpoints of a step to try: the local tier's first, but only that of the branch that saved last.
 
         A manager that may write looks at both tiers: its saves come after all that are there. Another asks no store.
+
+        Raises:
+            OSError: the remote tier does not answer, and is ``needed``.
         """
         own: dict[bool, Candidate] = {}
         if not self.local.read_only:
-            own = {one.far: one for one in self.look(needed=False) if one.step == step}
+            own = {one.far: one for one in self.look(needed=needed) if one.step == step}
         if step in self._twice and len(own) == 1:
             return [*own.values()]
         return [Candidate(step), *([] if self.remote is None else [own.get(True, Candidate(step, far=True))])]

@@ -74,7 +74,7 @@ class Remote(Tier[Place]):
         here, there = (
             [entry.lineage.order for entry in tier.catalogue.entries([step]).values()] for tier in (self._local, self)
         )
-        return bool(here) and there != here
+        return not there or there != here
 
     def is_better(self, step: int) -> bool:
         """Whether it has a later save of a step, or one of the continuing branch, which left the local one."""
@@ -134,9 +134,11 @@ class Remote(Tier[Place]):
         except OSError as error:
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
-    def go_back(self) -> None:
-        """Remove steps: nothing older than what was durable until now."""
-        self._durable, self._latest = None, -math.inf
+    def go_back(self, to: tuple[int | None, float] = (None, -math.inf)) -> tuple[int | None, float]:
+        """The next step to be copied is the last one of the run; returns what takes that back."""
+        before = self._durable, self._latest
+        self._durable, self._latest = to
+        return before
 
     # For a restore.
 

@@ -78,14 +78,14 @@ class Loader:
     candidates: Candidates
     ranks: Ranks
 
-    def at(self, step: int, how: Mapping[str, Any]) -> Restored:
+    def at(self, step: int, how: Mapping[str, Any], *, needed: bool) -> Restored:
         """Load the checkpoint of a step, on all ranks or on none; ``how`` has arguments for the load.
 
         Raises:
             FileNotFoundError: there is none.
-            OSError: there is none in the directory, and the remote tier does not answer.
+            OSError: the remote tier does not answer, and is ``needed``, or there is none in the directory.
         """
-        listed = self.ranks.first("restore: step", partial(self.candidates.of, step))
+        listed = self.ranks.first("restore: step", partial(self.candidates.of, step, needed=needed))
         one, *others = (Candidate(*one) for one in listed)
         found, failures, error = self._try(one, (), how)
         if found is None and others and all(failure.skips for failure in failures):

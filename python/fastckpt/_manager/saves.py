@@ -76,10 +76,12 @@ class Saves:
         self.timing.resume(step)
         self.step = step
 
-    def go_back(self, step: int) -> Lineage:
-        """The place in the run until the next save, after it has gone back to a step."""
-        self._history.see(self.candidates.order)
-        return self._history.go_back(step)
+    def place_after(self, step: int, place: Lineage) -> Lineage:
+        """The place in the run until the next save, if it goes back to the checkpoint of a step, which has a place."""
+        history = History()
+        history.see(self.candidates.order)
+        history.resume(step, place)
+        return history.go_back(step)
 
     def look(self, step: int) -> None:
         """Look for other saves of the local tier before the first one: the remote may not answer for minutes."""
