@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -352,6 +353,26 @@ def test_a_step_that_two_nodes_have_is_the_one_of_the_branch_that_saved_last(tmp
             manager.restore(step=2)
     # For the drain, which goes on at the end of this process.
     shard.write_bytes(whole)
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_two_nodes_that_go_on_from_one_step_get_orders_of_their_own(tmp_path, skewed, discard):
+    """Their clocks are behind. Mutant: an order is one above the last."""
+    skewed(3600)
+    save(tmp_path / "one", [1, 2])
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    skewed(0)
+    orders = []
+    for disk in ("one", "two"):
+        save(tmp_path / disk, [], at=1, discard=discard)
+        noted = json.loads((tmp_path / disk / CACHE).read_text())["last"][0]
+        save(tmp_path / disk, [3])
+        with fastckpt.open(tmp_path / disk / FORM.format(step=3)) as checkpoint:
+            orders.append((noted, checkpoint.metadata["lineage"]["order"]))
+    (one, first), (two, second) = orders
+    assert first != second
+    assert (one != two) == discard
+    assert one < first < one + 2**20 + 2
 
 
 @pytest.mark.parametrize("remote", ["path", "memory"])

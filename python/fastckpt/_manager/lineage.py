@@ -9,6 +9,7 @@ also those that it never saw, and also if those between them were removed.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -109,7 +110,10 @@ class History:
     def plan(self, step: int) -> dict[str, Any]:
         """The place in the lineage for the metadata of a save of ``step``."""
         # The clock orders only checkpoints that were never seen, as on a remote tier that does not answer.
-        order, forks = max(self._order + 1, time.time_ns() // 1000), self._forks
+        order, forks = time.time_ns() // 1000, self._forks
+        if order <= self._order:
+            # Two nodes that go on from one checkpoint must not get one order: nothing else tells their saves apart.
+            order = self._order + 1 + secrets.randbits(20)
         if self._turns or self._step is None or step <= self._step:
             # A program that restores by other means continues the highest step below.
             back = step - 1 if self._step is None else min(self._step, step - 1)
