@@ -611,6 +611,21 @@ def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):
     assert restored(tmp_path) == (3, "a")
 
 
+@pytest.mark.parametrize("order", [float("inf"), float("nan"), 10.0**30, 2**62, "7"])
+def test_an_order_that_none_can_follow_is_none(tmp_path, order):
+    """Mutants: it is an error; the next save gets an order that metadata do not take."""
+    save(tmp_path, [1, 2])
+    for name, about in ((7, [order, []]), (8, [9, [[order, 1, 9]]])):
+        noted = dict(zip(("order", "forks"), about, strict=True), files=[])
+        fastckpt.save(state(name, "b"), tmp_path / FORM.format(step=name), metadata={"lineage": noted})
+    with fastckpt.Manager(tmp_path) as manager:
+        assert manager.restore(step=2).state["branch"] == "a"
+        # As one that no manager has saved.
+        assert manager.restore(step=8).lineage == (0, (), ())
+        manager.save(9, state(9, "c"))
+    assert restored(tmp_path) == (9, "c")
+
+
 def test_a_checkpoint_that_is_written_again_by_other_means_stays_on_its_branch(tmp_path):
     """It is newer than the one that the run goes on from, and yet below it. Mutants: its order counts as that of a save
     by a manager; the last checkpoint that was written is the branch that goes on."""

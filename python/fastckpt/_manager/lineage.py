@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 KEY = "lineage"
 #: The most forks that are noted: retention has long removed what older ones left behind.
 _MOST = 64
+#: Orders are below it: metadata, whose integers are below twice as much, take all that follow.
+_LIMIT = 2**62
 
 
 class Fork(NamedTuple):
@@ -70,14 +72,20 @@ def of(metadata: Any, created: float) -> Lineage:
 
 
 def parse(noted: Any) -> Lineage:
-    """The fork in a JSON value.
+    """The place in a JSON value.
 
     Raises:
         TypeError: it is none.
         ValueError: likewise.
     """
     order, forks, files = noted
-    return Lineage(int(order), tuple(Fork(*map(int, fork)) for fork in forks), tuple(map(str, files)))
+    return Lineage(_number(order), tuple(Fork(*map(_number, fork)) for fork in forks), tuple(map(str, files)))
+
+
+def _number(noted: Any) -> int:
+    if not -_LIMIT < noted < _LIMIT:
+        raise ValueError(f"{noted} is no order or step")
+    return int(noted)
 
 
 class History:
