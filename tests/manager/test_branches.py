@@ -652,7 +652,7 @@ def test_what_is_left_behind_stays_where_the_branch_has_lost_all(tmp_path):
     aside.rename(first)
     manager = fastckpt.Manager(tmp_path / "run", keep=1, read_only=True)
     assert (manager.latest(), manager.kept()) == (None, {0: ["left behind, until the run has passed it"]})
-    begin(tmp_path / "run", r"has left all checkpoints behind .* call restore\(step=0\)")
+    begin(tmp_path / "run", r"every checkpoint here is on a branch that it left; .* call restore\(step=0\)")
     assert manager.restore(step=0).state["branch"] == "a"
 
 

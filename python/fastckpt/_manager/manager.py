@@ -548,13 +548,13 @@ class Manager:
         place = self._saves.place_after(step, found.lineage)
         # Checkpoints that were pinned before there was a remote tier, or while it did not answer, are pinned only here.
         held = self._local.place.look().pinned
-        with contextlib.ExitStack() as steps:
+        with contextlib.ExitStack() as stack:
             # The directory may not exist, or be full.
-            steps.enter_context(self._catalogue.going_back(place, needed=remote is None))
+            stack.enter_context(self._catalogue.going_back(place, needed=remote is None))
             if self._drain is not None:
-                steps.enter_context(self._drain.going_back(step, from_here=found.path == self.path(step)))
+                stack.enter_context(self._drain.going_back(step, from_here=found.path == self.path(step)))
             if remote is not None:
-                steps.enter_context(remote.catalogue.going_back(place, needed=True))
+                stack.enter_context(remote.catalogue.going_back(place, needed=True))
                 remote.remove_beyond(step, held)
             self._local.remove_beyond(step, held)
 

@@ -142,18 +142,18 @@ class Remote(Tier[Place]):
 
     # For a restore.
 
-    def fetch(self, step: int, *, alone: bool) -> str:
+    def fetch(self, step: int, *, differs: bool) -> str:
         """Have the local tier hold the remote checkpoint of a step; returns where to load it from.
 
-        Good files on the local tier are not fetched. If it has another save of the step (``alone``), which is nowhere
-        else, or no room, or must not or cannot be written, the remote one is read instead.
+        Good files on the local tier are not fetched. If its save of the step ``differs``, and so is nowhere else, or if
+        it has no room, or must not or cannot be written, the remote one is read instead.
 
         Raises:
             CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.
             OSError: this tier does not answer, or has no such checkpoint.
         """
         here, there = self._local.place.path_of(step), self.place.path_of(step)
-        if self._local.read_only or alone:
+        if self._local.read_only or differs:
             return there
         sources = [here, there] if os.path.lexists(here) else [there]
         try:

@@ -85,7 +85,7 @@ class Loader:
             FileNotFoundError: there is none.
             OSError: the remote tier does not answer, and is ``needed``, or there is none in the directory.
         """
-        listed = self.ranks.first("restore: step", partial(self.candidates.of, step, needed=needed))
+        listed = self.ranks.first("restore: step", partial(self.candidates.candidates_of, step, needed=needed))
         one, *others = (Candidate(*one) for one in listed)
         found, failures, error = self._try(one, (), how)
         if found is None and others and all(failure.skips for failure in failures):
@@ -177,7 +177,7 @@ class Loader:
     ) -> Restored:
         path, remote = self.candidates.local.place.path_of(one.step), self.candidates.remote
         if one.far and remote is not None:
-            path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, alone=one.alone))
+            path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, differs=one.differs))
         if more and how.get("into") is not None and not how.get("strict", True):
             # Values that an older checkpoint lacks would keep, in `into`, what a damaged one has left.
             self.ranks.first("restore: verify", lambda: _verify(path))
