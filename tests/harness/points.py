@@ -44,6 +44,8 @@ REMOVE, RETENTION = "fastckpt._manager.directory:remove", "fastckpt._manager.tie
 BEGIN_DRAIN, RESUME_DRAIN = "fastckpt._manager.drain:Drain.start", "fastckpt._manager.drain:Drain.resume"
 LEAVE_DRAIN = "fastckpt._manager.drain:Drain.leave"
 COMPLETE = "fastckpt._manager.completion:Completion.wait"
+#: The facts about a checkpoint are read from it.
+READ_FACTS = "fastckpt._manager.catalogue:read"
 #: A checkpoint is opened and loaded for a restore.
 OPEN_TO_RESTORE, LOAD_TO_RESTORE = "fastckpt._manager.restore:Checkpoint", "fastckpt._manager.restore:load"
 #: The table of mounts that the machine has.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import logging
 import os
 import shutil
@@ -137,6 +139,19 @@ def skewed(monkeypatch):
     return lambda ahead: monkeypatch.setattr("time.time_ns", lambda: real() + int(ahead * 1e9))
 
 
+def silence(patch, manager):
+    """Have the remote tier of a manager refuse; returns what it is asked."""
+    asked = []
+
+    def refuse(*_):
+        asked.append(1)
+        raise OSError("no route to the store")
+
+    for name in ("look", "identity", "read"):
+        patch.setattr(manager._remote.place, name, refuse)
+    return asked
+
+
 def place(tmp_path, kind):
     return {"none": None, "path": str(tmp_path / "far"), "memory": f"memory://{tmp_path.name}/far"}[kind]
 
@@ -185,15 +200,69 @@ def test_a_save_for_a_signal_comes_after_all_others_whatever_the_clocks_say(tmp_
     assert restored(tmp_path) == (2001, "b")
 
 
+@pytest.mark.parametrize("how", ["should_save", "save", "steady"])
 @pytest.mark.parametrize("remote", ["path", "memory"])
-def test_the_first_save_of_a_program_that_does_not_restore_comes_after_all_others(tmp_path, skewed, remote):
+def test_a_step_boundary_asks_no_remote(tmp_path, monkeypatch, remote, how):
+    """It may not answer for minutes."""
     far = place(tmp_path, remote)
+    save(tmp_path / "one", [1000], remote=far)
+    manager = fastckpt.Manager(tmp_path / "two", remote=far)
+    with monkeypatch.context() as patch, points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
+        asked = silence(patch, manager)
+        if how == "steady":
+            with manager.steady(2000, state(2000)):
+                pass
+        else:
+            getattr(manager, how)(2000, *[state(2000)] * (how == "save"))
+        assert not asked
+    manager.wait()
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_a_writer_asks_the_remote_when_it_goes_back_and_a_reader_does_not(tmp_path, monkeypatch, remote):
+    far = place(tmp_path, remote)
+    save(tmp_path / "run", [1, 2], remote=far)
+    reader = fastckpt.Manager(tmp_path / "run", remote=far, read_only=True)
+    writer = fastckpt.Manager(tmp_path / "run", remote=far)
+    writer.wait()
+    with monkeypatch.context() as patch:
+        asked = silence(patch, reader)
+        assert reader.restore(step=1).step == 1
+        assert not asked
+        # It goes on all the same.
+        silence(patch, writer)
+        with pytest.warns(RuntimeWarning, match="does not answer and is skipped: no route"):
+            assert writer.restore(step=1).step == 1
+    look, looks = writer._remote.place.look, []
+    monkeypatch.setattr(writer._remote.place, "look", lambda: (looks.append(1), look())[1])
+    writer.restore(step=1)
+    # What it lists again it does not read again.
+    with points.replaced(points.READ_FACTS, lambda _: None):
+        writer.restore(step=2)
+    assert len(looks) == 2
+
+
+@pytest.mark.parametrize("how", ["save", "steady"])
+def test_a_directory_that_cannot_be_looked_at_once_is_looked_at_again(tmp_path, skewed, monkeypatch, caplog, how):
+    """And no rank raises alone. Mutants: it raises; it counts as looked at."""
     skewed(3600)
-    save(tmp_path / "one", [1000, 2000, 3000], remote=far)
+    save(tmp_path, [1000, 2000])
     skewed(0)
-    with fastckpt.Manager(tmp_path / "two", remote=far) as manager:
-        assert manager.save(2100, state(2100, "b"))
-    assert restored(tmp_path / "three", remote=far) == (2100, "b")
+
+    def stale():
+        raise OSError(116, "Stale file handle")
+
+    with fastckpt.Manager(tmp_path) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager._local.place, "look", stale)
+            if how == "save":
+                assert manager.should_save(100)
+            else:
+                with manager.steady(100, state(100)):
+                    pass
+        assert [one for one in caplog.messages if "it cannot be looked at before the first save: [Errno 116]" in one]
+        manager.save(100, state(100, "b"))
+    assert restored(tmp_path) == (100, "b")
 
 
 def test_a_new_beginning_comes_after_all_that_it_leaves(tmp_path, skewed):
@@ -220,22 +289,22 @@ def test_a_save_that_the_remote_does_not_take_is_no_success(tmp_path, skewed, mo
     skewed(0)
     save(tmp_path / "two", [1000], "b")
 
-    def silent():
-        raise OSError("no route to the store")
-
     with fastckpt.Manager(tmp_path / "two", remote=far) as manager:
         with monkeypatch.context() as patch, points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
-            patch.setattr(manager._remote.place, "look", silent)
+            silence(patch, manager)
             with pytest.warns(RuntimeWarning, match="does not answer and is skipped"):
                 manager.restore(step=1000)
-            # The first save asks once more.
-            with pytest.warns(RuntimeWarning, match="does not answer and is skipped"):
-                manager.save(2000, state(2000, "b"))
-        with pytest.raises(fastckpt.CheckpointError, match=r"step-00002000 is not copied: .* is a later save of step"):
+            manager.save(2000, state(2000, "b"))
+        with pytest.raises(
+            fastckpt.CheckpointError, match=r"00002000 is not copied, and stays: .*other run \(save again"
+        ):
             manager.wait()
         assert manager.remote_steps() == [1000, 2000]
+        # No restore costs the only save of the step by this run.
+        for step in (None, 2000):
+            assert manager.restore(step=step).state["branch"] == "a"
+            assert fastckpt.load(manager.path(2000))["branch"] == "b"
         # It is told once, and mended as the message says.
-        manager.restore(step=2000)
         manager.save(2000, state(2000, "c"), force=True)
         manager.wait()
     assert restored(tmp_path / "three", remote=far) == (2000, "c")
@@ -268,22 +337,72 @@ def test_a_step_that_two_nodes_have_is_the_one_of_the_branch_that_saved_last(tmp
     far = place(tmp_path, remote)
     save(tmp_path / "one", [1, 2, 3], remote=far)
     save(tmp_path / "two", [2], "b", at=1, remote=far)
-    for read_only in (True, False):
-        manager = fastckpt.Manager(tmp_path / "one", remote=far, read_only=read_only)
-        assert manager.restore(step=2).state["branch"] == "b"
-        # Only the branch that was left has this one.
-        assert manager.restore(step=3).state["branch"] == "a"
+    manager = fastckpt.Manager(tmp_path / "one", remote=far)
+    assert manager.restore(step=2).state["branch"] == "b"
+    # Only the branch that was left has this one.
+    assert manager.restore(step=3).state["branch"] == "a"
     # What is not yet at the remote is not passed over for what is.
+    shard = tmp_path / "two" / FORM.format(step=2) / "model.safetensors"
     with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
         save(tmp_path / "two", [2], "c", at=1, remote=far)
-        assert fastckpt.Manager(tmp_path / "two", remote=far).restore(step=2).state["branch"] == "c"
-    shard = tmp_path / "two" / FORM.format(step=2) / "model.safetensors"
-    whole = shard.read_bytes()
-    damage(shard.parent)
-    with pytest.raises(fastckpt.CorruptCheckpointError, match="step-00000002"):
-        fastckpt.Manager(tmp_path / "two", remote=far, read_only=True).restore(step=2)
+        manager = fastckpt.Manager(tmp_path / "two", remote=far)
+        assert manager.restore(step=2).state["branch"] == "c"
+        whole = shard.read_bytes()
+        damage(shard.parent)
+        with pytest.raises(fastckpt.CorruptCheckpointError, match="step-00000002"):
+            manager.restore(step=2)
     # For the drain, which goes on at the end of this process.
     shard.write_bytes(whole)
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_two_nodes_that_go_on_from_one_step_get_orders_of_their_own(tmp_path, skewed, discard):
+    """Their clocks are behind. Mutant: an order is one above the last."""
+    skewed(3600)
+    save(tmp_path / "one", [1, 2])
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    skewed(0)
+    orders = []
+    for disk in ("one", "two"):
+        save(tmp_path / disk, [], at=1, discard=discard)
+        noted = json.loads((tmp_path / disk / CACHE).read_text())["last"][0]
+        save(tmp_path / disk, [3])
+        with fastckpt.open(tmp_path / disk / FORM.format(step=3)) as checkpoint:
+            orders.append((noted, checkpoint.metadata["lineage"]["order"]))
+    (one, first), (two, second) = orders
+    assert first != second
+    assert (one != two) == discard
+    assert one < first < one + 2**20 + 2
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+@pytest.mark.parametrize("discard", [False, True])
+def test_a_step_that_a_lost_node_saved_again_is_the_one_of_the_branch_that_goes_on(tmp_path, remote, discard):
+    """The save that the branch has left is the later one. Mutants: the later one is loaded; it is replaced; it counts
+    as what the remote lacks."""
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1, 2], remote=far)
+    save(tmp_path / "one", [2], "b", at=1)
+    save(tmp_path / "two", [3], remote=far)
+    with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
+        assert manager.restore(step=2, discard_newer=discard).state["branch"] == "a"
+        assert fastckpt.load(manager.path(2))["branch"] == "b"
+    assert fastckpt.load(f"{far}/{FORM.format(step=2)}")["branch"] == "a"
+    for disk in ("one", "two", "three"):
+        assert restored(tmp_path / disk, remote=far) == (2 if discard else 3, "a")
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_no_restore_replaces_a_save_that_the_remote_lacks(tmp_path, remote):
+    """The going branch has saved the step later. Mutant: it is fetched to where this one is."""
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1], remote=far)
+    save(tmp_path / "one", [2], "b")
+    save(tmp_path / "two", [2], "c", at=1, remote=far)
+    with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
+        for step in (2, None):
+            assert manager.restore(step=step).state["branch"] == "c"
+        assert fastckpt.load(manager.path(2))["branch"] == "b"
 
 
 def test_what_a_branch_has_left_does_not_replace_its_own_at_the_remote(tmp_path):
@@ -369,6 +488,99 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_ste
         assert restored(tmp_path / "none", remote=far) == (2000, "b")
 
 
+def test_nothing_is_discarded_while_the_remote_does_not_answer(tmp_path, monkeypatch):
+    """It answers again by the time of the removal. Mutant: the look may fail where the directory has the step."""
+    far = tmp_path / "far"
+    save(tmp_path / "one", [1, 2, 3], remote=far)
+    with fastckpt.Manager(tmp_path / "one", remote=far) as manager:
+        manager.wait()
+        look, answers = manager._remote.place.look, iter([OSError("no route to the store")])
+
+        def once():
+            for error in answers:
+                raise error
+            return look()
+
+        monkeypatch.setattr(manager._remote.place, "look", once)
+        into = state(0)
+        with pytest.raises(OSError, match="no route"):
+            manager.restore(into, step=2, discard_newer=True)
+        assert into["branch"] == "a"
+        assert not into["model"]["w"].any()
+        assert (manager.steps(), manager.remote_steps()) == ([1, 2, 3], [1, 2, 3])
+
+
+def test_nothing_is_discarded_before_the_remote_has_the_step(tmp_path, monkeypatch):
+    """Mutants: what the copy has done is not looked at; another step that fails counts."""
+    far = tmp_path / "far"
+    save(tmp_path / "run", [1, 2, 3], remote=far)
+    save(tmp_path / "run", [2], "b", at=1)
+    lagging = points.replaced(points.RESUME_DRAIN, lambda _: lambda _: None)
+    with lagging, fastckpt.Manager(tmp_path / "run", remote=far) as manager:
+        with monkeypatch.context() as patch:
+            patch.setattr(manager._drain, "again", lambda _step: None)
+            with pytest.raises(fastckpt.CheckpointError, match="step-00000002: nothing was removed"):
+                manager.restore(step=2, discard_newer=True)
+        assert (manager.steps(), manager.remote_steps()) == ([1, 2, 3], [1, 2, 3])
+        manager._drain._failed[1] = OSError("another step cannot be copied")
+        manager.restore(step=2, discard_newer=True)
+        assert (manager.steps(), manager.remote_steps()) == ([1, 2], [1, 2])
+        with pytest.raises(OSError, match="another step"):
+            manager.wait()
+
+
+@pytest.mark.parametrize("remote", ["path", "memory"])
+def test_what_is_newer_is_discarded_by_a_node_whose_disk_takes_nothing(tmp_path, caplog, remote):
+    """Its directory does not even exist. Mutant: what cannot be noted there is an error."""
+    far = place(tmp_path, remote)
+    save(tmp_path / "one", [1, 2, 3], remote=far)
+
+    def full(_):
+        def copy(_sources, target, **_how):
+            raise OSError(errno.ENOSPC, "No space left on device", target)
+
+        return copy
+
+    with points.replaced(points.FETCH, full):
+        manager = fastckpt.Manager(tmp_path / "two", remote=far)
+        assert manager.restore(step=2, discard_newer=True).step == 2
+    assert manager.remote_steps() == [1, 2]
+    assert [one for one in caplog.messages if "which branch goes on is not noted here: [Errno 2]" in one]
+
+
+def test_a_discard_that_fails_leaves_the_process_as_it_was(tmp_path, monkeypatch):
+    """Mutants: the run continues from the other step; what is newer is not copied any more; the note stays."""
+    far = tmp_path / "far"
+    save(tmp_path / "run", [1, 2], remote=far)
+    noted = []
+
+    def refuse(*_):
+        # A node that is lost now goes on from the step also without the remote.
+        noted.append((restored(tmp_path / "run"), restored(tmp_path / "none", remote=far)))
+        raise OSError("the store refuses")
+
+    with points.replaced(points.RESUME_DRAIN, lambda _: lambda _: None), monkeypatch.context() as patch:
+        manager = fastckpt.Manager(tmp_path / "run", remote=far)
+        with points.replaced(points.BEGIN_DRAIN, lambda _: lambda _: None):
+            manager.restore()
+            manager.save(3, state(3))
+            manager._saves.pending.result()
+        patch.setattr(manager._remote, "remove_beyond", refuse)
+        with pytest.raises(OSError, match="the store refuses"):
+            manager.restore(step=1, discard_newer=True)
+    assert noted == [((1, "a"), (1, "a"))]
+    manager.wait()
+    assert manager.remote_steps() == [1, 2, 3]
+    for disk in ("run", "none"):
+        assert restored(tmp_path / disk, remote=far) == (3, "a")
+    assert restored(tmp_path / "run") == (3, "a")
+    manager.save(4, state(4))
+    manager.wait()
+    damage(tmp_path / "run" / FORM.format(step=4))
+    with pytest.warns(RuntimeWarning, match="is skipped"):
+        assert restored(tmp_path / "run") == (3, "a")
+
+
 @pytest.mark.parametrize("remote", ["path", "memory"])
 def test_a_run_that_goes_back_to_a_branch_it_has_left_has_it_at_the_remote(tmp_path, remote):
     """By then no policy of the remote would keep the step. Mutant: the branch that is left decides what is copied."""
@@ -399,6 +611,21 @@ def test_other_metadata_and_other_saves_do_not_make_a_branch(tmp_path):
     assert restored(tmp_path) == (3, "a")
 
 
+@pytest.mark.parametrize("order", [float("inf"), float("nan"), 10.0**30, 2**62, "7"])
+def test_an_order_that_none_can_follow_is_none(tmp_path, order):
+    """Mutants: it is an error; the next save gets an order that metadata do not take."""
+    save(tmp_path, [1, 2])
+    for name, about in ((7, [order, []]), (8, [9, [[order, 1, 9]]])):
+        noted = dict(zip(("order", "forks"), about, strict=True), files=[])
+        fastckpt.save(state(name, "b"), tmp_path / FORM.format(step=name), metadata={"lineage": noted})
+    with fastckpt.Manager(tmp_path) as manager:
+        assert manager.restore(step=2).state["branch"] == "a"
+        # As one that no manager has saved.
+        assert manager.restore(step=8).lineage == (0, (), ())
+        manager.save(9, state(9, "c"))
+    assert restored(tmp_path) == (9, "c")
+
+
 def test_a_checkpoint_that_is_written_again_by_other_means_stays_on_its_branch(tmp_path):
     """It is newer than the one that the run goes on from, and yet below it. Mutants: its order counts as that of a save
     by a manager; the last checkpoint that was written is the branch that goes on."""
@@ -425,7 +652,7 @@ def test_what_is_left_behind_stays_where_the_branch_has_lost_all(tmp_path):
     aside.rename(first)
     manager = fastckpt.Manager(tmp_path / "run", keep=1, read_only=True)
     assert (manager.latest(), manager.kept()) == (None, {0: ["left behind, until the run has passed it"]})
-    begin(tmp_path / "run", r"has left all checkpoints behind .* call restore\(step=0\)")
+    begin(tmp_path / "run", r"every checkpoint here is on a branch that it left; .* call restore\(step=0\)")
     assert manager.restore(step=0).state["branch"] == "a"
 
 

@@ -234,13 +234,18 @@ def test_a_damaged_checkpoint_is_told_once_and_let_go(run, caplog, own):
     assert [one.levelname for one in caplog.records] == ["ERROR"]
 
 
+def go_back(drain):
+    with drain.going_back(1, from_here=True):
+        pass
+
+
 def test_who_goes_back_hears_nothing_of_a_step_that_is_given_up(run):
     run.save(1, 2, add=False)
     damage(run, 2)
     run.drain.add(2)
     run.drain.start()
     run.drain.end()
-    run.drain.go_back(1)
+    go_back(run.drain)
     run.wait()
     assert run.there() == [1]
 
@@ -249,7 +254,7 @@ def test_what_is_above_a_step_that_cannot_be_gone_back_to_is_still_copied(run, c
     copier.fail = {"all": OSError(errno.EIO, "the store does not answer")}
     run.save(1, 2)
     with pytest.raises(OSError, match="does not answer"):
-        run.drain.go_back(1)
+        go_back(run.drain)
     assert run.drain.holds(2)
     copier.fail = {}
     run.wait_anew()
@@ -278,7 +283,7 @@ def test_who_is_interrupted_while_a_copy_is_given_up_has_the_rest_copied(run, st
     run.save(1)
     run.wait()
     with mock.patch.object(run.drain, "end", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
-        getattr(run.drain, stops)(1)
+        go_back(run.drain) if stops == "go_back" else run.drain.leave(1)
     run.save(2)
     run.wait()
     assert run.there() == [1, 2]
@@ -363,6 +368,23 @@ def test_a_look_at_a_store_misses_no_step_that_takes_the_place_of_another(tmp_pa
 
     monkeypatch.setattr(place._objects, "children", listed)
     assert place.look().steps == [2]
+
+
+def test_a_look_at_a_store_misses_no_step_that_another_thread_asks_about(tmp_path, monkeypatch):
+    """As the drain does, while the listing is being made. Mutant: it is made where the others take from."""
+    place = prefix.Prefix(Objects.at("test", f"memory://{tmp_path.name}/run"), NAMES)
+    names = [f"step-{step:08d}" for step in (1, 2, 3)]
+    for name in names:
+        place.replace(f"{name}/fastckpt.json", b"{}", durable=True)
+
+    class Asking(Names):
+        def step_of(self, name):
+            for each in names:
+                assert place.identity(each) is not None
+            return super().step_of(name)
+
+    monkeypatch.setattr(place, "names", Asking("step-{step:08d}"))
+    assert place.look().steps == [1, 2, 3]
 
 
 def test_what_was_there_takes_one_look_at_what_follows(tmp_path, copier, monkeypatch):

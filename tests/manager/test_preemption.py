@@ -435,3 +435,34 @@ def test_signals_are_taken_in_the_main_thread(tmp_path):
     thread.start()
     thread.join(DEADLINE)
     assert "main thread only" in caught[0]
+
+
+def test_a_handler_that_runs_while_the_facts_are_read_waits_for_no_save_that_waits_for_them(tmp_path):
+    """Two threads for the main one, which reads and answers a signal, and for that of a save that ends. Mutant: a save
+    holds its own lock when it notes its facts."""
+    manager = fastckpt.Manager(tmp_path)
+    manager.save(1, {"a": np.zeros(10)})
+    report, after, catalogue = manager.wait(), manager._after_save, manager._local.catalogue
+    add, reads, ends = catalogue.add, threading.Event(), threading.Event()
+
+    def note():
+        after.note({"step": 1, "metrics": {}}, time.monotonic(), report, 0.0)
+
+    def read_and_answer():
+        with catalogue._lock:
+            reads.set()
+            assert ends.wait(DEADLINE)
+            note()
+
+    def adds(entry):
+        ends.set()
+        add(entry)
+
+    catalogue.add = adds
+    reader, writer = (threading.Thread(target=each, daemon=True) for each in (read_and_answer, note))
+    reader.start()
+    assert reads.wait(DEADLINE)
+    writer.start()
+    for thread in (reader, writer):
+        thread.join(5)
+        assert not thread.is_alive()

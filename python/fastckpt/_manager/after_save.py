@@ -100,12 +100,14 @@ class AfterSave:
         step = about["step"]
         if self.drain is not None:
             self.drain.add(step)
+        if self.leads:
+            # Before the lock: a signal handler that takes it may run where its thread holds that of the catalogue.
+            created = time.time() - report.seconds
+            self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
         with self._lock:
             self.timing.durable(began, stall)
             if not self.leads:
                 return
-            created = time.time() - report.seconds
-            self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
             # Two saves may end at nearly the same time, and the later one may get here first.
             if began < self._latest:
                 return

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -26,12 +25,12 @@ if TYPE_CHECKING:
 class Candidate(NamedTuple):
     """A checkpoint that may be restored.
 
-    It is in the remote tier if it is ``far``, and a later save than the local tier's if it is ``alone``.
+    It is in the remote tier if it is ``far``, and another save of the step than the local tier's if it ``differs``.
     """
 
     step: int
     far: bool = False
-    alone: bool = False
+    differs: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -39,30 +38,28 @@ class Candidates:
     """The checkpoints that may be restored, of the local tier and of the remote one.
 
     Attributes:
-        left: the highest step, if the last look has found no checkpoint of the branch that saved last.
+        highest_left: the highest step, if the last look has found no checkpoint of the branch that saved last.
     """
 
     local: Tier[Directory]
     remote: Remote | None
-    left: int | None = None
-    #: Whether the remote tier has answered.
-    _answered: bool = False
+    highest_left: int | None = None
     #: The steps of which the two tiers have different saves.
-    _twice: set[int] = field(default_factory=set)
+    _differing: set[int] = field(default_factory=set)
 
     @property
     def order(self) -> int:
         """The highest order (:mod:`.lineage`) of any save that is known, on either tier."""
         return max(tier.order for tier in (self.local, self.remote) if tier is not None)
 
-    def look(self) -> list[Candidate]:
+    def look(self, *, needed: bool | None = None) -> list[Candidate]:
         """The checkpoints to try of the branch that saved last: by step, the highest first; the local tier's first.
 
         Raises:
-            OSError: there is none in the directory, and the remote tier does not answer.
+            OSError: the remote tier does not answer, and is ``needed``: None if there is none in the directory.
         """
         here = self._here()
-        there, far = self._there(needed=not here)
+        there, far = self._there(needed=not here if needed is None else needed)
         near = self.local.catalogue.entries(here)
         tip = self.local.catalogue.tip(near)
         if self.remote is not None and far:
@@ -71,37 +68,27 @@ class Candidates:
         def is_own(step: int, entries: Mapping[int, Entry]) -> bool:
             return step not in entries or not tip.has_left(step, entries[step].lineage)
 
-        def is_later(step: int) -> bool:
-            return step in self._twice and near[step].lineage.order < far[step].lineage.order
-
-        self._twice = {step for step in near.keys() & far if near[step].lineage.order != far[step].lineage.order}
+        self._differing = {step for step in near.keys() & far if near[step].lineage.order != far[step].lineage.order}
         tries = [
             *(Candidate(step) for step in here if is_own(step, near)),
-            *(Candidate(step, True, is_later(step)) for step in there if is_own(step, far)),
+            *(Candidate(step, True, step in self._differing) for step in there if is_own(step, far)),
         ]
-        self.left = None if tries else max([*here, *there], default=None)
+        self.highest_left = None if tries else max([*here, *there], default=None)
         return sorted(tries, key=lambda one: (-one.step, one.far))
 
-    def of(self, step: int) -> list[Candidate]:
-        """The checkpoints of a step to try: the local tier's first, but only that of the branch that saved last."""
-        own: dict[bool, Candidate] = {}
-        with contextlib.suppress(OSError):  # the load says so, too
-            own = {one.far: one for one in self.look() if one.step == step}
-        if step in self._twice and len(own) == 1:
-            return [*own.values()]
-        return [Candidate(step), *([] if self.remote is None else [own.get(True, Candidate(step, far=True))])]
+    def candidates_of(self, step: int, *, needed: bool) -> list[Candidate]:
+        """The checkpoints of a step to try: the local tier's first, but only that of the branch that saved last.
 
-    def know(self, *, far: bool) -> list[int]:
-        """Have the saves of the local tier known, and if ``far`` those of the remote one, unless they are.
+        A manager that may write looks at both tiers: its saves come after all that are there. Another asks no store.
 
-        Returns:
-            The steps of the local tier.
+        Raises:
+            OSError: the remote tier does not answer, and is ``needed``.
         """
-        steps = self.local.place.look().steps
-        self.local.catalogue.entries(steps)
-        if far and not self._answered:
-            self._there(needed=False)
-        return steps
+        if not self.local.read_only:
+            own = [one for one in self.look(needed=needed) if one.step == step]
+            if step in self._differing and len(own) == 1:
+                return own
+        return [Candidate(step), *([] if self.remote is None else [Candidate(step, True, step in self._differing)])]
 
     def is_gone(self, one: Candidate) -> bool:
         """Whether there is nothing of a checkpoint any more."""
@@ -118,11 +105,11 @@ class Candidates:
         Raises:
             CheckpointError: a run was here; NotACheckpointError: it was another program's.
         """
-        if self.left is not None:
+        if (step := self.highest_left) is not None:
             raise CheckpointError(
-                f"restore: {self.local.place.path}: when the run went back, it has left all checkpoints behind that "
-                f"there are; the highest is step {self.left} (to go on from that one, call restore(step={self.left}); "
-                "to start anew, call restore(fresh=True))"
+                f"restore: {self.local.place.path}: the run went back, and every checkpoint here is on a branch that "
+                f"it left; the highest is step {step} (to go on from that one, call restore(step={step}); to start "
+                "anew, call restore(fresh=True))"
             )
         for place in [self.local.place, *([] if self.remote is None else [self.remote.place])]:
             evidence = earlier_run.in_directory(place) if isinstance(place, Directory) else earlier_run.in_store(place)
@@ -149,10 +136,8 @@ class Candidates:
         except OSError as error:
             if needed:
                 raise
-            text = f"fastckpt: {self.remote.place.path} does not answer and is skipped: {error}"
-            warn(text)
+            warn(f"fastckpt: {self.remote.place.path} does not answer and is skipped: {error}")
             return [], {}
-        self._answered = True
         return steps, entries
 
     def _here(self) -> list[int]:

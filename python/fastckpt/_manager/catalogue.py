@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from .directory import Identity
     from .prefix import Place
 
+
+logger = logging.getLogger("fastckpt")
 
 FILE = ".fastckpt-run.json"
 _VERSION = 2
@@ -108,36 +111,28 @@ class Catalogue:
                 self._note(name, identity, entry)
 
     @contextlib.contextmanager
-    def on_branch(self, place: Lineage) -> Iterator[None]:
-        """The run is about to go back: ``place`` is of the branch that goes on, unless this block raises."""
-        before, self.last = self.last, place
-        try:
-            yield
-        except BaseException:
-            self.last = before
-            raise
-
-    def go_back(self, place: Lineage, steps: Iterable[int]) -> None:
-        """Note, durably, the place of a run that has gone back. Until the next save nothing else would show it.
-
-        ``steps`` are all that there are.
+    def going_back(self, place: Lineage, *, needed: bool) -> Iterator[None]:
+        """The run goes back to a place, unless this block raises. Until the next save nothing else shows it.
 
         Raises:
-            OSError: the file cannot be written.
+            OSError: that cannot be noted durably, and the note is ``needed``.
         """
-        with self._lock:
-            self.last = place
-            self._changed = True
-            self.write(steps, durable=True)
+        before = self.last
+        try:
+            self._go(place, needed=needed)
+            yield
+        except BaseException:
+            self._go(before, needed=False)
+            raise
 
-    def write(self, steps: Iterable[int], *, durable: bool = False) -> None:
-        """Write the file, with the facts about these checkpoints.
+    def write(self, steps: Iterable[int] | None = None, *, durable: bool = False) -> None:
+        """Write the file, with the facts about these checkpoints; None: about all that are known.
 
         Raises:
             OSError: it cannot be written.
         """
         with self._lock:
-            names = {self._place.names.name_of(step) for step in steps}
+            names = self._known if steps is None else {self._place.names.name_of(step) for step in steps}
             gone = self._known.keys() - names
             for name in gone:
                 del self._known[name]
@@ -150,6 +145,16 @@ class Catalogue:
             document = {"version": _VERSION, "keep": self.keep, "last": self.last, "checkpoints": known}
             self._place.replace(FILE, json.dumps(document).encode(), durable=durable)
             self._changed = False
+
+    def _go(self, place: Lineage, *, needed: bool) -> None:
+        with self._lock:
+            self.last, self._changed = place, True
+            try:
+                self.write(durable=True)
+            except OSError as error:
+                if needed:
+                    raise
+                logger.warning("%s: which branch goes on is not noted here: %s", self._place.path, error)
 
     def _note(self, name: str, identity: Identity, entry: Entry) -> None:
         self._known[name] = identity, entry

@@ -178,37 +178,55 @@ class Drain:
                 self._queue(step, next(self._late))
             self.start()
 
-    def go_back(self, step: int) -> None:
-        """Give up the current copy, and copy nothing above this step; the remote tier has the step afterwards.
+    @contextlib.contextmanager
+    def going_back(self, step: int, *, from_here: bool) -> Iterator[None]:
+        """Give up the current copy, and copy nothing above this step, unless this block raises.
+
+        The remote tier has the step before the block begins: the local tier's if the run goes on ``from_here``.
 
         Raises:
-            Exception: the step cannot be copied; higher steps stay in the queue.
-            OSError: the remote does not answer; higher steps stay in the queue.
+            Exception: the step cannot be copied.
+            OSError: the remote does not answer.
         """
-        above: dict[int, int] = {}
         try:
             self._stop()
             with self._lock:
                 above = {one: number for one, number in self._waiting.items() if one > step}
+                failed = {one: error for one, error in self._failed.items() if one > step}
                 self._waiting = {one: number for one, number in self._waiting.items() if one <= step}
                 # The reason why a step cannot reach the remote tier does not matter if it is about to be removed.
                 self._failed = {one: error for one, error in self._failed.items() if one <= step}
-                self._remote.go_back()
+                before = self._remote.go_back()
         finally:
             self._stopped = False
-        self.start()
         try:
-            if self._remote.lacks(step):
+            if from_here and self._remote.lacks(step):
                 # It has none, or another save of it, of a branch that this run has left: losing the node would then
                 # cost all.
-                self.again(step)
-                self.wait(math.inf, lambda: False)
+                self._bring(step)
+            self.start()
+            yield
         except BaseException:
             # The run does not go back.
             with self._lock:
-                self._waiting = {**above, **self._waiting}
+                self._waiting, self._failed = {**above, **self._waiting}, {**failed, **self._failed}
+                self._remote.go_back(before)
             self.start()
             raise
+
+    def _bring(self, step: int) -> None:
+        """Copy a step now, whatever others may fail.
+
+        Raises:
+            Exception: the remote tier lacks it.
+        """
+        self.again(step)
+        with self.hurry():
+            self.end()
+        if self._remote.lacks(step):
+            here, there = self._from.path_of(step), self._to.path_of(step)
+            failed = self._failed.pop(step, None)
+            raise failed or CheckpointError(f"restore: discard_newer: {here} is not at {there}: nothing was removed")
 
     @contextlib.contextmanager
     def hurry(self) -> Iterator[None]:
@@ -371,14 +389,14 @@ class Drain:
     def _copy(self, step: int, number: int | None) -> None:
         source, target = self._from.path_of(step), self._to.path_of(step)
         if self._remote.is_better(step):
-            text = f"{source} is not copied: {target} is a later save of step {step}, or of the branch that goes on"
+            text = f"{source} is not copied, and stays: {target} is a later save of step {step} by another run"
             logger.info("%s", text)
             self._drop(step, number)
             if self._leads and step in self._own:
                 # This run has saved it for nothing: another one saves there, or this one did not know of it.
                 self._failed[step] = CheckpointError(
-                    f"drain: {text} (does another run save there? Give each a remote= of its own. If it is over, call "
-                    "restore again: what is saved after that comes later)"
+                    f"drain: {text} (save again: what is saved from now on comes later, and is copied. If the other "
+                    "run goes on, give each a remote= of its own)"
                 )
             return
         copied = copy_checkpoint(

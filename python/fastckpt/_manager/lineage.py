@@ -9,6 +9,7 @@ also those that it never saw, and also if those between them were removed.
 
 from __future__ import annotations
 
+import secrets
 import time
 from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple
 KEY = "lineage"
 #: The most forks that are noted: retention has long removed what older ones left behind.
 _MOST = 64
+#: Orders are below it: metadata, whose integers are below twice as much, take all that follow.
+_LIMIT = 2**62
 
 
 class Fork(NamedTuple):
@@ -69,14 +72,20 @@ def of(metadata: Any, created: float) -> Lineage:
 
 
 def parse(noted: Any) -> Lineage:
-    """The fork in a JSON value.
+    """The place in a JSON value.
 
     Raises:
         TypeError: it is none.
         ValueError: likewise.
     """
     order, forks, files = noted
-    return Lineage(int(order), tuple(Fork(*map(int, fork)) for fork in forks), tuple(map(str, files)))
+    return Lineage(_number(order), tuple(Fork(*map(_number, fork)) for fork in forks), tuple(map(str, files)))
+
+
+def _number(noted: Any) -> int:
+    if not -_LIMIT < noted < _LIMIT:
+        raise ValueError(f"{noted} is no order or step")
+    return int(noted)
 
 
 class History:
@@ -109,7 +118,10 @@ class History:
     def plan(self, step: int) -> dict[str, Any]:
         """The place in the lineage for the metadata of a save of ``step``."""
         # The clock orders only checkpoints that were never seen, as on a remote tier that does not answer.
-        order, forks = max(self._order + 1, time.time_ns() // 1000), self._forks
+        order, forks = time.time_ns() // 1000, self._forks
+        if order <= self._order:
+            # Two nodes that go on from one checkpoint must not get one order: nothing else tells their saves apart.
+            order = self._order + 1 + secrets.randbits(20)
         if self._turns or self._step is None or step <= self._step:
             # A program that restores by other means continues the highest step below.
             back = step - 1 if self._step is None else min(self._step, step - 1)

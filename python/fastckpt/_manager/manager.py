@@ -382,7 +382,8 @@ class Manager:
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
             NotACheckpointError: the directory holds files of another program, perhaps under names of checkpoints.
             FileNotFoundError: there is no checkpoint of ``step``.
-            OSError: there is none in the directory, and the remote tier does not answer.
+            OSError: the remote tier does not answer, and there is none in the directory, or ``discard_newer`` is given;
+                or what is newer cannot be removed: then the run goes on as before.
             RanksError: another rank could not load it.
             RuntimeError: ``discard_newer``, and the manager is read-only.
             TypeError: ``report`` is given: the result always has one.
@@ -405,16 +406,15 @@ class Manager:
         if step is None:
             found = self._loader.newest(how, fresh=bool(fresh))
         else:
-            found = self._loader.at(step_of("restore", step), how)
+            found = self._loader.at(step_of("restore", step), how, needed=bool(discard_newer))
         if found is None:
             return None
         if discard_newer:
             # A save in flight would arrive after the removal; the next save or wait reports its failure.
             self._after_save.wait(math.inf)
+            self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found))
         self._local.damaged.update(number for number, _ in found.skipped)
         self._saves.resume(found.step, found.path, found.lineage)
-        if discard_newer:
-            self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found.step))
         return found
 
     def __enter__(self) -> Manager:  # noqa: PYI034 - Self is not in Python 3.10
@@ -543,16 +543,20 @@ class Manager:
         if self._remote is not None:
             self._remote.place.unpin(step)
 
-    def _discard_beyond(self, step: int) -> None:
-        place = self._saves.go_back(step)
-        if self._drain is not None:
-            with self._catalogue.on_branch(place):
-                self._drain.go_back(step)
+    def _discard_beyond(self, found: Restored) -> None:
+        step, remote = found.step, self._remote
+        place = self._saves.place_after(step, found.lineage)
         # Checkpoints that were pinned before there was a remote tier, or while it did not answer, are pinned only here.
         held = self._local.place.look().pinned
-        for tier in (self._remote, self._local):
-            if tier is not None:
-                tier.remove_beyond(step, place, held)
+        with contextlib.ExitStack() as stack:
+            # The directory may not exist, or be full.
+            stack.enter_context(self._catalogue.going_back(place, needed=remote is None))
+            if self._drain is not None:
+                stack.enter_context(self._drain.going_back(step, from_here=found.path == self.path(step)))
+            if remote is not None:
+                stack.enter_context(remote.catalogue.going_back(place, needed=True))
+                remote.remove_beyond(step, held)
+            self._local.remove_beyond(step, held)
 
     def _check(self, operation: str) -> None:
         if self._read_only:

@@ -64,8 +64,10 @@ class Prefix:
         for _ in range(_LOOKS):
             prefixes, objects = self._objects.children()
             begun = sorted(step for step in map(step_of, prefixes) if step is not None)
-            self._looked = self.whole(map(self.names.name_of, begun))
-            steps = [step for step in map(step_of, self._looked) if step is not None]
+            whole = self.whole(map(self.names.name_of, begun))
+            steps = [step for step in map(step_of, whole) if step is not None]
+            # Other threads take out of it from here on.
+            self._looked = whole
             # A checkpoint whose manifest has gone since the listing may have been removed for a newer one that did not
             # exist then.
             missing = sorted({*begun} - {*steps})

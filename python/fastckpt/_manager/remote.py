@@ -74,7 +74,7 @@ class Remote(Tier[Place]):
         here, there = (
             [entry.lineage.order for entry in tier.catalogue.entries([step]).values()] for tier in (self._local, self)
         )
-        return bool(here) and there != here
+        return not there or there != here
 
     def is_better(self, step: int) -> bool:
         """Whether it has a later save of a step, or one of the continuing branch, which left the local one."""
@@ -134,26 +134,28 @@ class Remote(Tier[Place]):
         except OSError as error:
             logger.warning("%s: the work after the copy of step %d failed: %s", place.path, step, error)
 
-    def go_back(self) -> None:
-        """Remove steps: nothing older than what was durable until now."""
-        self._durable, self._latest = None, -math.inf
+    def go_back(self, to: tuple[int | None, float] = (None, -math.inf)) -> tuple[int | None, float]:
+        """The next step to be copied is the last one of the run; returns what takes that back."""
+        before = self._durable, self._latest
+        self._durable, self._latest = to
+        return before
 
     # For a restore.
 
-    def fetch(self, step: int, *, alone: bool) -> str:
+    def fetch(self, step: int, *, differs: bool) -> str:
         """Have the local tier hold the remote checkpoint of a step; returns where to load it from.
 
-        Good files on the local tier are not fetched, unless they belong to another save of the step (``alone``). If the
-        local tier has no room, or must not or cannot be written, the remote one is read instead.
+        Good files on the local tier are not fetched. If its save of the step ``differs``, and so is nowhere else, or if
+        it has no room, or must not or cannot be written, the remote one is read instead.
 
         Raises:
             CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.
             OSError: this tier does not answer, or has no such checkpoint.
         """
         here, there = self._local.place.path_of(step), self.place.path_of(step)
-        if self._local.read_only:
+        if self._local.read_only or differs:
             return there
-        sources = [here, there] if os.path.lexists(here) and not alone else [there]
+        sources = [here, there] if os.path.lexists(here) else [there]
         try:
             copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
         except CorruptCheckpointError:

@@ -78,14 +78,14 @@ class Loader:
     candidates: Candidates
     ranks: Ranks
 
-    def at(self, step: int, how: Mapping[str, Any]) -> Restored:
+    def at(self, step: int, how: Mapping[str, Any], *, needed: bool) -> Restored:
         """Load the checkpoint of a step, on all ranks or on none; ``how`` has arguments for the load.
 
         Raises:
             FileNotFoundError: there is none.
-            OSError: there is none in the directory, and the remote tier does not answer.
+            OSError: the remote tier does not answer, and is ``needed``, or there is none in the directory.
         """
-        listed = self.ranks.first("restore: step", partial(self.candidates.of, step))
+        listed = self.ranks.first("restore: step", partial(self.candidates.candidates_of, step, needed=needed))
         one, *others = (Candidate(*one) for one in listed)
         found, failures, error = self._try(one, (), how)
         if found is None and others and all(failure.skips for failure in failures):
@@ -177,7 +177,7 @@ class Loader:
     ) -> Restored:
         path, remote = self.candidates.local.place.path_of(one.step), self.candidates.remote
         if one.far and remote is not None:
-            path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, alone=one.alone))
+            path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, differs=one.differs))
         if more and how.get("into") is not None and not how.get("strict", True):
             # Values that an older checkpoint lacks would keep, in `into`, what a damaged one has left.
             self.ranks.first("restore: verify", lambda: _verify(path))

@@ -76,22 +76,31 @@ class Saves:
         self.timing.resume(step)
         self.step = step
 
-    def go_back(self, step: int) -> Lineage:
-        """The place in the run until the next save, after it has gone back to a step."""
-        self._history.see(self.candidates.order)
-        return self._history.go_back(step)
+    def place_after(self, step: int, place: Lineage) -> Lineage:
+        """The place in the run until the next save, if it goes back to the checkpoint of a step, which has a place."""
+        history = History()
+        history.see(self.candidates.order)
+        history.resume(step, place)
+        return history.go_back(step)
 
-    def look(self, step: int, *, far: bool) -> None:
-        """Look for other saves before the first one; ``far`` if there is time for the remote tier, too."""
+    def look(self, step: int) -> None:
+        """Look for other saves of the local tier before the first one: the remote may not answer for minutes."""
         if self._looked:
             return
+        local = self.candidates.local
+        try:
+            steps = local.place.look().steps
+            local.catalogue.entries(steps)
+        except OSError as error:
+            # An error of one rank would leave the others waiting. If it stays, the save says so on all of them.
+            logger.warning("%s: it cannot be looked at before the first save: %s", local.place.path, error)
+            return
         self._looked = True
-        highest = max(self.candidates.know(far=far), default=step)
-        if highest > step:
+        if steps and steps[-1] > step:
             logger.warning(
                 "%s: the run goes on with step %d, and step %d of an earlier run is left behind: restore and retention "
                 "follow this run; restore(step=..., discard_newer=True) removes what it replaces",
-                *(self.candidates.local.place.path, step, highest),
+                *(local.place.path, step, steps[-1]),
             )
 
     def plan(self, step: int) -> dict[str, Any]:

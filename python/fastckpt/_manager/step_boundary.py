@@ -54,7 +54,7 @@ class StepBoundary:
             return force or (step != saves.step and self.schedule.due(in_flight=saves.in_flight))
 
         def plan() -> dict[str, Any]:
-            self._look(step)
+            saves.look(step)
             return saves.plan(step)
 
         apart = _APART if self.schedule.may_wait else 0.0
@@ -116,7 +116,7 @@ class StepBoundary:
         self._reach(step)
         if self.ranks.leads:
             # Not in a signal handler, where there is no time.
-            self._look(step)
+            self.saves.look(step)
 
         def answer() -> object:
             return self.preemption.answer(step, given)
@@ -164,10 +164,6 @@ class StepBoundary:
             self.ranks.leave(why)
         else:
             self.ranks.miss_save(self.saves.path_of(step), why)
-
-    def _look(self, step: int) -> None:
-        """Look for other saves before the first one; not far away once a signal has come."""
-        self.saves.look(step, far=not self.preemption.signals.pending)
 
     def _reach(self, step: int) -> None:
         self.timing.reach(step, in_flight=self.saves.in_flight)

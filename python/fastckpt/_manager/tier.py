@@ -198,12 +198,11 @@ class Tier(Generic[_P]):
                 logger.info("%s: removed, no policy keeps it", path)
         return [step for step in steps if step not in gone]
 
-    def remove_beyond(self, step: int, place: Lineage, held: Collection[int]) -> None:
+    def remove_beyond(self, step: int, held: Collection[int]) -> None:
         """Remove all checkpoints above a step, the highest first, and have ``latest`` name the step.
 
         Args:
             step: the step that the run goes back to.
-            place: the place of the run until its next save.
             held: steps that are pinned on another tier. They stay, and so do checkpoints that are pinned here.
 
         Raises:
@@ -211,7 +210,6 @@ class Tier(Generic[_P]):
         """
         steps, pinned = self.place.look()
         entries = self.catalogue.entries(steps)
-        self.catalogue.go_back(place, steps)
         for one in reversed([one for one in steps if one > step]):
             why = "it is pinned"
             if one not in pinned and one not in held:
