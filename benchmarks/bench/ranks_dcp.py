@@ -3,8 +3,8 @@
 Every rank runs what ``dcp.save`` with ``fastckpt.dcp.Writer`` runs from its plan to the agreement, in the rounds and in
 the tree of the real protocol; what travels is encoded as it is there. No byte of a tensor is touched. The state is one
 of FSDP, equal DTensors that are each cut over all ranks, some values that all ranks have, and values with a tensor that
-every so many ranks have; with ``--boxes`` a planner of its own cuts
-it, so that nothing but boxes describes it. Beside it, what torch's default planner does on its coordinator.
+every so many ranks have; with ``--boxes`` a planner of its own cuts it, so that nothing but boxes describes it. Beside
+it, what torch's default planner does on its coordinator.
 
     PYTHONPATH=benchmarks python -m bench.ranks_dcp --points 8x900,1024x900
 """

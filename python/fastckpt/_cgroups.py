@@ -1,7 +1,8 @@
-"""The control groups that limit this process, of both versions (cgroups(7)), and what their memory limits leave."""
+"""The control groups that limit this process, of both versions (cgroups(7)), what they leave, and who shares them."""
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,12 @@ _ROOT = Path("/")
 #: Memory that the kernel reclaims before it kills a process: cached pages, and its own slabs.
 _RECLAIMABLE = ("active_file", "inactive_file", "slab_reclaimable")
 _V1_MEMORY = ("memory.limit_in_bytes", "memory.usage_in_bytes")
+
+
+def local_ranks() -> int | None:
+    """How many ranks this node has, as torchrun says (``LOCAL_WORLD_SIZE``); None where nobody says."""
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
+    return int(ranks) or None if ranks.isdecimal() else None
 
 
 def text_of(path: Path) -> str:

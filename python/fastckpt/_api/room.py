@@ -6,11 +6,10 @@ the job with it; an error names the remedy.
 
 from __future__ import annotations
 
-import os
 import re
 from pathlib import Path
 
-from fastckpt._cgroups import memory_left, text_of
+from fastckpt._cgroups import local_ranks, memory_left, text_of
 from fastckpt._text import size
 
 from .outcome import logger
@@ -38,8 +37,7 @@ def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")
     if nbytes < _LITTLE:
         return
     limit, left = memory_left(root)
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
-    alike = max(1, int(ranks)) if ranks.isdecimal() else 1
+    alike = local_ranks() or 1
     if limit is None or left is None or alike * nbytes < _NEAR * left:
         return
     what = (

@@ -101,7 +101,7 @@ class AfterSave:
         if self.drain is not None:
             self.drain.add(step)
         if self.leads:
-            # Before the lock: a signal handler that takes it may run where its thread holds that of the catalogue.
+            # Before the lock, which a signal handler takes, also while its thread holds the catalogue's lock.
             created = time.time() - report.seconds
             self.local.catalogue.add(Entry(Saved(step, created, about["metrics"]), lineage.of(about, created)))
         with self._lock:

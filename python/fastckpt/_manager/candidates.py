@@ -77,7 +77,7 @@ class Candidates:
         return sorted(tries, key=lambda one: (-one.step, one.far))
 
     def candidates_of(self, step: int, *, needed: bool) -> list[Candidate]:
-        """The checkpoints of a step to try: the local tier's first, but only that of the branch that saved last.
+        """The checkpoints of a step to try, the local one first; if they differ, that of the branch that saved last.
 
         A manager that may write looks at both tiers: its saves come after all that are there. Another asks no store.
 

@@ -67,7 +67,7 @@ class Catalogue:
 
     @property
     def order(self) -> int:
-        """The highest order of any save that was ever seen here, on whatever branch."""
+        """The highest order of all saves that were ever seen here, on any branch."""
         return max([self.last.order, *(entry.lineage.order for _, entry in [*self._known.values()])])
 
     def entries(self, steps: Iterable[int]) -> dict[int, Entry]:
@@ -162,8 +162,9 @@ class Catalogue:
         self._changed = True
 
     def _read_one(self, one: tuple[int, str, Identity]) -> Entry | None:
+        step, _, _ = one
         try:
-            return read(self._place.path_of(one[0]), one[0])
+            return read(self._place.path_of(step), step)
         except (CheckpointError, OSError):
             return None
 

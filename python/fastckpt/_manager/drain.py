@@ -215,7 +215,7 @@ class Drain:
             raise
 
     def _bring(self, step: int) -> None:
-        """Copy a step now, whatever others may fail.
+        """Copy a step now, even if the copies of other steps fail.
 
         Raises:
             Exception: the remote tier lacks it.

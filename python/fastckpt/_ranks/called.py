@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 #: The number of values that distinguish a call from others, the length of their names and texts, and the largest
@@ -41,6 +41,10 @@ class Called(NamedTuple):
         if self.kind != other.kind or not self.leads_to(other):
             return True
         return any(other.marks.get(name, mark) != mark for name, mark in self.marks.items())
+
+    def is_like(self, calls: Iterable[Called]) -> bool:
+        """Whether nothing distinguishes this call from one of these."""
+        return any(not self.is_other(each) for each in calls)
 
     def leads_to(self, other: Called) -> bool:
         """Whether the paths lead to one directory, as far as this host can see."""

@@ -92,17 +92,13 @@ class Member:
         """
         if called.kind != "save":
             return self.behind
-        again = any(not called.is_other(each) for each in self.saves)
+        again = called.is_like(self.saves)
         self.saves.append(called)
         return [] if again else self.behind
 
-    def has_saved(self, called: Called) -> bool:
-        """Whether nothing distinguishes this call from a save that has succeeded."""
-        return any(not called.is_other(each) for each in self.saved)
-
     def was_told(self, called: Called) -> bool:
         """Whether the last call of this rank was like this one and failed, and it does no harm to meet a later one."""
-        return called.kind not in {"", "save"} and any(not called.is_other(each) for each in self.behind[-1:])
+        return called.kind not in {"", "save"} and called.is_like(self.behind[-1:])
 
     def leave_behind(self, called: Called) -> None:
         """Note that a call of this rank has ended without success."""

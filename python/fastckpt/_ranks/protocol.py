@@ -193,7 +193,7 @@ class Turn:
 
         A step does, also where the run has gone back and saves it again.
         """
-        return self._label is None and STEP not in self.marks and self.member.has_saved(self.called)
+        return self._label is None and STEP not in self.marks and self.called.is_like(self.member.saved)
 
     # Keys.
 

@@ -7,17 +7,16 @@ import re
 from pathlib import Path
 from typing import Any
 
-from fastckpt._cgroups import groups, memory_left, text_of
+from fastckpt._cgroups import groups, local_ranks, memory_left, text_of
 
 
 def cpu(root: Path = Path("/")) -> dict[str, Any]:
     """Return the number of cores, those of the affinity mask, the control group's quota in cores, and the ranks."""
-    ranks = os.environ.get("LOCAL_WORLD_SIZE", "")
     return {
         "online": os.cpu_count(),
         "affinity": len(os.sched_getaffinity(0)),
         "quota": _quota(root),
-        "local_world_size": int(ranks) if ranks.isdecimal() and int(ranks) else None,
+        "local_world_size": local_ranks(),
     }
 
 
