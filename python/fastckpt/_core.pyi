@@ -133,7 +133,8 @@ class SaveOptions:
     plain names that are not fastckpt's own. ``elapsed`` are the seconds since the program called, for the live
     counters. ``operation`` is the save that these options are for, if it has begun already; ``step`` and ``elapsed``
     are its own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen``
-    tells for each tensor whether it will not change, and is empty if that is unknown. Ranks ignore ``base``: see
+    tells for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the
+    manifest keeps, by name, in words. Ranks ignore ``base``: see
     :class:`RankBase`. ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the
     operation ends, or for a rank until ``close``.
     """
@@ -148,6 +149,7 @@ class SaveOptions:
         files: Sequence[tuple[str, bytes]] = ...,
         base: str | None = None,
         frozen: Sequence[bool] = ...,
+        kept: Sequence[tuple[str, str]] = ...,
         io: str = "auto",
         threads: int | None = None,
         bandwidth_limit: int | None = None,

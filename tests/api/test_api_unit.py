@@ -130,7 +130,7 @@ def test_what_is_written_needs_no_functions_of_the_program():
         "save", {"default": list, "registry": fastckpt.Registry(), "exclude": "a", "dtype": "half"}
     )
     kept = settings.for_writing()
-    assert (kept.default, kept.registry, kept.exclude, kept.dtype) == (None,) * 4
+    assert (kept.default, kept.registry, kept.dtype) == (None,) * 3
     assert (kept.shard_size, kept.io) == (settings.shard_size, settings.io)
 
 
@@ -145,35 +145,44 @@ def test_a_report_has_every_phase_in_its_order():
 
 
 ADDED = """
-    tag: str | None = option(None, as_given, "a made-up option.", alike=True)
+    tag: str | None = option(None, as_given, "a made-up option.", alike=True, kept=str)
 
     def core("""
 CALLS = """
-import sys, torch, fastckpt, torch.distributed.checkpoint as tdcp
+import glob, sys, torch, fastckpt, torch.distributed.checkpoint as tdcp
 from fastckpt import dcp, distributed
 from fastckpt._api import save_settings
+from fastckpt._tools.cli import main
 
 said, core = [], save_settings.WriteSettings.core
 save_settings.WriteSettings.core = lambda self, **more: (said.append(self.tag), core(self, **more))[1]
 state, path = {"w": torch.ones(3)}, sys.argv[1]
+manager = fastckpt.Manager(path + "-run", save_options={"tag": "Manager"})
 calls = {
     "save": lambda: fastckpt.save(state, path, tag="save"),
     "save_async": lambda: fastckpt.save_async(state, path, tag="save_async").result(),
     "distributed.save": lambda: distributed.save(state, path, tag="distributed.save"),
     "distributed.save_async": lambda: distributed.save_async(state, path, tag="distributed.save_async").result(),
     "dcp.Writer": lambda: tdcp.save(state, storage_writer=dcp.Writer(path, tag="dcp.Writer"), no_dist=True),
-    "Manager": lambda: fastckpt.Manager(path + "-run", save_options={"tag": "Manager"}).save(1, state),
+    "Manager": lambda: (manager.save(1, state), manager.wait()),
 }
 for name, call in calls.items():
     call()
     assert set(said) == {name}, (name, said)
     said.clear()
+    (written,) = glob.glob(path + "-run/*[0-9]") or [path]
+    kept = fastckpt.open(written).origin.options
+    assert kept == {"tag": name}, (name, kept)
+main(["info", path])
 assert "tag: a made-up option." in fastckpt.save.__doc__
 """
 
 
 def test_an_option_is_added_in_one_file(tmp_path):
-    """To a copy of the package: one line for type checkers, and the option itself. Every save takes it."""
+    """To a copy of the package: one line for type checkers, and the option itself.
+
+    Every save takes it, the checkpoint keeps it, and ``info`` shows it.
+    """
     package = tmp_path / "fastckpt"
     shutil.copytree(Path(fastckpt.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
     file = package / "_api" / "save_settings.py"
@@ -183,6 +192,7 @@ def test_an_option_is_added_in_one_file(tmp_path):
     command = [sys.executable, "-W", "error::UserWarning:fastckpt", "-c", CALLS, str(tmp_path / "c")]
     done = subprocess.run(command, env={"PYTHONPATH": str(tmp_path)}, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    assert re.search(r"^tag +dcp.Writer$", done.stdout, re.MULTILINE)
 
 
 def test_every_record_is_tried_here():

@@ -91,6 +91,17 @@ def test_sizes_take_units(shard_size, tmp_path):
     assert origin.engine in ("uring", "threads", "buffered")
 
 
+def test_the_checkpoint_tells_what_was_left_out(tmp_path):
+    """Of patterns of any length and characters: what a terminal may not have is escaped, the end of a long one cut."""
+    state = {"a": 1, "b\n": 2, "c": 3, "d": {"e" * 300: 4}}
+    fastckpt.save(state, tmp_path / "c", exclude=["b\n", "[c]"])
+    assert fastckpt.open(tmp_path / "c").origin.options == {"exclude": "b\\n, [c]"}
+    fastckpt.save(state, tmp_path / "c", exclude=["c", "d." + "e" * 300])
+    assert fastckpt.open(tmp_path / "c").origin.options == {"exclude": "c, d." + "e" * 245}
+    fastckpt.save({}, tmp_path / "c")
+    assert fastckpt.open(tmp_path / "c").origin.options == {}
+
+
 URLS = ["s3://bucket/step-1", "gs://bucket/x", "hdfs://node:8020/x", "abfss://a@b/x", "file:///tmp/x", "S3:/bucket/x"]
 
 

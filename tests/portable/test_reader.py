@@ -109,6 +109,7 @@ def test_all_that_a_manifest_says(saved):
     assert (compiled.structure(), compiled.metadata()) == (portable.structure(), portable.metadata())
     # The two round a number's last digit differently.
     theirs, ours = compiled.info(), portable.info()
+    assert theirs["saved"].pop("options") == ours["saved"].pop("options")
     assert theirs.pop("saved") == pytest.approx(ours.pop("saved"))
     assert theirs.pop("created") == pytest.approx(ours.pop("created"))
     assert theirs == ours
@@ -268,6 +269,12 @@ FORGED = {
         lambda text: text.replace(b'"files":', b'"files":[{"modified":-9223372036854775808,"links":0}],"x":'),
         True,
     ),
+    "options": (_in_saved(b'"options":[["exclude","a"],["exclude","b"]]'), True),
+    "options of another type": (_in_saved(b'"options":{"exclude":"a"}'), False),
+    "an option without a value": (_in_saved(b'"options":[["exclude"]]'), False),
+    "an option of three": (_in_saved(b'"options":[["exclude","a","b"]]'), False),
+    "an option that is no text": (_in_saved(b'"options":[["exclude",1]]'), False),
+    "options twice": (_in_saved(b'"options":[],"options":[]'), False),
     "files twice": (_in_saved(b'"files":[]'), False),
     "a known member of the writer twice": (lambda text: text.replace(b'"writer":{', b'"writer":{"name":"",'), False),
     "an unknown member as deep as a parser may go": (_beside(b"x", _nested(126)), True),
@@ -299,7 +306,8 @@ def test_forged_manifests_have_the_verdict_of_the_core(tmp_path, forged):
             opened = kind(str(tmp_path / "c"))
         except fastckpt.CheckpointError as error:
             return type(error)
-        return opened.structure(), opened.metadata(), len(opened.tensors())
+        options = opened.info()["saved"]["options"]
+        return opened.structure(), opened.metadata(), len(opened.tensors()), options
 
     assert verdict(_core.Reader) == verdict(reader.Reader)
     assert (verdict(reader.Reader) is CorruptCheckpointError) is not readable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from types import TracebackType
@@ -47,6 +47,7 @@ class Origin:
         engine: the engine that ran: ``uring``, ``threads`` or ``buffered``.
         fallback: why the requested engine was not used, or None.
         threads: worker threads used.
+        options: ``exclude`` and ``frozen`` of the save, in words, if they were given.
     """
 
     format_version: int
@@ -57,6 +58,7 @@ class Origin:
     engine: str
     fallback: str | None
     threads: int
+    options: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -131,9 +133,8 @@ class Checkpoint:
         self._shards = self._reader.shards()
         about = self._reader.info()
         writer = f"{about['writer']['name']} {about['writer']['version']}"
-        self._origin = Origin(
-            format_version=about["version"], writer=writer, created=about["created"], **about["saved"]
-        )
+        saved = {**about["saved"], "options": dict(about["saved"]["options"])}
+        self._origin = Origin(format_version=about["version"], writer=writer, created=about["created"], **saved)
         files = [shard.file for shard in self._shards]
         self._placement: Placement | None = None
         if device is not None:

@@ -113,6 +113,7 @@ class WriteSettings(Settings):
             "io": self.io,
             "threads": self.threads,
             "bandwidth_limit": self.bandwidth_limit,
+            "kept": self.kept(),
         }
         return _core.SaveOptions(**{**own, **more})
 
@@ -139,13 +140,16 @@ class SaveSettings(WriteSettings):
         "patterns (as ``keys`` of :func:`fastckpt.load`) of tensors that will not change in later saves: they get "
         "files of their own in the first save. Without it, they are found in the second one.",
         alike=True,
+        kept=", ".join,
     )
     exclude: tuple[str, ...] | None = option(
         None,
         texts_of("exclude"),
         "a glob pattern, or several, over names (the keys on the way to a tensor or value, joined with dots), as for "
         ":func:`fastckpt.load`: what matches is left out, as if it were not in the state, also what could not be "
-        "saved. A pattern without ``*``, ``?`` and ``[`` also leaves out all that is below that name.",
+        "saved. A pattern without ``*``, ``?`` and ``[`` also leaves out all that is below that name. "
+        "``fastckpt info`` shows the patterns.",
+        kept=", ".join,
     )
     dtype: Any = option(
         None,
@@ -165,4 +169,4 @@ class SaveSettings(WriteSettings):
 
     def for_writing(self) -> Self:
         """Without the options that only the walk over the state needs, which may hold much of the program's memory."""
-        return replace(self, default=None, registry=None, exclude=None, dtype=None)
+        return replace(self, default=None, registry=None, dtype=None)

@@ -16,7 +16,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
-from fastckpt._text import suggest
+from fastckpt._text import suggest, visible
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 _OPTION = "option"
+#: The most characters of an option that a checkpoint keeps.
+_LONGEST = 250
 #: How wide the lines of a docstring are.
 _WIDTH = 120
 
@@ -36,17 +38,26 @@ class Option(NamedTuple):
         check: called with the operation and the value; returns the value for the record, or raises.
         words: its description, for the docstring.
         alike: whether all ranks of a job have to give the same.
+        kept: puts a value that is not the default into words, which the checkpoint keeps; None to keep nothing.
     """
 
     default: Any
     check: Callable[[str, Any], Any]
     words: str
     alike: bool
+    kept: Callable[[Any], str] | None
 
 
-def option(default: Any, check: Callable[[str, Any], Any], words: str, *, alike: bool = False) -> Any:
+def option(
+    default: Any,
+    check: Callable[[str, Any], Any],
+    words: str,
+    *,
+    alike: bool = False,
+    kept: Callable[[Any], str] | None = None,
+) -> Any:
     """A field of a record; see :class:`Option`."""
-    return field(metadata={_OPTION: Option(default, check, words, alike)})
+    return field(metadata={_OPTION: Option(default, check, words, alike, kept)})
 
 
 def as_given(_: str, value: Any) -> Any:
@@ -98,6 +109,14 @@ class Settings:
                     more = like if like.startswith(";") else ""
                     raise TypeError(f"{operation}: unexpected keyword argument {name!r}{more}")
         return cls(**{name: one.check(operation, given.get(name, one.default)) for name, one in cls.options().items()})
+
+    def kept(self) -> list[tuple[str, str]]:
+        """The options that a checkpoint keeps, by name, in words."""
+        return [
+            (name, visible(one.kept(value))[:_LONGEST])
+            for name, one in self.options().items()
+            if one.kept is not None and (value := getattr(self, name)) != one.default
+        ]
 
 
 def takes(

@@ -44,7 +44,7 @@ class Candidates:
     local: Tier[Directory]
     remote: Remote | None
     highest_left: int | None = None
-    #: The steps of which the two tiers have different saves.
+    #: The steps for which the two tiers have different saves.
     _differing: set[int] = field(default_factory=set)
 
     @property

@@ -189,9 +189,15 @@ def _info(values: dict[str, Any], block_size: int) -> dict[str, Any]:
             "threads": _size(_get(saved, "threads")),
             "seconds": _number(_get(saved, "seconds")),
             "gigabytes_per_second": _number(_get(saved, "gigabytes_per_second")),
+            "options": [_pair(pair) for pair in _list(_get(saved, "options", []))],
         },
         "block_size": block_size,
     }
+
+
+def _pair(value: Any) -> tuple[str, str]:
+    name, words = _list(value)  # ValueError for any other number
+    return _text(name), _text(words)
 
 
 def _shards(values: dict[str, Any]) -> list[StoredShard]:

@@ -179,6 +179,7 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
     ]
     if document["fallback"]:
         rows.append(("fallback", document["fallback"]))
+    rows.extend(document["options"].items())
     tensors, in_shards = count(document["tensors"], "tensor"), count(len(shards), "shard")
     rows.append(("size", f"{size(document['bytes'])} in {tensors}, {in_shards}"))
     lines = table(rows)

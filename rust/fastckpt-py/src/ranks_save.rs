@@ -191,7 +191,7 @@ impl RankSave {
     ) -> PyResult<Bound<'py, PyDict>> {
         let options = self.options.get();
         let Saved { engine, fallback, threads, seconds } = saved;
-        let figures = Figures { engine, fallback, threads, seconds };
+        let figures = Figures { engine, fallback, threads, seconds, options: options.core.kept.clone() };
         let committed = self.detached(py, |core| {
             let mut all = Vec::new();
             pieces::decode(pieces, &mut all)?;

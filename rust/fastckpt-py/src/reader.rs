@@ -240,6 +240,7 @@ impl Reader {
         saved.set_item("threads", body.saved.threads)?;
         saved.set_item("seconds", body.saved.seconds)?;
         saved.set_item("gigabytes_per_second", body.saved.gigabytes_per_second)?;
+        saved.set_item("options", body.saved.options.clone())?;
         let info = PyDict::new(py);
         info.set_item("version", fastckpt_core::format::manifest::VERSION)?;
         info.set_item("writer", writer)?;

@@ -84,8 +84,8 @@ impl SaveOptions {
 impl SaveOptions {
     #[new]
     #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), base=None,
-        frozen=Vec::new(), io="auto", threads=None, bandwidth_limit=None, nice=None, step=None, elapsed=0.0,
-        operation=None, staging=None))]
+        frozen=Vec::new(), kept=Vec::new(), io="auto", threads=None, bandwidth_limit=None, nice=None, step=None,
+        elapsed=0.0, operation=None, staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
@@ -96,6 +96,7 @@ impl SaveOptions {
         files: Vec<(String, PyBackedBytes)>,
         base: Option<PathBuf>,
         frozen: Vec<bool>,
+        kept: Vec<(String, String)>,
         io: &str,
         threads: Option<usize>,
         bandwidth_limit: Option<u64>,
@@ -107,7 +108,7 @@ impl SaveOptions {
     ) -> PyResult<Self> {
         let (call, begun) = (called(step, elapsed), operation.map(Operation::begun));
         let staging = Memory::lent(staging);
-        let core = Options { bandwidth_limit, nice, call, begun, staging, ..options(py, io, threads)? };
+        let core = Options { bandwidth_limit, nice, call, kept, begun, staging, ..options(py, io, threads)? };
         let groups = groups::beside(model_prefix, training_prefix);
         Ok(Self { groups, shard_size, overwrite, files, base, frozen, core })
     }

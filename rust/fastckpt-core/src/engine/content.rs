@@ -59,7 +59,7 @@ pub struct Push {
     pub index: usize,
 }
 
-/// Fetches bytes of several tensors, each from a byte on. What comes from one callback is asked for in one call.
+/// Fetches bytes of several tensors, each from its given offset on. One call asks a callback for all that it supplies.
 pub(crate) fn fetch<'a>(wanted: impl IntoIterator<Item = (&'a Pull, u64, &'a mut [u8])>) -> Result<()> {
     let mut calls: Vec<(&Fill, Vec<Pulled<'_>>)> = Vec::new();
     for (Pull { fill, index }, start, to) in wanted {
@@ -72,7 +72,7 @@ pub(crate) fn fetch<'a>(wanted: impl IntoIterator<Item = (&'a Pull, u64, &'a mut
     calls.iter_mut().try_for_each(|(fill, ranges)| fill(ranges)).map_err(Error::Callback)
 }
 
-/// Hands over bytes for several destinations, each from a byte on. What goes to one callback is handed over in one call.
+/// Hands bytes to several destinations, each from its given offset on. One call hands a callback all that it takes.
 pub(crate) fn hand_over<'a>(all: impl IntoIterator<Item = (&'a Push, u64, &'a [u8])>) -> Result<()> {
     let mut calls: Vec<(&Drain, Vec<Pushed<'_>>)> = Vec::new();
     for (Push { drain, index }, start, from) in all {

@@ -123,6 +123,8 @@ pub struct Options {
     pub nice: Option<u8>,
     /// What the live counters tell of the call.
     pub call: Call,
+    /// The options of a save that its manifest keeps, by name, in words.
+    pub kept: Vec<(String, String)>,
     /// The save that these options are for, if it has begun already.
     pub begun: Option<Arc<Begun>>,
     /// Memory for the staging buffers, or `None` for the core's own.
@@ -148,6 +150,7 @@ impl Default for Options {
             bandwidth_limit: None,
             nice: None,
             call: Call::default(),
+            kept: Vec::new(),
             begun: None,
             staging: None,
             block_size: None,

@@ -89,6 +89,9 @@ pub struct Saved {
     pub seconds: f64,
     /// GB/s over that time; 1 GB is 10^9 bytes.
     pub gigabytes_per_second: f64,
+    /// The options of the call that are kept, by name, in words.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub options: Vec<(String, String)>,
     /// The facts that vouch for the bytes of each shard when another save links it. Empty if it was not taken.
     #[serde(default, deserialize_with = "files", skip_serializing_if = "Vec::is_empty")]
     pub files: Vec<Vouched>,
@@ -330,6 +333,7 @@ pub(super) mod tests {
                 threads: 2,
                 seconds: 0.25,
                 gigabytes_per_second: 1.0,
+                options: Vec::new(),
                 files: Vec::new(),
             },
             block_size: 4096,

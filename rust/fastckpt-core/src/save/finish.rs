@@ -25,6 +25,8 @@ pub struct Figures {
     pub threads: u64,
     /// Seconds from the start to the last byte.
     pub seconds: f64,
+    /// The options of the call that the manifest keeps, by name, in words.
+    pub options: Vec<(String, String)>,
 }
 
 /// The result of a commit.
@@ -75,10 +77,10 @@ pub(crate) fn finish(
     let begin = Instant::now();
     let Finish { body, plan, linked, written, joint, files, figures, unsynced } = end;
     let bytes = plan.written().map(|shard| shard.bytes - shard.header.len() as u64).sum();
-    let Figures { engine, fallback, threads, seconds } = figures;
+    let Figures { engine, fallback, threads, seconds, options } = figures;
     let gigabytes_per_second = bytes as f64 / seconds.max(1e-9) / 1e9;
     let vouched = linked.vouched(&workspace, plan);
-    let saved = Saved { engine, fallback, threads, seconds, gigabytes_per_second, files: vouched };
+    let saved = Saved { engine, fallback, threads, seconds, gigabytes_per_second, options, files: vouched };
     let (shards, tensors) = linked.united(plan, written);
     let body = Body { saved, shards, tensors, ..body };
     if joint {

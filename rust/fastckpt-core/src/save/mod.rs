@@ -120,6 +120,7 @@ fn write(
         fallback: ran.fallback.as_ref().map(|fallback| fallback.reason.clone()),
         threads: ran.threads as u64,
         seconds: planned + compared + allocated + wrote + synced,
+        options: options.kept.clone(),
     };
     let moving = figures.seconds;
     let (linked, written) = (&linked, (shards, tensors));

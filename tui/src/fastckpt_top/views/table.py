@@ -266,7 +266,7 @@ def _who(line: Line, row: Row, cols: Columns) -> None:
 
 
 def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Block, str]:
-    """Rows, or rows and a grid, in so many lines; and which of them are shown, in words."""
+    """The rows in at most ``room`` lines, with a grid if they do not fit, and words for which of them are shown."""
     if not shown:
         words = f"no rank matches {frame.say(frame.ui.filter)!r}" if frame.ui.filter else "no running operation"
         return Block([Line(f"  {words}", "dim")] if room > 0 else []), "0 of 0"
