@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from math import prod
-from typing import TYPE_CHECKING, Any, TypeVar
-
-import numpy as np
+from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.builders import torch_for
 from fastckpt._state.collector import paused
@@ -16,14 +14,18 @@ from fastckpt._state.select import Found, ends_of, find, leaves, locate, prune, 
 from fastckpt._state.unflatten import is_tensor, unflatten
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.dtypes import NUMPY_PREFIX, plain_name
+from fastckpt._tensors.overlap import layout_of, overlapping
 
 from .destinations import Whole
 from .mismatches import Mismatches
 from .objects import HOLE_TOKEN, Owner, WithObjects, try_classes
 from .placement import can_cast
+from .tensor_info import are_equal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
+
+    import numpy as np
 
     from fastckpt import _core
     from fastckpt._state.key_paths import Place
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 
     from .destinations import Targets
     from .selection import Selection
-
-_Name = TypeVar("_Name")
 
 _FILLABLE = frozenset({"tensor", "array"})
 
@@ -48,42 +48,6 @@ def _memory_of(item: Occurrence) -> Any:
     """The tensor or array that is to be filled: for a spread tensor, the part that this rank has."""
     local = None if item.stored is None else item.stored.local
     return item.value if local is None else local.memory
-
-
-def layout_of(value: Any) -> tuple[str, np.ndarray[Any, Any]]:
-    """The device of a tensor or array, and its addresses as an array of opaque elements, not to be read."""
-    if isinstance(value, np.ndarray):
-        return "cpu", _memory.laid_out(_memory.address_of(value), value.shape, value.strides, value.itemsize)
-    size = value.element_size()
-    strides = tuple(stride * size for stride in value.stride())
-    return str(value.device), _memory.laid_out(value.data_ptr(), tuple(value.shape), strides, size)
-
-
-def are_equal(reader: _core.Reader, stored: Sequence[_core.StoredTensor], left: int, right: int) -> bool:
-    """Whether two stored tensors are the same, as those are that were tied and are stored apart."""
-    one, other = stored[left], stored[right]
-    logical = [tensor.logical and (tensor.logical.dtype, tensor.logical.shape) for tensor in (one, other)]
-    return (one.dtype, one.shape, logical[0]) == (other.dtype, other.shape, logical[1]) and reader.checksum(
-        left
-    ) == reader.checksum(right)
-
-
-def overlapping(targets: Iterable[tuple[str, np.ndarray[Any, Any], _Name]]) -> Iterator[tuple[_Name, _Name]]:
-    """All pairs of targets that share memory: reading one of them would destroy the other.
-
-    Args:
-        targets: device, layout and name of each tensor that is not empty; a tie is one target.
-    """
-    spans = [(device, *_memory.span(memory), memory, name) for device, memory, name in targets]
-    # By device and start address: ranges that reach into the next one stay open.
-    active: list[tuple[str, int, int, np.ndarray[Any, Any], _Name]] = []
-    for each in sorted(spans, key=lambda one: one[:2]):
-        device, low, _, memory, name = each
-        active = [one for one in active if one[0] == device and one[2] > low]
-        for *_, theirs, other in active:
-            if _memory.overlap(memory, theirs):
-                yield name, other
-        active.append(each)
 
 
 def _inverse(origin: Sequence[int]) -> Mapping[int, int] | range:

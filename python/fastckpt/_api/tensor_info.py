@@ -10,7 +10,7 @@ from fastckpt._tensors.dtypes import plain_name
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from fastckpt._core import StoredTensor
+    from fastckpt._core import Reader, StoredTensor
 
 #: Where the device of a tensor's token is, if it has one.
 _DEVICE = 3
@@ -62,3 +62,12 @@ def device_of(token: list[Any]) -> str:
     """The device that the tensor of a token was on."""
     device: str = token[_DEVICE] if token[0] == "tensor" and len(token) > _DEVICE else "cpu"
     return device
+
+
+def are_equal(reader: Reader, stored: Sequence[StoredTensor], left: int, right: int) -> bool:
+    """Whether two stored tensors are the same, as those are that were tied and are stored apart."""
+    one, other = stored[left], stored[right]
+    logical = [tensor.logical and (tensor.logical.dtype, tensor.logical.shape) for tensor in (one, other)]
+    return (one.dtype, one.shape, logical[0]) == (other.dtype, other.shape, logical[1]) and reader.checksum(
+        left
+    ) == reader.checksum(right)

@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt._api.into import are_equal, layout_of, overlapping
+from fastckpt._api.tensor_info import are_equal
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors import torch as _tensors
 from fastckpt._tensors.cast import Cast
 from fastckpt._tensors.described import steps
+from fastckpt._tensors.overlap import layout_of, overlapping
 from fastckpt.exceptions import StructureMismatchError
 
 from . import _torch
