@@ -1,0 +1,57 @@
+"""Runs of a manager that go back and go on: their saves, what a restart finds, and a remote tier that refuses."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+
+import fastckpt
+
+FORM = "step-{step:08d}"
+
+#: What Manager caches beside its checkpoints (docs/manager.md).
+CACHE = ".fastckpt-run.json"
+
+
+def state(step, branch="a"):
+    return {"model": {"w": np.full(1000, step)}, "branch": branch}
+
+
+def save(directory, steps, branch="a", *, at=None, discard=False, **options):
+    """Save steps with a manager of their own, after a restore of the newest, or of ``at``."""
+    with fastckpt.Manager(directory, **options) as manager:
+        found = manager.restore(step=at, discard_newer=discard)
+        for step in steps:
+            manager.save(step, state(step, branch), {"loss": float(step)})
+            manager.wait()
+    return found
+
+
+def restored(directory, **options):
+    found = fastckpt.Manager(directory, read_only=True, **options).restore()
+    return found.step, found.state["branch"]
+
+
+def damage(path):
+    with Path(path, "model.safetensors").open("r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        file.write(b"\x55")
+
+
+def silence(patch, manager):
+    """Have the remote tier of a manager refuse; returns what it is asked."""
+    asked = []
+
+    def refuse(*_):
+        asked.append(1)
+        raise OSError("no route to the store")
+
+    for name in ("look", "identity", "read"):
+        patch.setattr(manager._remote.place, name, refuse)
+    return asked
+
+
+def place(tmp_path, kind):
+    return {"none": None, "path": str(tmp_path / "far"), "memory": f"memory://{tmp_path.name}/far"}[kind]
