@@ -350,7 +350,7 @@ def main() -> int:
     for each in missed:
         print(f"bar missed: {each}", file=sys.stderr)
     with suppress(Exception):
-        fastckpt.drain()
+        fastckpt.background.drain()
     return 1 if missed and options.check else 0
 
 

@@ -20,21 +20,21 @@ import time
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt import save_when
+from fastckpt import when
 
 
 class Never:
     """A policy of the caller's: what it goes by, the manager cannot know."""
 
-    def due(self, moment: save_when.Moment) -> bool:
+    def due(self, moment: when.Moment) -> bool:
         """Whether the step is to be saved."""
         return moment.step < 0
 
 
-def measure(directory: str, when: save_when.Policy, steps: int, pause: float) -> dict[str, float]:
+def measure(directory: str, policy: when.Policy, steps: int, pause: float) -> dict[str, float]:
     """Return microseconds of a boundary: the mean, the median and the 99th percentile, and of the steps themselves."""
     spent, slept = [], 0.0
-    with fastckpt.Manager(directory, save_when=when) as manager:
+    with fastckpt.Manager(directory, save_when=policy) as manager:
         manager.save_on_signal(signal.SIGUSR1)
         manager.should_save(0)
         for step in range(1, steps + 1):
@@ -62,8 +62,8 @@ def main() -> None:
     dist.init_process_group("gloo")
     name = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(name)
-    ways = {"passes": save_when.Every(steps=10**9), "asks": Never()}
-    found = {way: measure(name[0], when, arguments.steps, arguments.pause) for way, when in ways.items()}
+    ways = {"passes": when.Every(steps=10**9), "asks": Never()}
+    found = {way: measure(name[0], policy, arguments.steps, arguments.pause) for way, policy in ways.items()}
     if dist.get_rank() == 0:
         print(json.dumps({"ranks": dist.get_world_size(), **found}, indent=2))
     dist.destroy_process_group()

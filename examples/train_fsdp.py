@@ -31,7 +31,7 @@ from torch.distributed.fsdp import fully_shard
 from train_gpt import GPT, read_text
 
 import fastckpt
-from fastckpt import save_when
+from fastckpt import when
 
 
 class Training:
@@ -117,7 +117,7 @@ def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
         timeout=options.timeout,
         keep=options.keep,
         # The last step, too, so that the next run can go on there.
-        save_when=[save_when.Every(steps=options.save_every), save_when.Steps(options.steps)],
+        save_when=[when.Every(steps=options.save_every), when.Steps(options.steps)],
         async_save=False,
     )
 

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import fastckpt
-from fastckpt import save_when
+from fastckpt import when
 
 VOCABULARY = 256  # the text is bytes
 
@@ -190,7 +190,7 @@ def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
         options.out,
         keep=options.keep,
         # The last step, too, so that the next run can go on there.
-        save_when=[save_when.Every(steps=options.save_every), save_when.Steps(options.steps)],
+        save_when=[when.Every(steps=options.save_every), when.Steps(options.steps)],
         async_save=options.asynchronous,
         save_options={"lazy": True, "threads": 1, "nice": 10} if options.asynchronous else None,
     )

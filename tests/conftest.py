@@ -53,7 +53,7 @@ def pytest_unconfigure():
 def _memory_goes_back():
     """After each file: malloc keeps what tests have freed, and fastckpt its buffers, hundreds of MB in each worker."""
     yield
-    fastckpt.release_buffers()
+    fastckpt.background.release_buffers()
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc
     if trim is not None:
         trim(0)

@@ -341,7 +341,7 @@ class ProbedFiles:
 
 @final
 class Probe:
-    """The steps that a save in a directory would take; made by :func:`fastckpt.probe`.
+    """The steps that a save in a directory would take; made by :func:`fastckpt.tools.probe`.
 
     ``engine`` is the engine that would run, ``fallback`` why it is not the requested one, ``threads`` its workers,
     ``cores`` the cores that this process may use. ``huge_pages`` and ``populate`` are the answers of ``madvise``, an

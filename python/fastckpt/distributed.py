@@ -161,7 +161,8 @@ def save_async(
     relative to other saves and loads of the group; those wait for it on every rank, except for the copy of another
     asynchronous save, with ``max_in_flight``. Saves of several groups go on side by side, in any order. The memory is
     one copy of this rank's part for each save in flight; it is kept for the next save (see
-    :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable, or has failed.
+    :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable, or has
+    failed.
 
     Args:
         state: as for :func:`save`.

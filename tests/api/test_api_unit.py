@@ -22,7 +22,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import UnsupportedTypeError, _core, _foreign, dcp, distributed
+from fastckpt import _core, _foreign, dcp, distributed
 from fastckpt._api import load as load_module
 from fastckpt._api import outcome as _outcome
 from fastckpt._api import prepare, room
@@ -41,6 +41,7 @@ from fastckpt._tensors import numpy as _numpy
 from fastckpt._tensors import torch as _torch
 from fastckpt._tensors.cast import Cast
 from fastckpt._tensors.memory import address_of
+from fastckpt.exceptions import UnsupportedTypeError
 from harness import manifest, needs
 from harness.container import Spec, control_groups
 from harness.same import same
@@ -519,7 +520,7 @@ def test_a_load_that_starts_over_forgets_what_matched(tmp_path, monkeypatch):
         if len(turns) > 1:
             return read(*arguments)
         fastckpt.save({"b": torch.zeros(1)}, tmp_path / "c")
-        raise fastckpt.ReplacedCheckpointError
+        raise fastckpt.exceptions.ReplacedCheckpointError
 
     monkeypatch.setattr(load_module, "_read", replaced)
     with pytest.raises(KeyError, match="keys: 'a' matches nothing"):

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from hypothesis.extra.numpy import basic_indices
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, UnsupportedTypeError
+from fastckpt import CorruptCheckpointError
+from fastckpt.exceptions import UnsupportedTypeError
 from harness import manifest
 from harness.same import bits, same
 
@@ -61,7 +62,7 @@ def test_names_and_infos(path):
         assert checkpoint.path == str(path)
         assert str(path) in repr(checkpoint)
         info = checkpoint.info("w")
-        assert info == fastckpt.TensorInfo(
+        assert info == fastckpt.types.TensorInfo(
             name="w", dtype="float32", shape=(2, 3, 4), bytes=96, shard="model.safetensors", kind="tensor"
         )
         seen = {name: (i.dtype, i.shape, i.bytes, i.kind) for name in names for i in [checkpoint.info(name)]}
@@ -321,7 +322,7 @@ def test_a_checkpoint_of_many_shards_keeps_none_open(tmp_path):
         assert not shard_descriptors()
         assert checkpoint["t64"][0] == 64
         fastckpt.save({"t0": np.zeros(3)}, tmp_path / "c")
-        with pytest.raises(fastckpt.ReplacedCheckpointError):
+        with pytest.raises(fastckpt.exceptions.ReplacedCheckpointError):
             checkpoint["t64"]
 
 
@@ -353,7 +354,7 @@ def test_a_forked_child_opens_its_own_shards(tmp_path, replaced):
             assert not shard_descriptors()
             found = all((checkpoint[name] == array).all() for name, array in state.items())
             code = 0 if found and not replaced else 1
-        except fastckpt.ReplacedCheckpointError:
+        except fastckpt.exceptions.ReplacedCheckpointError:
             code = 0 if replaced else 1
         finally:
             os._exit(code)

@@ -90,7 +90,12 @@ WRONG = {
     "exclude": ({"exclude": 1}, OF_STATES, TypeError, "exclude must be a pattern"),
     "exclude of nothing": ({"exclude": "nothing.*"}, OF_STATES, KeyError, "exclude: 'nothing.\\*' matches nothing"),
     "dtype": ({"dtype": "int8"}, OF_STATES, ValueError, "dtype"),
-    "metadata": ({"metadata": {"w": torch.ones(1)}}, {*DOORS}, fastckpt.UnsupportedTypeError, "metadata cannot hold"),
+    "metadata": (
+        {"metadata": {"w": torch.ones(1)}},
+        {*DOORS},
+        fastckpt.exceptions.UnsupportedTypeError,
+        "metadata cannot hold",
+    ),
     "replicas": ({"replicas": "some"}, OF_RANKS, ValueError, "replicas must be one of sample, full, first, not 'some'"),
     "on_difference": (
         {"on_difference": "hide"},

@@ -22,7 +22,8 @@ import safetensors.numpy
 import torch
 
 import fastckpt
-from fastckpt import CheckpointError, CorruptCheckpointError, FormatVersionError, UnsupportedTypeError
+from fastckpt import CheckpointError, CorruptCheckpointError
+from fastckpt.exceptions import FormatVersionError, UnsupportedTypeError
 from harness import cli, manifest, mounts, needs, strace, zygote
 from harness.states import numbered, same, which
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import UnsupportedTypeError
+from fastckpt.exceptions import UnsupportedTypeError
 from harness.same import same
 
 

@@ -127,7 +127,9 @@ def test_golden_checkpoint_verifies(name):
 
 @pytest.mark.parametrize("way", [fastckpt.load, fastckpt.open, fastckpt.verify])
 def test_a_checkpoint_from_before_the_format_was_released_is_told_apart_from_damage(way):
-    with pytest.raises(fastckpt.FormatVersionError, match="before format version 1 was released, when the training"):
+    with pytest.raises(
+        fastckpt.exceptions.FormatVersionError, match="before format version 1 was released, when the training"
+    ):
         way(DATA / "before-v1")
     (listed,) = [one for one in fastckpt.list(DATA) if one.name == "before-v1"]
     assert "before format version 1 was released" in listed.damage

@@ -64,7 +64,7 @@ with fastckpt.open(path) as checkpoint:
     checkpoint.metadata, checkpoint.structure, checkpoint["n"], checkpoint.slice("t", 0)
 try:
     fastckpt.save(object(), path)
-except fastckpt.UnsupportedTypeError:
+except fastckpt.exceptions.UnsupportedTypeError:
     pass
 assert "torch" not in sys.modules
 """
@@ -150,7 +150,7 @@ assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
 def test_doctests():
     import doctest
 
-    for public in (fastckpt.Checkpoint, fastckpt.probe, fastckpt.register_type):
+    for public in (fastckpt.Checkpoint, fastckpt.tools.probe, fastckpt.register_type):
         result = doctest.testmod(sys.modules[public.__module__])
         assert result.attempted
         assert not result.failed

@@ -55,7 +55,11 @@ def test_every_name_that_safetensors_reads_is_used(tmp_path):
         try:
             tensor = torch.zeros(16, dtype=torch.uint8).view(dtype)
             fastckpt.save({"w": tensor}, tmp_path / "c")
-        except (RuntimeError, TypeError, fastckpt.UnsupportedTypeError):  # quantized, or bits without a meaning
+        except (
+            RuntimeError,
+            TypeError,
+            fastckpt.exceptions.UnsupportedTypeError,
+        ):  # quantized, or bits without a meaning
             continue
         with safetensors.safe_open(tmp_path / "c" / "model.safetensors", "pt") as shard:
             if shard.get_tensor("w").dtype is dtype:

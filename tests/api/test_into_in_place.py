@@ -214,7 +214,9 @@ def test_a_key_that_cannot_be_stored_hides_no_other(saved):
         "['a']['z']: not in the checkpoint",
     )
     assert load(path, into, strict=False)["a"] == {"x": 1, "\ud83d\ude00": 7, "y": 2, "z": 3}
-    with pytest.raises(fastckpt.UnsupportedTypeError, match=r"cannot store \['a'\]\['.ud83d.ude00'\]: a string with"):
+    with pytest.raises(
+        fastckpt.exceptions.UnsupportedTypeError, match=r"cannot store \['a'\]\['.ud83d.ude00'\]: a string with"
+    ):
         saved(into)
 
 

@@ -19,7 +19,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, StructureMismatchError, UnsupportedTypeError
+from fastckpt import CorruptCheckpointError, StructureMismatchError
+from fastckpt.exceptions import UnsupportedTypeError
 from harness.same import bits, same
 
 

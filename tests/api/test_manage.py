@@ -26,7 +26,7 @@ def test_checkpoints_are_listed_with_what_their_manifests_say(run):
     found = fastckpt.list(run)
     assert [one.name for one in found] == ["step-1", "step-2", "step-10"]
     for one in found:
-        assert isinstance(one, fastckpt.ListedCheckpoint)
+        assert isinstance(one, fastckpt.types.ListedCheckpoint)
         assert one.path == str(run / one.name)
         assert one.bytes == sum(file.stat().st_size for file in (run / one.name).iterdir())
         assert abs(one.created - time.time()) < 1000

@@ -181,7 +181,7 @@ def the_copy_fails(path, monkeypatch):
 
 
 def the_call_fails(path, _):
-    with pytest.raises(fastckpt.UnsupportedTypeError):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError):
         fastckpt.save_async({"f": print}, path)
 
 

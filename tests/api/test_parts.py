@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, StructureMismatchError, UnsupportedTypeError
+from fastckpt import CorruptCheckpointError, StructureMismatchError
+from fastckpt.exceptions import UnsupportedTypeError
 from harness.same import bits, same
 
 

@@ -115,9 +115,9 @@ def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
     for name, call in {
         "save": lambda: fastckpt.save({}, given),
         "save_async": lambda: fastckpt.save_async({}, given),
-        "doctor": lambda: fastckpt.doctor(given),
-        "plan": lambda: fastckpt.plan(checkpoint=given, gpus=8),
-        "probe": lambda: fastckpt.probe(given),
+        "doctor": lambda: fastckpt.tools.doctor(given),
+        "plan": lambda: fastckpt.tools.plan(checkpoint=given, gpus=8),
+        "probe": lambda: fastckpt.tools.probe(given),
     }.items():
         with pytest.raises(ValueError, match=rf"{name}: '{url.partition(':')[0]}:/.*' is a URL"):
             call()
@@ -256,7 +256,7 @@ def test_files_come_with_the_checkpoint(tmp_path, save):
     assert fastckpt.verify(path).ok
     save({"w": np.zeros(3)}, path, files={"config.json": "new"})
     if save is fastckpt.save_async:
-        fastckpt.drain()
+        fastckpt.background.drain()
     written = ["fastckpt.json", "model.safetensors", "model.safetensors.index.json"]
     assert names_in(path) == sorted([*files, *written])
     assert (path / "config.json").read_text() == "new"

@@ -27,8 +27,8 @@ def paths(text: str, raw: bytes, path: pathlib.Path, entry: os.DirEntry[bytes]) 
     fastckpt.save_async({}, raw)
     fastckpt.load(raw)
     fastckpt.verify(raw)
-    fastckpt.doctor(raw)
-    fastckpt.plan(checkpoint=raw, gpus=8, tier="light")
+    fastckpt.tools.doctor(raw)
+    fastckpt.tools.plan(checkpoint=raw, gpus=8, tier="light")
     fastckpt.open(path)
     fastckpt.open(entry)
     fastckpt.open(7)  # type: ignore[arg-type]
@@ -38,7 +38,7 @@ def context(path: str, optimizer: object) -> None:
     with fastckpt.open(path) as checkpoint:
         reveal_type(checkpoint)
         checkpoint.nonsense()  # type: ignore[attr-defined]
-    with fastckpt.guard(optimizer) as guard:
+    with fastckpt.background.guard(optimizer) as guard:
         reveal_type(guard)
         guard.nonsense()  # type: ignore[attr-defined]
 

@@ -15,8 +15,8 @@ from harness.internals import Staging, unhook_optimizers
 def alone():
     """Nothing of this test is in flight after it, and no optimizer has our hook."""
     yield
-    fastckpt.drain(60)
-    fastckpt.release_buffers()
+    fastckpt.background.drain(60)
+    fastckpt.background.release_buffers()
     unhook_optimizers()
 
 

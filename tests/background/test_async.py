@@ -35,9 +35,9 @@ SLOWLY = 10_000  # bytes a second: a megabyte takes a minute and a half, so that
 def nothing_left():
     yield
     try:
-        fastckpt.drain(60)  # raises what nobody has been told
+        fastckpt.background.drain(60)  # raises what nobody has been told
     finally:
-        fastckpt.release_buffers()
+        fastckpt.background.release_buffers()
 
 
 @pytest.fixture
@@ -303,7 +303,7 @@ def test_a_save_counts_from_the_return_of_the_call(tmp_path, monkeypatch):
     first = fastckpt.save_async(numbered(1), tmp_path / "c")
     second = fastckpt.save_async(numbered(2), tmp_path / "c")
     assert first.done()
-    fastckpt.drain(60)
+    fastckpt.background.drain(60)
     assert second.done()
     assert which(fastckpt.load(tmp_path / "c")) == 2
 
@@ -352,7 +352,7 @@ def test_threads_that_save_at_once_share_the_flights(tmp_path):
         thread.start()
     for thread in threads:
         thread.join(60)
-    fastckpt.drain(60)
+    fastckpt.background.drain(60)
     assert len(entries(tmp_path)) == 30
     assert all(which(fastckpt.load(tmp_path / name), 4096) == int(name[0]) for name in entries(tmp_path))
 
@@ -418,14 +418,14 @@ def test_each_failure_is_raised_once_and_no_save_is_lost(tmp_path, late):
         pending.finished.wait(60)
     assert len(errors) == 2
     with pytest.raises(FileNotFoundError):
-        fastckpt.drain()
+        fastckpt.background.drain()
     assert entries(tmp_path) == ["0", "2", "4", "no"]
 
 
 def test_a_failure_can_be_a_warning(tmp_path, late):
     fail(tmp_path, on_error="warn")
     with pytest.warns(RuntimeWarning, match="no/c failed") as told:
-        fastckpt.drain()
+        fastckpt.background.drain()
     assert told[0].filename == __file__
     fail(tmp_path, on_error="warn")
     with warnings.catch_warnings():
@@ -434,7 +434,7 @@ def test_a_failure_can_be_a_warning(tmp_path, late):
             fastckpt.save_async(numbered(2), tmp_path / "c")
     assert caught.value.pending_save.result(60).bytes > 0
     assert fail(tmp_path, on_error="warn").exception() is not None
-    fastckpt.drain()
+    fastckpt.background.drain()
 
 
 def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog):
@@ -447,7 +447,7 @@ def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog)
     wait_until(lambda: told)
     assert told[0][:2] == ("fastckpt-save", broken)
     assert isinstance(told[0][2], FileNotFoundError)
-    fastckpt.drain()
+    fastckpt.background.drain()
     fastckpt.save_async(numbered(2), tmp_path / "c", on_error=on_error).result(60)
     cancelled = fastckpt.save_async(numbered(2), tmp_path / "d", on_error=on_error, bandwidth_limit=SLOWLY)
     assert cancelled.cancel()
@@ -460,7 +460,7 @@ def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog)
     wait_until(lambda: "the messenger" in caplog.text)
     join_saves()
     with pytest.raises(FileNotFoundError):
-        fastckpt.drain()
+        fastckpt.background.drain()
     for wrong in ("ignore", None, 3):
         with pytest.raises(ValueError, match='on_error must be "raise", "warn" or a function'):
             fastckpt.save_async(numbered(2), tmp_path / "c", on_error=wrong)
@@ -484,7 +484,7 @@ def test_functions_that_end_their_thread_keep_nothing_from_others(tmp_path, monk
     gate.set()
     wait_until(lambda: called)
     with pytest.raises(OSError, match="the disk"):
-        fastckpt.drain()
+        fastckpt.background.drain()
     # What ended the thread is this test's, not the next one's.
     for thread in threading.enumerate():
         if thread.name == "fastckpt-save":
@@ -492,23 +492,23 @@ def test_functions_that_end_their_thread_keep_nothing_from_others(tmp_path, monk
 
 
 def test_drain_waits_and_raises_what_nobody_asked_for(tmp_path, late, hold):
-    fastckpt.drain()
+    fastckpt.background.drain()
     gate = hold(tmp_path / "slow")
     slow = fastckpt.save_async(numbered(1), tmp_path / "slow")
     with pytest.raises(concurrent.futures.TimeoutError, match="and continues"):
-        fastckpt.drain(0.01)
+        fastckpt.background.drain(0.01)
     assert not slow.done()
     gate.set()
-    fastckpt.drain(60)
+    fastckpt.background.drain(60)
     assert slow.done()
     fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
     with pytest.raises(FileNotFoundError):
-        fastckpt.drain()
-    fastckpt.drain()
+        fastckpt.background.drain()
+    fastckpt.background.drain()
 
 
 def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
-    with pytest.raises(fastckpt.UnsupportedTypeError, match=r"save_async: cannot store \['x'\]"):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"save_async: cannot store \['x'\]"):
         fastckpt.save_async({"x": object()}, tmp_path / "c")
     for wrong in (
         {"max_in_flight": 0},
@@ -524,7 +524,7 @@ def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             fastckpt.save_async({}, tmp_path / "c", **wrong)
     assert entries(tmp_path) == []
-    fastckpt.drain(1)  # nothing is in flight
+    fastckpt.background.drain(1)  # nothing is in flight
 
 
 def test_a_copy_that_fails_leaves_nothing(tmp_path):
@@ -538,12 +538,12 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path):
     with points.replaced(points.COPY_OUT, lambda _: broken):
         with pytest.raises(RuntimeError, match="cannot copy"):
             fastckpt.save_async(state, tmp_path / "c")
-        fastckpt.drain(1)  # nothing is in flight
+        fastckpt.background.drain(1)  # nothing is in flight
         pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
         pending.wait_staged(60)
         with pytest.raises(RuntimeError, match="cannot copy"):
             pending.result(60)
-    assert pending.progress() == fastckpt.SaveProgress("failed", 0, 0, 80_000)
+    assert pending.progress() == fastckpt.types.SaveProgress("failed", 0, 0, 80_000)
     assert entries(tmp_path) == []
     fastckpt.save_async(state, tmp_path / "c").result(60)
 
@@ -567,7 +567,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path):
                 fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
             # Another thread, for which nothing below a signal handler is an exception.
             drained = []
-            thread = threading.Thread(target=lambda drained=drained: drained.append(fastckpt.drain(60)))
+            thread = threading.Thread(target=lambda drained=drained: drained.append(fastckpt.background.drain(60)))
             thread.start()
             thread.join()
             assert drained == [None]
@@ -583,7 +583,7 @@ def test_no_memory_for_a_snapshot(tmp_path):
 
     with points.replaced(points.MEMORY, lambda _: full), pytest.raises(OSError, match="no memory"):
         fastckpt.save_async(numbered(1), tmp_path / "c")
-    fastckpt.drain(1)  # nothing is in flight
+    fastckpt.background.drain(1)  # nothing is in flight
     fastckpt.save_async(numbered(1), tmp_path / "c").result(60)
 
 
@@ -796,7 +796,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
         failed.finished.wait()
         child = os.fork()
         if not child:
-            fastckpt.drain()
+            fastckpt.background.drain()
             for ask in (pending.result, pending.cancel, pending.wait_staged):
                 try:
                     ask()
@@ -806,7 +806,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
                     assert ask == pending.wait_staged
             fastckpt.save_async(state, target + "-child").result(60)
             assert (fastckpt.load(target + "-child")["w"] == state["w"]).all()
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
             sys.exit(3)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
         # The child has not waited for it, or it would wait still.
@@ -847,7 +847,7 @@ def test_a_handler_of_sigterm_can_drain(tmp_path, inside):
         def handler(*_):
             assert not pending.done()
             gate.set()
-            fastckpt.drain(30)
+            fastckpt.background.drain(30)
             assert pending.done()
             os.write(1, b"drained")
             os._exit(5)
@@ -880,7 +880,7 @@ def test_a_handler_can_drain_and_save_on_top_of_everything(tmp_path):
                 return
             inside = True
             turns += 1
-            fastckpt.drain(30)
+            fastckpt.background.drain(30)
             if turns % 3 == 0:
                 fastckpt.save(state, target + "-handler")
             inside = False
@@ -898,7 +898,7 @@ def test_a_handler_can_drain_and_save_on_top_of_everything(tmp_path):
             if number % 7 == 0:
                 pending.wait_staged(30)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        fastckpt.drain(30)
+        fastckpt.background.drain(30)
         """,
     )
     assert fastckpt.verify(tmp_path / "c").ok
@@ -929,7 +929,7 @@ def test_the_second_save_allocates_nothing(tmp_path):
         before = minor_faults()
         for _ in range(3):
             fastckpt.save_async(state, tmp_path / "c")
-        fastckpt.drain(60)
+        fastckpt.background.drain(60)
         faults = (minor_faults() - before) / 3
     assert len(mapped) == 1
     assert 1.0 <= mapped[0] / (64 << 20) < 1.1, "one copy of the state"
@@ -950,7 +950,7 @@ def test_release_buffers_frees_them_also_those_in_use(tmp_path, hold):
         pending = fastckpt.save_async(state, tmp_path / "c")
         assert resident() - before > 60 << 20
         if release_first:
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
             assert resident() - before > 60 << 20
             gate.set()
             pending.result(60)
@@ -958,7 +958,7 @@ def test_release_buffers_frees_them_also_those_in_use(tmp_path, hold):
             gate.set()
             pending.result(60)
             assert resident() - before > 60 << 20
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
         wait_until(lambda before=before: resident() - before < 32 << 20)
     assert fastckpt.verify(tmp_path / "c").ok
 
@@ -972,7 +972,7 @@ def test_a_larger_state_takes_the_place_of_the_smaller(tmp_path):
 
 def test_two_hundred_saves_leak_nothing(tmp_path):
     """Resident memory flat after the third; no threads, descriptors, mappings or temporary files left."""
-    fastckpt.release_buffers()
+    fastckpt.background.release_buffers()
     state = {"w": np.arange(1 << 19), "many": [np.arange(5) for _ in range(200)], "n": list(range(500))}
     held = []
     for turn in range(200):
@@ -981,7 +981,7 @@ def test_two_hundred_saves_leak_nothing(tmp_path):
             pending.result(60)
             gc.collect()
             held.append((resident(), len(list(Path("/proc/self/fd").iterdir())), mappings()))
-    fastckpt.drain(60)
+    fastckpt.background.drain(60)
     wait_until(lambda: not any(thread.name == "fastckpt-save" for thread in threading.enumerate()))
     sizes, descriptors, maps = zip(*held[1:], strict=True)
     assert max(sizes) - sizes[0] < 4 << 20, sizes
@@ -1029,7 +1029,7 @@ def test_without_a_thread_the_caller_saves(tmp_path, threadless, caplog, save, o
 @BOTH
 def test_a_handler_does_not_wait_for_the_save_that_it_interrupts(tmp_path, threadless, save, options):
     """A handler runs in the thread of the call; here it is called there. Mutant: it waits for that thread."""
-    threadless(lambda: fastckpt.drain(1))
+    threadless(lambda: fastckpt.background.drain(1))
     assert save(numbered(1), tmp_path / "c", **options).done()
     assert which(fastckpt.load(tmp_path / "c")) == 1
 

@@ -53,10 +53,10 @@ def test_buffers_of_a_guarded_module_are_copied_at_the_call(tmp_path, held_backg
     if compiled == "before":
         model.compile(backend="eager")
         model(torch.randn(5, LARGE))
-    with fastckpt.guard(model) as guard:
+    with fastckpt.background.guard(model) as guard:
         if compiled == "after":
             model.compile(backend="eager")
-        assert fastckpt.guard(model) is guard
+        assert fastckpt.background.guard(model) is guard
         for _ in range(2):
             before = copy.deepcopy(model.state_dict())
             assert same(save_and_forward(tmp_path, held_background, model), dict(before))
@@ -71,7 +71,7 @@ def test_a_guard_that_comes_after_the_save_waits_for_it_once(tmp_path, held_back
     pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True)
     assert begun.wait(60)
     when_waited_for(release.set)
-    fastckpt.guard(model)
+    fastckpt.background.guard(model)
     assert pending.progress().phase != "staging"
     model(torch.randn(5, LARGE))
     pending.result(60)
@@ -81,7 +81,7 @@ def test_a_guard_that_comes_after_the_save_waits_for_it_once(tmp_path, held_back
     begun.clear()
     pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True)
     assert begun.wait(60)
-    fastckpt.guard(model)
+    fastckpt.background.guard(model)
     assert pending.progress().phase == "staging"
     release.set()
     pending.result(60)
@@ -98,7 +98,7 @@ def test_buffers_of_every_kind_are_copied_at_the_call(tmp_path, held_background)
     inner.register_buffer("quantized", torch.quantize_per_tensor(torch.ones(4 * LARGE), 0.1, 0, torch.qint8))
     inner.register_buffer("meta", torch.ones(3, device="meta"), persistent=False)
     model.inner = inner
-    fastckpt.guard(model)
+    fastckpt.background.guard(model)
     state = {"model": model.state_dict(), "view": inner.part.view(2, -1)}
     before = copy.deepcopy(state)
     pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
@@ -117,7 +117,7 @@ def test_buffers_of_every_kind_are_copied_at_the_call(tmp_path, held_background)
 
 def test_a_thousand_guards_keep_nothing_alive():
     model = Queue()
-    guards = {id(guard): guard for guard in (fastckpt.guard(model) for _ in range(1000))}
+    guards = {id(guard): guard for guard in (fastckpt.background.guard(model) for _ in range(1000))}
     (guard,) = guards.values()
     gone = [weakref.ref(model), weakref.ref(guard)]
     del model, guard
@@ -131,10 +131,10 @@ def test_a_thousand_guards_keep_nothing_alive():
 )
 def test_what_cannot_be_guarded_is_told(wrong):
     with pytest.raises(TypeError, match=rf"guard: not a module: {type(wrong).__qualname__}; call wait_staged\(\)"):
-        fastckpt.guard(wrong)
+        fastckpt.background.guard(wrong)
 
 
 def test_an_optimizer_needs_no_guard():
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(3))], lr=0.1)
     with pytest.raises(TypeError, match="guard: SGD is an optimizer, or wraps one, and needs no guard"):
-        fastckpt.guard(optimizer)
+        fastckpt.background.guard(optimizer)

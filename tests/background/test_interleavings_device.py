@@ -38,8 +38,8 @@ def clean(monkeypatch):
     yield
     misuse = standin.faults.misuse
     standin.faults.reset()
-    fastckpt.drain(60)
-    fastckpt.release_buffers()
+    fastckpt.background.drain(60)
+    fastckpt.background.release_buffers()
     assert misuse == []
 
 
@@ -220,7 +220,7 @@ def test_what_is_saved_is_what_was_there_at_the_call(directory):
         let_go = rng.choice(["some time", "before a step", *late])
         if rng.random() < 0.1:
             # The next memory is new: it is being pinned while the copies are asked for in the background.
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
         assert turn_of(training, directory / str(number % 3), rng, let_go=let_go), (number, name, let_go)
 
 

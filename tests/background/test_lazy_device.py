@@ -23,15 +23,15 @@ pytestmark = pytest.mark.usefixtures("alone", "clean")
 
 @pytest.fixture
 def clean():
-    fastckpt.release_buffers()
+    fastckpt.background.release_buffers()
     faults.reset()
     yield
     misuse = faults.misuse
     faults.reset()
     standin.cudart.reset()
-    fastckpt.drain(60)
+    fastckpt.background.drain(60)
     standin.forget_errors()
-    fastckpt.release_buffers()
+    fastckpt.background.release_buffers()
     assert misuse == []
     assert standin.cudart.bytes == 0
 

@@ -21,8 +21,8 @@ TASKS = Path("/proc/self/task")
 @pytest.fixture(autouse=True)
 def _clean():
     yield
-    fastckpt.drain(60)
-    fastckpt.release_buffers()
+    fastckpt.background.drain(60)
+    fastckpt.background.release_buffers()
 
 
 def workers(prefix="fastckpt-"):

@@ -216,7 +216,7 @@ def test_a_tensor_whose_storage_was_cut_is_not_saved(tmp_path, save, step):
     # The last one begins beyond what is left.
     for tensor in (whole, whole[5:], whole[-1:]):
         tensor.untyped_storage().resize_(100)
-        with pytest.raises(fastckpt.UnsupportedTypeError, match=r"\['w'\].*freed"):
+        with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"\['w'\].*freed"):
             save({"w": tensor}, tmp_path / "c")
     fastckpt.save({"w": whole[:3]}, tmp_path / "c")
 
@@ -296,7 +296,7 @@ def test_what_others_export_stays_exported(tmp_path, meanwhile, kind):
 
 @pytest.mark.parametrize("value", [memoryview(bytearray(LONG)), array.array("b", bytes(LONG)), mmap.mmap(-1, LONG)])
 def test_other_buffers_are_no_state(tmp_path, value):
-    with pytest.raises(fastckpt.UnsupportedTypeError):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError):
         fastckpt.save(state_of(value), tmp_path / "c")
 
 
@@ -321,7 +321,7 @@ def test_a_failed_save_lets_go_of_buffers(tmp_path, how, save):
         if save is fastckpt.save_async:
             pending.result(60)
 
-    with pytest.raises((OSError, fastckpt.UnsupportedTypeError)) as caught:
+    with pytest.raises((OSError, fastckpt.exceptions.UnsupportedTypeError)) as caught:
         attempt()
     value.extend(b"y")
     assert caught.value.__traceback__ is not None
@@ -398,7 +398,7 @@ def operations(prefix):
         checkpoint["large"], checkpoint.slice("large", 3)
     fastckpt.save_async(state, f"{base}/{prefix}-async", nice=1, bandwidth_limit=1e12).result(60)
     fastckpt.save_async(state, f"{base}/{prefix}-lazy", lazy=True).result(60)
-    fastckpt.set_target("high")
+    fastckpt.tools.set_target("high")
     _core.probe(base, io="auto")
 
 

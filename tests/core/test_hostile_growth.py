@@ -180,7 +180,7 @@ def test_what_no_load_would_take_is_not_saved(tmp_path, kind):
         "frozenset": {"y": frozenset(keys)},
     }
     for what, state in crowded.items():
-        with pytest.raises(fastckpt.UnsupportedTypeError, match=r"\['y'\].*collide"):
+        with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"\['y'\].*collide"):
             fastckpt.save(state, tmp_path / what)
         assert not (tmp_path / what).exists()
 

@@ -383,7 +383,7 @@ def test_what_no_load_would_make_is_not_saved(tmp_path):
     matrix = torch.ones(2 << 20).to_sparse()
     fastckpt.save([matrix] * 60, tmp_path / "c")
     assert len(fastckpt.load(tmp_path / "c")) == 60
-    with pytest.raises(fastckpt.UnsupportedTypeError, match="at so many places"):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="at so many places"):
         fastckpt.save([matrix] * 100, tmp_path / "d")
 
 
@@ -419,9 +419,9 @@ def test_deep_keys_are_refused_before_they_are_hashed(tmp_path, kind):
     key = ()
     for _ in range(101):
         key = (key,)
-    with pytest.raises(fastckpt.UnsupportedTypeError, match="nested deeper than 100 levels"):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="nested deeper than 100 levels"):
         fastckpt.save({key: 1}, tmp_path / "d")
-    with pytest.raises(fastckpt.UnsupportedTypeError, match="nested deeper than 100 levels"):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="nested deeper than 100 levels"):
         fastckpt.save({key}, tmp_path / "d")
 
 

@@ -198,7 +198,7 @@ def test_a_child_forked_during_a_save_keeps_none_of_its_descriptors(children, tm
 
 def test_a_header_that_would_be_too_large_is_refused_before_the_first_byte(tmp_path):
     with pytest.raises(
-        fastckpt.UnsupportedTypeError, match=r"header of shard `model\.safetensors` takes 1000\d+ bytes"
+        fastckpt.exceptions.UnsupportedTypeError, match=r"header of shard `model\.safetensors` takes 1000\d+ bytes"
     ):
         fastckpt.save({"k" * 100_000_000: np.zeros(3)}, tmp_path / "c")
     assert manifest.listing(tmp_path) == []

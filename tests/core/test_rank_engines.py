@@ -18,8 +18,9 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, ReplacedCheckpointError, _core
+from fastckpt import CorruptCheckpointError, _core
 from fastckpt._portable import reader as portable
+from fastckpt.exceptions import ReplacedCheckpointError
 from harness.spreads import LAYOUTS, LONG, ROWS, Spread, arrays, mesh, queues, receive, send, whole
 
 if TYPE_CHECKING:
@@ -193,7 +194,7 @@ def test_every_engine_writes_them_without_a_copy_where_it_can(tmp_path, monkeypa
     job.run()
     fastckpt.save(job.state, tmp_path / "one", shard_size=1_000_000)
     assert sums(tmp_path / "many") == sums(tmp_path / "one")
-    probe = fastckpt.probe(tmp_path, io=io)
+    probe = fastckpt.tools.probe(tmp_path, io=io)
     if io != "buffered" and probe.files.direct_used and layout == "rows of 3":
         copied = sum(report["copied"] for report in job.reports)
         assert 0 < copied < 0.7 * sum(report["bytes"] for report in job.reports)

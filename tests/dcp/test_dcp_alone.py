@@ -394,7 +394,7 @@ def test_a_writer_may_be_given_the_next_save_while_one_is_under_way(tmp_path):
 
 
 def test_memory_of_a_stage_is_used_again_once_nobody_has_it():
-    fastckpt.release_buffers()
+    fastckpt.background.release_buffers()
     stager = Stager()
     first = stager.stage({"w": torch.ones(1 << 20)})
     address = first["w"].data_ptr()
@@ -404,7 +404,7 @@ def test_memory_of_a_stage_is_used_again_once_nobody_has_it():
     del first
     third = stager.stage({"w": torch.full((1 << 20,), 3.0)})
     assert third["w"].data_ptr() == address
-    fastckpt.release_buffers()
+    fastckpt.background.release_buffers()
 
 
 def test_an_asynchronous_save_that_fails_says_so(tmp_path):

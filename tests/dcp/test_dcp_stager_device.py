@@ -21,13 +21,13 @@ DEVICE = torch.device("standin", 0)
 
 @pytest.fixture(autouse=True)
 def clean():
-    fastckpt.release_buffers()
+    fastckpt.background.release_buffers()
     faults.reset(late=0.002)
     yield
     misuse = faults.misuse
     faults.reset()
     standin.forget_errors()
-    fastckpt.release_buffers()
+    fastckpt.background.release_buffers()
     assert misuse == []
     assert standin.cudart.bytes == 0
 

@@ -68,7 +68,7 @@ class TestAsync(OnDevice):
             if step % 5 == 0:
                 fastckpt.save_async(state_of(parameters), self.path / str(step), lazy=True, max_in_flight=2)
             optimizer.step()
-        fastckpt.drain(60)
+        fastckpt.background.drain(60)
         for step in range(0, 30, 5):
             assert self.saved(self.path / str(step)) == [1 - step, 2 - step, 3 - step]
 
@@ -117,7 +117,7 @@ class TestAsync(OnDevice):
         module = torch.nn.Module()
         module.register_buffer("queue", torch.ones(COUNT, device=DEVICE))
         module.register_buffer("small", torch.ones(100, device=DEVICE))
-        with fastckpt.guard(module):
+        with fastckpt.background.guard(module):
             for _ in range(2):
                 fill_later(module.queue, 5.0)
                 fill_later(module.small, 6.0)
@@ -200,7 +200,7 @@ class TestAsync(OnDevice):
                 pending = fastckpt.save_async(state_of(parameters), self.target, lazy=lazy)
                 assert pending.cancel()
                 # Memory that copies still write to must not go.
-                fastckpt.release_buffers()
+                fastckpt.background.release_buffers()
             timer.join()
             assert fastckpt.load(self.target) == {"old": 1}
 
@@ -255,7 +255,7 @@ class TestAsyncOnTheStandin(OnDevice):
 
     def test_a_step_waits_for_what_is_not_asked_for_yet(self):
         """Memory is being pinned, so the background thread has yet to ask for the copies."""
-        fastckpt.release_buffers()
+        fastckpt.background.release_buffers()
         pinning, go_on = threading.Event(), threading.Event()
 
         def before(_address):
@@ -318,7 +318,7 @@ class TestAsyncOnTheStandin(OnDevice):
             with standin.capturing(), raises(RuntimeError, "captured into a graph"):
                 call()
             assert not self.target.exists(), name
-            fastckpt.drain(60)
+            fastckpt.background.drain(60)
         # Of another stream than the one that is captured, all is well.
         with standin.capturing(standin.Stream(OTHER)):
             pass

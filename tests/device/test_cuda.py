@@ -118,7 +118,7 @@ class TestPinnedMemory(OnDevice):
             "staging of a save": lambda: fastckpt.save(state, self.path / "c"),
             "staging of a load": lambda: fastckpt.load(self.path / "c", into=state),
         }.items():
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
             outcome = call()
             kept = [*kept_memory(), *kept_memory(staging=True)]
             assert len(kept) == 1, name

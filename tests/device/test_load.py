@@ -257,7 +257,7 @@ class TestLoadOnTheStandin(OnDevice):
             with devices.raises(RuntimeError, "standin: "):
                 fastckpt.load(self.path / "c", device=DEVICE)
             faults.reset(late=self.late)
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
         assert same(to_host(fastckpt.load(self.path / "c", device=DEVICE)), to_host(state))
 
     def test_a_load_needs_little_memory_of_the_device(self):

@@ -172,7 +172,7 @@ class TestStaging(OnDevice):
                 assert all(ends[0] <= address and address + nbytes <= ends[1] for address, nbytes in seen)
                 seen.clear()
         # What takes part is in host memory alone, and nothing is lent.
-        fastckpt.release_buffers()
+        fastckpt.background.release_buffers()
         fastckpt.save({"w": torch.ones(3).expand(3), "t": torch.ones(3, 4).t()}, self.path / "c")
         fastckpt.load(self.path / "c", dtype="bfloat16")
         assert not host_memory._free_staging

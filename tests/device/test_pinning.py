@@ -74,7 +74,7 @@ class TestPinningOnTheStandin(OnDevice):
         reports += [SAVES[way](state, self.path / "c") for _ in range(2)]
         assert len(cudart.calls) == count
         assert [report.warnings for report in reports] == [()] * 3
-        fastckpt.release_buffers()
+        fastckpt.background.release_buffers()
         assert self.pinned() == 0
 
     def test_a_load_registers_what_it_reads_into(self):
@@ -90,7 +90,7 @@ class TestPinningOnTheStandin(OnDevice):
         count = len(cudart.calls)
         fastckpt.load(self.path / "c", into=state)
         assert len(cudart.calls) == count
-        fastckpt.release_buffers()
+        fastckpt.background.release_buffers()
         assert self.pinned() == 0
 
     def test_tensors_of_the_host_need_none(self):
@@ -181,7 +181,7 @@ class TestPinningOnTheStandin(OnDevice):
         fastckpt.save_async(state_of(), self.path / "c").result(60)
         cudart.status = 713
         with self.assertLogs("fastckpt", "WARNING") as logs:
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
         assert any("713" in message for message in logs.output), logs.output
         cudart.status = 0
         cudart.check()
@@ -218,7 +218,7 @@ class TestPinningOnTheStandin(OnDevice):
         fastckpt.save_async(state, self.path / "c").result(60)
         with faults.held() as go:
             pending = fastckpt.save_async(state, self.path / "c", lazy=True)
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
             assert self.pinned() >= 8 * MIB
             go()
             pending.result(60)

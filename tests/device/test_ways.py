@@ -317,7 +317,7 @@ class TestPinningOnTheStandin(OnDevice):
     def test_a_save_and_a_load_go_on_and_say_so(self):
         state = on_device({"w": torch.randn(MIB)})
         for refused in (False, True):
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
             standin.cudart.limit = 0 if refused else None
             saved = fastckpt.save(state, self.path / "c")
             loaded, report = fastckpt.load(self.path / "c", device=DEVICE, report=True)

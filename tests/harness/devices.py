@@ -134,8 +134,8 @@ class OnDevice(unittest.TestCase):
         directory = tempfile.TemporaryDirectory(prefix="fastckpt-test-")
         self.addCleanup(directory.cleanup)
         self.path = Path(directory.name)
-        fastckpt.drain(60)
-        fastckpt.release_buffers()
+        fastckpt.background.drain(60)
+        fastckpt.background.release_buffers()
         faults.reset(late=self.late)
         standin.cudart.reset()
         self.addCleanup(self._leave)
@@ -145,10 +145,10 @@ class OnDevice(unittest.TestCase):
         faults.reset()
         standin.cudart.reset()
         try:
-            fastckpt.drain(60)
+            fastckpt.background.drain(60)
         finally:
             standin.forget_errors()
-            fastckpt.release_buffers()
+            fastckpt.background.release_buffers()
         assert misuse == [], misuse
         assert not standin.cudart.registered, "memory is still registered"
 

@@ -73,7 +73,9 @@ def main(what: str, directory: Path) -> None:
             fastckpt.verify(path)
             names, found = fastckpt.open(path).keys(), {}
             for name in names:
-                with contextlib.suppress(fastckpt.UnsupportedTypeError):  # sparse and quantised: numpy has neither
+                with contextlib.suppress(
+                    fastckpt.exceptions.UnsupportedTypeError
+                ):  # sparse and quantised: numpy has neither
                     found[name] = fastckpt.load(path, keys=[name], framework="numpy", unknown="plain", verify=True)
             digest = hashlib.sha256(repr(plain(found)).encode()).hexdigest()
             print(f"{path.name}: {len(names)} tensors, {len(names) - len(found)} of them only verified: {digest}")

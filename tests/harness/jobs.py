@@ -120,7 +120,7 @@ def diagnose(
     memlock: int | None = None,
     blocked: str | None = None,
 ) -> dict[str, Any]:
-    """What ``fastckpt.doctor`` says here, and what io_uring_setup answers."""
+    """What ``fastckpt.tools.doctor`` says here, and what io_uring_setup answers."""
     os.environ.update(env or {})
     if memlock is not None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (memlock, memlock))
@@ -130,7 +130,7 @@ def diagnose(
         os.setresuid(65534, 65534, 65534)
     if blocked:
         seccomp.install(blocked)
-    return {**fastckpt.doctor(directory, probe=probe).document(), "ring": seccomp.setup_errno()}
+    return {**fastckpt.tools.doctor(directory, probe=probe).document(), "ring": seccomp.setup_errno()}
 
 
 def remove_held(channel: Channel, *, path: str, files: list[str]) -> None:

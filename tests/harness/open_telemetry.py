@@ -74,5 +74,5 @@ def forget_failures():
     """Raise no failure of an asynchronous save any more that nobody has asked for."""
     while True:
         with contextlib.suppress(OSError, fastckpt.CheckpointError):
-            fastckpt.drain(60)
+            fastckpt.background.drain(60)
             return

@@ -67,7 +67,7 @@ def _into(path: str, framework: str, options: dict[str, Any], *, strided: bool) 
 
 def _targets(shown: Any, framework: str, guards: list[np.ndarray], *, strided: bool, depth: int) -> Any:
     """``shown`` with a target in the place of each tensor."""
-    if type(shown) is fastckpt.TensorInfo:
+    if type(shown) is fastckpt.types.TensorInfo:
         return _target(shown, framework, guards, strided=strided)
     if depth == _DEEPEST:
         return None
@@ -80,7 +80,7 @@ def _targets(shown: Any, framework: str, guards: list[np.ndarray], *, strided: b
     return [inner(value) for value in shown] if type(shown) in (list, tuple) else shown
 
 
-def _target(info: fastckpt.TensorInfo, framework: str, guards: list[np.ndarray], *, strided: bool) -> Any:
+def _target(info: fastckpt.types.TensorInfo, framework: str, guards: list[np.ndarray], *, strided: bool) -> Any:
     as_torch = info.kind == "tensor" if framework == "auto" else framework == "torch"
     torch = sys.modules.get("torch")
     try:

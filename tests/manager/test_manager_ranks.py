@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastckpt
-from fastckpt import save_when
+from fastckpt import when
 from harness import groups, parallel, points
 
 #: Long, for machines that are busy; and short, where a rank is to be missed.
@@ -170,11 +170,11 @@ class Odd:
 def save_some(out, when, count):
     """Save that often, whatever steps these are."""
     policies = {
-        "time": lambda: save_when.Every(time=0.1),
-        "auto": lambda: save_when.Auto("1s", overhead=0.9),
-        "continuously": save_when.Continuously,
+        "time": lambda: when.Every(time=0.1),
+        "auto": lambda: when.Auto("1s", overhead=0.9),
+        "continuously": when.Continuously,
         "own": Odd,
-        "step": lambda: [save_when.Steps(2, 5), save_when.First(), save_when.Every(steps=4)],
+        "step": lambda: [when.Steps(2, 5), when.First(), when.Every(steps=4)],
     }
     saved, step = [], 0
     with fastckpt.Manager(out, timeout=TIMEOUT, save_when=policies[when]()) as manager:
@@ -199,9 +199,7 @@ def test_all_ranks_save_the_same_steps(four, tmp_path, when):
 def count_rounds(out, calls):
     """How often a rank asked the others, and the steps that it saved."""
     asked = []
-    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=[save_when.Steps(calls - 1), save_when.Every(time="1h")]) as (
-        manager
-    ):
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=[when.Steps(calls - 1), when.Every(time="1h")]) as (manager):
         decide = manager._ranks.decide
         manager._ranks.decide = lambda *given: (asked.append(given[1].step), decide(*given))[1]
         saved = [step for step in range(1, calls) if manager.should_save(step)]
@@ -223,7 +221,7 @@ def fail_once(out, async_save):
         try:
             manager.save(2, state(2))
             manager.wait()
-        except (OSError, fastckpt.RanksError) as error:
+        except (OSError, fastckpt.exceptions.RanksError) as error:
             told = f"{type(error).__name__}: {error}"
         between = manager._saves.step if async_save else None
         again = manager.save(2, state(2))
@@ -280,7 +278,7 @@ def miss(out, late, where):
             for step in range(1, last + 2):
                 with contextlib.nullcontext() if where == "outside" else noted(told):
                     take(manager, step)
-    except (KeyError, fastckpt.RanksError) as error:
+    except (KeyError, fastckpt.exceptions.RanksError) as error:
         told.append(f"{type(error).__name__}: {error}")
     return told, manager.steps()
 
@@ -289,7 +287,7 @@ def miss(out, late, where):
 def noted(told):
     try:
         yield
-    except (TypeError, fastckpt.RanksError) as error:
+    except (TypeError, fastckpt.exceptions.RanksError) as error:
         told.append(f"{type(error).__name__}: {error}")
 
 
@@ -424,7 +422,7 @@ def differ(out, what):
     rank = dist.get_rank()
     options = {
         "keep": {"keep": 2 + rank // 3},
-        "save_when": {"save_when": save_when.Every(steps=5 + rank // 3)},
+        "save_when": {"save_when": when.Every(steps=5 + rank // 3)},
         "read_only": {"read_only": rank == 3},
         "directory": {},
     }.get(what, {})
@@ -532,7 +530,7 @@ def test_a_manager_whose_process_group_is_gone_saves_nothing(forge, tmp_path, de
 
 
 def step_on(out, raises):
-    with fastckpt.Manager(out, timeout=SHORT, save_when=save_when.Every(time="1h")) as manager:
+    with fastckpt.Manager(out, timeout=SHORT, save_when=when.Every(time="1h")) as manager:
         for step in range(1, 10**9):
             manager.should_save(step)
             dist.barrier()

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from fastckpt import keep, save_when
+from fastckpt import keep, when
 from fastckpt._interval import best_interval
 from fastckpt._manager import after_save, stale
 from fastckpt._manager.directory import Directory, Names
@@ -241,42 +241,42 @@ class Training:
 
 
 def test_every_steps_also_in_larger_strides():
-    training = Training(save_when.Every(steps=10))
+    training = Training(when.Every(steps=10))
     training.run(60)
     assert [step for step, _ in training.saved] == [10, 20, 30, 40, 50]
     timing = StepTiming()
     found = []
     for step in range(0, 100, 7):
         timing.reach(step, in_flight=False)
-        if save_when.Every(steps=20).due(timing.moment(in_flight=False)):
+        if when.Every(steps=20).due(timing.moment(in_flight=False)):
             found.append(step)
     assert found == [21, 42, 63, 84]
 
 
 def test_every_time_and_continuously():
-    training = Training(save_when.Every(time="30s"))
+    training = Training(when.Every(time="30s"))
     training.run(300)
     assert set(training.gaps) == {30.5}  # whole steps, and the stall
-    training = Training(save_when.Continuously())
+    training = Training(when.Continuously())
     training.run(100)
     assert all(4.0 <= gap <= 5.5 for gap in training.gaps)
-    training = Training(save_when.Continuously(apart=20))
+    training = Training(when.Continuously(apart=20))
     training.run(100)
     assert all(20.0 <= gap <= 21.5 for gap in training.gaps)
 
 
 def test_first_and_named_steps():
-    training = Training(save_when.First())
+    training = Training(when.First())
     training.run(20)
     assert [step for step, _ in training.saved] == [1]
-    training = Training(save_when.Steps(3, 7))
+    training = Training(when.Steps(3, 7))
     training.run(20)
     assert [step for step, _ in training.saved] == [3, 7]
 
 
 def test_auto_takes_the_optimum_of_what_was_measured(caplog):
     with caplog.at_level(logging.INFO, "fastckpt"):
-        training = Training(save_when.Auto(mttf="2h", overhead=0.05), step=1.0, stall=2.0, durable=10.0)
+        training = Training(when.Auto(mttf="2h", overhead=0.05), step=1.0, stall=2.0, durable=10.0)
         training.run(4000)
     # The second step is saved to measure; then the optimum, to the step.
     assert training.saved[0][0] == 2
@@ -292,14 +292,14 @@ def test_auto_takes_the_optimum_of_what_was_measured(caplog):
 
 def test_auto_stays_within_the_overhead_and_waits_until_the_last_is_durable(caplog):
     with caplog.at_level(logging.INFO, "fastckpt"):
-        training = Training(save_when.Auto(mttf="5min", overhead=0.01), stall=2.0, durable=10.0)
+        training = Training(when.Auto(mttf="5min", overhead=0.01), stall=2.0, durable=10.0)
         training.run(2000)
     assert min(training.gaps) >= 200.0
     assert max(training.gaps) <= 202.5
     assert "but overhead=1.00 %" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.INFO, "fastckpt"):
-        training = Training(save_when.Auto(mttf="5min", overhead=0.9), stall=0.1, durable=100.0)
+        training = Training(when.Auto(mttf="5min", overhead=0.9), stall=0.1, durable=100.0)
         training.run(1000)
     assert min(training.gaps) >= 100.0
     assert training.policy.interval(cost=0.1, durable_seconds=100.0) == 100.0
@@ -307,7 +307,7 @@ def test_auto_stays_within_the_overhead_and_waits_until_the_last_is_durable(capl
 
 
 def test_auto_adapts_when_the_cost_changes(caplog):
-    training = Training(save_when.Auto(mttf="2h"), stall=1.0, durable=5.0)
+    training = Training(when.Auto(mttf="2h"), stall=1.0, durable=5.0)
     training.run(3000)
     before = training.gaps[-1]
     with caplog.at_level(logging.INFO, "fastckpt"):
@@ -319,8 +319,8 @@ def test_auto_adapts_when_the_cost_changes(caplog):
 
 
 def test_auto_counts_what_steps_take_longer_while_a_save_is_written():
-    alone = Training(save_when.Auto(mttf="2h"), stall=0.5, durable=40.0)
-    slowed = Training(save_when.Auto(mttf="2h"), stall=0.5, durable=40.0, slower=1.25)
+    alone = Training(when.Auto(mttf="2h"), stall=0.5, durable=40.0)
+    slowed = Training(when.Auto(mttf="2h"), stall=0.5, durable=40.0, slower=1.25)
     alone.run(4000)
     slowed.run(4000)
     assert alone.timing.cost == pytest.approx(0.5)
@@ -330,7 +330,7 @@ def test_auto_counts_what_steps_take_longer_while_a_save_is_written():
 
 
 def test_an_evaluation_is_no_step():
-    training = Training(save_when.Auto(mttf="2h"))
+    training = Training(when.Auto(mttf="2h"))
     training.run(20)
     training.clock.now += 500
     training.run(8)

@@ -122,7 +122,7 @@ def test_a_kind_of_value_that_is_not_known_is_of_a_later_release_and_no_damage(t
     body["structure"] = [["from-tomorrow", 1] if token == 2 else token for token in body["structure"]]
     manifest.forge(newest, body)
     for way in (fastckpt.load, lambda _path: fastckpt.Manager(tmp_path).restore()):
-        with pytest.raises(fastckpt.FormatVersionError, match=r"'from-tomorrow'.*upgrade fastckpt-io"):
+        with pytest.raises(fastckpt.exceptions.FormatVersionError, match=r"'from-tomorrow'.*upgrade fastckpt-io"):
             way(newest)
 
 

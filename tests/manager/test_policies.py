@@ -1,4 +1,4 @@
-"""``fastckpt.keep`` and ``fastckpt.save_when``: what each policy says, alone and with others."""
+"""``fastckpt.keep`` and ``fastckpt.when``: what each policy says, alone and with others."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import math
 import pytest
 
 import fastckpt
-from fastckpt import keep, save_when
+from fastckpt import keep, when
 from fastckpt.keep import Saved
 
 MINUTE = 60.0
@@ -96,17 +96,19 @@ def test_a_text_that_names_no_policy(text):
     [
         keep.Every,
         lambda: keep.Every(steps=1, time=1),
-        save_when.Every,
+        when.Every,
         lambda: keep.Best(1, ""),
         lambda: keep.Best(1, "loss", "least"),
         keep.Steps,
-        lambda: save_when.Steps(-1),
+        lambda: when.Steps(-1),
         lambda: keep.Younger(-1),
-        lambda: save_when.Auto("0h"),
+        lambda: when.Auto("0h"),
+        lambda: when.Auto("soon"),
+        lambda: when.Auto(overhead=2),
     ],
 )
 def test_policies_out_of_range(make):
-    with pytest.raises(ValueError, match=r"^(keep|save_when)\."):
+    with pytest.raises(ValueError, match=r"^(keep|when)\."):
         make()
 
 
@@ -119,21 +121,21 @@ def test_a_clock_that_was_put_back_keeps_what_is_in_doubt():
 
 
 def test_auto_is_what_plan_computes():
-    planned = fastckpt.plan(size="10GB", write=1.0, stall="2s", mttf_cluster="2h", gpus=1)
-    assert save_when.Auto(mttf="2h").interval(cost=2.0, durable_seconds=10.0) == pytest.approx(planned.interval)
+    planned = fastckpt.tools.plan(size="10GB", write=1.0, stall="2s", mttf_cluster="2h", gpus=1)
+    assert when.Auto(mttf="2h").interval(cost=2.0, durable_seconds=10.0) == pytest.approx(planned.interval)
 
 
 def test_a_manager_takes_auto_with_its_measure(tmp_path):
-    manager = fastckpt.Manager(tmp_path, save_when="auto", mttf="6h", overhead=0.02)
+    manager = fastckpt.Manager(tmp_path, save_when=when.Auto(mttf="6h", overhead=0.02))
     (policy,) = manager._boundary.schedule.policies
     assert (policy.mttf, policy.overhead) == (6 * 3600.0, 0.02)
-    both = fastckpt.Manager(tmp_path, save_when=["auto", 100, save_when.First()])
-    assert [type(one) for one in both._boundary.schedule.policies] == [save_when.Auto, save_when.Every, save_when.First]
+    both = fastckpt.Manager(tmp_path, save_when=["auto", 100, when.First()])
+    assert [type(one) for one in both._boundary.schedule.policies] == [when.Auto, when.Every, when.First]
     assert both._boundary.schedule.policies[0].mttf == 50_000 * 3600.0
 
 
 def test_auto_in_a_real_run_saves_the_second_step_and_measures(tmp_path):
-    with fastckpt.Manager(tmp_path, save_when="auto", mttf="1h") as manager:
+    with fastckpt.Manager(tmp_path, save_when=when.Auto(mttf="1h")) as manager:
         saved = [step for step in range(1, 4) if manager.save(step, {"a": step}) and manager.wait()]
         assert saved[0] == 2
         moment = manager._saves.timing.moment(in_flight=False)

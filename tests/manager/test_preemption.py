@@ -30,7 +30,7 @@ out, mode = sys.argv[1:3]
 told = []
 if "handler" in mode:
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
-manager = fastckpt.Manager(out, save_when=fastckpt.save_when.Steps(2), **(
+manager = fastckpt.Manager(out, save_when=fastckpt.when.Steps(2), **(
     dict(save_options={"bandwidth_limit": "20kB"}) if "slow" in mode else {}))
 # In a mode that is slow, at the limit, the large one takes longer than any test waits.
 large = lambda step: step > 2 or "busy" in mode

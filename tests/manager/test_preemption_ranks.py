@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt import save_when
+from fastckpt import when
 from harness import groups, points
 
 #: Long, for machines that are busy.
@@ -42,8 +42,8 @@ def train(out, how):
     told = []
     if how.get("handlers"):
         signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
-    when = save_when.Every(time="1h") if how.get("skips") else save_when.Steps(2)
-    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=when) as manager:
+    policy = when.Every(time="1h") if how.get("skips") else when.Steps(2)
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=policy) as manager:
         manager.save_on_signal(signal.SIGUSR1, signal.SIGUSR2, exit=how.get("exit", False))
         for step in range(1, 10**9):
             dist.barrier()
@@ -180,7 +180,7 @@ def save_for_it(out):
             signal.raise_signal(signal.SIGUSR1)
         try:
             manager.save(2, state(2))
-        except (OSError, fastckpt.RanksError) as error:
+        except (OSError, fastckpt.exceptions.RanksError) as error:
             return type(error).__name__, int(manager.preempted), manager.steps()
     return None
 

@@ -103,10 +103,10 @@ REFUSED = {
     "save with a file": "fastckpt.save({'a': 1}, path + 'x', files={'f': pathlib.Path(path + '.pt')})",
     "save_async": "fastckpt.save_async({'a': 1}, path + 'x')",
     "remove": "fastckpt.remove(path)",
-    "probe": "fastckpt.probe(parent)",
+    "probe": "fastckpt.tools.probe(parent)",
     "leftovers": "fastckpt.leftovers(parent)",
-    "doctor": "fastckpt.doctor(parent)",
-    "set_target": "fastckpt.set_target('high')",
+    "doctor": "fastckpt.tools.doctor(parent)",
+    "set_target": "fastckpt.tools.set_target('high')",
 }
 
 

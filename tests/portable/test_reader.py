@@ -319,10 +319,10 @@ def test_replaced_while_it_is_read(tmp_path):
     memory = np.zeros(1000, np.int64)
     request = ReadRequest(0, memory.ctypes.data, memory.nbytes)
     fastckpt.save({"a": np.arange(1, 1001)}, tmp_path / "c")
-    with pytest.raises(fastckpt.ReplacedCheckpointError, match="open it again"):
+    with pytest.raises(fastckpt.exceptions.ReplacedCheckpointError, match="open it again"):
         opened.read([request], verify=True, threads=1, **OPTIONS)
     fastckpt.remove(tmp_path / "c")
-    with pytest.raises(fastckpt.ReplacedCheckpointError):
+    with pytest.raises(fastckpt.exceptions.ReplacedCheckpointError):
         opened.read([request], verify=True, threads=1, **OPTIONS)
 
 

@@ -23,7 +23,7 @@ def from_nowhere(path, home):
         home.rmdir()
     try:
         distributed.save(state(), "relative", timeout=60)
-    except (FileNotFoundError, fastckpt.RanksError) as error:
+    except (FileNotFoundError, fastckpt.exceptions.RanksError) as error:
         told = f"{type(error).__name__}: {error}"
     finally:
         os.chdir("/")
@@ -85,7 +85,7 @@ def interrupted(path):
         go_on.set()
         try:
             distributed.save(state(), f"{path}-2", timeout=60)
-        except fastckpt.RanksError as error:
+        except fastckpt.exceptions.RanksError as error:
             told = str(error)
     thread.join()
     return told, distributed.save(state(), f"{path}-3", timeout=60).ranks
@@ -182,6 +182,6 @@ def test_an_interrupt_after_the_thread_has_started_leaves_it_the_snapshot(tmp_pa
     # The next save gets memory that was given back, if there is any.
     distributed.save_async(state(8), tmp_path / "d", max_in_flight=2)
     go_on.set()
-    fastckpt.drain(30)
+    fastckpt.background.drain(30)
     assert fastckpt.load(tmp_path / "d")["w"].tolist() == [8.0] * 100
     assert fastckpt.load(tmp_path / "c")["w"].tolist() == [7.0] * 100

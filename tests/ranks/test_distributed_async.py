@@ -77,7 +77,7 @@ def mix(path):
     later = distributed.save_async(state(3), f"{path}-3")
     found = distributed.load(f"{path}-1", into=state(0))
     assert later.done()
-    fastckpt.drain()
+    fastckpt.background.drain()
     return float(found["spread"].to_local().sum()) / found["spread"].to_local().numel()
 
 
@@ -148,7 +148,7 @@ def fail_and_save_again(path):
         pending = distributed.save_async(mine, path, timeout=60)
         error = pending.exception()
         told.append(type(error).__name__)
-    except fastckpt.UnsupportedTypeError as error:
+    except fastckpt.exceptions.UnsupportedTypeError as error:
         told.append(type(error).__name__)
     distributed.save_async({"w": torch.ones(3)}, path).result()
     return told
@@ -164,7 +164,7 @@ def fail_unasked(path, other):
     distributed.save_async({"w": torch.ones(3), "step": dist.get_rank()}, path, timeout=60)
     try:
         distributed.save_async({"w": torch.ones(3)}, other)
-    except (fastckpt.RanksError, ValueError) as error:
+    except (fastckpt.exceptions.RanksError, ValueError) as error:
         error.pending_save.result()
         return str(error)
     raise AssertionError("nobody was told")

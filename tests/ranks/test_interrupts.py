@@ -70,7 +70,7 @@ while True:
         break
     print(number, at.where, flush=True)
     distributed.save(state, f"{directory}/b")
-    fastckpt.drain(60)
+    fastckpt.background.drain(60)
 print(number, "lines")
 """
 
@@ -149,13 +149,13 @@ def save():
 
 def save_async():
     distributed.save_async({"w": 2}, f"{directory}/a")
-    fastckpt.drain()
+    fastckpt.background.drain()
 
 
 fastckpt.register_type(Interrupted, handle, lambda _: Interrupted(), name="interrupted")
 handlers = {"save": save, "save_async": save_async}
 getattr(distributed, below)({"w": 1, "i": Interrupted()}, f"{directory}/a")
-fastckpt.drain()
+fastckpt.background.drain()
 print(fastckpt.load(f"{directory}/a", keys="w"))
 """
 
@@ -196,7 +196,7 @@ def drain():
     global earlier
     earlier = not pending.done()
     begins.set()
-    fastckpt.drain(30)
+    fastckpt.background.drain(30)
 
 
 background.Job._write = held
@@ -211,7 +211,7 @@ while earlier:
         distributed.save({"w": 2}, f"{directory}/b")
     finally:
         sys.settrace(None)
-    fastckpt.drain()
+    fastckpt.background.drain()
 print(number, "lines")
 """
 

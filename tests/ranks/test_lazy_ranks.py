@@ -250,7 +250,7 @@ def change_guarded(path):
     """Change a buffer that is spread, of a guarded module, while something else is copied."""
     model, other = nn.Module(), parameters()["spread"]
     model.register_buffer("codes", parameters()["spread"].detach())
-    with fastckpt.guard(model), held(Staging, "_copy_late") as copy:
+    with fastckpt.background.guard(model), held(Staging, "_copy_late") as copy:
         pending = distributed.save_async({**model.state_dict(), "other": other}, path, lazy=True, timeout=60)
         model.codes.mul_(2)
         copy.set()

@@ -49,7 +49,7 @@ def of_all_ranks(path):
     def save_async(state, step):
         try:
             distributed.save_async(state, path, metadata={"step": step})
-        except fastckpt.UnsupportedTypeError:
+        except fastckpt.exceptions.UnsupportedTypeError:
             return
         join_saves()
         forget_failures()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from fastckpt import RankFailure, RanksError
 from fastckpt._ranks import protocol, tree, words
 from fastckpt._ranks.attention import Attention
 from fastckpt._ranks.called import Called, marks_of
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.messages import Message, join
+from fastckpt.exceptions import RankFailure, RanksError
 from harness.simulated import Faults, Job, World
 
 

@@ -20,11 +20,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from fastckpt import UnsupportedTypeError
 from fastckpt._tensors import torch as _torch
 from fastckpt._tensors.described import Unsupported
 from fastckpt._tensors.spread import REPLICATE, Spread, in_order, local_shape, orders_of, part_of, simplest
 from fastckpt._tensors.spreads import Spreads
+from fastckpt.exceptions import UnsupportedTypeError
 from harness import needs
 from harness.internals import local_of
 

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 import fastckpt
-from fastckpt import StructureMismatchError, UnsupportedTypeError, _core, distributed
+from fastckpt import StructureMismatchError, _core, distributed
 from fastckpt._api.load_settings import LoadSettings
 from fastckpt._ranks.demands import Wanting, bitmap, combine_wanted, common, demands, numbers_in
 from fastckpt._ranks.offers import Told, combine_arrivals, combine_offers, offer_of
@@ -46,6 +46,7 @@ from fastckpt._state.flatten import flatten
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._tensors.spread import Spread, part_of
 from fastckpt.dcp import Writer
+from fastckpt.exceptions import UnsupportedTypeError
 from harness import needs
 from harness.internals import Agreement, local_of
 

@@ -137,7 +137,7 @@ def test_operations_over_each_store(stores):
         outcomes = [outcome for outcome, _ in together(peers, fails)]
         assert isinstance(outcomes[2], OSError)
         for outcome in (*outcomes[:2], *outcomes[3:]):
-            assert isinstance(outcome, fastckpt.RanksError)
+            assert isinstance(outcome, fastckpt.exceptions.RanksError)
             assert [(one.rank, one.host) for one in outcome.failures] == [(2, "host-2")]
         assert [outcome for outcome, _ in together(peers, large)] == [3 * (VALUE // 2)] * 5
         assert keys() == 0
@@ -149,7 +149,9 @@ def test_a_group_that_starts_anew_in_the_same_store(stores):
     """Former processes went in the middle of their first operation; their keys are still there."""
     store, keys = stores
     with group(4, store) as former:
-        assert all(isinstance(outcome, fastckpt.RanksError) for outcome, _ in together(former[1:], calm, 2.0))
+        assert all(
+            isinstance(outcome, fastckpt.exceptions.RanksError) for outcome, _ in together(former[1:], calm, 2.0)
+        )
     assert keys() == 3
     with group(4, store) as peers:
         assert [outcome for outcome, _ in together(peers, calm)] == [[4, 6]] * 4
@@ -173,13 +175,13 @@ def test_a_server_that_is_stopped(server):
         try:
             began = time.monotonic()
             for outcome, seconds in together(peers, stops, TIMEOUT):
-                assert isinstance(outcome, fastckpt.RanksError)
+                assert isinstance(outcome, fastckpt.exceptions.RanksError)
                 assert f"the store of the process group at 127.0.0.1:{port} has not answered for 3.0 s" in str(outcome)
                 assert seconds < TIMEOUT + 5 + still.since(began)
                 assert outcome.failures == ()
             began = time.monotonic()
             for outcome, seconds in together(peers, calm, TIMEOUT):
-                assert isinstance(outcome, fastckpt.RanksError)
+                assert isinstance(outcome, fastckpt.exceptions.RanksError)
                 assert seconds < TIMEOUT + 5 + still.since(began)
         finally:
             process.signal(signal.SIGCONT)
@@ -599,7 +601,7 @@ def test_a_rank_that_ends_its_exchange_says_that_it_lives():
         if len(told) == 3:
             slow.may_end.set()
         if len(told) == 2:
-            raise fastckpt.RanksError("the store does not answer")
+            raise fastckpt.exceptions.RanksError("the store does not answer")
 
     exchange = Exchange(slow, slow, str, 60.0)
     exchange.end("it has failed", alive)

@@ -22,8 +22,8 @@ fastckpt.save_async(state, path).result()
 with fastckpt.open(path) as checkpoint:
     checkpoint["w"]
 fastckpt.list(".")
-fastckpt.doctor(".", probe=False)
-fastckpt.plan(params="7B", gpus=8)
+fastckpt.tools.doctor(".", probe=False)
+fastckpt.tools.plan(params="7B", gpus=8)
 assert "torch" not in sys.modules
 """
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import UnsupportedTypeError
+from fastckpt.exceptions import UnsupportedTypeError
 from harness import limits, manifest
 from harness.same import bits, same
 

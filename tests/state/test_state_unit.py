@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, FormatVersionError, Registry, UnsupportedTypeError
+from fastckpt import CorruptCheckpointError, Registry
 from fastckpt._api.destinations import Targets
 from fastckpt._core import LogicalType, StoredTensor
 from fastckpt._state import hashes, structural
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.unflatten import parse, unflatten
+from fastckpt.exceptions import FormatVersionError, UnsupportedTypeError
 from harness.same import same
 
 STORED = [

@@ -30,7 +30,8 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import CheckpointError, CorruptCheckpointError, Registry, UnsupportedTypeError
+from fastckpt import CheckpointError, CorruptCheckpointError, Registry
+from fastckpt.exceptions import UnsupportedTypeError
 from harness import manifest, needs
 from harness.same import same
 

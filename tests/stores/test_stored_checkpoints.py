@@ -221,7 +221,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read(url, saved, tmp_path, mo
     with fastckpt.open(url) as opened:
         monkeypatch.setattr(Objects, "read", replaced_first)
         same(fastckpt.load(url), other)
-        with pytest.raises(fastckpt.ReplacedCheckpointError):
+        with pytest.raises(fastckpt.exceptions.ReplacedCheckpointError):
             opened["model.w"]
     harness.put(saved[0], url)
     once.release()

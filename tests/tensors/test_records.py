@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, UnsupportedTypeError
+from fastckpt import CorruptCheckpointError
+from fastckpt.exceptions import UnsupportedTypeError
 from harness import manifest, needs
 
 DTYPES = [

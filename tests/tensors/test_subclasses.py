@@ -11,7 +11,8 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import fastckpt
-from fastckpt import CheckpointError, Registry, UnsupportedTypeError
+from fastckpt import CheckpointError, Registry
+from fastckpt.exceptions import UnsupportedTypeError
 from harness.same import same
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import UnsupportedTypeError
+from fastckpt.exceptions import UnsupportedTypeError
 from harness import needs
 
 try:

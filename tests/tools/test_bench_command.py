@@ -432,7 +432,7 @@ def test_a_simulation_takes_what_was_measured(where, tmp_path, capsys):
     job = ["--params", "405B", "--gpus", "16384", "--tp", "8", "--pp", "16", "--restart", "5min"]
     assert cli.main(["simulate", "--from", str(result), *job, "--runs", "10", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
-    plan = fastckpt.plan(
+    plan = fastckpt.tools.plan(
         params="405B",
         gpus=16384,
         tp=8,

@@ -212,7 +212,7 @@ def test_an_immutable_directory(children):
 def test_missing_directories_and_files(tmp_path):
     (tmp_path / "file").write_text("x")
     for name, code in (("missing", "directory-missing"), ("file", "not-a-directory")):
-        found = fastckpt.doctor(tmp_path / name)
+        found = fastckpt.tools.doctor(tmp_path / name)
         assert (found.status, [finding.code for finding in found.findings]) == (2, [code])
         assert str(tmp_path / name) in found.verdict
     assert os.listdir(tmp_path) == ["file"]
@@ -378,7 +378,7 @@ def test_interrupted_it_leaves_nothing(tmp_path, number, moment):
 def test_torch_is_not_imported(tmp_path):
     code = f"""
 import sys, fastckpt
-found = fastckpt.doctor({str(tmp_path)!r})
+found = fastckpt.tools.doctor({str(tmp_path)!r})
 assert found.facts["versions"]["numpy"], found
 assert "torch" not in sys.modules
 """
@@ -398,6 +398,6 @@ def test_without_torch(tmp_path, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    found = fastckpt.doctor(tmp_path, probe=False)
+    found = fastckpt.tools.doctor(tmp_path, probe=False)
     assert (found.facts["versions"]["torch"], found.facts["versions"]["torch_cuda"]) == (None, None)
     assert found.status == 0

@@ -411,7 +411,7 @@ def test_a_failing_trial_is_an_error_and_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(fastckpt, "save", save)
-    found = fastckpt.doctor(tmp_path)
+    found = fastckpt.tools.doctor(tmp_path)
     assert (found.status, found.findings[0].code) == (2, "trial-failed")
     assert os.listdir(tmp_path) == []
 
@@ -434,7 +434,7 @@ def test_a_signal_ends_the_measurement_at_once(tmp_path, monkeypatch, number):
     before = signal.signal(number, default)
     try:
         with pytest.raises(SystemExit) as ended:
-            fastckpt.doctor(tmp_path)
+            fastckpt.tools.doctor(tmp_path)
         assert signal.getsignal(number) is default
     finally:
         signal.signal(number, before)

@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "python" / "fastckpt"
 FILES = sorted(PACKAGE.rglob("*.py"))
 #: What any stage may take from the package: the compiled core is not a Python module, the others are modules of it.
-SHARED = {"_core", "_crc64", "_paths", "_text", "_units", "distributed", "exceptions", "keep", "save_when"}
+SHARED = {"_core", "_crc64", "_paths", "_text", "_units", "distributed", "exceptions", "keep", "when"}
 
 #: A conversion to Hugging Face's layout copies tensors from file to file, which no public call does.
 COPIES = "hugging_face.py"

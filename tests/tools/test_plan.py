@@ -1,4 +1,4 @@
-"""``fastckpt.plan`` and the command that shows it."""
+"""``fastckpt.tools.plan`` and the command that shows it."""
 
 from __future__ import annotations
 
@@ -55,19 +55,19 @@ def call_json(capsys: pytest.CaptureFixture[str], *arguments: object) -> Any:
     ],
 )
 def test_bytes_a_parameter(said: dict[str, str], each: float) -> None:
-    assert fastckpt.plan(params="1B", gpus=8, **said).bytes == each * 10**9
+    assert fastckpt.tools.plan(params="1B", gpus=8, **said).bytes == each * 10**9
 
 
 def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fastckpt.save({"w": np.zeros(100_000, np.float32), "m": np.ones(3)}, tmp_path / "c", shard_size=100_000)
     files = sum(file.stat().st_size for file in (tmp_path / "c").rglob("*.safetensors"))
-    plan = fastckpt.plan(checkpoint=tmp_path / "c", gpus=8)
+    plan = fastckpt.tools.plan(checkpoint=tmp_path / "c", gpus=8)
     assert plan.bytes == files > 400_000
     assert plan.parameters is None
     assert call_json(capsys, "plan", "--checkpoint", tmp_path / "c", "--gpus", 8)["bytes"] == files
     # The smallest there is: a header.
     fastckpt.save({}, tmp_path / "empty")
-    assert fastckpt.plan(checkpoint=tmp_path / "empty", gpus=8).bytes > 0
+    assert fastckpt.tools.plan(checkpoint=tmp_path / "empty", gpus=8).bytes > 0
 
 
 def test_a_checkpoint_that_is_none_or_damaged(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,17 +137,17 @@ def test_notes_of_a_config_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
 )
 def test_what_cannot_be_is_refused(said: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fastckpt.plan(params="1B", **said)
+        fastckpt.tools.plan(params="1B", **said)
 
 
 def test_wrong_types_are_refused() -> None:
     for said in ({"gpus": 8.0}, {"gpus": "8"}, {"gpus": 8, "tp": True}, {"gpus": 8, "gpus_per_node": 1.5}):
         with pytest.raises(TypeError, match="must be a whole number"):
-            fastckpt.plan(params="1B", **said)
+            fastckpt.tools.plan(params="1B", **said)
     with pytest.raises(ValueError, match=r"give one of params, config, checkpoint, size$"):
-        fastckpt.plan(gpus=8)
+        fastckpt.tools.plan(gpus=8)
     with pytest.raises(ValueError, match="give expert_params only with params"):
-        fastckpt.plan(size=1, gpus=8, expert_params=1)
+        fastckpt.tools.plan(size=1, gpus=8, expert_params=1)
 
 
 # -- intervals ---------------------------------------------------------------------------------------------------------
@@ -155,15 +155,17 @@ def test_wrong_types_are_refused() -> None:
 
 def test_goodput_overhead_and_interval() -> None:
     job = {"size": "1TB", "gpus": 1000, "write": 100}
-    plan = fastckpt.plan(**job)
+    plan = fastckpt.tools.plan(**job)
     # Bare numbers are hours for failures, seconds for all else.
-    assert fastckpt.plan(**job, mttf_cluster=50, interval=7200) == fastckpt.plan(**job, mttf_gpu=50_000, interval="2h")
+    assert fastckpt.tools.plan(**job, mttf_cluster=50, interval=7200) == fastckpt.tools.plan(
+        **job, mttf_gpu=50_000, interval="2h"
+    )
     assert (plan.seconds, plan.stall, plan.mttf) == (10, 10, 50 * HOUR)
     assert plan.interval == plan.interval_best == pytest.approx(plan.interval_daly, rel=1e-4)
-    assert fastckpt.plan(**job, goodput=0.99).interval == pytest.approx(0.01 * plan.mttf)
-    assert fastckpt.plan(**job, overhead="1%").interval == pytest.approx(1000)
-    assert fastckpt.plan(**job, overhead="1%").overhead == pytest.approx(0.01)
-    given = fastckpt.plan(**job, interval="2h")
+    assert fastckpt.tools.plan(**job, goodput=0.99).interval == pytest.approx(0.01 * plan.mttf)
+    assert fastckpt.tools.plan(**job, overhead="1%").interval == pytest.approx(1000)
+    assert fastckpt.tools.plan(**job, overhead="1%").overhead == pytest.approx(0.01)
+    given = fastckpt.tools.plan(**job, interval="2h")
     assert given.interval == 2 * HOUR
     assert given.checkpoints_per_day == 12
     assert given.bytes_per_day == 12e12
@@ -178,7 +180,7 @@ def test_goodput_overhead_and_interval() -> None:
 
 def test_a_checkpoint_in_the_background_stops_training_for_less() -> None:
     job = {"size": "1TB", "gpus": 1000, "write": 1}
-    plan, background = fastckpt.plan(**job), fastckpt.plan(**job, stall=2)
+    plan, background = fastckpt.tools.plan(**job), fastckpt.tools.plan(**job, stall=2)
     assert (background.seconds, background.stall) == (1000, 2)
     assert background.interval < plan.interval
     assert background.goodput > plan.goodput
@@ -190,55 +192,55 @@ def test_speeds() -> None:
     job: dict[str, Any] = {"size": "8TB", "tp": 8, "pp": 4, "dp": 2, "zero": 1}
     # 32 GPUs write weights and half of the optimizer's state, 32 the other half: 2 / 14 / 32 + 12 / 14 / 64.
     busiest = 8e12 * (2 / 14 / 32 + 12 / 14 / 64)
-    plan = fastckpt.plan(**job, write=100)
+    plan = fastckpt.tools.plan(**job, write=100)
     assert (plan.write, plan.read, plan.seconds) == (100, 100, 80)
     assert plan.write_per_gpu == pytest.approx(busiest / 80e9)
     assert plan.restore_bytes == pytest.approx(8e12 * (2 * 2 / 14 + 12 / 14))
-    assert fastckpt.plan(**job, node_write=5).seconds == pytest.approx(8 * busiest / 5e9)
-    assert fastckpt.plan(**job, node_write=5, write=1).seconds == 8000
-    assert fastckpt.plan(**job, node_write=5, write=100).seconds == pytest.approx(8 * busiest / 5e9)
-    both = fastckpt.plan(**job, node_write=5, node_read=10, read=1e6)
+    assert fastckpt.tools.plan(**job, node_write=5).seconds == pytest.approx(8 * busiest / 5e9)
+    assert fastckpt.tools.plan(**job, node_write=5, write=1).seconds == 8000
+    assert fastckpt.tools.plan(**job, node_write=5, write=100).seconds == pytest.approx(8 * busiest / 5e9)
+    both = fastckpt.tools.plan(**job, node_write=5, node_read=10, read=1e6)
     assert both.restore_seconds == pytest.approx(plan.restore_bytes / 8 / 10e9)
-    assert fastckpt.plan(**job, write=100, read=1).restore_seconds == pytest.approx(plan.restore_bytes / 1e9)
-    asked = fastckpt.plan(**job, target_seconds="2min")
+    assert fastckpt.tools.plan(**job, write=100, read=1).restore_seconds == pytest.approx(plan.restore_bytes / 1e9)
+    asked = fastckpt.tools.plan(**job, target_seconds="2min")
     assert (asked.seconds, asked.write) == (120, pytest.approx(8000 / 120))
-    assert fastckpt.plan(**job).speed == "tier light, since no speed is given"
+    assert fastckpt.tools.plan(**job).speed == "tier light, since no speed is given"
     # A job smaller than a node.
-    small = fastckpt.plan(size="1TB", gpus=2, node_write=5)
+    small = fastckpt.tools.plan(size="1TB", gpus=2, node_write=5)
     assert small.seconds == small.restore_seconds == 200
 
 
 # -- verdicts ----------------------------------------------------------------------------------------------------------
 
 
-def verdicts(plan: fastckpt.Plan) -> dict[str, bool]:
+def verdicts(plan: fastckpt.tools.Plan) -> dict[str, bool]:
     return {verdict.tier: verdict.enough for verdict in plan.verdicts}
 
 
 def test_verdicts_follow_what_was_asked_for() -> None:
     # 13.8 TB from 512 GPUs: 36, 18 and 9 s in the tiers.
     job = {"size": "13.8TB", "tp": 8, "pp": 64, "dp": 6}
-    assert verdicts(fastckpt.plan(**job)) == {"light": True, "medium": True, "high": True}
-    found = verdicts(fastckpt.plan(**job, target_seconds=20))
+    assert verdicts(fastckpt.tools.plan(**job)) == {"light": True, "medium": True, "high": True}
+    found = verdicts(fastckpt.tools.plan(**job, target_seconds=20))
     assert found == {"light": False, "medium": True, "high": True}
     # Every 6 minutes, 36, 18 and 9 s are 10, 5 and 2.5 % of the time, and failures take 5 % more.
-    found = verdicts(fastckpt.plan(**job, goodput=0.9, mttf_cluster="1h"))
+    found = verdicts(fastckpt.tools.plan(**job, goodput=0.9, mttf_cluster="1h"))
     assert found == {"light": False, "medium": False, "high": True}
-    plan = fastckpt.plan(**job, interval="30s", mttf_cluster="1000h", write=1000)
+    plan = fastckpt.tools.plan(**job, interval="30s", mttf_cluster="1000h", write=1000)
     assert plan.verdicts[0].reason == "a checkpoint starts every 30.0 s"
     assert not plan.verdicts[0].enough
-    plan = fastckpt.plan(**job, interval="10h", mttf_cluster="10h", write=1000)
+    plan = fastckpt.tools.plan(**job, interval="10h", mttf_cluster="10h", write=1000)
     assert not any(verdicts(plan).values())
     assert "the interval is too long" in plan.verdicts[2].reason
 
 
 def test_what_cannot_be_kept_up_is_noted() -> None:
-    plan = fastckpt.plan(size="13.8TB", gpus=512, write=100, interval="1min")
+    plan = fastckpt.tools.plan(size="13.8TB", gpus=512, write=100, interval="1min")
     assert plan.goodput == 0
     assert "takes 2.30 min, but one starts every 60.0 s: saves cannot keep up" in plan.notes[0].replace(
         "138 s", "2.30 min"
     )
-    assert fastckpt.plan(size="13.8TB", gpus=512, write=1000, interval="1min").notes == ()
+    assert fastckpt.tools.plan(size="13.8TB", gpus=512, write=1000, interval="1min").notes == ()
 
 
 # -- the library and the command ---------------------------------------------------------------------------------------
@@ -273,7 +275,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_json_has_everything_that_the_library_has(capsys: pytest.CaptureFixture[str]) -> None:
     document = call_json(capsys, "plan", "--size", "13.8TB", "--tp", 8, "--pp", 64, "--dp", 6, "--write", 273)
-    plan = fastckpt.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273)
+    plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273)
     assert document == json.loads(json.dumps(plan.to_dict()))
     assert document["writers"] == 512
     assert document["write_per_node"] == pytest.approx(4.27, abs=0.01)
@@ -285,7 +287,7 @@ def test_the_table_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert (status, err) == (0, "")
     assert len(out.splitlines()) <= 24
     assert max(map(len, out.splitlines())) <= 120
-    assert out == f"{fastckpt.plan(params='405B', gpus=16384, tp=8, pp=16, zero=1)}\n"
+    assert out == f"{fastckpt.tools.plan(params='405B', gpus=16384, tp=8, pp=16, zero=1)}\n"
 
 
 def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -320,7 +322,7 @@ def test_a_sweep_is_the_same_as_its_plans(capsys: pytest.CaptureFixture[str]) ->
     document = call_json(capsys, "plan", "--params", "405B", "--tp", 8, "--sweep", "gpus=1000,2000")
     assert document["sweep"] == "gpus"
     assert document["values"] == ["1000", "2000"]
-    plans = [fastckpt.plan(params="405B", tp=8, gpus=gpus).to_dict() for gpus in (1000, 2000)]
+    plans = [fastckpt.tools.plan(params="405B", tp=8, gpus=gpus).to_dict() for gpus in (1000, 2000)]
     assert document["plans"] == json.loads(json.dumps(plans))
     for swept in ("write=100,200", "goodput=0.9,0.95", "interval=1h,2h", "mttf-gpu=1000h,2000h", "stall=1,2"):
         status, out, _ = call(capsys, "plan", "--params", "405B", "--gpus", 1000, "--sweep", swept)

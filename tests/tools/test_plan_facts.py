@@ -22,12 +22,12 @@ def minutes(seconds: float) -> float:
 
 
 def test_the_largest_clusters_fail_in_under_30_minutes() -> None:
-    assert minutes(fastckpt.plan(size=1, gpus=100_000).mttf) <= 30
-    assert minutes(fastckpt.plan(size=1, gpus=110_000).mttf) < 30
+    assert minutes(fastckpt.tools.plan(size=1, gpus=100_000).mttf) <= 30
+    assert minutes(fastckpt.tools.plan(size=1, gpus=110_000).mttf) < 30
 
 
 def test_24_000_accelerators_save_every_6_2_minutes() -> None:
-    plan = fastckpt.plan(size="5TB", gpus=24_000, mttf_cluster="124min", goodput=0.95)
+    plan = fastckpt.tools.plan(size="5TB", gpus=24_000, mttf_cluster="124min", goodput=0.95)
     assert minutes(plan.interval) == pytest.approx(6.2, abs=1e-9)
     # 232.3 fit into a day, so that 233 begin in one.
     assert math.ceil(plan.checkpoints_per_day) == 233
@@ -42,12 +42,12 @@ def test_24_000_accelerators_save_every_6_2_minutes() -> None:
 
 def test_a_trillion_parameters_are_about_14_bytes_each() -> None:
     # Published are 13.8 TB (Megatron-LM) and about 15 TB (DDN); 14 bytes a parameter lie between.
-    assert 13.8e12 <= fastckpt.plan(params="1T", gpus=8).bytes <= 15e12
-    assert fastckpt.plan(params="1T", gpus=8).bytes_per_parameter == 2 + 4 + 8
+    assert 13.8e12 <= fastckpt.tools.plan(params="1T", gpus=8).bytes <= 15e12
+    assert fastckpt.tools.plan(params="1T", gpus=8).bytes_per_parameter == 2 + 4 + 8
 
 
 def test_3072_gpus_with_data_parallelism_6_have_512_writers() -> None:
-    plan = fastckpt.plan(**TRILLION, write=273)
+    plan = fastckpt.tools.plan(**TRILLION, write=273)
     assert plan.layout.gpus == 3072
     assert plan.nodes == 384
     assert plan.writers == 512
@@ -59,14 +59,14 @@ def test_3072_gpus_with_data_parallelism_6_have_512_writers() -> None:
 
 
 def test_a_restore_reads_six_times_as_much() -> None:
-    plan = fastckpt.plan(**TRILLION, write=273)
+    plan = fastckpt.tools.plan(**TRILLION, write=273)
     assert plan.read_fan_out == 6
     assert round(plan.restore_rate) == 1638
-    assert fastckpt.plan(**TRILLION, write=273, read=1638).restore_seconds == pytest.approx(plan.seconds)
+    assert fastckpt.tools.plan(**TRILLION, write=273, read=1638).restore_seconds == pytest.approx(plan.seconds)
 
 
 def test_50_seconds_every_4_hours_are_0_3_percent() -> None:
-    plan = fastckpt.plan(**TRILLION, target_seconds=50, interval="4h")
+    plan = fastckpt.tools.plan(**TRILLION, target_seconds=50, interval="4h")
     assert plan.seconds == 50
     assert round(100 * plan.overhead, 1) == 0.3
     # 50 s need 276 GB/s; with the published 273, and so 50.5 s, it is 0.35 %.

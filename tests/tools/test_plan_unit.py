@@ -1,4 +1,4 @@
-"""The arithmetic behind ``fastckpt.plan`` and ``fastckpt simulate``, part by part, and what the field publishes."""
+"""The arithmetic of ``fastckpt.tools.plan`` and ``fastckpt simulate``, part by part, and what the field publishes."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_parameters_are_those_of_the_model_that_transformers_builds(
         assert (counted.parameters, counted.experts) == (parameters, experts)
         # Whoever writes all fields of DeepSeek's says that there is such a layer; transformers builds none either.
         assert counted.notes == () or "further tokens" in counted.notes[0]
-    assert fastckpt.plan(config=tmp_path, gpus=8).parameters == parameters
+    assert fastckpt.tools.plan(config=tmp_path, gpus=8).parameters == parameters
 
 
 def test_what_is_not_understood_of_a_config_is_said(tmp_path: Path) -> None:
@@ -189,12 +189,12 @@ def test_what_is_not_understood_of_a_config_is_said(tmp_path: Path) -> None:
     assert "1 layer(s) that predict further tokens are not counted" in count(deepseek).notes[0]
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match="JSON object, not list"):
-        fastckpt.plan(config=tmp_path, gpus=8)
+        fastckpt.tools.plan(config=tmp_path, gpus=8)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="not a JSON file"):
-        fastckpt.plan(config=tmp_path, gpus=8)
+        fastckpt.tools.plan(config=tmp_path, gpus=8)
     with pytest.raises(FileNotFoundError):
-        fastckpt.plan(config=tmp_path / "missing.json", gpus=8)
+        fastckpt.tools.plan(config=tmp_path / "missing.json", gpus=8)
 
 
 HELD = sizing.contents(120_000, 96_000, (2.0, 12.0))
@@ -288,9 +288,9 @@ def test_the_library_is_imported_when_it_is_asked_for() -> None:
     code = (
         "import sys, fastckpt; heavy = ['fastckpt._tools.plan.plan', 'fastckpt._tools.plan.simulate', 'matplotlib']\n"
         "assert not [name for name in heavy if name in sys.modules]\n"
-        "assert fastckpt.plan(params=1, gpus=1) and fastckpt.Plan and 'matplotlib' not in sys.modules\n"
-        "assert callable(fastckpt.plan)\n"
-        "import fastckpt._tools.plan.plan; assert callable(fastckpt.plan)\n"
+        "assert fastckpt.tools.plan(params=1, gpus=1) and fastckpt.tools.Plan and 'matplotlib' not in sys.modules\n"
+        "assert callable(fastckpt.tools.plan)\n"
+        "import fastckpt._tools.plan.plan; assert callable(fastckpt.tools.plan)\n"
         "try: fastckpt.nothing\n"
         "except AttributeError as error: assert 'nothing' in str(error)\n"
         "else: raise SystemExit('an attribute that does not exist')"
@@ -515,9 +515,9 @@ ARCHITECTURES = {
 
 def test_24_000_accelerators_fail_every_124_minutes() -> None:
     assert cluster_mttf(49_600 * 3600, 24_000) == pytest.approx(124 * 60, abs=1e-7)
-    assert fastckpt.plan(size=1, gpus=24_000, mttf_gpu="49600h").mttf == pytest.approx(124 * 60)
+    assert fastckpt.tools.plan(size=1, gpus=24_000, mttf_gpu="49600h").mttf == pytest.approx(124 * 60)
     # MLCommons reckons with 50,000 h, which is the default: 125 min.
-    assert round(fastckpt.plan(size=1, gpus=24_000).mttf / 60) == 125
+    assert round(fastckpt.tools.plan(size=1, gpus=24_000).mttf / 60) == 125
 
 
 def test_20_checkpoints_between_failures_give_95_percent() -> None:
@@ -536,7 +536,7 @@ def test_the_monitor_has_the_same_tiers() -> None:
 
 @pytest.mark.parametrize("name", list(TIERS))
 def test_a_plan_judges_each_tier_by_its_rate_for_each_gpu(name: str) -> None:
-    plan = fastckpt.plan(size="13.8TB", tp=8, pp=64, dp=6, tier=name)
+    plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, tier=name)
     verdict = next(verdict for verdict in plan.verdicts if verdict.tier == name)
     assert verdict.seconds == pytest.approx(13.8e12 / 512 / TIERS[name].write / 1e9) == plan.seconds
     assert verdict.restore_seconds == pytest.approx(13.8e12 / 512 / TIERS[name].read / 1e9) == plan.restore_seconds
@@ -550,7 +550,7 @@ def test_mlperf_sizes_and_shapes(name: str) -> None:
     assert (workload.gib, workload.zero, workload.processes) == (size, zero, processes)
     assert (workload.tp, workload.pp, workload.dp) == shape
     tp, pp, dp = shape
-    plan = fastckpt.plan(params=workload.parameters, tp=tp, pp=pp, dp=dp, zero=zero)
+    plan = fastckpt.tools.plan(params=workload.parameters, tp=tp, pp=pp, dp=dp, zero=zero)
     assert plan.bytes == workload.bytes
     assert plan.writers == processes
     assert abs(plan.bytes / GIB - size) <= rounding
@@ -559,7 +559,9 @@ def test_mlperf_sizes_and_shapes(name: str) -> None:
 @pytest.mark.parametrize("name", list(PUBLISHED))
 def test_mlperf_shares_are_those_of_the_plan_and_make_up_the_whole(name: str) -> None:
     workload = WORKLOADS[name]
-    plan = fastckpt.plan(params=workload.parameters, tp=workload.tp, pp=workload.pp, dp=workload.dp, zero=workload.zero)
+    plan = fastckpt.tools.plan(
+        params=workload.parameters, tp=workload.tp, pp=workload.pp, dp=workload.dp, zero=workload.zero
+    )
     shares = [sum(workload.share(rank)) for rank in range(workload.processes)]
     assert sum(shares) == pytest.approx(workload.bytes, abs=2 * workload.processes)
     expected = [share.bytes for share in plan.shares for _ in range(share.gpus)]
@@ -597,7 +599,7 @@ def test_mlperf_parameters_are_counted_from_the_published_architecture(name: str
 
 def test_llama_3_405b_is_about_5_tb() -> None:
     # In TiB; in TB it is 5.7.
-    assert round(fastckpt.plan(params=WORKLOADS["llama3-405b"].parameters, gpus=8).bytes / 2**40) == 5
+    assert round(fastckpt.tools.plan(params=WORKLOADS["llama3-405b"].parameters, gpus=8).bytes / 2**40) == 5
 
 
 @pytest.mark.parametrize(("mttf_hours", "published"), [(24, 117), (6, 57), (0.25, 9.1)])
@@ -612,5 +614,5 @@ def test_dalys_own_examples(mttf_hours: float, published: float) -> None:
 
 def test_young() -> None:
     assert young(50, 10_000) == 1000
-    plan = fastckpt.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273)
+    plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273)
     assert plan.interval_young == pytest.approx(math.sqrt(2 * plan.seconds * plan.mttf) + plan.seconds)

@@ -16,12 +16,12 @@ import fastckpt
 found = {}
 for text in json.loads(sys.argv[1]):
     try:
-        found[text] = fastckpt.set_target(text)
+        found[text] = fastckpt.tools.set_target(text)
     except ValueError as error:
         assert str(error).startswith("set_target: ") and "give light, medium, high" in str(error), error
         found[text] = None
 print(json.dumps(found))
-assert fastckpt.set_target(2.5) == (2.5, 2.5)
+assert fastckpt.tools.set_target(2.5) == (2.5, 2.5)
 """
 
 

@@ -32,7 +32,7 @@ if fork == ["sleeper"] and os.fork() == 0:
     os._exit(0)
 print("ready", flush=True)
 sys.stdin.readline()
-fastckpt.set_target("high")
+fastckpt.tools.set_target("high")
 report = fastckpt.save(state, path, bandwidth_limit=limit or None, metadata={"step": 7}, shard_size=size // 3)
 told = {"engine": report.engine, "seconds": report.seconds, "bytes": report.bytes, "phases": dict(report.phases)}
 print(json.dumps(told), flush=True)
@@ -323,7 +323,7 @@ def test_targets_reach_the_monitor(trainer, place):
     child.stdout.readline()
     assert rank_of(once(place), child)["target_Bps"] == 3e9
     with pytest.raises(ValueError, match="is not a target"):
-        fastckpt.set_target("fast")
+        fastckpt.tools.set_target("fast")
 
 
 def test_the_environment_gives_the_target_too(place, tmp_path):

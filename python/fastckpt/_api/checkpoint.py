@@ -223,7 +223,7 @@ class Checkpoint:
         """The state with a :class:`TensorInfo` in place of each tensor, built on each access.
 
         A ``torch.Size`` is a tuple here, dtypes and devices are strings; sparse, quantised and expanded tensors and
-        registered objects are :class:`fastckpt.Composed`.
+        registered objects are :class:`fastckpt.types.Composed`.
         """
         return unflatten(self._tokens, _View(self._infos), operation="open")
 

@@ -11,7 +11,7 @@ from .options import Engine, check_io
 def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
     """Try in a directory the steps of a save: the engine, direct I/O, the renames of a commit.
 
-    Takes less than a tenth of a second. Nothing stays behind. :func:`fastckpt.doctor` explains the answers.
+    Takes less than a tenth of a second. Nothing stays behind. :func:`fastckpt.tools.doctor` explains the answers.
 
     Args:
         path: the directory for checkpoints.
@@ -25,7 +25,7 @@ def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
 
     Example:
         >>> import fastckpt, tempfile
-        >>> fastckpt.probe(tempfile.mkdtemp(), io="buffered").engine
+        >>> fastckpt.tools.probe(tempfile.mkdtemp(), io="buffered").engine
         'buffered'
     """
     check_io("probe", io)

@@ -49,7 +49,7 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
 
     The tensors are copied to host memory first, and written from there: durable and whole when ``result()`` of the
     returned handle returns. The memory is one copy of the state for each save in flight; it is kept for the next save
-    (see :func:`fastckpt.release_buffers`). The process does not end before the checkpoint is durable.
+    (see :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable.
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
     ``result()``. If nobody asks for it, the next ``save_async`` starts its own save and then raises it (see

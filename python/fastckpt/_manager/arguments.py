@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from fastckpt import keep as keeping
-from fastckpt import save_when as saving
+from fastckpt import when as saving
 from fastckpt._api.save_settings import SaveSettings
 from fastckpt._api.settings import Settings
 from fastckpt._background.settings import BackgroundSettings
@@ -70,17 +70,17 @@ def texts_of(policies: Sequence[keeping.Policy]) -> list[str] | None:
     return [str(one) for one in policies] if all(type(one).__module__ == keeping.__name__ for one in policies) else None
 
 
-def when_of(when: Any, auto: saving.Auto) -> list[saving.Policy]:
-    """``save_when=``; ``auto`` is the policy of that name."""
+def when_of(when: Any, ranks: int) -> list[saving.Policy]:
+    """``save_when=`` of a job of so many ranks."""
     if when is None:
         return []
     listed = [when] if isinstance(when, (int, str, saving.Policy)) else list(when)
     found: list[saving.Policy] = []
     for one in listed:
-        policy = auto if one == "auto" else saving.Every(steps=one) if isinstance(one, int) else one
+        policy = saving.Auto() if one == "auto" else saving.Every(steps=one) if isinstance(one, int) else one
         if not isinstance(policy, saving.Policy) or isinstance(policy, type):
-            raise TypeError(f'Manager: save_when: {one!r} is not a policy: give "auto", or see fastckpt.save_when')
-        found.append(policy)
+            raise TypeError(f'Manager: save_when: {one!r} is not a policy: give "auto", or see fastckpt.when')
+        found.append(policy.of_job(ranks) if isinstance(policy, saving.Auto) else policy)
     return found
 
 

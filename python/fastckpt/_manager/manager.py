@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 from fastckpt import keep as keeping
-from fastckpt import save_when as saving
+from fastckpt import when as saving
 from fastckpt._api.options import check_bandwidth
 from fastckpt._api.reports import SaveReport
 from fastckpt._paths import AnyPath, path_of
@@ -41,9 +41,6 @@ from .tier import Tier
 #: Seconds for which a rank may make no progress.
 TIMEOUT = 600.0
 
-#: Mean time to failure of one accelerator, as ``fastckpt.plan`` assumes it.
-_MTTF_HOURS = 50_000.0
-
 
 class Manager:
     """The checkpoints of one run, in one directory.
@@ -67,7 +64,7 @@ class Manager:
     In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
     ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
     They save and load as :func:`fastckpt.distributed.save` and ``load`` do. A rank that fails, or has made no progress
-    for ``timeout`` seconds, is a :class:`fastckpt.RanksError` on the others.
+    for ``timeout`` seconds, is a :class:`fastckpt.exceptions.RanksError` on the others.
 
     Args:
         directory: the directory of the checkpoints. The first save makes it.
@@ -77,14 +74,10 @@ class Manager:
         timeout: seconds for which a rank may make no progress before the others give up.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
-        save_when: policies of :mod:`fastckpt.save_when`, one or a list: a step is saved if one of them wants it. A
-            number is short for ``save_when.Every(steps=number)``; ``"auto"`` for the interval that loses the least
-            time, by ``mttf`` and ``overhead`` (:class:`fastckpt.save_when.Auto`). None saves each step for which
-            ``save`` is called.
+        save_when: policies of :mod:`fastckpt.when`, one or a list: a step is saved if one of them wants it. A
+            number is short for ``when.Every(steps=number)``; ``"auto"`` for ``when.Auto()``, the interval that loses
+            the least time. None saves each step for which ``save`` is called.
         async_save: save in the background (:func:`fastckpt.save_async`), or else at once (:func:`fastckpt.save`).
-        mttf: for ``"auto"``: the mean time to failure of the job: hours, or a string with a unit (``"90min"``). None
-            for 50,000 h per process.
-        overhead: for ``"auto"``: the share of the time that saves may cost.
         name: the format of the names.
         read_only: write and remove nothing: for programs that evaluate the checkpoints of another one. Without ``keep``
             it uses the policies of the run's own manager.
@@ -119,8 +112,6 @@ class Manager:
         keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
         save_when: int | str | saving.Policy | Iterable[int | str | saving.Policy] | None = None,
         async_save: bool = True,
-        mttf: float | str | None = None,
-        overhead: float | str = 0.05,
         name: str = "step-{step:08d}",
         read_only: bool = False,
         remote: AnyPath | None = None,
@@ -135,7 +126,7 @@ class Manager:
         limit = timeout_of("Manager", timeout)
         ranks = Ranks(process_group, path, limit, alone=bool(alone))
         policies = None if keep is None else keep_of(keep)
-        when = when_of(save_when, saving.Auto(_MTTF_HOURS / ranks.size if mttf is None else mttf, overhead))
+        when = when_of(save_when, ranks.size)
         policy = Policy.of("Manager", {"replicas": replicas, "on_difference": on_difference})
         save_options = save_options_of(save_options, asdict(policy), grouped=ranks.grouped)
         local = Tier(Directory(path, Names(name)), policies or (), read_only=bool(read_only))

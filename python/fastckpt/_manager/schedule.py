@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fastckpt import save_when as saving
+from fastckpt import when as saving
 
 if TYPE_CHECKING:
-    from fastckpt.save_when import Policy
+    from fastckpt.when import Policy
 
     from .step_timing import StepTiming
 

@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from fastckpt.save_when import Moment
+from fastckpt.when import Moment
 
 #: How many steps the usual duration is the median of: an evaluation in between does not count as a step.
 _STEPS = 15

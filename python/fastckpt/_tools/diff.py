@@ -180,7 +180,7 @@ def _values(a: Any, b: Any) -> Iterator[tuple[str, str, str]]:
     while rest:
         x, y, at = rest.pop()
         # A tensor is listed by itself.
-        if isinstance(x, fastckpt.TensorInfo) or isinstance(y, fastckpt.TensorInfo):
+        if isinstance(x, fastckpt.types.TensorInfo) or isinstance(y, fastckpt.types.TensorInfo):
             continue
         if x is _NOTHING or y is _NOTHING:
             before, after = ("-" if one is _NOTHING else _cut(_text(one)) for one in (x, y))
@@ -228,7 +228,7 @@ _PARTS = {
 
 def _children(value: Any) -> tuple[Any, dict[str, Any]] | None:
     """The properties that two values must share to be compared part by part; None for a leaf."""
-    if isinstance(value, fastckpt.Composed):
+    if isinstance(value, fastckpt.types.Composed):
         # The value of an object has the same name as the object, and so has the base of an expanded tensor.
         names = _PARTS.get(value.kind, ("", "__dict__"))
         return (value.kind, value.about), dict(zip(names, value.parts, strict=False))
@@ -247,9 +247,9 @@ def _text(value: Any) -> str:
         item = rest.pop()
         if type(item) is _Literal:
             out.append(item)
-        elif isinstance(item, fastckpt.TensorInfo):
+        elif isinstance(item, fastckpt.types.TensorInfo):
             out.append(f"<{item.dtype} {list(item.shape)}>")
-        elif isinstance(item, fastckpt.Composed):
+        elif isinstance(item, fastckpt.types.Composed):
             head = item.about[0] if item.kind == "type" else f"{item.kind} {item.about}"
             rest.extend(_enclosed(f"{head}(", item.parts, ")"))
         elif isinstance(item, Mapping):

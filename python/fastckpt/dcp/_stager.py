@@ -26,7 +26,8 @@ class Stager:
 
     All tensors of a state are in one stretch of huge pages, which is pinned if they come from a GPU. Ties between
     tensors are kept. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon as
-    nothing refers to the tensors of the copy any more. :func:`fastckpt.release_buffers` frees the kept memory.
+    nothing refers to the tensors of the copy any more. :func:`fastckpt.background.release_buffers` frees the kept
+    memory.
     """
 
     _synchronize_after_execute = False
@@ -52,7 +53,7 @@ class Stager:
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """Nothing to free: the memory is kept for all savers, see :func:`fastckpt.release_buffers`."""
+        """Nothing to free: the memory is kept for all savers, see :func:`fastckpt.background.release_buffers`."""
 
 
 class _Lease:

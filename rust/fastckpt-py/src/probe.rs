@@ -35,7 +35,7 @@ struct ProbedFiles {
     lock_reach: &'static str,
 }
 
-/// The steps that a save in a directory would take; made by `fastckpt.probe`.
+/// The steps that a save in a directory would take; made by `fastckpt.tools.probe`.
 #[pyclass(frozen, get_all, module = "fastckpt")]
 struct Probe {
     engine: &'static str,

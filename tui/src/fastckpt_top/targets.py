@@ -66,7 +66,7 @@ def named(save: float, load: float, source: str) -> Target:
 
 
 def parse(text: str, source: str) -> Target:
-    """Parse the user's text, as `fastckpt.set_target` does: both pass `tests/data/targets.txt`.
+    """Parse the user's text, as `fastckpt.tools.set_target` does: both pass `tests/data/targets.txt`.
 
     Args:
         text: `light`, `medium`, `high`, a figure in GB/s per GPU for both directions, or `save=X,load=Y` (either may be

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
     refuse_url("bench", str(options.path))
     # This process neither saves nor loads: the target is set to find out what it means in GB/s.
-    target = fastckpt.set_target(options.target)
+    target = fastckpt.tools.set_target(options.target)
     for name, most in {"ranks": _MOST_RANKS, "rounds": 10**6, "gpus": 10**9, "tensors": _MOST_TENSORS}.items():
         _within(name, getattr(options, name), most)
     gpus = options.gpus or options.ranks

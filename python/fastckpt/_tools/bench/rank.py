@@ -36,7 +36,7 @@ class Spec:
         share: the tensors that it saves.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads, or None.
-        target: for the live counters, as :func:`fastckpt.set_target` takes it.
+        target: for the live counters, as :func:`fastckpt.tools.set_target` takes it.
         environment: variables that it runs with.
     """
 
@@ -76,7 +76,7 @@ class _Rank:
         self.spec = spec
         self.device = raw.Device()
         self.state = shapes.make(spec.share)
-        fastckpt.set_target(spec.target)
+        fastckpt.tools.set_target(spec.target)
         self.how: dict[str, Any] = {"io": spec.io, "threads": spec.threads}
 
     def prepare(self, request: Request) -> Callable[[float], dict[str, Any]]:

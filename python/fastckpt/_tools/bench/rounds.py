@@ -33,7 +33,7 @@ class Run:
         rounds: how many rounds.
         io: the engine, as :func:`fastckpt.save` takes it.
         threads: worker threads of each rank, or None.
-        target: for the live counters of each rank, as :func:`fastckpt.set_target` takes it.
+        target: for the live counters of each rank, as :func:`fastckpt.tools.set_target` takes it.
         hot: whether there are hot loads.
     """
 

@@ -47,7 +47,7 @@ def collect(directory: str, *, measured: bool, counted: bool = True, root: Path 
     with cuda.asking() as devices:
         requested = os.environ.get("FASTCKPT_IO") or "auto"
         with Signals(held=True):  # the core, too, makes files and removes them, in milliseconds
-            probe = fastckpt.probe(directory)
+            probe = fastckpt.tools.probe(directory)
         found: dict[str, Any] = {
             "kernel": _kernel(root),
             "container": _container(root),

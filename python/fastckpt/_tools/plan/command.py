@@ -46,7 +46,7 @@ _NUMBERS = ("gpus", "tp", "pp", "dp", "ep", "zero", "gpus_per_node")
 
 
 def option(name: str) -> str:
-    """The option that sets an argument of :func:`fastckpt.plan`."""
+    """The option that sets an argument of :func:`fastckpt.tools.plan`."""
     return f"--{name.replace('_', '-')}"
 
 
@@ -59,7 +59,7 @@ def add_job_options(parser: argparse.ArgumentParser) -> None:
 
 
 def job(options: argparse.Namespace, names: tuple[str, ...] = _WORDS + _NUMBERS) -> dict[str, Any]:
-    """The description of a job, as arguments of :func:`fastckpt.plan`."""
+    """The description of a job, as arguments of :func:`fastckpt.tools.plan`."""
     return {name: value for name in names if (value := getattr(options, name)) is not None}
 
 

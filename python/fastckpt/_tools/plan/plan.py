@@ -59,7 +59,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     Numbers may be strings with units: ``"405B"`` parameters, ``"13.8TB"``, ``"124min"``, ``"273GB/s"``, ``"95%"``.
 
     >>> import fastckpt
-    >>> job = fastckpt.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273, interval="4h")
+    >>> job = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273, interval="4h")
     >>> job.writers, round(job.write_per_gpu, 2), round(job.restore_rate)
     (512, 0.53, 1638)
 

@@ -1,6 +1,6 @@
 """When a :class:`fastckpt.Manager` saves.
 
-fastckpt.Manager("runs/gpt", save_when=[save_when.Every(steps=1000), save_when.Every(time="10min"), save_when.First()])
+fastckpt.Manager("runs/gpt", save_when=[when.Every(steps=1000), when.Every(time="10min"), when.First()])
 
 A step is saved as soon as one policy of the list wants it. A signal of ``Manager.save_on_signal`` that has come wants
 it, too, whatever the policies decide. A policy is any object with ``due(moment)`` as :class:`Policy` describes it.
@@ -23,6 +23,8 @@ logger = logging.getLogger("fastckpt")
 
 #: The relative change of the interval from which on the log shows it again.
 _CHANGED = 0.1
+#: Seconds between failures of one accelerator, as MLCommons assumes.
+_MTTF = 50_000 * 3600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +71,7 @@ class Every:
     __slots__ = ("steps", "time")
 
     def __init__(self, *, steps: int | None = None, time: float | str | None = None) -> None:
-        self.steps, self.time = steps_or_time("save_when.Every", steps, time)
+        self.steps, self.time = steps_or_time("when.Every", steps, time)
 
     def due(self, moment: Moment) -> bool:
         """Whether to save the step."""
@@ -89,7 +91,7 @@ class Steps:
     __slots__ = ("steps",)
 
     def __init__(self, *steps: int) -> None:
-        self.steps = named_steps("save_when.Steps", steps)
+        self.steps = named_steps("when.Steps", steps)
 
     def due(self, moment: Moment) -> bool:
         """Whether to save the step."""
@@ -119,7 +121,7 @@ class Continuously:
     __slots__ = ("apart",)
 
     def __init__(self, apart: float | str | None = None) -> None:
-        self.apart = 0.0 if apart is None else seconds("save_when.Continuously: apart", apart)
+        self.apart = 0.0 if apart is None else seconds("when.Continuously: apart", apart)
 
     def due(self, moment: Moment) -> bool:
         """Whether to save the step."""
@@ -132,23 +134,29 @@ class Continuously:
 class Auto:
     """Saves at the interval that loses the least time, as measured; ``Manager(save_when="auto")`` makes it.
 
-    The interval is the optimum that ``fastckpt.plan`` computes, of the measured cost of a save and the mean time to
-    failure: too many saves cost time, too few lose work. It is never so short that saves cost more than ``overhead`` of
-    the time, nor shorter than a save takes to be durable. It is rounded to whole steps. A checkpoint that is durable
-    some seconds after training went on delays all of them alike, and so does not move the optimum.
+    The interval is the optimum that ``fastckpt.tools.plan`` computes, of the measured cost of a save and the mean time
+    to failure: too many saves cost time, too few lose work. It is never so short that saves cost more than
+    ``overhead`` of the time, nor shorter than a save takes to be durable. It is rounded to whole steps. A checkpoint
+    that is durable some seconds after training went on delays all of them alike, and so does not move the optimum.
 
     The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) shows
     what was chosen and why, and again when it changes by more than a tenth.
 
     Args:
-        mttf: mean time to failure of the whole job: hours, or a string with a unit (``"90min"``).
+        mttf: mean time to failure of the whole job: seconds, or a string with a unit (``"90min"``, ``"6h"``). None for
+            50,000 h per process of the job, as MLCommons assumes of an accelerator.
         overhead: the share of the time that saves may cost, between 0 and 1.
     """
 
-    def __init__(self, mttf: float | str, overhead: float | str = 0.05) -> None:
-        self.mttf = seconds("save_when.Auto: mttf", mttf, "h")
-        self.overhead = fraction("save_when.Auto: overhead", overhead)
+    def __init__(self, mttf: float | str | None = None, overhead: float | str = 0.05) -> None:
+        self._assumed = mttf is None
+        self.mttf = _MTTF if mttf is None else seconds("when.Auto: mttf", mttf)
+        self.overhead = fraction("when.Auto: overhead", overhead)
         self._said: float | None = None
+
+    def of_job(self, ranks: int) -> Auto:
+        """The policy of a manager in a job of so many processes."""
+        return Auto(self.mttf / ranks if self._assumed else self.mttf, self.overhead)
 
     def due(self, moment: Moment) -> bool:
         """Whether to save the step."""
