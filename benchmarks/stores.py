@@ -29,6 +29,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import obstore
 import obstore.store
@@ -63,12 +64,15 @@ def read_all(place: objects.Objects) -> int:
 def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the GB/s, and the CPU seconds per GB, of each round, by way."""
     place = objects.Objects.at("benchmark", url)
-    ways = {
-        "client": lambda: read_all(place),
-        "load": lambda: fastckpt.load(url, report=True).report.bytes,
-    }
+
+    def load(**options: Any) -> int:
+        reports: list[fastckpt.LoadReport] = []
+        fastckpt.load(url, on_report=reports.append, **options)
+        return reports[0].bytes
+
+    ways = {"client": lambda: read_all(place), "load": load}
     target = fastckpt.load(url)
-    ways["into"] = lambda: fastckpt.load(url, into=target, report=True).report.bytes
+    ways["into"] = lambda: load(into=target)
     samples: dict[str, list[float]] = {way: [] for way in ways}
     cpu: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(-1, rounds):

@@ -269,8 +269,10 @@ class Fastckpt(Contender):
         return self._loaded(path, into=state)
 
     def _loaded(self, path: Path, **options: Any) -> Any:
-        state, self.report = self.library.load(path, io=self.io, threads=self.threads, report=True, **options)
-        return state
+        return self.library.load(path, io=self.io, threads=self.threads, on_report=self._note, **options)
+
+    def _note(self, report: Any) -> None:
+        self.report = report
 
     def take_notes(self) -> Notes:
         report, self.report = self.report, None

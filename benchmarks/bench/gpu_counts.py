@@ -146,11 +146,16 @@ def measure_counts(device: Device, workload: DeviceWorkload, directory: Path) ->
         found, _ = operation(device, pinned, run)
         return found
 
+    def loaded(**options: Any) -> tuple[Any, Any]:
+        reports: list[Any] = []
+        state = fastckpt.load(path, on_report=reports.append, **options)
+        return reports[0], state
+
     found = {
         "save": again(lambda: (fastckpt.save(state, path), None)),
         "save_async": again(lambda: (fastckpt.save_async(state, path).result(), None)),
-        "load": again(lambda: tuple(reversed(fastckpt.load(path, device=where, report=True)))),
+        "load": again(lambda: loaded(device=where)),
     }
     blank = workload.make_blank()
-    found["into"] = again(lambda: (fastckpt.load(path, into=blank, report=True).report, None))
+    found["into"] = again(lambda: loaded(into=blank))
     return found

@@ -37,8 +37,9 @@ def load_fastckpt(state: State, path: str) -> dict[str, Any]:
     """Load into the tensors of ``state``."""
     import fastckpt.distributed
 
-    _, report = fastckpt.distributed.load(path, into={"model": state}, report=True)
-    return {"phases": dict(report.phases)}
+    reports: list[Any] = []
+    fastckpt.distributed.load(path, into={"model": state}, on_report=reports.append)
+    return {"phases": dict(reports[0].phases)}
 
 
 def save_dcp(state: State, path: str) -> dict[str, Any]:

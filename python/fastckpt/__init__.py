@@ -17,9 +17,10 @@ from fastckpt._api.manage import leftovers, remove, remove_leftover
 from fastckpt._api.manage import list as list
 from fastckpt._api.outcome import LastWord
 from fastckpt._api.register import Registry, register_type
-from fastckpt._api.reports import Loaded, LoadReport, SaveReport
+from fastckpt._api.reports import LoadReport, SaveReport
 from fastckpt._api.save import save
 from fastckpt._api.verify import verify
+from fastckpt._state.rename import strip_prefix
 from fastckpt.exceptions import (
     CheckpointError,
     CorruptCheckpointError,
@@ -48,7 +49,6 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "LoadReport",
-    "Loaded",
     "Manager",
     "NotACheckpointError",
     "PendingSave",
@@ -64,6 +64,7 @@ __all__ = [
     "remove_leftover",
     "save",
     "save_async",
+    "strip_prefix",
     "verify",
 ]
 

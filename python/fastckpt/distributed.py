@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import time
 from contextlib import closing
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from fastckpt._api import in_flight
 from fastckpt._api.build_report import build_report
@@ -26,7 +26,6 @@ from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport, RankSaveReport
-from fastckpt._api.reports import Loaded
 from fastckpt._api.save import warn_of_failures
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveOptions, SaveSettings
@@ -224,26 +223,6 @@ def save_async(
     return pending
 
 
-@overload
-def load(
-    path: AnyPath,
-    into: Any = ...,
-    *,
-    process_group: Any = ...,
-    timeout: float = ...,
-    report: Literal[False] = ...,
-    **options: Unpack[LoadOptions],
-) -> Any: ...
-@overload
-def load(
-    path: AnyPath,
-    into: Any = ...,
-    *,
-    process_group: Any = ...,
-    timeout: float = ...,
-    report: Literal[True],
-    **options: Unpack[LoadOptions],
-) -> Loaded: ...
 @takes(LoadSettings, like={LoadSettings: "fastckpt.load"})
 def load(
     path: AnyPath,
@@ -251,7 +230,6 @@ def load(
     *,
     process_group: Any = None,
     timeout: float = TIMEOUT,
-    report: bool = False,
     **options: Unpack[LoadOptions],
 ) -> Any:
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
@@ -269,7 +247,6 @@ def load(
             stages of a pipeline do. With None every rank gets the whole state, in plain tensors.
         process_group: the ranks that load together, as for :func:`save`.
         timeout: seconds for which a rank may make no progress before all give up.
-        report: return a report, too.
         {options}
 
     Ranks may choose differently. With ``strict``, a tensor of the checkpoint is unexpected where no rank has a place
@@ -278,7 +255,7 @@ def load(
     this rank.
 
     Returns:
-        The state, or with ``report=True`` a :class:`fastckpt.Loaded` of the state and a :class:`RankLoadReport`.
+        The state. ``on_report`` is called with a :class:`RankLoadReport`.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
@@ -304,7 +281,9 @@ def load(
         in_flight.wait_for_paths(call.path)
         read = load_together(call, operation, settings, into)
     found = conclude(build_report(RankLoadReport, call.path, began, read.fields))
-    return Loaded(read.state, found) if report else read.state
+    if settings.on_report is not None:
+        settings.on_report(found)
+    return read.state
 
 
 def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any = None) -> Any:

@@ -128,10 +128,10 @@ def test_a_member_of_an_enum_of_texts_is_its_text():
 
 def test_what_is_written_needs_no_functions_of_the_program():
     settings = SaveSettings.of(
-        "save", {"default": list, "registry": fastckpt.Registry(), "exclude": "a", "dtype": "half"}
+        "save", {"encode": list, "registry": fastckpt.Registry(), "exclude": "a", "dtype": "half"}
     )
     kept = settings.for_writing()
-    assert (kept.default, kept.registry, kept.dtype) == (None,) * 3
+    assert (kept.encode, kept.registry, kept.dtype) == (None,) * 3
     assert (kept.shard_size, kept.io) == (settings.shard_size, settings.io)
 
 

@@ -148,7 +148,7 @@ def test_a_save_in_the_background_lets_go_of_functions_of_the_program(tmp_path, 
 
     save = fastckpt.save_async if door == "save_async" else distributed.save_async
     alive = weakref.ref(default)
-    pending = save(state(), tmp_path / "c", default=default, bandwidth_limit="500KB")
+    pending = save(state(), tmp_path / "c", encode=default, bandwidth_limit="500KB")
     del default
     assert alive() is None
     pending.result()

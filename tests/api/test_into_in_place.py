@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import fastckpt
 from fastckpt import StructureMismatchError
+from harness.reports import with_report
 from harness.same import same
 
 
@@ -156,7 +157,7 @@ def test_a_value_that_only_into_has(saved):
     assert caught.value.differences == tuple(f"{place}: not in the checkpoint" for place in places)
     assert (into["step"], into["deep"]) == (3, before)
     assert not into["w"].any()
-    loaded, report = load(path, into, strict=False, report=True)
+    loaded, report = with_report(load, path, into, strict=False)
     assert loaded is into
     assert same(into, {"w": torch.ones(2), "step": 3, "deep": {**before, "n": 1}})
     assert report.missing == ("step", "deep.more", "deep.odd", "deep.m.x", "deep.e")
@@ -197,7 +198,7 @@ def test_what_counts_as_a_value(saved):
     with pytest.raises(StructureMismatchError) as caught:
         load(path, into)
     assert sorted(caught.value.differences) == sorted(f"{place}: not in the checkpoint" for place in values + tensors)
-    _, report = load(path, into, strict=False, report=True)
+    _, report = with_report(load, path, into, strict=False)
     assert len(report.missing) == len(values + tensors)
     assert {"empty.list", "nested.1.1.in", "objects", "(1, 2).3", "tensors.1.sparse"} <= {*report.missing}
     # They are there, whatever they hold: a list for a mapping of numbers, too.
@@ -316,8 +317,8 @@ def test_other_names_and_other_types(saved):
     path = saved({"module.step": 5, "x": {"a": 1}, "y": [1]})
     into = {"step": 0, "x": [7], "y": {}}
     with pytest.raises(StructureMismatchError, match=r"\['y'\]\['b'\]: not in the checkpoint"):
-        load(path, {**into, "y": {"b": 1}}, strip_prefix="module.")
-    assert same(load(path, into, strip_prefix="module."), {"step": 5, "x": {"a": 1}, "y": [1]})
+        load(path, {**into, "y": {"b": 1}}, rename=fastckpt.strip_prefix("module."))
+    assert same(load(path, into, rename=fastckpt.strip_prefix("module.")), {"step": 5, "x": {"a": 1}, "y": [1]})
 
 
 def test_deep_states(saved):

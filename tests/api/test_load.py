@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 import fastckpt
 from fastckpt import CorruptCheckpointError, StructureMismatchError
 from fastckpt.exceptions import UnsupportedTypeError
+from harness.reports import with_report
 from harness.same import bits, same
 
 
@@ -643,7 +644,7 @@ def test_into_memory_of_any_strides(strided, data, name, kind):
     assert target.shape == array.shape
     into = torch.from_numpy(target) if kind == "torch" and name != "text" else target
     chosen = "torch" if kind == "torch" and name != "text" else "auto"
-    loaded, report = fastckpt.load(path, into={name: into}, keys=name, framework=chosen, report=True)
+    loaded, report = with_report(fastckpt.load, path, into={name: into}, keys=name, framework=chosen)
     assert loaded[name] is into
     assert (target == array).all()
     assert np.count_nonzero(base != np.zeros((), base.dtype)) == np.count_nonzero(array != np.zeros((), array.dtype))
@@ -663,17 +664,17 @@ def strided(tmp_path_factory):
     return path, state
 
 
-def test_a_load_returns_its_report(tmp_path):
+def test_a_load_gives_its_report(tmp_path):
     state = {"w": torch.arange(1000), "n": 5}
     fastckpt.save(state, tmp_path / "c")
-    loaded = fastckpt.load(tmp_path / "c", report=True, threads=1, io="threads")
-    assert isinstance(loaded, fastckpt.Loaded)
-    found, report = loaded
+    found, report = with_report(fastckpt.load, tmp_path / "c", threads=1, io="threads")
     assert same(found, state)
     assert isinstance(report, fastckpt.LoadReport)
     assert (report.bytes, report.engine, report.threads, report.tensors) == (8000, "threads", 1, 1)
     assert sum(report.thread_bytes) == 8000
-    assert same(fastckpt.load(tmp_path / "c", report=False), state)
-    mapped = fastckpt.load(tmp_path / "c", report=True, mmap=True)
+    assert same(fastckpt.load(tmp_path / "c", on_report=None), state)
+    with pytest.raises(TypeError, match="load: on_report must be a function, not True"):
+        fastckpt.load(tmp_path / "missing", on_report=True)
+    mapped = with_report(fastckpt.load, tmp_path / "c", mmap=True)
     assert same(mapped.state, state)
     assert mapped.report.bytes == 8000

@@ -15,6 +15,7 @@ import torch
 import fastckpt
 from fastckpt import CorruptCheckpointError
 from harness import limits, needs
+from harness.reports import with_report
 from harness.same import same
 
 MIB = 1 << 20
@@ -194,7 +195,7 @@ def test_tensors_that_exist_are_filled_from_the_pages(saved, monkeypatch, thread
     into = blank()
     into["tied"] = into["w"]
     held = [into["w"], into["n"], into["words"]]
-    loaded, report = fastckpt.load(path, into=into, mmap=True, threads=threads, report=True)
+    loaded, report = with_report(fastckpt.load, path, into=into, mmap=True, threads=threads)
     assert same(loaded, wanted)
     assert all(one is other for one, other in zip(held, (loaded["w"], loaded["n"], loaded["words"]), strict=True))
     sizes = [wanted[name].nbytes for name in ("w", "n", "words")]
@@ -257,7 +258,7 @@ def test_what_into_lacks_is_neither_checked_nor_copied(saved):
     into = {"words": np.array(["", ""], "<U5")}
     with pytest.raises(CorruptCheckpointError):
         fastckpt.load(path, into={**into, "n": np.zeros((100, 7))}, mmap=True, strict=False, keys=["n", "words"])
-    _, report = fastckpt.load(path, into=into, mmap=True, strict=False, report=True)
+    _, report = with_report(fastckpt.load, path, into=into, mmap=True, strict=False)
     assert into["words"].tolist() == ["some", "words"]
     assert report.copied == into["words"].nbytes
 

@@ -9,6 +9,7 @@ import torch
 
 import fastckpt
 from fastckpt import CheckpointError, StructureMismatchError
+from harness.reports import with_report
 from harness.same import same
 
 
@@ -380,21 +381,21 @@ def test_objects_with_keys_and_without_strictness(tmp_path):
     assert same(states(training), {**state, "scheduler": before["scheduler"]})
     more = {**everything("adam", seed=4), "ema": Stateful(), "other": {"w": torch.zeros(2)}}
     more["model"].add_module("more", torch.nn.Linear(1, 1))
-    _, report = fastckpt.load(tmp_path / "c", into=more, strict=False, report=True)
+    _, report = with_report(fastckpt.load, tmp_path / "c", into=more, strict=False)
     assert report.missing == ("ema", "model.more.weight", "model.more.bias", "other.w")
     assert report.unexpected == ()
     assert same(more["optimizer"].state_dict(), state["optimizer"])
     more["model"] = more["model"][:3]
-    report = fastckpt.load(tmp_path / "c", into=more, strict=False, report=True).report
+    report = with_report(fastckpt.load, tmp_path / "c", into=more, strict=False).report
     assert report.unexpected == ("model.3.weight", "model.3.bias")
 
 
 def test_a_wrapped_model_with_a_prefix_that_comes_off(tmp_path):
     source, model = model_of(1), model_of(2)
     fastckpt.save({"model": {f"module.{name}": value for name, value in source.state_dict().items()}}, tmp_path / "c")
-    with pytest.raises(StructureMismatchError, match="make keys the same with strip_prefix= or rename="):
+    with pytest.raises(StructureMismatchError, match="make keys the same with rename="):
         fastckpt.load(tmp_path / "c", into={"model": model})
-    fastckpt.load(tmp_path / "c", into={"model": model}, strip_prefix="module.")
+    fastckpt.load(tmp_path / "c", into={"model": model}, rename=fastckpt.strip_prefix("module."))
     assert same(model.state_dict(), source.state_dict())
 
 

@@ -20,6 +20,7 @@ from opentelemetry.trace import StatusCode
 import fastckpt
 from harness.internals import Job, Staging, join_saves
 from harness.open_telemetry import forget_failures, listening, parent
+from harness.reports import with_report
 
 STATE = {"w": np.arange(1000.0), "v": np.ones(7)}
 SLOWLY = 10_000  # bytes a second
@@ -120,7 +121,7 @@ def test_an_asynchronous_save_ends_when_durable_in_the_span_of_its_call(sdk, tmp
 def test_loads_and_verifications(sdk, tmp_path):
     fastckpt.save(STATE, tmp_path / "c")
     sdk.kept.clear()
-    report = fastckpt.load(tmp_path / "c", report=True).report
+    report = with_report(fastckpt.load, tmp_path / "c").report
     spans = sdk.spans()
     assert set(spans) == {
         "fastckpt.load",

@@ -13,6 +13,7 @@ import torch
 import fastckpt
 from fastckpt import CorruptCheckpointError, StructureMismatchError
 from fastckpt.exceptions import UnsupportedTypeError
+from harness.reports import with_report
 from harness.same import bits, same
 
 
@@ -86,7 +87,7 @@ class Odd:
 
 def test_only_what_is_left_is_read(saved, engine):
     path = saved({"a": torch.ones(1000), "b": torch.ones(10)})
-    assert fastckpt.load(path, exclude="a", io=engine, report=True).report.bytes == 40
+    assert with_report(fastckpt.load, path, exclude="a", io=engine).report.bytes == 40
 
 
 def test_patterns_that_match_nothing(saved):
@@ -97,7 +98,7 @@ def test_patterns_that_match_nothing(saved):
         fastckpt.load(path, exclude=3)
     with pytest.raises(TypeError, match="load: exclude: a pattern must be a string"):
         fastckpt.load(path, exclude=[3])
-    loaded, report = fastckpt.load(path, keys=["step", "stop*"], exclude="nothing", strict=False, report=True)
+    loaded, report = with_report(fastckpt.load, path, keys=["step", "stop*"], exclude="nothing", strict=False)
     assert loaded == {"step": 7}
     assert (report.missing, report.unexpected) == (("stop*",), ())
 
@@ -116,7 +117,7 @@ def test_not_strict_leaves_out_what_one_side_has(saved, caplog, engine):
     path = saved({"list": [torch.ones(2), torch.ones(3), 5], "s": torch.eye(2).to_sparse(), "only": {"w": np.ones(4)}})
     into = {"list": [torch.zeros(2)], "new": torch.full((3,), 7.0), "deep": {"x": np.zeros(2), "n": 1}}
     with caplog.at_level(logging.INFO, "fastckpt"):
-        loaded, report = fastckpt.load(path, into=into, strict=False, io=engine, report=True)
+        loaded, report = with_report(fastckpt.load, path, into=into, strict=False, io=engine)
     assert loaded is into
     kept = {"new": torch.full((3,), 7.0), "deep": {"x": np.zeros(2), "n": 1}}
     assert same(into, {"list": [torch.ones(2), 5], **kept})
@@ -140,7 +141,7 @@ def test_a_part_that_is_missing_leaves_out_the_whole(saved, registry):
     path = saved({"odd": Odd(torch.ones(1), torch.ones(2)), "w": torch.ones(2)})
     into = {"odd": Odd(torch.zeros(1), 5), "w": torch.zeros(2)}
     odd = into["odd"]
-    report = fastckpt.load(path, into=into, strict=False, report=True).report
+    report = with_report(fastckpt.load, path, into=into, strict=False).report
     assert same(into["w"], torch.ones(2))
     assert report.unexpected == ("odd.n", "odd.w")
     assert into["odd"] is odd
@@ -166,7 +167,7 @@ def test_a_place_that_is_tied_need_not_be_in_the_checkpoint(saved):
     path = saved({"embed": torch.ones(4, 2), "other": torch.ones(1)})
     w = torch.zeros(4, 2)
     into = {"embed": w, "head": w, "other": torch.zeros(1)}
-    loaded, report = fastckpt.load(path, into=into, report=True)
+    loaded, report = with_report(fastckpt.load, path, into=into)
     assert (loaded["head"] is w, report.missing) == (True, ())
     assert w.sum() == 8
     with pytest.raises(StructureMismatchError, match=r"\['head'\]: not in the checkpoint"):
@@ -177,7 +178,7 @@ def test_a_tie_of_the_checkpoint_need_not_be_in_into(saved):
     w = torch.ones(4, 2)
     path = saved({"head": w, "embed": w, "flags": torch.nn.Parameter(w)})
     into = {"embed": torch.zeros(4, 2)}
-    loaded, report = fastckpt.load(path, into=into, report=True)
+    loaded, report = with_report(fastckpt.load, path, into=into)
     assert loaded["head"] is loaded["embed"] is loaded["flags"] is into["embed"]
     assert (into["embed"].sum(), report.unexpected) == (8, ())
 
@@ -198,7 +199,7 @@ def test_what_is_tied_in_into_may_be_stored_apart_if_it_is_equal(saved, engine, 
         fastckpt.load(path, into={**into, "d": one})
 
 
-# rename=, strip_prefix=
+# rename=
 
 
 def test_prefixes_of_wrappers_come_off(saved):
@@ -214,20 +215,24 @@ def test_prefixes_of_wrappers_come_off(saved):
     assert "module._orig_mod.0.weight" in state
     path = saved({"model": state, "module.x": 5})
     for prefixes in (["module.", "_orig_mod."], ("_orig_mod.", "module."), ["none.", "module.", "_orig_mod."]):
-        loaded = fastckpt.load(path, strip_prefix=prefixes)
+        loaded = fastckpt.load(path, rename=fastckpt.strip_prefix(*prefixes))
         assert list(loaded["model"]) == list(model.state_dict())
         assert loaded["x"] == 5
         # The versions of the modules go with them.
         assert loaded["model"]._metadata["1"] == {"version": 2}
         model.load_state_dict(loaded["model"])
     fresh = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3))
-    fastckpt.load(path, into={"model": fresh.state_dict()}, strip_prefix=["module.", "_orig_mod."])
+    fastckpt.load(path, into={"model": fresh.state_dict()}, rename=fastckpt.strip_prefix("module.", "_orig_mod."))
     assert same(fresh.state_dict(), model.state_dict())
 
 
 def test_each_prefix_comes_off_once_and_never_the_whole_key(saved):
     path = saved({"module.module.w": 1, "module.": 2, "x.module.w": 3})
-    assert fastckpt.load(path, strip_prefix="module.") == {"module.w": 1, "module.": 2, "x.module.w": 3}
+    assert fastckpt.load(path, rename=fastckpt.strip_prefix("module.")) == {
+        "module.w": 1,
+        "module.": 2,
+        "x.module.w": 3,
+    }
 
 
 def test_rename_by_dict_and_function(saved):
@@ -256,10 +261,10 @@ def test_rename_in_what_is_not_a_plain_dict(saved, registry):
 def test_two_keys_that_become_one(saved):
     path = saved({"module.w": torch.ones(1), "w": torch.ones(2), "x": 1})
     with pytest.raises(ValueError, match=r"load: the keys 'module\.w' and 'w' both become 'w': choose one"):
-        fastckpt.load(path, strip_prefix="module.")
+        fastckpt.load(path, rename=fastckpt.strip_prefix("module."))
     with pytest.raises(ValueError, match="'w' and 'x' both become 'w'"):
         fastckpt.load(path, rename={"x": "w"})
-    assert same(fastckpt.load(path, strip_prefix="module.", exclude="w"), {"w": torch.ones(1), "x": 1})
+    assert same(fastckpt.load(path, rename=fastckpt.strip_prefix("module."), exclude="w"), {"w": torch.ones(1), "x": 1})
 
 
 def test_arguments_of_renaming(saved):
@@ -272,9 +277,9 @@ def test_arguments_of_renaming(saved):
             fastckpt.load(path, rename=wrong)
     with pytest.raises(TypeError, match="load: rename= returned 5 for the key 'weight'"):
         fastckpt.load(path, rename=lambda _: 5)
-    for wrong in ("", [""], [3], 3):
-        with pytest.raises(TypeError, match="load: strip_prefix must"):
-            fastckpt.load(path, strip_prefix=wrong)
+    for wrong in ([""], [3], ["a", ["b"]], []):
+        with pytest.raises(TypeError, match="strip_prefix: each prefix must be"):
+            fastckpt.strip_prefix(*wrong)
 
 
 # dtype=
@@ -308,7 +313,7 @@ def test_cast_gives_what_to_would(saved, engine, target):
         del state["array"]
     path = saved(state)
     for wish in (target, str(target).removeprefix("torch."), {"*": target}, lambda _: target):
-        loaded, report = fastckpt.load(path, dtype=wish, io=engine, report=True)
+        loaded, report = with_report(fastckpt.load, path, dtype=wish, io=engine)
         for name, value in state.items():
             if isinstance(value, torch.Tensor) and value.is_floating_point() and not value.is_quantized:
                 assert loaded[name].dtype is target, name
@@ -326,7 +331,7 @@ def test_cast_gives_what_to_would(saved, engine, target):
             else:
                 assert same(loaded[name], value), name
         assert type(loaded["parameter"]) is torch.nn.Parameter
-        assert report.bytes == fastckpt.load(path, report=True).report.bytes
+        assert report.bytes == with_report(fastckpt.load, path).report.bytes
 
 
 def test_one_dtype_for_all_leaves_the_step_of_optimizers(saved):

@@ -10,6 +10,7 @@ import pytest
 
 import fastckpt
 from fastckpt.distributed import RankLoadReport, RankSaveReport
+from harness.reports import with_report
 
 STATE = {"w": np.arange(1000.0), "v": np.ones(7)}
 COMMON = {"seconds", "gigabytes_per_second", "bytes", "copied_bytes", "threads", "fallback"}
@@ -54,7 +55,7 @@ def test_a_save_without_a_step(tmp_path, metadata):
 def test_a_load_and_a_verification(tmp_path):
     fastckpt.save(STATE, tmp_path / "c")
     into = {"w": np.zeros(1000), "more": np.zeros(2)}
-    report = fastckpt.load(tmp_path / "c", into=into, strict=False, report=True).report
+    report = with_report(fastckpt.load, tmp_path / "c", into=into, strict=False).report
     found = figures(report)
     assert set(found) == COMMON | {"plan_seconds", "read_seconds", "missing", "unexpected"}
     assert (found["missing"], found["unexpected"]) == (1, 1)
@@ -74,7 +75,7 @@ def test_ranks(tmp_path):
     save = RankSaveReport(**fields, rank=1, ranks=2, bytes_total=5, bytes_sent=6, bytes_received=7)
     found = figures(save)
     assert (found["total_bytes"], found["sent_bytes"], found["received_bytes"]) == (5, 6, 7)
-    fields = dataclasses.asdict(fastckpt.load(tmp_path / "c", report=True).report)
+    fields = dataclasses.asdict(with_report(fastckpt.load, tmp_path / "c").report)
     load = RankLoadReport(**fields, rank=1, ranks=2, bytes_storage=5, bytes_peers=6, bytes_sent=7)
     found = figures(load)
     assert (found["storage_bytes"], found["peer_bytes"], found["sent_bytes"]) == (5, 6, 7)

@@ -45,9 +45,9 @@ def context(path: str, optimizer: object) -> None:
 
 def choices(path: str) -> None:
     fastckpt.load(path, framework="numpy", io="uring")
-    fastckpt.load(path, framework="jax")  # type: ignore[call-overload]
-    fastckpt.load(path, io="fast")  # type: ignore[call-overload]
-    fastckpt.load(path, unknown="ignore")  # type: ignore[call-overload]
+    fastckpt.load(path, framework="jax")  # type: ignore[arg-type]
+    fastckpt.load(path, io="fast")  # type: ignore[arg-type]
+    fastckpt.load(path, undeclared="ignore")  # type: ignore[arg-type]
     fastckpt.save({}, path, io="buffered")
     fastckpt.save({}, path, io="mmap")  # type: ignore[arg-type]
     fastckpt.save_async({}, path, io="mmap")  # type: ignore[arg-type]
@@ -113,4 +113,4 @@ def test_the_types_of_public_signatures_are_there_at_run_time():
             if ours and (inspect.isclass(function) or inspect.isfunction(function)):
                 typing.get_type_hints(function)
                 resolved.add(function)
-    assert resolved >= {fastckpt.save, fastckpt.Loaded, fastckpt.Checkpoint.slice, fastckpt.PendingSave.result}
+    assert resolved >= {fastckpt.save, fastckpt.load, fastckpt.Checkpoint.slice, fastckpt.PendingSave.result}

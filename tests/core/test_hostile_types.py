@@ -210,7 +210,7 @@ CHOICES = (
     {"exclude": "*1*", "strict": False},
     {"rename": {"a": "z"}, "strict": False},
     {"rename": str.upper},
-    {"strip_prefix": "a"},
+    {"rename": fastckpt.strip_prefix("a")},
     {"into": lambda: {"a": [0, np.zeros(3)], "l": [1], "d": {}}, "strict": False},
 )
 
@@ -227,7 +227,7 @@ def look(path, known, dice):
         lambda: fastckpt.load(path, registry=known, **chosen(dice)),
         lambda: fastckpt.load(path, registry=known),
         lambda: fastckpt.load(path, registry=known, framework="torch"),
-        lambda: fastckpt.load(path, registry=known, unknown="plain"),
+        lambda: fastckpt.load(path, registry=known, undeclared="plain"),
         lambda: fastckpt.open(path).structure,
         lambda: fastckpt.open(path).metadata,
     ):

@@ -526,17 +526,17 @@ def test_an_enum_comes_back_declared_or_plain(tmp_path):
         assert torch.equal(state["w"], torch.ones(2))
         return state["phase"]
 
-    with pytest.raises(dcp.api.CheckpointException, match=r'Phase.*registry=, or .*unknown="plain"'):
+    with pytest.raises(dcp.api.CheckpointException, match=r'Phase.*registry=, or .*undeclared="plain"'):
         load()
     assert load(registry=fastckpt.Registry(Phase)) is Phase.COLD
     with pytest.warns(RuntimeWarning, match=r"stored form: .*Phase"):
-        assert load(unknown="plain") == "COLD"
+        assert load(undeclared="plain") == "COLD"
     state = {"phase": None}
-    with fastckpt.dcp.install(unknown="plain"), pytest.warns(RuntimeWarning, match="Phase"):
+    with fastckpt.dcp.install(undeclared="plain"), pytest.warns(RuntimeWarning, match="Phase"):
         dcp.load(state, checkpoint_id=tmp_path / "c")
     assert state == {"phase": "COLD"}
-    with pytest.raises(ValueError, match="unknown must be"):
-        fastckpt.dcp.install(unknown="other")
+    with pytest.raises(ValueError, match="undeclared must be"):
+        fastckpt.dcp.install(undeclared="other")
 
 
 def test_a_class_of_the_program_is_warned_of_as_in_save(tmp_path):

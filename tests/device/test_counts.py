@@ -11,6 +11,7 @@ import torch
 import fastckpt
 from harness import devices, points
 from harness.devices import DEVICE, SAVES, OnDevice, each, there
+from harness.reports import with_report
 from harness.standin import faults
 
 MIB = 1 << 20
@@ -105,7 +106,7 @@ class TestCounts(OnDevice):
             assert (report.bytes, report.staged) == (nbytes, nbytes), report
             host = fastckpt.save({name: there(value) for name, value in state.items()}, self.path / "host")
             assert report.copied <= host.copied, report
-        loaded, told = fastckpt.load(self.path / "c", device=DEVICE, report=True)
+        loaded, told = with_report(fastckpt.load, self.path / "c", device=DEVICE)
         assert (told.bytes, told.copied) == (nbytes, 0), told
         assert all(torch.equal(there(value), there(state[name])) for name, value in loaded.items())
 

@@ -17,6 +17,7 @@ from harness import devices, limits, standin
 from harness.boxes import cut
 from harness.devices import DEVICE, KIND, OnDevice, each, fill_later, on_device, raises, there, to_host
 from harness.internals import local_of
+from harness.reports import with_report
 from harness.same import bits, same
 from harness.standin import faults
 
@@ -149,7 +150,7 @@ class TestMapped(OnDevice):
     def test_new_tensors(self, step, verify):
         state = self.save()
         with limits.lowered("read from pages at a time", step):
-            loaded, report = fastckpt.load(self.path / "c", device=DEVICE, mmap=True, verify=verify, report=True)
+            loaded, report = with_report(fastckpt.load, self.path / "c", device=DEVICE, mmap=True, verify=verify)
         assert loaded.pop("array").tolist() == list(range(5000))
         assert loaded.pop("long") == bytes(range(256)) * 40
         assert {value.device for value in loaded.values()} == {DEVICE}
@@ -320,7 +321,7 @@ class TestPinningOnTheStandin(OnDevice):
             fastckpt.background.release_buffers()
             standin.cudart.limit = 0 if refused else None
             saved = fastckpt.save(state, self.path / "c")
-            loaded, report = fastckpt.load(self.path / "c", device=DEVICE, report=True)
+            loaded, report = with_report(fastckpt.load, self.path / "c", device=DEVICE)
             opened = fastckpt.open(self.path / "c", device=DEVICE)
             assert same(to_host(loaded), to_host(state))
             assert same(there(opened["w"]), there(state["w"]))

@@ -76,7 +76,7 @@ def main(what: str, directory: Path) -> None:
                 with contextlib.suppress(
                     fastckpt.exceptions.UnsupportedTypeError
                 ):  # sparse and quantised: numpy has neither
-                    found[name] = fastckpt.load(path, keys=[name], framework="numpy", unknown="plain", verify=True)
+                    found[name] = fastckpt.load(path, keys=[name], framework="numpy", undeclared="plain", verify=True)
             digest = hashlib.sha256(repr(plain(found)).encode()).hexdigest()
             print(f"{path.name}: {len(names)} tensors, {len(names) - len(found)} of them only verified: {digest}")
 

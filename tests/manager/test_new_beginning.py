@@ -107,8 +107,8 @@ def test_checkpoints_of_another_library_are_not_damaged_ones(tmp_path):
 
 def test_a_report_is_not_asked_for(tmp_path):
     save(tmp_path, [1])
-    with pytest.raises(TypeError, match="leave out report="):
-        fastckpt.Manager(tmp_path).restore(report=True)
+    with pytest.raises(TypeError, match="leave out on_report="):
+        fastckpt.Manager(tmp_path).restore(on_report=print)
 
 
 def test_a_kind_of_value_that_is_not_known_is_of_a_later_release_and_no_damage(tmp_path):

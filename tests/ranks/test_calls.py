@@ -66,7 +66,7 @@ def interrupted(path):
             go_on.wait(60)
             return 1
 
-        distributed.save({"w": object()}, f"{path}-1", default=default, timeout=60)
+        distributed.save({"w": object()}, f"{path}-1", encode=default, timeout=60)
 
     thread = threading.Thread(target=first)
     thread.start()
@@ -113,7 +113,7 @@ def from_below(path):
         return 1
 
     began = time.monotonic()
-    distributed.save({"w": object()}, f"{path}-1", default=default, timeout=60)
+    distributed.save({"w": object()}, f"{path}-1", encode=default, timeout=60)
     distributed.save(state(), f"{path}-3", timeout=60)
     return told, time.monotonic() - began
 
@@ -157,7 +157,7 @@ def test_a_process_that_was_forked_from_a_rank_is_refused(forge, tmp_path):
 
 def test_a_process_alone_can_be_interrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        distributed.save({"w": object()}, tmp_path / "c", default=interrupt)
+        distributed.save({"w": object()}, tmp_path / "c", encode=interrupt)
     assert distributed.save({"w": 1}, tmp_path / "c").ranks == 1
 
 

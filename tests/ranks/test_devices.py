@@ -14,6 +14,7 @@ import fastckpt
 from fastckpt import distributed
 from fastckpt.dcp import Reader, Writer
 from harness import needs, standin
+from harness.reports import with_report
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*TypedStorage is deprecated:UserWarning")
 
@@ -73,7 +74,7 @@ def save_and_load(path, spread, io):
     into = state(spread, empty=True)
     for value in into.values():
         getattr(value, "_local_tensor", value).fill_(3)
-    loaded = distributed.load(path, into=into, io=io, report=True)
+    loaded = with_report(distributed.load, path, into=into, io=io)
     own = distributed.load_per_rank(path)["own"]
     return differences(into), loaded.report.bytes_peers, torch.equal(own, values()["same"]), saved.warnings
 

@@ -246,7 +246,7 @@ def test_a_call_that_fails_keeps_nothing_of_the_state_while_its_error_is_kept(tm
     gc.disable()
     try:
         with mock.patch.object(job, "__init__", side_effect=MemoryError), pytest.raises(MemoryError):
-            save({"w": object()}, tmp_path / "c", default=made)
+            save({"w": object()}, tmp_path / "c", encode=made)
         assert [one() for one in alive] == [None]
     finally:
         gc.enable()

@@ -11,6 +11,7 @@ from fastckpt import distributed
 from harness import parallel, points, stillness
 from harness.groups import Strike
 from harness.parallel import dist, torch
+from harness.reports import with_report
 
 # Each way to spread the state, and the number of ranks. A pipeline cannot tie its weights.
 WAYS = [
@@ -123,7 +124,7 @@ def test_one_process_loads_what_each_way_has_written(lasting, written):
 
 
 def load_whole(path, io):
-    state, report = distributed.load(path, io=io, report=True)
+    state, report = with_report(distributed.load, path, io=io)
     return differences(state, parallel.state("single")), report
 
 
@@ -148,7 +149,7 @@ def load_large(path, how, io):
     placements = {"replicas": [Replicate()], "rows": [Shard(0)], "columns": [Shard(1)]}[how]
     whole = torch.arange(LARGE, dtype=torch.float32).reshape(shape)
     into = {"w": parallel.distributed(torch.zeros(shape), mesh, placements), "b": torch.zeros(5)}
-    state, report = distributed.load(path, into=into, io=io, report=True)
+    state, report = with_report(distributed.load, path, into=into, io=io)
     expected = parallel.distributed(whole, mesh, placements)
     assert torch.equal(state["w"].to_local(), expected.to_local())
     assert state["w"] is into["w"]
@@ -205,7 +206,7 @@ def test_damage_is_found_and_told_to_all(forge, tmp_path, io):
 
 def load_parts(path, names, *, strict=True):
     into = {name: torch.zeros(4) for name in names[dist.get_rank()]}
-    state, report = distributed.load(path, into=into, strict=strict, report=True)
+    state, report = with_report(distributed.load, path, into=into, strict=strict)
     return {name: value.tolist() for name, value in state.items()}, report.unexpected
 
 

@@ -20,6 +20,7 @@ import fastckpt
 from fastckpt import distributed
 from harness import points
 from harness import s3 as harness
+from harness.reports import with_report
 
 TIMEOUT = 60.0
 SIZES = (1, 2, 4)
@@ -63,13 +64,13 @@ def load(env, url, hosts, io="auto"):
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
         into = {"model": {"w": distribute_tensor(torch.zeros(ROWS, COLUMNS), mesh, [Shard(0)]), "b": torch.zeros(7)}}
         own = distribute_tensor(expected["model"]["w"], mesh, [Shard(0)]).to_local()
-        loaded = distributed.load(url, into=into, keys="model", timeout=TIMEOUT, io=io, report=True)
+        loaded = with_report(distributed.load, url, into=into, keys="model", timeout=TIMEOUT, io=io)
         if not torch.equal(into["model"]["w"].to_local(), own) or not torch.equal(
             into["model"]["b"], expected["model"]["b"]
         ):
             wrong.append("into")
     else:
-        loaded = distributed.load(url, report=True)
+        loaded = with_report(distributed.load, url)
     found = distributed.load(url, timeout=TIMEOUT)
     if found["step"] != 3 or not torch.equal(found["model"]["w"], expected["model"]["w"]):
         wrong.append("whole")

@@ -143,7 +143,9 @@ def test_compiled(back, tmp_path):
     state = {"model": torch.compile(model).state_dict()}
     assert same(back(state), state)
     assert next(iter(state["model"])) == "_orig_mod.0.weight"
-    assert list(fastckpt.load(tmp_path / "c", strip_prefix="_orig_mod.")["model"]) == list(model.state_dict())
+    assert list(fastckpt.load(tmp_path / "c", rename=fastckpt.strip_prefix("_orig_mod."))["model"]) == list(
+        model.state_dict()
+    )
 
 
 class Recipe(enum.Enum):
@@ -259,14 +261,14 @@ def test_transformers_state(back, tmp_path):
     arguments = transformers.TrainingArguments(output_dir=str(tmp_path / "out"), use_cpu=True)
     known = fastckpt.Registry(type(state), type(arguments), *enums_in(vars(arguments)), IntervalStrategy)
     keep = {"state": state, "arguments": arguments}
-    loaded = back(keep, known, default=repr)
+    loaded = back(keep, known, encode=repr)
     assert type(loaded["state"]) is type(state)
     assert loaded["state"] == state
     assert loaded["arguments"].accelerator_config == arguments.accelerator_config
     theirs, ours = ({**one.to_dict(), "accelerator_config": None} for one in (arguments, loaded["arguments"]))
     assert theirs == ours
     with pytest.warns(RuntimeWarning, match="TrainerState"):
-        assert fastckpt.load(tmp_path / "c", unknown="plain")["state"]["global_step"] == 7
+        assert fastckpt.load(tmp_path / "c", undeclared="plain")["state"]["global_step"] == 7
 
 
 def enums_in(values):
@@ -287,7 +289,7 @@ def test_model_output(back, tmp_path):
     assert loaded.attentions is None
     assert len(loaded.to_tuple()) == 2
     with pytest.warns(RuntimeWarning, match="BaseModelOutput"):
-        plain = fastckpt.load(tmp_path / "c", unknown="plain")["out"]
+        plain = fastckpt.load(tmp_path / "c", undeclared="plain")["out"]
     assert type(plain) is collections.OrderedDict
 
 
@@ -387,9 +389,9 @@ def test_version(back):
 @row("functions, lambdas, `functools.partial`, classes, generators")
 @pytest.mark.parametrize("value", [len, lambda: 1, functools.partial(len), torch.nn.Linear, iter([])])
 def test_code_is_refused(value, back):
-    with pytest.raises(UnsupportedTypeError, match=r"\['fn'\]: type .* is not supported.*default="):
+    with pytest.raises(UnsupportedTypeError, match=r"\['fn'\]: type .* is not supported.*encode="):
         back({"fn": value})
-    assert back({"fn": value}, default=lambda _: "code") == {"fn": "code"}
+    assert back({"fn": value}, encode=lambda _: "code") == {"fn": "code"}
 
 
 @row("tensors without data (meta, fake), sharded tensors (DTensor)")

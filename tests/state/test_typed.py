@@ -258,7 +258,9 @@ def test_what_explains_itself_is_saved_unasked_and_comes_back_where_it_is_declar
     assert loaded is value or not isinstance(value, enum.Enum)
     into = fastckpt.load(tmp_path / "c", into={"at": [STRUCTURAL[name]()]}, registry=Registry(type(value)))
     assert shown(into["at"][0]) == shown(value)
-    with pytest.raises(UnsupportedTypeError, match=rf"{type(value).__qualname__}'.*register_type.*registry=.*unknown="):
+    with pytest.raises(
+        UnsupportedTypeError, match=rf"{type(value).__qualname__}'.*register_type.*registry=.*undeclared="
+    ):
         fastckpt.load(tmp_path / "c")
 
 
@@ -297,7 +299,7 @@ def test_what_is_not_known_comes_back_plain_with_one_warning(name, tmp_path):
     value = Point(1) if name == "named tuple" else STRUCTURAL[name]()
     fastckpt.save({"one": value, "two": [value]}, tmp_path / "c", metadata={"m": value})
     with pytest.warns(RuntimeWarning) as caught:
-        loaded = fastckpt.load(tmp_path / "c", unknown="plain")
+        loaded = fastckpt.load(tmp_path / "c", undeclared="plain")
     assert [(str(one.message).count(type(value).__qualname__), one.filename) for one in caught] == [(1, __file__)]
     assert type(loaded["one"]) is type(PLAIN[name])
     assert loaded == {"one": PLAIN[name], "two": [PLAIN[name]]}
@@ -312,8 +314,8 @@ def test_types_of_what_is_not_loaded_need_not_be_known(tmp_path):
     assert list(fastckpt.load(tmp_path / "c", keys="b")) == ["b"]
     with pytest.raises(UnsupportedTypeError, match="Colour"):
         fastckpt.load(tmp_path / "c", keys="a")
-    with pytest.raises(ValueError, match="unknown must be one of error, plain"):
-        fastckpt.load(tmp_path / "c", unknown="ignore")
+    with pytest.raises(ValueError, match="undeclared must be one of error, plain"):
+        fastckpt.load(tmp_path / "c", undeclared="ignore")
 
 
 class Zone(dt.tzinfo):
@@ -331,13 +333,13 @@ def test_plain_where_only_a_key_or_a_time_zone_can_be(tmp_path):
     }
     fastckpt.save(state, tmp_path / "c", registry=known)
     with pytest.warns(RuntimeWarning, match="Frozen.*Colour.*zone"):
-        loaded = fastckpt.load(tmp_path / "c", unknown="plain")
+        loaded = fastckpt.load(tmp_path / "c", undeclared="plain")
     assert list(loaded["keys"]) == [(("a", 1), ("b", (2,))), "RED", (("x", 1), ("w", None)), "w"]
     assert loaded["set"] == {(("a", 1), ("b", None)), "BLUE"}
     assert loaded["when"] == dt.datetime(2024, 7, 1)  # noqa: DTZ001 - that is what is left
     fastckpt.save({Colour.RED: 1, "RED": 2}, tmp_path / "c")
     with pytest.warns(RuntimeWarning, match="Colour"), pytest.raises(CheckpointError, match="become equal") as caught:
-        fastckpt.load(tmp_path / "c", unknown="plain")
+        fastckpt.load(tmp_path / "c", undeclared="plain")
     assert not isinstance(caught.value, CorruptCheckpointError)
 
 
@@ -416,7 +418,7 @@ def test_configurations_are_plain_where_they_are_not_declared(tmp_path, monkeypa
     plain = {"a": [1, {"b": "${a}"}], "c": "${oc.env:HOME}"}
     fastckpt.save({"cfg": config}, tmp_path / "c", metadata={"cfg": config})
     assert fastckpt.load(tmp_path / "c") == {"cfg": plain}
-    assert fastckpt.load(tmp_path / "c", unknown="plain") == {"cfg": plain}
+    assert fastckpt.load(tmp_path / "c", undeclared="plain") == {"cfg": plain}
     monkeypatch.setattr(torch.serialization, "get_safe_globals", lambda: [omegaconf.DictConfig], raising=False)
     assert type(fastckpt.load(tmp_path / "c")["cfg"]) is omegaconf.DictConfig
     assert type(fastckpt.open(tmp_path / "c").metadata["cfg"]) is dict
@@ -446,7 +448,7 @@ def test_a_package_that_is_missing_makes_its_types_unknown(tmp_path, monkeypatch
     with pytest.raises(UnsupportedTypeError, match=r"decimal\.Decimal', which cannot be imported here"):
         fastckpt.load(tmp_path / "c")
     with pytest.warns(RuntimeWarning, match=r"decimal\.Decimal"):
-        assert fastckpt.load(tmp_path / "c", unknown="plain") == {"d": "1"}
+        assert fastckpt.load(tmp_path / "c", undeclared="plain") == {"d": "1"}
 
 
 # What has a state of its own.
@@ -495,7 +497,7 @@ def test_a_state_of_its_own_comes_before_fields(tmp_path):
 def test_a_state_dict_that_gives_no_state_is_refused(tmp_path):
     with pytest.raises(UnsupportedTypeError, match=r"\['m'\]: its state_dict\(\) returned a unittest.mock"):
         fastckpt.save({"m": mock.MagicMock()}, tmp_path / "c")
-    fastckpt.save({"m": mock.Mock()}, tmp_path / "c", default=repr)
+    fastckpt.save({"m": mock.Mock()}, tmp_path / "c", encode=repr)
 
 
 def test_what_a_dataclass_holds_is_named_by_its_fields(tmp_path):
@@ -529,19 +531,19 @@ def test_default(tmp_path):
         raise TypeError("no such value")
 
     meta = torch.ones(2, device="meta")
-    fastckpt.save({"f": own_random, "m": meta, "n": 1}, tmp_path / "c", default=default, metadata={"f": own_random})
+    fastckpt.save({"f": own_random, "m": meta, "n": 1}, tmp_path / "c", encode=default, metadata={"f": own_random})
     assert fastckpt.load(tmp_path / "c") == {"f": "own_random", "m": {"shape": [2]}, "n": 1}
     assert fastckpt.open(tmp_path / "c").metadata == {"f": "own_random"}
     assert calls == [own_random, own_random, meta]
     with pytest.raises(
-        UnsupportedTypeError, match=r"\['x'\]: type builtins\.object.*default= raised TypeError: no such value"
+        UnsupportedTypeError, match=r"\['x'\]: type builtins\.object.*encode= raised TypeError: no such value"
     ):
-        fastckpt.save({"x": object()}, tmp_path / "c", default=default)
-    with pytest.raises(UnsupportedTypeError, match=r"default= raised ZeroDivisionError"):
-        fastckpt.save({"x": object()}, tmp_path / "c", default=lambda _: 1 / 0)
+        fastckpt.save({"x": object()}, tmp_path / "c", encode=default)
+    with pytest.raises(UnsupportedTypeError, match=r"encode= raised ZeroDivisionError"):
+        fastckpt.save({"x": object()}, tmp_path / "c", encode=lambda _: 1 / 0)
     with pytest.raises(UnsupportedTypeError, match="deeper than 10000"):
-        fastckpt.save({"x": object()}, tmp_path / "c", default=lambda _: object())
-    fastckpt.save_async({"f": own_random}, tmp_path / "c", default=default).result()
+        fastckpt.save({"x": object()}, tmp_path / "c", encode=lambda _: object())
+    fastckpt.save_async({"f": own_random}, tmp_path / "c", encode=default).result()
     assert fastckpt.load(tmp_path / "c") == {"f": "own_random"}
 
 
@@ -565,7 +567,7 @@ def test_a_refusal_is_not_remembered(registry, tmp_path):
         pass
 
     for _ in range(2):
-        with pytest.raises(UnsupportedTypeError, match=r"leave it out.*default=.*fastckpt\.register_type"):
+        with pytest.raises(UnsupportedTypeError, match=r"leave it out.*encode=.*fastckpt\.register_type"):
             fastckpt.save([Plain()], tmp_path / "c")
     registry(Plain, lambda _: 1, lambda _: Plain(), "plain")
     fastckpt.save([Plain()], tmp_path / "c")
@@ -688,7 +690,7 @@ def test_what_a_dataclass_has_beside_its_fields(tmp_path):
     assert same(vars(loaded[1]), vars(sub))
     assert (loaded[2].n, loaded[2].extra) == (3, (1, 2))
     with pytest.warns(RuntimeWarning, match="Undecorated"):
-        plain = fastckpt.load(tmp_path / "c", unknown="plain")["all"]
+        plain = fastckpt.load(tmp_path / "c", undeclared="plain")["all"]
     assert plain == [{"n": 1}, {"n": 2}, {"n": 3}]
 
 
@@ -701,7 +703,7 @@ def test_an_attribute_beside_the_fields_that_cannot_be_stored_is_named(tmp_path)
     ):
         fastckpt.save(base, tmp_path / "c", registry=known)
     assert vars(fastckpt.load(tmp_path / "c", registry=known)) == {"n": 1, "note": 5}
-    fastckpt.save(base, tmp_path / "c", registry=known, default=repr)
+    fastckpt.save(base, tmp_path / "c", registry=known, encode=repr)
     assert fastckpt.load(tmp_path / "c", registry=known).call == repr(print)
     del base.call
     base.note = [print]
@@ -765,7 +767,7 @@ def test_attributes_that_hide_what_a_class_does_are_refused(tmp_path):
     vars(value)["method"] = 1
     with pytest.raises(
         UnsupportedTypeError,
-        match=r"its attribute 'method' stands in for a method .*: rename it, or convert .* default=",
+        match=r"its attribute 'method' stands in for a method .*: rename it, or convert .* encode=",
     ):
         fastckpt.save([value], tmp_path / "c")
     vars(value).pop("method")

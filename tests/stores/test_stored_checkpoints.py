@@ -20,6 +20,7 @@ from fastckpt._stores import checkpoints, files
 from fastckpt._stores.objects import PART, Objects
 from harness import cli, manifest
 from harness import s3 as harness
+from harness.reports import with_report
 from harness.same import same
 
 
@@ -70,7 +71,7 @@ def shards_of(url):
 
 def test_all_that_a_load_can_do(url, saved, monkeypatch):
     _, state = saved
-    loaded = fastckpt.load(url, report=True)
+    loaded = with_report(fastckpt.load, url)
     same(loaded.state, state)
     assert loaded.state["head"] is loaded.state["model"]["tied"]
     report = loaded.report
@@ -84,7 +85,7 @@ def test_all_that_a_load_can_do(url, saved, monkeypatch):
     assert torch.equal(given, state["model"]["w"])
     assert fastckpt.load(url, keys="step", verify=False) == {"step": 7}
     assert fastckpt.load(url, keys="half", dtype="float32")["half"].dtype == torch.float32
-    assert fastckpt.load(url, io="uring", threads=1, report=True, keys="model").report.fallback == (
+    assert with_report(fastckpt.load, url, io="uring", threads=1, keys="model").report.fallback == (
         "an object store is read over the network"
     )
     assert isinstance(fastckpt.load(url, framework="numpy", keys="head")["head"], np.ndarray)
@@ -130,8 +131,8 @@ def test_no_more_than_so_much_is_on_its_way(run, tmp_path, monkeypatch):
     state = {"large": np.zeros(64 << 20, np.uint8), **{f"{number}": np.ones(5000) for number in range(20)}}
     fastckpt.save(state, tmp_path / "c", shard_size=10_000)
     harness.put(tmp_path / "c", f"{run}/c")
-    assert fastckpt.load(f"{run}/c", keys="?*", exclude="large", report=True).report.threads == 16
-    assert 1 < fastckpt.load(f"{run}/c", threads=16, report=True).report.threads <= 4
+    assert with_report(fastckpt.load, f"{run}/c", keys="?*", exclude="large").report.threads == 16
+    assert 1 < with_report(fastckpt.load, f"{run}/c", threads=16).report.threads <= 4
 
 
 def test_verify_finds_what_is_wrong(url):

@@ -80,7 +80,7 @@ def test_wrappers_that_are_not_known(tmp_path):
     with pytest.raises(UnsupportedTypeError, match=r"test_subclasses\.Kind"):
         fastckpt.load(tmp_path / "c")
     with pytest.warns(RuntimeWarning, match="Wrapped"):
-        inner, context, size, _ = fastckpt.load(tmp_path / "c", unknown="plain")["w"]
+        inner, context, size, _ = fastckpt.load(tmp_path / "c", undeclared="plain")["w"]
     assert same(inner, {"data_": wrapped().data_, "scale": wrapped().scale})
     assert context["rows"] == {"dim": -1, "config": {"fast": True, "kind": "SYMMETRIC"}}
     assert size == torch.Size([8])
@@ -136,7 +136,7 @@ def test_subclasses_with_data_of_their_own(trip):
     assert loaded["weight"].is_leaf
     assert torch.equal(loaded["weight"], weight)
     with pytest.warns(RuntimeWarning, match="Image"):
-        plain = trip(state, unknown="plain")
+        plain = trip(state, undeclared="plain")
     assert type(plain["image"]) is torch.Tensor
     assert torch.equal(plain["image"], base)
 
@@ -170,14 +170,14 @@ def dispatching():
         (distributed, r"may not have arrived yet: call its wait\(\)"),
         (torch.nn.parameter.UninitializedParameter, "run the module once"),
         (torch.nn.parameter.UninitializedBuffer, "run the module once"),
-        (dispatching, r"has no __tensor_flatten__.*default=.*register_type\(Counting, encode, decode\)"),
+        (dispatching, r"has no __tensor_flatten__.*encode=.*register_type\(Counting, encode, decode\)"),
     ],
 )
 def test_what_cannot_be_stored_says_what_to_do(tmp_path, make, advice):
     with pytest.raises(UnsupportedTypeError, match=rf"cannot store \['v'\]: .*{advice}"):
         fastckpt.save({"v": make()}, tmp_path / "c")
     assert not list(tmp_path.iterdir())
-    fastckpt.save({"v": make()}, tmp_path / "c", default=lambda value: repr(type(value)))
+    fastckpt.save({"v": make()}, tmp_path / "c", encode=lambda value: repr(type(value)))
     assert type(make()).__name__ in fastckpt.load(tmp_path / "c")["v"]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from fastckpt._paths import AnyPath, is_url
 from fastckpt._stores.reader import open_reader
@@ -18,7 +18,7 @@ from .load_settings import LoadOptions, LoadSettings
 from .outcome import Attempt, conclude, until_settled
 from .prepare import prepare
 from .progress import ticker
-from .reports import Loaded, LoadReport
+from .reports import LoadReport
 from .settings import takes
 
 if TYPE_CHECKING:
@@ -29,23 +29,8 @@ if TYPE_CHECKING:
     from .destinations import Targets
 
 
-@overload
-def load(
-    path: AnyPath,
-    *,
-    into: Any = ...,
-    mmap: bool = ...,
-    report: Literal[False] = ...,
-    **options: Unpack[LoadOptions],
-) -> Any: ...
-@overload
-def load(
-    path: AnyPath, *, into: Any = ..., mmap: bool = ..., report: Literal[True], **options: Unpack[LoadOptions]
-) -> Loaded: ...
 @takes(LoadSettings)
-def load(
-    path: AnyPath, *, into: Any = None, mmap: bool = False, report: bool = False, **options: Unpack[LoadOptions]
-) -> Any:
+def load(path: AnyPath, into: Any = None, *, mmap: bool = False, **options: Unpack[LoadOptions]) -> Any:
     """Read the state that was saved to ``path``.
 
     Args:
@@ -70,12 +55,10 @@ def load(
             or to remove it, does no harm on a local file system; on NFS another host must not.) With ``device``, new
             tensors there are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been
             checked, so that a damaged checkpoint changes nothing. Not with ``dtype``, and not of a URL.
-        report: return a report, too.
         {options}
 
     Returns:
-        The state, which is ``into`` where that is given and can be changed; with ``report=True`` a :class:`Loaded` of
-        the state and a :class:`LoadReport`.
+        The state, which is ``into`` where that is given and can be changed.
 
     Raises:
         CorruptCheckpointError: the checkpoint is damaged; the message names the place.
@@ -86,7 +69,7 @@ def load(
         MemoryError: new tensors would take more memory than the control group of this process has left.
         UnsupportedTypeError: the type of a value is not known, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
-        TypeError: a pattern, ``rename``, ``strip_prefix`` or ``path`` has the wrong type.
+        TypeError: a pattern, ``rename``, ``on_report`` or ``path`` has the wrong type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported; or ``path`` is a URL, and the
             package obstore cannot.
@@ -97,7 +80,7 @@ def load(
             or two keys become one.
 
     Warns:
-        RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
+        RuntimeWarning: with ``undeclared="plain"``, types that are not known, once for all of them.
     """
     settings = LoadSettings.of("load", options, load)
     source = place_of("load", path)
@@ -105,8 +88,10 @@ def load(
         _check_mapped(source, settings)
     with range_of("fastckpt.load"), Attempt("load", source):
         in_flight.wait_for_paths(source)
-        loaded = until_settled(lambda: _load(source, settings, into, mmap=bool(mmap)))
-    return loaded if report else loaded.state
+        state, report = until_settled(lambda: _load(source, settings, into, mmap=bool(mmap)))
+    if settings.on_report is not None:
+        settings.on_report(report)
+    return state
 
 
 def _check_mapped(source: str, settings: LoadSettings) -> None:
@@ -124,7 +109,7 @@ def _check_mapped(source: str, settings: LoadSettings) -> None:
         )
 
 
-def _load(source: str, settings: LoadSettings, into: Any, *, mmap: bool) -> Loaded:
+def _load(source: str, settings: LoadSettings, into: Any, *, mmap: bool) -> tuple[Any, LoadReport]:
     began = time.perf_counter()
     reader = open_reader("load", source)
     prepared = prepare(reader, source, settings, into, mmap=mmap)
@@ -132,7 +117,7 @@ def _load(source: str, settings: LoadSettings, into: Any, *, mmap: bool) -> Load
     report = _read(source, reader, prepared.targets, prepared.numbers, settings)
     state = prepared.build()
     made = build_report(LoadReport, source, began, report, missing=prepared.missing, unexpected=prepared.unexpected)
-    return Loaded(state, conclude(made))
+    return state, conclude(made)
 
 
 def _read(

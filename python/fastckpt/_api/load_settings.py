@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from fastckpt._state.registry import Registry, Types, check_registry
-from fastckpt._state.rename import Renaming, check_rename, prefixes_of
+from fastckpt._state.rename import Renaming, check_rename
 
-from .options import Engine, Framework, Unknown, check_framework, check_io, check_threads, check_unknown
+from .options import Engine, Framework, Undeclared, check_framework, check_io, check_threads, check_undeclared
 from .selection import Selection, texts_of
-from .settings import Settings, as_bool, as_given, option
+from .settings import Settings, as_bool, as_given, callable_of, option
 
 
 class LoadOptions(TypedDict, total=False):
@@ -22,15 +22,15 @@ class LoadOptions(TypedDict, total=False):
     strict: bool
     dtype: Any
     rename: Mapping[str, str] | Callable[[str], str] | None
-    strip_prefix: str | Sequence[str] | None
     framework: Framework
     device: Any
     registry: Registry | None
-    unknown: Unknown
+    undeclared: Undeclared
     verify: bool
     io: Engine
     threads: int | None
     progress: bool
+    on_report: Callable[[Any], object] | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,13 +78,9 @@ class LoadSettings(Settings):
     rename: Mapping[str, str] | Callable[[str], str] | None = option(
         None,
         check_rename,
-        "other keys: a dict of new keys by old ones, or a function of the key. It changes every dict key that is a "
-        "string, after the names in the file have been chosen from, and before the comparison with ``into``.",
-    )
-    strip_prefix: tuple[str, ...] = option(
-        None,
-        prefixes_of,
-        'a prefix, or several, to remove from such keys first (``["module.", "_orig_mod."]``).',
+        "other keys: a dict of new keys by old ones, or a function of the key, such as "
+        '``fastckpt.strip_prefix("module.")``. It changes every dict key that is a string, after the names in the file '
+        "have been chosen from, and before the comparison with ``into``.",
     )
     framework: str = option(
         "auto",
@@ -106,9 +102,9 @@ class LoadSettings(Settings):
     registry: Registry | None = option(
         None, check_registry, "types that this call knows before those of :func:`fastckpt.register_type`."
     )
-    unknown: str = option(
+    undeclared: str = option(
         "error",
-        check_unknown,
+        check_undeclared,
         "how to load values of types that this program does not know: ``error``, or ``plain`` for their stored form "
         "(a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type, without "
         "attributes; where only something hashable can be, a tuple; a time zone None), with a warning.",
@@ -139,6 +135,9 @@ class LoadSettings(Settings):
         "request of up to 8 MiB.",
     )
     progress: bool = option(False, as_bool, "show a progress bar of what this process reads.")
+    on_report: Callable[[Any], object] | None = option(
+        None, callable_of("on_report"), "called with the :class:`LoadReport` once the state has been loaded."
+    )
 
     def __post_init__(self) -> None:
         if self.device is not None and self.framework == "numpy":
@@ -149,9 +148,9 @@ class LoadSettings(Settings):
         return Selection(self.keys, self.exclude)
 
     def renaming(self) -> Renaming:
-        """What ``strip_prefix`` and ``rename`` make of keys."""
-        return Renaming(self.strip_prefix, self.rename)
+        """What ``rename`` makes of keys."""
+        return Renaming(self.rename)
 
     def types(self) -> Types:
         """The types that a load knows."""
-        return Types("load", self.registry, framework=self.framework, plain=self.unknown == "plain")
+        return Types("load", self.registry, framework=self.framework, plain=self.undeclared == "plain")

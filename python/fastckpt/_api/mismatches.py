@@ -63,7 +63,7 @@ class Mismatches:
         return (
             'pass a state with the same tensors and values, or select those that it has, as in keys="model.*", '
             "or pass strict=False to skip what only one side has"
-            + (", or make keys the same with strip_prefix= or rename=" * (self.into_lacks and self.checkpoint_lacks))
+            + (", or make keys the same with rename=" * (self.into_lacks and self.checkpoint_lacks))
             + (", or cast floating-point tensors with dtype=" * self.castable)
         )
 

@@ -11,7 +11,7 @@ from fastckpt._units import bytes_of
 #: Argument types of public functions, as type checkers see them.
 Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 Framework: TypeAlias = Literal["auto", "torch", "numpy"]
-Unknown: TypeAlias = Literal["error", "plain"]
+Undeclared: TypeAlias = Literal["error", "plain"]
 
 _MOST_NICE = 19
 
@@ -28,7 +28,7 @@ def one_of(argument: str, words: tuple[str, ...]) -> Callable[[str, Any], str]:
 
 
 check_io = one_of("io", get_args(Engine))
-check_unknown = one_of("unknown", get_args(Unknown))
+check_undeclared = one_of("undeclared", get_args(Undeclared))
 check_framework = one_of("framework", get_args(Framework))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Final, Literal, NoReturn
 
 from fastckpt._text import count, size, visible
 
@@ -200,18 +200,6 @@ class LoadReport(Report):
 
 def _first(names: tuple[str, ...]) -> str:
     return f" ({', '.join(map(repr, names[:3]))}{', ...' if len(names) > 3 else ''})" if names else ""  # noqa: PLR2004
-
-
-class Loaded(NamedTuple):
-    """The result of :func:`fastckpt.load` with ``report=True``.
-
-    Attributes:
-        state: the state.
-        report: the report of the load.
-    """
-
-    state: Any
-    report: LoadReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

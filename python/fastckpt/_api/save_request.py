@@ -81,7 +81,7 @@ class SaveRequest:
         types: Types,
         *,
         began: float,
-        default: Callable[[Any], Any] | None = None,
+        encode: Callable[[Any], Any] | None = None,
     ) -> SaveRequest:
         """A save whose state is still to be added.
 
@@ -94,7 +94,7 @@ class SaveRequest:
             operation=f"{operation}: metadata",
             refuse_tensors="metadata cannot hold tensors: put them into the state",
             types=types,
-            default=default,
+            encode=encode,
         )
         step = metadata.get("step") if isinstance(metadata, dict) else None
         step = step if type(step) is int and 0 <= step < 2**63 else None
@@ -151,19 +151,19 @@ def build_request(
         TypeError, ValueError: ``dtype`` is none; or nothing of the state is left.
         UnsupportedTypeError: something cannot be saved; the message names its place.
     """
-    types, default = Types(operation, settings.registry), settings.default
-    request = SaveRequest.of(operation, path, metadata, settings.for_writing(), types, began=began, default=default)
+    types, encode = Types(operation, settings.registry), settings.encode
+    request = SaveRequest.of(operation, path, metadata, settings.for_writing(), types, began=began, encode=encode)
     request.base, request.frozen, request.progress = settings.base, settings.frozen, settings.progress
     tailor = request.tailor = Tailor(operation, settings.exclude, settings.dtype)
     flat = request.flat = flatten(
-        state, operation=operation, types=types, default=default, spreads=spreads, excluded=tailor.excluded
+        state, operation=operation, types=types, encode=encode, spreads=spreads, excluded=tailor.excluded
     )
     try:
         request.spreads = [] if spreads is None else spreads.found
         tailor.fit(flat, types, strict=spreads is None or len(spreads.ranks) == 1)
         request.movers = flat.movers  # others than before, where tensors were left out
         if per_rank is not None:
-            own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types, default=default)
+            own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types, encode=encode)
             behind = len(flat.tensors)
             request.movers.update((behind + index, mover) for index, mover in own.movers.items())
             flat.keep += own.keep

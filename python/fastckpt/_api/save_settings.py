@@ -41,7 +41,7 @@ class SaveOptions(WriteOptions, total=False):
     frozen: str | Sequence[str] | None
     exclude: str | Sequence[str] | None
     dtype: Any
-    default: Callable[[Any], Any] | None
+    encode: Callable[[Any], Any] | None
     progress: bool
 
 
@@ -159,7 +159,7 @@ class SaveSettings(WriteSettings):
         ":class:`TensorInfo` is empty. A tensor of integers or booleans is cast where its very name is in the dict. "
         "``warnings`` of the report name tensors with numbers beyond the range of their new dtype.",
     )
-    default: Callable[[Any], Any] | None = option(
+    encode: Callable[[Any], Any] | None = option(
         None,
         as_given,
         "called with what cannot be saved; returns something that can, which is stored in its place, or raises "
@@ -169,4 +169,4 @@ class SaveSettings(WriteSettings):
 
     def for_writing(self) -> Self:
         """Without the options that only the walk over the state needs, which may hold much of the program's memory."""
-        return replace(self, default=None, registry=None, dtype=None)
+        return replace(self, encode=None, registry=None, dtype=None)

@@ -70,6 +70,17 @@ def as_bool(_: str, value: Any) -> bool:
     return bool(value)
 
 
+def callable_of(name: str) -> Callable[[str, Any], Any]:
+    """The check of an option that takes a function, or None."""
+
+    def check(operation: str, value: Any) -> Any:
+        if value is not None and not callable(value):
+            raise TypeError(f"{operation}: {name} must be a function, not {value!r}")
+        return value
+
+    return check
+
+
 class Settings:
     """The base class of records of settings.
 

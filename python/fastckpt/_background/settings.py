@@ -43,8 +43,8 @@ class BackgroundSettings(Settings):
         "call ``wait_staged()`` of the handle first. If it does not, the save fails, and the error names the tensors. "
         "But changes that torch does not count go unseen, and the checkpoint holds a mixture of old and new values: "
         "through ``tensor.data``, through a numpy array over the same memory, by a replayed CUDA graph. For buffers "
-        "that forward changes see :func:`fastckpt.background.guard`. For tensors of a device the step does not wait on the "
-        "host: the stream that it runs in waits for the copies, on the device.",
+        "that forward changes see :func:`fastckpt.background.guard`. For tensors of a device the step does not wait "
+        "on the host: the stream that it runs in waits for the copies, on the device.",
     )
     pin: int | None = option(
         True,

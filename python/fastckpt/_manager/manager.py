@@ -377,7 +377,7 @@ class Manager:
                 or what is newer cannot be removed: then the run goes on as before.
             RanksError: another rank could not load it.
             RuntimeError: ``discard_newer``, and the manager is read-only.
-            TypeError: ``report`` is given: the result always has one.
+            TypeError: ``on_report`` is given: the result has the report.
             ValueError: ``discard_newer`` without ``step``.
             Exception: any other error of :func:`fastckpt.load`. Tensors of ``into`` may have changed.
 
@@ -387,13 +387,13 @@ class Manager:
         """
         self._ranks.check("restore")
         self._boundary.miss("it has called restore without the save")
-        if "report" in options:
-            raise TypeError("restore: leave out report=: the result has the report as its attribute `report`")
+        if "on_report" in options:
+            raise TypeError("restore: leave out on_report=: the result has the report as its attribute `report`")
         if discard_newer:
             self._check("restore: discard_newer")
             if step is None:
                 raise ValueError("restore: discard_newer= requires step=")
-        how = {**options, "into": into, "exclude": exclude, "report": True}
+        how = {**options, "into": into, "exclude": exclude}
         if step is None:
             found = self._loader.newest(how, fresh=bool(fresh))
         else:

@@ -181,11 +181,12 @@ class Loader:
         if more and how.get("into") is not None and not how.get("strict", True):
             # Values that an older checkpoint lacks would keep, in `into`, what a damaged one has left.
             self.ranks.first("restore: verify", lambda: _verify(path))
+        reports: list[LoadReport] = []
         if self.ranks.grouped:
             with marked(self.ranks.answered):
-                loaded = distributed.load(path, **self.ranks.arguments, **how)
+                state = distributed.load(path, **self.ranks.arguments, **how, on_report=reports.append)
         else:
-            loaded = load(path, **how)
+            state = load(path, **how, on_report=reports.append)
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
         # If another number of ranks has saved, none of them corresponds to this one.
@@ -202,7 +203,7 @@ class Loader:
         for name in ("step", lineage.KEY):
             about.pop(name, None)
         metrics = dict(metrics) if type(metrics) is dict else {}
-        return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
+        return Restored(one.step, state, metrics, about, path, skipped, reports[0], per_rank, place)
 
     def _warn(self, step: int, failure: _Failure, *, last: bool) -> None:
         """Warn on the first rank why the checkpoint of a step is not loaded directly."""

@@ -117,7 +117,7 @@ class _Flattener:
         operation: str,
         refuse_tensors: str | None,
         types: Types,
-        default: Callable[[Any], Any] | None,
+        encode: Callable[[Any], Any] | None,
         *,
         observe: bool,
         spreads: Spreads | None,
@@ -126,7 +126,7 @@ class _Flattener:
         self.operation = operation
         self.refuse_tensors = refuse_tensors
         self.types = types
-        self.default = default
+        self.encode = encode
         self.observe = observe
         self.spreads = spreads
         self.excluded = excluded
@@ -256,7 +256,7 @@ class _Flattener:
         for name, value in attributes.items():
             kind = type(value)
             if (
-                self.default is None
+                self.encode is None
                 and kind not in _values.ENCODERS
                 and (self.describe.get(kind) or self.describe_type(kind)) is other
                 and (isinstance(value, type) or not callable(getattr(value, "state_dict", None)))
@@ -268,15 +268,15 @@ class _Flattener:
         return stored or None
 
     def replace(self, value: Any, refusal: Unsupported) -> Parts:
-        """The result of ``default`` for a value that cannot be saved; Unsupported if there is none or it fails."""
-        if self.default is None:
+        """The result of ``encode`` for a value that cannot be saved; Unsupported if there is none or it fails."""
+        if self.encode is None:
             raise refusal
         try:
-            return Parts("", ((THROUGH, self.default(value)),))
+            return Parts("", ((THROUGH, self.encode(value)),))
         except TypeError as error:
-            raise Unsupported(f"{refusal}; default= raised TypeError: {error}") from error
+            raise Unsupported(f"{refusal}; encode= raised TypeError: {error}") from error
         except Exception as error:
-            raise Unsupported(f"{refusal}; default= raised {error!r}") from error
+            raise Unsupported(f"{refusal}; encode= raised {error!r}") from error
 
     def store(self, frame: _Frame, value: Any, stored: Stored) -> None:
         """Emit the token of a tensor, and note the tensor unless it is tied to one that is known."""
@@ -487,7 +487,7 @@ def flatten(
     refuse_tensors: str | None = None,
     observe: bool = False,
     types: Types | None = None,
-    default: Callable[[Any], Any] | None = None,
+    encode: Callable[[Any], Any] | None = None,
     spreads: Spreads | None = None,
     excluded: Callable[[str], bool] | None = None,
 ) -> Flat:
@@ -499,7 +499,7 @@ def flatten(
         refuse_tensors: the reason why tensors are refused, if they are.
         observe: also note each tensor by its place, and note values that cannot be flattened instead of raising.
         types: the known types with names; by default those of the process.
-        default: replaces values that cannot be saved.
+        encode: replaces values that cannot be saved.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
             then lack the index of the device, unless it is to be kept: each rank has another.
         excluded: whether a name will be left out: then a token :data:`EXCLUDED` may represent its value.
@@ -511,7 +511,7 @@ def flatten(
         operation,
         refuse_tensors,
         types or Types(operation),
-        default,
+        encode,
         observe=observe,
         spreads=spreads,
         excluded=excluded,

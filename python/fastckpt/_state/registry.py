@@ -220,7 +220,7 @@ class Types:
         elif found is None:
             return (
                 f"the checkpoint holds values of {name}, which this program does not declare: call {call}) in each "
-                'program that loads them, or load their plain contents with unknown="plain"'
+                'program that loads them, or load their plain contents with undeclared="plain"'
             )
         return None
 

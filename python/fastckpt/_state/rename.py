@@ -1,8 +1,8 @@
-"""Changes the keys of a structure: strips prefixes that wrappers of modules add, and renames."""
+"""Other keys for a structure: ``rename=``, and the prefixes that wrappers of modules add."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import suggest
@@ -14,17 +14,35 @@ if TYPE_CHECKING:
     from .unflatten import Token
 
 
-def prefixes_of(operation: str, given: Any) -> tuple[str, ...]:
-    """``strip_prefix=``: a prefix, or several.
+def strip_prefix(*prefixes: str) -> Callable[[str], str]:
+    """For ``rename=`` of :func:`fastckpt.load`: take off the prefixes that wrappers of a module add to its keys.
+
+    Args:
+        prefixes: ``"module."`` for DDP, ``"_orig_mod."`` for ``torch.compile``, or others. Each comes off once, in
+            whatever order they stand, and never the whole key.
+
+    Returns:
+        A function that maps a key to the key without them.
 
     Raises:
-        TypeError: it is neither of these nor None.
+        TypeError: a prefix is not a string, or empty, or there is none.
+
+    Example:
+        >>> import fastckpt
+        >>> fastckpt.strip_prefix("module.", "_orig_mod.")("_orig_mod.module.weight")
+        'weight'
     """
-    single = isinstance(given, str) or not isinstance(given, Iterable)
-    prefixes = () if given is None else (given,) if single else (*given,)
-    if not all(isinstance(prefix, str) and prefix for prefix in prefixes):
-        raise TypeError(f"{operation}: strip_prefix must be a prefix or a sequence of prefixes, not {given!r}")
-    return prefixes
+    if not prefixes or not all(isinstance(prefix, str) and prefix for prefix in prefixes):
+        raise TypeError(f"strip_prefix: each prefix must be a string that is not empty, not {prefixes!r}")
+
+    def strip(key: str) -> str:
+        left = list(prefixes)
+        while prefix := next((prefix for prefix in left if key.startswith(prefix) and key != prefix), None):
+            key = key[len(prefix) :]
+            left.remove(prefix)
+        return key
+
+    return strip
 
 
 def check_rename(operation: str, given: Any) -> Any:
@@ -42,31 +60,23 @@ def check_rename(operation: str, given: Any) -> Any:
 
 
 class Renaming:
-    """The effect of ``strip_prefix`` and ``rename`` on string keys, in this order.
+    """The effect of ``rename`` on string keys.
 
     Args:
-        prefixes: each is removed once, in whatever order they come.
         rename: new keys by old ones, or a function of the key; or None.
     """
 
-    def __init__(self, prefixes: Sequence[str], rename: Any) -> None:
-        self._prefixes = prefixes
+    def __init__(self, rename: Any) -> None:
         self._rename = rename
         self._seen: set[str] = set()
         #: Whether it can change any key.
-        self.changes = bool(prefixes) or rename is not None
+        self.changes = rename is not None
 
     def _new(self, key: str) -> str:
-        left = list(self._prefixes)
-        while prefix := next((prefix for prefix in left if key.startswith(prefix) and key != prefix), None):
-            key = key[len(prefix) :]
-            left.remove(prefix)
         if isinstance(self._rename, Mapping):
             self._seen.add(key)
             named: str = self._rename.get(key, key)
             return named
-        if self._rename is None:
-            return key
         new = self._rename(key)
         if not isinstance(new, str):
             raise TypeError(f"load: rename= returned {new!r} for the key {key!r}: it must return a string")
@@ -119,7 +129,7 @@ class Renaming:
                     return
                 raise ValueError(
                     f"load: the keys {former[new]!r} and {old!r} both become {new!r}: "
-                    "choose one of them with keys= or exclude=, or change rename and strip_prefix"
+                    "choose one of them with keys= or exclude=, or change rename="
                 )
         renamed = iter(news)
         for key in keys:

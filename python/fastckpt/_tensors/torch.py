@@ -351,7 +351,7 @@ def _why_not(kind: type[Tensor]) -> str | None:
         return None
     return (
         f"tensor subclass {kind.__module__}.{kind.__qualname__} has no __tensor_flatten__ and __tensor_unflatten__: "
-        f"leave it out, convert it with default=, or register it with fastckpt.register_type({kind.__name__}, encode, "
+        f"leave it out, convert it with encode=, or register it with fastckpt.register_type({kind.__name__}, encode, "
         "decode)"
     )
 

@@ -116,7 +116,7 @@ def install(**options: Any) -> Installation:
     is not a named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
     (docs/states.md); shards that are not plain dense tensors; bytes from a planner that
     ``torch.load(weights_only=True)`` refuses; and ``use_collectives=False``. A load refuses values of classes that its
-    program has not declared, unless it is given ``unknown="plain"``.
+    program has not declared, unless it is given ``undeclared="plain"``.
 
     Args:
         **options: arguments for the writers, except the path; those that :class:`fastckpt.dcp.Reader` has as well
@@ -211,11 +211,11 @@ def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None)
 
 
 def _for_writers(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "unknown"}
+    return {name: value for name, value in options.items() if name != "undeclared"}
 
 
 def _for_readers(options: dict[str, Any]) -> dict[str, Any]:
-    names = ("process_group", "timeout", "registry", "unknown", "io", "threads")
+    names = ("process_group", "timeout", "registry", "undeclared", "io", "threads")
     return {name: options[name] for name in names if name in options}
 
 

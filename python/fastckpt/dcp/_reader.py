@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from fastckpt import _core
 from fastckpt._api.build_report import build_report
 from fastckpt._api.destinations import Targets, read_targets
-from fastckpt._api.options import Engine, Unknown, check_io, check_threads, check_unknown
+from fastckpt._api.options import Engine, Undeclared, check_io, check_threads, check_undeclared
 from fastckpt._api.outcome import Attempt, conclude, until_settled, warn_of_unknown
 from fastckpt._api.progress import ticker
 from fastckpt._api.rank_reports import RankLoadReport
@@ -59,7 +59,7 @@ class Reader(_torch.StorageReader):
             the storage and pass it on; in other loads, each rank reads what it needs.
         timeout: seconds of silence of another rank after which a load fails.
         registry: types that this reader knows before those of :func:`fastckpt.register_type`.
-        unknown: how to load values of types that this program does not know; see :func:`fastckpt.load`.
+        undeclared: how to load values of types that this program does not know; see :func:`fastckpt.load`.
         verify: compare every byte with its checksum.
         io: see :func:`fastckpt.load`.
         threads: worker threads; by default as :func:`fastckpt.load` has them.
@@ -79,7 +79,7 @@ class Reader(_torch.StorageReader):
         process_group: Any = None,
         timeout: float = 600.0,
         registry: Registry | None = None,
-        unknown: Unknown = "error",
+        undeclared: Undeclared = "error",
         verify: bool = True,
         io: Engine = "auto",
         threads: int | None = None,
@@ -87,13 +87,13 @@ class Reader(_torch.StorageReader):
         super().__init__()
         check_io("load", io)
         check_threads("load", threads)
-        check_unknown("load", unknown)
+        check_undeclared("load", undeclared)
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)
         self._group = process_group
         self._timeout = timeout_of("load", timeout)
         self._registry = registry
-        self._plain = unknown == "plain"
+        self._plain = undeclared == "plain"
         self._verify = bool(verify)
         self._io = io
         self._threads = threads
@@ -158,7 +158,7 @@ class Reader(_torch.StorageReader):
             UnsupportedTypeError: this program does not know the type of a value.
 
         Warns:
-            RuntimeWarning: with ``unknown="plain"``, types that are not known, once for all of them.
+            RuntimeWarning: with ``undeclared="plain"``, types that are not known, once for all of them.
         """
         opened, path = self._opened, self._path
         if opened is None or path is None:

@@ -102,10 +102,11 @@ class _Rank:
         return _sample(report, time.monotonic() - began)
 
     def _load(self, path: Path, began: float, resident: float | None, *, compare: bool) -> dict[str, Any]:
-        loaded = fastckpt.load(path, framework="numpy", report=True, **self.how)
+        reports: list[fastckpt.LoadReport] = []
+        loaded = fastckpt.load(path, framework="numpy", on_report=reports.append, **self.how)
         seconds = time.monotonic() - began
-        sample = {**_sample(loaded.report, seconds), "resident": resident}
-        if compare and (wrong := shapes.difference(self.state, loaded.state)):
+        sample = {**_sample(reports[0], seconds), "resident": resident}
+        if compare and (wrong := shapes.difference(self.state, loaded)):
             raise ValueError(f"load {path}: {wrong} is not what was saved: run 'fastckpt verify' on a checkpoint there")
         return sample
 
