@@ -13,7 +13,7 @@ from fastckpt import _core, exceptions
 from fastckpt._api.checkpoint import Checkpoint
 from fastckpt._api.checkpoint import open as open
 from fastckpt._api.load import load
-from fastckpt._api.manage import leftovers, remove, remove_leftover
+from fastckpt._api.manage import clean, remove
 from fastckpt._api.manage import list as list
 from fastckpt._api.outcome import LastWord
 from fastckpt._api.register import Registry, register_type
@@ -56,12 +56,11 @@ __all__ = [
     "SaveReport",
     "StructureMismatchError",
     "__version__",
+    "clean",
     "exceptions",
-    "leftovers",
     "load",
     "register_type",
     "remove",
-    "remove_leftover",
     "save",
     "save_async",
     "strip_prefix",

@@ -205,8 +205,8 @@ class ListedCheckpoint:
 def list_checkpoints(directory: str) -> list[ListedCheckpoint]:
     """The checkpoints in ``directory``, by name."""
 
-def remove(path: str, more: Sequence[str], everything: bool) -> None:
-    """Remove a checkpoint, and plain files in it that are not ours: those named ``more``, or all (``everything``)."""
+def remove(path: str, more: Sequence[str], force: bool) -> None:
+    """Remove a checkpoint, and plain files in it that are not ours: those named ``more``, or all (``force``)."""
 
 @final
 class Leftover:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from fastckpt._api.checkpoint import Checkpoint, Composed, Origin
+from fastckpt._api.manage import Leftover, ListedCheckpoint
 from fastckpt._api.register import Registry
 from fastckpt._api.reports import CopyReport, Damage, LoadReport, SaveReport, VerifyReport
 from fastckpt._api.tensor_info import TensorInfo
 from fastckpt._background.pending import PendingSave, SaveProgress
-from fastckpt._core import Leftover, ListedCheckpoint
 from fastckpt._manager.restore import Restored
 
 __all__ = [

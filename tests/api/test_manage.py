@@ -78,7 +78,7 @@ def test_what_files_put_there_goes_with_it(run):
 def test_what_is_no_checkpoint_or_holds_other_files_stays(run):
     (run / "step-1" / "config.json").write_text("{}")
     for name, why in {
-        "step-1": r"`config\.json`.*everything=True",
+        "step-1": r"`config\.json`.*force=True",
         "logs": "empty directory",
         "latest": "symbolic link",
     }.items():
@@ -86,14 +86,22 @@ def test_what_is_no_checkpoint_or_holds_other_files_stays(run):
             fastckpt.remove(run / name)
         assert (caught.value.errno, caught.value.filename) == (errno.ENOTEMPTY, str(run / name))
         assert (run / name).exists()
-    fastckpt.remove(run / "step-1", everything=True)
+    fastckpt.remove(run / "step-1", force=True)
     assert not (run / "step-1").exists()
 
 
 def test_urls_are_no_paths():
-    for call in (fastckpt.leftovers, lambda url: fastckpt.remove_leftover(url, ".c.tmp")):
-        with pytest.raises(ValueError, match="URL"):
-            call("s3://bucket/step-1")
+    with pytest.raises(ValueError, match="URL"):
+        fastckpt.clean("s3://bucket/step-1")
+
+
+def test_a_list_goes_by_the_step_or_by_time(tmp_path):
+    for name in ("step-20", "run2-step-3", "step-100"):
+        fastckpt.save({}, tmp_path / name)
+    assert [one.name for one in fastckpt.list(tmp_path)] == ["run2-step-3", "step-20", "step-100"]
+    fastckpt.save({}, tmp_path / "final")
+    (tmp_path / "step-100" / "fastckpt.json").write_bytes(b"")
+    assert [one.name for one in fastckpt.list(tmp_path)] == ["step-100", "step-20", "run2-step-3", "final"]
 
 
 def test_remove_waits_for_a_save_in_flight(tmp_path):

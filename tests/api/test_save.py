@@ -264,7 +264,7 @@ def test_files_come_with_the_checkpoint(tmp_path, save):
     assert fastckpt.load(path)["w"].tolist() == [0, 0, 0]
     with pytest.raises(OSError, match=r"holds `.*`, which is not part of the checkpoint"):
         fastckpt.remove(path)
-    fastckpt.remove(path, everything=True)
+    fastckpt.remove(path, force=True)
     assert not path.exists()
 
 

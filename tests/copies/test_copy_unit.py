@@ -305,7 +305,7 @@ def test_a_half_copy_is_removed_whatever_of_it_is_there(saved, url):
     with pytest.raises(OSError, match="is not part of the checkpoint"):
         fastckpt.remove(f"{url}/b")
     objects.remove(["notes.txt", *shards])
-    fastckpt.remove(f"{url}/b", everything=True)
+    fastckpt.remove(f"{url}/b", force=True)
     assert objects.sizes() == {}
 
 
@@ -454,7 +454,7 @@ def test_what_another_copy_removes_is_brought_again(saved, url, monkeypatch):
             patch.setattr(Objects, name, change)
             copy_checkpoint([source], target)
         assert value_at(target) == 1
-        fastckpt.remove(target, everything=True)
+        fastckpt.remove(target, force=True)
     remove = Objects.remove
 
     def write(objects, what, *arguments, real=Objects.write):
@@ -490,7 +490,7 @@ def test_a_checkpoint_below_a_name_like_that_of_a_folder_is_not_copied_over(save
     fastckpt.copy(source, f"{url}/{name}")
     for call in (
         lambda: fastckpt.copy(source, url, overwrite=True),
-        lambda: fastckpt.remove(url, everything=True),
+        lambda: fastckpt.remove(url, force=True),
     ):
         with pytest.raises(OSError, match=f"`{name}/|holds no"):
             call()
@@ -534,7 +534,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_copied_is_copied_again(saved,
     assert len(times) == 2
     assert value_at(str(tmp_path / "b")) == 2
     assert names(tmp_path) == ["a", "b"]
-    fastckpt.remove(source, everything=True)
+    fastckpt.remove(source, force=True)
     with pytest.raises(FileNotFoundError):
         fastckpt.copy(source, tmp_path / "c")
 
@@ -685,7 +685,7 @@ def test_a_copy_that_is_stopped_keeps_what_is_whole_and_the_next_one_goes_on(sav
         copy_checkpoint([source], target, stop=lambda: len(kept) >= 2)
     before.clear()
     assert not Path(target).exists()
-    (left,) = fastckpt.leftovers(tmp_path)
+    (left,) = fastckpt.clean(tmp_path)
     assert (left.checkpoint, left.host, left.state) == ("b", "", "dead")
     whole = [file for file in SHARDS if (tmp_path / left.name / file).exists()]
     assert len(whole) >= 2
@@ -706,8 +706,8 @@ def test_what_is_left_is_cleaned_on_request_and_not_while_it_is_in_use(saved, tm
     states = []
 
     def keep(*_):
-        (one,) = fastckpt.leftovers(tmp_path)
-        states.append((one.state, fastckpt.remove_leftover(tmp_path, one.name, force=True)))
+        (one,) = fastckpt.clean(tmp_path, older_than=1e-9, dry_run=False)
+        states.append((one.state, one.removed))
         raise KeyboardInterrupt
 
     before = wrap(monkeypatch, keep=keep)
@@ -715,7 +715,7 @@ def test_what_is_left_is_cleaned_on_request_and_not_while_it_is_in_use(saved, tm
         copy_checkpoint([source], target)
     before.clear()
     assert set(states) == {("alive", False)}
-    assert cli.main(["clean", str(tmp_path), "--remove"]) == 0
+    assert cli.main(["clean", str(tmp_path), "--yes"]) == 0
     assert names(tmp_path) == ["a"]
 
 
@@ -732,7 +732,7 @@ def test_no_room_gives_back_what_was_taken_and_another_failure_does_not(saved, t
         copy_checkpoint([source], target)
     before.clear()
     assert not Path(target).exists()
-    assert len(fastckpt.leftovers(tmp_path)) == (1 if number == 5 else 0)
+    assert len(fastckpt.clean(tmp_path)) == (1 if number == 5 else 0)
 
 
 def test_what_another_copy_left_of_a_file_beside_the_shards_is_not_taken(saved, tmp_path, monkeypatch):
@@ -748,7 +748,7 @@ def test_what_a_copy_leaves_that_ends_right_after_its_commit_goes_with_the_next_
     source, target = saved("a", 1), str(tmp_path / "b")
     interrupt(monkeypatch, "give_up", source, target)
     assert value_at(target) == 1
-    assert len(fastckpt.leftovers(tmp_path)) == 1
+    assert len(fastckpt.clean(tmp_path)) == 1
     saved("c", 2)
     assert names(tmp_path) == ["a", "b", "c"]
 

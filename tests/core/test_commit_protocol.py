@@ -107,7 +107,7 @@ def test_process_that_becomes_another_program(parent):
             name = Path(f"/proc/{child.pid}/comm")
             machines.wait_until(lambda: name.read_text() == "sleep\n")
             # The kernel gives the process its new name before it lets go of the lock.
-            machines.wait_until(lambda: [one.state for one in fastckpt.leftovers(parent)] == ["dead"])
+            machines.wait_until(lambda: [one.state for one in fastckpt.clean(parent)] == ["dead"])
             fastckpt.save(numbered(1, SMALL), parent / "other")
             assert manifest.listing(parent) == ["other"]
             assert child.poll() is None

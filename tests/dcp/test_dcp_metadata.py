@@ -139,7 +139,7 @@ def test_it_lives_and_goes_with_its_checkpoint(saved, tmp_path):
     assert list(FileSystemReader(saved).read_metadata().state_dict_metadata) == ["other"]
     fastckpt.save({"other": torch.ones(1)}, saved)
     assert not (saved / ".metadata").exists()
-    # Without everything=True.
+    # Without force=True.
     fastckpt.remove(tmp_path / "copy")
     assert [each.name for each in tmp_path.iterdir()] == ["c"]
 
@@ -150,7 +150,7 @@ def test_a_run_lets_it_go_with_its_checkpoint(tmp_path):
         about = {"lineage": {"order": int(name[-1]), "forks": [], "files": ["config.json"]}}
         writer = Writer(tmp_path / name, files={"config.json": "{}"}, metadata=about)
         dcp.save(some_state(), storage_writer=writer)
-    assert cli.main(["prune", str(tmp_path), "--keep", "last=1", "--remove"]) == 0
+    assert cli.main(["prune", str(tmp_path), "--keep", "last=1", "--yes"]) == 0
     assert [each.name for each in tmp_path.iterdir()] == ["step-2"]
     with fastckpt.Manager(tmp_path, keep=1, name="step-{step}", async_save=False) as manager:
         manager.save(3, some_state())

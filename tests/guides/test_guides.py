@@ -72,7 +72,7 @@ def manifests(run):
 def goes_on(forge, folder, name, boundaries, *, ranks):
     """Take the last checkpoint away, run the program again on another number of ranks, and load what it leaves."""
     run, steps = folder / "cut" / "runs" / name, boundaries[-1]
-    fastckpt.remove(run / f"step-{steps:08d}", everything=True)  # what `files` gave, too
+    fastckpt.remove(run / f"step-{steps:08d}", force=True)  # what `files` gave, too
     left = fastckpt.Manager(run, read_only=True).latest()
     assert 0 < left < steps
     last = play(forge, f"{name}.md", folder / "cut", ranks=ranks)

@@ -466,8 +466,8 @@ def test_what_killed_copies_left_goes_when_nobody_wants_it(tmp_path, copier):
     assert run.there() == [3]
     assert not new.exists()
     # Something newer may be another manager's.
-    assert [one.checkpoint for one in fastckpt.leftovers(run.tier.place.path)] == ["step-00000009"]
-    assert fastckpt.leftovers(run.local.path) == []
+    assert [one.checkpoint for one in fastckpt.clean(run.tier.place.path)] == ["step-00000009"]
+    assert fastckpt.clean(run.local.path) == []
 
 
 FOLDER = "0123456789abcdef"

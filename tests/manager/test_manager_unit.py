@@ -66,7 +66,7 @@ def test_a_start_tells_what_nobody_may_remove(tmp_path, caplog):
     assert record.getMessage() in manager.wait().warnings
     manager.save(4, STATE)
     assert record.getMessage() not in manager.wait().warnings
-    assert len(fastckpt.leftovers(tmp_path)) == 3
+    assert len(fastckpt.clean(tmp_path)) == 3
 
 
 @pytest.mark.parametrize("async_save", [False, True])

@@ -96,7 +96,7 @@ def test_one_process_of_each_node_brings_a_share(forge, tmp_path):
     assert [share for _, share, *_ in seen if share] == [share for share in shares if share]
     for step in (1, 2):
         assert fastckpt.verify(tmp_path / "remote" / f"step-{step:08d}").ok
-    assert fastckpt.leftovers(tmp_path / "remote") == []
+    assert fastckpt.clean(tmp_path / "remote") == []
 
 
 def hung_up(*_arguments, **_options):

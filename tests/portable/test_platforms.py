@@ -104,7 +104,7 @@ REFUSED = {
     "save_async": "fastckpt.save_async({'a': 1}, path + 'x')",
     "remove": "fastckpt.remove(path)",
     "probe": "fastckpt.tools.probe(parent)",
-    "leftovers": "fastckpt.leftovers(parent)",
+    "clean": "fastckpt.clean(parent)",
     "doctor": "fastckpt.tools.doctor(parent)",
     "set_target": "fastckpt.tools.set_target('high')",
 }

@@ -730,7 +730,7 @@ def test_a_warning_that_is_an_error_ends_a_save_before_anything_is_written(tmp_p
         with pytest.raises(RuntimeWarning, match="which this program does not declare"):
             save()
         assert sorted(tmp_path.iterdir()) == before
-        assert fastckpt.leftovers(tmp_path) == []
+        assert fastckpt.clean(tmp_path) == []
         assert not fastckpt.load(path)["w"].any()
         save()
     newest = tmp_path / "step-00000002" if way == "Manager" else path

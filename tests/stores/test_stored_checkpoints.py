@@ -349,7 +349,7 @@ def test_listing(run, saved):
 def test_removal(run, url, monkeypatch):
     objects = objects_at(url)
     objects.write("config.json", [b"{}"], 2, None)
-    with pytest.raises(OSError, match=r"holds `config\.json`.*everything=True") as caught:
+    with pytest.raises(OSError, match=r"holds `config\.json`.*force=True") as caught:
         fastckpt.remove(url)
     assert caught.value.errno == errno.ENOTEMPTY
     assert fastckpt.verify(url).ok
@@ -361,7 +361,7 @@ def test_removal(run, url, monkeypatch):
         remove(self, removals[-1])
 
     monkeypatch.setattr(Objects, "remove", noted)
-    fastckpt.remove(url, everything=True)
+    fastckpt.remove(url, force=True)
     assert removals[0] == ["fastckpt.json"]
     assert objects_at(run).sizes() == {}
 
@@ -373,7 +373,7 @@ def test_torchs_file_goes_unless_it_lists_files_of_torchs_own_writer(url, beside
     """Mutants: it always stays; it always goes; that in the folder of the save stays."""
     for name in (".metadata", "0123456789abcdef/.metadata", beside):
         objects_at(url).write(name, [b"1"], 1, None)
-    assert sorted(checkpoints.remove(url, everything=False, leave=True)) == stays
+    assert sorted(checkpoints.remove(url, force=False, leave=True)) == stays
     assert sorted(objects_at(url).sizes()) == stays
 
 
@@ -387,10 +387,10 @@ def test_a_removal_that_was_killed_is_finished_and_nothing_else_is_taken_for_one
     objects_at(f"{run}/deep").write("x/model.safetensors", [b"1"], 1, "0" * 16)
     for name in ("model", "deep"):
         with pytest.raises(OSError, match=f"`{run}/{name}`") as caught:
-            fastckpt.remove(f"{run}/{name}", everything=True)
+            fastckpt.remove(f"{run}/{name}", force=True)
         assert caught.value.errno == errno.ENOTEMPTY
     with pytest.raises(OSError, match=r"no fastckpt\.json"):
-        fastckpt.remove(run, everything=True)
+        fastckpt.remove(run, force=True)
     assert len(objects_at(run).sizes()) == 3
 
 

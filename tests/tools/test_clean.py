@@ -67,12 +67,12 @@ def test_listing_changes_nothing(left, tmp_path, capsys):
 
 
 def test_the_dead_are_removed_and_what_is_unknown_when_it_is_old(left, tmp_path, capsys):
-    _, document = clean(capsys, tmp_path, "--remove")
+    _, document = clean(capsys, tmp_path, "--yes")
     assert [one["state"] for one in document["leftovers"] if one["removed"]] == ["dead"]
     assert [state for state, path in left.items() if path.exists()] == ["alive", "unknown"]
-    clean(capsys, tmp_path, "--remove", "--older-than", "1")
+    clean(capsys, tmp_path, "--yes", "--older-than", "1h")
     assert left["unknown"].exists()
-    clean(capsys, tmp_path, "--remove", "--older-than", "0")
+    clean(capsys, tmp_path, "--yes", "--older-than", "0.001ms")
     assert [state for state, path in left.items() if path.exists()] == ["alive"]
     assert fastckpt.verify(tmp_path / "step-2").ok
 
@@ -86,4 +86,4 @@ def test_what_cannot_be_cleaned_is_an_error(tmp_path, capsys):
     assert cli.main(["clean", str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
     assert cli.main(["clean", str(tmp_path), "--older-than", "3"]) == 2
-    assert "--remove" in capsys.readouterr().err
+    assert "--yes" in capsys.readouterr().err

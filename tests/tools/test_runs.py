@@ -83,7 +83,7 @@ def test_a_dry_run_removes_nothing(run, capsys):
 
 
 def test_prune_removes_what_no_policy_keeps(run, capsys):
-    status, document = command(capsys, "prune", run, "--remove", "--keep", "every=3")
+    status, document = command(capsys, "prune", run, "--yes", "--keep", "every=3")
     assert (status, document["removed"]) == (0, [1, 2, 5])
     assert document["kept"] == {"3": ["every=3"], "4": ["pinned"], "6": ["every=3"]}
     assert fastckpt.Manager(run).steps() == [3, 4, 6]
@@ -92,17 +92,17 @@ def test_prune_removes_what_no_policy_keeps(run, capsys):
 def test_prune_takes_the_policies_of_the_runs_manager(run, capsys):
     with fastckpt.Manager(run, keep=[keep.Last(5), keep.Best(1, "loss")]) as manager:
         manager.save(7, {"a": 7}, {"loss": 9.0})
-    _, document = command(capsys, "prune", run, "--remove")
+    _, document = command(capsys, "prune", run, "--yes")
     assert (document["keep"], document["removed"]) == (["last=5", "best=1:loss:min"], [])
     assert manager.steps() == [2, 3, 4, 5, 6, 7]
 
 
 def test_prune_without_policies_is_an_error(run, capsys):
     (run / ".fastckpt-run.json").unlink()
-    status, document = command(capsys, "prune", run, "--remove")
+    status, document = command(capsys, "prune", run, "--yes")
     assert status == 2
     assert "no policy is known" in document["error"]
-    status, document = command(capsys, "prune", run, "--remove", "--keep", "most")
+    status, document = command(capsys, "prune", run, "--yes", "--keep", "most")
     assert status == 2
     assert "'most' is not a policy" in document["error"]
 
@@ -110,7 +110,7 @@ def test_prune_without_policies_is_an_error(run, capsys):
 def test_prune_removes_nothing_where_the_newest_is_damaged(run, capsys):
     file = run / "step-00000006" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"\0" if file.read_bytes()[-1] else file.read_bytes()[:-1] + b"\1")
-    status, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
+    status, document = command(capsys, "prune", run, "--yes", "--keep", "last=1")
     assert status == 1
     assert "step-00000006, is damaged" in document["error"]
     assert fastckpt.Manager(run).steps() == [1, 2, 3, 4, 5, 6]
@@ -123,7 +123,7 @@ def test_prune_verifies_the_newest_of_the_branch_that_goes_on(run, capsys):
         manager.save(5, {"a": np.full(1000, 55)}, force=True)
     file = run / "step-00000006" / "model.safetensors"
     file.write_bytes(b"damaged")
-    _, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
+    _, document = command(capsys, "prune", run, "--yes", "--keep", "last=1")
     assert (document["removed"], fastckpt.Manager(run).steps()) == ([1, 2, 3], [4, 5, 6])
     with fastckpt.Manager(run) as manager:
         manager.save(7, {"a": 7})
@@ -133,14 +133,14 @@ def test_prune_verifies_the_newest_of_the_branch_that_goes_on(run, capsys):
         manager.wait()
     file = run / "step-00000005" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-1] + b"?")
-    status, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
+    status, document = command(capsys, "prune", run, "--yes", "--keep", "last=1")
     assert status == 1
     assert "step-00000005, is damaged" in document["error"]
 
 
 def test_one_failed_removal_does_not_stop_the_rest(run, capsys):
     (run / "step-00000001" / "notes").mkdir()
-    status, document = command(capsys, "prune", run, "--remove", "--keep", "last=1")
+    status, document = command(capsys, "prune", run, "--yes", "--keep", "last=1")
     assert (status, document["removed"], len(document["failures"])) == (1, [2, 3, 5], 1)
 
 
@@ -193,12 +193,12 @@ def test_names_without_zeros_are_found_in_the_order_of_their_steps(tmp_path, cap
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"there is no checkpoint in {tmp_path} with the name of a step"
     assert "step-1000" in lines[1]
-    status, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--remove")
+    status, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--yes")
     assert status == 2
     assert "give --name, such as step-{step}, which leaves epoch-2 alone" in document["error"]
-    _, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--remove", "--name", "step-{step}")
+    _, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--yes", "--name", "step-{step}")
     assert document["removed"] == [900]
-    assert [one.name for one in fastckpt.list(tmp_path)] == ["epoch-2", "final", "step-1000", "step-10000"]
+    assert [one.name for one in fastckpt.list(tmp_path)] == ["step-1000", "step-10000", "epoch-2", "final"]
 
 
 def test_other_names_and_nothing(tmp_path, capsys):
@@ -217,7 +217,7 @@ def test_prune_leaves_what_others_put_there_and_takes_what_files_gave(tmp_path, 
         for step in (1, 2, 3):
             manager.save(step, {"a": step})
     (tmp_path / "step-00000001" / "NOTES.txt").write_text("mine")
-    status, document = command(capsys, "prune", tmp_path, "--remove", "--keep", "last=1")
+    status, document = command(capsys, "prune", tmp_path, "--yes", "--keep", "last=1")
     assert (status, document["removed"]) == (1, [2])
     assert "NOTES.txt" in document["failures"][0]
     assert (tmp_path / "step-00000001" / "NOTES.txt").read_text() == "mine"

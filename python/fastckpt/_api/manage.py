@@ -7,27 +7,30 @@ import contextlib
 import errno
 import os
 import re
+import time
 from collections.abc import Collection
+from dataclasses import dataclass, replace
 from typing import cast
 
 from fastckpt import _core
-from fastckpt._core import Leftover, ListedCheckpoint
+from fastckpt._core import ListedCheckpoint
 from fastckpt._paths import AnyPath, is_url, path_of
 from fastckpt._stores.urls import place_of
 from fastckpt._text import natural
+from fastckpt._units import seconds
 from fastckpt.exceptions import CorruptCheckpointError
 
 from . import in_flight
 from .checkpoint import Checkpoint
 
-__all__ = ["Leftover", "ListedCheckpoint", "leftovers", "list", "remove", "remove_leftover"]
+__all__ = ["Leftover", "ListedCheckpoint", "clean", "leftovers", "list", "remove", "remove_leftover"]
 
 
 #: Names of files that a file system keeps because a process has them open, and of leftovers of a killed save.
 _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
 
 
-def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = ()) -> None:
+def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -> None:
     """Remove the checkpoint at ``path``.
 
     It loses its name in one durable step, and its files after that: half of it is never visible. If the process is
@@ -39,7 +42,7 @@ def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = 
     Args:
         path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md). An
             asynchronous save to it in flight is waited for.
-        everything: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they
+        force: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they
             raise an error that names the first one. Directories and links in it always do.
         files: names of further files that belong to it, those that ``files=`` of its save has put there.
 
@@ -54,13 +57,13 @@ def remove(path: AnyPath, *, everything: bool = False, files: Collection[str] = 
     if is_url(target):
         from fastckpt._stores import checkpoints  # noqa: PLC0415 - for a URL alone
 
-        checkpoints.remove(target, everything=bool(everything), files=files)
+        checkpoints.remove(target, force=bool(force), files=files)
         return
     in_flight.wait_for_paths(target)
-    if files and not everything and (found := strange_in(target, files)):
+    if files and not force and (found := strange_in(target, files)):
         why = f"remove: it holds `{found[0]}`, which is not part of it: move that elsewhere"
         raise OSError(errno.ENOTEMPTY, why, target)
-    _core.remove(target, [*files], bool(everything))
+    _core.remove(target, [*files], bool(force))
 
 
 def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
@@ -96,13 +99,20 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
 
 
 def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
-    """List the checkpoints in ``directory``, sorted by name, ``step-900`` before ``step-1000``.
+    """List the checkpoints in ``directory``, the oldest first: by the last number in their names, which is the step.
+
+    If a name has no number, all are sorted by the time at which their saves began; of a damaged one it may be unknown,
+    and counts as the oldest.
 
     A checkpoint that is being written is not listed, nor is one below a symbolic link. The manifest of each is read,
     and the lengths of its files are compared; ``verify`` compares contents.
 
     Args:
         directory: the directory that holds the checkpoints, or a URL in an object store, below which they are.
+
+    Returns:
+        For each: name, path, when its save began (seconds since 1970; None if unknown), bytes of its files, whether it
+        is an old one that a killed save left aside, and its damage in words, or None.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -117,38 +127,94 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
         found = cast("builtins.list[ListedCheckpoint]", checkpoints.list_checkpoints(place))
     else:
         found = _core.list_checkpoints(place)
-    return sorted(found, key=lambda one: natural(one.name))
+    steps = [re.findall("[0-9]+", one.name) for one in found]
+    if all(steps):
+        return [one for _, one in sorted(zip(steps, found, strict=True), key=lambda both: _order(*both))]
+    return sorted(found, key=lambda one: (one.created or 0.0, natural(one.name)))
 
 
-def leftovers(directory: AnyPath) -> builtins.list[Leftover]:
-    """List leftovers of killed saves and removals in ``directory``, which have temporary names, sorted by name.
+def _order(numbers: builtins.list[str], one: ListedCheckpoint) -> tuple[int, tuple[object, ...]]:
+    return int(numbers[-1]), natural(one.name)
 
-    Files of a running save are listed as well, with the state ``alive``.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What a killed save, removal or copy left in a directory of checkpoints, under a temporary name.
+
+    Attributes:
+        name: the name of the directory.
+        checkpoint: the name of the checkpoint that it belongs to.
+        host: the machine it was made on; empty for an unfinished copy.
+        state: ``alive`` (its writer is running), ``dead`` (nobody needs it: the next save there removes it),
+            ``unknown`` (its writer may be running, perhaps on another machine), ``kept`` (an old checkpoint that a save
+            was about to replace, or the save itself) or ``foreign`` (no checkpoint; a killed save had moved it aside).
+        bytes: bytes of its files.
+        changed: seconds since 1970 when something was last made, removed or renamed in it, or written to a file of it.
+        removed: whether it was removed.
+        error: why it could not be removed, or None.
+    """
+
+    name: str
+    checkpoint: str
+    host: str
+    state: str
+    bytes: int
+    changed: int
+    removed: bool = False
+    error: OSError | None = None
+
+
+def clean(
+    directory: AnyPath, *, older_than: float | str | None = None, dry_run: bool = True
+) -> builtins.list[Leftover]:
+    """Remove what killed saves, removals and copies left in ``directory``; by default, only list it.
+
+    The ``dead`` go; with ``older_than`` also what is ``unknown`` or ``kept`` and old. What a running save writes is
+    never removed, and what is ``foreign`` is not either.
 
     Args:
         directory: the directory that holds the checkpoints.
+        older_than: also remove leftovers whose writer may still run, and old checkpoints that are kept, if nothing in
+            them has changed for that long: seconds, or a string with a unit (``"2h"``). Give more than any save can
+            pause.
+        dry_run: change nothing.
+
+    Returns:
+        All leftovers by name, and which were removed. An error of the storage is in ``error`` of its leftover.
 
     Raises:
         FileNotFoundError: there is no such directory.
         OSError: it cannot be read.
-        ValueError: ``directory`` is a URL.
+        ValueError: ``directory`` is a URL, or ``older_than`` is no duration.
+
+    Example:
+        >>> import fastckpt, tempfile
+        >>> fastckpt.clean(tempfile.mkdtemp(), older_than="2h", dry_run=False)
+        []
     """
-    return sorted(_core.leftovers(path_of("leftovers", directory)), key=lambda one: one.name)
+    place = path_of("clean", directory)
+    age = None if older_than is None else seconds("clean: older_than", older_than)
+    found = leftovers(place)
+    for number, one in enumerate(found if not dry_run else ()):
+        old = age is not None and time.time() - one.changed > age
+        try:
+            found[number] = replace(one, removed=remove_leftover(place, one.name, force=old))
+        except OSError as error:
+            found[number] = replace(one, error=error)
+    return found
 
 
-def remove_leftover(directory: AnyPath, name: str, *, force: bool = False) -> bool:
-    """Remove one of the :func:`leftovers` if its state is ``dead``.
+def leftovers(directory: str) -> builtins.list[Leftover]:
+    """The leftovers in a directory, by name."""
+    names = ("name", "checkpoint", "host", "state", "bytes", "changed")
+    found = [Leftover(**{name: getattr(one, name) for name in names}) for one in _core.leftovers(directory)]
+    return sorted(found, key=lambda one: one.name)
 
-    Args:
-        directory: the directory that holds the checkpoints.
-        name: the leftover's name.
-        force: also remove it if its state is ``unknown`` or ``kept``. One that is ``alive`` is never removed.
+
+def remove_leftover(directory: str, name: str, *, force: bool = False) -> bool:
+    """Remove one of the :func:`leftovers` if its state is ``dead``, or with ``force`` ``unknown`` or ``kept``.
 
     Returns:
         Whether it was removed.
-
-    Raises:
-        OSError: the storage failed.
-        ValueError: ``directory`` is a URL.
     """
-    return _core.remove_leftover(path_of("remove_leftover", directory), name, force)
+    return _core.remove_leftover(directory, name, force)

@@ -55,7 +55,7 @@ def list_checkpoints(url: str) -> list[ListedCheckpoint]:
         return [found for found in pool.map(look, folders) if found is not None]
 
 
-def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bool = False) -> list[str]:
+def remove(url: str, *, force: bool, files: Collection[str] = (), leave: bool = False) -> list[str]:
     """Remove the checkpoint at ``url``: its manifest first, and so the checkpoint; the rest after that.
 
     What a removal or a copy that was killed left is removed as well, with a manifest or without one: such objects are
@@ -63,7 +63,7 @@ def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bo
 
     Args:
         url: the checkpoint's URL.
-        everything: also remove other objects right below it.
+        force: also remove other objects right below it.
         files: names of further objects that belong to it.
         leave: let other objects stay, instead of refusing.
 
@@ -87,9 +87,9 @@ def remove(url: str, *, everything: bool, files: Collection[str] = (), leave: bo
         sums_of(objects, [name for name in names if name not in strange] or names).values()
     ):
         why = f"it is not a checkpoint of fastckpt: it holds no {MANIFEST}"
-    elif not leave and (deep or (strange and not everything)):
+    elif not leave and (deep or (strange and not force)):
         why = f"it holds `{(deep or strange)[0]}`, which is not part of the checkpoint: move that elsewhere"
-        why += "" if deep else ", or give everything=True"
+        why += "" if deep else ", or give force=True"
     if why:
         raise OSError(errno.ENOTEMPTY, f"cannot remove `{url}`: {why}", url)
     objects.remove([MANIFEST])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import os
-import time
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
@@ -31,46 +31,27 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command(
         "clean",
         "list or remove what killed saves and copies left in a directory",
-        "Without --remove nothing is changed. What a running save writes is never removed. Exits with 1 if something "
+        "Without --yes nothing is changed. What a running save writes is never removed. Exits with 1 if something "
         "could not be removed.",
     )
     parser.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
-    parser.add_argument("--remove", action="store_true", help="remove leftovers that are not needed")
+    parser.add_argument("--yes", action="store_true", help="remove the leftovers that nobody needs")
     parser.add_argument(
         "--older-than",
-        metavar="HOURS",
-        type=float,
-        help="with --remove: also remove leftovers whose writer may still run, and old checkpoints that are kept, if "
-        "nothing in them was made, removed or written for that long; give more hours than any save can pause",
+        metavar="TIME",
+        help="with --yes: also remove leftovers whose writer may still run, and old checkpoints that are kept, if "
+        "nothing in them was made, removed or written for that long (2h); give more than any save can pause",
     )
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """List leftovers, and remove the requested ones; returns exit status, JSON document and lines."""
-    hours = options.older_than
-    if hours is not None and (not options.remove or not hours >= 0):
-        raise ValueError("clean: --older-than requires --remove and a non-negative number of hours")
+    if options.older_than is not None and not options.yes:
+        raise ValueError("clean: --older-than requires --yes")
     directory = options.path if isinstance(options.path, str) else os.fspath(options.path.absolute())
-    found: list[dict[str, Any]] = []
-    failures: list[str] = []
-    for one in fastckpt.leftovers(directory):
-        old = hours is not None and time.time() - one.changed > hours * 3600
-        try:
-            removed = options.remove and fastckpt.remove_leftover(directory, one.name, force=old)
-        except OSError as error:
-            removed = False
-            failures.append(str(error))
-        found.append(
-            {
-                "name": one.name,
-                "checkpoint": one.checkpoint,
-                "host": one.host,
-                "state": one.state,
-                "bytes": one.bytes,
-                "changed": one.changed,
-                "removed": removed,
-            }
-        )
+    left = fastckpt.clean(directory, older_than=options.older_than, dry_run=not options.yes)
+    found = [{name: value for name, value in asdict(one).items() if name != "error"} for one in left]
+    failures = [str(one.error) for one in left if one.error is not None]
     document = {"path": directory, "leftovers": found, "failures": failures}
     return 1 if failures else 0, document, [*_lines(directory, found), *map(visible, failures)]
 

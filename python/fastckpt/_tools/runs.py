@@ -51,7 +51,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         parser.add_argument(
             "--name", metavar="FORMAT", help="the names of checkpoints, such as step-{step:08d}; by default as they are"
         )
-    prune.add_argument("--remove", action="store_true", help="remove them; without this option nothing is changed")
+    prune.add_argument("--yes", action="store_true", help="remove them; without this option nothing is changed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +280,7 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         )
     newest = found.manager.latest()
     go = [step for step, why in found.why.items() if not why]
-    if go and newest is not None and options.remove:
+    if go and newest is not None and options.yes:
         report = fastckpt.verify(found.manager.path(newest))
         if not report.ok:
             raise CorruptCheckpointError(
@@ -289,7 +289,7 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     removed, failures = [], []
     for step in go:
         try:
-            if options.remove:
+            if options.yes:
                 path = found.manager.path(step)
                 fastckpt.remove(path, files=_files_of(path))
             removed.append(step)
@@ -298,12 +298,12 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     document = {
         "path": found.manager.directory,
         "keep": [str(policy) for policy in found.policies],
-        "dry_run": not options.remove,
+        "dry_run": not options.yes,
         "kept": {str(step): why for step, why in found.why.items() if why},
         "removed": removed,
         "failures": failures,
     }
-    word = "removed" if options.remove else "would be removed"
+    word = "removed" if options.yes else "would be removed"
     lines = [*(f"{Path(found.manager.path(step)).name}: {word}" for step in removed), *failures]
     lines.append(f"{count(len(removed), 'checkpoint')} {word}, {len(found.steps) - len(removed)} stay")
     return 1 if failures else 0, document, lines

@@ -175,8 +175,8 @@ fn check_target(py: Python<'_>, path: PathBuf, overwrite: bool) -> PyResult<()> 
 
 /// See `_core.pyi`.
 #[pyfunction]
-fn remove(py: Python<'_>, path: PathBuf, more: Vec<String>, everything: bool) -> PyResult<()> {
-    detached(py, || commit::remove(&path, &more, everything))
+fn remove(py: Python<'_>, path: PathBuf, more: Vec<String>, force: bool) -> PyResult<()> {
+    detached(py, || commit::remove(&path, &more, force))
 }
 
 /// See `_core.pyi`.

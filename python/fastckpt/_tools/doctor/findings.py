@@ -255,7 +255,7 @@ def _commit(facts: Mapping[str, Any]) -> Iterator[Finding]:
             "save are removed only by processes that can see that it has ended",
             evidence=(f"lock on a file: {io['lock']}", f"seen by: {io['lock_reach']}"),
             remedies={
-                "any": "fastckpt clean DIR --remove --older-than HOURS; Lustre: mount with -o flock; NFS: without "
+                "any": "fastckpt clean DIR --yes --older-than TIME; Lustre: mount with -o flock; NFS: without "
                 "nolock and local_lock"
             },
         )
