@@ -8,6 +8,7 @@ from fastckpt._api.register import Registry
 from fastckpt._api.reports import CopyReport, Damage, LoadReport, SaveReport, VerifyReport
 from fastckpt._api.tensor_info import TensorInfo
 from fastckpt._background.pending import PendingSave, SaveProgress
+from fastckpt._manager.checkpoints import ManagedCheckpoint
 from fastckpt._manager.restore import Restored
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Leftover",
     "ListedCheckpoint",
     "LoadReport",
+    "ManagedCheckpoint",
     "Origin",
     "PendingSave",
     "Registry",

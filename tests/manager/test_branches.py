@@ -13,6 +13,7 @@ import fastckpt
 from fastckpt import keep
 from harness import points
 from harness.branches import CACHE, FORM, damage, place, restored, save, silence, state
+from harness.tiers import at_remote, kept
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def test_a_restart_follows_the_branch_that_saved_last(rolled):
     assert restored(rolled) == (2100, "b")
     manager = fastckpt.Manager(rolled, read_only=True)
     assert (manager.latest(), manager.best("loss", "max"), manager.steps()) == (2100, 2100, [1000, 2000, 2100, 3000])
-    assert manager.kept()[3000] == ["left behind, until the run has passed it"] or not manager.policies
+    assert kept(manager)[3000] == ["left behind, until the run has passed it"] or not manager.policies
     # What the new branch does not have is not taken from the old one, which is still there under its number.
     damage(rolled / "step-00002100")
     with pytest.warns(RuntimeWarning, match="step-00002100"):
@@ -75,8 +76,7 @@ def test_what_a_branch_left_below_its_highest_step_is_not_its_own(tmp_path):
     save(tmp_path, [1500, 2500], "b", at=1000)
     save(tmp_path, [3100], "a", at=3000)
     manager = fastckpt.Manager(tmp_path, keep=[keep.Last(2), keep.Best(1, "loss", mode="max")], read_only=True)
-    kept = {step for step, why in manager.kept().items() if why}
-    assert kept == {3000, 3100}
+    assert {step for step, why in kept(manager).items() if why} == {3000, 3100}
     for step, falls_to in ((3100, 3000), (3000, 2000)):
         damage(tmp_path / FORM.format(step=step))
         with pytest.warns(RuntimeWarning, match="is skipped"):
@@ -248,7 +248,7 @@ def test_a_save_that_the_remote_does_not_take_is_no_success(tmp_path, skewed, mo
             fastckpt.CheckpointError, match=r"00002000 is not copied, and stays: .*other run \(save again"
         ):
             manager.wait()
-        assert manager.remote_steps() == [1000, 2000]
+        assert at_remote(manager) == [1000, 2000]
         # No restore costs the only save of the step by this run.
         for step in (None, 2000):
             assert manager.restore(step=step).state["branch"] == "a"
@@ -406,5 +406,5 @@ def test_a_checkpoint_that_is_written_again_by_other_means_stays_on_its_branch(t
         if name is not None:
             (tmp_path / name).unlink()
         manager = fastckpt.Manager(tmp_path, keep=3, read_only=True)
-        assert [step for step, why in manager.kept().items() if why == ["last=3"]] == [10, 20, 21]
+        assert [step for step, why in kept(manager).items() if why == ["last=3"]] == [10, 20, 21]
         assert restored(tmp_path) == (21, "b")

@@ -11,6 +11,7 @@ import pytest
 import fastckpt
 from harness import points
 from harness.branches import FORM, damage, place, restored, save, state
+from harness.tiers import at_remote
 
 
 def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
@@ -22,7 +23,7 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
             assert manager.restore(step=2000, discard_newer=True).step == 2000
         assert manager.steps() == [1000, 2000, 3000]
         # It was pinned by a manager without a remote tier, and stays there, too.
-        assert manager.remote_steps() == [1000, 2000, 3000]
+        assert at_remote(manager) == [1000, 2000, 3000]
         assert (tmp_path / "run" / "latest").read_text() == "step-00002000\n"
         assert any("step-00003000 stays: it is pinned" in record.message for record in caplog.records)
         with pytest.raises(ValueError, match="requires step="):
@@ -31,7 +32,7 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
         (tmp_path / "run" / "latest").unlink()
         (tmp_path / "run" / "latest").mkdir()
         assert manager.restore(step=1000, discard_newer=True).step == 1000
-        assert (manager.steps(), manager.remote_steps()) == ([1000, 3000], [1000, 3000])
+        assert (manager.steps(), at_remote(manager)) == ([1000, 3000], [1000, 3000])
     # A run that ends before its next save has left the pinned one behind all the same, also on another node.
     for directory, options in ((tmp_path / "run", {}), (tmp_path / "run", {"remote": far})):
         with fastckpt.Manager(directory, **options) as manager:
@@ -60,9 +61,9 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_the_step(tmp_path, k
         for step in (1000, 2000, 3000, 4000):
             manager.save(step, state(step))
             manager.wait()
-        assert manager.remote_steps() == [3000, 4000]
+        assert at_remote(manager) == [3000, 4000]
         manager.restore(step=1000, discard_newer=True)
-        assert (manager.steps(), manager.remote_steps()) == ([1000], [1000])
+        assert (manager.steps(), at_remote(manager)) == ([1000], [1000])
     assert fastckpt.Manager(tmp_path / "none", remote=far, read_only=True).restore().step == 1000
 
 
@@ -73,7 +74,7 @@ def test_what_is_newer_is_discarded_at_a_remote_once_it_has_that_save_of_the_ste
     lagging = points.replaced(points.RESUME_DRAIN, lambda _: lambda _: None)
     with lagging, fastckpt.Manager(tmp_path / "run", remote=far) as manager:
         assert manager.restore(step=2000, discard_newer=True).state["branch"] == "b"
-        assert manager.remote_steps() == [1000, 2000]
+        assert at_remote(manager) == [1000, 2000]
         assert restored(tmp_path / "none", remote=far) == (2000, "b")
 
 
@@ -96,7 +97,7 @@ def test_nothing_is_discarded_while_the_remote_does_not_answer(tmp_path, monkeyp
             manager.restore(into, step=2, discard_newer=True)
         assert into["branch"] == "a"
         assert not into["model"]["w"].any()
-        assert (manager.steps(), manager.remote_steps()) == ([1, 2, 3], [1, 2, 3])
+        assert (manager.steps(), at_remote(manager)) == ([1, 2, 3], [1, 2, 3])
 
 
 def test_nothing_is_discarded_before_the_remote_has_the_step(tmp_path, monkeypatch):
@@ -110,10 +111,10 @@ def test_nothing_is_discarded_before_the_remote_has_the_step(tmp_path, monkeypat
             patch.setattr(manager._drain, "again", lambda _step: None)
             with pytest.raises(fastckpt.CheckpointError, match="step-00000002: nothing was removed"):
                 manager.restore(step=2, discard_newer=True)
-        assert (manager.steps(), manager.remote_steps()) == ([1, 2, 3], [1, 2, 3])
+        assert (manager.steps(), at_remote(manager)) == ([1, 2, 3], [1, 2, 3])
         manager._drain._failed[1] = OSError("another step cannot be copied")
         manager.restore(step=2, discard_newer=True)
-        assert (manager.steps(), manager.remote_steps()) == ([1, 2], [1, 2])
+        assert (manager.steps(), at_remote(manager)) == ([1, 2], [1, 2])
         with pytest.raises(OSError, match="another step"):
             manager.wait()
 
@@ -133,7 +134,7 @@ def test_what_is_newer_is_discarded_by_a_node_whose_disk_takes_nothing(tmp_path,
     with points.replaced(points.FETCH, full):
         manager = fastckpt.Manager(tmp_path / "two", remote=far)
         assert manager.restore(step=2, discard_newer=True).step == 2
-    assert manager.remote_steps() == [1, 2]
+    assert at_remote(manager) == [1, 2]
     assert [one for one in caplog.messages if "which branch goes on is not noted here: [Errno 2]" in one]
 
 
@@ -159,7 +160,7 @@ def test_a_discard_that_fails_leaves_the_process_as_it_was(tmp_path, monkeypatch
             manager.restore(step=1, discard_newer=True)
     assert noted == [((1, "a"), (1, "a"))]
     manager.wait()
-    assert manager.remote_steps() == [1, 2, 3]
+    assert at_remote(manager) == [1, 2, 3]
     for disk in ("run", "none"):
         assert restored(tmp_path / disk, remote=far) == (3, "a")
     assert restored(tmp_path / "run") == (3, "a")

@@ -31,6 +31,7 @@ from fastckpt._manager.tier import Tier
 from fastckpt._stores.objects import Objects
 from harness import manifest
 from harness.s3 import BUCKET
+from harness.tiers import at_remote
 
 NAMES = Names("step-{step:08d}")
 #: A deadline of a test: reached only by what hangs.
@@ -693,4 +694,4 @@ def test_a_forked_child_copies_nothing(tmp_path, copier):
         assert ended == (pid, 0)
         assert not Path(tmp_path / "remote" / "step-00000001").exists()
         copier.gate.set()
-    assert manager.remote_steps() == [1]
+    assert at_remote(manager) == [1]

@@ -20,6 +20,7 @@ import fastckpt
 from fastckpt import keep, when
 from harness import limits, points
 from harness.internals import join_saves
+from harness.tiers import kept, pinned
 
 #: What Manager caches beside its checkpoints (docs/manager.md).
 CACHE = ".fastckpt-run.json"
@@ -363,7 +364,7 @@ def test_the_best_and_the_pinned_stay(tmp_path):
         assert manager.steps() == [3, 5, 7]
         assert manager.best() == manager.best("loss") == 3
         assert manager.best("loss", "max") == 7
-        assert manager.pinned() == [5]
+        assert pinned(manager) == [5]
         manager.unpin(5)
         manager.save(8, state(8))
     assert manager.steps() == [3, 8]
@@ -386,7 +387,7 @@ def test_what_another_process_pins_while_others_are_removed_stays(tmp_path):
         manager.save(3, state(3))
         manager.wait()
         assert manager.steps() == [2, 3]
-        assert manager.pinned() == [2]
+        assert pinned(manager) == [2]
 
 
 def test_a_pin_waits_for_a_removal_that_has_begun(tmp_path):
@@ -432,14 +433,18 @@ def test_a_reader_knows_what_is_kept_and_why(tmp_path):
     fill(tmp_path, [1, 2, 3, 4, 5], keep=[keep.Last(2), keep.Best(1, "loss")])
     reader = fastckpt.Manager(tmp_path, read_only=True)
     assert [str(policy) for policy in reader.policies] == ["last=2", "best=1:loss:min"]
-    assert [(one.step, one.metrics) for one in reader.saved()] == [(3, {"loss": 0}), (4, {"loss": 1}), (5, {"loss": 2})]
-    assert reader.kept() == {3: ["best=1:loss:min"], 4: ["last=2"], 5: ["last=2"]}
+    assert [(one.step, one.metrics) for one in reader.checkpoints()] == [
+        (3, {"loss": 0}),
+        (4, {"loss": 1}),
+        (5, {"loss": 2}),
+    ]
+    assert kept(reader) == {3: ["best=1:loss:min"], 4: ["last=2"], 5: ["last=2"]}
     assert reader.best() == 3
-    assert fastckpt.Manager(tmp_path, keep=1, read_only=True).kept() == {3: [], 4: [], 5: ["last=1"]}
+    assert kept(fastckpt.Manager(tmp_path, keep=1, read_only=True)) == {3: [], 4: [], 5: ["last=1"]}
     cache = tmp_path / CACHE
     cache.write_text(cache.read_text().replace("last=2", "of=tomorrow"))
     with pytest.raises(ValueError, match="of=tomorrow"):
-        fastckpt.Manager(tmp_path, read_only=True).kept()
+        kept(fastckpt.Manager(tmp_path, read_only=True))
 
 
 def test_the_best_is_known_without_the_cache_and_with_a_damaged_one(tmp_path):

@@ -125,7 +125,7 @@ def stand_still(out, stale, options):
                 for shard in out.glob(f"step-*{step}/**/*.safetensors"):
                     shard.write_bytes(b"")
             dist.barrier()
-        return heard, [dict(one.changed) for one in manager.saved()] if dist.get_rank() == 0 else None
+        return heard, [dict(one.changed) for one in manager.checkpoints()] if dist.get_rank() == 0 else None
 
 
 @pytest.mark.parametrize("options", [{}, {"async_save": False}], ids=["async", "sync"])

@@ -11,6 +11,7 @@ import fastckpt
 from fastckpt import keep
 from harness import manifest, points, s3
 from harness.branches import CACHE, FORM, save, state
+from harness.tiers import kept
 
 
 def begin(directory, text, kind=fastckpt.CheckpointError, **options):
@@ -136,6 +137,6 @@ def test_what_is_left_behind_stays_where_the_branch_has_lost_all(tmp_path):
     shutil.rmtree(first)
     aside.rename(first)
     manager = fastckpt.Manager(tmp_path / "run", keep=1, read_only=True)
-    assert (manager.latest(), manager.kept()) == (None, {0: ["left behind, until the run has passed it"]})
+    assert (manager.latest(), kept(manager)) == (None, {0: ["left behind, until the run has passed it"]})
     begin(tmp_path / "run", r"every checkpoint here is on a branch that it left; .* call restore\(step=0\)")
     assert manager.restore(step=0).state["branch"] == "a"

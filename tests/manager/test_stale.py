@@ -107,7 +107,7 @@ def test_it_is_raised_once_by_what_comes_next_or_ignored(tmp_path, caplog):
 def test_the_share_that_changed_is_recorded(tmp_path):
     run(tmp_path, state(1), state(2), state(3, moments=False), state(4))
     for manager in (fastckpt.Manager(tmp_path), fastckpt.Manager(tmp_path, read_only=True)):
-        shares = [one.changed for one in manager.saved()]
+        shares = [one.changed for one in manager.checkpoints()]
         assert shares[0] == {}
         assert shares[1:3] == [{"model": 0.25, "optimizer": 1.0}] * 2
     with fastckpt.open(manager.path(4)) as checkpoint:

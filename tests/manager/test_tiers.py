@@ -22,6 +22,7 @@ import pytest
 import fastckpt
 from fastckpt import keep
 from harness import limits, manifest, points, zygote
+from harness.tiers import at_remote, kept
 
 #: A deadline of a test: reached only by what hangs.
 LONG = 60.0
@@ -87,7 +88,7 @@ def test_a_run_is_saved_here_and_copied_there(local, remote, async_save, caplog,
     caplog.set_level(logging.INFO, "fastckpt")
     manager = fill(local, remote, range(1, 7), keep=2, remote_keep=KEEP, async_save=async_save)
     assert manager.steps() == [5, 6]
-    assert manager.remote_steps() == [3, 6]
+    assert at_remote(manager) == [3, 6]
     for step in (3, 6):
         there = f"{remote}/step-{step:08d}"
         assert fastckpt.verify(there).ok
@@ -108,7 +109,7 @@ def test_a_node_with_an_empty_disk_fetches_the_newest(local, remote, quiet):
         manager.save(4, state(4), {"loss": 1})
         manager.wait()
         assert manager.steps() == [4]
-    assert manager.remote_steps() == [1, 2, 3, 4]
+    assert at_remote(manager) == [1, 2, 3, 4]
     with pytest.raises(FileNotFoundError):
         manager.restore(step=9)
 
@@ -162,7 +163,7 @@ def test_a_disk_without_room_is_passed_over(local, remote, number, caplog):
     # What the next save would take as its base is not here.
     manager.save(3, state(3), {"loss": 0})
     manager.wait()
-    assert manager.remote_steps() == [1, 2, 3]
+    assert at_remote(manager) == [1, 2, 3]
 
 
 def test_what_is_damaged_here_comes_from_there(local, remote):
@@ -261,7 +262,7 @@ def test_what_cannot_be_fetched_is_skipped(local, remote):
 def test_nothing_anywhere_is_a_new_beginning(local, remote, quiet):
     with fastckpt.Manager(local, remote=remote) as manager:
         assert manager.restore() is None
-        assert manager.remote_steps() == []
+        assert at_remote(manager) == []
 
 
 class Gate:
@@ -305,12 +306,12 @@ def test_what_waits_is_not_removed_here(local, remote, gate):
             manager._saves.pending.result()
             manager._after_save.wait(time.monotonic() + LONG)
         assert manager.steps() == [1, 2, 3]
-        assert manager.kept()[1] == ["not yet at the remote"]
+        assert kept(manager)[1] == ["not yet at the remote"]
         gate.open.set()
         manager.wait()
         assert manager.steps() == [3]
-        assert manager.remote_steps() == [1, 2, 3]
-        assert manager.kept() == {3: ["last=1"]}
+        assert at_remote(manager) == [1, 2, 3]
+        assert kept(manager) == {3: ["last=1"]}
 
 
 def test_a_pin_holds_on_both_tiers(local, remote):
@@ -319,11 +320,11 @@ def test_a_pin_holds_on_both_tiers(local, remote):
         manager.pin(1)
         manager.save(3, state(3))
         manager.wait()
-        assert manager.steps() == manager.remote_steps() == [1, 3]
+        assert manager.steps() == at_remote(manager) == [1, 3]
         manager.unpin(1)
         manager.save(4, state(4))
         manager.wait()
-        assert manager.steps() == manager.remote_steps() == [4]
+        assert manager.steps() == at_remote(manager) == [4]
         with pytest.raises(FileNotFoundError):
             manager.pin(1)
     shutil.rmtree(local)
@@ -332,20 +333,20 @@ def test_a_pin_holds_on_both_tiers(local, remote):
         manager.pin(4)
         manager.save(5, state(5))
         manager.wait()
-        assert manager.remote_steps() == [4, 5]
+        assert at_remote(manager) == [4, 5]
 
 
 def test_what_is_pinned_later_is_copied_after_all(local, remote):
     fill(local, remote, [1, 2], remote_keep=1)
     with fastckpt.Manager(local, remote=remote, remote_keep=1, **OPTIONS) as manager:
         manager.wait()
-        assert manager.remote_steps() == [2]
+        assert at_remote(manager) == [2]
         manager.pin(1)
         manager.wait()
-        assert manager.remote_steps() == [1, 2]
+        assert at_remote(manager) == [1, 2]
         manager.save(3, state(3))
         manager.wait()
-        assert manager.remote_steps() == [1, 3]
+        assert at_remote(manager) == [1, 3]
 
 
 def test_a_forced_save_replaces_the_copy(local, remote):
@@ -376,7 +377,7 @@ def test_wait_and_the_blocks_end_raise_what_keeps_a_step_from_the_remote(local, 
     # The next run goes on with it.
     with fastckpt.Manager(local, remote=remote) as manager:
         pass
-    assert manager.remote_steps() == [1, 2]
+    assert at_remote(manager) == [1, 2]
 
 
 def test_two_managers_use_one_remote(local, remote, tmp_path):
@@ -388,7 +389,7 @@ def test_two_managers_use_one_remote(local, remote, tmp_path):
             manager = (one, other)[step % 2]
             manager.save(step, state(step), {"loss": abs(step - 3)})
             manager.wait()
-    assert one.remote_steps() == [5, 6]
+    assert at_remote(one) == [5, 6]
     assert is_of(fastckpt.Manager(tmp_path / "third", remote=remote).restore(), 6)
 
 
@@ -413,11 +414,6 @@ def test_a_link_to_the_directory_is_no_second_tier(local, tmp_path):
     (tmp_path / "link").symlink_to(local)
     with pytest.raises(ValueError, match="is the manager's directory"):
         fastckpt.Manager(local, remote=tmp_path / "link")
-
-
-def test_remote_steps_needs_a_remote(tmp_path):
-    with pytest.raises(ValueError, match="no remote="):
-        fastckpt.Manager(tmp_path).remote_steps()
 
 
 PREEMPTED = """
@@ -477,7 +473,7 @@ def test_a_signal_leaves_the_drain_what_is_left_of_the_grace_period(tmp_path, sp
         assert not list((tmp_path / "remote").glob("step-*"))
     with manager:
         pass
-    assert manager.remote_steps() == steps
+    assert at_remote(manager) == steps
 
 
 def test_a_signal_ends_a_wait_for_copies(local, tmp_path, gate):
@@ -494,7 +490,7 @@ def test_a_signal_ends_a_wait_for_copies(local, tmp_path, gate):
             gate.open.set()
             manager.save(2, state(2))
             assert manager.preempted == signal.SIGUSR1
-        assert manager.remote_steps() == [1, 2]
+        assert at_remote(manager) == [1, 2]
     finally:
         signal.signal(signal.SIGUSR1, before)
 
@@ -514,11 +510,11 @@ def test_a_server_of_s3_is_a_remote_tier(local, s3, caplog, monkeypatch, quiet):
         manager.save(4, state(4), {"loss": 1})
         with pytest.raises(PermissionError):
             manager.wait()
-        assert manager.remote_steps() == [2, 3]
+        assert at_remote(manager) == [2, 3]
         s3.forget()
         manager.save(5, state(5), {"loss": 2})
         manager.wait()
-        assert manager.remote_steps() == [4, 5]
+        assert at_remote(manager) == [4, 5]
     assert "step 4 is not at s3://bucket/runs/gpt" in caplog.text
     shutil.rmtree(local)
     assert is_of(fastckpt.Manager(local, remote=remote, read_only=True).restore(), 5)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import fastckpt
 from harness import groups, points
+from harness.tiers import at_remote
 
 TIMEOUT = 60.0
 
@@ -60,7 +61,7 @@ def train(root, steps, options):
             manager.save(step, state(step), {"loss": float(step)})
             manager.wait()
         here = found and (found.step, found.state["step"], int(found.state["model"]["w3"].max()))
-        return here, sorted(set(shares)), manager.steps(), manager.remote_steps(), len(told)
+        return here, sorted(set(shares)), manager.steps(), at_remote(manager), len(told)
 
 
 def test_a_run_over_ranks_has_two_tiers(four, tmp_path):
@@ -112,7 +113,7 @@ def fail_to_copy(root):
             except Exception as error:  # noqa: BLE001 - its kind is what the test looks at
                 told = type(error).__name__, "hung up" in str(error)
         manager.wait()
-        return told, manager.remote_steps()
+        return told, at_remote(manager)
 
 
 def test_all_ranks_hear_what_keeps_a_step_from_the_remote(four, tmp_path):

@@ -198,7 +198,7 @@ def test_names_without_zeros_are_found_in_the_order_of_their_steps(tmp_path, cap
     assert "give --name, such as step-{step}, which leaves epoch-2 alone" in document["error"]
     _, document = command(capsys, "prune", tmp_path, "--keep", "last=2", "--yes", "--name", "step-{step}")
     assert document["removed"] == [900]
-    assert [one.name for one in fastckpt.list(tmp_path)] == ["step-1000", "step-10000", "epoch-2", "final"]
+    assert [one.name for one in fastckpt.list(tmp_path)] == ["step-1000", "step-10000", "final", "epoch-2"]
 
 
 def test_other_names_and_nothing(tmp_path, capsys):

@@ -23,6 +23,7 @@ from fastckpt._units import seconds
 from .after_save import AfterSave
 from .arguments import keep_of, policies_text, save_options_of, step_of, when_of
 from .candidates import Candidates
+from .checkpoints import ManagedCheckpoint, checkpoints_of
 from .completion import Completion
 from .directory import Directory, Names
 from .drain import Drain
@@ -435,16 +436,14 @@ class Manager:
         """The steps that have a checkpoint, rising; by the names of the directories, without a look inside."""
         return self._local.place.look().steps
 
-    def remote_steps(self) -> list[int]:
-        """The steps that have a whole checkpoint at the remote tier, rising.
+    def checkpoints(self) -> list[ManagedCheckpoint]:
+        """The checkpoints of all tiers, by rising step: what was saved with each, where it is, and why it stays.
 
         Raises:
             OSError: the remote tier does not answer.
-            ValueError: the manager has none.
+            ValueError: as for :attr:`policies`.
         """
-        if self._remote is None:
-            raise ValueError(f"remote_steps: {self.directory}: the manager has no remote=")
-        return self._remote.place.look().steps
+        return checkpoints_of(self._local, self._remote, self.policies)
 
     def latest(self) -> int | None:
         """The newest step of the branch that saved last, or None. :meth:`restore` finds out whether it loads."""
@@ -460,18 +459,6 @@ class Manager:
         if self._keep is not None or not self._read_only:
             return [*(self._keep or ())]
         return [keeping.parse(text) for text in self._catalogue.keep or ()]
-
-    def saved(self) -> list[keeping.Saved]:
-        """Step, time and metrics of each checkpoint, by rising step; those that cannot be opened are left out."""
-        return [entry.saved for entry in self._catalogue.entries(self.steps()).values()]
-
-    def kept(self) -> dict[int, list[str]]:
-        """Why each checkpoint of :meth:`saved` stays, by step; one without a reason is removed after the next save.
-
-        Raises:
-            ValueError: as for :attr:`policies`.
-        """
-        return self._local.kept(self.policies)
 
     def best(self, metric: str | None = None, mode: Literal["min", "max"] | None = None) -> int | None:
         """The step of the branch that saved last whose checkpoint has the best metric, or None where none has it.
@@ -497,10 +484,6 @@ class Manager:
             with contextlib.suppress(OSError):
                 catalogue.write(steps)
         return ranked[0].step if ranked else None
-
-    def pinned(self) -> list[int]:
-        """The steps whose checkpoints are pinned, rising."""
-        return sorted(self._local.place.look().pinned)
 
     def pin(self, step: int) -> None:
         """Keep the checkpoint of a step whatever the policies decide, until :meth:`unpin`; durably, on each tier.

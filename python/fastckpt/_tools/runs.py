@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Sequence
 
-    from fastckpt.keep import Policy, Saved
+    from fastckpt.keep import Policy
+    from fastckpt.types import ManagedCheckpoint
 
 _POLICIES = "last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or steps=100,200"
 _IS_ONE = "it is a checkpoint itself: give the directory above it ('fastckpt info' shows one checkpoint)"
@@ -61,9 +62,7 @@ class _Found:
     manager: fastckpt.Manager
     form: str
     others: list[str]
-    steps: list[int]
-    saved: dict[int, Saved]
-    why: dict[int, list[str]]
+    saved: dict[int, ManagedCheckpoint]
     policies: list[Policy]
 
 
@@ -80,9 +79,9 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
         keep = None if options.keep is None else [fastckpt.keep.parse(text) for text in options.keep]
         form = options.name or _form_of(names)
         manager = fastckpt.Manager(path, keep=keep, name=form, read_only=True)
-        saved = {one.step: one for one in manager.saved()}
+        saved = {one.step: one for one in manager.checkpoints()}
         others = [name for name in names if not name.startswith(".") and _step_of(name, form) is None]
-        return _Found(manager, form, others, manager.steps(), saved, manager.kept(), manager.policies)
+        return _Found(manager, form, others, saved, manager.policies)
     except ValueError as error:
         raise ValueError(f"{operation} {path}: {error}") from None
 
@@ -105,9 +104,8 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     found = _find(options, "runs")
     everything: dict[tuple[int, int], int] = {}
     listed: list[dict[str, Any]] = []
-    for step in found.steps:
-        path = found.manager.path(step)
-        one, speed, damage = found.saved.get(step), None, None
+    for step, one in found.saved.items():
+        path, speed, damage = one.path, None, None
         try:
             with fastckpt.open(path) as checkpoint:
                 speed = checkpoint.origin.gigabytes_per_second
@@ -118,13 +116,13 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
             {
                 "step": step,
                 "path": path,
-                "created": None if one is None else one.created,
+                "created": one.created,
                 "bytes": sum(files.values()),
                 "shared_bytes": sum(length for file, length in files.items() if file in everything),
                 "gigabytes_per_second": speed,
-                "metrics": {} if one is None else dict(one.metrics),
-                "changed": {} if one is None else dict(one.changed),
-                "kept": found.why.get(step, []),
+                "metrics": dict(one.metrics),
+                "changed": dict(one.changed),
+                "kept": [*one.kept_for],
                 "damage": damage,
             }
         )
@@ -279,7 +277,7 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
             f"{found.form}, which leaves {', '.join(map(visible, sorted(odd, key=natural)[:3]))} alone"
         )
     newest = found.manager.latest()
-    go = [step for step, why in found.why.items() if not why]
+    go = [step for step, one in found.saved.items() if not one.kept_for]
     if go and newest is not None and options.yes:
         report = fastckpt.verify(found.manager.path(newest))
         if not report.ok:
@@ -299,11 +297,11 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         "path": found.manager.directory,
         "keep": [str(policy) for policy in found.policies],
         "dry_run": not options.yes,
-        "kept": {str(step): why for step, why in found.why.items() if why},
+        "kept": {str(step): [*one.kept_for] for step, one in found.saved.items() if one.kept_for},
         "removed": removed,
         "failures": failures,
     }
     word = "removed" if options.yes else "would be removed"
     lines = [*(f"{Path(found.manager.path(step)).name}: {word}" for step in removed), *failures]
-    lines.append(f"{count(len(removed), 'checkpoint')} {word}, {len(found.steps) - len(removed)} stay")
+    lines.append(f"{count(len(removed), 'checkpoint')} {word}, {len(found.saved) - len(removed)} stay")
     return 1 if failures else 0, document, lines

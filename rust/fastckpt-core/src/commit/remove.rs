@@ -118,7 +118,7 @@ fn examine(directory: BorrowedFd<'_>, path: &Path, stays_with: &dyn Fn(&CStr) ->
         }
         if stays_with(&file) {
             let why = format!(
-                "it holds `{what}`, which is not part of the checkpoint: move that elsewhere, or give everything=True"
+                "it holds `{what}`, which is not part of the checkpoint: move that elsewhere, or give force=True"
             );
             return Err(stays(path, &why));
         }

@@ -1,0 +1,16 @@
+"""What a manager says of its checkpoints, in parts."""
+
+
+def at_remote(manager):
+    """The steps that its remote tier has."""
+    return [one.step for one in manager.checkpoints() if "remote" in one.tiers]
+
+
+def kept(manager):
+    """Why each of its own checkpoints stays, by step."""
+    return {one.step: [*one.kept_for] for one in manager.checkpoints() if "local" in one.tiers}
+
+
+def pinned(manager):
+    """The steps that are pinned."""
+    return [one.step for one in manager.checkpoints() if one.pinned]
