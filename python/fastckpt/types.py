@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fastckpt._api.checkpoint import Checkpoint, Composed, Origin
+from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, TensorHandle
 from fastckpt._api.manage import Leftover, ListedCheckpoint
 from fastckpt._api.register import Registry
 from fastckpt._api.reports import CopyReport, Damage, LoadReport, SaveReport, VerifyReport
@@ -26,6 +26,7 @@ __all__ = [
     "Restored",
     "SaveProgress",
     "SaveReport",
+    "TensorHandle",
     "TensorInfo",
     "VerifyReport",
 ]

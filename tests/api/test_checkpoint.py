@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import collections
+import collections.abc
 import contextlib
 import datetime as dt
 import enum
@@ -53,7 +53,7 @@ def path(tmp_path):
 def test_names_and_infos(path):
     with fastckpt.open(path) as checkpoint:
         names = ["w", "p", "c", "n", "blob", "list.1.1", "sparse.indices", "sparse.values"]
-        assert checkpoint.keys() == list(checkpoint) == names
+        assert list(checkpoint.keys()) == list(checkpoint) == names
         assert len(checkpoint) == 8
         assert "w" in checkpoint
         assert "tied" in checkpoint
@@ -158,7 +158,7 @@ def test_one_tensor(path):
 def test_slice(path, index):
     expected = np.arange(24.0, dtype=np.float32).reshape(2, 3, 4)[index]
     with fastckpt.open(path) as checkpoint:
-        part = checkpoint.slice("w", index)
+        part = checkpoint.tensor("w")[index]
     assert isinstance(part, torch.Tensor)
     assert part.is_contiguous()
     assert tuple(part.shape) == expected.shape
@@ -168,12 +168,12 @@ def test_slice(path, index):
 @pytest.mark.usefixtures("engines")
 def test_slice_of_other_kinds(path):
     with fastckpt.open(path) as checkpoint:
-        assert (checkpoint.slice("n", slice(-3, None)) == [7, 8, 9]).all()
-        assert checkpoint.slice("n", 3).shape == ()
-        assert checkpoint.slice("c", slice(2, 0, -1)).tolist() == [2, 1]
-        assert bits(checkpoint.slice("p", slice(1, 3))) == bits(torch.ones(2, dtype=torch.bfloat16))
-        assert checkpoint.slice("blob", slice(0, 3)).tobytes() == b"qqq"
-        assert checkpoint.slice("list.1.1", ()) == 5
+        assert (checkpoint.tensor("n")[slice(-3, None)] == [7, 8, 9]).all()
+        assert checkpoint.tensor("n")[3].shape == ()
+        assert checkpoint.tensor("c")[slice(2, 0, -1)].tolist() == [2, 1]
+        assert bits(checkpoint.tensor("p")[slice(1, 3)]) == bits(torch.ones(2, dtype=torch.bfloat16))
+        assert checkpoint.tensor("blob")[slice(0, 3)].tobytes() == b"qqq"
+        assert checkpoint.tensor("list.1.1")[()] == 5
 
 
 @pytest.mark.parametrize(
@@ -195,7 +195,7 @@ def test_slice_of_other_kinds(path):
 )
 def test_bad_index(path, index, error):
     with fastckpt.open(path) as checkpoint, pytest.raises(error):
-        checkpoint.slice("w", index)
+        checkpoint.tensor("w")[index]
 
 
 @pytest.mark.usefixtures("engines")
@@ -212,9 +212,9 @@ def test_damage_is_found_beside_what_a_slice_takes(tmp_path):
         assert 2 == (offset + 9_500_000) >> 22 == (offset + 1200 * 8000) >> 22
         for index in [slice(1200, 1201), (slice(1200, 1202), slice(3, 9)), (slice(None, None, 600), 0)]:
             with pytest.raises(CorruptCheckpointError, match="bytes 8388608 to 12582912"):
-                checkpoint.slice("w", index)
+                checkpoint.tensor("w")[index]
         for index in [slice(0, 1000), slice(1600, 3000), (slice(None, None, 2000), 5)]:
-            assert (checkpoint.slice("w", index) == w[index]).all()
+            assert (checkpoint.tensor("w")[index] == w[index]).all()
 
 
 @pytest.mark.usefixtures("engines")
@@ -223,9 +223,9 @@ def test_slice_of_a_large_tensor(tmp_path):
     big = torch.arange(20 * 40_000).reshape(20, 40_000)
     fastckpt.save({"w": w, "big": big}, tmp_path / "c", shard_size=1)
     with fastckpt.open(tmp_path / "c") as checkpoint:
-        assert torch.equal(checkpoint.slice("w", slice(1500, 1503)), w[1500:1503])
-        assert torch.equal(checkpoint.slice("w", (slice(2999, None), 5)), w[2999:, 5])
-        assert torch.equal(checkpoint.slice("big", slice(19, 2, -7)), big[[19, 12, 5]])
+        assert torch.equal(checkpoint.tensor("w")[slice(1500, 1503)], w[1500:1503])
+        assert torch.equal(checkpoint.tensor("w")[(slice(2999, None), 5)], w[2999:, 5])
+        assert torch.equal(checkpoint.tensor("big")[slice(19, 2, -7)], big[[19, 12, 5]])
 
 
 def test_every_name_of_a_tied_tensor_finds_it(tmp_path):
@@ -238,26 +238,49 @@ def test_every_name_of_a_tied_tensor_finds_it(tmp_path):
     fastckpt.save(state, tmp_path / "c")
     names = {"model.('t', 1).1.1152921504606846976": w, "model.é?": w, "model.a.b": b, "": w}
     with fastckpt.open(tmp_path / "c") as checkpoint:
-        assert checkpoint.keys() == list(checkpoint) == ["model.embed", "model.('t', 1).0"]
+        assert list(checkpoint) == ["model.embed", "model.('t', 1).0"]
         for name, tensor in names.items():
             assert name in checkpoint
             assert torch.equal(checkpoint[name], tensor)
-            assert torch.equal(checkpoint.slice(name, slice(1, None)), tensor[1:])
-            assert checkpoint.info(name).name in checkpoint.keys()  # noqa: SIM118 - the listed ones
+            assert torch.equal(checkpoint.tensor(name)[slice(1, None)], tensor[1:])
+            assert checkpoint.info(name).name in list(checkpoint)
         assert "frozenset.x" not in checkpoint
+
+
+def test_a_checkpoint_is_a_mapping_of_its_tensors(path):
+    with fastckpt.open(path) as checkpoint, fastckpt.open(path) as other:
+        assert isinstance(checkpoint, collections.abc.Mapping)
+        assert [name for name, _ in checkpoint.items()] == list(checkpoint.keys()) == list(checkpoint)
+        assert same(checkpoint.get("w"), checkpoint["w"])
+        assert checkpoint.get("nothing", 5) == 5
+        assert checkpoint == checkpoint
+        assert checkpoint != other
+        assert len({checkpoint, other}) == 2
+        handle = checkpoint.tensor("w")
+        assert (handle.shape, handle.dtype, handle.info.name) == ((2, 3, 4), "float32", "w")
+        assert "'w': float32 [2, 3, 4]" in repr(handle)
+        with pytest.raises(KeyError, match="no tensor 'nothing'"):
+            checkpoint.tensor("nothing")
+
+
+def test_a_container_is_no_tensor_and_its_tensors_are_named(tmp_path):
+    fastckpt.save({"model": {"a": torch.ones(2)}, "n": 1}, tmp_path / "c")
+    message = r"'model' is not a tensor, but holds 'model\.a': load\(\.\.\., keys='model'\)"
+    with fastckpt.open(tmp_path / "c") as checkpoint, pytest.raises(KeyError, match=message):
+        checkpoint["model"]
 
 
 def test_closed(path):
     checkpoint = fastckpt.open(path)
     checkpoint.close()
     checkpoint.close()
-    assert checkpoint.keys()
+    assert list(checkpoint)
     assert checkpoint.info("w").shape == (2, 3, 4)
     assert checkpoint.structure["w"] is checkpoint.info("w")
     assert checkpoint.metadata["step"] == 7
     for use in (
         lambda: checkpoint["w"],
-        lambda: checkpoint.slice("w", 0),
+        lambda: checkpoint.tensor("w")[0],
         checkpoint.__enter__,
     ):
         with pytest.raises(ValueError, match="closed"):
@@ -312,7 +335,7 @@ def test_an_open_checkpoint_stays_readable(tmp_path, how):
             fastckpt.save({"t0": np.zeros(3)}, tmp_path / "c")
         for name, array in state.items():
             assert (checkpoint[name] == array).all()
-            assert (checkpoint.slice(name, slice(None, None, -3)) == array[::-3]).all()
+            assert (checkpoint.tensor(name)[slice(None, None, -3)] == array[::-3]).all()
         assert checkpoint.report.bytes == 667 * 4
 
 
@@ -404,7 +427,7 @@ def boxes(tmp_path_factory):
 def test_slices_are_those_of_numpy(boxes, data, name):
     array = BOXES[name]
     index = data.draw(basic_indices(array.shape, allow_newaxis=False))
-    part = boxes.slice(name, index)
+    part = boxes.tensor(name)[index]
     assert part.dtype == array.dtype
     assert part.shape == array[index].shape
     assert (part == array[index]).all()

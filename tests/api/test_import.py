@@ -61,7 +61,7 @@ fastckpt.load(path, into=state)
 fastckpt.load(path, keys="n")
 fastckpt.verify(path)
 with fastckpt.open(path) as checkpoint:
-    checkpoint.metadata, checkpoint.structure, checkpoint["n"], checkpoint.slice("t", 0)
+    checkpoint.metadata, checkpoint.structure, checkpoint["n"], checkpoint.tensor("t")[0]
 try:
     fastckpt.save(object(), path)
 except fastckpt.exceptions.UnsupportedTypeError:

@@ -395,7 +395,7 @@ def operations(prefix):
         fastckpt.verify(path, io=io)
     fastckpt.load(path, mmap=True)
     with fastckpt.open(path) as checkpoint:
-        checkpoint["large"], checkpoint.slice("large", 3)
+        checkpoint["large"], checkpoint.tensor("large")[3]
     fastckpt.save_async(state, f"{base}/{prefix}-async", nice=1, bandwidth_limit=1e12).result(60)
     fastckpt.save_async(state, f"{base}/{prefix}-lazy", lazy=True).result(60)
     fastckpt.tools.set_target("high")

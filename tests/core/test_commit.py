@@ -640,7 +640,7 @@ def test_killed_between_the_two_plain_renames(children, parent, tmp_path, recove
             fastckpt.save(numbered(3, SMALL), path)
             assert whole(path, SMALL) == 3
         elif recovery == "open":
-            assert len(list(fastckpt.open(path).keys())) > 0
+            assert len(fastckpt.open(path)) > 0
         elif recovery == "verify":
             assert fastckpt.verify(path).ok
         found = whole(path, SMALL)

@@ -30,7 +30,7 @@ IDS = [f"{topology}{size}" for topology, size in TOPOLOGIES]
 def shards(path):
     """The SHA-256 of each file of tensors, and their names in the order of the state."""
     found = {each.name: hashlib.sha256(each.read_bytes()).hexdigest() for each in path.rglob("*.safetensors*")}
-    return found, fastckpt.open(path).keys()
+    return found, list(fastckpt.open(path))
 
 
 def save_alone(path):

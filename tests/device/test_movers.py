@@ -161,7 +161,7 @@ class TestStaging(OnDevice):
             lambda: fastckpt.load(self.path / "c", device=DEVICE),
             lambda: fastckpt.load(self.path / "c", into=into, strict=False),
             lambda: fastckpt.open(self.path / "c", device=DEVICE)["w"],
-            lambda: fastckpt.open(self.path / "c", device=DEVICE).slice("w", slice(5, MIB)),
+            lambda: fastckpt.open(self.path / "c", device=DEVICE).tensor("w")[slice(5, MIB)],
         ]
         with note(Sources), note(Sinks):
             for way in ways:

@@ -101,7 +101,7 @@ class TestOpen(OnDevice):
         opened = fastckpt.open(self.path / "c", device=DEVICE)
         on_host = fastckpt.open(self.path / "c")
         for index in INDICES:
-            found, wanted = opened.slice(name, index), on_host.slice(name, index)
+            found, wanted = opened.tensor(name)[index], on_host.tensor(name)[index]
             assert (found.device, found.shape, found.dtype) == (DEVICE, wanted.shape, wanted.dtype), index
             assert found.is_contiguous()
             assert bits(there(found)) == bits(wanted), index
@@ -109,15 +109,15 @@ class TestOpen(OnDevice):
     def test_parts_of_arrays_stay(self):
         fastckpt.save({"n": np.arange(10), "w": torch.arange(10)}, self.path / "c")
         opened = fastckpt.open(self.path / "c", device=DEVICE)
-        assert opened.slice("n", slice(2, 4)).tolist() == [2, 3]
-        assert there(opened.slice("w", slice(2, 4))).tolist() == [2, 3]
+        assert opened.tensor("n")[slice(2, 4)].tolist() == [2, 3]
+        assert there(opened.tensor("w")[slice(2, 4)]).tolist() == [2, 3]
 
     def test_of_a_large_part_only_that_much_is_copied(self):
         fastckpt.save({"w": torch.arange(3 * MIB).reshape(3, MIB)}, self.path / "c")
         opened = fastckpt.open(self.path / "c", device=DEVICE)
-        assert torch.equal(there(opened.slice("w", 1)), torch.arange(MIB, 2 * MIB))
+        assert torch.equal(there(opened.tensor("w")[1]), torch.arange(MIB, 2 * MIB))
         assert torch.equal(
-            there(opened.slice("w", (slice(None), slice(0, None, 2)))), torch.arange(0, 3 * MIB, 2).reshape(3, -1)
+            there(opened.tensor("w")[(slice(None), slice(0, None, 2))]), torch.arange(0, 3 * MIB, 2).reshape(3, -1)
         )
 
 
@@ -299,7 +299,7 @@ class TestCapture(OnDevice):
             for options in ({"device": DEVICE}, {"into": into}, {"into": into, "mmap": True}):
                 with raises(RuntimeError, "^load: .*captured"):
                     fastckpt.load(self.path / "c", **options)
-            for read in (lambda: opened["w"], lambda: opened.slice("w", slice(2, 4))):
+            for read in (lambda: opened["w"], lambda: opened.tensor("w")[slice(2, 4)]):
                 with raises(RuntimeError, "^open: .*captured"):
                     read()
             # What takes no part may go on.

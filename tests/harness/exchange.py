@@ -71,7 +71,7 @@ def main(what: str, directory: Path) -> None:
     else:
         for path in sorted(directory.glob("v1*")):
             fastckpt.verify(path)
-            names, found = fastckpt.open(path).keys(), {}
+            names, found = list(fastckpt.open(path)), {}
             for name in names:
                 with contextlib.suppress(
                     fastckpt.exceptions.UnsupportedTypeError

@@ -388,7 +388,7 @@ def _look(operation: str, path: str, nbytes: int) -> Any:
     if operation in ("load", "mmap"):
         return which(fastckpt.load(path, mmap=operation == "mmap"), nbytes)
     if operation == "open":
-        return len(fastckpt.open(path).keys())
+        return len(fastckpt.open(path))
     if operation == "info":
         with contextlib.redirect_stdout(text_io.StringIO()), contextlib.redirect_stderr(text_io.StringIO()) as said:
             code = cli.main(["info", path])

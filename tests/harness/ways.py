@@ -46,8 +46,8 @@ def through(way: str, path: str, *, framework: str = "auto", **options: Any) -> 
     if way == "verify":
         return fastckpt.verify(path, **options)
     with fastckpt.open(path) as checkpoint:
-        read = checkpoint.__getitem__ if way == "open" else lambda name: checkpoint.slice(name, ...)
-        return [read(name) for name in checkpoint.keys()]  # noqa: SIM118 - the method is what users call
+        read = checkpoint.__getitem__ if way == "open" else lambda name: checkpoint.tensor(name)[...]
+        return [read(name) for name in checkpoint]
 
 
 def _into(path: str, framework: str, options: dict[str, Any], *, strided: bool) -> Any:

@@ -102,9 +102,9 @@ def test_single_tensors_and_parts_of_them(url, saved):
         assert checkpoint.path == url
         assert checkpoint.metadata == {"metrics": {"loss": 0.5}}
         assert torch.equal(checkpoint["model.w"], state["model"]["w"])
-        part = checkpoint.slice("model.w", (slice(5, 2000, 7), slice(None, None, -3)))
+        part = checkpoint.tensor("model.w")[(slice(5, 2000, 7), slice(None, None, -3))]
         assert torch.equal(part, state["model"]["w"][5:2000:7].flip(1)[:, ::3])
-        assert checkpoint.slice("array", 77) == 77
+        assert checkpoint.tensor("array")[77] == 77
         assert checkpoint.report.bytes == 8
 
 
@@ -163,7 +163,7 @@ def test_verify_finds_what_is_wrong(url):
 def test_an_object_that_became_shorter_since_it_was_listed(url):
     checkpoint = fastckpt.open(url)
     name = checkpoint.info("array").shard
-    assert checkpoint.slice("array", 0) == 0
+    assert checkpoint.tensor("array")[0] == 0
     changed(url, name, lambda content: content.__delitem__(slice(content.__len__() // 2, None)))
     with pytest.raises(CorruptCheckpointError, match="too short"):
         checkpoint["array"]

@@ -86,7 +86,7 @@ def test_structured_arrays_that_share_memory_are_stored_once(tmp_path):
     assert loaded["wide"].strides == (0,)
     assert alike(loaded["wide"][:3], whole[[0, 0, 0]])
     with fastckpt.open(tmp_path / "c") as checkpoint:
-        assert checkpoint.keys() == ["a.data", "wide.data"]
+        assert list(checkpoint) == ["a.data", "wide.data"]
         assert sum(checkpoint.info(name).bytes for name in checkpoint) == 6 * ROWS.itemsize
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import prod
 from types import TracebackType
 from typing import Any
@@ -101,14 +102,60 @@ class _View:
         return value if issubclass(type(value), dt.tzinfo) else None
 
 
-class Checkpoint:
-    """A checkpoint opened for reading single tensors; made by :func:`fastckpt.open`.
+class TensorHandle:
+    """A tensor of an open checkpoint, made by :meth:`fastckpt.Checkpoint.tensor`: ``handle[index]`` reads a part of it.
 
-    It is a context manager, and has ``len()``, ``in`` and iteration over the tensors' names. Every read is verified
-    against the checksums as far as it covers whole blocks. For an expanded tensor, this describes and reads its base,
-    with one element along the dimensions that repeat; only ``load`` gives the whole. A tied tensor is listed once,
-    under its first name, and found under the name of each of its places. After ``close``, methods that need no shard
-    still work; reads raise ValueError.
+    Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes.
+
+    Attributes:
+        info: the facts about it.
+    """
+
+    def __init__(self, info: TensorInfo, read: Callable[[Any], Any]) -> None:
+        self.info = info
+        self._read = read
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its sizes."""
+        return self.info.shape
+
+    @property
+    def dtype(self) -> str:
+        """Its dtype, as in :class:`fastckpt.types.TensorInfo`."""
+        return self.info.dtype
+
+    def __getitem__(self, index: Any) -> Any:
+        """Read a part.
+
+        Args:
+            index: a basic index: an int, a slice of any step, an Ellipsis, or a tuple of them.
+
+        Returns:
+            The part, contiguous, in memory of its own: a tensor or an array, as saved, on the ``device`` of
+            :func:`fastckpt.open`; a part of bytes is an array.
+
+        Raises:
+            IndexError: the index does not fit the shape.
+            TypeError: the index is none of these.
+            ValueError: the step of a slice is 0, or the checkpoint is closed.
+            CorruptCheckpointError: bytes differ from those that were written.
+            RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
+        """
+        return self._read(index)
+
+    def __repr__(self) -> str:
+        return f"<fastckpt tensor {self.info.name!r}: {self.dtype} {list(self.shape)}>"
+
+
+class Checkpoint(Mapping[str, Any]):
+    """A checkpoint opened for reading single tensors, by name; made by :func:`fastckpt.open`.
+
+    It is a context manager, and a read-only mapping of the names of all tensors, in the order of the state: each look
+    at a value reads it. Every read is verified against the checksums as far as it covers whole blocks. For an expanded
+    tensor, this describes and reads its base, with one element along the dimensions that repeat; only ``load`` gives
+    the whole. A tied tensor is listed once, under its first name, and found under the name of each of its places. After
+    ``close``, methods that need no shard still work; reads raise ValueError.
 
     Attributes:
         report: the report of the last read, or None before the first.
@@ -144,7 +191,7 @@ class Checkpoint:
         self._index = {info.name: index for index, info in enumerate(self._infos)}
         # Usually nothing is tied, and there is nothing to search.
         if len(check.found) > len(self._first):
-            for _, index, name in aliases(self._tokens, self.keys()):
+            for _, index, name in aliases(self._tokens, [*self]):
                 self._index.setdefault(name, index)
 
     def _token(self, index: int) -> list[Any]:
@@ -171,10 +218,6 @@ class Checkpoint:
         """Which program wrote it, when and how."""
         return self._origin
 
-    def keys(self) -> list[str]:
-        """The names of all tensors, in the order of the state."""
-        return [info.name for info in self._infos]
-
     def info(self, name: str) -> TensorInfo:
         """Facts about one tensor.
 
@@ -188,9 +231,14 @@ class Checkpoint:
 
     def _find(self, name: str) -> int:
         index = self._index.get(name)
-        if index is None:
-            raise KeyError(f"{self._path}: no tensor {name!r}{suggest(str(name), self.keys())}")
-        return index
+        if index is not None:
+            return index
+        below = next((one for one in self if one.startswith(f"{name}.")), None)
+        if below is not None:
+            raise KeyError(
+                f"{self._path}: {name!r} is not a tensor, but holds {below!r}: load(..., keys={name!r}) reads all of it"
+            )
+        raise KeyError(f"{self._path}: no tensor {name!r}{suggest(str(name), [*self])}")
 
     @property
     def ranks(self) -> int:
@@ -247,29 +295,20 @@ class Checkpoint:
         self._read(targets)
         return targets.values()[0]
 
-    def slice(self, name: str, index: Any) -> Any:
-        """Read a part of one tensor.
-
-        Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes.
+    def tensor(self, name: str) -> TensorHandle:
+        """One tensor, unread: ``checkpoint.tensor("model.w")[:10]`` reads ten rows.
 
         Args:
-            name: the tensor's name.
-            index: a basic index: an int, a slice of any step, an Ellipsis, or a tuple of them.
-
-        Returns:
-            The part, contiguous, in memory of its own: a tensor or an array, as saved, on the ``device`` of
-            :func:`fastckpt.open`; a part of bytes is an array.
+            name: its name.
 
         Raises:
             KeyError: there is no such tensor.
-            IndexError: the index does not fit the shape.
-            TypeError: the index is none of these.
-            ValueError: the step of a slice is 0.
-            CorruptCheckpointError: bytes differ from those that were written.
-            RuntimeError: the caller's current stream of the tensor's device is being captured into a graph.
         """
-        self._open()
         number = self._find(name)
+        return TensorHandle(self._infos[number], partial(self._read_part, number))
+
+    def _read_part(self, number: int, index: Any) -> Any:
+        self._open()
         targets = Targets(self._stored, "auto", self._placement)
         is_tensor = self._token(number)[0] == "tensor"
         dtype = targets.tensor_dtype(number) if is_tensor else targets.array_dtype(number)
@@ -302,10 +341,14 @@ class Checkpoint:
         return name in self._index
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.keys())
+        return (info.name for info in self._infos)
 
     def __len__(self) -> int:
         return len(self._infos)
+
+    # Not by the values of all tensors.
+    __eq__ = object.__eq__
+    __hash__ = object.__hash__
 
     def __repr__(self) -> str:
         return f"<fastckpt.Checkpoint {self._path!r}: {len(self)} tensors>"
@@ -355,7 +398,7 @@ def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoin
         >>> path = f"{tempfile.mkdtemp()}/step-7"
         >>> _ = fastckpt.save({"w": numpy.arange(6.0).reshape(3, 2)}, path, metadata={"step": 7})
         >>> with fastckpt.open(path) as checkpoint:
-        ...     checkpoint.metadata, checkpoint.info("w").shape, checkpoint.slice("w", -1)
+        ...     checkpoint.metadata, checkpoint.info("w").shape, checkpoint.tensor("w")[-1]
         ({'step': 7}, (3, 2), array([4., 5.]))
     """
     return Checkpoint(path, device, io)

@@ -119,7 +119,7 @@ def compare(first: fastckpt.Checkpoint, second: fastckpt.Checkpoint, name: str) 
     elements, largest, squares, whole = 0, 0.0, 0.0, 0.0
     numbers = True
     for part in _parts(a.shape, max(a.bytes, b.bytes)):
-        x, y = _array(first.slice(name, part)), _array(second.slice(name, part))
+        x, y = _array(first.tensor(name)[part]), _array(second.tensor(name)[part])
         numbers = x.dtype.kind in _NUMBERS and y.dtype.kind in _NUMBERS
         if not numbers:
             elements += x.size if x.dtype != y.dtype else int(np.count_nonzero(x != y))

@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
                 "gigabytes_per_second": speed,
                 "metrics": dict(one.metrics),
                 "changed": dict(one.changed),
-                "kept": [*one.kept_for],
+                "kept": [] if damage else [*one.kept_for],
                 "damage": damage,
             }
         )
