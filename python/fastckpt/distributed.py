@@ -25,7 +25,7 @@ from fastckpt._api.load_settings import LoadOptions, LoadSettings
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.progress import ticker
-from fastckpt._api.rank_reports import RankLoadReport, RankSaveReport
+from fastckpt._api.reports import LoadReport, SaveReport
 from fastckpt._api.save import warn_of_failures
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveOptions, SaveSettings
@@ -44,7 +44,7 @@ from fastckpt._ranks.session import session
 from fastckpt._tensors.ranges import range_of
 from fastckpt._tensors.spreads import Spreads
 
-__all__ = ["RankLoadReport", "RankSaveReport", "load", "load_per_rank", "save", "save_async"]
+__all__ = ["load", "load_per_rank", "save", "save_async"]
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -71,7 +71,7 @@ def save(
     timeout: float = TIMEOUT,
     metadata: Any = None,
     **options: Unpack[RankSaveOptions],
-) -> RankSaveReport:
+) -> SaveReport:
     """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
 
     When it returns, on any rank, the checkpoint is durable and whole. Until then the final name keeps its old contents,
@@ -177,7 +177,7 @@ def save_async(
 
     Returns:
         A handle on the save, like that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is
-        durable on all ranks, and returns a :class:`RankSaveReport`. To cancel it on one rank fails it on all.
+        durable on all ranks, and returns a :class:`fastckpt.SaveReport`. To cancel it on one rank fails it on all.
 
     Raises:
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds a value that cannot be stored. This and all
@@ -255,7 +255,7 @@ def load(
     this rank.
 
     Returns:
-        The state. ``on_report`` is called with a :class:`RankLoadReport`.
+        The state. ``on_report`` is called with a :class:`fastckpt.LoadReport`.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
@@ -280,7 +280,7 @@ def load(
         settings = LoadSettings.of("load", options, load)
         in_flight.wait_for_paths(call.path)
         read = load_together(call, operation, settings, into)
-    found = conclude(build_report(RankLoadReport, call.path, began, read.fields))
+    found = conclude(build_report(LoadReport, call.path, began, read.fields))
     if settings.on_report is not None:
         settings.on_report(found)
     return read.state

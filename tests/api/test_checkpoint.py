@@ -111,7 +111,7 @@ def test_structure(path, tmp_path, registry, undeclare):
     ((key, value),) = stranger.structure.items()
     assert (key.kind, key.about, key.parts) == ("type", ("colour",), (1,))
     assert type(value) is collections.OrderedDict
-    assert stranger.keys()[0].endswith(".weight")
+    assert next(iter(stranger)).endswith(".weight")
     with pytest.warns(RuntimeWarning, match="open: metadata.*colour"):
         assert stranger.metadata == 1
 

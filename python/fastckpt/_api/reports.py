@@ -42,6 +42,8 @@ _FIGURES: Final = {
     "unexpected": "unexpected",
     "damage": "damage",
 }
+#: Those that tell nothing of a process alone.
+_OF_RANKS: Final = {"total_bytes", "storage_bytes", "peer_bytes", "sent_bytes", "received_bytes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +119,8 @@ class Report:
             (7.0, 24.0)
         """
         before = f"{prefix}{self.operation}_"
-        found = {name: getattr(self, attribute) for name, attribute in _FIGURES.items() if hasattr(self, attribute)}
+        names = _FIGURES if getattr(self, "ranks", 1) > 1 else _FIGURES.keys() - _OF_RANKS
+        found = {name: getattr(self, _FIGURES[name]) for name in names if hasattr(self, _FIGURES[name])}
         found |= {f"{phase}_seconds": seconds for phase, seconds in self.phases.items()}
         found["fallback"] = self.fallback is not None
         return {
@@ -142,7 +145,10 @@ class Report:
 class SaveReport(Report):
     """The result of one save; see :class:`Report`.
 
-    For an asynchronous save, ``phases`` begins with ``wait`` (for earlier saves) and ``stage``.
+    For an asynchronous save, ``phases`` begins with ``wait`` (for earlier saves) and ``stage``. In a save of several
+    ranks, ``bytes``, ``thread_bytes``, ``blocks``, ``paths`` and ``copied`` count what this rank wrote, and ``shards``,
+    ``tensors``, ``linked_files`` and ``linked_bytes`` the whole checkpoint; the phase ``commit`` includes the wait for
+    the other ranks.
 
     Attributes:
         stall: seconds that the caller was held: for an asynchronous save in the call itself and in waits for the copy
@@ -152,6 +158,11 @@ class SaveReport(Report):
         step: the training step, where the metadata has it as ``{"step": ...}``, or None.
         linked_files: files that were linked from ``base`` instead of written.
         linked_bytes: bytes of tensor data in them. ``bytes`` are those that were written.
+        rank: this rank in the process group.
+        ranks: how many ranks saved together.
+        bytes_total: bytes of tensor data that all ranks have written.
+        bytes_sent: bytes that this rank sent to ranks that wrote them.
+        bytes_received: bytes that it received from others, and wrote.
     """
 
     operation: ClassVar[str] = "save"
@@ -162,14 +173,24 @@ class SaveReport(Report):
     step: int | None = None
     linked_files: int = 0
     linked_bytes: int = 0
+    rank: int = 0
+    ranks: int = 1
+    bytes_total: int = -1
+    bytes_sent: int = 0
+    bytes_received: int = 0
 
     def __post_init__(self) -> None:
         Report.__post_init__(self)
         if self.stall < 0:
             object.__setattr__(self, "stall", self.seconds)
+        if self.bytes_total < 0:
+            object.__setattr__(self, "bytes_total", self.bytes)
 
     def __str__(self) -> str:
-        line = self._line("saved", f", stall {self.stall:.3f} s" if self.staged else "")
+        more = f", stall {self.stall:.3f} s" if self.staged else ""
+        if self.ranks > 1:
+            more += f"; {size(self.bytes_total)} together"
+        line = self._line(_by_rank(self, "saved"), more)
         if self.linked_files:
             line += f" ({size(self.linked_bytes)} more in {count(self.linked_files, 'file')} linked from the base)"
         return line
@@ -179,23 +200,46 @@ class SaveReport(Report):
 class LoadReport(Report):
     """The result of one load; see :class:`Report`.
 
+    In a load of several ranks, ``bytes`` are those that this one requested.
+
     Attributes:
         missing: with ``strict=False``, names of tensors and objects in ``into`` that the checkpoint lacks, and patterns
             of ``keys`` that match nothing.
         unexpected: with ``strict=False``, the names of tensors of the checkpoint that ``into`` has no place for.
+        rank: this rank in the process group.
+        ranks: how many ranks loaded together.
+        bytes_storage: bytes that this rank read from storage, for itself or for others.
+        bytes_peers: bytes that it received from other ranks.
+        bytes_sent: bytes that it sent to other ranks.
     """
 
     operation: ClassVar[str] = "load"
 
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    rank: int = 0
+    ranks: int = 1
+    bytes_storage: int = -1
+    bytes_peers: int = 0
+    bytes_sent: int = 0
+
+    def __post_init__(self) -> None:
+        Report.__post_init__(self)
+        if self.bytes_storage < 0:
+            object.__setattr__(self, "bytes_storage", self.bytes)
 
     def __str__(self) -> str:
-        line = self._line("loaded")
+        line = self._line(_by_rank(self, "loaded"))
+        if self.ranks > 1:
+            line += f": {size(self.bytes_storage)} from storage, {size(self.bytes_peers)} from other ranks"
         if self.missing or self.unexpected:
             line += f": {len(self.missing)} missing{_first(self.missing)}"
             line += f", {len(self.unexpected)} unexpected{_first(self.unexpected)}"
         return line
+
+
+def _by_rank(report: SaveReport | LoadReport, verb: str) -> str:
+    return verb if report.ranks == 1 else f"rank {report.rank} of {report.ranks} {verb}"
 
 
 def _first(names: tuple[str, ...]) -> str:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._state.groups import split_model
 from fastckpt._tensors.ranges import range_of
 
-from .reports import SaveReport
 from .write import Agreed
 
 if TYPE_CHECKING:
@@ -19,8 +18,6 @@ if TYPE_CHECKING:
 
 class SingleProcess:
     """This process alone."""
-
-    report: ClassVar[type[SaveReport]] = SaveReport
 
     def agree(self, request: SaveRequest) -> Agreed:
         """Find the model.

@@ -51,16 +51,10 @@ class Agreed:
 
 
 _A = TypeVar("_A", bound=Agreed)
-_R_co = TypeVar("_R_co", bound=SaveReport, covariant=True)
-_R = TypeVar("_R", bound=SaveReport)
 
 
-class Group(Protocol[_A, _R_co]):
+class Group(Protocol[_A]):
     """The processes that save together: one, or the ranks of a process group."""
-
-    @property
-    def report(self) -> type[_R_co]:
-        """The class of the report."""
 
     def agree(self, request: SaveRequest, /) -> _A:
         """Agree on the contents of the checkpoint, equally on all ranks."""
@@ -73,10 +67,10 @@ class Group(Protocol[_A, _R_co]):
 
 def write(
     request: SaveRequest,
-    group: Group[_A, _R],
+    group: Group[_A],
     progress: Callable[[int, int], None],
     told: Callable[[], Mapping[str, Any]] = dict,
-) -> _R:
+) -> SaveReport:
     """Save; returns the report.
 
     Args:
@@ -94,7 +88,7 @@ def write(
     more = dict(told())
     casts = () if request.tailor is None else request.tailor.warnings
     core = with_warnings(core, staging.warnings, casts, more.pop("warnings", ()))
-    return build_report(group.report, request.path, request.began, core, step=request.step, **more)
+    return build_report(SaveReport, request.path, request.began, core, step=request.step, **more)
 
 
 def core_options(request: SaveRequest, agreed: Agreed, staging: _core.Memory | None = None) -> _core.SaveOptions:

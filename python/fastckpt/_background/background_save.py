@@ -52,7 +52,7 @@ class BackgroundSave:
         inline: whether the call finishes it.
     """
 
-    group: Group[Any, Any]
+    group: Group[Any]
 
     def __init__(
         self,

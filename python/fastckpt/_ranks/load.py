@@ -51,7 +51,7 @@ class Read(NamedTuple):
 
     Attributes:
         state: the state, with the tensors in ``into`` filled.
-        fields: the fields of :class:`fastckpt._api.rank_reports.RankLoadReport`.
+        fields: the fields of :class:`fastckpt._api.reports.LoadReport`.
     """
 
     state: Any

@@ -10,11 +10,10 @@ import time
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api.build_report import with_warnings
-from fastckpt._api.rank_reports import RankSaveReport
 from fastckpt._api.write import Agreed
 from fastckpt._tensors.ranges import range_of
 
@@ -88,8 +87,6 @@ class ProcessGroup:
         timeout: seconds for which a rank may make no progress.
         policy: how copies on several ranks are compared.
     """
-
-    report: ClassVar[type[RankSaveReport]] = RankSaveReport
 
     def __init__(self, session: Session, operation: Operation, timeout: float, policy: Policy) -> None:
         self.session = session

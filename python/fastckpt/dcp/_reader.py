@@ -13,7 +13,6 @@ from fastckpt._api.destinations import Targets, read_targets
 from fastckpt._api.options import Engine, Undeclared, check_io, check_threads, check_undeclared
 from fastckpt._api.outcome import Attempt, conclude, until_settled, warn_of_unknown
 from fastckpt._api.progress import ticker
-from fastckpt._api.rank_reports import RankLoadReport
 from fastckpt._api.reports import LoadReport
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.calls import timeout_of
@@ -180,7 +179,6 @@ class Reader(_torch.StorageReader):
                     here = session("dcp.load", self._group)
                     with here.peers.operation("load", path, self._timeout, label) as operation:
                         fields = read_together(here, operation, path, self._timeout, asked)
-                    kind: type[LoadReport] = RankLoadReport
                 else:
                     requests = [_core.ReadRequest(*request) for request in work.ask()]
                     fields = read_targets(
@@ -192,11 +190,10 @@ class Reader(_torch.StorageReader):
                         threads=self._threads,
                         tick=tick,
                     )
-                    kind = LoadReport
             work.finish()
         if opened.unknown:
             warn_of_unknown("load", opened.unknown)
-        self.report = conclude(build_report(kind, path, began, fields, missing=(), unexpected=()))
+        self.report = conclude(build_report(LoadReport, path, began, fields, missing=(), unexpected=()))
         return _torch.done(None)
 
     @classmethod

@@ -215,7 +215,7 @@ class Writer(_torch.StorageWriter):
         self._now.written = True
         return _torch.done([_result(item) for item in plan.items])
 
-    def _save(self, path: str, began: float, types: Types, group: Group[Any, SaveReport]) -> SaveReport:
+    def _save(self, path: str, began: float, types: Types, group: Group[Any]) -> SaveReport:
         request = SaveRequest.of("dcp.save", path, self._metadata, self._settings, types, began=began)
         warn_of_types("dcp.save", request.metadata)
         with closing(request), ticker("dcp.save", path, shown=False) as progress:
