@@ -8,6 +8,18 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+__all__ = [
+    "CheckpointError",
+    "CorruptCheckpointError",
+    "FormatVersionError",
+    "NotACheckpointError",
+    "RankFailure",
+    "RanksError",
+    "ReplacedCheckpointError",
+    "StructureMismatchError",
+    "UnsupportedTypeError",
+]
+
 
 class CheckpointError(Exception):
     """The root of all errors that are fastckpt's own."""

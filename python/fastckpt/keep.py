@@ -46,12 +46,19 @@ class Policy(Protocol):
         Args:
             saved: the checkpoints that can be loaded as far as a look shows, by rising step.
             now: seconds since 1970.
+
+        Returns:
+            The steps of those that it keeps.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Last:
-    """Keeps the last ``count`` checkpoints, by step."""
+    """Keeps the last checkpoints, by step.
+
+    Args:
+        count: how many.
+    """
 
     count: int = 1
 
@@ -70,7 +77,7 @@ class Last:
 class Best:
     """Keeps the ``count`` best checkpoints by a metric. One without it, or with NaN or an infinity, is not among them.
 
-    Attributes:
+    Args:
         count: how many.
         metric: the name of the metric, as in ``Manager.save(..., metrics={"loss": 1.5})``.
         mode: ``min`` if less is better, or ``max``. Of equal ones the later is better.
@@ -174,7 +181,11 @@ class Younger:
 
 
 class Steps:
-    """Keeps the checkpoints of these steps."""
+    """Keeps the checkpoints of these steps.
+
+    Args:
+        steps: their numbers.
+    """
 
     __slots__ = ("steps",)
 
@@ -207,6 +218,9 @@ def parse(text: str) -> Policy:
     Args:
         text: ``last=3``, ``best=2:loss:min``, ``every=1000`` (steps), ``every=6h``, ``younger=2h``, or
             ``steps=100,200``.
+
+    Returns:
+        The policy.
 
     Raises:
         ValueError: it is none of these.

@@ -57,7 +57,14 @@ class Policy(Protocol):
     """Decides when to save."""
 
     def due(self, moment: Moment) -> bool:
-        """Whether to save the step. It may be asked twice about one step."""
+        """Whether to save the step. It may be asked twice about one step.
+
+        Args:
+            moment: the facts about it.
+
+        Returns:
+            Whether it is due.
+        """
 
 
 class Every:
@@ -86,7 +93,11 @@ class Every:
 
 
 class Steps:
-    """Saves these steps."""
+    """Saves these steps.
+
+    Args:
+        steps: their numbers.
+    """
 
     __slots__ = ("steps",)
 
@@ -155,7 +166,14 @@ class Auto:
         self._said: float | None = None
 
     def of_job(self, ranks: int) -> Auto:
-        """The policy of a manager in a job of so many processes."""
+        """The policy of a manager in a job of several processes.
+
+        Args:
+            ranks: how many.
+
+        Returns:
+            One with the mean time to failure of the whole job.
+        """
         return Auto(self.mttf / ranks if self._assumed else self.mttf, self.overhead)
 
     def due(self, moment: Moment) -> bool:
@@ -176,6 +194,9 @@ class Auto:
         Args:
             cost: seconds of training that a save costs.
             durable_seconds: seconds from the begin of a save until it is durable.
+
+        Returns:
+            The interval, seconds.
         """
         return max(self._limits(cost, durable_seconds))
 

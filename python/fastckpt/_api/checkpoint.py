@@ -224,6 +224,9 @@ class Checkpoint(Mapping[str, Any]):
         Args:
             name: its name.
 
+        Returns:
+            Its dtype, shape, size in bytes, shard and device; nothing is read.
+
         Raises:
             KeyError: there is no such tensor.
         """
@@ -300,6 +303,9 @@ class Checkpoint(Mapping[str, Any]):
 
         Args:
             name: its name.
+
+        Returns:
+            A handle with its shape and dtype; an index reads.
 
         Raises:
             KeyError: there is no such tensor.
@@ -381,6 +387,9 @@ def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoin
         path: the checkpoint's directory, or its URL in an object store (docs/stores.md).
         device: where torch tensors go that are read, in whole or in part; see :func:`fastckpt.load`.
         io: as for :func:`fastckpt.load`.
+
+    Returns:
+        A mapping of tensor names, which reads a tensor when it is looked up; a context manager.
 
     Raises:
         CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)

@@ -122,6 +122,9 @@ class PendingSave(in_flight.SaveInFlight):
         Args:
             timeout: seconds; None for as long as it takes.
 
+        Returns:
+            The report of the save.
+
         Raises:
             TimeoutError: it has not finished in time; it continues.
             CancelledError: it was cancelled.
@@ -140,6 +143,12 @@ class PendingSave(in_flight.SaveInFlight):
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Wait until it has ended and return why it failed, or None.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Returns:
+            The error that :meth:`result` would raise, or None.
 
         Raises:
             TimeoutError: it has not finished in time; it continues.
@@ -183,9 +192,10 @@ class PendingSave(in_flight.SaveInFlight):
         return self.cancelled()
 
     def add_done_callback(self, function: Callable[[PendingSave], object]) -> None:
-        """Call ``function(pending)`` in the thread that writes when the save ends; at once if it has ended already.
+        """Call a function when the save ends, in the thread that writes; at once if it has ended already.
 
-        Exceptions that it raises are logged.
+        Args:
+            function: called with this handle. Exceptions that it raises are logged.
         """
         self._callbacks.append(function)
         if self.finished.is_set():

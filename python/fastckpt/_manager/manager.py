@@ -331,6 +331,16 @@ class Manager:
 
         Among several ranks no handler can act alone: there all of them answer a signal together, at the beginning or
         the end of the stretch.
+
+        Args:
+            step: as for :meth:`save`.
+            state: as for :meth:`save`.
+            metrics: as for :meth:`save`.
+            metadata: as for :meth:`save`.
+            per_rank: as for :meth:`save`.
+
+        Returns:
+            A context manager: the stretch is its block.
         """
         self._check("steady")
         with self._boundary.steady(step, state, metrics, metadata, per_rank):
@@ -429,7 +439,14 @@ class Manager:
         return self._local.place.path
 
     def path(self, step: int) -> str:
-        """The path of the checkpoint of a step, whether there is one or not."""
+        """The path of the checkpoint of a step, whether there is one or not.
+
+        Args:
+            step: the training step.
+
+        Returns:
+            The directory, absolute.
+        """
         return self._local.place.path_of(step)
 
     def steps(self) -> list[int]:
@@ -467,6 +484,9 @@ class Manager:
             metric: its name; by default that of the first :class:`fastckpt.keep.Best` among the policies.
             mode: ``min`` or ``max``; by default that policy's, or ``min``.
 
+        Returns:
+            The step, or None.
+
         Raises:
             ValueError: no metric is given, and no policy names one.
         """
@@ -490,6 +510,9 @@ class Manager:
 
         A checkpoint that only the local tier has is copied to the remote one, and then pinned there.
 
+        Args:
+            step: its training step.
+
         Raises:
             FileNotFoundError: there is none.
             OSError: the remote tier does not answer; the local checkpoint is pinned.
@@ -507,6 +530,9 @@ class Manager:
 
     def unpin(self, step: int) -> None:
         """Let the policies decide on the checkpoint of a step again, after the next save.
+
+        Args:
+            step: its training step.
 
         Raises:
             OSError: the remote tier does not answer; on the local one the pin is off.

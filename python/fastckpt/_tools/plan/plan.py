@@ -96,6 +96,9 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
             default.
         restart: seconds to notice a failure and start again, without the reading; 0 by default.
 
+    Returns:
+        The plan; printed, it is the table of ``fastckpt plan``.
+
     Raises:
         TypeError: an argument has the wrong type.
         ValueError: an argument is out of range, contradicts another, or cannot be.

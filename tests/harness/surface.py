@@ -1,0 +1,72 @@
+"""The public surface as text: ``PYTHONPATH=tests python -m harness.surface > tests/api/surface.txt`` writes it anew."""
+
+import dataclasses
+import importlib
+import inspect
+import re
+import types
+
+import fastckpt
+
+
+def public(module):
+    """The public names of a module of fastckpt, and what they are."""
+    names = dir(module) if module is fastckpt else module.__all__
+    return {name: getattr(module, name) for name in sorted(names) if not name.startswith("_")}
+
+
+def signature(function):
+    """Parameters and defaults; types are under test elsewhere."""
+    try:
+        found = inspect.signature(function)
+    except (TypeError, ValueError):
+        return "(...)"
+    plain = [one.replace(annotation=inspect.Parameter.empty) for one in found.parameters.values()]
+    text = str(found.replace(parameters=plain, return_annotation=inspect.Signature.empty))
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
+
+
+def members(kind):
+    """The lines of a class: fields, properties and methods of its own and of its bases in fastckpt."""
+    fields = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else set()
+    fields |= set(getattr(kind, "_fields", ()))
+    for name in sorted({*fields, *(name for name in dir(kind) if not name.startswith("_"))}):
+        found = inspect.getattr_static(kind, name, None)
+        ours = any(name in vars(base) and base.__module__.startswith("fastckpt") for base in kind.__mro__)
+        if name in fields or isinstance(found, property):
+            yield f"    {name}"
+        elif ours and callable(getattr(kind, name)):
+            yield f"    {name}{signature(getattr(kind, name))}"
+
+
+def lines():
+    """Of the package, and of each of its public modules."""
+    modules = {"fastckpt": fastckpt}
+    for name, found in public(fastckpt).items():
+        if isinstance(found, types.ModuleType):
+            modules[f"fastckpt.{name}"] = importlib.import_module(f"fastckpt.{name}")
+    for where, module in modules.items():
+        yield f"{where}:"
+        for name, found in public(module).items():
+            home = modules["fastckpt"]
+            if isinstance(found, types.ModuleType):
+                yield f"  {name}: a module"
+            elif module is not home and getattr(home, name, None) is found:
+                yield f"  {name}: as fastckpt.{name}"
+            elif inspect.isclass(found):
+                # Whoever may make one finds the arguments in its docstring; the others are returned.
+                yield f"  class {name}{signature(found) if 'Args:' in (found.__doc__ or '') else ''}"
+                yield from members(found)
+            elif callable(found):
+                yield f"  {name}{signature(found)}"
+            else:
+                yield f"  {name}"
+
+
+def text():
+    """All of it."""
+    return "\n".join(lines()) + "\n"
+
+
+if __name__ == "__main__":
+    print(text(), end="")
