@@ -281,7 +281,7 @@ def leftovers(directory: str) -> list[Leftover]:
 def remove_leftover(directory: str, name: str, force: bool) -> bool:
     """Remove one of them that is dead; with ``force`` one that is unknown or kept, too. Return whether it was."""
 
-def set_target(target: str) -> tuple[float, float]:
+def set_target(target: str) -> tuple[int, int]:
     """Set the target of this process, GB/s per GPU of saves and of loads, and return it; 0.0 for none.
 
     ``ValueError`` for anything else.

@@ -26,6 +26,8 @@ _BYTES = {
     "KB": 1000,
 }
 
+#: Less than this many bytes per second without a unit are meant in another one.
+_LEAST_BARE = 1e6
 _DIGITS = 3
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 
@@ -104,8 +106,15 @@ def bytes_of(what: str, value: Any) -> int:
 
 
 def rate(what: str, value: float | str) -> float:
-    """A throughput in GB/s, which may be written behind it."""
-    return _scaled(what, value, {"": 1.0, "GB/s": 1.0, "TB/s": 1e3, "MB/s": 1e-3}, "")
+    """A throughput in bytes per second: a number, or a string with a unit, as in ``273GB/s``.
+
+    Raises:
+        ValueError: it is not that; or it is so small without a unit that another one is meant.
+    """
+    result = _scaled(what, value, {"": 1.0, **{f"{unit}/s": scale for unit, scale in _BYTES.items() if unit}}, "")
+    if result < _LEAST_BARE and not _split(what, value)[1]:
+        raise ValueError(f"{what} {value!r} would be bytes per second: give it a unit, as in '{value}GB/s'")
+    return result
 
 
 def fraction(what: str, value: float | str) -> float:
@@ -148,8 +157,8 @@ def show_seconds(value: float) -> str:
 
 
 def show_rate(value: float) -> str:
-    """GB/s."""
-    return f"{digits(value)} GB/s"
+    """Bytes per second, as GB/s."""
+    return f"{digits(value / 1e9)} GB/s"
 
 
 def show_share(value: float) -> str:

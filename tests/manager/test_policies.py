@@ -121,7 +121,7 @@ def test_a_clock_that_was_put_back_keeps_what_is_in_doubt():
 
 
 def test_auto_is_what_plan_computes():
-    planned = fastckpt.tools.plan(size="10GB", write=1.0, stall="2s", mttf_cluster="2h", gpus=1)
+    planned = fastckpt.tools.plan(size="10GB", write="1.0GB/s", stall="2s", mttf_cluster="2h", gpus=1)
     assert when.Auto(mttf="2h").interval(cost=2.0, durable_seconds=10.0) == pytest.approx(planned.interval)
 
 

@@ -261,7 +261,7 @@ def test_every_rank_shows_in_the_monitor_while_it_runs(where):
         (["--rounds", "0"], "--rounds must be from 1"),
         (["--gpus", "0"], "--gpus must be from 1"),
         (["--tensors", "0"], "--tensors must be from 1"),
-        (["--target", "best"], "give light, medium, high, GB/s per GPU"),
+        (["--target", "best"], "give light, medium, high, a rate per GPU"),
         (["--target", "0"], "is not a target"),
         (["--io", "fast"], "--io: invalid choice: 'fast'"),
         (["--threads", "25"], "threads must be None or an int from 1 to 24, not 25"),

@@ -154,11 +154,11 @@ def test_wrong_types_are_refused() -> None:
 
 
 def test_goodput_overhead_and_interval() -> None:
-    job = {"size": "1TB", "gpus": 1000, "write": 100}
+    job = {"size": "1TB", "gpus": 1000, "write": "100GB/s"}
     plan = fastckpt.tools.plan(**job)
-    # Bare numbers are hours for failures, seconds for all else.
-    assert fastckpt.tools.plan(**job, mttf_cluster=50, interval=7200) == fastckpt.tools.plan(
-        **job, mttf_gpu=50_000, interval="2h"
+    # Bare numbers are seconds.
+    assert fastckpt.tools.plan(**job, mttf_cluster=50 * HOUR, interval=7200) == fastckpt.tools.plan(
+        **job, mttf_gpu="50000h", interval="2h"
     )
     assert (plan.seconds, plan.stall, plan.mttf) == (10, 10, 50 * HOUR)
     assert plan.interval == plan.interval_best == pytest.approx(plan.interval_daly, rel=1e-4)
@@ -169,7 +169,7 @@ def test_goodput_overhead_and_interval() -> None:
     assert given.interval == 2 * HOUR
     assert given.checkpoints_per_day == 12
     assert given.bytes_per_day == 12e12
-    assert given.sustained == pytest.approx(1000 / 7200)
+    assert given.sustained == pytest.approx(1e12 / 7200)
     assert given.lost_seconds == pytest.approx(HOUR, rel=0.01)
     assert given.failures_per_day == pytest.approx(0.48)
     lost = given.lost_seconds + given.restore_seconds
@@ -179,7 +179,7 @@ def test_goodput_overhead_and_interval() -> None:
 
 
 def test_a_checkpoint_in_the_background_stops_training_for_less() -> None:
-    job = {"size": "1TB", "gpus": 1000, "write": 1}
+    job = {"size": "1TB", "gpus": 1000, "write": 1e9}
     plan, background = fastckpt.tools.plan(**job), fastckpt.tools.plan(**job, stall=2)
     assert (background.seconds, background.stall) == (1000, 2)
     assert background.interval < plan.interval
@@ -192,21 +192,23 @@ def test_speeds() -> None:
     job: dict[str, Any] = {"size": "8TB", "tp": 8, "pp": 4, "dp": 2, "zero": 1}
     # 32 GPUs write weights and half of the optimizer's state, 32 the other half: 2 / 14 / 32 + 12 / 14 / 64.
     busiest = 8e12 * (2 / 14 / 32 + 12 / 14 / 64)
-    plan = fastckpt.tools.plan(**job, write=100)
-    assert (plan.write, plan.read, plan.seconds) == (100, 100, 80)
-    assert plan.write_per_gpu == pytest.approx(busiest / 80e9)
+    plan = fastckpt.tools.plan(**job, write="100GB/s")
+    assert (plan.write, plan.read, plan.seconds) == (100e9, 100e9, 80)
+    assert plan.write_per_gpu == pytest.approx(busiest / 80)
     assert plan.restore_bytes == pytest.approx(8e12 * (2 * 2 / 14 + 12 / 14))
-    assert fastckpt.tools.plan(**job, node_write=5).seconds == pytest.approx(8 * busiest / 5e9)
-    assert fastckpt.tools.plan(**job, node_write=5, write=1).seconds == 8000
-    assert fastckpt.tools.plan(**job, node_write=5, write=100).seconds == pytest.approx(8 * busiest / 5e9)
-    both = fastckpt.tools.plan(**job, node_write=5, node_read=10, read=1e6)
+    assert fastckpt.tools.plan(**job, node_write="5GB/s").seconds == pytest.approx(8 * busiest / 5e9)
+    assert fastckpt.tools.plan(**job, node_write="5GB/s", write="1GB/s").seconds == 8000
+    assert fastckpt.tools.plan(**job, node_write="5GB/s", write="100GB/s").seconds == pytest.approx(8 * busiest / 5e9)
+    both = fastckpt.tools.plan(**job, node_write="5GB/s", node_read="10GB/s", read="1e6GB/s")
     assert both.restore_seconds == pytest.approx(plan.restore_bytes / 8 / 10e9)
-    assert fastckpt.tools.plan(**job, write=100, read=1).restore_seconds == pytest.approx(plan.restore_bytes / 1e9)
+    assert fastckpt.tools.plan(**job, write="100GB/s", read="1GB/s").restore_seconds == pytest.approx(
+        plan.restore_bytes / 1e9
+    )
     asked = fastckpt.tools.plan(**job, target_seconds="2min")
-    assert (asked.seconds, asked.write) == (120, pytest.approx(8000 / 120))
+    assert (asked.seconds, asked.write) == (120, pytest.approx(8e12 / 120))
     assert fastckpt.tools.plan(**job).speed == "tier light, since no speed is given"
     # A job smaller than a node.
-    small = fastckpt.tools.plan(size="1TB", gpus=2, node_write=5)
+    small = fastckpt.tools.plan(size="1TB", gpus=2, node_write="5GB/s")
     assert small.seconds == small.restore_seconds == 200
 
 
@@ -226,21 +228,21 @@ def test_verdicts_follow_what_was_asked_for() -> None:
     # Every 6 minutes, 36, 18 and 9 s are 10, 5 and 2.5 % of the time, and failures take 5 % more.
     found = verdicts(fastckpt.tools.plan(**job, goodput=0.9, mttf_cluster="1h"))
     assert found == {"light": False, "medium": False, "high": True}
-    plan = fastckpt.tools.plan(**job, interval="30s", mttf_cluster="1000h", write=1000)
+    plan = fastckpt.tools.plan(**job, interval="30s", mttf_cluster="1000h", write="1000GB/s")
     assert plan.verdicts[0].reason == "a checkpoint starts every 30.0 s"
     assert not plan.verdicts[0].enough
-    plan = fastckpt.tools.plan(**job, interval="10h", mttf_cluster="10h", write=1000)
+    plan = fastckpt.tools.plan(**job, interval="10h", mttf_cluster="10h", write="1000GB/s")
     assert not any(verdicts(plan).values())
     assert "the interval is too long" in plan.verdicts[2].reason
 
 
 def test_what_cannot_be_kept_up_is_noted() -> None:
-    plan = fastckpt.tools.plan(size="13.8TB", gpus=512, write=100, interval="1min")
+    plan = fastckpt.tools.plan(size="13.8TB", gpus=512, write="100GB/s", interval="1min")
     assert plan.goodput == 0
     assert "takes 2.30 min, but one starts every 60.0 s: saves cannot keep up" in plan.notes[0].replace(
         "138 s", "2.30 min"
     )
-    assert fastckpt.tools.plan(size="13.8TB", gpus=512, write=1000, interval="1min").notes == ()
+    assert fastckpt.tools.plan(size="13.8TB", gpus=512, write="1000GB/s", interval="1min").notes == ()
 
 
 # -- the library and the command ---------------------------------------------------------------------------------------
@@ -275,7 +277,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_json_has_everything_that_the_library_has(capsys: pytest.CaptureFixture[str]) -> None:
     document = call_json(capsys, "plan", "--size", "13.8TB", "--tp", 8, "--pp", 64, "--dp", 6, "--write", 273)
-    plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273)
+    plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write="273GB/s")
     assert document == json.loads(json.dumps(plan.to_dict()))
     assert document["writers"] == 512
     assert document["write_per_node"] == pytest.approx(4.27, abs=0.01)
@@ -324,7 +326,7 @@ def test_a_sweep_is_the_same_as_its_plans(capsys: pytest.CaptureFixture[str]) ->
     assert document["values"] == ["1000", "2000"]
     plans = [fastckpt.tools.plan(params="405B", tp=8, gpus=gpus).to_dict() for gpus in (1000, 2000)]
     assert document["plans"] == json.loads(json.dumps(plans))
-    for swept in ("write=100,200", "goodput=0.9,0.95", "interval=1h,2h", "mttf-gpu=1000h,2000h", "stall=1,2"):
+    for swept in ("write=100GB/s,200GB/s", "goodput=0.9,0.95", "interval=1h,2h", "mttf-gpu=1000h,2000h", "stall=1,2"):
         status, out, _ = call(capsys, "plan", "--params", "405B", "--gpus", 1000, "--sweep", swept)
         assert status == 0
         assert len(out.splitlines()) == 3

@@ -540,7 +540,7 @@ def test_a_plan_judges_each_tier_by_its_rate_for_each_gpu(name: str) -> None:
     verdict = next(verdict for verdict in plan.verdicts if verdict.tier == name)
     assert verdict.seconds == pytest.approx(13.8e12 / 512 / TIERS[name].write / 1e9) == plan.seconds
     assert verdict.restore_seconds == pytest.approx(13.8e12 / 512 / TIERS[name].read / 1e9) == plan.restore_seconds
-    assert plan.write_per_gpu == pytest.approx(TIERS[name].write)
+    assert plan.write_per_gpu == pytest.approx(1e9 * TIERS[name].write)
 
 
 @pytest.mark.parametrize("name", list(PUBLISHED))
@@ -614,5 +614,5 @@ def test_dalys_own_examples(mttf_hours: float, published: float) -> None:
 
 def test_young() -> None:
     assert young(50, 10_000) == 1000
-    plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273)
+    plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write="273GB/s")
     assert plan.interval_young == pytest.approx(math.sqrt(2 * plan.seconds * plan.mttf) + plan.seconds)

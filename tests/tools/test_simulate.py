@@ -33,7 +33,7 @@ def test_the_command_takes_a_job_as_plan_does(capsys: pytest.CaptureFixture[str]
     more = ["--stall", "2s", "--days", 30, "--runs", 20, "--seed", 7, "--weibull", 2]
     _, out, _ = call(capsys, "simulate", *job, *more, "--json")
     document = json.loads(out)
-    plan = fastckpt.tools.plan(params="405B", gpus=16384, tp=8, pp=16, node_write=4, restart="5min", stall=2)
+    plan = fastckpt.tools.plan(params="405B", gpus=16384, tp=8, pp=16, node_write="4GB/s", restart="5min", stall=2)
     assert document["cost"] == 2
     assert document["lag"] == pytest.approx(plan.seconds - 2)
     assert document["restart"] == pytest.approx(300 + plan.restore_seconds)

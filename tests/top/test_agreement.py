@@ -197,7 +197,7 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
         assert model.past.last("save").average == pytest.approx(model.main.average, rel=0.001)
         assert len(model.past.checkpoints) == 2
     # The real commands, on what has ended and changes no more, say what this model says.
-    asked = ["--target", "0.04"]
+    asked = ["--target", "0.04GB/s"]
     table, checked, told = (top(*words, *asked) for words in (["--once"], ["--check"], ["--once", "--json"]))
     assert [line for line in table.stdout.splitlines() if "last" in line] == [
         line for line in lines.table(model).splitlines() if "last" in line
@@ -220,7 +220,7 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
         now, target = text.rates(model.main.rate, 80 * MB)
         assert model.main.sentence.words[0] == f"held at {now} of {target} GB/s by bandwidth_limit"
         assert model.main.average < 9 * MB
-    table, checked = (top(*words, "--target", "0.04") for words in (["--once"], ["--check"]))
+    table, checked = (top(*words, "--target", "0.04GB/s") for words in (["--once"], ["--check"]))
     assert (table.returncode, checked.returncode) == (0, 1)
     assert checked.stdout.startswith("BELOW TARGET: save last (running): ")
     assert "target custom x 2 GPUs; held at 0.0" in checked.stdout

@@ -232,7 +232,7 @@ def test_sort_reverse_tier_mode_and_interval():
 
 
 def test_the_tier_key_comes_back_to_the_target_that_was_asked_for():
-    _, app = live(model=Model(targets.parse("0.05", "option")))
+    _, app = live(model=Model(targets.parse("0.05GB/s", "option")))
 
     async def steps(pilot):
         seen = []

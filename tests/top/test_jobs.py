@@ -134,7 +134,7 @@ def test_what_a_job_saved_before_it_was_started_again_leaves_the_list():
 
 
 def test_check_judges_each_job_and_one_that_fails_fails_all():
-    ranks = two_jobs(model := Model(targets.parse("1.5", "option")))
+    ranks = two_jobs(model := Model(targets.parse("1.5GB/s", "option")))
     good, words = lines.check(model, 100)
     assert good is False
     assert [line.split(" (")[0] for line in words.splitlines()] == [
@@ -175,16 +175,16 @@ def test_the_option_in_all_modes(place, top, tmp_path):
         made.operation(phase=6, t_start_mono_ns=now - 4 * 10**9, t_end_mono_ns=now, bytes_total=(1 + number) * 10**9)
         made.record(0, bytes=(1 + number) * 10**9)
         made.write(place, f"{100 + number}-1.seg")
-    assert top("--check", "--job", "one", "--target", "0.3").returncode == 1
-    assert top("--check", "--job", "two", "--target", "0.3").returncode == 0
+    assert top("--check", "--job", "one", "--target", "0.3GB/s").returncode == 1
+    assert top("--check", "--job", "two", "--target", "0.3GB/s").returncode == 0
     missing = top("--once", "--job", "three")
     assert (missing.returncode, "no process of job three" in missing.stderr) == (3, True)
     (line,) = top("--once", "--json", "--job", "two:101").stdout.splitlines()
     assert [op["bytes"] for op in json.loads(line)["ops"]] == [2 * 10**9]
     record = tmp_path / "r.jsonl"
     assert top("--count", 1, "--record", record).returncode == 0
-    assert top("--replay", record, "--check", "--job", "one", "--target", "0.3").returncode == 1
-    assert top("--replay", record, "--check", "--job", "two", "--target", "0.3").returncode == 0
+    assert top("--replay", record, "--check", "--job", "one", "--target", "0.3GB/s").returncode == 1
+    assert top("--replay", record, "--check", "--job", "two", "--target", "0.3GB/s").returncode == 0
 
 
 def test_the_table_has_a_block_a_job_and_lines_name_theirs():

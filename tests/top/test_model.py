@@ -97,7 +97,7 @@ def test_targets_come_from_the_option_then_the_operation_then_the_process_then_l
     rank.proc = replace(rank.proc, operations=(replace(rank.proc.operations[0], target=3 * GB),))
     model = look(Model(), 2.0, rank)
     assert (model.main.target, model.main.target_name) == (3 * GB, "high")
-    model = look(Model(targets.parse("2.7", "option")), 2.0, rank)
+    model = look(Model(targets.parse("2.7GB/s", "option")), 2.0, rank)
     assert (model.main.target, model.main.target_name) == (2.7 * GB, "custom")
     model.set_target(targets.tier("light", "key"))
     assert model.main.target == 0.75 * GB
@@ -121,7 +121,7 @@ def test_targets_are_parsed_as_the_core_does(word, meant):
 
 
 def test_a_target_has_the_name_of_its_tier():
-    assert [targets.parse(word, "option").name for word in ("HIGH", "save=3,load=4", "2.7")] == [
+    assert [targets.parse(word, "option").name for word in ("HIGH", "save=3GB/s,load=4GB/s", "2.7GB/s")] == [
         "high",
         "high",
         "custom",

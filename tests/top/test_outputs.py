@@ -86,7 +86,7 @@ def test_every_line_of_a_recording_is_in_the_schema(recording):
 
 def test_json_of_a_real_process_is_in_the_schema_and_counts_up(producer, top):
     child = producer("--rate", 1e9, "--threads", 3)
-    result = top("--json", "--count", 4, "-d", "0.3", "--target", "2")
+    result = top("--json", "--count", 4, "-d", "0.3", "--target", "2GB/s")
     assert (result.returncode, result.stderr) == (0, "")
     lines = [json.loads(line) for line in result.stdout.splitlines()]
     assert [line["kind"] for line in lines] == ["header", "tick", "tick", "tick", "tick"]
@@ -134,12 +134,12 @@ def test_check_judges_the_running_operation(producer, top):
     producer("--rate", 1e9)
     time.sleep(0.5)
     # Far less than its rate: it writes down what it has done when the processor is its own.
-    good = top("--check", "--target", "0.1")
+    good = top("--check", "--target", "0.1GB/s")
     assert (good.returncode, good.stdout[:3]) == (0, "ok:")
     bad = top("--check", "--target", "high")
     assert (bad.returncode, bad.stdout.split(":")[0]) == (1, "BELOW TARGET")
     assert top("--check", "20", "--target", "high").returncode == 0
-    assert top("--check", env={"FASTCKPT_TOP_TARGET": "save=9"}).returncode == 1
+    assert top("--check", env={"FASTCKPT_TOP_TARGET": "save=9GB/s"}).returncode == 1
 
 
 def test_check_judges_the_last_operation_of_a_job_that_is_gone(place, top):
@@ -153,8 +153,8 @@ def test_check_judges_the_last_operation_of_a_job_that_is_gone(place, top):
         bytes_durable=8 * 10**9,
     )
     made.write(place)
-    assert top("--check", "--target", "2").returncode == 0
-    assert top("--check", "--target", "2.1").returncode == 1
+    assert top("--check", "--target", "2GB/s").returncode == 0
+    assert top("--check", "--target", "2.1GB/s").returncode == 1
     made.operation(phase=7, t_start_mono_ns=now - 5 * 10**9, t_end_mono_ns=now - 10**9, error=28)
     made.write(place)
     failed = top("--check", "1")

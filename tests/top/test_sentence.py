@@ -418,7 +418,7 @@ def test_without_a_wish_the_default_target_is_called_one():
 
 
 def test_without_a_target_nothing_is_below_it():
-    only_loads = targets.parse("load=3", "option")
+    only_loads = targets.parse("load=3GB/s", "option")
     model = watch(Model(only_loads), [Rank(0)], lambda _, rank, now: moving(rank, now, GB / 2))
     assert said(model) == ("info", "average 0.50 GB/s: rank 0 waits for the disk 97 %", 0)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from fastckpt import _core
 
 
-def set_target(target: str | float) -> tuple[float, float]:
+def set_target(target: str | float) -> tuple[int, int]:
     """Set the throughput that saves and loads of this process should reach; ``fastckpt-top`` compares them with it.
 
     ``FASTCKPT_TOP_TARGET`` in the environment does the same. ``--target`` of ``fastckpt bench`` and of ``fastckpt-top``
@@ -13,11 +13,12 @@ def set_target(target: str | float) -> tuple[float, float]:
 
     Args:
         target: ``"light"``, ``"medium"`` or ``"high"`` (the tiers of NVIDIA's sizing for DGX H100: 0.75, 1.5 and 3 GB/s
-            written, 1, 2 and 4 GB/s read, each per GPU); a number of GB/s per GPU for both; or ``"save=3,load=4"``,
-            where either may be missing and is then no target. Upper and lower case are the same. GB is 10^9 bytes.
+            written, 1, 2 and 4 GB/s read, each per GPU); a rate per GPU for both, bytes per second or a string with a
+            unit (``"2.5GB/s"``); or ``"save=3GB/s,load=4GB/s"``, where either may be missing and is then no target.
+            Upper and lower case are the same. GB is 10^9 bytes.
 
     Returns:
-        GB/s per GPU of saves and of loads, 0.0 without a target.
+        Bytes per second per GPU of saves and of loads, 0 without a target.
 
     Raises:
         ValueError: ``target`` is none of these.

@@ -55,14 +55,14 @@ impl Operation {
 
 /// See `_core.pyi`.
 #[pyfunction]
-fn set_target(py: Python<'_>, target: &str) -> PyResult<(f64, f64)> {
+fn set_target(py: Python<'_>, target: &str) -> PyResult<(u64, u64)> {
     let (save, load) = telemetry::parse_targets(target).ok_or_else(|| {
         PyValueError::new_err(format!(
-            "{target:?} is not a target: give light, medium, high, GB/s per GPU (as in 2.5), or save=X,load=Y"
+            "{target:?} is not a target: give light, medium, high, a rate per GPU (2.5GB/s), or save=RATE,load=RATE"
         ))
     })?;
     py.detach(|| telemetry::set_target(save, load));
-    Ok((save as f64 / 1e9, load as f64 / 1e9))
+    Ok((save, load))
 }
 
 /// See `_core.pyi`.

@@ -41,7 +41,12 @@ def _add_looks(add: Callable[..., object]) -> None:
     add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
     add("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; may be repeated")
     add("--job", default="", metavar="NAME", help="only the job of this name or key (--once and --json show both)")
-    add("--target", type=_target, metavar="T", help="light, medium, high, GB/s per GPU, or save=X,load=Y")
+    add(
+        "--target",
+        type=_target,
+        metavar="T",
+        help="light, medium, high, a rate per GPU (2.5GB/s), or save=RATE,load=RATE",
+    )
     add(
         "--gpus",
         type=_positive,

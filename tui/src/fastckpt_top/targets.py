@@ -8,7 +8,10 @@ from typing import Final
 
 from fastckpt_top.segment import Kind
 
-_NUMBER: Final = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.ASCII)
+_RATE: Final = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([tgmk]?b/s)?", re.ASCII)
+_UNITS: Final = {"tb/s": 1e12, "gb/s": 1e9, "mb/s": 1e6, "kb/s": 1e3, "b/s": 1.0}
+_LEAST_BARE: Final = 1e6
+"""Less than this without a unit is meant in another unit."""
 
 DEFAULT_TIER: Final = "light"
 TIERS: Final[dict[str, tuple[float, float]]] = {
@@ -69,8 +72,9 @@ def parse(text: str, source: str) -> Target:
     """Parse the user's text, as `fastckpt.tools.set_target` does: both pass `tests/data/targets.txt`.
 
     Args:
-        text: `light`, `medium`, `high`, a figure in GB/s per GPU for both directions, or `save=X,load=Y` (either may be
-            missing and is then no target), in upper or lower case.
+        text: `light`, `medium`, `high`, a rate per GPU for both directions, or `save=RATE,load=RATE` (either may be
+            missing and is then no target), in upper or lower case. A rate is a number with a unit (`2.5GB/s`), or of
+            bytes/s.
         source: The origin.
 
     Returns:
@@ -104,11 +108,13 @@ def following(present: Target, asked: Target | None) -> Target:
 
 
 def _figure(word: str, text: str) -> float:
-    value = float(word) if _NUMBER.fullmatch(word.strip()) else 0.0
-    if not 1e-9 <= value < 1e9:  # noqa: PLR2004 - less is no byte, more is no storage
+    found = _RATE.fullmatch(word.strip())
+    value = 0.0 if found is None else float(found[1]) * _UNITS.get(found[2], 1.0)
+    least = _LEAST_BARE if found is None or found[2] is None else 1.0
+    if not least <= value < 1e18:  # noqa: PLR2004 - less is no byte, more is no storage
         raise ValueError(_explain(text))
-    return value * 1e9
+    return value
 
 
 def _explain(text: str) -> str:
-    return f"{text!r} is not a target: give light, medium, high, GB/s per GPU (as in 2.5), or save=X,load=Y"
+    return f"{text!r} is not a target: give light, medium, high, a rate per GPU (2.5GB/s), or save=RATE,load=RATE"

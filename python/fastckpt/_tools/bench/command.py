@@ -25,7 +25,7 @@ with the raw device and with a target. Everything written is removed again.
   --rounds N       number of rounds (5)
   --io ENGINE      auto, uring, threads, direct, buffered (auto)
   --threads N      worker threads of each rank (its cores)
-  --target T       per GPU: light, medium, high, GB/s, save=X,load=Y (light)
+  --target T       per GPU: light, medium, high, 2.5GB/s, save=R,load=R (light)
   --gpus N         GPUs that share the storage (one per rank)
   --check          exit with status 1 if the target is not reached
   --plot FILE      draw the result; needs matplotlib
@@ -63,8 +63,9 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     from . import rounds, text  # noqa: PLC0415
 
     refuse_url("bench", str(options.path))
-    # This process neither saves nor loads: the target is set to find out what it means in GB/s.
-    target = fastckpt.tools.set_target(options.target)
+    # This process neither saves nor loads: the target is set to find out what it means.
+    save, load = fastckpt.tools.set_target(options.target)
+    target = save / 1e9, load / 1e9
     for name, most in {"ranks": _MOST_RANKS, "rounds": 10**6, "gpus": 10**9, "tensors": _MOST_TENSORS}.items():
         _within(name, getattr(options, name), most)
     gpus = options.gpus or options.ranks
@@ -76,7 +77,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     notes = _fits(options.path, shares)
     # The monitor compares each rank's own speed with it.
     rates = zip(("save", "load"), target, strict=True)
-    per_rank = [f"{kind}={rate * gpus / len(shares)}" for kind, rate in rates if rate]
+    per_rank = [f"{kind}={rate * gpus / len(shares)}GB/s" for kind, rate in rates if rate]
     plan = rounds.Run(
         directory=options.path,
         shares=shares,

@@ -18,7 +18,7 @@ size      --params N | --config FILE (config.json) | --checkpoint DIR |
 layout    --gpus N, --tp N, --pp N, --dp N, --ep N, --zero 0..3,
           --gpus-per-node N (8)
 failures  --mttf-gpu TIME (50000h) | --mttf-cluster TIME, --restart TIME
-storage   --tier light|medium|high (light) for each GPU, or GB/s: --write,
+storage   --tier light|medium|high (light) for each GPU, or rates: --write,
           --read of all, --node-write, --node-read of a node; --stall TIME"""
 
 HELP = f"""usage: fastckpt plan OPTION...
@@ -32,7 +32,7 @@ interval  --goodput SHARE | --overhead SHARE | --interval TIME (the best);
 output    --json; --sweep gpus=1000,2000 | gpus=1000:64000:x2; --plot FILE
 
 example:
-  fastckpt plan --size 13.8TB --tp 8 --pp 64 --dp 6 --write 273 --interval 4h
+  fastckpt plan --size 13.8TB --tp 8 --pp 64 --dp 6 --write 273GB/s --interval 4h
   fastckpt plan --config config.json --gpus 16384 --tp 8 --pp 16 --tier light
   fastckpt plan --params 405B --goodput 95% --sweep gpus=1000:64000:x2
 docs/sizing.md explains every option and every line of the output."""

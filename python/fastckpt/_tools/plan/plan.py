@@ -16,8 +16,8 @@ from . import architectures, sizing
 from .layout import Share, check, layout
 from .record import Plan, Verdict
 
-#: Hours between failures of one accelerator, as MLCommons assumes.
-MTTF_GPU = 50_000.0
+#: Seconds between failures of one accelerator, as MLCommons assumes.
+MTTF_GPU = 50_000 * 3600.0
 
 #: NVIDIA's guidance: checkpoints, with all their costs, should take less than 5 % of training.
 GOODPUT = 0.95
@@ -56,11 +56,12 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
 ) -> Plan:
     """Calculate the size of checkpoints, the interval between them, and the speed that the storage needs.
 
-    Numbers may be strings with units: ``"405B"`` parameters, ``"13.8TB"``, ``"124min"``, ``"273GB/s"``, ``"95%"``.
+    Numbers are bytes, bytes per second and seconds, or strings with units: ``"405B"`` parameters, ``"13.8TB"``,
+    ``"124min"``, ``"273GB/s"``, ``"95%"``.
 
     >>> import fastckpt
-    >>> job = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write=273, interval="4h")
-    >>> job.writers, round(job.write_per_gpu, 2), round(job.restore_rate)
+    >>> job = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write="273GB/s", interval="4h")
+    >>> job.writers, round(job.write_per_gpu / 1e9, 2), round(job.restore_rate / 1e9)
     (512, 0.53, 1638)
 
     Args:
@@ -80,16 +81,16 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         ep: expert parallelism, a divisor of data parallelism.
         zero: ZeRO stage 0 to 3; by default 0 with ``tp`` or ``pp``, else 3 (FSDP).
         gpus_per_node: GPUs of a node.
-        mttf_gpu: mean time to failure of a GPU; a bare number is hours. 50,000 h by default.
-        mttf_cluster: of the whole cluster instead; a bare number is hours.
+        mttf_gpu: mean time to failure of a GPU, seconds or a string with a unit; ``"50000h"`` by default.
+        mttf_cluster: of the whole cluster instead.
         goodput: the share of time wanted for training: the interval is ``(1 - goodput) * mttf``.
         overhead: the share of time that checkpoints may stop training for: the interval is ``stall / overhead``.
         interval: seconds from the start of one checkpoint to the start of the next. Without any of the three, the best.
-        write: total GB/s that the storage writes.
-        read: total GB/s that it reads; as ``write`` by default.
-        node_write: GB/s that one node writes, as measured there; the slower of the two counts.
-        node_read: GB/s that one node reads; as ``node_write`` by default.
-        tier: ``light``, ``medium`` or ``high``: GB/s for each GPU instead. ``light`` if no speed is given.
+        write: bytes per second that the storage writes in all.
+        read: bytes per second that it reads; as ``write`` by default.
+        node_write: bytes per second that one node writes, as measured there; the slower of the two counts.
+        node_read: bytes per second that one node reads; as ``node_write`` by default.
+        tier: ``light``, ``medium`` or ``high``: a rate for each GPU instead. ``light`` if no speed is given.
         target_seconds: how long a checkpoint may take: sets the necessary speed if no speed is given, else the limit
             for the verdicts.
         stall: seconds for which training stops, where checkpoints are written in the background; all of it by
@@ -139,8 +140,8 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         layout=where,
         gpus_per_node=gpus_per_node,
         shares=shares,
-        write=held.bytes / seconds / 1e9,
-        read=restore_bytes / reading / 1e9,
+        write=held.bytes / seconds,
+        read=restore_bytes / reading,
         speed=said,
         seconds=seconds,
         stall=standing,
@@ -237,8 +238,8 @@ def mttf_of(mttf_gpu: float | str | None, mttf_cluster: float | str | None, gpus
     if mttf_gpu is not None and mttf_cluster is not None:
         raise ValueError("plan: give only one of mttf_gpu and mttf_cluster")
     if mttf_cluster is not None:
-        return units.seconds("mttf_cluster", mttf_cluster, "h")
-    one = units.seconds("mttf_gpu", MTTF_GPU if mttf_gpu is None else mttf_gpu, "h")
+        return units.seconds("mttf_cluster", mttf_cluster)
+    one = units.seconds("mttf_gpu", MTTF_GPU if mttf_gpu is None else mttf_gpu)
     return formulas.cluster_mttf(one, gpus)
 
 
@@ -270,8 +271,8 @@ class _Moves:
         writing = {"write": self.size, "node_write": busiest}
         reading = {"read": self.restore_bytes, "node_read": reads}
         return (
-            max(number / rates[name] / 1e9 for name, number in writing.items() if name in rates),
-            max(number / rates[name] / 1e9 for name, number in reading.items() if name in rates),
+            max(number / rates[name] for name, number in writing.items() if name in rates),
+            max(number / rates[name] for name, number in reading.items() if name in rates),
         )
 
 
@@ -321,8 +322,8 @@ def _verdict(
             reason += ", the interval is too long"
     return Verdict(
         tier=tier.name,
-        write=tier.write,
-        read=tier.read,
+        write=1e9 * tier.write,
+        read=1e9 * tier.read,
         seconds=seconds,
         restore_seconds=reading,
         interval=every,

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 _CURVES: tuple[tuple[str, Callable[[Plan], float]], ...] = (
     ("interval, min", lambda plan: plan.interval / 60),
     ("a checkpoint takes, s", lambda plan: plan.seconds),
-    ("sustained over the day, GB/s", lambda plan: plan.sustained),
+    ("sustained over the day, GB/s", lambda plan: plan.sustained / 1e9),
     ("goodput, %", lambda plan: 100 * plan.goodput),
 )
 

@@ -21,8 +21,8 @@ class Verdict:
 
     Attributes:
         tier: its name.
-        write: GB/s for each GPU that writes.
-        read: GB/s for each GPU.
+        write: bytes per second for each GPU that writes.
+        read: bytes per second for each GPU.
         seconds: how long a checkpoint takes, that is the busiest GPU.
         restore_seconds: how long it takes to read it back.
         interval: seconds from checkpoint to checkpoint, by the plan's rule.
@@ -46,7 +46,7 @@ class Verdict:
 class Plan:
     """The size of a job's checkpoints, the interval between them, and the speed that the storage needs.
 
-    Rates are in GB/s, GB being 10^9 bytes; times in seconds. Intervals run from the start of one checkpoint to the
+    Rates are in bytes per second, times in seconds. Intervals run from the start of one checkpoint to the
     start of the next.
 
     Attributes:
@@ -56,8 +56,8 @@ class Plan:
         layout: the parallel layout.
         gpus_per_node: GPUs of a node.
         shares: the bytes of each rank, the busiest first.
-        write: total GB/s written during a checkpoint.
-        read: total GB/s read during a restore.
+        write: bytes per second written in all during a checkpoint.
+        read: bytes per second read in all during a restore.
         speed: where the two come from, in words.
         seconds: how long a checkpoint takes until it is durable.
         stall: seconds of that for which training stops.
@@ -118,12 +118,12 @@ class Plan:
 
     @property
     def write_per_gpu(self) -> float:
-        """GB/s of the busiest writing GPU, if all end together: ``share / seconds``."""
-        return self.shares[0].bytes / self.seconds / 1e9
+        """Bytes per second of the busiest writing GPU, if all end together: ``share / seconds``."""
+        return self.shares[0].bytes / self.seconds
 
     @property
     def write_per_node(self) -> float:
-        """GB/s of a node full of writing GPUs."""
+        """Bytes per second of a node full of writing GPUs."""
         return self.write_per_gpu * self.writers_per_node
 
     @property
@@ -138,8 +138,8 @@ class Plan:
 
     @property
     def sustained(self) -> float:
-        """GB/s written on average over the day: ``bytes / interval``."""
-        return self.bytes / self.interval / 1e9
+        """Bytes per second written on average over the day: ``bytes / interval``."""
+        return self.bytes / self.interval
 
     @property
     def overhead(self) -> float:
@@ -153,7 +153,7 @@ class Plan:
 
     @property
     def restore_rate(self) -> float:
-        """GB/s to restore in the time that a checkpoint took: ``write * read_fan_out``."""
+        """Bytes per second to restore in the time that a checkpoint took: ``write * read_fan_out``."""
         return self.write * self.read_fan_out
 
     @property
@@ -270,7 +270,7 @@ def plan_table(plan: Plan) -> list[str]:
     verdicts = [
         (
             verdict.tier,
-            f"{verdict.write:g} / {verdict.read:g}",
+            f"{verdict.write / 1e9:g} / {verdict.read / 1e9:g}",
             show_seconds(verdict.seconds),
             show_seconds(verdict.restore_seconds),
             show_seconds(verdict.interval),

@@ -27,7 +27,7 @@ output    --json; --plot FILE
 
 example:
   fastckpt simulate --cost 50s --gpus 24000 --mttf-cluster 124min
-  fastckpt simulate --params 405B --gpus 16384 --tp 8 --pp 16 --node-write 4
+  fastckpt simulate --params 405B --gpus 16384 --tp 8 --pp 16 --node-write 4GB/s
 docs/sizing.md explains every line of the output."""
 
 _MEASURED = (("write", "save"), ("read", "load"))
@@ -57,7 +57,7 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
         known: other arguments of the job.
 
     Returns:
-        ``node_write`` and ``node_read``, in GB/s of 10^9 bytes.
+        ``node_write`` and ``node_read``, in bytes per second.
 
     Raises:
         ValueError: it is not such a file, or the job has these values already.
@@ -70,7 +70,7 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
         raise ValueError(f"simulate: --from gives the speed of a node: leave out {', '.join(others)}")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["scores"]
-        return {f"node_{kind}": float(found[of]["gb_per_s"]["median"]) for kind, of in _MEASURED}
+        return {f"node_{kind}": 1e9 * float(found[of]["gb_per_s"]["median"]) for kind, of in _MEASURED}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"simulate: {file} is not a result of 'fastckpt bench DIR --json': make one ({error!r})"

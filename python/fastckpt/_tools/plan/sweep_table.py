@@ -24,8 +24,8 @@ def sweep_table(name: str, values: Sequence[str], plans: Sequence[Plan]) -> list
             show_seconds(plan.interval),
             digits(plan.checkpoints_per_day),
             show_seconds(plan.seconds),
-            digits(plan.write),
-            digits(plan.sustained),
+            digits(plan.write / 1e9),
+            digits(plan.sustained / 1e9),
             show_share(plan.overhead),
             show_share(plan.goodput),
         )

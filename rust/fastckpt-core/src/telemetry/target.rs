@@ -39,16 +39,29 @@ fn environment_targets(environment: &Environment) -> (u64, u64) {
     environment.text("FASTCKPT_TOP_TARGET").and_then(parse_targets).unwrap_or((0, 0))
 }
 
-/// Parses a tier's name, GB/s for both saves and loads, or `save=X,load=Y` (in GB/s; a GB is 10^9 bytes). Returns
-/// bytes/s, 0 for a part that `text` leaves out. The tiers are from NVIDIA's DGX H100 sizing, per GPU. `fastckpt-top`
-/// parses the same grammar in Python, and both pass the table `tests/data/targets.txt`.
+/// Units of a rate, in lower case, with their bytes per second.
+const UNITS: [(&str, f64); 5] = [("tb/s", 1e12), ("gb/s", 1e9), ("mb/s", 1e6), ("kb/s", 1e3), ("b/s", 1.0)];
+
+/// Less than this without a unit is meant in another unit.
+const LEAST_BARE: f64 = 1e6;
+
+/// Bytes/s of `2.5gb/s`, or of a bare number of bytes/s. Less is no byte, more is no storage.
+fn rate(text: &str) -> Option<u64> {
+    let text = text.trim();
+    let unit = UNITS.iter().find_map(|(unit, scale)| Some((text.strip_suffix(unit)?.trim_end(), *scale)));
+    let (number, scale) = unit.unwrap_or((text, 1.0));
+    let value = number.parse::<f64>().ok()? * scale;
+    #[expect(clippy::cast_sign_loss, reason = "checked to be positive")]
+    let found = (1.0..1e18).contains(&value).then_some(value as u64);
+    found.filter(|_| unit.is_some() || value >= LEAST_BARE)
+}
+
+/// Parses a tier's name, a rate for both saves and loads, or `save=RATE,load=RATE`; a rate is a number with a unit
+/// (`2.5GB/s`; a GB is 10^9 bytes), or of bytes/s. Returns bytes/s, 0 for a part that `text` leaves out. The tiers are
+/// from NVIDIA's DGX H100 sizing, per GPU. `fastckpt-top` parses the same grammar in Python, and both pass the table
+/// `tests/data/targets.txt`.
 #[must_use]
 pub fn parse_targets(text: &str) -> Option<(u64, u64)> {
-    let number = |text: &str| {
-        let value: f64 = text.trim().parse().ok()?;
-        #[expect(clippy::cast_sign_loss, reason = "checked to be positive")]
-        (1e-9..1e9).contains(&value).then_some((value * 1e9) as u64)
-    };
     let text = text.trim().to_ascii_lowercase();
     match text.as_str() {
         "light" => return Some((750_000_000, 1_000_000_000)),
@@ -56,15 +69,15 @@ pub fn parse_targets(text: &str) -> Option<(u64, u64)> {
         "high" => return Some((3_000_000_000, 4_000_000_000)),
         _ => {}
     }
-    if let Some(both) = number(&text) {
+    if let Some(both) = rate(&text) {
         return Some((both, both));
     }
     let mut targets = (0, 0);
     for part in text.split(',') {
         let (name, value) = part.split_once('=')?;
         match name.trim() {
-            "save" => targets.0 = number(value)?,
-            "load" => targets.1 = number(value)?,
+            "save" => targets.0 = rate(value)?,
+            "load" => targets.1 = rate(value)?,
             _ => return None,
         }
     }
