@@ -128,10 +128,12 @@ def test_notes_of_a_config_are_shown(tmp_path: Path, capsys: pytest.CaptureFixtu
         ({"gpus": 8, "mttf_gpu": 1, "mttf_cluster": 1}, "only one of mttf_gpu and mttf_cluster"),
         ({"gpus": 8, "mttf_gpu": "-1h"}, "mttf_gpu must be more than 0"),
         ({"gpus": 8, "tier": "enormous"}, "tier must be one of light, medium, high"),
-        ({"gpus": 8, "tier": "light", "write": 3}, "either a tier or write"),
-        ({"gpus": 8, "read": 3}, "read needs write or node_write"),
+        ({"gpus": 8, "tier": "light", "write": 3e9}, "either a tier or write"),
+        ({"gpus": 8, "read": 3e9}, "read needs write or node_write"),
         ({"gpus": 8, "write": 0}, "write must be more than 0"),
-        ({"gpus": 8, "write": 1, "stall": "1h"}, "stall 3600 s is longer than the checkpoint takes, 14 s"),
+        ({"gpus": 8, "write": 2.5}, "write 2.5 would be bytes per second: give it a unit, as in '2.5GB/s'"),
+        ({"gpus": 8, "write": "273"}, "write '273' would be bytes per second: give it a unit, as in '273GB/s'"),
+        ({"gpus": 8, "write": 1e9, "stall": "1h"}, "stall 3600 s is longer than the checkpoint takes, 14 s"),
         ({"gpus": 8, "target_seconds": 0}, "target_seconds must be more than 0"),
     ],
 )
@@ -250,7 +252,7 @@ def test_what_cannot_be_kept_up_is_noted() -> None:
 
 def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> None:
     base = ["plan", "--params", "100B", "--expert-params", "60B", "--tp", "2", "--pp", "2", "--dp", "8"]
-    plain = call_json(capsys, *base, "--write", "10")
+    plain = call_json(capsys, *base, "--write", "10GB/s")
     for option, value in (
         ("--weights", "fp8"),
         ("--master", "none"),
@@ -261,26 +263,26 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
         ("--mttf-gpu", "1000h"),
         ("--mttf-cluster", "124min"),
         ("--restart", "5min"),
-        ("--read", "20"),
-        ("--node-write", "0.1"),
+        ("--read", "20GB/s"),
+        ("--node-write", "100MB/s"),
         ("--stall", "1s"),
         ("--goodput", "90%"),
         ("--overhead", "0.01"),
         ("--interval", "4h"),
         ("--target-seconds", "1"),
     ):
-        assert call_json(capsys, *base, "--write", "10", option, value) != plain, option
-    assert call_json(capsys, *base, "--node-write", "1", "--node-read", "2")["restore_seconds"] > 0
+        assert call_json(capsys, *base, "--write", "10GB/s", option, value) != plain, option
+    assert call_json(capsys, *base, "--node-write", "1GB/s", "--node-read", "2GB/s")["restore_seconds"] > 0
     assert call_json(capsys, *base, "--tier", "high")["speed"] == "tier high"
     assert call_json(capsys, *base[:-2], "--gpus", "32")["layout"]["dp"] == 8
 
 
 def test_json_has_everything_that_the_library_has(capsys: pytest.CaptureFixture[str]) -> None:
-    document = call_json(capsys, "plan", "--size", "13.8TB", "--tp", 8, "--pp", 64, "--dp", 6, "--write", 273)
+    document = call_json(capsys, "plan", "--size", "13.8TB", "--tp", 8, "--pp", 64, "--dp", 6, "--write", "273GB/s")
     plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write="273GB/s")
     assert document == json.loads(json.dumps(plan.to_dict()))
     assert document["writers"] == 512
-    assert document["write_per_node"] == pytest.approx(4.27, abs=0.01)
+    assert document["write_per_node"] == pytest.approx(4.27e9, abs=0.01e9)
     assert document["verdicts"][0]["tier"] == "light"
 
 

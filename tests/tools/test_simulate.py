@@ -29,7 +29,7 @@ COST = ["simulate", "--cost", "50s", "--gpus", 24_000, "--mttf-cluster", "124min
 def test_the_command_takes_a_job_as_plan_does(capsys: pytest.CaptureFixture[str]) -> None:
     import fastckpt
 
-    job = ["--params", "405B", "--gpus", 16384, "--tp", 8, "--pp", 16, "--node-write", 4, "--restart", "5min"]
+    job = ["--params", "405B", "--gpus", 16384, "--tp", 8, "--pp", 16, "--node-write", "4GB/s", "--restart", "5min"]
     more = ["--stall", "2s", "--days", 30, "--runs", 20, "--seed", 7, "--weibull", 2]
     _, out, _ = call(capsys, "simulate", *job, *more, "--json")
     document = json.loads(out)
@@ -53,7 +53,7 @@ def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Pat
         (["simulate", "--ranks", 2], "unrecognized arguments: --ranks"),
         (["simulate"], "give one of params"),
         (["simulate", "--cost", "50s"], "--cost needs --gpus"),
-        ([*COST, "--params", "1B", "--node-write", 4], "leave out --node-write, --params"),
+        ([*COST, "--params", "1B", "--node-write", "4GB/s"], "leave out --node-write, --params"),
         (["simulate", "--cost", "0", "--gpus", 8], "cost must be more than 0"),
         (["simulate", "--cost", "1", "--gpus", 0], "--gpus must be at least 1, not 0"),
         ([*COST, "--plot", tmp_path / "x.docx"], "suffix must be one of"),
