@@ -282,7 +282,7 @@ def remove_leftover(directory: str, name: str, force: bool) -> bool:
     """Remove one of them that is dead; with ``force`` one that is unknown or kept, too. Return whether it was."""
 
 def set_target(target: str) -> tuple[int, int]:
-    """Set the target of this process, GB/s per GPU of saves and of loads, and return it; 0.0 for none.
+    """Set the target of this process, and return its bytes per second per GPU of saves and of loads; 0 for none.
 
     ``ValueError`` for anything else.
     """

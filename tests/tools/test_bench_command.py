@@ -438,8 +438,8 @@ def test_a_simulation_takes_what_was_measured(where, tmp_path, capsys):
         tp=8,
         pp=16,
         restart="5min",
-        node_write=scores["save"]["gb_per_s"]["median"],
-        node_read=scores["load"]["gb_per_s"]["median"],
+        node_write=1e9 * scores["save"]["gb_per_s"]["median"],
+        node_read=1e9 * scores["load"]["gb_per_s"]["median"],
     )
     assert document["cost"] == pytest.approx(plan.stall)
     assert document["restart"] == pytest.approx(plan.restart + plan.restore_seconds)
@@ -450,7 +450,7 @@ def test_a_simulation_refuses_what_is_no_measurement(where, tmp_path, capsys):
         (tmp_path / "x.json").write_text(content)
         assert cli.main(["simulate", "--from", str(tmp_path / "x.json"), "--params", "1B", "--gpus", "8"]) == 2
         assert "is not a result of 'fastckpt bench DIR --json'" in capsys.readouterr().err
-    more = ["--params", "1B", "--gpus", "8", "--node-write", "4"]
+    more = ["--params", "1B", "--gpus", "8", "--node-write", "4GB/s"]
     assert cli.main(["simulate", "--from", str(tmp_path / "x.json"), *more]) == 2
     assert "leave out --node-write" in capsys.readouterr().err
     assert cli.main(["simulate", "--from", str(tmp_path / "none.json"), "--params", "1B", "--gpus", "8"]) == 2
