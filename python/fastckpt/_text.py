@@ -47,6 +47,11 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
+def shortened(text: str, most: int) -> str:
+    """``text``, cut to so many characters; dots show that it goes on."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 def table(rows: Iterable[Sequence[str]], right: Container[int] = ()) -> list[str]:
     """Return lines with aligned columns of visible text; those in ``right`` are aligned to the right."""
     rows = [[visible(cell) for cell in row] for row in rows]

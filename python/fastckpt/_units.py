@@ -27,7 +27,7 @@ _BYTES = {
 }
 
 #: Less than this many bytes per second without a unit are meant in another one.
-_LEAST_BARE = 1e6
+LEAST_RATE = 1e4
 _DIGITS = 3
 _MINUTE, _HOUR, _DAY = 60.0, 3600.0, 86400.0
 
@@ -63,18 +63,21 @@ def _scaled(what: str, value: float | str, units: dict[str, float], default: str
     return result
 
 
-def seconds(what: str, value: float | str, unit: str = "s") -> float:
+def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
     """A duration, as in ``124min`` or ``50000h``, in seconds.
 
     Args:
         what: the name of the quantity, for the error.
         value: a number, or a string of a number and a unit: ms, s, min, h, d, w, y.
-        unit: the unit of a bare number.
+        least_bare: less than this without a unit is meant in another one.
 
     Raises:
         ValueError: it is not that, or not more than 0.
     """
-    return _scaled(what, value, _SECONDS, unit)
+    result = _scaled(what, value, _SECONDS, "s")
+    if result < least_bare and not _split(what, value)[1]:
+        raise ValueError(f"{what} {value!r} would be seconds: give it a unit, as in '{value}h'")
+    return result
 
 
 def parameters(what: str, value: float | str) -> int:
@@ -112,7 +115,7 @@ def rate(what: str, value: float | str) -> float:
         ValueError: it is not that; or it is so small without a unit that another one is meant.
     """
     result = _scaled(what, value, {"": 1.0, **{f"{unit}/s": scale for unit, scale in _BYTES.items() if unit}}, "")
-    if result < _LEAST_BARE and not _split(what, value)[1]:
+    if result < LEAST_RATE and not _split(what, value)[1]:
         raise ValueError(f"{what} {value!r} would be bytes per second: give it a unit, as in '{value}GB/s'")
     return result
 

@@ -8,6 +8,7 @@ it, too, whatever the policies decide. A policy is any object with ``due(moment)
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -25,6 +26,8 @@ logger = logging.getLogger("fastckpt")
 _CHANGED = 0.1
 #: Seconds between failures of one accelerator, as MLCommons assumes.
 _MTTF = 50_000 * 3600.0
+#: A shorter time to failure without a unit is meant in hours.
+_LEAST_MTTF = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,21 +163,11 @@ class Auto:
     """
 
     def __init__(self, mttf: float | str | None = None, overhead: float | str = 0.05) -> None:
-        self._assumed = mttf is None
-        self.mttf = _MTTF if mttf is None else seconds("when.Auto: mttf", mttf)
+        #: Whether the mean time to failure is assumed, for each process.
+        self.assumes = mttf is None
+        self.mttf = _MTTF if mttf is None else seconds("when.Auto: mttf", mttf, _LEAST_MTTF)
         self.overhead = fraction("when.Auto: overhead", overhead)
         self._said: float | None = None
-
-    def of_job(self, ranks: int) -> Auto:
-        """The policy of a manager in a job of several processes.
-
-        Args:
-            ranks: how many.
-
-        Returns:
-            One with the mean time to failure of the whole job.
-        """
-        return Auto(self.mttf / ranks if self._assumed else self.mttf, self.overhead)
 
     def due(self, moment: Moment) -> bool:
         """Whether to save the step."""
@@ -224,3 +217,12 @@ class Auto:
 
     def __repr__(self) -> str:
         return f"Auto(mttf={self.mttf:g}, overhead={self.overhead:g})"
+
+
+def of_job(policy: Policy, ranks: int) -> Policy:
+    """A policy in a job of several processes: ``Auto`` without ``mttf`` assumes one for each."""
+    if not isinstance(policy, Auto) or not policy.assumes:
+        return policy
+    own = copy.copy(policy)
+    own.mttf = policy.mttf / ranks
+    return own

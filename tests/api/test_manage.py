@@ -96,12 +96,22 @@ def test_urls_are_no_paths():
 
 
 def test_a_list_goes_by_the_step_or_by_time(tmp_path):
-    for name in ("step-20", "run2-step-3", "step-100"):
-        fastckpt.save({}, tmp_path / name)
-    assert [one.name for one in fastckpt.list(tmp_path)] == ["run2-step-3", "step-20", "step-100"]
-    fastckpt.save({}, tmp_path / "final")
-    (tmp_path / "step-100" / "fastckpt.json").write_bytes(b"")
-    assert [one.name for one in fastckpt.list(tmp_path)] == ["step-100", "step-20", "run2-step-3", "final"]
+    for name in ("run2-step-20", "run2-step-3", "run2-step-100"):
+        fastckpt.save({}, tmp_path / "run" / name)
+    assert [one.name for one in fastckpt.list(tmp_path / "run")] == ["run2-step-3", "run2-step-20", "run2-step-100"]
+    fastckpt.save({}, tmp_path / "run" / "final")
+    (tmp_path / "run" / "run2-step-100" / "fastckpt.json").write_bytes(b"")
+    names = ["run2-step-100", "run2-step-20", "run2-step-3", "final"]
+    assert [one.name for one in fastckpt.list(tmp_path / "run")] == names
+    # Whose numbers are no steps.
+    dates = ["run-2023-12-31", "run-2024-06-01", "run-2024-05-30"]
+    for name in dates:
+        fastckpt.save({}, tmp_path / "dates" / name)
+    assert [one.name for one in fastckpt.list(tmp_path / "dates")] == dates
+    versions = ["step-2000-v1", "step-1000-v2"]
+    for name in versions:
+        fastckpt.save({}, tmp_path / "versions" / name)
+    assert [one.name for one in fastckpt.list(tmp_path / "versions")] == versions
 
 
 def test_remove_waits_for_a_save_in_flight(tmp_path):

@@ -13,6 +13,8 @@ from harness.reports import with_report
 
 STATE = {"w": np.arange(1000.0), "v": np.ones(7)}
 COMMON = {"seconds", "gigabytes_per_second", "bytes", "copied_bytes", "threads", "fallback"}
+OF_SAVES = {"total_bytes", "sent_bytes", "received_bytes"}
+OF_LOADS = {"storage_bytes", "peer_bytes", "sent_bytes"}
 
 
 def figures(report):
@@ -28,7 +30,8 @@ def test_a_save(tmp_path):
     report = fastckpt.save(STATE, tmp_path / "c", metadata={"step": 7})
     found = figures(report)
     phases = {"plan_seconds", "write_seconds", "fsync_seconds", "commit_seconds"}
-    assert set(found) == COMMON | phases | {"stall_seconds", "staged_bytes", "step"}
+    assert set(found) == COMMON | phases | {"stall_seconds", "staged_bytes", "step"} | OF_SAVES
+    assert found["total_bytes"] == report.bytes
     assert found["seconds"] == found["stall_seconds"] == report.seconds
     assert found["bytes"] == report.bytes
     assert found["gigabytes_per_second"] == report.gigabytes_per_second
@@ -56,7 +59,7 @@ def test_a_load_and_a_verification(tmp_path):
     into = {"w": np.zeros(1000), "more": np.zeros(2)}
     report = with_report(fastckpt.load, tmp_path / "c", into=into, strict=False).report
     found = figures(report)
-    assert set(found) == COMMON | {"plan_seconds", "read_seconds", "missing", "unexpected"}
+    assert set(found) == COMMON | {"plan_seconds", "read_seconds", "missing", "unexpected"} | OF_LOADS
     assert (found["missing"], found["unexpected"]) == (1, 1)
     found = figures(fastckpt.verify(tmp_path / "c"))
     assert set(found) == COMMON | {"plan_seconds", "read_seconds", "damage"}

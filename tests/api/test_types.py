@@ -113,4 +113,4 @@ def test_the_types_of_public_signatures_are_there_at_run_time():
             if ours and (inspect.isclass(function) or inspect.isfunction(function)):
                 typing.get_type_hints(function)
                 resolved.add(function)
-    assert resolved >= {fastckpt.save, fastckpt.load, fastckpt.Checkpoint.slice, fastckpt.PendingSave.result}
+    assert resolved >= {fastckpt.save, fastckpt.load, fastckpt.Checkpoint.tensor, fastckpt.PendingSave.result}

@@ -8,7 +8,7 @@ def at_remote(manager):
 
 def kept(manager):
     """Why each of its own checkpoints stays, by step."""
-    return {one.step: [*one.kept_for] for one in manager.checkpoints() if "local" in one.tiers}
+    return {one.step: [*one.kept_for["local"]] for one in manager.checkpoints() if "local" in one.tiers}
 
 
 def pinned(manager):

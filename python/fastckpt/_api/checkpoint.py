@@ -144,6 +144,15 @@ class TensorHandle:
         """
         return self._read(index)
 
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"{self.info.name!r} has no dimension, and so no length")
+        return self.shape[0]
+
+    # Python would read row by row.
+    __iter__ = None
+    __contains__ = None
+
     def __repr__(self) -> str:
         return f"<fastckpt tensor {self.info.name!r}: {self.dtype} {list(self.shape)}>"
 
@@ -236,7 +245,7 @@ class Checkpoint(Mapping[str, Any]):
         index = self._index.get(name)
         if index is not None:
             return index
-        below = next((one for one in self if one.startswith(f"{name}.")), None)
+        below = next((one for one in self._index if one.startswith(f"{name}.")), None)
         if below is not None:
             raise KeyError(
                 f"{self._path}: {name!r} is not a tensor, but holds {below!r}: load(..., keys={name!r}) reads all of it"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import contextlib
 import errno
+import math
 import os
 import re
 import time
@@ -28,6 +29,9 @@ __all__ = ["Leftover", "ListedCheckpoint", "clean", "leftovers", "list", "remove
 
 #: Names of files that a file system keeps because a process has them open, and of leftovers of a killed save.
 _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
+
+#: A shorter age without a unit is meant in hours: a save may well pause for seconds.
+_LEAST_AGE = 60.0
 
 
 def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -> None:
@@ -99,9 +103,9 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
 
 
 def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
-    """List the checkpoints in ``directory``, the oldest first: by the last number in their names, which is the step.
+    """List the checkpoints in ``directory``, by their steps where their names differ in one number alone.
 
-    If a name has no number, all are sorted by the time at which their saves began; of a damaged one it may be unknown,
+    Names that differ otherwise are sorted by the time at which their saves began; of a damaged one it may be unknown,
     and counts as the oldest.
 
     A checkpoint that is being written is not listed, nor is one below a symbolic link. The manifest of each is read,
@@ -127,14 +131,11 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
         found = cast("builtins.list[ListedCheckpoint]", checkpoints.list_checkpoints(place))
     else:
         found = _core.list_checkpoints(place)
-    steps = [re.findall("[0-9]+", one.name) for one in found]
-    if all(steps):
-        return [one for _, one in sorted(zip(steps, found, strict=True), key=lambda both: _order(*both))]
+    forms = {re.sub("[0-9]+", "0", one.name) for one in found}
+    numbers = {tuple(re.findall("[0-9]+", one.name)) for one in found}
+    if len(forms) == 1 and sum(len({*column}) > 1 for column in zip(*numbers, strict=True)) <= 1:
+        return sorted(found, key=lambda one: natural(one.name))
     return sorted(found, key=lambda one: (one.created or 0.0, natural(one.name)))
-
-
-def _order(numbers: builtins.list[str], one: ListedCheckpoint) -> tuple[int, tuple[object, ...]]:
-    return int(numbers[-1]), natural(one.name)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +151,7 @@ class Leftover:
             was about to replace, or the save itself) or ``foreign`` (no checkpoint; a killed save had moved it aside).
         bytes: bytes of its files.
         changed: seconds since 1970 when something was last made, removed or renamed in it, or written to a file of it.
+        due: whether :func:`clean` removes it, as it was called, unless ``dry_run``.
         removed: whether it was removed.
         error: why it could not be removed, or None.
     """
@@ -160,6 +162,7 @@ class Leftover:
     state: str
     bytes: int
     changed: int
+    due: bool = False
     removed: bool = False
     error: OSError | None = None
 
@@ -175,12 +178,13 @@ def clean(
     Args:
         directory: the directory that holds the checkpoints.
         older_than: also remove leftovers whose writer may still run, and old checkpoints that are kept, if nothing in
-            them has changed for that long: seconds, or a string with a unit (``"2h"``). Give more than any save can
-            pause.
+            them has changed for that long: seconds, or a string with a unit (``"2h"``); 0 for any age. Give more than
+            any save can pause.
         dry_run: change nothing.
 
     Returns:
-        All leftovers by name, and which were removed. An error of the storage is in ``error`` of its leftover.
+        All leftovers by name: which are ``due``, and which were removed. An error of the storage is in ``error`` of its
+        leftover.
 
     Raises:
         FileNotFoundError: there is no such directory.
@@ -193,14 +197,20 @@ def clean(
         []
     """
     place = path_of("clean", directory)
-    age = None if older_than is None else seconds("clean: older_than", older_than)
-    found = leftovers(place)
-    for number, one in enumerate(found if not dry_run else ()):
-        old = age is not None and time.time() - one.changed > age
-        try:
-            found[number] = replace(one, removed=remove_leftover(place, one.name, force=old))
-        except OSError as error:
-            found[number] = replace(one, error=error)
+    age = math.inf if older_than is None else 0.0
+    if older_than is not None and older_than != 0:
+        age = seconds("clean: older_than", older_than, _LEAST_AGE)
+    found = []
+    for one in leftovers(place):
+        old = time.time() - one.changed >= age
+        due = one.state == "dead" or (old and one.state in {"unknown", "kept"})
+        removed, error = False, None
+        if due and not dry_run:
+            try:
+                removed = remove_leftover(place, one.name, force=old)
+            except OSError as failed:
+                error = failed
+        found.append(replace(one, due=due, removed=removed, error=error))
     return found
 
 

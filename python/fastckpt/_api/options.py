@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeAlias, get_args
 
 from fastckpt import _core
-from fastckpt._units import bytes_of
+from fastckpt._units import LEAST_RATE, bytes_of
 
 #: Argument types of public functions, as type checkers see them.
 Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
@@ -57,7 +57,10 @@ def check_bandwidth(operation: str, limit: Any, what: str = "bandwidth_limit") -
     """``bandwidth_limit=``, or another argument of that kind, in bytes per second."""
     if limit is None:
         return None
-    return bytes_of(f"{operation}: {what}", limit.removesuffix("/s") if isinstance(limit, str) else limit)
+    found = bytes_of(f"{operation}: {what}", limit.removesuffix("/s") if isinstance(limit, str) else limit)
+    if found < LEAST_RATE and not (isinstance(limit, str) and limit.removesuffix("/s").endswith("B")):
+        raise ValueError(f"{operation}: {what}: {limit!r} would be bytes per second: give it a unit, as in '2GB'")
+    return found
 
 
 def check_pin(operation: str, pin: Any) -> int | None:

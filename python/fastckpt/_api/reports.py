@@ -42,8 +42,6 @@ _FIGURES: Final = {
     "unexpected": "unexpected",
     "damage": "damage",
 }
-#: Those that tell nothing of a process alone.
-_OF_RANKS: Final = {"total_bytes", "storage_bytes", "peer_bytes", "sent_bytes", "received_bytes"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,9 +99,9 @@ class Report:
 
         Each name is ``prefix``, the operation and the figure: ``checkpoint/save_seconds``. The figures are ``seconds``
         and ``{phase}_seconds`` for each phase, ``gigabytes_per_second``, ``bytes``, ``copied_bytes``, ``threads`` and
-        ``fallback`` (1.0 where there is one). A save adds ``stall_seconds``, ``staged_bytes`` and ``step``, a load the
-        counts ``missing`` and ``unexpected``, a verification the count ``damage``; one rank of several adds
-        ``sent_bytes`` and ``total_bytes`` and ``received_bytes`` (save) or ``storage_bytes`` and ``peer_bytes`` (load).
+        ``fallback`` (1.0 where there is one). A save adds ``stall_seconds``, ``staged_bytes``, ``step``,
+        ``total_bytes``, ``sent_bytes`` and ``received_bytes``, a load ``storage_bytes``, ``peer_bytes``, ``sent_bytes``
+        and the counts ``missing`` and ``unexpected``, a verification the count ``damage``.
 
         Args:
             prefix: the beginning of each name.
@@ -119,8 +117,7 @@ class Report:
             (7.0, 24.0)
         """
         before = f"{prefix}{self.operation}_"
-        names = _FIGURES if getattr(self, "ranks", 1) > 1 else _FIGURES.keys() - _OF_RANKS
-        found = {name: getattr(self, _FIGURES[name]) for name in names if hasattr(self, _FIGURES[name])}
+        found = {name: getattr(self, attribute) for name, attribute in _FIGURES.items() if hasattr(self, attribute)}
         found |= {f"{phase}_seconds": seconds for phase, seconds in self.phases.items()}
         found["fallback"] = self.fallback is not None
         return {

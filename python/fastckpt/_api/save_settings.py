@@ -15,7 +15,7 @@ from fastckpt._units import bytes_of
 from .options import Engine, check_bandwidth, check_io, check_threads
 from .reuse import check_base
 from .selection import texts_of
-from .settings import Settings, as_bool, as_given, option
+from .settings import Settings, as_bool, as_given, callable_of, option
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -148,7 +148,7 @@ class SaveSettings(WriteSettings):
         "a glob pattern, or several, over names (the keys on the way to a tensor or value, joined with dots), as for "
         ":func:`fastckpt.load`: what matches is left out, as if it were not in the state, also what could not be "
         "saved. A pattern without ``*``, ``?`` and ``[`` also leaves out all that is below that name. "
-        "``fastckpt info`` shows the patterns.",
+        "``fastckpt info`` shows the patterns, of several ranks those of the first.",
         kept=", ".join,
     )
     dtype: Any = option(
@@ -161,7 +161,7 @@ class SaveSettings(WriteSettings):
     )
     encode: Callable[[Any], Any] | None = option(
         None,
-        as_given,
+        callable_of("encode"),
         "called with what cannot be saved; returns something that can, which is stored in its place, or raises "
         "TypeError. (A generator, for example: ``lambda value: list(value)``.)",
     )

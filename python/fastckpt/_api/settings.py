@@ -16,7 +16,7 @@ from functools import cache
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, get_type_hints
 
-from fastckpt._text import suggest, visible
+from fastckpt._text import shortened, suggest, visible
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -124,9 +124,9 @@ class Settings:
     def kept(self) -> list[tuple[str, str]]:
         """The options that a checkpoint keeps, by name, in words."""
         return [
-            (name, visible(one.kept(value))[:_LONGEST])
+            (name, shortened(visible(one.kept(value)), _LONGEST))
             for name, one in self.options().items()
-            if one.kept is not None and (value := getattr(self, name)) != one.default
+            if one.kept is not None and (value := getattr(self, name)) and value != one.default
         ]
 
 

@@ -80,7 +80,7 @@ def when_of(when: Any, ranks: int) -> list[saving.Policy]:
         policy = saving.Auto() if one == "auto" else saving.Every(steps=one) if isinstance(one, int) else one
         if not isinstance(policy, saving.Policy) or isinstance(policy, type):
             raise TypeError(f'Manager: save_when: {one!r} is not a policy: give "auto", or see fastckpt.when')
-        found.append(policy.of_job(ranks) if isinstance(policy, saving.Auto) else policy)
+        found.append(saving.of_job(policy, ranks))
     return found
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from fastckpt.keep import Saved
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
 
     from fastckpt.keep import Policy
 
@@ -20,6 +23,8 @@ if TYPE_CHECKING:
 class ManagedCheckpoint:
     """A checkpoint of a run, as :meth:`fastckpt.Manager.checkpoints` lists it.
 
+    Where the tiers have different saves of its step, the facts are those of the local one, unless it cannot be opened.
+
     Attributes:
         step: its training step.
         path: its directory; where only the remote tier has it, its place there.
@@ -27,10 +32,9 @@ class ManagedCheckpoint:
         metrics: the metrics that were saved with it.
         changed: of the groups ``model`` and ``optimizer``, the share of the bytes that are of tensors which differ from
             the checkpoint before; empty if unknown.
-        kept_for: why it stays: the policies that keep it, ``pinned``, or another reason in words. Without one it is
-            removed after the next save.
+        kept_for: for each tier that has it, ``local`` or ``remote``, why it stays there: the policies that keep it,
+            ``pinned``, or another reason in words. Where there is none, that tier removes it after the next save.
         pinned: whether it is pinned.
-        tiers: where it is: ``local``, ``remote`` or both.
     """
 
     step: int
@@ -38,9 +42,13 @@ class ManagedCheckpoint:
     created: float | None
     metrics: Mapping[str, float]
     changed: Mapping[str, float]
-    kept_for: tuple[str, ...]
+    kept_for: Mapping[str, tuple[str, ...]]
     pinned: bool
-    tiers: tuple[str, ...]
+
+    @property
+    def tiers(self) -> tuple[str, ...]:
+        """Where it is: ``local``, ``remote`` or both."""
+        return (*self.kept_for,)
 
 
 def checkpoints_of(
@@ -54,21 +62,35 @@ def checkpoints_of(
     tiers: dict[str, tuple[Tier[Any], Sequence[Policy]]] = {"local": (local, policies)}
     if remote is not None:
         tiers["remote"] = (remote, remote.policies)
-    looks = {name: tier.place.look() for name, (tier, _) in tiers.items()}
-    found: dict[int, ManagedCheckpoint] = {}
+    paths: dict[int, str] = {}
+    saved: dict[int, Saved] = {}
+    kept: dict[int, dict[str, tuple[str, ...]]] = {}
+    held: set[int] = set()
     for name, (tier, deciding) in tiers.items():
-        steps = [step for step in looks[name].steps if step not in found]
-        entries, why = tier.catalogue.entries(steps), tier.kept(deciding) if steps else {}
+        # One look: what is decided is decided on what is listed.
+        steps, pinned = tier.place.look()
+        entries = tier.catalogue.entries(steps)
+        why = tier.reasons(entries, deciding, pinned)
+        held |= pinned
         for step in steps:
-            saved = entries[step].saved if step in entries else None
-            found[step] = ManagedCheckpoint(
-                step=step,
-                path=tier.place.path_of(step),
-                created=None if saved is None else saved.created,
-                metrics={} if saved is None else saved.metrics,
-                changed={} if saved is None else saved.changed,
-                kept_for=("it cannot be opened",) if saved is None else tuple(why.get(step, ())),
-                pinned=any(step in look.pinned for look in looks.values()),
-                tiers=tuple(name for name, look in looks.items() if step in look.steps),
-            )
-    return [found[step] for step in sorted(found)]
+            paths.setdefault(step, tier.place.path_of(step))
+            kept.setdefault(step, {})[name] = tuple(why.get(step, (*_pinned(step, pinned), "it cannot be opened")))
+            if step in entries:
+                saved.setdefault(step, entries[step].saved)
+    nothing = {step: Saved(step, math.nan) for step in paths}
+    return [
+        ManagedCheckpoint(
+            step=step,
+            path=paths[step],
+            created=saved[step].created if step in saved else None,
+            metrics=saved.get(step, nothing[step]).metrics,
+            changed=saved.get(step, nothing[step]).changed,
+            kept_for=kept[step],
+            pinned=step in held,
+        )
+        for step in sorted(paths)
+    ]
+
+
+def _pinned(step: int, pinned: Collection[int]) -> tuple[str, ...]:
+    return ("pinned",) if step in pinned else ()

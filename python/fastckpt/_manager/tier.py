@@ -126,7 +126,12 @@ class Tier(Generic[_P]):
     def kept(self, policies: Sequence[Policy]) -> dict[int, list[str]]:
         """Why each checkpoint stays if these policies decide; one without a reason is removed after the next save."""
         steps, pinned = self.place.look()
-        entries = self.catalogue.entries(steps)
+        return self.reasons(self.catalogue.entries(steps), policies, pinned)
+
+    def reasons(
+        self, entries: Mapping[int, Entry], policies: Sequence[Policy], pinned: Collection[int]
+    ) -> dict[int, list[str]]:
+        """The same of these checkpoints."""
         found = reasons_on_branch(entries, self.catalogue.tip(entries), policies, pinned, time.time())
         newest = max(self.catalogue.own(entries), default=-1)
         for step, why in found.items():

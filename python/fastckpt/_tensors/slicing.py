@@ -64,9 +64,9 @@ def _normal(shape: Sequence[int], index: Any) -> list[Any]:
     given = list(index) if isinstance(index, tuple) else [index]
     dots = [position for position, item in enumerate(given) if item is Ellipsis]
     if len(dots) > 1:
-        raise IndexError("slice: an index can have only one Ellipsis")
+        raise IndexError("an index can have only one Ellipsis")
     if len(given) - len(dots) > len(shape):
-        raise IndexError(f"slice: {len(given) - len(dots)} indices for a tensor of {len(shape)} dimensions")
+        raise IndexError(f"{len(given) - len(dots)} indices for a tensor of {len(shape)} dimensions")
     missing = [slice(None)] * (len(shape) - len(given) + len(dots))
     position = dots[0] if dots else len(given)
     given[position : position + len(dots)] = missing
@@ -77,13 +77,13 @@ def _step(dimension: int, size: int, item: Any) -> int | range:
     if isinstance(item, slice):
         return range(*item.indices(size))
     if isinstance(item, (bool, np.bool_)) or item is None:
-        raise TypeError(f"slice: an index must be an int, a slice, an Ellipsis or a tuple of them, not {item!r}")
+        raise TypeError(f"an index must be an int, a slice, an Ellipsis or a tuple of them, not {item!r}")
     try:
         at = operator.index(item)
     except TypeError:
         raise TypeError(
-            f"slice: an index must be an int, a slice, an Ellipsis or a tuple of them, not {type(item).__name__}"
+            f"an index must be an int, a slice, an Ellipsis or a tuple of them, not {type(item).__name__}"
         ) from None
     if not -size <= at < size:
-        raise IndexError(f"slice: index {at} is out of range for dimension {dimension} of size {size}")
+        raise IndexError(f"index {at} is out of range for dimension {dimension} of size {size}")
     return at % size

@@ -39,15 +39,13 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument(
         "--older-than",
         metavar="TIME",
-        help="with --yes: also remove leftovers whose writer may still run, and old checkpoints that are kept, if "
-        "nothing in them was made, removed or written for that long (2h); give more than any save can pause",
+        help="also remove leftovers whose writer may still run, and old checkpoints that are kept, if nothing in them "
+        "was made, removed or written for that long (2h); give more than any save can pause",
     )
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """List leftovers, and remove the requested ones; returns exit status, JSON document and lines."""
-    if options.older_than is not None and not options.yes:
-        raise ValueError("clean: --older-than requires --yes")
     directory = options.path if isinstance(options.path, str) else os.fspath(options.path.absolute())
     left = fastckpt.clean(directory, older_than=options.older_than, dry_run=not options.yes)
     found = [{name: value for name, value in asdict(one).items() if name != "error"} for one in left]
@@ -62,7 +60,7 @@ def _lines(directory: str, found: list[dict[str, Any]]) -> list[str]:
     rows: list[tuple[str, ...]] = [("checkpoint", "host", "changed", "size", "state", "name")]
     for one in found:
         when = dt.datetime.fromtimestamp(one["changed"]).astimezone().strftime("%Y-%m-%d %H:%M")
-        state = "removed" if one["removed"] else one["state"]
+        state = "removed" if one["removed"] else f"{one['state']}: would be removed" if one["due"] else one["state"]
         rows.append((one["checkpoint"], one["host"], when, size(one["bytes"]), state, one["name"]))
     left = [one for one in found if not one["removed"]]
     lines = table(rows, right=(3,))

@@ -21,7 +21,7 @@ from typing import Any, NoReturn, TextIO
 
 import fastckpt
 from fastckpt import _namesake
-from fastckpt._text import count, size, suggest, table, visible
+from fastckpt._text import count, shortened, size, suggest, table, visible
 from fastckpt._tools.bench import command as _bench
 from fastckpt._tools.convert import command as _convert
 from fastckpt._tools.doctor import command as _doctor
@@ -195,13 +195,8 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
     section("shards", [(shard["file"], size(shard["bytes"])) for shard in shards], (1,))
     metadata = document["metadata"]
     items = metadata.items() if isinstance(metadata, dict) else [("", metadata)] if metadata is not None else []
-    section("metadata", [(key, _shortened(json.dumps(value, ensure_ascii=False))) for key, value in items])
+    section("metadata", [(key, shortened(json.dumps(value, ensure_ascii=False), _WIDTH)) for key, value in items])
     return lines
-
-
-def _shortened(text: str) -> str:
-    """Return ``text``, cut to the width of a line."""
-    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 3]}..."
 
 
 def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:

@@ -122,7 +122,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
                 "gigabytes_per_second": speed,
                 "metrics": dict(one.metrics),
                 "changed": dict(one.changed),
-                "kept": [] if damage else [*one.kept_for],
+                "kept": [] if damage else [*one.kept_for["local"]],
                 "damage": damage,
             }
         )
@@ -277,7 +277,7 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
             f"{found.form}, which leaves {', '.join(map(visible, sorted(odd, key=natural)[:3]))} alone"
         )
     newest = found.manager.latest()
-    go = [step for step, one in found.saved.items() if not one.kept_for]
+    go = [step for step, one in found.saved.items() if not one.kept_for["local"]]
     if go and newest is not None and options.yes:
         report = fastckpt.verify(found.manager.path(newest))
         if not report.ok:
@@ -297,7 +297,7 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         "path": found.manager.directory,
         "keep": [str(policy) for policy in found.policies],
         "dry_run": not options.yes,
-        "kept": {str(step): [*one.kept_for] for step, one in found.saved.items() if one.kept_for},
+        "kept": {str(step): [*one.kept_for["local"]] for step, one in found.saved.items() if one.kept_for["local"]},
         "removed": removed,
         "failures": failures,
     }

@@ -22,7 +22,7 @@ use crate::error::{Raised, to_python};
 ///     aside: whether no directory has its name, because a save took it aside and has put nothing in its place. That
 ///         save was killed, or still runs. ``load`` still finds the checkpoint.
 ///     damage: what is wrong, as far as its manifest and the lengths of its files show; None if nothing is wrong.
-#[pyclass(frozen, get_all, module = "fastckpt")]
+#[pyclass(frozen, get_all, module = "fastckpt.types")]
 struct ListedCheckpoint {
     name: OsString,
     path: OsString,
@@ -46,8 +46,8 @@ impl ListedCheckpoint {
     }
 }
 
-/// A leftover of a killed save or removal under a temporary name; made by `fastckpt.leftovers`.
-#[pyclass(frozen, get_all, module = "fastckpt")]
+/// A leftover of a killed save or removal under a temporary name; see `fastckpt.clean`.
+#[pyclass(frozen, get_all, module = "fastckpt._core")]
 struct Leftover {
     name: OsString,
     checkpoint: String,

@@ -9,7 +9,7 @@ use pyo3::prelude::*;
 use crate::report;
 
 /// The results of the `io_uring` calls: an errno, or 0.
-#[pyclass(frozen, get_all, module = "fastckpt")]
+#[pyclass(frozen, get_all, module = "fastckpt._core")]
 struct ProbedRing {
     refused: i32,
     setup: i32,
@@ -18,7 +18,7 @@ struct ProbedRing {
 }
 
 /// The features of a file system: an errno, 0 if it works, None if it was not tried.
-#[pyclass(frozen, get_all, module = "fastckpt")]
+#[pyclass(frozen, get_all, module = "fastckpt._core")]
 struct ProbedFiles {
     direct_open: probe::Answer,
     direct_write: probe::Answer,
@@ -36,7 +36,7 @@ struct ProbedFiles {
 }
 
 /// The steps that a save in a directory would take; made by `fastckpt.tools.probe`.
-#[pyclass(frozen, get_all, module = "fastckpt")]
+#[pyclass(frozen, get_all, module = "fastckpt.tools")]
 struct Probe {
     engine: &'static str,
     fallback: Option<String>,

@@ -8,9 +8,13 @@ from typing import Final
 
 from fastckpt_top.segment import Kind
 
-_RATE: Final = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*([tgmk]?b/s)?", re.ASCII)
-_UNITS: Final = {"tb/s": 1e12, "gb/s": 1e9, "mb/s": 1e6, "kb/s": 1e3, "b/s": 1.0}
-_LEAST_BARE: Final = 1e6
+_RATE: Final = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*((?:[tgmk]i?)?b/s)?", re.ASCII)
+_UNITS: Final = {
+    "b/s": 1.0,
+    **{f"{letter}b/s": 1e3**power for power, letter in enumerate("kmgt", 1)},
+    **{f"{letter}ib/s": 1024.0**power for power, letter in enumerate("kmgt", 1)},
+}
+_LEAST_BARE: Final = 1e4
 """Less than this without a unit is meant in another unit."""
 
 DEFAULT_TIER: Final = "light"

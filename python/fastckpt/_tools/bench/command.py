@@ -64,7 +64,10 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 
     refuse_url("bench", str(options.path))
     # This process neither saves nor loads: the target is set to find out what it means.
-    save, load = fastckpt.tools.set_target(options.target)
+    try:
+        save, load = fastckpt.tools.set_target(options.target)
+    except ValueError as error:
+        raise ValueError(str(error).replace("set_target", "bench: --target", 1)) from None
     target = save / 1e9, load / 1e9
     for name, most in {"ranks": _MOST_RANKS, "rounds": 10**6, "gpus": 10**9, "tensors": _MOST_TENSORS}.items():
         _within(name, getattr(options, name), most)

@@ -64,7 +64,10 @@ def _range(text: str, parts: Sequence[str]) -> list[str]:
     try:
         start, stop, step = (float(part.strip().removeprefix("x")) for part in parts)
     except ValueError:
-        raise ValueError(f"sweep {text!r}: the parts of a range are numbers without units") from None
+        raise ValueError(
+            f"sweep {text!r}: the parts of a range are numbers without units, of bytes, bytes per second or seconds "
+            "(100e9:400e9:x2); those of a list have units (100GB/s,200GB/s)"
+        ) from None
     grows = start > 0 and step > 1 if factor else step > 0
     if not (grows and start <= stop and all(map(math.isfinite, (start, stop, step)))):
         raise ValueError(f"sweep {text!r}: a range must rise from its start to its stop, and end")

@@ -20,11 +20,11 @@ use crate::sys::file::open_directory;
 /// for readers: a process that is reading the checkpoint finds its files missing.
 ///
 /// Files that are not part of the checkpoint make this an error. Plain ones are removed as well if they are among
-/// `more`, which are names, or all with `everything`.
-pub fn remove(path: &Path, more: &[String], everything: bool) -> Result<()> {
+/// `more`, which are names, or all with `force`.
+pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
     let stays_with = |file: &CStr| {
         let name = file.to_bytes();
-        !everything && !is_ours(name) && !is_remnant(file) && !more.iter().any(|one| one.as_bytes() == name)
+        !force && !is_ours(name) && !is_remnant(file) && !more.iter().any(|one| one.as_bytes() == name)
     };
     let missing = || Error::io("remove", path)(io::Error::from_raw_os_error(libc::ENOENT));
     let (parent_path, name) =
@@ -146,8 +146,8 @@ mod tests {
         (parent, path)
     }
 
-    fn refusal(path: &Path, everything: bool) -> String {
-        let error = remove(path, &[], everything).unwrap_err();
+    fn refusal(path: &Path, force: bool) -> String {
+        let error = remove(path, &[], force).unwrap_err();
         assert_eq!(error.errno(), Some(libc::ENOTEMPTY), "{error}");
         error.to_string()
     }

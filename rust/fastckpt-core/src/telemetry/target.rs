@@ -40,10 +40,20 @@ fn environment_targets(environment: &Environment) -> (u64, u64) {
 }
 
 /// Units of a rate, in lower case, with their bytes per second.
-const UNITS: [(&str, f64); 5] = [("tb/s", 1e12), ("gb/s", 1e9), ("mb/s", 1e6), ("kb/s", 1e3), ("b/s", 1.0)];
+const UNITS: [(&str, f64); 9] = [
+    ("tb/s", 1e12),
+    ("gb/s", 1e9),
+    ("mb/s", 1e6),
+    ("kb/s", 1e3),
+    ("tib/s", 1024.0 * 1024.0 * 1024.0 * 1024.0),
+    ("gib/s", 1024.0 * 1024.0 * 1024.0),
+    ("mib/s", 1024.0 * 1024.0),
+    ("kib/s", 1024.0),
+    ("b/s", 1.0),
+];
 
 /// Less than this without a unit is meant in another unit.
-const LEAST_BARE: f64 = 1e6;
+const LEAST_BARE: f64 = 1e4;
 
 /// Bytes/s of `2.5gb/s`, or of a bare number of bytes/s. Less is no byte, more is no storage.
 fn rate(text: &str) -> Option<u64> {
