@@ -22,7 +22,7 @@ def remote(request, tmp_path):
 
 @pytest.fixture
 def run(tmp_path, remote):
-    """Steps 1 to 4 of which the directory keeps two and the remote all but the second; the first is pinned there alone."""
+    """Steps 1 to 4, of which the directory keeps two and the remote all but the second."""
     local = tmp_path / "run"
     with fastckpt.Manager(local, keep=2, remote=remote, remote_keep=[keep.Steps(1, 3), keep.Last(1)]) as manager:
         for step in range(1, 5):
@@ -77,15 +77,14 @@ def test_what_cannot_be_looked_at_for_a_moment_is_not_for_removal(run, monkeypat
     """A look that fails says "it cannot be opened", never "nothing keeps it": ``fastckpt prune`` removes the latter."""
     manager = fastckpt.Manager(run, keep=keep.Last(5), read_only=True)
     identity = manager._local.place.identity
-    answers = {}
-
-    def now_and_then(name):
-        answers[name] = answers.get(name, 0) + 1
-        return None if answers[name] == fails else identity(name)
-
-    monkeypatch.setattr(manager._local.place, "identity", now_and_then)
     for fails in (1, 2, 3):
-        answers.clear()
+        answers = {}
+
+        def now_and_then(name, answers=answers, fails=fails):
+            answers[name] = answers.get(name, 0) + 1
+            return None if answers[name] == fails else identity(name)
+
+        monkeypatch.setattr(manager._local.place, "identity", now_and_then)
         assert all(one.kept_for["local"] for one in manager.checkpoints())
 
 

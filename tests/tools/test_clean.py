@@ -72,7 +72,7 @@ def test_the_dead_are_removed_and_what_is_unknown_when_it_is_old(left, tmp_path,
     assert [state for state, path in left.items() if path.exists()] == ["alive", "unknown"]
     clean(capsys, tmp_path, "--yes", "--older-than", "1h")
     assert left["unknown"].exists()
-    clean(capsys, tmp_path, "--yes", "--older-than", "0.001ms")
+    clean(capsys, tmp_path, "--yes", "--older-than", "0")
     assert [state for state, path in left.items() if path.exists()] == ["alive"]
     assert fastckpt.verify(tmp_path / "step-2").ok
 
@@ -85,5 +85,16 @@ def test_nothing_to_clean(tmp_path, capsys):
 def test_what_cannot_be_cleaned_is_an_error(tmp_path, capsys):
     assert cli.main(["clean", str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
-    assert cli.main(["clean", str(tmp_path), "--older-than", "3"]) == 2
-    assert "--yes" in capsys.readouterr().err
+    assert cli.main(["clean", str(tmp_path), "--yes", "--older-than", "24"]) == 2
+    assert "older_than '24' would be seconds: give it a unit, as in '24h'" in capsys.readouterr().err
+
+
+def test_what_would_be_removed_is_shown_first(left, tmp_path, capsys):
+    _, document = clean(capsys, tmp_path)
+    assert [one["state"] for one in document["leftovers"] if one["due"]] == ["dead"]
+    _, document = clean(capsys, tmp_path, "--older-than", "0")
+    assert sorted(one["state"] for one in document["leftovers"] if one["due"]) == ["dead", "unknown"]
+    assert not any(one["removed"] for one in document["leftovers"])
+    assert cli.main(["clean", str(tmp_path)]) == 0
+    assert "dead: would be removed" in capsys.readouterr().out
+    assert all(path.exists() for path in left.values())

@@ -198,7 +198,7 @@ def clean(
     """
     place = path_of("clean", directory)
     age = math.inf if older_than is None else 0.0
-    if older_than is not None and older_than != 0:
+    if older_than not in {None, 0, "0"}:
         age = seconds("clean: older_than", older_than, _LEAST_AGE)
     found = []
     for one in leftovers(place):
