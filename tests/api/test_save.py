@@ -175,7 +175,7 @@ def test_options_are_keywords(tmp_path):
     with pytest.raises(TypeError, match="positional"):
         fastckpt.save(1, tmp_path / "c", False)
     with pytest.raises(TypeError, match="positional"):
-        fastckpt.load(tmp_path / "c", None)
+        fastckpt.load(tmp_path / "c", None, False)
 
 
 def test_overwrite(tmp_path, engine):

@@ -245,3 +245,18 @@ def test_only_old_files_of_dead_processes_are_swept(place, producer, tmp_path):
     assert sorted(removed) == sorted([str(old), str(hidden)])
     assert all(path.exists() for path in (alive, young, other, victim))
     assert feed.sweep([str(place)], now=time.time() + 700, uid=os.geteuid() + 1) == []
+
+
+def test_both_clocks_are_read_before_the_segments(place, monkeypatch):
+    """However long a look takes on a busy machine, an operation began when it began."""
+    now = [100.0]
+    shm = ShmFeed([str(place)], mono=lambda: now[0], real=lambda: now[0] + 1e9)
+
+    def slow(*_):
+        now[0] += 5.0
+        return {}
+
+    monkeypatch.setattr(shm, "_scan", slow)
+    snapshot = shm.poll()
+    assert (snapshot.mono, snapshot.real) == (100.0, 1e9 + 100.0)
+    shm.close()

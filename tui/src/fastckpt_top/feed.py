@@ -126,7 +126,8 @@ class ShmFeed:
 
     def poll(self) -> Snapshot:
         """Look at all segments now. About 0.2 ms a process; no exception, whatever the directories contain."""
-        mono = self._mono()
+        # One after the other: what is between them would move the start of every operation.
+        mono, real = self._mono(), self._real()
         if self._all and mono - self._searched >= RESCAN_S:
             self._places = directories_of_all()
             self._searched = mono
@@ -142,7 +143,7 @@ class ShmFeed:
             other = procs.get(proc.key)  # the same process may have published again (docs/telemetry.md 3)
             if other is None or other.header.generation < proc.header.generation:
                 procs[proc.key] = proc
-        return Snapshot(mono, self._real(), self._host, tuple(procs.values()), tuple(problems), tuple(self._places))
+        return Snapshot(mono, real, self._host, tuple(procs.values()), tuple(problems), tuple(self._places))
 
     def close(self) -> None:
         """Close all files."""
