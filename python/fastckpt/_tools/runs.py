@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastckpt.keep import Policy
-    from fastckpt.types import ManagedCheckpoint
 
 _POLICIES = "last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or steps=100,200"
 _IS_ONE = "it is a checkpoint itself: give the directory above it ('fastckpt info' shows one checkpoint)"
@@ -62,7 +61,7 @@ class _Found:
     manager: fastckpt.Manager
     form: str
     others: list[str]
-    saved: dict[int, ManagedCheckpoint]
+    saved: dict[int, fastckpt.types.ManagedCheckpoint]
     policies: list[Policy]
 
 
