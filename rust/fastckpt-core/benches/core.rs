@@ -77,6 +77,7 @@ fn manifests(c: &mut Criterion) {
             threads: 1,
             seconds: 1.0,
             gigabytes_per_second: 1.0,
+            options: Vec::new(),
             files: Vec::new(),
         },
         block_size: plan.block_size,
