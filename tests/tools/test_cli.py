@@ -643,3 +643,68 @@ def test_options_have_their_whole_names(tmp_path, capsys, arguments):
     fastckpt.save({"w": np.zeros(1)}, tmp_path / "c")
     assert cli.main([str(tmp_path / "c") if one == "PATH" else one for one in arguments]) == 2
     assert "arguments" in capsys.readouterr().err
+
+
+# A directory of checkpoints.
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Path:
+    for step in (900, 1000):
+        fastckpt.save({"w": np.zeros(1000)}, tmp_path / "run" / f"step-{step}")
+    return tmp_path / "run"
+
+
+def test_ls_of_a_directory_lists_its_checkpoints(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
+    (steps / "step-900" / "model.safetensors").unlink()
+    status, document = call_json(capsys, "ls", steps)
+    assert status == 0
+    assert [one["name"] for one in document["checkpoints"]] == ["step-900", "step-1000"]
+    assert document["checkpoints"][1]["damage"] is None
+    assert document["bytes"] == sum(one["bytes"] for one in document["checkpoints"])
+    status, out, err = call(capsys, "ls", steps)
+    assert (status, err) == (0, "")
+    assert out.splitlines()[0].split() == ["name", "created", "size"]
+    assert "cannot be found" in out.splitlines()[1]
+    assert out.splitlines()[-1].startswith("2 checkpoints, ")
+    # A pattern is one over tensors.
+    assert call(capsys, "ls", steps, "step-*")[0] == 2
+
+
+def test_rm_removes_one_and_leaves_what_others_put_there(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
+    (steps / "step-900" / "notes.txt").write_text("mine")
+    status, out, err = call(capsys, "rm", steps / "step-900")
+    assert (status, out) == (2, "")
+    assert "notes.txt" in err
+    assert call_json(capsys, "rm", steps / "step-900", "--force") == (
+        0,
+        {"path": str(steps / "step-900"), "removed": True},
+    )
+    assert [one.name for one in steps.iterdir()] == ["step-1000"]
+    assert call(capsys, "rm", steps / "step-900")[0] == 2
+
+
+def test_pin_and_unpin(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
+    assert call(capsys, "pin", steps / "step-900") == (0, f"pinned {steps / 'step-900'}\n", "")
+    assert call(capsys, "prune", steps, "--keep", "last=1", "--yes")[0] == 0
+    assert sorted(one.name for one in steps.iterdir() if one.is_dir()) == ["step-1000", "step-900"]
+    status, document = call_json(capsys, "unpin", steps / "step-900")
+    assert (status, document["pinned"], document["step"]) == (0, False, 900)
+    assert call(capsys, "prune", steps, "--keep", "last=1", "--yes")[0] == 0
+    assert [one.name for one in steps.iterdir() if one.is_dir()] == ["step-1000"]
+    for arguments, text in (
+        (["pin", steps / "step-900"], "there is no such checkpoint"),
+        (["pin", steps / "final"], "has no number of a step"),
+        (["pin", "s3://bucket/step-1"], "is a URL"),
+    ):
+        status, out, err = call(capsys, *arguments)
+        assert (status, out) == (2, "")
+        assert text in err
+
+
+def test_top_runs_the_monitor(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cli.main(["top", "--version"]) == 0
+    assert capfd.readouterr().out.startswith("fastckpt-top ")
+    monkeypatch.setattr("shutil.which", lambda *_, **__: None)
+    assert cli.main(["top"]) == 2
+    assert "pip install fastckpt-top" in capfd.readouterr().err

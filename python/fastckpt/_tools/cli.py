@@ -13,7 +13,10 @@ import errno
 import fnmatch
 import json
 import os
+import shutil
+import subprocess
 import sys
+import sysconfig
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -27,11 +30,12 @@ from fastckpt._tools.convert import command as _convert
 from fastckpt._tools.doctor import command as _doctor
 from fastckpt._tools.plan import command as _plan
 from fastckpt._tools.plan import simulate_command as _simulate
-from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, UnsupportedTypeError
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError, UnsupportedTypeError
 
 from . import clean as _clean
 from . import copy as _copy
 from . import diff as _diff
+from . import manage as _manage
 from . import runs as _runs
 from .places import place
 
@@ -93,14 +97,14 @@ def _parser() -> argparse.ArgumentParser:
     info = command("info", "show what a checkpoint holds, and when and how it was written")
     info.add_argument("path", metavar="PATH", type=place, help=_PLACE)
 
-    ls = command("ls", "list the tensors of a checkpoint")
-    ls.add_argument("path", metavar="PATH", type=place, help=_PLACE)
+    ls = command("ls", "list the tensors of a checkpoint, or the checkpoints in a directory")
+    ls.add_argument("path", metavar="PATH", type=place, help=f"{_PLACE}; or what is above several")
     ls.add_argument("pattern", metavar="PATTERN", nargs="?", help="only names that match, as in 'model.*.weight'")
 
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
     verify.add_argument("path", metavar="PATH", type=place, help=_PLACE)
 
-    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _copy, _diff, _runs):
+    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _copy, _diff, _runs, _manage):
         tool.register(command)
     return parser
 
@@ -169,12 +173,11 @@ def _info(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
 def _info_lines(document: Mapping[str, Any]) -> list[str]:
     """Return the screen for the result of :func:`_info`."""
     shards = document["shards"]
-    created = dt.datetime.fromtimestamp(document["created"]).astimezone()
     speed = f"{document['seconds']:.3f} s, {document['gigabytes_per_second']:.2f} GB/s"
     rows = [
         ("path", document["path"]),
         ("format", f"version {document['format_version']}, written by {document['writer']}"),
-        ("created", created.strftime("%Y-%m-%d %H:%M:%S %Z")),
+        ("created", _when(document["created"])),
         ("saved", f"{speed}, engine {document['engine']}, {count(document['threads'], 'thread')}"),
     ]
     if document["fallback"]:
@@ -200,9 +203,15 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Name, dtype, shape, size and shard of each tensor."""
-    with fastckpt.open(options.path) as checkpoint:
-        tensors = _tensors(checkpoint)
+    """Name, dtype, shape, size and shard of each tensor; or the checkpoints in a directory."""
+    try:
+        with fastckpt.open(options.path) as checkpoint:
+            tensors = _tensors(checkpoint)
+    except NotACheckpointError:
+        found = fastckpt.list(options.path) if options.pattern is None else []
+        if not found:
+            raise
+        return _listed(os.fspath(options.path), found)
     if options.pattern is not None:
         names = [tensor["name"] for tensor in tensors]
         tensors = [tensor for tensor in tensors if fnmatch.fnmatchcase(tensor["name"], options.pattern)]
@@ -220,6 +229,26 @@ def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     lines.append(f"{count(len(tensors), 'tensor')}, {total} bytes ({size(total)})")
     document = {"path": checkpoint.path, "tensors": tensors, "bytes": total}
     return OK, document, lines
+
+
+def _listed(path: str, found: Sequence[fastckpt.types.ListedCheckpoint]) -> tuple[int, dict[str, Any], list[str]]:
+    """The checkpoints in a directory."""
+    entries = [
+        {"name": one.name, "path": one.path, "created": one.created, "bytes": one.bytes, "damage": one.damage}
+        for one in found
+    ]
+    rows = [
+        (one.name, _when(one.created) if one.created is not None else "", size(one.bytes), one.damage or "")
+        for one in found
+    ]
+    total = sum(one.bytes for one in found)
+    lines = [*table([("name", "created", "size", ""), *rows], right=(2,))]
+    lines.append(f"{count(len(found), 'checkpoint')}, {total} bytes ({size(total)})")
+    return OK, {"path": path, "checkpoints": entries, "bytes": total}, lines
+
+
+def _when(created: float) -> str:
+    return dt.datetime.fromtimestamp(created).astimezone().strftime("%Y-%m-%d %H:%M:%S %Z")
 
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
@@ -244,6 +273,9 @@ _COMMANDS = {
     "diff": _diff.run,
     "runs": _runs.run,
     "prune": _runs.prune,
+    "rm": _manage.remove,
+    "pin": _manage.pin,
+    "unpin": _manage.pin,
 }
 
 
@@ -268,6 +300,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else list(arguments)
     as_json = "--json" in arguments
     operation, path = "run", place("")
+    if arguments[:1] == ["top"]:
+        return _top(arguments[1:])
     document: dict[str, Any]
     try:
         _namesake.check_own(fastckpt)
@@ -298,6 +332,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fastckpt: cannot write to standard output: {error.strerror}; give it room", file=sys.stderr)
         return FAILED
     return status
+
+
+def _top(arguments: Sequence[str]) -> int:
+    """Run the monitor, which is a distribution of its own."""
+    # Beside this command first: an environment need not be activated.
+    where = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    program = shutil.which("fastckpt-top", path=os.pathsep.join(where))
+    if program is None:
+        print("fastckpt: the monitor is not installed: pip install fastckpt-top", file=sys.stderr)
+        return FAILED
+    return subprocess.call([program, *arguments])  # noqa: S603 - what pip has installed
 
 
 def _print(text: str, stream: TextIO) -> None:

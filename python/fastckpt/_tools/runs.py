@@ -76,10 +76,10 @@ def _find(options: argparse.Namespace, operation: str) -> _Found:
         raise ValueError(f"{operation} {path}: {_IS_ONE}")
     try:
         keep = None if options.keep is None else [fastckpt.keep.parse(text) for text in options.keep]
-        form = options.name or _form_of(names)
+        form = options.name or form_of(names)
         manager = fastckpt.Manager(path, keep=keep, name=form, read_only=True)
         saved = {one.step: one for one in manager.checkpoints()}
-        others = [name for name in names if not name.startswith(".") and _step_of(name, form) is None]
+        others = [name for name in names if not name.startswith(".") and step_of(name, form) is None]
         return _Found(manager, form, others, saved, manager.policies)
     except ValueError as error:
         raise ValueError(f"{operation} {path}: {error}") from None
@@ -155,10 +155,10 @@ def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], lis
     if not found:
         with contextlib.suppress(NotACheckpointError), fastckpt.open(options.path):
             raise ValueError(f"runs {options.path}: {_IS_ONE}")
-    form = options.name or _form_of([one.name for one in found])
+    form = options.name or form_of([one.name for one in found])
     others, changed = [], {}
     for one in found:
-        step = _step_of(one.name, form)
+        step = step_of(one.name, form)
         if step is None:
             others.append(one.name)
             continue
@@ -200,7 +200,7 @@ def _numbers(metadata: Any, name: str) -> dict[str, float]:
     return {str(name): float(value) for name, value in given.items() if isinstance(value, (int, float))}
 
 
-def _step_of(name: str, form: str) -> int | None:
+def step_of(name: str, form: str) -> int | None:
     """The step whose checkpoint is called ``name``; None where it is something else."""
     try:
         steps = [int(digits) for digits in re.findall("[0-9]+", name)]
@@ -209,7 +209,7 @@ def _step_of(name: str, form: str) -> int | None:
         raise ValueError(f"runs: --name must be a format such as step-{{step:08d}}, not {form!r}") from None
 
 
-def _form_of(names: Sequence[str]) -> str:
+def form_of(names: Sequence[str]) -> str:
     """The format that most of these names of checkpoints have, by the last number in each."""
     forms: dict[tuple[str, str], list[str]] = {}
     for name in names:
