@@ -2,8 +2,29 @@
 
 from __future__ import annotations
 
-from fastckpt._api.host_memory import release_buffers
+from typing import TYPE_CHECKING, Any
+
+# A signal handler may call it first, while the program below imports save_async: nothing else is imported here.
 from fastckpt._api.in_flight import drain
-from fastckpt._background.guard import Guard, guard
+
+if TYPE_CHECKING:
+    from fastckpt._api.host_memory import release_buffers
+    from fastckpt._background.guard import Guard, guard
 
 __all__ = ["Guard", "drain", "guard", "release_buffers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "release_buffers":
+        from fastckpt._api.host_memory import release_buffers  # noqa: PLC0415 - see above
+
+        return release_buffers
+    if name in __all__:
+        from fastckpt._background import guard  # noqa: PLC0415 - see above
+
+        return getattr(guard, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

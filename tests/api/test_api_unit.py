@@ -90,7 +90,7 @@ def test_an_argument_that_there_is_not_is_an_error_with_what_there_is(door, tmp_
     function, _ = DOORS[door]
     loads = "load" in door
     arguments = (tmp_path / "c",) if loads or isinstance(function, type) else ({"w": torch.ones(1)}, tmp_path / "c")
-    for like in ("strict", "report") if loads else ("overwrite", "metadata"):
+    for like in ("strict", "on_report") if loads else ("overwrite", "metadata"):
         name = like[:-1]
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; there are '{like}'"):
             function(*arguments, **{name: True})

@@ -205,7 +205,7 @@ def test_a_save_that_fails_or_is_cancelled_lets_the_optimizer_go_on(tmp_path):
         failing = fastckpt.save_async({"w": torch.ones(LARGE, 2)[:, 0]}, tmp_path / "c", lazy=True)
         optimizer.step()
         assert isinstance(failing.exception(), RuntimeError)
-    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True, bandwidth_limit=20)
+    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True, bandwidth_limit="20B")
     assert pending.cancel()
     optimizer.step()
     assert list(tmp_path.iterdir()) == []

@@ -38,7 +38,7 @@ import numpy as np, fastckpt
 path, size = sys.argv[1], int(sys.argv[2])
 parent, name = os.path.split(path)
 state = {"weights": np.ones(size, np.uint8)}
-threading.Thread(target=fastckpt.save, args=(state, path), kwargs={"bandwidth_limit": 1000}, daemon=True).start()
+threading.Thread(target=fastckpt.save, args=(state, path), kwargs={"bandwidth_limit": "1kB/s"}, daemon=True).start()
 prefix = f".{name}.tmp-"
 def begun():
     found = [entry for entry in os.listdir(parent) if entry.startswith(prefix)]

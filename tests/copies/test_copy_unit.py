@@ -706,7 +706,7 @@ def test_what_is_left_is_cleaned_on_request_and_not_while_it_is_in_use(saved, tm
     states = []
 
     def keep(*_):
-        (one,) = fastckpt.clean(tmp_path, older_than=1e-9, dry_run=False)
+        (one,) = fastckpt.clean(tmp_path, older_than=0, dry_run=False)
         states.append((one.state, one.removed))
         raise KeyboardInterrupt
 

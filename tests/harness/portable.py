@@ -18,7 +18,7 @@ OTHERS = {
         "test_an_open_checkpoint_leaves_no_descriptors",
         "test_a_forked_child_opens_its_own_shards",
     ),
-    "has several engines": ("test_a_load_returns_its_report",),
+    "has several engines": ("test_a_load_gives_its_report",),
     "reads several blocks of an object by one request": (
         "test_small_ranges_are_read_together_and_large_ones_in_parts",
         "test_no_more_than_so_much_is_on_its_way",

@@ -167,7 +167,7 @@ class Odd:
         return dist.get_rank() == 0 and moment.step % 7 == 3
 
 
-def save_some(out, when, count):
+def save_some(out, policy, count):
     """Save that often, whatever steps these are."""
     policies = {
         "time": lambda: when.Every(time=0.1),
@@ -177,7 +177,7 @@ def save_some(out, when, count):
         "step": lambda: [when.Steps(2, 5), when.First(), when.Every(steps=4)],
     }
     saved, step = [], 0
-    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=policies[when]()) as manager:
+    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=policies[policy]()) as manager:
         while len(saved) < count:
             step += 1
             if manager.save(step, {"step": step}):

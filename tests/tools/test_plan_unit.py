@@ -46,9 +46,12 @@ def test_quantities_are_read_with_their_units() -> None:
     assert units.bytes_of("size", "105 GiB") == 105 * 2**30
     assert units.bytes_of("size", 7) == 7
     assert units.seconds("t", "124min") == units.seconds("t", "124 m") == 124 * 60
-    assert units.seconds("t", "50000h") == units.seconds("t", 50_000, "h") == 50_000 * HOUR
+    assert units.seconds("t", "50000h") == units.seconds("t", 50_000 * HOUR) == 50_000 * HOUR
     assert units.seconds("t", "500ms") == 0.5
     assert units.rate("write", "273 GB/s") == units.rate("write", 273e9) == units.rate("write", "273000MB/s") == 273e9
+    assert units.seconds("t", "5s", 60) == 5
+    with pytest.raises(ValueError, match="t 5 would be seconds: give it a unit, as in '5h'"):
+        units.seconds("t", 5, 60)
     assert units.fraction("goodput", "95%") == units.fraction("goodput", 0.95) == 0.95
 
 

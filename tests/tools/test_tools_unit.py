@@ -399,7 +399,7 @@ def test_figures(compared, monkeypatch, dtype, piece):
     ],
 )
 def test_the_names_of_a_run_are_those_that_most_have(names, form):
-    assert runs._form_of(names) == form
+    assert runs.form_of(names) == form
 
 
 def test_a_small_share_is_not_told_as_none():

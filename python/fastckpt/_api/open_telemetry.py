@@ -138,9 +138,11 @@ def _attributes(ended: Ended) -> dict[str, Any]:
         names = ("bytes", "engine", "fallback", "threads", "tensors", "shards", "copied", "warnings")
         found |= {f"fastckpt.{name}": getattr(report, name) for name in names}
         found["fastckpt.gigabytes_per_second"] = report.gigabytes_per_second
-        of_ranks = ("rank", "ranks", "bytes_total") if getattr(report, "ranks", 1) > 1 else ()
-        for name in ("step", "stall", *of_ranks):
+        for name in ("step", "stall"):
             found[f"fastckpt.{name}"] = getattr(report, name, None)
+        if getattr(report, "ranks", 1) > 1:
+            for name in ("rank", "ranks", "bytes_total"):
+                found[f"fastckpt.{name}"] = getattr(report, name, None)
     return {name: value for name, value in found.items() if value is not None and value != ()}
 
 

@@ -84,7 +84,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="fastckpt", description="Inspect, verify, copy, convert, plan and clean up checkpoints.")
+    parser = _Parser(prog="fastckpt")
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     info = command("info", "show what a checkpoint holds, and when and how it was written")
     info.add_argument("path", metavar="PATH", type=place, help=_PLACE)
 
-    ls = command("ls", "list the tensors of a checkpoint, or the checkpoints in a directory")
+    ls = command("ls", "list tensors, or the checkpoints in a directory")
     ls.add_argument("path", metavar="PATH", type=place, help=f"{_PLACE}; or what is above several")
     ls.add_argument("pattern", metavar="PATTERN", nargs="?", help="only names that match, as in 'model.*.weight'")
 

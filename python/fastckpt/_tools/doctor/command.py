@@ -21,7 +21,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, more)`` makes its parser."""
     parser = command(
         "doctor",
-        "report how well checkpoints work in a directory, and what to improve",
+        "report how well checkpoints work in a directory",
         "Exits with 0 if all is well, with 1 if there are warnings, with 2 if no checkpoint can be made there.",
     )
     parser.add_argument(

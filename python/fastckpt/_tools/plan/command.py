@@ -32,7 +32,7 @@ interval  --goodput SHARE | --overhead SHARE | --interval TIME (the best);
 output    --json; --sweep gpus=1000,2000 | gpus=1000:64000:x2; --plot FILE
 
 example:
-  fastckpt plan --size 13.8TB --tp 8 --pp 64 --dp 6 --write 273GB/s --interval 4h
+  fastckpt plan --size 13.8TB --tp 8 --pp 64 --dp 6 --write 273GB/s
   fastckpt plan --config config.json --gpus 16384 --tp 8 --pp 16 --tier light
   fastckpt plan --params 405B --goodput 95% --sweep gpus=1000:64000:x2
 docs/sizing.md explains every option and every line of the output."""
