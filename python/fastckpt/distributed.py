@@ -308,3 +308,7 @@ def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any 
         group = session("load_per_rank", process_group).group
         own = (group.rank, group.size)
     return load_state_of(path, rank, own)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

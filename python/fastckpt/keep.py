@@ -119,7 +119,7 @@ class Every:
 
     __slots__ = ("steps", "time")
 
-    def __init__(self, *, steps: int | None = None, time: float | str | None = None) -> None:
+    def __init__(self, steps: int | None = None, *, time: float | str | None = None) -> None:
         self.steps, self.time = steps_or_time("keep.Every", steps, time)
 
     def kept(self, saved: Sequence[Saved], now: float) -> set[int]:  # noqa: ARG002 - the protocol
@@ -274,3 +274,7 @@ def steps_or_time(what: str, steps: int | None, time: float | str | None) -> tup
         return None, seconds(f"{what}: time", time)
     _at_least_one(f"{what}: steps", steps)
     return steps, None
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

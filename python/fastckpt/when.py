@@ -80,7 +80,7 @@ class Every:
 
     __slots__ = ("steps", "time")
 
-    def __init__(self, *, steps: int | None = None, time: float | str | None = None) -> None:
+    def __init__(self, steps: int | None = None, *, time: float | str | None = None) -> None:
         self.steps, self.time = steps_or_time("when.Every", steps, time)
 
     def due(self, moment: Moment) -> bool:
@@ -226,3 +226,7 @@ def of_job(policy: Policy, ranks: int) -> Policy:
     own = copy.copy(policy)
     own.mttf = policy.mttf / ranks
     return own
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

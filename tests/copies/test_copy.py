@@ -127,7 +127,7 @@ def test_a_checkpoint_without_tensors_is_copied(tmp_path):
 
 def test_the_command(saved, tmp_path, capsys):
     source, target = saved("a", 1), str(tmp_path / "b")
-    assert cli.main(["copy", source, target, "--limit", "500MB/s"]) == 0
+    assert cli.main(["copy", source, target, "--bandwidth-limit", "500MB/s"]) == 0
     assert capsys.readouterr().out.startswith("copied 3.6")
     assert value_at(target) == 1
     assert cli.main(["copy", source, target, "--json"]) == 0
@@ -141,7 +141,7 @@ def test_the_command(saved, tmp_path, capsys):
     assert cli.main(["copy", source, str(tmp_path / "c")]) == 1
     assert SHARDS[0] in capsys.readouterr().err
     assert cli.main(["copy", str(tmp_path / "none"), target]) == 2
-    assert cli.main(["copy", source, target, "--limit", "x"]) == 2
+    assert cli.main(["copy", source, target, "--bandwidth-limit", "x"]) == 2
     # Mutant: a pathlib.Path, which folds the slashes of a URL, so that the host becomes a part of the path.
     assert cli.main(["copy", f"file://elsewhere{source}", str(tmp_path / "d")]) == 2
     assert "another machine" in capsys.readouterr().err

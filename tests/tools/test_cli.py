@@ -688,7 +688,7 @@ def test_pin_and_unpin(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
     assert call(capsys, "pin", steps / "step-900") == (0, f"pinned {steps / 'step-900'}\n", "")
     assert call(capsys, "prune", steps, "--keep", "last=1", "--yes")[0] == 0
     assert sorted(one.name for one in steps.iterdir() if one.is_dir()) == ["step-1000", "step-900"]
-    status, document = call_json(capsys, "unpin", steps / "step-900")
+    status, document = call_json(capsys, "pin", steps / "step-900", "--off")
     assert (status, document["pinned"], document["step"]) == (0, False, 900)
     assert call(capsys, "prune", steps, "--keep", "last=1", "--yes")[0] == 0
     assert [one.name for one in steps.iterdir() if one.is_dir()] == ["step-1000"]

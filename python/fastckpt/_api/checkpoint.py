@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, KeysView, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -354,6 +354,10 @@ class Checkpoint(Mapping[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         return name in self._index
+
+    def keys(self) -> KeysView[str]:
+        """The names of all tensors, in the order of the state."""
+        return dict.fromkeys(self).keys()
 
     def __iter__(self) -> Iterator[str]:
         return (info.name for info in self._infos)

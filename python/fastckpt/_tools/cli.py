@@ -13,10 +13,7 @@ import errno
 import fnmatch
 import json
 import os
-import shutil
-import subprocess
 import sys
-import sysconfig
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -275,7 +272,6 @@ _COMMANDS = {
     "prune": _runs.prune,
     "rm": _manage.remove,
     "pin": _manage.pin,
-    "unpin": _manage.pin,
 }
 
 
@@ -301,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     as_json = "--json" in arguments
     operation, path = "run", place("")
     if arguments[:1] == ["top"]:
-        return _top(arguments[1:])
+        return _manage.top(arguments[1:])
     document: dict[str, Any]
     try:
         _namesake.check_own(fastckpt)
@@ -332,17 +328,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"fastckpt: cannot write to standard output: {error.strerror}; give it room", file=sys.stderr)
         return FAILED
     return status
-
-
-def _top(arguments: Sequence[str]) -> int:
-    """Run the monitor, which is a distribution of its own."""
-    # Beside this command first: an environment need not be activated.
-    where = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
-    program = shutil.which("fastckpt-top", path=os.pathsep.join(where))
-    if program is None:
-        print("fastckpt: the monitor is not installed: pip install fastckpt-top", file=sys.stderr)
-        return FAILED
-    return subprocess.call([program, *arguments])  # noqa: S603 - what pip has installed
 
 
 def _print(text: str, stream: TextIO) -> None:

@@ -27,7 +27,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("path", metavar="SOURCE", type=place, help="a checkpoint: its directory or URL")
     parser.add_argument("target", metavar="TARGET", type=place, help="the directory or URL of the copy")
     parser.add_argument("--overwrite", action="store_true", help="replace another checkpoint at TARGET")
-    parser.add_argument("--limit", metavar="RATE", help="bytes per second to move at most, as in 500MB/s")
+    parser.add_argument("--bandwidth-limit", metavar="RATE", help="bytes per second to move at most, as in 500MB/s")
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
@@ -36,7 +36,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         options.path,
         options.target,
         overwrite=options.overwrite,
-        bandwidth_limit=options.limit,
+        bandwidth_limit=options.bandwidth_limit,
         progress=sys.stderr.isatty(),
     )
     document = {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second}

@@ -1,8 +1,12 @@
-"""``fastckpt rm``, ``pin`` and ``unpin``: one checkpoint goes, or stays whatever the policies of its run decide."""
+"""``fastckpt rm`` and ``pin``: one checkpoint goes, or stays whatever the policies of its run decide; and ``top``."""
 
 from __future__ import annotations
 
 import os
+import shutil
+import subprocess
+import sys
+import sysconfig
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
@@ -12,7 +16,7 @@ from .runs import form_of, step_of
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
 
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -20,12 +24,15 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     rm = command("rm", "remove a checkpoint", "It loses its name at once; half of it is never visible.")
     rm.add_argument("path", metavar="PATH", type=place, help="the checkpoint: its directory or URL")
     rm.add_argument("--force", action="store_true", help="also remove other plain files in it")
-    for name, text in (
-        ("pin", "keep a checkpoint, whatever the policies of its run decide"),
-        ("unpin", "let the policies of its run decide on a checkpoint again"),
-    ):
-        parser = command(name, text, "Only on this tier: a manager with remote= pins on both.")
-        parser.add_argument("path", metavar="PATH", type=place, help="the checkpoint: its directory")
+    pin = command(
+        "pin",
+        "keep a checkpoint, whatever the policies of its run decide",
+        "Only on this tier: a manager with remote= pins on both.",
+    )
+    pin.add_argument("path", metavar="PATH", type=place, help="the checkpoint: its directory")
+    pin.add_argument("--off", action="store_true", help="let the policies decide on it again")
+    top = command("top", "show live who saves and loads, and who is slow", "Runs fastckpt-top with all its options.")
+    top.add_argument("options", metavar="OPTION", nargs="*", help="see 'fastckpt-top --help'")
 
 
 def remove(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
@@ -36,17 +43,29 @@ def remove(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]
 
 
 def pin(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Pin or unpin one; return exit status, JSON document and lines."""
+    """Pin one, or unpin it; return exit status, JSON document and lines."""
     if isinstance(options.path, str):
-        raise ValueError(f"{options.command}: {options.path!r} is a URL: the run's manager pins there")  # noqa: TRY004
+        raise ValueError(f"pin: {options.path!r} is a URL: the run's manager pins there")  # noqa: TRY004
     path = options.path.absolute()
     form = form_of([path.name])
     step = step_of(path.name, form)
     if step is None:
-        raise ValueError(f"{options.command}: {path.name!r} has no number of a step")
+        raise ValueError(f"pin: {path.name!r} has no number of a step")
     manager = fastckpt.Manager(path.parent, name=form)
-    if options.command == "pin":
-        manager.pin(step)
-    else:
+    if options.off:
         manager.unpin(step)
-    return 0, {"path": str(path), "step": step, "pinned": options.command == "pin"}, [f"{options.command}ned {path}"]
+    else:
+        manager.pin(step)
+    document = {"path": str(path), "step": step, "pinned": not options.off}
+    return 0, document, [f"{'unpinned' if options.off else 'pinned'} {path}"]
+
+
+def top(arguments: Sequence[str]) -> int:
+    """Run the monitor, which is a distribution of its own; returns its exit status."""
+    # Beside this command first: an environment need not be activated.
+    where = [sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)]
+    program = shutil.which("fastckpt-top", path=os.pathsep.join(where))
+    if program is None:
+        sys.stderr.write("fastckpt: the monitor is not installed: pip install fastckpt-top\n")
+        return 2
+    return subprocess.call([program, *arguments])  # noqa: S603 - what pip has installed
