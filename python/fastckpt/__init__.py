@@ -5,7 +5,7 @@ state = fastckpt.load("step-1000")       # the same nested structure, tensors an
 
 save_async saves beside training, and open reads single tensors. Manager looks after the checkpoints of a run. All ranks
 of a job call fastckpt.distributed, or fastckpt.dcp through torch.distributed.checkpoint. fastckpt.tools plans, and
-diagnoses storage. On the command line, fastckpt --help; fastckpt top shows live who is slow.
+diagnoses storage. On the command line, fastckpt --help; fastckpt top shows live which rank is slow.
 """
 
 from __future__ import annotations

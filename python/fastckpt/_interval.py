@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import math
 
+#: Seconds between failures of one accelerator, as MLCommons assumes.
+MTTF_GPU = 50_000 * 3600.0
+#: A shorter time between failures of a job is meant in hours where it has no unit: no such job would be planned.
+LEAST_MTTF = 600.0
+
 
 def cluster_mttf(mttf: float, accelerators: int) -> float:
     """Mean time to failure of a cluster: ``mttf / accelerators``.

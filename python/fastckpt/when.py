@@ -13,7 +13,7 @@ import logging
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from fastckpt._interval import best_interval
+from fastckpt._interval import LEAST_MTTF, MTTF_GPU, best_interval, cluster_mttf
 from fastckpt._units import fraction, seconds, show_seconds, show_share
 
 from .keep import named_steps, steps_or_time
@@ -24,10 +24,6 @@ logger = logging.getLogger("fastckpt")
 
 #: The relative change of the interval from which on the log shows it again.
 _CHANGED = 0.1
-#: Seconds between failures of one accelerator, as MLCommons assumes.
-_MTTF = 50_000 * 3600.0
-#: A shorter time to failure without a unit is meant in hours.
-_LEAST_MTTF = 600.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +161,7 @@ class Auto:
     def __init__(self, mttf: float | str | None = None, overhead: float | str = 0.05) -> None:
         #: Whether the mean time to failure is assumed, for each process.
         self.assumes = mttf is None
-        self.mttf = _MTTF if mttf is None else seconds("when.Auto: mttf", mttf, _LEAST_MTTF)
+        self.mttf = MTTF_GPU if mttf is None else seconds("when.Auto: mttf", mttf, LEAST_MTTF)
         self.overhead = fraction("when.Auto: overhead", overhead)
         self._said: float | None = None
 
@@ -224,7 +220,7 @@ def of_job(policy: Policy, ranks: int) -> Policy:
     if not isinstance(policy, Auto) or not policy.assumes:
         return policy
     own = copy.copy(policy)
-    own.mttf = policy.mttf / ranks
+    own.mttf = cluster_mttf(policy.mttf, ranks)
     return own
 
 

@@ -189,7 +189,7 @@ def clean(
     Raises:
         FileNotFoundError: there is no such directory.
         OSError: it cannot be read.
-        ValueError: ``directory`` is a URL, or ``older_than`` is no duration.
+        ValueError: ``directory`` is a URL, or ``older_than`` is not a duration.
 
     Example:
         >>> import fastckpt, tempfile

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from fastckpt.keep import Saved
-
 if TYPE_CHECKING:
     from collections.abc import Collection, Sequence
 
-    from fastckpt.keep import Policy
+    from fastckpt.keep import Policy, Saved
 
     from .directory import Directory
     from .remote import Remote
@@ -77,18 +74,17 @@ def checkpoints_of(
             kept.setdefault(step, {})[name] = tuple(why.get(step, (*_pinned(step, pinned), "it cannot be opened")))
             if step in entries:
                 saved.setdefault(step, entries[step].saved)
-    nothing = {step: Saved(step, math.nan) for step in paths}
     return [
         ManagedCheckpoint(
             step=step,
-            path=paths[step],
-            created=saved[step].created if step in saved else None,
-            metrics=saved.get(step, nothing[step]).metrics,
-            changed=saved.get(step, nothing[step]).changed,
+            path=path,
+            created=None if (facts := saved.get(step)) is None else facts.created,
+            metrics={} if facts is None else facts.metrics,
+            changed={} if facts is None else facts.changed,
             kept_for=kept[step],
             pinned=step in held,
         )
-        for step in sorted(paths)
+        for step, path in sorted(paths.items())
     ]
 
 

@@ -16,10 +16,8 @@ from . import architectures, sizing
 from .layout import Share, check, layout
 from .record import Plan, Verdict
 
-#: Seconds between failures of one accelerator, as MLCommons assumes.
-MTTF_GPU = 50_000 * 3600.0
-#: A shorter time to failure without a unit is meant in hours: no job that fails so often would be planned.
-_LEAST_MTTF, _LEAST_MTTF_GPU = 600.0, 1e6
+#: The same of one GPU as :data:`fastckpt._interval.LEAST_MTTF` of a job.
+_LEAST_MTTF_GPU = 1e6
 
 #: NVIDIA's guidance: checkpoints, with all their costs, should take less than 5 % of training.
 GOODPUT = 0.95
@@ -240,8 +238,8 @@ def mttf_of(mttf_gpu: float | str | None, mttf_cluster: float | str | None, gpus
     if mttf_gpu is not None and mttf_cluster is not None:
         raise ValueError("plan: give only one of mttf_gpu and mttf_cluster")
     if mttf_cluster is not None:
-        return units.seconds("mttf_cluster", mttf_cluster, _LEAST_MTTF)
-    one = units.seconds("mttf_gpu", MTTF_GPU if mttf_gpu is None else mttf_gpu, _LEAST_MTTF_GPU)
+        return units.seconds("mttf_cluster", mttf_cluster, formulas.LEAST_MTTF)
+    one = units.seconds("mttf_gpu", formulas.MTTF_GPU if mttf_gpu is None else mttf_gpu, _LEAST_MTTF_GPU)
     return formulas.cluster_mttf(one, gpus)
 
 
