@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -217,6 +218,18 @@ def test_a_slot_that_never_holds_still_is_shown_as_it_was(place, shm, monkeypatc
     proc = only(shm.poll())
     assert proc.operations[0].bytes_durable == 5
     assert count[0] >= 2 * feed.ATTEMPTS
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_slot_in_the_middle_of_a_change_is_read_of_the_dead_alone(place, shm, alive):
+    made = Image()
+    made.operation(seq=3, bytes_durable=5)
+    with made.write(place).open("rb") as file:
+        if alive:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        proc = only(shm.poll())
+    assert proc.alive is alive
+    assert [op.bytes_durable for op in proc.operations] == ([] if alive else [5])
 
 
 def test_the_dead_are_not_read_again(place, shm, monkeypatch):

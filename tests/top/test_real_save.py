@@ -83,6 +83,11 @@ def wait_for(place, child, condition, seconds=60):
     raise AssertionError(f"not seen within {seconds} s; last {rank}")
 
 
+def is_writing(rank):
+    """Whether the throttled save has begun: until then the row shows the empty one before it."""
+    return rank["state"] == "write" and rank["label"] == "step-7" and rank["done"] > 0
+
+
 def wait_for_any(place, seconds=60):
     deadline = time.monotonic() + seconds
     while not list(place.glob("*.seg")) and time.monotonic() < deadline:
@@ -156,7 +161,7 @@ def test_bandwidth_limit_is_kept_within_a_tenth(tmp_path):
 def test_a_killed_save_is_seen_as_dead(trainer, place):
     child = trainer(200 * MB, 4 * MB)
     tell(child)
-    wait_for(place, child, lambda rank: rank["state"] == "write" and rank["done"] > 4 * MB)
+    wait_for(place, child, lambda rank: is_writing(rank) and rank["done"] > 4 * MB)
     child.kill()
     child.wait()
     rank = wait_for(place, child, lambda rank: not rank["alive"])
@@ -166,7 +171,7 @@ def test_a_killed_save_is_seen_as_dead(trainer, place):
 def test_a_stopped_save_is_stalled_and_alive(trainer, place):
     child = trainer(200 * MB, 4 * MB)
     tell(child)
-    wait_for(place, child, lambda rank: rank["done"] > 0)
+    wait_for(place, child, is_writing)
     os.kill(child.pid, signal.SIGSTOP)
     command = [sys.executable, "-m", "fastckpt_top", "--dir", str(place), "--json", "--interval", "0.5"]
     lines = subprocess.run([*command, "--duration", "6"], capture_output=True, text=True, check=True).stdout
@@ -180,7 +185,7 @@ def test_a_stopped_save_is_stalled_and_alive(trainer, place):
 def test_a_forked_child_does_not_keep_a_dead_parent_alive(trainer, place):
     child = trainer(200 * MB, 4 * MB, "sleeper")
     tell(child)
-    wait_for(place, child, lambda rank: rank["done"] > 0)
+    wait_for(place, child, is_writing)
     child.kill()
     child.wait()
     wait_for(place, child, lambda rank: not rank["alive"])

@@ -272,7 +272,7 @@ class ShmFeed:
                     continue
                 old = old_ops.get(index)
                 op = old[1] if old and old[0] == raw else segment.decode_operation(raw, 0)
-                if op.seq % 2:
+                if op.seq % 2 and file.alive:  # the dead were killed in the middle of a change, which stays as it is
                     continue
                 pending_ops.discard(index)
                 if op.op_id:
