@@ -101,7 +101,7 @@ class Memcpy:
 def ours(state: State, path: Path, *, threads: int, lazy: bool = False, at_once: bool = False) -> tuple[float, float]:
     """Seconds until the call returns, with ``at_once`` until the state may change, and until it is durable."""
     began = time.perf_counter()
-    pending = fastckpt.save_async(state, path, lazy=lazy, threads=threads)
+    pending = fastckpt.save_async(state, path, io=fastckpt.IO(lazy=lazy, threads=threads))
     if at_once:
         pending.wait_staged()
     stall = time.perf_counter() - began
@@ -243,11 +243,11 @@ def measure_steps(state: State, directory: Path, rounds: int, threads: int) -> d
     beside: list[float] = []
     stalls: list[float] = []
     durable: list[float] = []
-    fastckpt.save_async(state, directory / "steps", threads=threads, nice=10).result()
+    fastckpt.save_async(state, directory / "steps", io=fastckpt.IO(threads=threads, nice=10)).result()
     for _ in range(rounds):
         alone.extend(step() for _ in range(60))
         began = time.perf_counter()
-        pending = fastckpt.save_async(state, directory / "steps", threads=threads, nice=10)
+        pending = fastckpt.save_async(state, directory / "steps", io=fastckpt.IO(threads=threads, nice=10))
         stalls.append(time.perf_counter() - began)
         while not pending.done():
             beside.append(step())

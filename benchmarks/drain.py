@@ -59,7 +59,9 @@ def make_run(directory: Path, size: int) -> tuple[Path, float]:
     state = {f"w{index}": generator.integers(0, 256, 64 << 20, np.uint8) for index in range(count)}
     rates = []
     for name in ("warm-up", "again", "step-00000001"):
-        report = fastckpt.save(state, directory / name, shard_size="1GB", metadata={"step": 1, "metrics": {}})
+        report = fastckpt.save(
+            state, directory / name, files=fastckpt.Files(shard_size="1GB"), metadata={"step": 1, "metrics": {}}
+        )
         rates.append(report.bytes / report.seconds)
         if name != "step-00000001":
             fastckpt.remove(directory / name)
@@ -122,7 +124,7 @@ def measure_steps(local: Path, directory: Path, limit: float, rounds: int) -> di
     remote = directory / "remote"
 
     def drain() -> list[float]:
-        with fastckpt.Manager(local, alone=True, remote=remote, remote_bandwidth_limit=limit) as manager:
+        with fastckpt.Manager(local, ranks="alone", remote=remote, remote_bandwidth_limit=limit) as manager:
             done = threading.Thread(target=manager.wait)
             done.start()
             taken = []
@@ -185,7 +187,7 @@ def measure_rate(local: Path, url: str, rounds: int) -> dict[str, Any]:
 
     def ours(place: str) -> float:
         began = time.perf_counter()
-        with fastckpt.Manager(local, alone=True, remote=place):
+        with fastckpt.Manager(local, ranks="alone", remote=place):
             pass
         taken = time.perf_counter() - began
         fastckpt.remove(f"{place}/step-00000001")

@@ -67,7 +67,7 @@ def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, li
 
     def load(**options: Any) -> int:
         reports: list[fastckpt.LoadReport] = []
-        fastckpt.load(url, on_report=reports.append, **options)
+        fastckpt.load(url, io=fastckpt.IO(on_report=reports.append), **options)
         return reports[0].bytes
 
     ways = {"client": lambda: read_all(place), "load": load}

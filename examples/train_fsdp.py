@@ -114,9 +114,8 @@ def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
     """Return what saves, keeps and finds the checkpoints of the run, on all ranks together."""
     return fastckpt.Manager(
         options.out,
-        timeout=options.timeout,
+        ranks=fastckpt.distributed.Ranks(timeout=options.timeout),
         keep=options.keep,
-        # The last step, too, so that the next run can go on there.
         save_when=[when.Every(steps=options.save_every), when.Steps(options.steps)],
         async_save=False,
     )

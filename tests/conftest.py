@@ -112,7 +112,7 @@ def trip(request, tmp_path):
 
     def go(state, **options):
         fastckpt.save(state, tmp_path / "trip", io=io)
-        return fastckpt.load(tmp_path / "trip", io=io, mmap=mapped and "into" not in options, **options)
+        return fastckpt.load(tmp_path / "trip", io=fastckpt.IO(io, mmap=mapped and "into" not in options), **options)
 
     return go
 

@@ -148,7 +148,7 @@ def measure_counts(device: Device, workload: DeviceWorkload, directory: Path) ->
 
     def loaded(**options: Any) -> tuple[Any, Any]:
         reports: list[Any] = []
-        state = fastckpt.load(path, on_report=reports.append, **options)
+        state = fastckpt.load(path, io=fastckpt.IO(on_report=reports.append), **options)
         return reports[0], state
 
     found = {

@@ -134,7 +134,7 @@ class Saves:
         return fastckpt.save_async(state, path).result
 
     def lazy(self, state: Any, path: Path) -> Callable[[], Any]:
-        return fastckpt.save_async(state, path, lazy=True).result
+        return fastckpt.save_async(state, path, io=fastckpt.IO(lazy=True)).result
 
     def dcp(self, state: Any, path: Path) -> Callable[[], Any]:
         from torch.distributed import checkpoint
@@ -311,7 +311,7 @@ def steps_beside(training: Training, state: Any, path: Path) -> dict[str, Any]:
     alone, beside = [], []
     for _ in range(2):
         alone += [timed() for _ in range(15)]
-        pending = fastckpt.save_async(state, path, lazy=True)
+        pending = fastckpt.save_async(state, path, io=fastckpt.IO(lazy=True))
         while True:
             beside.append(timed())
             if pending.done():

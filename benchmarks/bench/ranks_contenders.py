@@ -38,7 +38,7 @@ def load_fastckpt(state: State, path: str) -> dict[str, Any]:
     import fastckpt.distributed
 
     reports: list[Any] = []
-    fastckpt.distributed.load(path, into={"model": state}, on_report=reports.append)
+    fastckpt.distributed.load(path, into={"model": state}, io=fastckpt.IO(on_report=reports.append))
     return {"phases": dict(reports[0].phases)}
 
 

@@ -14,8 +14,9 @@ import logging
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core, exceptions
-from fastckpt._api.checkpoint import Checkpoint
 from fastckpt._api.checkpoint import open as open
+from fastckpt._api.files import Files
+from fastckpt._api.io import IO
 from fastckpt._api.load import load
 from fastckpt._api.manage import clean, remove
 from fastckpt._api.manage import list as list
@@ -49,9 +50,10 @@ if TYPE_CHECKING:
 
 #: ``from fastckpt import *`` must not hide Python's own ``copy``, ``list`` and ``open``, nor import torch.
 __all__ = [
-    "Checkpoint",
+    "IO",
     "CheckpointError",
     "CorruptCheckpointError",
+    "Files",
     "LoadReport",
     "Manager",
     "NotACheckpointError",

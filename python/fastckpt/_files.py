@@ -1,4 +1,4 @@
-"""Further files that a save puts beside the shards: ``files=``."""
+"""Further files that a save puts beside the shards: their names and contents."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 #: Argument types of public functions, as type checkers see them.
-Files: TypeAlias = Mapping[str, str | bytes | os.PathLike[str]]
+Contents: TypeAlias = Mapping[str, str | bytes | os.PathLike[str]]
 
 #: Python closes descriptors in children anyway; Windows has no pipes among files, and may translate line ends.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
@@ -21,16 +21,28 @@ TORCH_METADATA = ".metadata"
 BESIDE_SHARDS = frozenset({"fastckpt.json", "model.safetensors.index.json", TORCH_METADATA})
 
 
-def check_files(operation: str, files: Any) -> list[tuple[str, bytes]]:
-    """``files=``: the name and the content of each."""
-    if files is None:
-        return []
+def check_names(operation: str, files: Any) -> None:
+    """Check the names and the kinds of contents; nothing is read."""
     if not isinstance(files, Mapping):
         raise TypeError(f"{operation}: files must be a dict of names and contents, not {type(files).__name__}")
-    return [(_check_name(operation, name), _content(operation, name, content)) for name, content in files.items()]
+    for name, content in files.items():
+        _check_name(operation, name)
+        if not isinstance(content, (str, bytes, bytearray, memoryview, os.PathLike)):
+            raise TypeError(
+                f"{operation}: files: the content of {name!r} must be a str (its text), bytes, or an os.PathLike (a "
+                f"file to copy), not {type(content).__name__}"
+            )
 
 
-def _check_name(operation: str, name: Any) -> str:
+def contents_of(operation: str, files: Contents | None) -> list[tuple[str, bytes]]:
+    """The name and the content of each."""
+    if files is None:
+        return []
+    check_names(operation, files)
+    return [(name, _content(operation, name, content)) for name, content in files.items()]
+
+
+def _check_name(operation: str, name: Any) -> None:
     if not isinstance(name, str):
         raise TypeError(f"{operation}: files: a name must be a str, not {name!r}")
     try:
@@ -44,10 +56,9 @@ def _check_name(operation: str, name: Any) -> str:
         )
     if name in BESIDE_SHARDS or name == "training" or name.endswith(".safetensors"):
         raise ValueError(f"{operation}: files: {name!r} is a name that fastckpt's own files have: choose another")
-    return name
 
 
-def _content(operation: str, name: str, content: Any) -> bytes:
+def _content(operation: str, name: str, content: str | bytes | os.PathLike[str]) -> bytes:
     if isinstance(content, str):
         try:
             return content.encode()
@@ -55,11 +66,6 @@ def _content(operation: str, name: str, content: Any) -> bytes:
             raise ValueError(f"{operation}: files: the text of {name!r} cannot be encoded as UTF-8: {error}") from None
     if isinstance(content, (bytes, bytearray, memoryview)):
         return bytes(content)
-    if not isinstance(content, os.PathLike):
-        raise TypeError(
-            f"{operation}: files: the content of {name!r} must be a str (its text), bytes, or an os.PathLike (a file "
-            f"to copy), not {type(content).__name__}"
-        )
     try:
         # Opening a pipe would block, and a device may have no end.
         descriptor = os.open(content, _FLAGS)

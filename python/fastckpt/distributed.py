@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._api import in_flight
 from fastckpt._api.build_report import build_report
+from fastckpt._api.io import no_mapping
 from fastckpt._api.load_settings import LoadOptions, LoadSettings
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
@@ -33,44 +34,31 @@ from fastckpt._api.settings import takes
 from fastckpt._api.write import write
 from fastckpt._background.pending import PendingSave
 from fastckpt._background.save_async import tell_unasked_but
-from fastckpt._background.settings import BackgroundOptions, BackgroundSettings
 from fastckpt._paths import AnyPath
 from fastckpt._ranks.background import Job
 from fastckpt._ranks.calls import Call
 from fastckpt._ranks.load import load_together
 from fastckpt._ranks.process_group import ProcessGroup
-from fastckpt._ranks.replicas import Policy, ReplicaOptions
+from fastckpt._ranks.ranks import Ranks, ranks_of
 from fastckpt._ranks.session import session
 from fastckpt._tensors.ranges import range_of
 from fastckpt._tensors.spreads import Spreads
 
-__all__ = ["load", "load_per_rank", "save", "save_async"]
+__all__ = ["Ranks", "load", "load_per_rank", "save", "save_async"]
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-#: Seconds for which a rank may make no progress.
-TIMEOUT = 600.0
 
-
-class RankSaveOptions(SaveOptions, ReplicaOptions, total=False):
-    """Options of :func:`save`."""
-
-
-class RankSaveAsyncOptions(RankSaveOptions, BackgroundOptions, total=False):
-    """Options of :func:`save_async`."""
-
-
-@takes(Policy, SaveSettings, like={SaveSettings: "fastckpt.save"}, ranks=True)
+@takes(SaveSettings, like={SaveSettings: "fastckpt.save"}, ranks=True)
 def save(
     state: Any,
     path: AnyPath,
     *,
-    process_group: Any = None,
+    ranks: Any = None,
     per_rank: Any = None,
-    timeout: float = TIMEOUT,
     metadata: Any = None,
-    **options: Unpack[RankSaveOptions],
+    **options: Unpack[SaveOptions],
 ) -> SaveReport:
     """Write the state of all ranks to the directory ``path``; every rank of the group calls it.
 
@@ -80,16 +68,14 @@ def save(
 
     Args:
         state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Tensors
-            and values that several ranks have must be equal on them (see ``replicas``), and these ranks share the work.
-            Mappings may have keys
-            that only some ranks have, as the stages of a pipeline do. The state must not change meanwhile.
+            and values that several ranks have must be equal on them (see :class:`Ranks`), and these ranks share the
+            work. Mappings may have keys that only some ranks have, as the stages of a pipeline do. The state must not
+            change meanwhile.
         path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
-        process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
-            one; where none was initialised, this process alone. It must have all ranks of the DTensors' meshes.
+        ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
+            :class:`Ranks`, with a timeout and how copies of a tensor are compared.
         per_rank: a state that is this rank's own: random states, the position of a data loader. No DTensors.
             :func:`load_per_rank` gives it back.
-        timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
-            when the first one came.
         metadata: the first rank's is written; other ranks may pass none, or a different one, except for ``step``.
         {options}
 
@@ -106,11 +92,11 @@ def save(
             unknown.
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds a value that cannot be stored.
         ValueError: tensors or values that must be equal differ between ranks; or an argument is out of range, ``path``
-            is a URL, or this process is not in ``process_group``.
+            is a URL, or this process is not in the process group.
         FileExistsError: ``path`` exists and is not a checkpoint (for example, another program wrote it), or it is one
             and ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
-        TypeError: ``process_group`` is not a process group, or an argument is unknown.
+        TypeError: ``ranks`` is no process group, or an argument is unknown.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
             was forked from a rank.
 
@@ -118,57 +104,50 @@ def save(
         RuntimeWarning: as for :func:`fastckpt.save`.
     """
     began = time.perf_counter()
-    call = Call("save", session("save", process_group), path, timeout)
+    together = ranks_of(ranks)
+    call = Call("save", session("save", together.process_group), path, together.timeout)
     with range_of("fastckpt.distributed.save"), Attempt("save", call.path), call.operation:
         call.check()
         settings = SaveSettings.of("save", options, save)
-        group = ProcessGroup(call.session, call.operation, call.timeout, Policy.of("save", options))
+        group = ProcessGroup(call.session, call.operation, together)
         spreads = Spreads(call.session.group.ranks, call.session.group.rank)
         with closing(
             build_request("save", call.path, state, metadata, settings, began=began, per_rank=per_rank, spreads=spreads)
         ) as request:
             call.mark(request.step, state if settings.exclude is None else None)
             in_flight.wait_for_paths(call.path, request.base)
-            with ticker("save", call.path, shown=request.progress) as progress:
+            with ticker("save", call.path, shown=settings.io.progress) as progress:
                 report = write(request, group, progress)
     conclude(report)
     warn_of_failures()
     return report
 
 
-@takes(
-    BackgroundSettings,
-    Policy,
-    SaveSettings,
-    like={BackgroundSettings: "fastckpt.save_async", Policy: "save", SaveSettings: "save"},
-    ranks=True,
-)
+@takes(SaveSettings, like={SaveSettings: "save"}, ranks=True)
 def save_async(
     state: Any,
     path: AnyPath,
     *,
-    process_group: Any = None,
+    ranks: Any = None,
     per_rank: Any = None,
-    timeout: float = TIMEOUT,
     metadata: Any = None,
-    **options: Unpack[RankSaveAsyncOptions],
+    **options: Unpack[SaveOptions],
 ) -> PendingSave:
     """Write the state of all ranks in the background; the state of this rank may change when this returns.
 
-    The part of this rank is copied to host memory (with ``lazy``, later), and everything else happens in a thread:
-    agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
+    The part of this rank is copied to host memory (with ``IO(lazy=True)``, later), and everything else happens in a
+    thread: agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
     relative to other saves and loads of the group; those wait for it on every rank, except for the copy of another
-    asynchronous save, with ``max_in_flight``. Saves of several groups go on side by side, in any order. The memory is
-    one copy of this rank's part for each save in flight; it is kept for the next save (see
+    asynchronous save, with ``IO(max_in_flight=...)``. Saves of several groups go on side by side, in any order. The
+    memory is one copy of this rank's part for each save in flight; it is kept for the next save (see
     :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable, or has
     failed.
 
     Args:
         state: as for :func:`save`.
         path: as for :func:`save`.
-        process_group: as for :func:`save`.
+        ranks: as for :func:`save`.
         per_rank: as for :func:`save`.
-        timeout: as for :func:`save`.
         metadata: as for :func:`save`.
         {options}
 
@@ -184,30 +163,30 @@ def save_async(
             later errors fail the save on the other ranks.
         Exception: an earlier asynchronous save failed, and its result was never requested, as for
             :func:`fastckpt.save_async`.
-        TypeError: ``process_group`` is not a process group, or an argument is unknown.
+        TypeError: ``ranks`` is no process group, or an argument is unknown.
         RuntimeError: this process was forked from a rank.
-        ValueError: an argument is out of range, ``path`` is a URL, or this process is not in ``process_group``.
+        ValueError: an argument is out of range, ``path`` is a URL, or this process is not in the process group.
 
     Warns:
         RuntimeWarning: as for :func:`fastckpt.save_async`.
     """
     began = time.perf_counter()
-    call = Call("save", session("save_async", process_group), path, timeout)
+    together = ranks_of(ranks)
+    call = Call("save", session("save_async", together.process_group), path, together.timeout)
     request = job = None
     with range_of("fastckpt.distributed.save_async"):
         try:
             call.operation.take()
             with Attempt("save", call.path, asynchronous=True):
                 call.check()
-                background = BackgroundSettings.of("save_async", options, save_async)
-                settings = SaveSettings.of("save_async", options)
-                group = ProcessGroup(call.session, call.operation, call.timeout, Policy.of("save_async", options))
+                settings = SaveSettings.of("save_async", options, save_async)
+                group = ProcessGroup(call.session, call.operation, together)
                 spreads = Spreads(call.session.group.ranks, call.session.group.rank)
                 request = build_request(
                     "save_async", call.path, state, metadata, settings, began=began, per_rank=per_rank, spreads=spreads
                 )
                 call.mark(request.step, state if settings.exclude is None else None)
-                job = Job(request, background, group)
+                job = Job(request, group)
             pending = job.begin()
         except BaseException as error:
             # The other ranks wait for this one, unless a thread has taken over, which then tells them.
@@ -228,8 +207,7 @@ def load(
     path: AnyPath,
     into: Any = None,
     *,
-    process_group: Any = None,
-    timeout: float = TIMEOUT,
+    ranks: Any = None,
     **options: Unpack[LoadOptions],
 ) -> Any:
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
@@ -245,17 +223,15 @@ def load(
             of all ranks. It may contain objects, too: modules, and optimizers, whose state is spread like their
             parameters; any other object gets its state with whole tensors. Ranks may want different tensors, as the
             stages of a pipeline do. With None every rank gets the whole state, in plain tensors.
-        process_group: the ranks that load together, as for :func:`save`.
-        timeout: seconds for which a rank may make no progress before all give up.
+        ranks: the ranks that load together, as for :func:`save`.
         {options}
 
     Ranks may choose differently. With ``strict``, a tensor of the checkpoint is unexpected where no rank has a place
     for it. Where all ranks of the group are on one host and all have ``io="buffered"``, they read through its page
-    cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages. ``threads`` are those of
-    this rank.
+    cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
 
     Returns:
-        The state. ``on_report`` is called with a :class:`fastckpt.LoadReport`.
+        The state.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
@@ -265,47 +241,49 @@ def load(
         CorruptCheckpointError: the checkpoint is damaged; the message names the place.
         Exception: whatever :func:`fastckpt.load` raises, on this rank. Where an object in ``into`` refuses its state
             (CheckpointError), the other ranks have theirs by then, and return.
-        TypeError: ``process_group`` is not a process group, or an argument is unknown.
+        TypeError: ``ranks`` is no process group, or an argument is unknown.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
             was forked from a rank.
-        ValueError: an argument is out of range, or this process is not in ``process_group``.
+        ValueError: an argument is out of range, or this process is not in the process group.
 
     Warns:
         RuntimeWarning: as for :func:`fastckpt.load`.
     """
     began = time.perf_counter()
-    call = Call("load", session("load", process_group), path, timeout)
+    together = ranks_of(ranks)
+    call = Call("load", session("load", together.process_group), path, together.timeout)
     with range_of("fastckpt.distributed.load"), Attempt("load", call.path), call.operation as operation:
         call.check()
         settings = LoadSettings.of("load", options, load)
+        no_mapping("load", settings.io)
         in_flight.wait_for_paths(call.path)
         read = load_together(call, operation, settings, into)
     found = conclude(build_report(LoadReport, call.path, began, read.fields))
-    if settings.on_report is not None:
-        settings.on_report(found)
+    if settings.io.on_report is not None:
+        settings.io.on_report(found)
     return read.state
 
 
-def load_per_rank(path: AnyPath, *, rank: int | None = None, process_group: Any = None) -> Any:
+def load_per_rank(path: AnyPath, *, rank: int | None = None, ranks: Any = None) -> Any:
     """Read the state that a rank saved for itself, with ``per_rank=`` of :func:`save`. Each process reads alone.
 
     Args:
         path: the checkpoint's directory, or its URL.
         rank: the rank; None for this process's own, which takes as many ranks as have saved.
-        process_group: the ranks that load, as for :func:`save`; with ``rank`` it does not matter.
+        ranks: the ranks that load, as for :func:`save`; with ``rank`` they do not matter.
 
     Returns:
         The state; None if that rank gave none.
 
     Raises:
         KeyError: nothing was saved with ``per_rank=``.
-        ValueError: another number of ranks has saved than is in ``process_group``, and ``rank`` is None; or ``rank`` is
+        ValueError: another number of ranks has saved than there are ``ranks``, and ``rank`` is None; or ``rank`` is
             out of range.
         Exception: whatever :func:`fastckpt.load` raises.
     """
     own = None
     if rank is None:
-        group = session("load_per_rank", process_group).group
+        group = session("load_per_rank", ranks_of(ranks).process_group).group
         own = (group.rank, group.size)
     return load_state_of(path, rank, own)
 

@@ -431,7 +431,7 @@ def test_what_cannot_be_made_is_told_before_anything_is_read(tmp_path, monkeypat
     monkeypatch.setattr(fastckpt._tensors.torch, "dtype_of", lambda *_: None)
     monkeypatch.setattr(fastckpt._api.load, "ticker", read)
     with pytest.raises(UnsupportedTypeError, match="'w' has dtype bfloat16, which this version of torch"):
-        fastckpt.load(path, mmap=True)
+        fastckpt.load(path, io=fastckpt.IO(mmap=True))
 
 
 def test_into_in_pieces_for_ordinary_tensors(monkeypatch, tmp_path, engine):
@@ -585,7 +585,7 @@ def test_a_lazy_save_notices_a_change_of_what_it_casts(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cast_out.CastOut, "__call__", changed)
     with pytest.raises(RuntimeError, match=r"changed in place while lazy=True was copying: w\."):
-        fastckpt.save_async({"w": value}, tmp_path / "c", dtype="bfloat16", lazy=True).result(60)
+        fastckpt.save_async({"w": value}, tmp_path / "c", dtype="bfloat16", io=fastckpt.IO(lazy=True)).result(60)
     assert not (tmp_path / "c").exists()
 
 

@@ -221,7 +221,7 @@ def test_damage_is_found_beside_what_a_slice_takes(tmp_path):
 def test_slice_of_a_large_tensor(tmp_path):
     w = torch.arange(3_000_000).reshape(3000, 1000)
     big = torch.arange(20 * 40_000).reshape(20, 40_000)
-    fastckpt.save({"w": w, "big": big}, tmp_path / "c", shard_size=1)
+    fastckpt.save({"w": w, "big": big}, tmp_path / "c", files=fastckpt.Files(shard_size=1))
     with fastckpt.open(tmp_path / "c") as checkpoint:
         assert torch.equal(checkpoint.tensor("w")[slice(1500, 1503)], w[1500:1503])
         assert torch.equal(checkpoint.tensor("w")[(slice(2999, None), 5)], w[2999:, 5])
@@ -301,7 +301,7 @@ def test_verify(path):
     at = data.index(b"q" * 5000) + 100
     data[at] ^= 255
     shard.write_bytes(data)
-    report = fastckpt.verify(path, threads=1)
+    report = fastckpt.verify(path, io=fastckpt.IO(threads=1))
     assert not report.ok
     assert {damage.tensor for damage in report.damage} == {"blob"}
     assert all(d.file == "model.safetensors" and d.offset <= at < d.offset + d.length for d in report.damage)
@@ -320,7 +320,7 @@ def shard_descriptors(of="self"):
 def old_and_new(tmp_path, number):
     """A checkpoint of ``number`` shards that is open, and the state in it."""
     state = {f"t{index}": np.full(2000, index, np.int32) for index in range(number)}
-    fastckpt.save(state, tmp_path / "c", shard_size=8000)
+    fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=8000))
     return fastckpt.open(tmp_path / "c"), state
 
 

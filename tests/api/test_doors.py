@@ -57,7 +57,7 @@ def shards(path):
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     path = tmp_path_factory.mktemp("doors") / "c"
-    fastckpt.save(state(), path, metadata={"step": 7}, shard_size="200KB")
+    fastckpt.save(state(), path, metadata={"step": 7}, files=fastckpt.Files(shard_size="200KB"))
     return shards(path)
 
 
@@ -168,7 +168,7 @@ def test_a_save_keeps_nothing_of_the_state(tmp_path, door):
 
 
 def by_manager(state, path, *, async_save):
-    with fastckpt.Manager(path, alone=True, async_save=async_save) as manager:
+    with fastckpt.Manager(path, ranks="alone", async_save=async_save) as manager:
         manager.save(1, state)
 
 

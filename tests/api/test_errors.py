@@ -425,7 +425,7 @@ def pristine(tmp_path_factory):
         "empty": np.zeros((0, 3)),
         "bits": rng.integers(0, 2, 11).astype(bool),
     }
-    fastckpt.save(state, path, shard_size=9 << 20)
+    fastckpt.save(state, path, files=fastckpt.Files(shard_size=9 << 20))
     assert len(list(path.glob("*.safetensors"))) == 2
     return path, state
 
@@ -504,7 +504,7 @@ def test_load_checks_unless_told_not_to(damaged, engine):
     flip(path / body["shards"][tensor["shard"]]["file"], tensor["offset"] + 5)
     with pytest.raises(CorruptCheckpointError, match="odd"):
         fastckpt.load(path, io=engine)
-    loaded = fastckpt.load(path, io=engine, verify=False)
+    loaded = fastckpt.load(path, io=fastckpt.IO(engine, verify=False))
     assert loaded["odd"][5] == state["odd"][5] ^ 1
     # Damage elsewhere does not keep the rest from being read.
     assert same(fastckpt.open(path)["large"], state["large"])
@@ -614,7 +614,7 @@ def test_shard_of_another_step(damaged, pristine, tmp_path):
     """Same names, same sizes, other training step: what a torn copy of a directory looks like."""
     path, state, body = damaged
     other = {**state, "large": state["large"] ^ 1, "odd": state["odd"] ^ 1}
-    fastckpt.save(other, tmp_path / "other", shard_size=9 << 20)
+    fastckpt.save(other, tmp_path / "other", files=fastckpt.Files(shard_size=9 << 20))
     for shard in body["shards"]:
         raw = (path / shard["file"]).read_bytes()
         shutil.copy(tmp_path / "other" / shard["file"], path / shard["file"])
@@ -730,7 +730,7 @@ def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
         assert fastckpt.verify(directory, io=engine).ok
     # Mapped, these elements would lie across what processors take for one: they are copied.
     assert body["tensors"][0]["offset"] % 4
-    mapped = fastckpt.load(directory, mmap=True)
+    mapped = fastckpt.load(directory, io=fastckpt.IO(mmap=True))
     assert same(mapped, arrays)
     assert all(array.flags.aligned for array in mapped.values())
 
@@ -738,7 +738,7 @@ def test_hand_made_checkpoint_of_the_document_loads(tmp_path):
 def test_what_is_written_is_what_the_document_says(tmp_path):
     """The other way round: the independent reader takes what our writer writes, over several shards and blocks."""
     state = numbered(3, 6 << 20)
-    fastckpt.save(state, tmp_path / "step", shard_size=2 << 20, metadata={"step": 3})
+    fastckpt.save(state, tmp_path / "step", files=fastckpt.Files(shard_size=2 << 20), metadata={"step": 3})
     stored = manifest.read(tmp_path / "step")
     assert stored["model.big"].data == state["model"]["big"].tobytes()
     assert stored["model.rows"].data == state["model"]["rows"].tobytes()

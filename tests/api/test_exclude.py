@@ -204,7 +204,12 @@ def test_what_cannot_be_left_out_by_its_name_is_refused(tmp_path, state, exclude
 
 def test_default_is_asked_first(tmp_path):
     state = {"f": print, "g": print, "n": 1}
-    fastckpt.save(state, tmp_path / "c", exclude="f", encode=lambda value: "made" if value is print else None)
+    fastckpt.save(
+        state,
+        tmp_path / "c",
+        exclude="f",
+        registry=fastckpt.Registry(encode=lambda value: "made" if value is print else None),
+    )
     assert fastckpt.load(tmp_path / "c") == {"g": "made", "n": 1}
 
 

@@ -42,7 +42,7 @@ def contents(path):
 
 
 def by_manager(path, *, async_save):
-    with fastckpt.Manager(path.parent, name="step-{step}", async_save=async_save, alone=True) as manager:
+    with fastckpt.Manager(path.parent, name="step-{step}", async_save=async_save, ranks="alone") as manager:
         manager.save(int(path.name.removeprefix("step-")), STATE)
 
 

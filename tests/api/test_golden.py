@@ -80,7 +80,12 @@ def test_golden_classes_are_read_as_they_are(engine, undeclare):
         assert type(loaded[name]) is type(expected[name])
     undeclare()
     with pytest.warns(RuntimeWarning, match=r"golden\.Plan"):
-        assert fastckpt.load(DATA / "v1-classes", io=engine, undeclared="plain")["plan"]["schedule"] == "COSINE"
+        assert (
+            fastckpt.load(DATA / "v1-classes", io=engine, registry=fastckpt.Registry(undeclared="plain"))["plan"][
+                "schedule"
+            ]
+            == "COSINE"
+        )
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning", "ignore:.*is_fx_tracing.*")
@@ -106,7 +111,7 @@ def test_golden_types_of_numpy_and_torch_are_read_bit_for_bit(engine):
 
 def test_an_equal_state_still_gives_the_golden_shards(tmp_path):
     """The layout is the format's: no release changes it."""
-    fastckpt.save(golden().training(), tmp_path / "c", shard_size=100)
+    fastckpt.save(golden().training(), tmp_path / "c", files=fastckpt.Files(shard_size=100))
     written, kept = (
         {
             file.relative_to(path): file.read_bytes()

@@ -76,7 +76,7 @@ def test_a_training_state_opens_as_a_model(family, tied, shard_size, tmp_path, m
     optimizer.step()
     state = {"step": 3, "optimizer": optimizer.state_dict(), "model": model.state_dict(), "rng": torch.get_rng_state()}
     path = tmp_path / "step-3"
-    fastckpt.save(state, path, shard_size=shard_size)
+    fastckpt.save(state, path, files=fastckpt.Files(shard_size=shard_size))
     config.save_pretrained(path)
 
     opened, about = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
@@ -114,9 +114,9 @@ def test_one_shard_of_the_model_is_found_with_and_without_the_index(tmp_path):
 
 def test_several_shards_of_each_group(tmp_path):
     layers = {f"w{i}": torch.full((100,), float(i)) for i in range(4)}
-    fastckpt.save({"model": layers, "optimizer": dict(layers)}, tmp_path / "tied", shard_size=800)
+    fastckpt.save({"model": layers, "optimizer": dict(layers)}, tmp_path / "tied", files=fastckpt.Files(shard_size=800))
     copies = {name: tensor.clone() for name, tensor in layers.items()}
-    fastckpt.save({"model": layers, "optimizer": copies}, tmp_path / "c", shard_size=800)
+    fastckpt.save({"model": layers, "optimizer": copies}, tmp_path / "c", files=fastckpt.Files(shard_size=800))
     assert headers(tmp_path / "c") == {
         "model-00001-of-00002.safetensors": ["w0", "w1"],
         "model-00002-of-00002.safetensors": ["w2", "w3"],
@@ -298,7 +298,7 @@ def test_damage_names_the_tensor_by_its_whole_name(tmp_path):
 def test_a_group_that_is_gone_leaves_no_file(tmp_path):
     path = tmp_path / "c"
     model = {f"w{i}": torch.full((100,), float(i)) for i in range(4)}
-    fastckpt.save({"model": model, "optimizer": {"m": torch.zeros(500)}}, path, shard_size=800)
+    fastckpt.save({"model": model, "optimizer": {"m": torch.zeros(500)}}, path, files=fastckpt.Files(shard_size=800))
     (path / "config.json").write_text("{}")
     assert len(names(path)) == 6
     fastckpt.save(model, path)

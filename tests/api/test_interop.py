@@ -35,7 +35,7 @@ def test_safetensors_reads_the_same_tensors(shard_size, tmp_path, engine):
         "nested": {"list": [torch.ones(3)], "é漢": torch.ones(2)},
         "n": np.arange(5),
     }
-    fastckpt.save(state, tmp_path / "c", shard_size=shard_size, io=engine)
+    fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=shard_size), io=engine)
     flat = {**{k: v for k, v in state.items() if isinstance(v, torch.Tensor)}, "n": torch.arange(5)}
     flat |= {"nested.list.0": torch.ones(3), "nested.é漢": torch.ones(2)}
     found = {}
@@ -95,7 +95,7 @@ def test_transformers_opens_a_model_as_it_lies(family, shard_size, tmp_path, mon
     torch.manual_seed(3)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     path = tmp_path / "m"
-    report = fastckpt.save(model.state_dict(), path, shard_size=shard_size)
+    report = fastckpt.save(model.state_dict(), path, files=fastckpt.Files(shard_size=shard_size))
     assert (report.shards > 1) == (shard_size == 20_000)
     config.save_pretrained(path)
     opened, about = transformers.AutoModelForCausalLM.from_pretrained(path, output_loading_info=True)
@@ -106,6 +106,6 @@ def test_transformers_opens_a_model_as_it_lies(family, shard_size, tmp_path, mon
     tokens = torch.arange(8)[None]
     assert torch.equal(opened.eval()(tokens).logits, model(tokens).logits)
     # A config that lies beside the checkpoint survives the next save, and the checkpoint stays ours.
-    fastckpt.save(model.state_dict(), path, shard_size=shard_size)
+    fastckpt.save(model.state_dict(), path, files=fastckpt.Files(shard_size=shard_size))
     assert (path / "config.json").exists()
     model.load_state_dict(fastckpt.load(path))

@@ -593,7 +593,7 @@ def test_verify_off_still_loads_and_verify_on_finds_damage(saved):
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    assert fastckpt.load(path, verify=False)["w"].numel() == 1000
+    assert fastckpt.load(path, io=fastckpt.IO(verify=False))["w"].numel() == 1000
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
         fastckpt.load(path)
 
@@ -615,7 +615,7 @@ def test_arguments(saved, tmp_path):
     with pytest.raises(ValueError, match="load: io must be one of"):
         fastckpt.load(path, io="x")
     with pytest.raises(ValueError, match="load: threads must be"):
-        fastckpt.load(path, threads=0)
+        fastckpt.load(path, io=fastckpt.IO(threads=0))
     with pytest.raises(FileNotFoundError):
         fastckpt.load(tmp_path / "nothing")
     with pytest.raises(TypeError, match="path must be"):
@@ -672,9 +672,9 @@ def test_a_load_gives_its_report(tmp_path):
     assert isinstance(report, fastckpt.LoadReport)
     assert (report.bytes, report.engine, report.threads, report.tensors) == (8000, "threads", 1, 1)
     assert sum(report.thread_bytes) == 8000
-    assert same(fastckpt.load(tmp_path / "c", on_report=None), state)
+    assert same(fastckpt.load(tmp_path / "c", io=fastckpt.IO(on_report=None)), state)
     with pytest.raises(TypeError, match="load: on_report must be a function, not True"):
-        fastckpt.load(tmp_path / "missing", on_report=True)
+        fastckpt.load(tmp_path / "missing", io=fastckpt.IO(on_report=True))
     mapped = with_report(fastckpt.load, tmp_path / "c", mmap=True)
     assert same(mapped.state, state)
     assert mapped.report.bytes == 8000

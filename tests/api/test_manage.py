@@ -119,7 +119,7 @@ def test_remove_waits_for_a_save_in_flight(tmp_path):
     path = tmp_path / "c"
     fastckpt.save(state, path)
     # So slow that the save is in flight when remove is called, whoever runs first.
-    pending = fastckpt.save_async(state, path, bandwidth_limit=16 << 20)
+    pending = fastckpt.save_async(state, path, io=fastckpt.IO(bandwidth_limit=16 << 20))
     caller = threading.Thread(target=fastckpt.remove, args=(path,))
     caller.start()
     caller.join()

@@ -61,7 +61,7 @@ def last_report(caplog):
 def test_tensors_and_arrays_are_pages_of_the_file_and_stay_after_the_load(saved, caplog):
     path, wanted = saved
     caplog.set_level("INFO", "fastckpt")
-    loaded = fastckpt.load(path, mmap=True)
+    loaded = fastckpt.load(path, io=fastckpt.IO(mmap=True))
     assert same(loaded, wanted)
     assert loaded["tied"] is loaded["w"]
     assert lies_in(path, loaded["w"].data_ptr())
@@ -82,18 +82,18 @@ def test_tensors_and_arrays_are_pages_of_the_file_and_stay_after_the_load(saved,
 
 def test_writes_stay_in_memory(saved):
     path, wanted = saved
-    loaded = fastckpt.load(path, mmap=True)
+    loaded = fastckpt.load(path, io=fastckpt.IO(mmap=True))
     loaded["w"].fill_(1)
     loaded["n"] += 1
     loaded["array"][0] ^= 1
     assert fastckpt.verify(path).ok
-    assert same(fastckpt.load(path, mmap=True), wanted)
+    assert same(fastckpt.load(path, io=fastckpt.IO(mmap=True)), wanted)
     assert same(fastckpt.load(path), wanted)
 
 
 def test_a_checkpoint_that_is_replaced_stays_what_it_was(saved):
     path, wanted = saved
-    loaded = fastckpt.load(path, mmap=True, verify=False)
+    loaded = fastckpt.load(path, io=fastckpt.IO(mmap=True, verify=False))
     fastckpt.save(state(seed=1), path)
     assert same(loaded, wanted)
     # And what is mapped can be saved over what it is mapped from.
@@ -110,12 +110,12 @@ def test_every_byte_is_checked_unless_that_is_refused(saved):
     for place in (len(whole) - 1, len(whole) // 2, 20):
         shard.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors`: (bytes \d+ to \d+|header)"):
-            fastckpt.load(path, mmap=True)
-        assert tuple(fastckpt.load(path, mmap=True, verify=False)["n"].shape) == info.shape
+            fastckpt.load(path, io=fastckpt.IO(mmap=True))
+        assert tuple(fastckpt.load(path, io=fastckpt.IO(mmap=True, verify=False))["n"].shape) == info.shape
     shard.write_bytes(whole[:-4096])
     for verify in (True, False):
         with pytest.raises(CorruptCheckpointError, match="bytes, expected"):
-            fastckpt.load(path, mmap=True, verify=verify)
+            fastckpt.load(path, io=fastckpt.IO(mmap=True, verify=verify))
 
 
 def test_without_a_check_nothing_is_read_until_it_is_touched(tmp_path, caplog):
@@ -130,7 +130,7 @@ def test_without_a_check_nothing_is_read_until_it_is_touched(tmp_path, caplog):
         return next(int(line.split()[1]) for line in lines if line.startswith("read_bytes"))
 
     before = read()
-    loaded = fastckpt.load(tmp_path / "c", mmap=True, verify=False)
+    loaded = fastckpt.load(tmp_path / "c", io=fastckpt.IO(mmap=True, verify=False))
     assert read() - before < 4 * MIB
     assert (last_report(caplog).bytes, last_report(caplog).paths) == (0, {})
     assert same(loaded, wanted)
@@ -141,8 +141,8 @@ def test_without_a_check_nothing_is_read_until_it_is_touched(tmp_path, caplog):
 
 def test_only_the_shards_of_what_is_wanted_are_mapped(tmp_path):
     wanted = {f"w{i}": np.full(MIB, i, np.uint8) for i in range(4)}
-    fastckpt.save(wanted, tmp_path / "c", shard_size=MIB)
-    loaded = fastckpt.load(tmp_path / "c", keys="w2", mmap=True)
+    fastckpt.save(wanted, tmp_path / "c", files=fastckpt.Files(shard_size=MIB))
+    loaded = fastckpt.load(tmp_path / "c", keys="w2", io=fastckpt.IO(mmap=True))
     assert same(loaded, {"w2": wanted["w2"]})
     (first, end), *more = mappings(tmp_path / "c")
     assert not more
@@ -153,7 +153,7 @@ def test_only_the_shards_of_what_is_wanted_are_mapped(tmp_path):
 def test_frameworks(saved, framework):
     path, wanted = saved
     keys = ["n"] if framework == "torch" else ["n", "blob"]
-    loaded = fastckpt.load(path, mmap=True, framework=framework, keys=keys)
+    loaded = fastckpt.load(path, io=fastckpt.IO(mmap=True), framework=framework, keys=keys)
     assert np.array_equal(np.asarray(loaded["n"]), wanted["n"])
     assert isinstance(loaded["n"], torch.Tensor if framework == "torch" else np.ndarray)
 
@@ -164,13 +164,13 @@ def test_what_does_not_go_with_it_is_refused(saved):
         with pytest.raises(
             ValueError, match="load: mmap=True maps the stored bytes unchanged and cannot be combined with dtype="
         ):
-            fastckpt.load(path, mmap=True, **options)
+            fastckpt.load(path, io=fastckpt.IO(mmap=True), **options)
     with pytest.raises(ValueError, match=r"load: device.*there is no device cuda:77 here"):
-        fastckpt.load(path, mmap=True, device="cuda:77")
+        fastckpt.load(path, io=fastckpt.IO(mmap=True), device="cuda:77")
     for io in ("uring", "threads", "direct"):
         with pytest.raises(ValueError, match=f"mmap=True reads through the page cache.*'{io}'"):
-            fastckpt.load(path, mmap=True, io=io)
-    assert same(fastckpt.load(path, mmap=True, io="buffered"), wanted)
+            fastckpt.load(path, io=fastckpt.IO(io, mmap=True))
+    assert same(fastckpt.load(path, io=fastckpt.IO("buffered", mmap=True)), wanted)
 
 
 def blank():
@@ -230,7 +230,7 @@ def test_signs_are_flipped_in_a_copy(tmp_path):
     wanted = torch.randn(3000, dtype=torch.complex64)
     fastckpt.save({"w": wanted}, tmp_path / "c")
     into = {"w": torch.zeros(3000, dtype=torch.complex64).conj()}
-    fastckpt.load(tmp_path / "c", into=into, mmap=True)
+    fastckpt.load(tmp_path / "c", into=into, io=fastckpt.IO(mmap=True))
     assert same(into["w"].resolve_conj(), wanted)
 
 
@@ -242,10 +242,10 @@ def test_a_damaged_checkpoint_changes_nothing(saved):
     into = blank()
     into["tied"] = into["w"]
     with pytest.raises(CorruptCheckpointError):
-        fastckpt.load(path, into=into, mmap=True)
+        fastckpt.load(path, into=into, io=fastckpt.IO(mmap=True))
     assert not into["w"].any()
     assert not into["n"].any()
-    loaded = fastckpt.load(path, into=into, mmap=True, verify=False)
+    loaded = fastckpt.load(path, into=into, io=fastckpt.IO(mmap=True, verify=False))
     assert same(loaded["w"], wanted["w"])
 
 
@@ -257,7 +257,9 @@ def test_what_into_lacks_is_neither_checked_nor_copied(saved):
     shard.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
     into = {"words": np.array(["", ""], "<U5")}
     with pytest.raises(CorruptCheckpointError):
-        fastckpt.load(path, into={**into, "n": np.zeros((100, 7))}, mmap=True, strict=False, keys=["n", "words"])
+        fastckpt.load(
+            path, into={**into, "n": np.zeros((100, 7))}, io=fastckpt.IO(mmap=True), strict=False, keys=["n", "words"]
+        )
     _, report = with_report(fastckpt.load, path, into=into, mmap=True, strict=False)
     assert into["words"].tolist() == ["some", "words"]
     assert report.copied == into["words"].nbytes
@@ -274,7 +276,7 @@ def test_objects_in_into_are_filled_from_the_pages(tmp_path):
     fresh = torch.nn.Linear(300, 300)
     other = torch.optim.Adam(fresh.parameters())
     weight = fresh.weight.data_ptr()
-    fastckpt.load(tmp_path / "c", into={"model": fresh, "optimizer": other}, mmap=True)
+    fastckpt.load(tmp_path / "c", into={"model": fresh, "optimizer": other}, io=fastckpt.IO(mmap=True))
     assert fresh.weight.data_ptr() == weight
     assert same(fresh.state_dict(), model.state_dict())
     assert same(other.state_dict(), optimizer.state_dict())

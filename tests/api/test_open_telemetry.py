@@ -228,7 +228,7 @@ def test_what_fails_is_one_span_with_its_error(sdk, tmp_path, monkeypatch, fail,
 
 
 def test_what_is_cancelled_is_no_failure(sdk, tmp_path):
-    pending = fastckpt.save_async({"w": np.ones(2_000_000)}, tmp_path / "c", bandwidth_limit=SLOWLY)
+    pending = fastckpt.save_async({"w": np.ones(2_000_000)}, tmp_path / "c", io=fastckpt.IO(bandwidth_limit=SLOWLY))
     assert pending.cancel()
     join_saves()
     [span] = sdk.spans().values()
@@ -292,7 +292,9 @@ def test_the_number_of_calls_does_not_depend_on_what_is_written(sdk, tmp_path):
     sdk.take(Counted(sdk.tracer, ["start_span"]), instruments)
     small = fastckpt.save({"w": np.ones(10)}, tmp_path / "small")
     few, calls[:] = list(calls), []
-    large = fastckpt.save({str(index): np.ones(2000) for index in range(2000)}, tmp_path / "large", shard_size="4MB")
+    large = fastckpt.save(
+        {str(index): np.ones(2000) for index in range(2000)}, tmp_path / "large", files=fastckpt.Files(shard_size="4MB")
+    )
     assert sum(large.blocks.values()) > sum(small.blocks.values())
     assert large.shards > small.shards
     assert calls == few

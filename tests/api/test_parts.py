@@ -398,7 +398,7 @@ def test_mmap_casts_nothing(saved):
     with pytest.raises(
         ValueError, match="load: mmap=True maps the stored bytes unchanged and cannot be combined with dtype="
     ):
-        fastckpt.load(saved({"w": torch.ones(2)}), mmap=True, dtype="float16")
+        fastckpt.load(saved({"w": torch.ones(2)}), io=fastckpt.IO(mmap=True), dtype="float16")
 
 
 def test_a_dtype_that_is_not_there(saved, monkeypatch):
@@ -464,7 +464,7 @@ def test_a_cast_finds_damage_too(saved):
     shard.write_bytes(data)
     with pytest.raises(CorruptCheckpointError, match=r"model\.safetensors"):
         fastckpt.load(path, dtype="bfloat16")
-    assert fastckpt.load(path, dtype="bfloat16", verify=False)["w"].dtype is torch.bfloat16
+    assert fastckpt.load(path, dtype="bfloat16", io=fastckpt.IO(verify=False))["w"].dtype is torch.bfloat16
 
 
 MADE_OF_SEVERAL = {

@@ -17,7 +17,7 @@ def lines(caplog):
 def test_long_operations_log_their_progress(tmp_path, monkeypatch, caplog):
     limits.lower(monkeypatch, "seconds between lines of progress", 0.2)
     caplog.set_level(logging.INFO, "fastckpt")
-    report = fastckpt.save({"a": np.zeros(60_000_000, np.uint8)}, tmp_path / "c", bandwidth_limit=40e6)
+    report = fastckpt.save({"a": np.zeros(60_000_000, np.uint8)}, tmp_path / "c", io=fastckpt.IO(bandwidth_limit=40e6))
     found = lines(caplog)
     assert report.seconds > 1.2
     assert 2 <= len(found) <= report.seconds / 0.2

@@ -87,10 +87,10 @@ def test_a_fine_tune_writes_what_is_trained(tmp_path):
 
 def test_what_is_named_frozen_is_linked_from_the_second_save_on(tmp_path):
     state = fine_tune()
-    fastckpt.save(state, tmp_path / "0", frozen="model.layers.*")
+    fastckpt.save(state, tmp_path / "0", files=fastckpt.Files(frozen="model.layers.*"))
     check(tmp_path / "0", state)
     train(state)
-    report = fastckpt.save(state, tmp_path / "1", base=tmp_path / "0", frozen=["model.layers.*"])
+    report = fastckpt.save(state, tmp_path / "1", base=tmp_path / "0", files=fastckpt.Files(frozen=["model.layers.*"]))
     assert report.linked_bytes == 10 * 50 * 100 * 4
     assert report.bytes == 2 * 50 * 5 * 4
     check(tmp_path / "1", state)
@@ -128,7 +128,10 @@ def test_an_asynchronous_save_writes_what_changed(tmp_path):
     for step in range(4):
         base = tmp_path / str(step - 1) if step else None
         saves.append(
-            (fastckpt.save_async(state, tmp_path / str(step), base=base, max_in_flight=4), {**state, "step": step})
+            (
+                fastckpt.save_async(state, tmp_path / str(step), base=base, io=fastckpt.IO(max_in_flight=4)),
+                {**state, "step": step},
+            )
         )
         train(state)
     # Each has waited for its base, which was in flight when it was called.
@@ -142,8 +145,8 @@ def test_an_asynchronous_save_writes_what_changed(tmp_path):
 
 
 def test_a_save_that_waits_for_its_base_can_be_cancelled(tmp_path):
-    slow = fastckpt.save_async(fine_tune(), tmp_path / "0", bandwidth_limit="1kB", max_in_flight=2)
-    waits = fastckpt.save_async(fine_tune(), tmp_path / "1", base=tmp_path / "0", max_in_flight=2)
+    slow = fastckpt.save_async(fine_tune(), tmp_path / "0", io=fastckpt.IO(bandwidth_limit="1kB", max_in_flight=2))
+    waits = fastckpt.save_async(fine_tune(), tmp_path / "1", base=tmp_path / "0", io=fastckpt.IO(max_in_flight=2))
     try:
         assert waits.cancel()
         assert not slow.done()
@@ -154,7 +157,9 @@ def test_a_save_that_waits_for_its_base_can_be_cancelled(tmp_path):
 
 def test_files_are_the_same_whoever_writes_them(tmp_path, engine):
     state = {**fine_tune(), "large": torch.arange(2 << 20, dtype=torch.int32)}
-    fastckpt.save(state, tmp_path / "base", frozen=["model.layers.*", "large"], threads=1)
+    fastckpt.save(
+        state, tmp_path / "base", files=fastckpt.Files(frozen=["model.layers.*", "large"]), io=fastckpt.IO(threads=1)
+    )
     train(state)
     for number, save in enumerate((fastckpt.save, lambda *given, **more: fastckpt.save_async(*given, **more).result())):
         report = save(state, tmp_path / str(number), base=tmp_path / "base", io=engine)
@@ -248,7 +253,7 @@ def test_other_names_types_and_groups_are_other_tensors(tmp_path):
     # Without a model of its own, the names in the headers are others.
     state = {"model": {"a": torch.zeros(64), "b": torch.zeros(64)}}
     fastckpt.save(state, tmp_path / "base")
-    report = fastckpt.save(state, tmp_path / "new", base=tmp_path / "base", model_key=None)
+    report = fastckpt.save(state, tmp_path / "new", base=tmp_path / "base", files=fastckpt.Files(model_key=None))
     assert report.linked_files == 0
     assert set(safetensors.torch.load_file(tmp_path / "new" / "model.safetensors")) == {"model.a", "model.b"}
 
@@ -291,9 +296,9 @@ def test_what_cannot_be_a_base_costs_time_alone(tmp_path):
             with pytest.raises(error, match=f"{save.__name__}: base"):
                 save(state, tmp_path / "c", base=wrong)
     with pytest.raises(KeyError, match=r"save: frozen: 'model\.layer\.\*' matches nothing"):
-        fastckpt.save(state, tmp_path / "c", frozen="model.layer.*")
+        fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(frozen="model.layer.*"))
     with pytest.raises(TypeError, match="save_async: frozen must be a pattern"):
-        fastckpt.save_async(state, tmp_path / "c", frozen=3)
+        fastckpt.save_async(state, tmp_path / "c", files=fastckpt.Files(frozen=3))
 
 
 def test_a_base_on_another_file_system_is_written_anew(tmp_path):
@@ -382,7 +387,7 @@ def test_any_history_of_changes(tmp_path, seed):
                 del part[name]
         base = chance.choice(kept[-3:]) if kept and chance.random() < 0.9 else None
         path = tmp_path / f"c{chance.randrange(5)}"
-        report = fastckpt.save(state, path, base=base, shard_size=20_000)
+        report = fastckpt.save(state, path, base=base, files=fastckpt.Files(shard_size=20_000))
         total = sum(tensor.nbytes for part in state.values() for tensor in part.values())
         assert report.bytes + report.linked_bytes == total
         assert report.warnings == ()

@@ -59,7 +59,7 @@ def files(path):
 
 
 def background(lazy):
-    return lambda *given, **named: fastckpt.save_async(*given, lazy=lazy, **named).result(60)
+    return lambda *given, **named: fastckpt.save_async(*given, io=fastckpt.IO(lazy=lazy), **named).result(60)
 
 
 WAYS = {
@@ -82,7 +82,7 @@ WAYS = {
 @pytest.fixture(scope="module")
 def expected(tmp_path_factory):
     path = tmp_path_factory.mktemp("same") / "c"
-    report = fastckpt.save(state(), path, shard_size=SHARD)
+    report = fastckpt.save(state(), path, files=fastckpt.Files(shard_size=SHARD))
     found = files(path)
     assert report.shards > 5
     assert {name.split("-")[0] for name in found[0]} == {"model", "training/training", "model.safetensors.index.json"}
@@ -112,14 +112,14 @@ def test_tensors_of_a_device_differ_in_its_name_alone(save, expected, tmp_path):
 
 def test_arrays_give_the_same_shards_as_tensors(expected, tmp_path):
     """How a tensor comes back is in the structure alone."""
-    fastckpt.save(state(array=torch.from_numpy), tmp_path / "c", shard_size=SHARD)
+    fastckpt.save(state(array=torch.from_numpy), tmp_path / "c", files=fastckpt.Files(shard_size=SHARD))
     shards, manifest = files(tmp_path / "c")
     assert shards == expected[0]
     assert manifest["structure"] != expected[1]["structure"]
 
 
 def test_the_order_of_dicts_changes_the_structure_alone(expected, tmp_path):
-    fastckpt.save(state(order=-1), tmp_path / "c", shard_size=SHARD)
+    fastckpt.save(state(order=-1), tmp_path / "c", files=fastckpt.Files(shard_size=SHARD))
     shards, manifest = files(tmp_path / "c")
     assert shards == expected[0]
     assert manifest["shards"] == expected[1]["shards"]
@@ -132,6 +132,6 @@ def test_what_differs_shows(expected, tmp_path):
     """One byte of one tensor: that shard alone is another."""
     other = state()
     other["model"]["bytes"][4] = 77
-    fastckpt.save(other, tmp_path / "c", shard_size=SHARD)
+    fastckpt.save(other, tmp_path / "c", files=fastckpt.Files(shard_size=SHARD))
     shards, _ = files(tmp_path / "c")
     assert sum(shards[name] != expected[0][name] for name in shards) == 1

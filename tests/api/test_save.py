@@ -23,7 +23,9 @@ def names_in(directory):
 
 def test_report(tmp_path, engine, caplog):
     with caplog.at_level(logging.INFO, "fastckpt"):
-        report = fastckpt.save({"w": torch.ones(1000), "n": [np.ones(5)]}, tmp_path / "c", io=engine, threads=1)
+        report = fastckpt.save(
+            {"w": torch.ones(1000), "n": [np.ones(5)]}, tmp_path / "c", io=fastckpt.IO(engine, threads=1)
+        )
     assert isinstance(report, SaveReport)
     assert (report.bytes, report.tensors, report.shards, report.threads) == (4040, 2, 1, 1)
     assert report.engine == engine or report.fallback
@@ -82,7 +84,9 @@ def test_arguments_are_checked_first(options, message, tmp_path):
 @pytest.mark.parametrize("shard_size", [20_000, "20000", "20kB", "20 KB", "0.02MB", 2e4])
 def test_sizes_take_units(shard_size, tmp_path):
     state = {name: np.zeros(15_000, np.uint8) for name in "abc"}
-    fastckpt.save(state, tmp_path / "c", shard_size=shard_size, bandwidth_limit="2GB/s")
+    fastckpt.save(
+        state, tmp_path / "c", files=fastckpt.Files(shard_size=shard_size), io=fastckpt.IO(bandwidth_limit="2GB/s")
+    )
     with fastckpt.open(tmp_path / "c") as checkpoint:
         assert len(checkpoint.shards) == 3
         assert all(15_000 < size < 20_000 for size in checkpoint.shards.values())
@@ -207,7 +211,7 @@ def test_never_overwrites_what_is_no_checkpoint(tmp_path):
 
 def test_shard_size(tmp_path):
     state = {f"w{i}": torch.full((1000,), float(i)) for i in range(10)}
-    report = fastckpt.save(state, tmp_path / "c", shard_size=8000)
+    report = fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=8000))
     assert report.shards == len(list((tmp_path / "c").glob("*.safetensors"))) >= 5
     loaded = fastckpt.load(tmp_path / "c")
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
@@ -216,9 +220,9 @@ def test_shard_size(tmp_path):
 
 def test_progress(tmp_path, capsys):
     state = {"w": torch.ones(1 << 22)}
-    fastckpt.save(state, tmp_path / "c", progress=True)
-    fastckpt.load(tmp_path / "c", progress=True)
-    fastckpt.verify(tmp_path / "c", progress=True)
+    fastckpt.save(state, tmp_path / "c", io=fastckpt.IO(progress=True))
+    fastckpt.load(tmp_path / "c", io=fastckpt.IO(progress=True))
+    fastckpt.verify(tmp_path / "c", io=fastckpt.IO(progress=True))
     shown = capsys.readouterr().err
     assert all(label in shown for label in ("save", "load", "verify"))
     assert "16.8M" in shown

@@ -23,7 +23,7 @@ def save_async(state, path, **options):
 
 
 def save_lazily(state, path, **options):
-    return fastckpt.save_async(state, path, lazy=True, **options).result(60)
+    return fastckpt.save_async(state, path, io=fastckpt.IO(lazy=True), **options).result(60)
 
 
 @pytest.fixture(params=[save, save_async, save_lazily, fastckpt.distributed.save])
@@ -244,7 +244,7 @@ def test_a_lazy_save_casts_before_a_step(tmp_path):
     parameter = torch.nn.Parameter(torch.ones(1 << 20))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     parameter.grad = torch.ones(1 << 20)
-    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", dtype="bfloat16", lazy=True)
+    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", dtype="bfloat16", io=fastckpt.IO(lazy=True))
     optimizer.step()
     pending.result(60)
     assert not parameter.detach().any()
@@ -262,7 +262,7 @@ def test_what_a_base_has_in_another_dtype_is_written(tmp_path):
     files = {name: {each.stat().st_ino for each in (tmp_path / name).rglob("*.safetensors")} for name in "abc"}
     assert not files["a"] & files["b"]
     assert files["b"] == files["c"]
-    fastckpt.save(state, tmp_path / "d", dtype="float16", base=tmp_path / "a", frozen="w")
+    fastckpt.save(state, tmp_path / "d", dtype="float16", base=tmp_path / "a", files=fastckpt.Files(frozen="w"))
     assert same(fastckpt.load(tmp_path / "d"), {"w": torch.ones(50_000).half(), "n": state["n"]})
 
 

@@ -167,7 +167,9 @@ except OSError as error:
 
 def test_no_descriptor_at_all_tells_what_helps(tmp_path):
     # Of more than 64 shards, none is open before it is read from.
-    fastckpt.save({str(number): np.ones(50, np.uint8) for number in range(65)}, tmp_path / "c", shard_size=1)
+    fastckpt.save(
+        {str(number): np.ones(50, np.uint8) for number in range(65)}, tmp_path / "c", files=fastckpt.Files(shard_size=1)
+    )
     command = [sys.executable, "-c", NONE, str(tmp_path / "c")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     number, text = json.loads(done.stdout)

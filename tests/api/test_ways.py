@@ -91,7 +91,7 @@ def test_files_end_anywhere(tmp_path, monkeypatch, beyond, engine):
     block = 1 << 16
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(block))
     array = memory(3 * block - 4160 + beyond, 64)  # after a header of one page and the residue
-    report = fastckpt.save({"a": array}, tmp_path / "c", io=engine, threads=1)
+    report = fastckpt.save({"a": array}, tmp_path / "c", io=fastckpt.IO(engine, threads=1))
     (shard,) = (tmp_path / "c").glob("*.safetensors")
     assert shard.stat().st_size == 3 * block + beyond
     assert manifest.read(tmp_path / "c")["a"].data == array.tobytes()
@@ -281,7 +281,7 @@ def test_waiting_for_a_limit_can_be_interrupted(tmp_path):
     began = time.monotonic()
     try:
         with pytest.raises(RungError):
-            fastckpt.save({"w": memory(MIB, 64)}, tmp_path / "c", bandwidth_limit=10_000)
+            fastckpt.save({"w": memory(MIB, 64)}, tmp_path / "c", io=fastckpt.IO(bandwidth_limit=10_000))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
@@ -293,7 +293,7 @@ def test_waiting_for_a_limit_can_be_interrupted(tmp_path):
 def test_a_few_bytes_that_lie_far_apart_have_several_workers(tmp_path, caplog, io):
     caplog.set_level("INFO", "fastckpt")
     state = {f"{i}.{kind}": memory(size, 64) for i in range(4) for kind, size in (("big", 8 * MIB), ("small", 5000))}
-    fastckpt.save(state, tmp_path / "c", shard_size=9 * MIB)
+    fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=9 * MIB))
     assert len(list((tmp_path / "c").glob("*.safetensors"))) == 4
     loaded = fastckpt.load(tmp_path / "c", keys="*.small", io=io)
     assert same(loaded, {name: state[name] for name in state if name.endswith("small")})

@@ -93,7 +93,7 @@ def test_what_was_there_at_the_call_is_saved(tmp_path, hold):
         state = numbered(3)
         note = ["before"]
         state["note"] = note
-        pending = fastckpt.save_async(state, tmp_path / "c", lazy=lazy, metadata={"step": 3})
+        pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=lazy), metadata={"step": 3})
         # numpy arrays are copied at the call either way.
         for array in state["model"].values():
             if isinstance(array, np.ndarray):
@@ -144,7 +144,7 @@ def test_torch_states_come_back_whole(tmp_path):
     }
     fastckpt.save(state, tmp_path / "sync")
     for lazy in (False, True):
-        fastckpt.save_async(state, tmp_path / "async", lazy=lazy).result(60)
+        fastckpt.save_async(state, tmp_path / "async", io=fastckpt.IO(lazy=lazy)).result(60)
         loaded = fastckpt.load(tmp_path / "async")
         assert same_state(loaded, fastckpt.load(tmp_path / "sync"))
         assert loaded["tied"].data_ptr() == loaded["large"].data_ptr()
@@ -261,11 +261,11 @@ def test_a_second_save_waits_for_the_first_and_says_so(tmp_path, hold):
 def test_more_can_be_in_flight_but_never_two_to_one_path(tmp_path, hold):
     gates = [hold(tmp_path / "1"), hold(tmp_path / "2")]
     first = fastckpt.save_async(numbered(1), tmp_path / "1")
-    second = fastckpt.save_async(numbered(2), tmp_path / "2", max_in_flight=2)
+    second = fastckpt.save_async(numbered(2), tmp_path / "2", io=fastckpt.IO(max_in_flight=2))
     assert not first.done()
     assert not second.done()
     release = release_when_admission_waits(gates[0])
-    again = fastckpt.save_async(numbered(3), tmp_path / "1", max_in_flight=9)
+    again = fastckpt.save_async(numbered(3), tmp_path / "1", io=fastckpt.IO(max_in_flight=9))
     release.join()
     assert first.done()
     assert not second.done()
@@ -279,9 +279,9 @@ def test_more_can_be_in_flight_but_never_two_to_one_path(tmp_path, hold):
 def test_whichever_ends_first_makes_room(tmp_path, hold):
     gates = [hold(tmp_path / "1"), hold(tmp_path / "2")]
     slow = fastckpt.save_async(numbered(1), tmp_path / "1")
-    fastckpt.save_async(numbered(2, 4096), tmp_path / "2", max_in_flight=2)
+    fastckpt.save_async(numbered(2, 4096), tmp_path / "2", io=fastckpt.IO(max_in_flight=2))
     release = release_when_admission_waits(gates[1])
-    third = fastckpt.save_async(numbered(3, 4096), tmp_path / "3", max_in_flight=2)
+    third = fastckpt.save_async(numbered(3, 4096), tmp_path / "3", io=fastckpt.IO(max_in_flight=2))
     release.join()
     assert not slow.done()
     third.result(60)
@@ -363,7 +363,7 @@ def test_threads_that_save_at_once_share_the_flights(tmp_path):
 def test_a_failure_comes_out_of_result_and_the_save_can_be_repeated(tmp_path, caplog, late):
     target = tmp_path / "no" / "c"
     for lazy in (False, True):
-        pending = fastckpt.save_async(numbered(1), target, lazy=lazy)
+        pending = fastckpt.save_async(numbered(1), target, io=fastckpt.IO(lazy=lazy))
         with pytest.raises(FileNotFoundError, match="leads nowhere"):
             pending.result(60)
         assert isinstance(pending.exception(), FileNotFoundError)
@@ -449,7 +449,9 @@ def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog)
     assert isinstance(told[0][2], FileNotFoundError)
     fastckpt.background.drain()
     fastckpt.save_async(numbered(2), tmp_path / "c", on_error=on_error).result(60)
-    cancelled = fastckpt.save_async(numbered(2), tmp_path / "d", on_error=on_error, bandwidth_limit=SLOWLY)
+    cancelled = fastckpt.save_async(
+        numbered(2), tmp_path / "d", on_error=on_error, io=fastckpt.IO(bandwidth_limit=SLOWLY)
+    )
     assert cancelled.cancel()
     assert len(told) == 1
 
@@ -539,7 +541,7 @@ def test_a_copy_that_fails_leaves_nothing(tmp_path):
         with pytest.raises(RuntimeError, match="cannot copy"):
             fastckpt.save_async(state, tmp_path / "c")
         fastckpt.background.drain(1)  # nothing is in flight
-        pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+        pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=True))
         pending.wait_staged(60)
         with pytest.raises(RuntimeError, match="cannot copy"):
             pending.result(60)
@@ -564,7 +566,7 @@ def test_a_call_that_a_signal_handler_ends_leaves_nothing(tmp_path):
         for before in (True, False):
             interrupt = functools.partial(interrupted, before=before)
             with points.replaced(place, interrupt), pytest.raises(KeyboardInterrupt):
-                fastckpt.save_async(numbered(1), tmp_path / "c", lazy=True)
+                fastckpt.save_async(numbered(1), tmp_path / "c", io=fastckpt.IO(lazy=True))
             # Another thread, for which nothing below a signal handler is an exception.
             drained = []
             thread = threading.Thread(target=lambda drained=drained: drained.append(fastckpt.background.drain(60)))
@@ -593,7 +595,7 @@ def test_no_memory_for_a_snapshot(tmp_path):
 @pytest.mark.parametrize("lazy", [False, True])
 def test_cancel_leaves_nothing_behind(tmp_path, lazy):
     fastckpt.save(numbered(1), tmp_path / "c")
-    pending = fastckpt.save_async(numbered(2), tmp_path / "c", lazy=lazy, bandwidth_limit=SLOWLY)
+    pending = fastckpt.save_async(numbered(2), tmp_path / "c", io=fastckpt.IO(lazy=lazy, bandwidth_limit=SLOWLY))
     assert pending.cancel()
     assert pending.cancel()
     assert pending.cancelled()
@@ -615,7 +617,7 @@ def test_cancel_at_any_moment_gives_the_old_or_the_new(tmp_path):
     fastckpt.save(numbered(0, 1 << 16), tmp_path / "c")
     now = 0
     for turn in range(1, 60):
-        pending = fastckpt.save_async(numbered(turn, 1 << 16), tmp_path / "c", lazy=bool(turn % 2))
+        pending = fastckpt.save_async(numbered(turn, 1 << 16), tmp_path / "c", io=fastckpt.IO(lazy=bool(turn % 2)))
         time.sleep(rng.uniform(0, 0.02))
         cancelled = pending.cancel()
         outcomes.add(cancelled)
@@ -976,7 +978,7 @@ def test_two_hundred_saves_leak_nothing(tmp_path):
     state = {"w": np.arange(1 << 19), "many": [np.arange(5) for _ in range(200)], "n": list(range(500))}
     held = []
     for turn in range(200):
-        pending = fastckpt.save_async(state, tmp_path / f"{turn % 3}", lazy=bool(turn % 2))
+        pending = fastckpt.save_async(state, tmp_path / f"{turn % 3}", io=fastckpt.IO(lazy=bool(turn % 2)))
         if turn % 10 == 0:
             pending.result(60)
             gc.collect()

@@ -35,7 +35,7 @@ def save_and_forward(tmp_path, held_background, model):
     release, begun = held_background
     release.clear()
     begun.clear()
-    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True)
+    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", io=fastckpt.IO(lazy=True))
     assert begun.wait(60)
     model(torch.randn(5, LARGE))
     assert pending.progress().phase == "staging"
@@ -68,7 +68,7 @@ def test_a_guard_that_comes_after_the_save_waits_for_it_once(tmp_path, held_back
     release, begun = held_background
     model = Queue()
     before = copy.deepcopy(model.state_dict())
-    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True)
+    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", io=fastckpt.IO(lazy=True))
     assert begun.wait(60)
     when_waited_for(release.set)
     fastckpt.background.guard(model)
@@ -79,7 +79,7 @@ def test_a_guard_that_comes_after_the_save_waits_for_it_once(tmp_path, held_back
     # The next one knows the guard, and need not be waited for.
     release.clear()
     begun.clear()
-    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True)
+    pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", io=fastckpt.IO(lazy=True))
     assert begun.wait(60)
     fastckpt.background.guard(model)
     assert pending.progress().phase == "staging"
@@ -101,7 +101,7 @@ def test_buffers_of_every_kind_are_copied_at_the_call(tmp_path, held_background)
     fastckpt.background.guard(model)
     state = {"model": model.state_dict(), "view": inner.part.view(2, -1)}
     before = copy.deepcopy(state)
-    pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+    pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=True))
     assert begun.wait(60)
     inner.strided.zero_()
     inner.part.zero_()

@@ -267,7 +267,9 @@ def train(directory, gates, rng, trainings, turns):
         expected = copy.deepcopy(state)
         gates.close()
         path = directory / str(turn % 3)
-        pending = fastckpt.save_async(state, path, lazy=True, io="buffered", threads=1, on_error=lambda _: None)
+        pending = fastckpt.save_async(
+            state, path, io=fastckpt.IO("buffered", lazy=True, threads=1), on_error=lambda _: None
+        )
         try:
             for _ in range(rng.choice([1, 1, 2])):
                 gates.let(rng.choice([0, 0, 1, 3]))
@@ -276,7 +278,7 @@ def train(directory, gates, rng, trainings, turns):
                 training.step()
         finally:
             gates.let_all()
-        if pending.exception(60) is not None or not same(fastckpt.load(path, verify=False), expected):
+        if pending.exception(60) is not None or not same(fastckpt.load(path, io=fastckpt.IO(verify=False)), expected):
             wrong.append(name)
     return wrong
 

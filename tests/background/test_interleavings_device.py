@@ -79,7 +79,7 @@ class Training:
         return {"parameters": [each.detach() for each in self.parameters], "optimizer": self.optimizer.state_dict()}
 
     def save(self, path, **options):
-        return fastckpt.save_async(self.state(), path, lazy=True, **options)
+        return fastckpt.save_async(self.state(), path, io=fastckpt.IO(lazy=True), **options)
 
 
 class Functional(Training):
@@ -207,7 +207,7 @@ def turn_of(training, path, rng, *, let_go):
     timer.cancel()
     if let_go == "some time":
         timer.join()  # it lets nothing go that a later turn holds
-    return pending.exception(60) is None and same(fastckpt.load(path, verify=False), expected)
+    return pending.exception(60) is None and same(fastckpt.load(path, io=fastckpt.IO(verify=False)), expected)
 
 
 def test_what_is_saved_is_what_was_there_at_the_call(directory):
@@ -247,7 +247,7 @@ def test_memory_that_is_freed_goes_to_others_when_it_has_been_copied(directory, 
     tensor = torch.ones(SIDE).to(DEVICE)
     unprotected = points.replaced(points.PROTECT, lambda _: lambda *_: None)
     with contextlib.nullcontext() if protected else unprotected, standin.faults.held():
-        pending = fastckpt.save_async({"w": tensor}, directory / "c", lazy=True)
+        pending = fastckpt.save_async({"w": tensor}, directory / "c", io=fastckpt.IO(lazy=True))
         standin.free(tensor)
         if not protected:
             synchronize_default()

@@ -49,7 +49,7 @@ def test_small_tensors_are_copied_at_the_call(tmp_path, held_background):
         "flags": torch.ones(SMALL, dtype=torch.bool),
         "sparse": torch.eye(3).to_sparse(),
     }
-    pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+    pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=True))
     assert begun.wait(60)
     assert pending.progress().phase == "staging"
     assert pending.progress().total - pending.progress().staged == 2 * SMALL
@@ -64,7 +64,7 @@ def test_small_tensors_are_copied_at_the_call(tmp_path, held_background):
 
 
 def test_a_state_of_small_tensors_is_whole_when_the_call_returns(tmp_path, held_background):
-    pending = fastckpt.save_async({"w": torch.ones(3), "n": 1}, tmp_path / "c", lazy=True)
+    pending = fastckpt.save_async({"w": torch.ones(3), "n": 1}, tmp_path / "c", io=fastckpt.IO(lazy=True))
     assert pending.progress().phase != "staging"
     pending.wait_staged(0)
     pending.result(60)
@@ -85,7 +85,7 @@ def test_forward_changes_no_statistics_under_a_copy(tmp_path, held_background, c
         release.clear()
         begun.clear()
         before = clone(model.state_dict())
-        pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", lazy=True)
+        pending = fastckpt.save_async(model.state_dict(), tmp_path / "c", io=fastckpt.IO(lazy=True))
         assert begun.wait(60)
         forward(torch.randn(5, 4))
         changed = {name for name, value in model.state_dict().items() if not torch.equal(value, before[name])}
@@ -132,7 +132,7 @@ def test_what_torch_does_not_count_is_copied_at_the_call(tmp_path, held_backgrou
     if name.startswith("wrapper"):
         registry = fastckpt.Registry(type(value[1] if isinstance(value, list) else value))
     pending = fastckpt.save_async(
-        {"v": value, "large": torch.ones(LARGE)}, tmp_path / "c", lazy=True, registry=registry
+        {"v": value, "large": torch.ones(LARGE)}, tmp_path / "c", io=fastckpt.IO(lazy=True), registry=registry
     )
     assert begun.wait(60)
     change()
@@ -158,7 +158,7 @@ def test_a_step_waits_for_the_copy_and_not_for_the_writing(tmp_path, held_backgr
     monkeypatch.setattr(Job, "_write", held)
     parameter, optimizer = one_parameter()
     began = time.perf_counter()
-    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
+    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", io=fastckpt.IO(lazy=True))
     called = time.perf_counter() - began
     assert pending.progress().phase == "staging"
     began = time.perf_counter()
@@ -183,7 +183,8 @@ def test_a_step_waits_for_every_save(tmp_path, held_background):
     release, _ = held_background
     parameter, optimizer = one_parameter()
     saves = [
-        fastckpt.save_async({"w": parameter}, tmp_path / str(number), lazy=True, max_in_flight=3) for number in range(3)
+        fastckpt.save_async({"w": parameter}, tmp_path / str(number), io=fastckpt.IO(lazy=True, max_in_flight=3))
+        for number in range(3)
     ]
     timer = threading.Timer(0.05, release.set)
     timer.start()
@@ -202,10 +203,10 @@ def test_a_save_that_fails_or_is_cancelled_lets_the_optimizer_go_on(tmp_path):
         raise RuntimeError("cannot copy")
 
     with points.replaced(points.COPY_OUT, lambda _: broken):
-        failing = fastckpt.save_async({"w": torch.ones(LARGE, 2)[:, 0]}, tmp_path / "c", lazy=True)
+        failing = fastckpt.save_async({"w": torch.ones(LARGE, 2)[:, 0]}, tmp_path / "c", io=fastckpt.IO(lazy=True))
         optimizer.step()
         assert isinstance(failing.exception(), RuntimeError)
-    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True, bandwidth_limit="20B")
+    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", io=fastckpt.IO(lazy=True, bandwidth_limit="20B"))
     assert pending.cancel()
     optimizer.step()
     assert list(tmp_path.iterdir()) == []
@@ -213,7 +214,7 @@ def test_a_save_that_fails_or_is_cancelled_lets_the_optimizer_go_on(tmp_path):
 
 def test_a_wait_that_was_interrupted_comes_again(tmp_path, held_background, when_waited_for, monkeypatch):
     parameter, optimizer = one_parameter()
-    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
+    pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", io=fastckpt.IO(lazy=True))
 
     def interrupted(*_):
         raise KeyboardInterrupt
@@ -234,7 +235,7 @@ def test_there_is_one_hook_which_keeps_nothing_alive_and_can_be_removed(tmp_path
     fastckpt.save_async({"w": parameter}, tmp_path / "c").result(60)
     assert not _global_optimizer_pre_hooks, "only lazy saves need it"
     for _ in range(3):
-        fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True).result(60)
+        fastckpt.save_async({"w": parameter}, tmp_path / "c", io=fastckpt.IO(lazy=True)).result(60)
         optimizer.step()
     assert len(_global_optimizer_pre_hooks) == 1
     gone = [weakref.ref(each) for each in (parameter, optimizer)]
@@ -253,7 +254,7 @@ def test_the_hook_stays_out_of_compiled_code(tmp_path, when):
     parameter, optimizer = one_parameter()
 
     def save():
-        return fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
+        return fastckpt.save_async({"w": parameter}, tmp_path / "c", io=fastckpt.IO(lazy=True))
 
     if when == "before":
         save().result(60)
@@ -309,7 +310,7 @@ def detected(tmp_path, held_background, state, change):
     release, begun = held_background
     release.clear()
     begun.clear()
-    pending = fastckpt.save_async(state, tmp_path / "c", lazy=True, threads=1)
+    pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=True, threads=1))
     assert begun.wait(60)
     change()
     release.set()
@@ -373,7 +374,7 @@ def test_what_is_no_change_of_what_is_copied_is_none(tmp_path, held_background):
 def test_who_waits_may_change_anything(tmp_path):
     w = torch.zeros(1 << 20)
     for turn in range(20):
-        pending = fastckpt.save_async({"w": w}, tmp_path / "c", lazy=True)
+        pending = fastckpt.save_async({"w": w}, tmp_path / "c", io=fastckpt.IO(lazy=True))
         pending.wait_staged()
         w += 1
         pending.result(60)
@@ -394,7 +395,7 @@ def test_a_tensor_that_gets_other_memory_is_saved_as_it_was(tmp_path, held_backg
     for _ in range(5):
         release.clear()
         begun.clear()
-        pending = fastckpt.save_async({"p": parameters}, tmp_path / "c", lazy=True, threads=1)
+        pending = fastckpt.save_async({"p": parameters}, tmp_path / "c", io=fastckpt.IO(lazy=True, threads=1))
         assert begun.wait(60)
         for index, parameter in enumerate(parameters):
             parameter.data = torch.full((1 << 18,), -1.0)
@@ -426,7 +427,9 @@ def test_threads_that_step_and_save_at_random_agree(tmp_path):
         for _ in range(20):
             with lock:
                 value = parameter[0].item()
-                pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True, threads=rng.choice([1, 2]))
+                pending = fastckpt.save_async(
+                    {"w": parameter}, tmp_path / "c", io=fastckpt.IO(lazy=True, threads=rng.choice([1, 2]))
+                )
             pending.result(60)
             assert (fastckpt.load(tmp_path / "c")["w"] == value).all()
     finally:

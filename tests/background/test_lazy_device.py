@@ -47,12 +47,12 @@ def test_memory_that_a_broken_device_wrote_to_is_not_used_again(tmp_path, lazy):
     assert len(kept_memory()) == 1
     faults.fail_at = faults.copies + 1
     with pytest.raises(RuntimeError, match="standin: unspecified launch failure"):
-        fastckpt.save_async(state, tmp_path / "c", lazy=lazy, on_error=lambda _: None).result(60)
+        fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=lazy), on_error=lambda _: None).result(60)
     assert kept_memory() == []
     assert standin.cudart.bytes == 0
     assert (fastckpt.load(tmp_path / "c")["w"] == 1).all()
     standin.forget_errors()
-    fastckpt.save_async(state_of(2.0), tmp_path / "c", lazy=lazy).result(60)
+    fastckpt.save_async(state_of(2.0), tmp_path / "c", io=fastckpt.IO(lazy=lazy)).result(60)
     assert (fastckpt.load(tmp_path / "c")["w"] == 2).all()
     assert len(kept_memory()) == 1
 
@@ -75,7 +75,7 @@ def test_a_call_that_ends_as_copies_are_asked_for_waits_for_them(tmp_path, lazy)
         timers.append(threading.Timer(0.2, go))
         timers[0].start()
         with pytest.raises(KeyboardInterrupt):
-            fastckpt.save_async(state, tmp_path / "c", lazy=lazy)
+            fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=lazy))
         assert faults.flow.is_set(), "the memory was given back before the copies had ended"
     assert len(kept_memory()) == 1
 
@@ -84,7 +84,7 @@ def test_a_cancelled_save_gives_its_memory_back_when_the_copies_have_ended(tmp_p
     state = state_of()
     fastckpt.save_async(state, tmp_path / "c").result(60)
     with faults.held() as go:
-        pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+        pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=True))
         canceller = threading.Thread(target=pending.cancel)
         canceller.start()
         while not pending._cancelled:
@@ -104,7 +104,7 @@ def test_time_of_the_device_is_no_stall(tmp_path):
     fastckpt.save_async({"w": parameter}, tmp_path / "c").result(60)
     with faults.held() as go, stillness.watched() as still:
         began = time.monotonic()
-        pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", lazy=True)
+        pending = fastckpt.save_async({"w": parameter}, tmp_path / "c", io=fastckpt.IO(lazy=True))
         optimizer.step()
         time.sleep(0.5)
         go()
@@ -124,7 +124,7 @@ def test_a_step_in_another_stream_waits_for_what_was_copied_at_the_call(tmp_path
     side.wait_stream(standin.default_stream(DEVICE))
     with faults.held() as go:
         with torch.get_device_module(DEVICE).stream(side):
-            pending = fastckpt.save_async({"b": parameter}, tmp_path / "c", lazy=True)
+            pending = fastckpt.save_async({"b": parameter}, tmp_path / "c", io=fastckpt.IO(lazy=True))
         optimizer.step()
         assert not standin.default_stream(DEVICE).worker.mark().wait(0.2), "the step went before the copy"
         go()
@@ -142,7 +142,7 @@ def test_late_tensors_of_the_host_hold_a_step_and_those_of_devices_do_not(tmp_pa
     for state in ({"w": both[1]}, dict(zip("hw", both, strict=True))):
         release.clear()
         begun.clear()
-        pending = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+        pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=True))
         assert begun.wait(60)
         assert pending._may_step.is_open() == ("h" not in state)
         timer = threading.Timer(0.2, release.set)
@@ -167,7 +167,7 @@ def test_a_call_waits_for_no_pinning(tmp_path, pin):
     standin.cudart.before = lambda _: go_on.wait(60)
     timer = threading.Timer(20, go_on.set)
     timer.start()
-    pending = fastckpt.save_async(state_of(2.0), tmp_path / "c", lazy=True, pin=pin)
+    pending = fastckpt.save_async(state_of(2.0), tmp_path / "c", io=fastckpt.IO(lazy=True, pin=pin))
     assert not go_on.is_set()
     timer.cancel()
     go_on.set()
@@ -179,5 +179,5 @@ def test_a_call_waits_for_no_pinning(tmp_path, pin):
 @pytest.mark.parametrize("pin", [-1, 1.5, None, "much", "0", "-1GB", [1], b"8GB"])
 def test_wrong_pins_are_refused(tmp_path, pin):
     with pytest.raises(ValueError, match=r"save_async: pin must be True, False, or the most bytes to pin .* not "):
-        fastckpt.save_async({"w": torch.ones(3)}, tmp_path / "c", pin=pin)
+        fastckpt.save_async({"w": torch.ones(3)}, tmp_path / "c", io=fastckpt.IO(pin=pin))
     assert not (tmp_path / "c").exists()

@@ -47,7 +47,7 @@ def test_only_the_writing_threads_stand_back(tmp_path, save_async):
     before = os.getpriority(os.PRIO_PROCESS, 0)
     # Twice as slow as the wait below is long: the workers stay until the save is cancelled.
     state = {"w": np.zeros(2 << 20)}
-    pending = save_async(state, tmp_path / "c", bandwidth_limit=140_000, threads=2, nice=11)
+    pending = save_async(state, tmp_path / "c", io=fastckpt.IO(bandwidth_limit=140_000, threads=2, nice=11))
     deadline = time.monotonic() + 60
     try:
         while True:
@@ -64,7 +64,7 @@ def test_only_the_writing_threads_stand_back(tmp_path, save_async):
     finally:
         assert pending.cancel()
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
-    save_async(state, tmp_path / "c", threads=2, nice=11).result(60)
+    save_async(state, tmp_path / "c", io=fastckpt.IO(threads=2, nice=11)).result(60)
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
 
 
@@ -75,7 +75,7 @@ def test_a_niceness_that_the_kernel_refuses_is_told_and_left_out(tmp_path, caplo
 
     with points.replaced(points.TRY_NICE, lambda _: refuse), points.replaced(points.TRIED_NICE, lambda _: {}):
         for _ in range(2):
-            save_async({}, tmp_path / "c", nice=3).result(60)
+            save_async({}, tmp_path / "c", io=fastckpt.IO(nice=3)).result(60)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == [
         "save_async: nice=3: the kernel refuses: [Errno 1] no"
     ]
@@ -180,7 +180,7 @@ def test_the_gil_is_not_held_in_the_background(tmp_path, lazy):
     state = {f"parameter.{index}": row for index, row in enumerate(base.unbind())}
 
     def save():
-        assert fastckpt.save_async(state, tmp_path / "c", lazy=lazy).result(60).tensors == count
+        assert fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=lazy)).result(60).tensors == count
 
     best = 1.0
     for _ in range(5):

@@ -27,7 +27,7 @@ def saved(tmp_path: Path) -> Callable[[str, float], str]:
         path = str(tmp_path / name)
         a, b, c = (np.full(NUMBERS, value) for _ in range(3))
         state = {"model": {"a": a, "b": b}, "c": c}
-        fastckpt.save(state, path, shard_size=1 << 20, files={"config.json": f'{{"value": {value}}}'})
+        fastckpt.save(state, path, files=fastckpt.Files({"config.json": f'{{"value": {value}}}'}, shard_size=1 << 20))
         return path
 
     return save

@@ -112,7 +112,7 @@ def test_what_is_no_checkpoint_or_no_place_is_refused(saved, tmp_path):
     with pytest.raises(FileExistsError, match="not a checkpoint of fastckpt"):
         fastckpt.copy(source, tmp_path / "weights", overwrite=True)
     with pytest.raises(ValueError, match="bandwidth_limit"):
-        fastckpt.copy(source, tmp_path / "b", bandwidth_limit="fast")
+        fastckpt.copy(source, tmp_path / "b", io=fastckpt.IO(bandwidth_limit="fast"))
     assert names(tmp_path) == ["a", "weights"]
 
 

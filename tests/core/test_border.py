@@ -267,7 +267,7 @@ def test_a_bytearray_cannot_be_resized_while_it_is_read(tmp_path, meanwhile, how
     if how == "save":
         fastckpt.save(state, tmp_path / "c")
     else:
-        pending = fastckpt.save_async(state, tmp_path / "c", lazy=how == "lazy")
+        pending = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=how == "lazy"))
         # It has been copied, so it is the caller's again, whatever still runs.
         value.extend(b"z")
         pending.result(60)

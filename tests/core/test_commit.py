@@ -259,7 +259,12 @@ def test_kill_during_a_first_save(children, parent, tmp_path, engine):
             with pytest.raises(FileNotFoundError):
                 fastckpt.load(path)
         began = time.monotonic()
-        fastckpt.save(numbered(trial + 1000, SHARDS["nbytes"]), path, io=engine, shard_size=SHARDS["shard_size"])
+        fastckpt.save(
+            numbered(trial + 1000, SHARDS["nbytes"]),
+            path,
+            io=engine,
+            files=fastckpt.Files(shard_size=SHARDS["shard_size"]),
+        )
         seconds = time.monotonic() - began
         assert manifest.listing(parent) == ["step"]
         if trial == 0:
@@ -276,7 +281,7 @@ def test_kill_during_an_overwrite(children, parent, tmp_path, engine):
     fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine)
     (path / "config.json").write_text('{"kept": true}')
     began = time.monotonic()
-    fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine, shard_size=SHARDS["shard_size"])
+    fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine, files=fastckpt.Files(shard_size=SHARDS["shard_size"]))
     seconds = time.monotonic() - began
     acknowledged, survived = 0, {"old": 0, "new": 0}
     for trial in range(OVERWRITE_KILLS):
@@ -293,7 +298,12 @@ def test_kill_during_an_overwrite(children, parent, tmp_path, engine):
         if trial % 2:
             # Every second time the next saver is the next child, that finds what two kills have left.
             acknowledged += 1
-            fastckpt.save(numbered(acknowledged, SHARDS["nbytes"]), path, io=engine, shard_size=SHARDS["shard_size"])
+            fastckpt.save(
+                numbered(acknowledged, SHARDS["nbytes"]),
+                path,
+                io=engine,
+                files=fastckpt.Files(shard_size=SHARDS["shard_size"]),
+            )
             assert manifest.listing(parent) == ["step"]
         assert trial or survived == {"old": 1, "new": 0}, "the first one was killed before the commit"
     manifest.read(path)
@@ -965,9 +975,9 @@ def test_open_reader_of_a_replaced_checkpoint(parent):
     """What is open stays; where a file system takes it away all the same, the error says what happened, not
     "corrupt"."""
     path = parent / "step"
-    fastckpt.save(numbered(1, SMALL), path, shard_size=SMALL // 2)
+    fastckpt.save(numbered(1, SMALL), path, files=fastckpt.Files(shard_size=SMALL // 2))
     lazy = fastckpt.open(path)
-    fastckpt.save(numbered(2, SMALL), path, shard_size=SMALL // 2)
+    fastckpt.save(numbered(2, SMALL), path, files=fastckpt.Files(shard_size=SMALL // 2))
     want = {"model.big": "big", "model.odd": "odd", "model.rows": "rows"}
     for name, key in want.items():
         refusal = None
@@ -1122,7 +1132,7 @@ def test_workspace_that_somebody_removes_during_the_save(children, parent, tmp_p
 
 def test_other_files_are_carried_over(parent):
     path = parent / "step"
-    fastckpt.save(numbered(1), path, shard_size=1 << 19)
+    fastckpt.save(numbered(1), path, files=fastckpt.Files(shard_size=1 << 19))
     assert len(list(path.glob("*.safetensors"))) > 1
     (path / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"]}')
     (path / "README.md").write_text("# mine")

@@ -227,7 +227,7 @@ def look(path, known, dice):
         lambda: fastckpt.load(path, registry=known, **chosen(dice)),
         lambda: fastckpt.load(path, registry=known),
         lambda: fastckpt.load(path, registry=known, framework="torch"),
-        lambda: fastckpt.load(path, registry=known, undeclared="plain"),
+        lambda: fastckpt.load(path, registry=fastckpt.Registry(undeclared="plain")),
         lambda: fastckpt.open(path).structure,
         lambda: fastckpt.open(path).metadata,
     ):
@@ -483,7 +483,7 @@ def test_malformed_mappings_are_refused_by_all_that_walk_over_them(tmp_path, cap
     """A conversion to Hugging Face's layout makes nothing of a structure, and has to look at it all the same."""
     from harness.cli import main
 
-    fastckpt.save({"model": {"a": np.zeros(3)}}, tmp_path / "c", model_key="model")
+    fastckpt.save({"model": {"a": np.zeros(3)}}, tmp_path / "c", files=fastckpt.Files(model_key="model"))
     body = manifest.body_of(tmp_path / "c")
     body["structure"] = [["dict", 2], "a", ["array", 0], "b", *value]
     manifest.forge(tmp_path / "c", body)

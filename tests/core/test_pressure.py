@@ -168,7 +168,7 @@ def test_the_thread_that_runs_python_keeps_its_niceness(tmp_path, caplog, save_a
     logging.getLogger("fastckpt").addHandler(saver)
     try:
         state = {"w": np.zeros(size, np.uint8)}
-        save_async(state, tmp_path / "c", nice=19, io=io).result(60)
+        save_async(state, tmp_path / "c", io=fastckpt.IO(io, nice=19)).result(60)
         join_saves()
     finally:
         logging.getLogger("fastckpt").removeHandler(saver)

@@ -169,7 +169,7 @@ def small_blocks(monkeypatch):
 def test_the_files_are_those_of_one_process(tmp_path, layout):
     job = SaveJob(layout, tmp_path / "many")
     report = job.run()
-    one = fastckpt.save(job.state, tmp_path / "one", shard_size=1_000_000)
+    one = fastckpt.save(job.state, tmp_path / "one", files=fastckpt.Files(shard_size=1_000_000))
     assert len(sums(tmp_path / "one")) > 2
     assert sums(tmp_path / "many") == sums(tmp_path / "one")
     manifests = [json.loads((tmp_path / name / "fastckpt.json").read_bytes()) for name in ("many", "one")]
@@ -192,7 +192,7 @@ def test_every_engine_writes_them_without_a_copy_where_it_can(tmp_path, monkeypa
     monkeypatch.setenv("FASTCKPT_ZERO_COPY", "1")
     job = SaveJob(layout, tmp_path / "many", io=io)
     job.run()
-    fastckpt.save(job.state, tmp_path / "one", shard_size=1_000_000)
+    fastckpt.save(job.state, tmp_path / "one", files=fastckpt.Files(shard_size=1_000_000))
     assert sums(tmp_path / "many") == sums(tmp_path / "one")
     probe = fastckpt.tools.probe(tmp_path, io=io)
     if io != "buffered" and probe.files.direct_used and layout == "rows of 3":
@@ -207,7 +207,7 @@ def test_memory_elsewhere_is_copied_by_the_caller(tmp_path, layout):
     job = SaveJob(layout, tmp_path / "many", fill=True)
     job.run()
     assert set(job.filled) == set(range(job.ranks))
-    fastckpt.save(job.state, tmp_path / "one", shard_size=1_000_000)
+    fastckpt.save(job.state, tmp_path / "one", files=fastckpt.Files(shard_size=1_000_000))
     assert sums(tmp_path / "many") == sums(tmp_path / "one")
 
 
@@ -415,7 +415,7 @@ def saved(tmp_path_factory):
     path, state = tmp_path_factory.mktemp("ranks") / "c", arrays()
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("FASTCKPT_BLOCK_SIZE", str(BLOCK))
-        fastckpt.save(state, path, shard_size=1_000_000)
+        fastckpt.save(state, path, files=fastckpt.Files(shard_size=1_000_000))
     return path, state
 
 
@@ -747,7 +747,7 @@ def large(tmp_path_factory):
     path, random_bytes = tmp_path_factory.mktemp("apart") / "c", np.random.default_rng(0)
     shapes = {"a": (3001, 1000), "b": (1500, 1003), "c": (7, 11), "d": (2, 100_000)}
     state = {name: random_bytes.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
-    fastckpt.save(state, path, shard_size=15_000_000)
+    fastckpt.save(state, path, files=fastckpt.Files(shard_size=15_000_000))
     return path, state
 
 
@@ -792,7 +792,7 @@ def test_drawn_empty_and_uneven_tensors(tmp_path, seed):
     drawn.append(dice.choice(SHARED))
     dice.shuffle(drawn)
     state = {f"{dice.choice('amz')}{at}": numbered(shape, at) for at, shape in enumerate(drawn)}
-    fastckpt.save(state, tmp_path / "c", shard_size=dice.choice([1, 300_000, 5_000_000]))
+    fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=dice.choice([1, 300_000, 5_000_000])))
     for ranks in (2, 3, 5, 8):
 
         def draw(shape, ranks=ranks):

@@ -417,7 +417,7 @@ def test_an_asynchronous_save_that_fails_says_so(tmp_path):
 
 
 def test_a_writer_and_a_reader_can_be_pickled(tmp_path):
-    writer = Writer(tmp_path / "c", shard_size="1MB", metadata={"step": 3})
+    writer = Writer(tmp_path / "c", files=fastckpt.Files(shard_size="1MB"), metadata={"step": 3})
     writer.stage({"w": torch.ones(3)})
     dcp.save({"w": torch.ones(3)}, storage_writer=pickle.loads(pickle.dumps(writer)))
     reader = Reader(tmp_path / "c")
@@ -450,7 +450,7 @@ def test_a_tensor_in_boxes_is_stored_as_a_whole_one(tmp_path, shard_size):
         "expanded": torch.ones(1, 4).expand(6, 4).clone(),
         "one": torch.tensor(3.0),
     }
-    fastckpt.save(state, tmp_path / "own", shard_size=shard_size)
+    fastckpt.save(state, tmp_path / "own", files=fastckpt.Files(shard_size=shard_size))
     boxes = {
         **state,
         "rows": cut(state["rows"], [300, 301]),
@@ -465,7 +465,7 @@ def test_a_tensor_in_boxes_is_stored_as_a_whole_one(tmp_path, shard_size):
         "expanded": cut(state["expanded"], [2], place=lambda _, box: box[:1].expand(box.shape)),
         "one": cut(state["one"]),
     }
-    writer = Writer(tmp_path / "dcp", shard_size=shard_size)
+    writer = Writer(tmp_path / "dcp", files=fastckpt.Files(shard_size=shard_size))
     dcp.save(boxes, storage_writer=writer)
     assert shards(tmp_path / "dcp") == shards(tmp_path / "own")
     assert list(fastckpt.open(tmp_path / "dcp")) == list(fastckpt.open(tmp_path / "own"))
@@ -532,11 +532,14 @@ def test_an_enum_comes_back_declared_or_plain(tmp_path):
     with pytest.warns(RuntimeWarning, match=r"stored form: .*Phase"):
         assert load(undeclared="plain") == "COLD"
     state = {"phase": None}
-    with fastckpt.dcp.install(undeclared="plain"), pytest.warns(RuntimeWarning, match="Phase"):
+    with (
+        fastckpt.dcp.install(registry=fastckpt.Registry(undeclared="plain")),
+        pytest.warns(RuntimeWarning, match="Phase"),
+    ):
         dcp.load(state, checkpoint_id=tmp_path / "c")
     assert state == {"phase": "COLD"}
     with pytest.raises(ValueError, match="undeclared must be"):
-        fastckpt.dcp.install(undeclared="other")
+        fastckpt.dcp.install(registry=fastckpt.Registry(undeclared="other"))
 
 
 def test_a_class_of_the_program_is_warned_of_as_in_save(tmp_path):

@@ -213,7 +213,7 @@ def load_on_ranks(path):
     last = dist.get_rank() == dist.get_world_size() - 1
     state = {"a": torch.zeros(30).as_strided(SHAPE, (1, 1)) if last else torch.zeros(SHAPE), "beside": torch.zeros(3)}
     try:
-        dcp.load(state, storage_reader=Reader(path, timeout=60))
+        dcp.load(state, storage_reader=Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
     except dcp.api.CheckpointException as error:
         return str(error), state["beside"].tolist()
     return "", state["beside"].tolist()
@@ -365,7 +365,7 @@ def load_shared_on_ranks(path):
     weight = torch.zeros(SHAPE)
     state = {"a": weight, "b": weight.t() if last else torch.zeros(SHAPE).t()}
     try:
-        dcp.load(state, storage_reader=Reader(path, timeout=60))
+        dcp.load(state, storage_reader=Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
     except dcp.api.CheckpointException as error:
         return str(error), None
     return "", [state["a"], state["b"].t()]

@@ -188,6 +188,6 @@ def test_it_is_the_same_for_any_number_of_ranks(forge, tmp_path):
 
 
 def save_and_load_by_torch(path):
-    dcp.save(parallel.state("fsdp"), storage_writer=Writer(path, timeout=60))
+    dcp.save(parallel.state("fsdp"), storage_writer=Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
     with pytest.raises(dcp.api.CheckpointException, match=r"fastckpt\.dcp\.Reader"):
         dcp.load(parallel.state("fsdp"), storage_reader=FileSystemReader(path))

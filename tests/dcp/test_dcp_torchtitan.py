@@ -67,7 +67,7 @@ def train(folder, mode, last, ours=True):
     progress, loader = TrainState(), Loader()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     if ours:
-        fastckpt.dcp.install(timeout=60)
+        fastckpt.dcp.install(ranks=fastckpt.distributed.Ranks(timeout=60))
     manager = CheckpointManager(
         config,
         dataloader=loader,

@@ -56,7 +56,7 @@ class TestAsync(OnDevice):
         for turn in range(4):
             if keeps_streams_busy:
                 devices.busy()
-            pending = fastckpt.save_async(state_of(parameters), self.target, lazy=True)
+            pending = fastckpt.save_async(state_of(parameters), self.target, io=fastckpt.IO(lazy=True))
             optimizer.step()
             optimizer.step()
             pending.result(60)
@@ -66,7 +66,9 @@ class TestAsync(OnDevice):
         parameters, optimizer = trained()
         for step in range(30):
             if step % 5 == 0:
-                fastckpt.save_async(state_of(parameters), self.path / str(step), lazy=True, max_in_flight=2)
+                fastckpt.save_async(
+                    state_of(parameters), self.path / str(step), io=fastckpt.IO(lazy=True, max_in_flight=2)
+                )
             optimizer.step()
         fastckpt.background.drain(60)
         for step in range(0, 30, 5):
@@ -80,7 +82,7 @@ class TestAsync(OnDevice):
         for turn in range(3):
             with devices.side_stream():
                 fill_later(parameters[0].detach(), 10.0 + turn)
-                pending = fastckpt.save_async(state_of(parameters), self.target, lazy=lazy)
+                pending = fastckpt.save_async(state_of(parameters), self.target, io=fastckpt.IO(lazy=lazy))
                 optimizer.step()
                 pending.result(60)
             devices.synchronize()
@@ -92,7 +94,7 @@ class TestAsync(OnDevice):
 
         def body():
             fill_later(parameters[0].detach(), 10.0)
-            pending = fastckpt.save_async(state_of(parameters), self.target, lazy=lazy)
+            pending = fastckpt.save_async(state_of(parameters), self.target, io=fastckpt.IO(lazy=lazy))
             optimizer.step()
             return pending
 
@@ -107,7 +109,7 @@ class TestAsync(OnDevice):
         for turn in range(3):
             fill_later(here[0].detach(), 20.0)
             fill_later(other[0].detach(), 21.0)
-            pending = fastckpt.save_async(state_of([*here, *other]), self.target, lazy=lazy)
+            pending = fastckpt.save_async(state_of([*here, *other]), self.target, io=fastckpt.IO(lazy=lazy))
             step_here.step()
             step_other.step()
             pending.result(60)
@@ -121,7 +123,7 @@ class TestAsync(OnDevice):
             for _ in range(2):
                 fill_later(module.queue, 5.0)
                 fill_later(module.small, 6.0)
-                pending = fastckpt.save_async(module.state_dict(), self.target, lazy=True)
+                pending = fastckpt.save_async(module.state_dict(), self.target, io=fastckpt.IO(lazy=True))
                 module.queue.fill_(-1)
                 module.small.fill_(-1)
                 pending.result(60)
@@ -134,7 +136,7 @@ class TestAsync(OnDevice):
         optimizer.add_param_group({"params": on_host})
         for turn in range(3):
             devices.busy()
-            pending = fastckpt.save_async(state_of([*parameters, *on_host]), self.target, lazy=True)
+            pending = fastckpt.save_async(state_of([*parameters, *on_host]), self.target, io=fastckpt.IO(lazy=True))
             optimizer.step()
             pending.result(60)
             assert self.saved() == [1 - turn, 2 - turn, 3 - turn, 9 - turn]
@@ -143,7 +145,7 @@ class TestAsync(OnDevice):
         parameters, _ = trained()
         for turn in range(2):
             fill_later(parameters[0].detach(), 4.0 + turn)
-            pending = fastckpt.save_async(state_of(parameters), self.target, lazy=True)
+            pending = fastckpt.save_async(state_of(parameters), self.target, io=fastckpt.IO(lazy=True))
             pending.wait_staged(60)
             for parameter in parameters:
                 parameter.detach().fill_(-1)
@@ -155,7 +157,7 @@ class TestAsync(OnDevice):
         fastckpt.save({"old": 1}, self.target)
         for is_stepped in (False, True):
             with _held():
-                pending = fastckpt.save_async(state_of(parameters), self.target, lazy=True)
+                pending = fastckpt.save_async(state_of(parameters), self.target, io=fastckpt.IO(lazy=True))
                 parameters[1].detach().add_(1)
                 if is_stepped:
                     optimizer.step()
@@ -170,7 +172,7 @@ class TestAsync(OnDevice):
         for turn in range(3):
             state = state_of(trained()[0])
             devices.busy()
-            pending = fastckpt.save_async(state, self.target, lazy=True)
+            pending = fastckpt.save_async(state, self.target, io=fastckpt.IO(lazy=True))
             if turn == 0:
                 # Its memory is not pinned when it begins, so its copies may not be asked for yet.
                 pending.wait_staged(60)
@@ -184,7 +186,7 @@ class TestAsync(OnDevice):
     def test_tensors_that_nobody_else_keeps(self):
         for lazy in (False, True, True):
             devices.busy()
-            pending = fastckpt.save_async(state_of(trained()[0]), self.target, lazy=lazy)
+            pending = fastckpt.save_async(state_of(trained()[0]), self.target, io=fastckpt.IO(lazy=lazy))
             for _ in range(5):
                 torch.full((COUNT,), -1.0, device=DEVICE)
             pending.result(60)
@@ -197,7 +199,7 @@ class TestAsync(OnDevice):
             with _held() as go:
                 timer = threading.Timer(0.2, go)
                 timer.start()
-                pending = fastckpt.save_async(state_of(parameters), self.target, lazy=lazy)
+                pending = fastckpt.save_async(state_of(parameters), self.target, io=fastckpt.IO(lazy=lazy))
                 assert pending.cancel()
                 # Memory that copies still write to must not go.
                 fastckpt.background.release_buffers()
@@ -222,7 +224,7 @@ class TestAsyncOnTheStandin(OnDevice):
         with faults.held() as go:
             hosts, streams = faults.host_waits[me], faults.stream_waits[me]
             began = time.perf_counter()
-            pending = fastckpt.save_async(state_of(self.parameters), self.target, lazy=True)
+            pending = fastckpt.save_async(state_of(self.parameters), self.target, io=fastckpt.IO(lazy=True))
             asked = faults.stream_waits[me]
             self.optimizer.step()
             held = time.perf_counter() - began
@@ -244,7 +246,7 @@ class TestAsyncOnTheStandin(OnDevice):
     def test_later_steps_ask_for_nothing(self):
         me = threading.get_ident()
         with faults.held() as go:
-            pending = fastckpt.save_async(state_of(self.parameters), self.target, lazy=True)
+            pending = fastckpt.save_async(state_of(self.parameters), self.target, io=fastckpt.IO(lazy=True))
             self.optimizer.step()
             go()
             pending.result(60)
@@ -263,7 +265,7 @@ class TestAsyncOnTheStandin(OnDevice):
             assert go_on.wait(60)
 
         standin.cudart.before = before
-        pending = fastckpt.save_async(state_of(self.parameters), self.target, lazy=True)
+        pending = fastckpt.save_async(state_of(self.parameters), self.target, io=fastckpt.IO(lazy=True))
         assert pinning.wait(60)
         timer = threading.Timer(0.3, go_on.set)
         timer.start()
@@ -280,7 +282,9 @@ class TestAsyncOnTheStandin(OnDevice):
         devices.synchronize()
         with faults.held() as go:
             hosts = faults.host_waits[me]
-            pending = fastckpt.save_async({"small": small, **state_of(self.parameters)}, self.target, lazy=True)
+            pending = fastckpt.save_async(
+                {"small": small, **state_of(self.parameters)}, self.target, io=fastckpt.IO(lazy=True)
+            )
             small.fill_(2)
             assert faults.host_waits[me] == hosts
             assert (devices.there(small) == 1).all()
@@ -293,14 +297,14 @@ class TestAsyncOnTheStandin(OnDevice):
     def test_a_copy_that_fails_after_the_step_fails_the_save(self):
         fastckpt.save({"old": 1}, self.target)
         faults.fail_at = faults.copies + 2
-        pending = fastckpt.save_async(state_of(self.parameters), self.target, lazy=True)
+        pending = fastckpt.save_async(state_of(self.parameters), self.target, io=fastckpt.IO(lazy=True))
         self.optimizer.step()
         with raises(RuntimeError, "standin: unspecified launch failure"):
             pending.result(60)
         assert fastckpt.load(self.target) == {"old": 1}
         devices.synchronize()
         faults.reset()
-        fastckpt.save_async(state_of(self.parameters), self.target, lazy=True).result(60)
+        fastckpt.save_async(state_of(self.parameters), self.target, io=fastckpt.IO(lazy=True)).result(60)
         assert [float(value.max()) for value in fastckpt.load(self.target).values()] == [0, 1, 2]
 
     def test_nothing_begins_while_a_graph_is_captured(self):
@@ -309,7 +313,7 @@ class TestAsyncOnTheStandin(OnDevice):
         calls = {
             "save": lambda: fastckpt.save(into, self.target),
             "save_async": lambda: fastckpt.save_async(into, self.target),
-            "save_async lazy": lambda: fastckpt.save_async(into, self.target, lazy=True),
+            "save_async lazy": lambda: fastckpt.save_async(into, self.target, io=fastckpt.IO(lazy=True)),
             "load": lambda: fastckpt.load(self.path / "there", device=DEVICE),
             "load into": lambda: fastckpt.load(self.path / "there", into=into),
         }
@@ -326,7 +330,7 @@ class TestAsyncOnTheStandin(OnDevice):
 
     def test_a_step_that_is_captured_is_refused_while_copies_are_under_way(self):
         with faults.held() as go:
-            pending = fastckpt.save_async(state_of(self.parameters), self.target, lazy=True)
+            pending = fastckpt.save_async(state_of(self.parameters), self.target, io=fastckpt.IO(lazy=True))
             with standin.capturing(), raises(RuntimeError, "captured into a graph"):
                 self.optimizer.step()
             go()

@@ -65,16 +65,16 @@ class TestCounts(OnDevice):
         nbytes = count * each_has * 4
         most = -(-nbytes // BATCH) + SPARE
         with calls_into_python() as counts:
-            fastckpt.save(state, self.path / "c", threads=THREADS)
+            fastckpt.save(state, self.path / "c", io=fastckpt.IO(threads=THREADS))
         assert counts["fill bytes"] == nbytes
         assert 0 < counts["fill"] <= most, counts
         with calls_into_python() as counts:
-            loaded = fastckpt.load(self.path / "c", device=DEVICE, threads=THREADS)
+            loaded = fastckpt.load(self.path / "c", device=DEVICE, io=fastckpt.IO(threads=THREADS))
         assert counts["drain bytes"] == nbytes
         assert 0 < counts["drain"] <= most, counts
         assert all(bool((value == int(name)).all()) for name, value in loaded.items())
         with calls_into_python() as counts:
-            fastckpt.load(self.path / "c", into=state, threads=THREADS)
+            fastckpt.load(self.path / "c", into=state, io=fastckpt.IO(threads=THREADS))
         assert 0 < counts["drain"] <= most, counts
 
     @each("lazy", [False, True])
@@ -82,7 +82,7 @@ class TestCounts(OnDevice):
         """What is on devices does not pass through the core."""
         state = {str(index): torch.full((4 * MIB,), float(index), device=DEVICE) for index in range(3)}
         with calls_into_python() as counts:
-            report = fastckpt.save_async(state, self.path / "c", lazy=lazy).result(60)
+            report = fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(lazy=lazy)).result(60)
         assert counts["fill"] == 0
         assert report.staged == report.bytes == 48 * MIB
         loaded = fastckpt.load(self.path / "c")
@@ -159,7 +159,7 @@ class TestCountsOnTheStandin(OnDevice):
     def test_the_hook_of_a_step_costs_the_same_for_many_tensors(self):
         """A lazy save of many small tensors holds the stream once."""
         _, state = self.many(1000)
-        fastckpt.save_async(state, self.path / "c", lazy=True).result(60)
+        fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(lazy=True)).result(60)
         before = sum(faults.stream_waits.values())
-        fastckpt.save_async(state, self.path / "c", lazy=True).result(60)
+        fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(lazy=True)).result(60)
         assert sum(faults.stream_waits.values()) - before <= 4

@@ -71,7 +71,7 @@ class TestGraphs(OnDevice):
         calls = (
             lambda: fastckpt.save({"w": value}, self.path / "c"),
             lambda: fastckpt.save_async({"w": value}, self.path / "c"),
-            lambda: fastckpt.save_async({"w": value}, self.path / "c", lazy=True),
+            lambda: fastckpt.save_async({"w": value}, self.path / "c", io=fastckpt.IO(lazy=True)),
             lambda: fastckpt.load(self.path / "there", device=DEVICE),
             lambda: fastckpt.load(self.path / "there", into={"w": value}),
         )
@@ -98,7 +98,7 @@ class TestGraphs(OnDevice):
             made = value * 2
         for turn in range(1, 4):
             graph.replay()
-            pending = fastckpt.save_async({"w": value, "made": made}, self.path / "c", lazy=True)
+            pending = fastckpt.save_async({"w": value, "made": made}, self.path / "c", io=fastckpt.IO(lazy=True))
             # No hook runs in a replay: it has to be waited for.
             pending.wait_staged()
             graph.replay()
@@ -153,7 +153,7 @@ class TestPinnedMemory(OnDevice):
     def test_a_cap(self):
         state = {"w": torch.arange(32 * MIB, dtype=torch.int32, device=DEVICE)}
         for pin in (False, 10 * MIB, True):
-            report = fastckpt.save_async(state, self.path / "c", pin=pin).result(60)
+            report = fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(pin=pin)).result(60)
             assert len(report.warnings) == (type(pin) is int), report.warnings
             assert torch.equal(fastckpt.load(self.path / "c")["w"], there(state["w"]))
 
@@ -232,7 +232,7 @@ class TestShardedModules(OnDevice):
         for turn in range(3):
             expected = self.whole()
             local = {name: value.to_local().detach() for name, value in self.model.state_dict().items()}
-            pending = fastckpt.save_async(local, self.path / "local", lazy=True)
+            pending = fastckpt.save_async(local, self.path / "local", io=fastckpt.IO(lazy=True))
             together = distributed.save_async(self.model.state_dict(), self.path / "all")
             for _ in range(3):
                 self.train()
@@ -253,7 +253,7 @@ class TestShardedModules(OnDevice):
             for layer in self.model:
                 layer.unshard()
             full = {name: _local(value.detach()) for name, value in self.model.named_parameters()}
-            pending = fastckpt.save_async(full, self.path / "full", lazy=True)
+            pending = fastckpt.save_async(full, self.path / "full", io=fastckpt.IO(lazy=True))
             if turn == 0:
                 # Its memory is not pinned when it begins, so its copies may not be asked for yet.
                 pending.wait_staged(60)
@@ -277,14 +277,14 @@ class TestTime(OnDevice):
 
     def test_a_lazy_save_holds_the_stream_and_not_the_host(self):
         parameters, optimizer = parameters_of(GIB)
-        fastckpt.save_async(state_of(parameters), self.path / "c", lazy=True).result(60)
+        fastckpt.save_async(state_of(parameters), self.path / "c", io=fastckpt.IO(lazy=True)).result(60)
         stalls = []
         for turn in range(5):
             torch.cuda.synchronize()
             devices.busy(0.5)
             with host_waits() as waits:
                 began = time.perf_counter()
-                pending = fastckpt.save_async(state_of(parameters), self.path / "c", lazy=True)
+                pending = fastckpt.save_async(state_of(parameters), self.path / "c", io=fastckpt.IO(lazy=True))
                 optimizer.step()
                 stalls.append(time.perf_counter() - began)
             assert waits == []
@@ -299,11 +299,11 @@ class TestTime(OnDevice):
         parameters, optimizer = parameters_of(64 * MIB)
         parameters[0].data.random_()
         for _ in range(2):
-            fastckpt.save_async(state_of(parameters), self.path / "c", lazy=True).result(60)
+            fastckpt.save_async(state_of(parameters), self.path / "c", io=fastckpt.IO(lazy=True)).result(60)
         expected = {name: there(value) for name, value in state_of(parameters).items()}
         torch.cuda.set_sync_debug_mode("error")
         try:
-            pending = fastckpt.save_async(state_of(parameters), self.path / "c", lazy=True)
+            pending = fastckpt.save_async(state_of(parameters), self.path / "c", io=fastckpt.IO(lazy=True))
             optimizer.step()
             pending.result(60)
         finally:

@@ -44,7 +44,7 @@ class TestPinning(OnDevice):
         state = state_of()
         for turn in range(3):
             state["0"].fill_(turn)
-            pending = fastckpt.save_async(state, self.path / "c", lazy=lazy, pin=pin)
+            pending = fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(lazy=lazy, pin=pin))
             pending.wait_staged()
             state["0"].fill_(-1)
             pending.result(60)
@@ -54,7 +54,7 @@ class TestPinning(OnDevice):
     def test_arguments(self):
         for wrong in (-1, "much", float("nan"), [1]):
             with raises((TypeError, ValueError), "pin"):
-                fastckpt.save_async(state_of(1), self.path / "c", pin=wrong)
+                fastckpt.save_async(state_of(1), self.path / "c", io=fastckpt.IO(pin=wrong))
         assert not (self.path / "c").exists()
 
 
@@ -114,7 +114,7 @@ class TestPinningOnTheStandin(OnDevice):
             assert go_on.wait(60)
 
         cudart.before = before
-        pending = fastckpt.save_async(state_of(), self.path / "c", lazy=True)
+        pending = fastckpt.save_async(state_of(), self.path / "c", io=fastckpt.IO(lazy=True))
         assert pinning.wait(60)
         assert not pending.done()
         go_on.set()
@@ -123,7 +123,7 @@ class TestPinningOnTheStandin(OnDevice):
 
     @each("pin", [False, 0])
     def test_no_pinning(self, pin):
-        report = fastckpt.save_async(state_of(), self.path / "c", pin=pin).result(60)
+        report = fastckpt.save_async(state_of(), self.path / "c", io=fastckpt.IO(pin=pin)).result(60)
         assert cudart.calls == []
         # It was asked for.
         assert report.warnings == ()
@@ -131,11 +131,11 @@ class TestPinningOnTheStandin(OnDevice):
     @each("limit", [MIB, 5 * MIB + 123])
     @each("lazy", [False, True])
     def test_a_cap_is_kept(self, limit, lazy):
-        report = fastckpt.save_async(state_of(), self.path / "c", pin=limit, lazy=lazy).result(60)
+        report = fastckpt.save_async(state_of(), self.path / "c", io=fastckpt.IO(pin=limit, lazy=lazy)).result(60)
         assert self.pinned() <= limit
         assert max((nbytes for _, _, _, nbytes in cudart.calls), default=0) <= limit
         assert len(report.warnings) <= 1
-        report = fastckpt.save_async(state_of(), self.path / "c", pin=True, lazy=lazy).result(60)
+        report = fastckpt.save_async(state_of(), self.path / "c", io=fastckpt.IO(pin=True, lazy=lazy)).result(60)
         assert self.pinned() >= 8 * MIB, "a later save may pin more"
         assert report.warnings == ()
 
@@ -217,7 +217,7 @@ class TestPinningOnTheStandin(OnDevice):
         state = state_of()
         fastckpt.save_async(state, self.path / "c").result(60)
         with faults.held() as go:
-            pending = fastckpt.save_async(state, self.path / "c", lazy=True)
+            pending = fastckpt.save_async(state, self.path / "c", io=fastckpt.IO(lazy=True))
             fastckpt.background.release_buffers()
             assert self.pinned() >= 8 * MIB
             go()

@@ -123,7 +123,7 @@ class TestRanks(OnDevice):
             if way == "save":
                 distributed.save(on, self.path / "c")
             else:
-                pending = distributed.save_async(on, self.path / "c", lazy=way == "lazy")
+                pending = distributed.save_async(on, self.path / "c", io=fastckpt.IO(lazy=way == "lazy"))
                 pending.wait_staged()
                 kept = there(on["more"])
                 on["more"].fill_(-1)

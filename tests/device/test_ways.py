@@ -162,7 +162,7 @@ class TestMapped(OnDevice):
 
     def test_some_on_the_device_and_some_as_pages(self):
         state = self.save()
-        loaded = fastckpt.load(self.path / "c", device={"large": DEVICE, "half": DEVICE}, mmap=True)
+        loaded = fastckpt.load(self.path / "c", device={"large": DEVICE, "half": DEVICE}, io=fastckpt.IO(mmap=True))
         assert {name for name, value in loaded.items() if getattr(value, "is_cpu", True) is False} == {"large", "half"}
         assert bits(there(loaded["large"])) == bits(state["large"])
         assert bits(loaded["double"]) == bits(state["double"])
@@ -171,7 +171,7 @@ class TestMapped(OnDevice):
     def test_arrays_become_tensors_there(self, framework):
         swapped = np.arange(1000, dtype=">i4")
         fastckpt.save({"n": np.arange(6.0).reshape(2, 3), "swapped": swapped}, self.path / "c")
-        loaded = fastckpt.load(self.path / "c", framework=framework, device=DEVICE, mmap=True)
+        loaded = fastckpt.load(self.path / "c", framework=framework, device=DEVICE, io=fastckpt.IO(mmap=True))
         assert there(loaded["n"]).tolist() == np.arange(6.0).reshape(2, 3).tolist()
         assert (loaded["swapped"].device, there(loaded["swapped"]).tolist()) == (DEVICE, swapped.tolist())
 
@@ -185,7 +185,7 @@ class TestMapped(OnDevice):
         into["array"] = np.zeros(10_000, np.int64)[::2]
         fill_later(into["double"], 7.0)
         with limits.lowered("read from pages at a time", step):
-            loaded = fastckpt.load(self.path / "c", into=into, mmap=True)
+            loaded = fastckpt.load(self.path / "c", into=into, io=fastckpt.IO(mmap=True))
         assert loaded["large"] is into["large"]
         assert loaded.pop("long") == bytes(range(256)) * 40
         assert into.pop("array").tolist() == list(range(5000))
@@ -204,11 +204,11 @@ class TestMapped(OnDevice):
         shard.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
         into = {"w": torch.zeros(100_000, device=DEVICE)}
         with raises(fastckpt.CorruptCheckpointError, "model.safetensors"):
-            fastckpt.load(self.path / "c", into=into, mmap=True)
+            fastckpt.load(self.path / "c", into=into, io=fastckpt.IO(mmap=True))
         devices.synchronize()
         assert not there(into["w"]).any()
         with raises(ValueError, "cannot be combined with dtype="):
-            fastckpt.load(self.path / "c", mmap=True, device=DEVICE, dtype="bfloat16")
+            fastckpt.load(self.path / "c", io=fastckpt.IO(mmap=True), device=DEVICE, dtype="bfloat16")
 
 
 class TestDcp(OnDevice):

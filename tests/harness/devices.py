@@ -34,7 +34,7 @@ faults = standin.faults
 SAVES: dict[str, Callable[..., fastckpt.SaveReport]] = {
     "save": fastckpt.save,
     "async": lambda *arguments, **named: fastckpt.save_async(*arguments, **named).result(60),
-    "lazy": lambda *arguments, **named: fastckpt.save_async(*arguments, lazy=True, **named).result(60),
+    "lazy": lambda *arguments, **named: fastckpt.save_async(*arguments, io=fastckpt.IO(lazy=True), **named).result(60),
 }
 
 

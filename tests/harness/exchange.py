@@ -66,7 +66,9 @@ def main(what: str, directory: Path) -> None:
     elif what == "load":
         expected = plain(state())
         for options in ({}, {"io": "threads"}, {"io": "buffered"}, {"mmap": True}):
-            assert plain(fastckpt.load(directory / "state", verify=True, **options)) == expected, options
+            assert plain(fastckpt.load(directory / "state", io=fastckpt.IO(verify=True), **options)) == expected, (
+                options
+            )
         fastckpt.verify(directory / "tensors")
     else:
         for path in sorted(directory.glob("v1*")):
@@ -76,7 +78,13 @@ def main(what: str, directory: Path) -> None:
                 with contextlib.suppress(
                     fastckpt.exceptions.UnsupportedTypeError
                 ):  # sparse and quantised: numpy has neither
-                    found[name] = fastckpt.load(path, keys=[name], framework="numpy", undeclared="plain", verify=True)
+                    found[name] = fastckpt.load(
+                        path,
+                        keys=[name],
+                        framework="numpy",
+                        registry=fastckpt.Registry(undeclared="plain"),
+                        io=fastckpt.IO(verify=True),
+                    )
             digest = hashlib.sha256(repr(plain(found)).encode()).hexdigest()
             print(f"{path.name}: {len(names)} tensors, {len(names) - len(found)} of them only verified: {digest}")
 

@@ -179,7 +179,7 @@ def snapshot_of_floats(
     fastckpt.save_async({}, path).result(60)
     channel.send({"report": "ready"})
     channel.receive()
-    return _report(fastckpt.save_async(state, path, lazy=lazy, **options).result(60))
+    return _report(fastckpt.save_async(state, path, io=fastckpt.IO(lazy=lazy), **options).result(60))
 
 
 def save_changing(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
@@ -386,7 +386,7 @@ def command_timed(channel: Channel, *, path: str, operation: str) -> dict[str, A
 def _look(operation: str, path: str, nbytes: int) -> Any:
     """Look at a checkpoint in one of the ways there are; the index of its state, where that way tells."""
     if operation in ("load", "mmap"):
-        return which(fastckpt.load(path, mmap=operation == "mmap"), nbytes)
+        return which(fastckpt.load(path, io=fastckpt.IO(mmap=operation == "mmap")), nbytes)
     if operation == "open":
         return len(fastckpt.open(path))
     if operation == "info":
@@ -448,7 +448,9 @@ def load_many(channel: Channel, *, paths: list[str], among: list[str]) -> list[l
 def modes(channel: Channel, *, path: str, umask: int, index: int = 1) -> dict[str, list[int]]:
     """Save under a umask; mode and group of the directory and of every file."""
     os.umask(umask)
-    fastckpt.save({"model": numbered(index), "optimizer": numbered(index)}, path, shard_size=1 << 19)
+    fastckpt.save(
+        {"model": numbered(index), "optimizer": numbered(index)}, path, files=fastckpt.Files(shard_size=1 << 19)
+    )
     found = {".": os.lstat(path)}
     for place, folders, names in os.walk(path):
         inside = (os.path.join(place, name) for name in (*folders, *names))

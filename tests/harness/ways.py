@@ -39,7 +39,7 @@ def through(way: str, path: str, *, framework: str = "auto", **options: Any) -> 
     if way == "keys":
         return fastckpt.load(path, keys="*", framework=framework, **options)
     if way == "mmap":
-        return fastckpt.load(path, mmap=True, framework=framework)
+        return fastckpt.load(path, io=fastckpt.IO(mmap=True), framework=framework)
     if way == "device":
         prepare()
         return fastckpt.load(path, device="standin:0", framework="torch", **options)

@@ -43,7 +43,7 @@ def train(out, how):
     if how.get("handlers"):
         signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
     policy = when.Every(time="1h") if how.get("skips") else when.Steps(2)
-    with fastckpt.Manager(out, timeout=TIMEOUT, save_when=policy) as manager:
+    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_when=policy) as manager:
         manager.save_on_signal(signal.SIGUSR1, signal.SIGUSR2, exit=how.get("exit", False))
         for step in range(1, 10**9):
             dist.barrier()
@@ -96,7 +96,7 @@ def hold(out, where, grace):
     options = {"bandwidth_limit": "20kB" if grace else "2MB"}
     told = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append((number, manager.steps())))
-    with fastckpt.Manager(out, timeout=TIMEOUT, save_options=options) as manager:
+    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_options=options) as manager:
         manager.save_on_signal(signal.SIGUSR1, grace=grace)
         if where in {"flight", "end"}:
             manager.save(1, state(1, LARGE))
@@ -132,7 +132,7 @@ def test_what_cannot_be_durable_in_time_is_given_up_on_all_ranks(four, tmp_path,
 def hold_two(out):
     """A signal comes while two saves of 40 s each are in flight: whether it was answered in time, and what is there."""
     options = {"bandwidth_limit": "20kB", "max_in_flight": 2}
-    with fastckpt.Manager(out, timeout=TIMEOUT, save_options=options) as manager:
+    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_options=options) as manager:
         manager.save_on_signal(signal.SIGUSR1, grace="1s", exit=False)
         for step in (1, 2):
             manager.save(step, state(step, LARGE))
@@ -158,7 +158,9 @@ def signal_late(out):
 
     with (
         points.replaced(points.LEAVE_DRAIN, signalled),
-        fastckpt.Manager(out / "local", remote=out / "remote", timeout=TIMEOUT) as manager,
+        fastckpt.Manager(
+            out / "local", remote=out / "remote", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)
+        ) as manager,
     ):
         manager.save_on_signal(signal.SIGUSR1)
         manager.save(1, state(1))
@@ -172,7 +174,7 @@ def test_a_signal_while_the_last_copies_are_given_up_is_passed_on(four, tmp_path
 
 
 def save_for_it(out):
-    with fastckpt.Manager(out, timeout=TIMEOUT) as manager:
+    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)) as manager:
         manager.save_on_signal(signal.SIGUSR1, exit=False)
         manager.save(1, state(1))
         manager.wait()

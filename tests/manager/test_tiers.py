@@ -203,7 +203,7 @@ def test_a_checkpoint_comes_back_if_each_file_is_good_somewhere(local, tmp_path)
 @pytest.mark.parametrize("read_only", [True, False])
 def test_what_was_saved_again_and_is_damaged_here_comes_back_as_it_is_there(local, remote, read_only):
     fill(local, remote, [1, 2])
-    fastckpt.save(state(9), local / "step-00000002", shard_size=40_000)
+    fastckpt.save(state(9), local / "step-00000002", files=fastckpt.Files(shard_size=40_000))
     damage(shards(local / "step-00000002")[0])
     with pytest.warns(RuntimeWarning, match="fetched"):
         found = fastckpt.Manager(local, remote=remote, read_only=read_only).restore()

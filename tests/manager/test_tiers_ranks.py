@@ -48,7 +48,7 @@ def train(root, steps, options):
         fastckpt.Manager(
             root / "local",
             remote=root / "remote",
-            timeout=TIMEOUT,
+            ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT),
             save_options={"shard_size": 40_000},
             **options,
         ) as manager,
@@ -105,7 +105,9 @@ def hung_up(*_arguments, **_options):
 
 
 def fail_to_copy(root):
-    with fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT) as manager:
+    with fastckpt.Manager(
+        root / "local", remote=root / "remote", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)
+    ) as manager:
         with points.replaced(points.DRAIN, lambda _: hung_up):
             manager.save(1, state(1))
             try:
@@ -125,7 +127,11 @@ def test_all_ranks_hear_what_keeps_a_step_from_the_remote(four, tmp_path):
 def fail_to_fetch(root):
     with points.replaced(points.FETCH, lambda _: hung_up), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return fastckpt.Manager(root / "local", remote=root / "remote", timeout=TIMEOUT).restore().step
+        return (
+            fastckpt.Manager(root / "local", remote=root / "remote", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT))
+            .restore()
+            .step
+        )
 
 
 def test_ranks_take_an_older_step_where_the_newest_cannot_be_fetched(four, tmp_path):
@@ -139,7 +145,9 @@ def test_ranks_take_an_older_step_where_the_newest_cannot_be_fetched(four, tmp_p
 
 def differ(root):
     with pytest.raises(ValueError, match="remote: rank 0 has"):
-        fastckpt.Manager(root / "local", remote=root / f"remote-{dist.get_rank()}", timeout=TIMEOUT)
+        fastckpt.Manager(
+            root / "local", remote=root / f"remote-{dist.get_rank()}", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)
+        )
 
 
 def test_ranks_with_other_remotes_are_refused(four, tmp_path):

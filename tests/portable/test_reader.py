@@ -46,7 +46,7 @@ def saved(tmp_path_factory):
     state["cut"] = dice.integers(0, 256, (700, 3001, 3), np.uint8).view("S3").reshape(700, 3001)
     state["odd"] = dice.random((321, 77))
     state["wide"] = dice.integers(0, 1 << 30, (5, 1_000_000), np.int32)
-    fastckpt.save(state, path, shard_size=9_000_000)
+    fastckpt.save(state, path, files=fastckpt.Files(shard_size=9_000_000))
     return path, state
 
 

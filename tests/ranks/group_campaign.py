@@ -114,7 +114,12 @@ class Alone:
         """Make what there is to load."""
         if self.entry in {"load", "dcp_load"}:
             for number in range(CALLS):
-                fastckpt.distributed.save(state(number), f"{self.path}/there-{number}", timeout=LONG, threads=1)
+                fastckpt.distributed.save(
+                    state(number),
+                    f"{self.path}/there-{number}",
+                    ranks=fastckpt.distributed.Ranks(timeout=LONG),
+                    io=fastckpt.IO(threads=1),
+                )
 
     def call(self, number, timeout, bad):
         """Make one call."""
@@ -122,32 +127,59 @@ class Alone:
 
     def save(self, number, timeout, bad):
         """Each to a path of its own."""
-        fastckpt.distributed.save(state(number, bad=bad), f"{self.path}/step-{number}", timeout=timeout, threads=1)
+        fastckpt.distributed.save(
+            state(number, bad=bad),
+            f"{self.path}/step-{number}",
+            ranks=fastckpt.distributed.Ranks(timeout=timeout),
+            io=fastckpt.IO(threads=1),
+        )
 
     def save_over(self, number, timeout, bad):
         """Each over the one before."""
-        fastckpt.distributed.save(state(number, bad=bad), f"{self.path}/step", timeout=timeout, threads=1)
+        fastckpt.distributed.save(
+            state(number, bad=bad),
+            f"{self.path}/step",
+            ranks=fastckpt.distributed.Ranks(timeout=timeout),
+            io=fastckpt.IO(threads=1),
+        )
 
     def save_async(self, number, timeout, bad):
         """In the background."""
         given = state(number, bad=bad)
-        fastckpt.distributed.save_async(given, f"{self.path}/step-{number}", timeout=timeout, threads=1).result(LONG)
+        fastckpt.distributed.save_async(
+            given,
+            f"{self.path}/step-{number}",
+            ranks=fastckpt.distributed.Ranks(timeout=timeout),
+            io=fastckpt.IO(threads=1),
+        ).result(LONG)
 
     def dcp_save(self, number, timeout, bad):
         """By torch's own function."""
-        writer = fastckpt.dcp.Writer(f"{self.path}/step-{number}", timeout=timeout, threads=1)
+        writer = fastckpt.dcp.Writer(
+            f"{self.path}/step-{number}", ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
+        )
         torch_dcp.save(state(number, bad=bad), storage_writer=writer)
 
     def dcp_load(self, number, timeout, bad):
         """Likewise."""
         into = {**state(0), **({"more": torch.ones(3)} if bad else {})}
-        torch_dcp.load(into, storage_reader=fastckpt.dcp.Reader(f"{self.path}/there-{number}", timeout=timeout))
+        torch_dcp.load(
+            into,
+            storage_reader=fastckpt.dcp.Reader(
+                f"{self.path}/there-{number}", ranks=fastckpt.distributed.Ranks(timeout=timeout)
+            ),
+        )
         self.compare(into, number)
 
     def load(self, number, timeout, bad):
         """Each of another path, so that they can be told apart."""
         name = "none" if bad else f"there-{number}"
-        self.compare(fastckpt.distributed.load(f"{self.path}/{name}", timeout=timeout, threads=1), number)
+        self.compare(
+            fastckpt.distributed.load(
+                f"{self.path}/{name}", ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
+            ),
+            number,
+        )
 
     def compare(self, found, number):
         """Whether what is loaded is that of the number."""
@@ -160,7 +192,9 @@ class Managed:
 
     def __init__(self, path, entry, odd):
         self.entry = entry
-        self.manager = fastckpt.Manager(f"{path}/run", timeout=LONG, async_save=entry != "manager" or odd % 2 == 0)
+        self.manager = fastckpt.Manager(
+            f"{path}/run", ranks=fastckpt.distributed.Ranks(timeout=LONG), async_save=entry != "manager" or odd % 2 == 0
+        )
 
     def prepare(self):
         """Make what there is to restore."""

@@ -31,15 +31,21 @@ def spread(number):
 
 def call(how, path, number):
     if how == "save":
-        distributed.save(spread(number), path, timeout=60)
+        distributed.save(spread(number), path, ranks=distributed.Ranks(timeout=60))
     elif how == "save_async":
-        distributed.save_async(spread(number), path, timeout=60).result(60)
+        distributed.save_async(spread(number), path, ranks=distributed.Ranks(timeout=60)).result(60)
     elif how == "load":
-        distributed.load(path, into=spread(number), timeout=60, io="threads")
+        distributed.load(path, into=spread(number), ranks=distributed.Ranks(timeout=60), io="threads")
     elif how == "dcp.save":
-        dcp.save(spread(number), checkpoint_id=path, storage_writer=Writer(timeout=60))
+        dcp.save(
+            spread(number), checkpoint_id=path, storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60))
+        )
     else:
-        dcp.load(spread(number), checkpoint_id=path, storage_reader=Reader(timeout=60, io="threads"))
+        dcp.load(
+            spread(number),
+            checkpoint_id=path,
+            storage_reader=Reader(ranks=fastckpt.distributed.Ranks(timeout=60), io="threads"),
+        )
 
 
 def under(how, path, number, rank, context, *given):
@@ -120,7 +126,7 @@ def test_an_altered_word_is_an_error_on_all_ranks(forge, tmp_path, how, kind):
 def with_another_version(path, rank):
     if dist.get_rank() == rank:
         altered.version("0.0.1 (plan 7)")
-    distributed.save(spread(1), path, timeout=60)
+    distributed.save(spread(1), path, ranks=distributed.Ranks(timeout=60))
 
 
 @pytest.mark.parametrize("rank", [0, 2])

@@ -22,12 +22,12 @@ def from_nowhere(path, home):
         os.chdir(home)
         home.rmdir()
     try:
-        distributed.save(state(), "relative", timeout=60)
+        distributed.save(state(), "relative", ranks=distributed.Ranks(timeout=60))
     except (FileNotFoundError, fastckpt.exceptions.RanksError) as error:
         told = f"{type(error).__name__}: {error}"
     finally:
         os.chdir("/")
-    return told, distributed.save(state(), path, timeout=60).ranks
+    return told, distributed.save(state(), path, ranks=distributed.Ranks(timeout=60)).ranks
 
 
 def test_a_path_that_cannot_be_made_absolute_takes_its_turn(forge, tmp_path):
@@ -48,8 +48,8 @@ def test_a_timeout_is_a_number_of_seconds_that_clocks_can_count(tmp_path, timeou
         with pytest.raises(error, match="save: timeout must be"):
             call({"w": 1}, tmp_path / "c", timeout=timeout)
     with pytest.raises(error, match="load: timeout must be"):
-        distributed.load(tmp_path / "c", timeout=timeout)
-    assert distributed.save({"w": 1}, tmp_path / "c", timeout=1e8).ranks == 1
+        distributed.load(tmp_path / "c", ranks=distributed.Ranks(timeout=timeout))
+    assert distributed.save({"w": 1}, tmp_path / "c", ranks=distributed.Ranks(timeout=1e8)).ranks == 1
 
 
 def interrupt(*_):
@@ -66,7 +66,12 @@ def interrupted(path):
             go_on.wait(60)
             return 1
 
-        distributed.save({"w": object()}, f"{path}-1", encode=default, timeout=60)
+        distributed.save(
+            {"w": object()},
+            f"{path}-1",
+            registry=fastckpt.Registry(encode=default),
+            ranks=distributed.Ranks(timeout=60),
+        )
 
     thread = threading.Thread(target=first)
     thread.start()
@@ -76,7 +81,7 @@ def interrupted(path):
         former = signal.signal(signal.SIGALRM, interrupt)
         signal.setitimer(signal.ITIMER_REAL, 0.2)
         try:
-            distributed.save(state(), f"{path}-2", timeout=60)
+            distributed.save(state(), f"{path}-2", ranks=distributed.Ranks(timeout=60))
         except KeyboardInterrupt:
             told = "interrupted"
         signal.signal(signal.SIGALRM, former)
@@ -84,11 +89,11 @@ def interrupted(path):
     else:
         go_on.set()
         try:
-            distributed.save(state(), f"{path}-2", timeout=60)
+            distributed.save(state(), f"{path}-2", ranks=distributed.Ranks(timeout=60))
         except fastckpt.exceptions.RanksError as error:
             told = str(error)
     thread.join()
-    return told, distributed.save(state(), f"{path}-3", timeout=60).ranks
+    return told, distributed.save(state(), f"{path}-3", ranks=distributed.Ranks(timeout=60)).ranks
 
 
 def test_a_call_that_is_interrupted_before_its_turn_holds_nobody_up(forge, tmp_path):
@@ -107,14 +112,16 @@ def from_below(path):
 
     def default(_):
         try:
-            distributed.save(state(), f"{path}-2", timeout=60)
+            distributed.save(state(), f"{path}-2", ranks=distributed.Ranks(timeout=60))
         except RuntimeError as error:
             told.append(str(error))
         return 1
 
     began = time.monotonic()
-    distributed.save({"w": object()}, f"{path}-1", encode=default, timeout=60)
-    distributed.save(state(), f"{path}-3", timeout=60)
+    distributed.save(
+        {"w": object()}, f"{path}-1", registry=fastckpt.Registry(encode=default), ranks=distributed.Ranks(timeout=60)
+    )
+    distributed.save(state(), f"{path}-3", ranks=distributed.Ranks(timeout=60))
     return told, time.monotonic() - began
 
 
@@ -128,13 +135,13 @@ def test_a_call_from_within_another_is_refused_at_once(forge, tmp_path):
 
 
 def fork_and_save(path):
-    distributed.save(state(), path, timeout=60)
+    distributed.save(state(), path, ranks=distributed.Ranks(timeout=60))
     reading, writing = os.pipe()
     child = os.fork()
     if child == 0:
         told = "saved"
         try:
-            distributed.save(state(), f"{path}-child", timeout=60)
+            distributed.save(state(), f"{path}-child", ranks=distributed.Ranks(timeout=60))
         except RuntimeError as error:
             told = str(error)
         finally:
@@ -144,7 +151,7 @@ def fork_and_save(path):
     with os.fdopen(reading) as stream:
         told = stream.read()
     os.waitpid(child, 0)
-    return told, distributed.save(state(2), path, timeout=60).ranks
+    return told, distributed.save(state(2), path, ranks=distributed.Ranks(timeout=60)).ranks
 
 
 def test_a_process_that_was_forked_from_a_rank_is_refused(forge, tmp_path):
@@ -157,7 +164,7 @@ def test_a_process_that_was_forked_from_a_rank_is_refused(forge, tmp_path):
 
 def test_a_process_alone_can_be_interrupted(tmp_path):
     with pytest.raises(KeyboardInterrupt):
-        distributed.save({"w": object()}, tmp_path / "c", encode=interrupt)
+        distributed.save({"w": object()}, tmp_path / "c", registry=fastckpt.Registry(encode=interrupt))
     assert distributed.save({"w": 1}, tmp_path / "c").ranks == 1
 
 
@@ -180,7 +187,7 @@ def test_an_interrupt_after_the_thread_has_started_leaves_it_the_snapshot(tmp_pa
         with pytest.raises(KeyboardInterrupt):
             distributed.save_async(state(7), tmp_path / "c")
     # The next save gets memory that was given back, if there is any.
-    distributed.save_async(state(8), tmp_path / "d", max_in_flight=2)
+    distributed.save_async(state(8), tmp_path / "d", io=fastckpt.IO(max_in_flight=2))
     go_on.set()
     fastckpt.background.drain(30)
     assert fastckpt.load(tmp_path / "d")["w"].tolist() == [8.0] * 100

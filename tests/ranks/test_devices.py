@@ -101,7 +101,7 @@ def step_at_once(path):
     parameter.grad = torch.ones_like(parameter)
     optimizer = torch.optim.SGD([parameter], lr=1.0, foreach=False)
     with standin.faults.held() as go:
-        pending = distributed.save_async(given, path, lazy=True, timeout=60)
+        pending = distributed.save_async(given, path, io=fastckpt.IO(lazy=True), ranks=distributed.Ranks(timeout=60))
         optimizer.step()
         for value in given.values():
             getattr(value, "_local_tensor", value).fill_(3)
@@ -119,9 +119,9 @@ def test_the_stream_of_a_step_waits_for_a_lazy_save(forge, tmp_path):
 
 
 def dcp_both(path, io):
-    dcp_save(state(True, empty=False), storage_writer=Writer(path, timeout=60))
+    dcp_save(state(True, empty=False), storage_writer=Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
     into = state(True, empty=True)
-    dcp_load(into, storage_reader=Reader(path, timeout=60, io=io))
+    dcp_load(into, storage_reader=Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60), io=io))
     return differences(into)
 
 
@@ -140,7 +140,7 @@ def in_a_capture(path):
             with standin.capturing():
                 distributed.save(made, path)
         else:
-            distributed.save(made, path, timeout=60)
+            distributed.save(made, path, ranks=distributed.Ranks(timeout=60))
     except Exception as error:  # noqa: BLE001 - the test looks at it
         return type(error).__name__, str(error)
     return None

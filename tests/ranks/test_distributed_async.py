@@ -98,8 +98,8 @@ def save_beside(path):
 
     RanksJob._write = held
     mine = state(1)
-    first = distributed.save_async(mine, f"{path}-1", max_in_flight=2)
-    second = distributed.save_async(mine, f"{path}-2", base=f"{path}-1", max_in_flight=2)
+    first = distributed.save_async(mine, f"{path}-1", io=fastckpt.IO(max_in_flight=2))
+    second = distributed.save_async(mine, f"{path}-2", base=f"{path}-1", io=fastckpt.IO(max_in_flight=2))
     phases = [pending.progress().phase for pending in (first, second)]
     mine["turned"].fill_(9)
     release.set()
@@ -109,7 +109,7 @@ def save_beside(path):
         whole = {
             name: torch.full_like(value, 1) for name, value in fastckpt.load(f"{path}-1").items() if name != "step"
         }
-        fastckpt.save_async({**whole, "step": 1}, f"{path}-0", bandwidth_limit=2_000_000)
+        fastckpt.save_async({**whole, "step": 1}, f"{path}-0", io=fastckpt.IO(bandwidth_limit=2_000_000))
     dist.barrier()
     third = distributed.save_async(mine, f"{path}-3", base=f"{path}-0")
     return phases, [*linked, third.result(60).linked_files]
@@ -123,7 +123,7 @@ def test_saves_of_a_group_overlap_and_wait_for_their_base(forge, tmp_path):
 
 
 def save_and_ask(path, *, ask=True, on_error="raise"):
-    pending = distributed.save_async(state(1), path, timeout=60, on_error=on_error)
+    pending = distributed.save_async(state(1), path, ranks=distributed.Ranks(timeout=60), on_error=on_error)
     if ask:
         pending.result()
 
@@ -145,7 +145,7 @@ def fail_and_save_again(path):
     told = []
     mine = {"w": torch.ones(3)} if rank else {"w": object()}
     try:
-        pending = distributed.save_async(mine, path, timeout=60)
+        pending = distributed.save_async(mine, path, ranks=distributed.Ranks(timeout=60))
         error = pending.exception()
         told.append(type(error).__name__)
     except fastckpt.exceptions.UnsupportedTypeError as error:
@@ -161,7 +161,7 @@ def test_a_call_that_fails_on_one_rank_fails_the_save_of_all(forge, tmp_path):
 
 
 def fail_unasked(path, other):
-    distributed.save_async({"w": torch.ones(3), "step": dist.get_rank()}, path, timeout=60)
+    distributed.save_async({"w": torch.ones(3), "step": dist.get_rank()}, path, ranks=distributed.Ranks(timeout=60))
     try:
         distributed.save_async({"w": torch.ones(3)}, other)
     except (fastckpt.exceptions.RanksError, ValueError) as error:
@@ -180,13 +180,13 @@ def cancel(path):
     dist.barrier()
     if dist.get_rank() == 0:
         # The other rank comes later, so nothing is durable before.
-        pending = distributed.save_async(state(1), path, timeout=60)
+        pending = distributed.save_async(state(1), path, ranks=distributed.Ranks(timeout=60))
         pending._cancelled = True
         time.sleep(0.2)
         dist.barrier()
         return pending.cancel(), pending.cancelled()
     dist.barrier()
-    pending = distributed.save_async(state(1), path, timeout=60)
+    pending = distributed.save_async(state(1), path, ranks=distributed.Ranks(timeout=60))
     return type(pending.exception()).__name__, pending.cancelled()
 
 

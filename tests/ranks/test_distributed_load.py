@@ -339,7 +339,7 @@ def test_each_rank_gets_its_own_state_back(forge, tmp_path):
 
 def load_and_tell(path):
     try:
-        distributed.load(path, timeout=2.0, io="threads")
+        distributed.load(path, ranks=distributed.Ranks(timeout=2.0), io="threads")
     except fastckpt.exceptions.RanksError as error:
         return str(error)
     return "loaded"

@@ -112,7 +112,7 @@ def save_in_half(path):
     """Ranks 2 and 3 save, in a group of their own, and then 0 and 1."""
     halves = [dist.new_group([2, 3]), dist.new_group([0, 1])]
     mine = halves[dist.get_rank() < 2]
-    report = distributed.save({"w": torch.full((5000,), 3.0)}, f"{path}-{dist.get_rank() // 2}", process_group=mine)
+    report = distributed.save({"w": torch.full((5000,), 3.0)}, f"{path}-{dist.get_rank() // 2}", ranks=mine)
     return report.rank, report.ranks
 
 
@@ -125,7 +125,7 @@ def test_a_group_of_some_ranks_saves_by_itself(forge, tmp_path):
 
 def save_as_outsider(path):
     group = dist.new_group([0, 1])
-    return distributed.save({"w": torch.ones(3)}, path, process_group=group)
+    return distributed.save({"w": torch.ones(3)}, path, ranks=group)
 
 
 def test_who_is_not_in_the_group_is_told_so(forge, tmp_path):
@@ -162,7 +162,7 @@ def save_different(path, what):
         os.environ["FASTCKPT_BLOCK_SIZE"] = str(4096 << rank)
     elif what == "path":
         path = f"{path}-{rank}"
-    distributed.save(state, path, timeout=30, **options)
+    distributed.save(state, path, ranks=distributed.Ranks(timeout=30), **options)
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_bad_argument_of_one_rank_fails_all_and_the_next_call_works(forge, tmp
 
 def save_dtensor(path, timeout):
     state = parallel.state("tp", scale=4)
-    distributed.save(state, path, timeout=timeout)
+    distributed.save(state, path, ranks=distributed.Ranks(timeout=timeout))
 
 
 @pytest.mark.parametrize("struck", [0, 1])

@@ -53,7 +53,9 @@ def test_the_bytes_do_not_depend_on_the_ranks(forge, tmp_path, reference, topolo
 def save_stages(path, exclude, dtype):
     rank = dist.get_rank()
     state = {"model": {f"stage{rank}": {"w": torch.full((1000,), 1e9 if rank else 1.0), "f": print}}, "step": 1}
-    return distributed.save(state, path, timeout=60, exclude=["model.stage?.f", *exclude], dtype=dtype)
+    return distributed.save(
+        state, path, ranks=distributed.Ranks(timeout=60), exclude=["model.stage?.f", *exclude], dtype=dtype
+    )
 
 
 def test_each_rank_tells_what_its_casts_lose_and_may_lack_what_a_pattern_names(forge, tmp_path):

@@ -103,14 +103,24 @@ def _save(path: str, number: int, timeout: float = TIMEOUT, background: bool = F
     # One thread writes: what a trial costs is its processes.
     state = _spread(number)
     if background:
-        return fastckpt.distributed.save_async(state, path, timeout=timeout, threads=1).result(120).ranks
-    return fastckpt.distributed.save(state, path, timeout=timeout, threads=1, **options).ranks
+        return (
+            fastckpt.distributed.save_async(
+                state, path, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
+            )
+            .result(120)
+            .ranks
+        )
+    return fastckpt.distributed.save(
+        state, path, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1), **options
+    ).ranks
 
 
 def _load(path: str, timeout: float = TIMEOUT) -> int:
     into = _spread(-1)
     # Not through the page cache, which may have the checkpoint: then ranks send each other nothing.
-    loaded = fastckpt.distributed.load(path, into=into, timeout=timeout, threads=1, io="threads")
+    loaded = fastckpt.distributed.load(
+        path, into=into, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO("threads", threads=1)
+    )
     wanted = _spread(loaded["step"])["model"]
     for name, tensor in loaded["model"].items():
         mine, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, wanted[name]))

@@ -64,7 +64,7 @@ def step_at_once(path):
     options = {"timeout": 60, "max_in_flight": 2}
     with held(RanksJob, "_write") as write, held(Staging, "_copy_late") as copy:
         first = distributed.save_async({"n": 1}, f"{path}-first", **options)
-        pending = distributed.save_async({**mine, "n": 1}, path, lazy=True, **options)
+        pending = distributed.save_async({**mine, "n": 1}, path, io=fastckpt.IO(lazy=True), **options)
         phase = pending.progress().phase
         threading.Timer(0.3, copy.set).start()
         optimizer.step()
@@ -91,7 +91,7 @@ def step_after_a_failure(path):
     options = {"timeout": 60, "max_in_flight": 2}
     with held(RanksJob, "_write") as write, mock.patch.object(Staging, "_copy_late", side_effect=OSError(5, "no")):
         first = distributed.save_async({"n": 1}, f"{path}-first", **options)
-        pending = distributed.save_async({**mine, "n": 1}, path, lazy=True, **options)
+        pending = distributed.save_async({**mine, "n": 1}, path, io=fastckpt.IO(lazy=True), **options)
         optimizer.step()
         waited = first.done()
         write.set()
@@ -110,7 +110,9 @@ def test_a_lazy_save_keeps_nothing_alive(tmp_path, end):
     gc.disable()
     try:
         with held(Staging, "_copy_late") as copy:
-            pending = distributed.save_async({"w": tensor}, tmp_path / "c", lazy=True, on_error=lambda _: None)
+            pending = distributed.save_async(
+                {"w": tensor}, tmp_path / "c", io=fastckpt.IO(lazy=True), on_error=lambda _: None
+            )
             if end == "changed":
                 tensor.zero_()
             del tensor
@@ -144,7 +146,9 @@ def change(path, what):
     mine = parameters()
     with held(Staging, "_copy_late") as copy, torch.no_grad():
         state = {"left": torch.ones(200, 200), **mine, "n": 1}
-        pending = distributed.save_async(state, path, lazy=True, timeout=60, exclude="left")
+        pending = distributed.save_async(
+            state, path, io=fastckpt.IO(lazy=True), ranks=distributed.Ranks(timeout=60), exclude="left"
+        )
         if dist.get_rank() == 1:
             CHANGES[what](mine)
         copy.set()
@@ -165,7 +169,7 @@ def test_a_change_that_is_no_step_fails_the_save_on_all_ranks(two, tmp_path, wha
 def cancelled(path):
     mine = parameters()
     with held(Staging, "_copy_late"):
-        pending = distributed.save_async(mine, path, lazy=True, timeout=60)
+        pending = distributed.save_async(mine, path, io=fastckpt.IO(lazy=True), ranks=distributed.Ranks(timeout=60))
         if dist.get_rank() == 0:
             # Not ``cancel``, which waits for the end.
             pending._cancelled = True
@@ -202,7 +206,7 @@ def train(path, reshards):
         model(given)
         state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
         at_call = {name: value.full_tensor().clone() for name, value in state["model"].items()}
-        pending = distributed.save_async(state, path, lazy=True, timeout=60)
+        pending = distributed.save_async(state, path, io=fastckpt.IO(lazy=True), ranks=distributed.Ranks(timeout=60))
         assert pending.progress().phase == "staging"
         backward()
         threading.Timer(0.1, copy.set).start()
@@ -235,7 +239,9 @@ def broadcast(path):
     """DistributedDataParallel broadcasts buffers before each forward, which torch does not count."""
     model = nn.parallel.DistributedDataParallel(Buffers())
     with held(Staging, "_copy_late") as copy:
-        pending = distributed.save_async(model.state_dict(), path, lazy=True, timeout=60)
+        pending = distributed.save_async(
+            model.state_dict(), path, io=fastckpt.IO(lazy=True), ranks=distributed.Ranks(timeout=60)
+        )
         model(torch.ones(10)).backward()
         copy.set()
         pending.result(60)
@@ -251,7 +257,9 @@ def change_guarded(path):
     model, other = nn.Module(), parameters()["spread"]
     model.register_buffer("codes", parameters()["spread"].detach())
     with fastckpt.background.guard(model), held(Staging, "_copy_late") as copy:
-        pending = distributed.save_async({**model.state_dict(), "other": other}, path, lazy=True, timeout=60)
+        pending = distributed.save_async(
+            {**model.state_dict(), "other": other}, path, io=fastckpt.IO(lazy=True), ranks=distributed.Ranks(timeout=60)
+        )
         model.codes.mul_(2)
         copy.set()
         pending.result(60)
@@ -266,7 +274,7 @@ def save_steps(out):
     options = {"lazy": True, "nice": 1, "max_in_flight": 2, "threads": 1}
     mine = parameters()
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
-    with fastckpt.Manager(out, timeout=60, save_options=options) as manager:
+    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=60), save_options=options) as manager:
         for step in range(4):
             manager.save(step, {**mine, "step": step})
             optimizer.step()

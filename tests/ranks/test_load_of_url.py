@@ -71,7 +71,7 @@ def load(env, url, hosts, io="auto"):
             wrong.append("into")
     else:
         loaded = with_report(distributed.load, url)
-    found = distributed.load(url, timeout=TIMEOUT)
+    found = distributed.load(url, ranks=distributed.Ranks(timeout=TIMEOUT))
     if found["step"] != 3 or not torch.equal(found["model"]["w"], expected["model"]["w"]):
         wrong.append("whole")
     return wrong, loaded.report.bytes_storage, loaded.report.bytes_peers, loaded.report.path
@@ -105,13 +105,15 @@ def fail(env, url, kind):
     place = {"nothing": f"{url}/none", "damage": f"{url}-damaged"}.get(kind, url)
     try:
         with points.replaced(points.READ_OBJECT, down) if struck else contextlib.nullcontext():
-            distributed.load(place, timeout=TIMEOUT, io="direct" if kind == "direct" else "auto")
+            distributed.load(
+                place, ranks=distributed.Ranks(timeout=TIMEOUT), io="direct" if kind == "direct" else "auto"
+            )
     except Exception as error:  # noqa: BLE001 - what the test looks at
         heard = str(error)
     else:
         heard = ""
     # The next one works.
-    return heard, distributed.load(url, timeout=TIMEOUT)["step"]
+    return heard, distributed.load(url, ranks=distributed.Ranks(timeout=TIMEOUT))["step"]
 
 
 @pytest.mark.parametrize(
@@ -139,7 +141,7 @@ def test_errors_reach_all_ranks(forge, s3, url, tmp_path, kind, text):
 
 def refused(url):
     with pytest.raises(ValueError, match="URL"):
-        distributed.save({"w": np.ones(3)}, url, timeout=TIMEOUT)
+        distributed.save({"w": np.ones(3)}, url, ranks=distributed.Ranks(timeout=TIMEOUT))
 
 
 def test_a_save_to_a_url_is_refused_on_all_ranks(forge):
@@ -161,7 +163,9 @@ def restore(env, root, remote, how):
     fetch = points.replaced(points.FETCH, lambda _: full) if how == "full" else contextlib.nullcontext()
     with fetch, warnings.catch_warnings():
         warnings.simplefilter("error")
-        manager = fastckpt.Manager(root, remote=remote, read_only=how == "read_only", timeout=TIMEOUT)
+        manager = fastckpt.Manager(
+            root, remote=remote, read_only=how == "read_only", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)
+        )
         found = manager.restore()
         older = manager.restore(step=1)
     whole = all((found.state["model"][f"w{index}"] == 2 + index).all() for index in range(4))

@@ -41,7 +41,9 @@ def save(path: str, number: int, timeout: float = LONG) -> str:
 
 
 def save_in_background(path: str, number: int, timeout: float = LONG) -> str:
-    pending = fastckpt.distributed.save_async(state(number), path, timeout=timeout, threads=1)
+    pending = fastckpt.distributed.save_async(
+        state(number), path, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
+    )
     return outcome(pending.result, LONG)
 
 
@@ -224,7 +226,10 @@ def other_orders(path: str) -> list[str]:
     given = {"w": torch.full((1000,), 1.0)}
     pending = {
         number: fastckpt.distributed.save_async(
-            given, f"{path}-{number}", process_group=two[number], timeout=LONG, threads=1
+            given,
+            f"{path}-{number}",
+            ranks=fastckpt.distributed.Ranks(two[number], timeout=LONG),
+            io=fastckpt.IO(threads=1),
         )
         for number in order
     }
@@ -242,7 +247,7 @@ def two_names(first: str, second: str) -> list[str]:
     """One directory, under another name on each rank."""
     here = first if dist.get_rank() == 0 else second
     told = [save(f"{here}/c", 1), load(f"{here}/c", 1)]
-    with fastckpt.Manager(f"{here}/run", timeout=LONG) as manager:
+    with fastckpt.Manager(f"{here}/run", ranks=fastckpt.distributed.Ranks(timeout=LONG)) as manager:
         told += [outcome(manager.save, step, state(step)) for step in (1, 2)]
         told.append(outcome(manager.wait))
     return told
@@ -338,7 +343,7 @@ def fails_in_the_save(out: str, *, late: bool) -> list[str]:
         return ask
 
     points.replace(points.ASK, asks)
-    with fastckpt.Manager(out, timeout=LONG) as manager:
+    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=LONG)) as manager:
         for step in (1, 2):
             given = state(step)
             if step == 1 and rank == 1:

@@ -902,9 +902,9 @@ def save_in_pages(how, path, size):
         full = torch.arange(301 * 777, dtype=torch.float32).view(301, 777)
         state = {"a": distribute_tensor(full, mesh, [Shard(0)]), "b": full[:100].clone()}
         if how == "dcp":
-            dcp.save(state, checkpoint_id=path, storage_writer=Writer(timeout=60))
+            dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)))
         else:
-            distributed.save(state, path, timeout=60)
+            distributed.save(state, path, ranks=distributed.Ranks(timeout=60))
     return pages
 
 

@@ -183,7 +183,7 @@ def _load(path: str, size: int, tensors: list[Drawn]) -> list[str]:
     if dist.get_rank() >= size:
         return []
     into = {**into, "step": 0, "note": []}
-    loaded = fastckpt.distributed.load(path, into=into, process_group=group, timeout=30)
+    loaded = fastckpt.distributed.load(path, into=into, ranks=fastckpt.distributed.Ranks(group, timeout=30))
     wrong = [] if (loaded["step"], loaded["note"]) == (7, ["a", None]) else ["values"]
     for name, bits in wanted.items():
         held = into["model"][name]
@@ -294,7 +294,7 @@ def test_any_topology_writes_the_files_of_one_process_and_loads_into_any_other(w
     base = tmp_path_factory.mktemp("trial")
     tensors = trial["tensors"]
     state = {"model": {each.name: whole(each) for each in tensors}, "step": 7, "note": ["a", None]}
-    fastckpt.save(state, base / "one", shard_size=trial["shard_size"], metadata={"step": 7})
+    fastckpt.save(state, base / "one", files=fastckpt.Files(shard_size=trial["shard_size"]), metadata={"step": 7})
     world.run(_save, str(base / "many"), trial["saved"], tensors, trial["shard_size"], trial["background"])
     expected = _digests(base / "one")
     assert _digests(base / "many") == expected
@@ -321,7 +321,9 @@ def check_bases(
     assert _digests(base / "same") == expected
     name = changed_in(model, trial["place"])
     if name is not None:
-        fastckpt.save({"model": model, "step": 7, "note": ["a", None]}, base / "other", shard_size="1B")
+        fastckpt.save(
+            {"model": model, "step": 7, "note": ["a", None]}, base / "other", files=fastckpt.Files(shard_size="1B")
+        )
         changed = total - model[name].nbytes
         for report in world.run(_save, str(base / "mended"), *again, str(base / "other")):
             assert report is None or (sum(report) == total and report[1] <= changed)

@@ -476,7 +476,7 @@ def save_columns(path, *, timeout=30.0, connect_all=None):
         torch_distributed._CONNECT_ALL = connect_all
     state = columns()
     groups.report(time.monotonic())
-    report = distributed.save(state, path, timeout=timeout)
+    report = distributed.save(state, path, ranks=distributed.Ranks(timeout=timeout))
     return session("save", None).link._name, report.bytes_sent
 
 

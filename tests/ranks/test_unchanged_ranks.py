@@ -234,16 +234,16 @@ FROZEN = ["model.blocks.0", "*.blocks.0.*exp_avg*"]
 
 
 def save_frozen_alone(path):
-    fastckpt.save(parallel.state("single", scale=4), path, frozen=FROZEN)
+    fastckpt.save(parallel.state("single", scale=4), path, files=fastckpt.Files(frozen=FROZEN))
 
 
 def save_frozen(folder):
     state = parallel.state("fsdp", scale=4)
-    distributed.save(state, folder / "0", frozen=FROZEN)
+    distributed.save(state, folder / "0", files=fastckpt.Files(frozen=FROZEN))
     train(state, 5)
-    report = distributed.save(state, folder / "1", base=folder / "0", frozen=FROZEN)
+    report = distributed.save(state, folder / "1", base=folder / "0", files=fastckpt.Files(frozen=FROZEN))
     with pytest.raises(KeyError, match="frozen: 'modle' matches nothing"):
-        distributed.save(state, folder / "2", frozen="modle")
+        distributed.save(state, folder / "2", files=fastckpt.Files(frozen="modle"))
     with pytest.raises((ValueError, fastckpt.exceptions.RanksError), match="base= differs between ranks"):
         distributed.save(state, folder / "2", base=folder / str(dist.get_rank()))
     return report.linked_files, report.bytes_total > 0
@@ -278,7 +278,7 @@ def save_struck(folder, number, **options):
     """One of the ranks of :func:`save_on_hosts`, which may be struck."""
     socket.gethostname = lambda: f"node-{dist.get_rank()}"
     state = parallel.state("tp", scale=4)
-    report = distributed.save(state, folder / str(number), timeout=20, **options)
+    report = distributed.save(state, folder / str(number), ranks=distributed.Ranks(timeout=20), **options)
     return report.linked_files, report.warnings
 
 

@@ -268,7 +268,9 @@ def test_transformers_state(back, tmp_path):
     theirs, ours = ({**one.to_dict(), "accelerator_config": None} for one in (arguments, loaded["arguments"]))
     assert theirs == ours
     with pytest.warns(RuntimeWarning, match="TrainerState"):
-        assert fastckpt.load(tmp_path / "c", undeclared="plain")["state"]["global_step"] == 7
+        assert (
+            fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain"))["state"]["global_step"] == 7
+        )
 
 
 def enums_in(values):
@@ -289,7 +291,7 @@ def test_model_output(back, tmp_path):
     assert loaded.attentions is None
     assert len(loaded.to_tuple()) == 2
     with pytest.warns(RuntimeWarning, match="BaseModelOutput"):
-        plain = fastckpt.load(tmp_path / "c", undeclared="plain")["out"]
+        plain = fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain"))["out"]
     assert type(plain) is collections.OrderedDict
 
 

@@ -94,7 +94,7 @@ states = st.recursive(
 @given(states, st.sampled_from(["uring", "threads", "buffered"]), st.integers(1, 3) | st.just(5 * 10**9))
 def test_any_state(state, io, shard_size):
     with tempfile.TemporaryDirectory() as directory:
-        fastckpt.save(state, f"{directory}/c", io=io, shard_size=shard_size)
+        fastckpt.save(state, f"{directory}/c", io=io, files=fastckpt.Files(shard_size=shard_size))
         assert same(fastckpt.load(f"{directory}/c", io=io), state)
         with fastckpt.open(f"{directory}/c") as checkpoint:
             for name in checkpoint:

@@ -299,7 +299,7 @@ def test_what_is_not_known_comes_back_plain_with_one_warning(name, tmp_path):
     value = Point(1) if name == "named tuple" else STRUCTURAL[name]()
     fastckpt.save({"one": value, "two": [value]}, tmp_path / "c", metadata={"m": value})
     with pytest.warns(RuntimeWarning) as caught:
-        loaded = fastckpt.load(tmp_path / "c", undeclared="plain")
+        loaded = fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain"))
     assert [(str(one.message).count(type(value).__qualname__), one.filename) for one in caught] == [(1, __file__)]
     assert type(loaded["one"]) is type(PLAIN[name])
     assert loaded == {"one": PLAIN[name], "two": [PLAIN[name]]}
@@ -315,7 +315,7 @@ def test_types_of_what_is_not_loaded_need_not_be_known(tmp_path):
     with pytest.raises(UnsupportedTypeError, match="Colour"):
         fastckpt.load(tmp_path / "c", keys="a")
     with pytest.raises(ValueError, match="undeclared must be one of error, plain"):
-        fastckpt.load(tmp_path / "c", undeclared="ignore")
+        fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="ignore"))
 
 
 class Zone(dt.tzinfo):
@@ -333,13 +333,13 @@ def test_plain_where_only_a_key_or_a_time_zone_can_be(tmp_path):
     }
     fastckpt.save(state, tmp_path / "c", registry=known)
     with pytest.warns(RuntimeWarning, match="Frozen.*Colour.*zone"):
-        loaded = fastckpt.load(tmp_path / "c", undeclared="plain")
+        loaded = fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain"))
     assert list(loaded["keys"]) == [(("a", 1), ("b", (2,))), "RED", (("x", 1), ("w", None)), "w"]
     assert loaded["set"] == {(("a", 1), ("b", None)), "BLUE"}
     assert loaded["when"] == dt.datetime(2024, 7, 1)  # noqa: DTZ001 - that is what is left
     fastckpt.save({Colour.RED: 1, "RED": 2}, tmp_path / "c")
     with pytest.warns(RuntimeWarning, match="Colour"), pytest.raises(CheckpointError, match="become equal") as caught:
-        fastckpt.load(tmp_path / "c", undeclared="plain")
+        fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain"))
     assert not isinstance(caught.value, CorruptCheckpointError)
 
 
@@ -418,7 +418,7 @@ def test_configurations_are_plain_where_they_are_not_declared(tmp_path, monkeypa
     plain = {"a": [1, {"b": "${a}"}], "c": "${oc.env:HOME}"}
     fastckpt.save({"cfg": config}, tmp_path / "c", metadata={"cfg": config})
     assert fastckpt.load(tmp_path / "c") == {"cfg": plain}
-    assert fastckpt.load(tmp_path / "c", undeclared="plain") == {"cfg": plain}
+    assert fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain")) == {"cfg": plain}
     monkeypatch.setattr(torch.serialization, "get_safe_globals", lambda: [omegaconf.DictConfig], raising=False)
     assert type(fastckpt.load(tmp_path / "c")["cfg"]) is omegaconf.DictConfig
     assert type(fastckpt.open(tmp_path / "c").metadata["cfg"]) is dict
@@ -448,7 +448,7 @@ def test_a_package_that_is_missing_makes_its_types_unknown(tmp_path, monkeypatch
     with pytest.raises(UnsupportedTypeError, match=r"decimal\.Decimal', which cannot be imported here"):
         fastckpt.load(tmp_path / "c")
     with pytest.warns(RuntimeWarning, match=r"decimal\.Decimal"):
-        assert fastckpt.load(tmp_path / "c", undeclared="plain") == {"d": "1"}
+        assert fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain")) == {"d": "1"}
 
 
 # What has a state of its own.
@@ -497,7 +497,7 @@ def test_a_state_of_its_own_comes_before_fields(tmp_path):
 def test_a_state_dict_that_gives_no_state_is_refused(tmp_path):
     with pytest.raises(UnsupportedTypeError, match=r"\['m'\]: its state_dict\(\) returned a unittest.mock"):
         fastckpt.save({"m": mock.MagicMock()}, tmp_path / "c")
-    fastckpt.save({"m": mock.Mock()}, tmp_path / "c", encode=repr)
+    fastckpt.save({"m": mock.Mock()}, tmp_path / "c", registry=fastckpt.Registry(encode=repr))
 
 
 def test_what_a_dataclass_holds_is_named_by_its_fields(tmp_path):
@@ -505,7 +505,7 @@ def test_what_a_dataclass_holds_is_named_by_its_fields(tmp_path):
     assert list(fastckpt.open(tmp_path / "c")) == ["at.w"]
     # The state itself may be one: its model is found.
     state = Frozen(a={"w": torch.ones(2)}, b=torch.ones(1))
-    fastckpt.save(state, tmp_path / "c", model_key="a")
+    fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(model_key="a"))
     assert list(fastckpt.open(tmp_path / "c")) == ["a.w", "b"]
     assert list(fastckpt.open(tmp_path / "c").shards) == ["model.safetensors", "training/training.safetensors"]
     into = Frozen(a={"w": torch.zeros(2)}, b=torch.zeros(1))
@@ -531,19 +531,24 @@ def test_default(tmp_path):
         raise TypeError("no such value")
 
     meta = torch.ones(2, device="meta")
-    fastckpt.save({"f": own_random, "m": meta, "n": 1}, tmp_path / "c", encode=default, metadata={"f": own_random})
+    fastckpt.save(
+        {"f": own_random, "m": meta, "n": 1},
+        tmp_path / "c",
+        registry=fastckpt.Registry(encode=default),
+        metadata={"f": own_random},
+    )
     assert fastckpt.load(tmp_path / "c") == {"f": "own_random", "m": {"shape": [2]}, "n": 1}
     assert fastckpt.open(tmp_path / "c").metadata == {"f": "own_random"}
     assert calls == [own_random, own_random, meta]
     with pytest.raises(
         UnsupportedTypeError, match=r"\['x'\]: type builtins\.object.*encode= raised TypeError: no such value"
     ):
-        fastckpt.save({"x": object()}, tmp_path / "c", encode=default)
+        fastckpt.save({"x": object()}, tmp_path / "c", registry=fastckpt.Registry(encode=default))
     with pytest.raises(UnsupportedTypeError, match=r"encode= raised ZeroDivisionError"):
-        fastckpt.save({"x": object()}, tmp_path / "c", encode=lambda _: 1 / 0)
+        fastckpt.save({"x": object()}, tmp_path / "c", registry=fastckpt.Registry(encode=lambda _: 1 / 0))
     with pytest.raises(UnsupportedTypeError, match="deeper than 10000"):
-        fastckpt.save({"x": object()}, tmp_path / "c", encode=lambda _: object())
-    fastckpt.save_async({"f": own_random}, tmp_path / "c", encode=default).result()
+        fastckpt.save({"x": object()}, tmp_path / "c", registry=fastckpt.Registry(encode=lambda _: object()))
+    fastckpt.save_async({"f": own_random}, tmp_path / "c", registry=fastckpt.Registry(encode=default)).result()
     assert fastckpt.load(tmp_path / "c") == {"f": "own_random"}
 
 
@@ -690,7 +695,7 @@ def test_what_a_dataclass_has_beside_its_fields(tmp_path):
     assert same(vars(loaded[1]), vars(sub))
     assert (loaded[2].n, loaded[2].extra) == (3, (1, 2))
     with pytest.warns(RuntimeWarning, match="Undecorated"):
-        plain = fastckpt.load(tmp_path / "c", undeclared="plain")["all"]
+        plain = fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain"))["all"]
     assert plain == [{"n": 1}, {"n": 2}, {"n": 3}]
 
 
@@ -703,7 +708,7 @@ def test_an_attribute_beside_the_fields_that_cannot_be_stored_is_named(tmp_path)
     ):
         fastckpt.save(base, tmp_path / "c", registry=known)
     assert vars(fastckpt.load(tmp_path / "c", registry=known)) == {"n": 1, "note": 5}
-    fastckpt.save(base, tmp_path / "c", registry=known, encode=repr)
+    fastckpt.save(base, tmp_path / "c", registry=fastckpt.Registry(encode=repr))
     assert fastckpt.load(tmp_path / "c", registry=known).call == repr(print)
     del base.call
     base.note = [print]

@@ -37,7 +37,7 @@ def saved(tmp_path_factory):
         "array": np.arange(1_200_000),
         "step": 7,
     }
-    fastckpt.save(state, path, metadata={"metrics": {"loss": 0.5}}, shard_size=12_000_000)
+    fastckpt.save(state, path, metadata={"metrics": {"loss": 0.5}}, files=fastckpt.Files(shard_size=12_000_000))
     return path, state
 
 
@@ -83,7 +83,7 @@ def test_all_that_a_load_can_do(url, saved, monkeypatch):
     given = into["w"]
     fastckpt.load(url, into={"model": into}, keys="model.*")
     assert torch.equal(given, state["model"]["w"])
-    assert fastckpt.load(url, keys="step", verify=False) == {"step": 7}
+    assert fastckpt.load(url, keys="step", io=fastckpt.IO(verify=False)) == {"step": 7}
     assert fastckpt.load(url, keys="half", dtype="float32")["half"].dtype == torch.float32
     assert with_report(fastckpt.load, url, io="uring", threads=1, keys="model").report.fallback == (
         "an object store is read over the network"
@@ -117,7 +117,7 @@ def test_small_ranges_are_read_together_and_large_ones_in_parts(url, saved, monk
         return read(self, name, start, length)
 
     monkeypatch.setattr(Objects, "read", noted)
-    fastckpt.load(url, verify=False)
+    fastckpt.load(url, io=fastckpt.IO(verify=False))
     # More than a block of the format in one request, and no more than one may ask for.
     assert 4 << 20 < max(length for _, length in asked) <= PART
     total = sum(length for _, length in asked)
@@ -129,7 +129,7 @@ def test_no_more_than_so_much_is_on_its_way(run, tmp_path, monkeypatch):
     """Whatever the number of threads: the memory of requests is not that of the caller."""
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(64 << 20))
     state = {"large": np.zeros(64 << 20, np.uint8), **{f"{number}": np.ones(5000) for number in range(20)}}
-    fastckpt.save(state, tmp_path / "c", shard_size=10_000)
+    fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=10_000))
     harness.put(tmp_path / "c", f"{run}/c")
     assert with_report(fastckpt.load, f"{run}/c", keys="?*", exclude="large").report.threads == 16
     assert 1 < with_report(fastckpt.load, f"{run}/c", threads=16).report.threads <= 4
@@ -305,7 +305,7 @@ def test_a_load_can_be_interrupted(url, answer):
     signal.setitimer(signal.ITIMER_REAL, 0.3)
     try:
         with pytest.raises(RungError):
-            fastckpt.load(url, threads=1)
+            fastckpt.load(url, io=fastckpt.IO(threads=1))
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)

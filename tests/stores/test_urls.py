@@ -29,4 +29,4 @@ def test_what_takes_no_url_says_what_to_do():
         with pytest.raises(ValueError, match=r"fastckpt.copy or Manager\(..., remote=\)"):
             call("s3://bucket/x")
     with pytest.raises(ValueError, match=r"mmap=True.*fastckpt.copy"):
-        fastckpt.load("memory://bucket/x", mmap=True)
+        fastckpt.load("memory://bucket/x", io=fastckpt.IO(mmap=True))

@@ -14,7 +14,7 @@ from harness.same import same
 SAVES = {
     "save": fastckpt.save,
     "async": lambda *arguments, **named: fastckpt.save_async(*arguments, **named).result(60),
-    "lazy": lambda *arguments, **named: fastckpt.save_async(*arguments, lazy=True, **named).result(60),
+    "lazy": lambda *arguments, **named: fastckpt.save_async(*arguments, io=fastckpt.IO(lazy=True), **named).result(60),
 }
 
 
@@ -59,7 +59,7 @@ def repeats(value):
 def test_expanded_tensors_come_back_expanded(tmp_path, way, mmap):
     state = expanded()
     SAVES[way](state, tmp_path / "c")
-    loaded = fastckpt.load(tmp_path / "c", mmap=mmap)
+    loaded = fastckpt.load(tmp_path / "c", io=fastckpt.IO(mmap=mmap))
     assert same(loaded, state)
     assert [type(value) for value in loaded.values()] == [type(value) for value in state.values()]
     assert [repeats(value) for value in loaded.values()] == [repeats(value) for value in state.values()]

@@ -62,7 +62,7 @@ def test_a_pool_that_takes_minutes_to_mix_is_refused(tmp_path):
 def test_the_state_is_that_at_the_call(tmp_path):
     generator, drawn = used("Philox"), torch.Generator().manual_seed(1)
     state = {"numpy": generator, "torch": drawn}
-    handle = fastckpt.save_async(state, tmp_path / "c", lazy=True)
+    handle = fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=True))
     known = used("Philox").random(100)
     first = generator.random(100)
     second = torch.rand(100, generator=drawn)

@@ -94,7 +94,7 @@ def test_quantized_models(tmp_path, config, mmap):
     model = quantized(config)
     state = model.state_dict()
     fastckpt.save(state, tmp_path / "c")
-    loaded = fastckpt.load(tmp_path / "c", mmap=mmap)
+    loaded = fastckpt.load(tmp_path / "c", io=fastckpt.IO(mmap=mmap))
     assert all(alike(loaded[name], value) for name, value in state.items())
     fresh = torch.nn.Sequential(torch.nn.Linear(256, 128, bias=False), torch.nn.Linear(128, 64)).bfloat16()
     fresh.load_state_dict(loaded, assign=True)
@@ -116,7 +116,7 @@ def test_contexts_with_enums_dataclasses_and_named_tuples(tmp_path):
         dtype=torch.bfloat16,
     )
     state = {"tensor": tensor, "parameter": torch.nn.Parameter(tensor, requires_grad=False)}
-    fastckpt.save_async(state, tmp_path / "c", lazy=True).result(60)
+    fastckpt.save_async(state, tmp_path / "c", io=fastckpt.IO(lazy=True)).result(60)
     loaded = fastckpt.load(tmp_path / "c")
     assert all(alike(loaded[name], value) for name, value in state.items())
     assert isinstance(loaded["parameter"], torch.nn.Parameter)

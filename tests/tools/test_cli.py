@@ -225,7 +225,12 @@ def test_info_as_json(capsys: pytest.CaptureFixture[str], checkpoint: Path, mode
 
 def test_info_of_much_stays_short(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     state = {f"t{index}": np.zeros(2000, np.uint8) for index in range(40)}
-    fastckpt.save(state, tmp_path / "c", shard_size=2000, metadata={f"key {index}": "x" * 1000 for index in range(100)})
+    fastckpt.save(
+        state,
+        tmp_path / "c",
+        files=fastckpt.Files(shard_size=2000),
+        metadata={f"key {index}": "x" * 1000 for index in range(100)},
+    )
     status, out, _ = call(capsys, "info", tmp_path / "c")
     assert status == 0
     assert len(out.splitlines()) <= 40

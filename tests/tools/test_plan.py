@@ -59,7 +59,9 @@ def test_bytes_a_parameter(said: dict[str, str], each: float) -> None:
 
 
 def test_the_size_of_a_checkpoint_is_that_of_its_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fastckpt.save({"w": np.zeros(100_000, np.float32), "m": np.ones(3)}, tmp_path / "c", shard_size=100_000)
+    fastckpt.save(
+        {"w": np.zeros(100_000, np.float32), "m": np.ones(3)}, tmp_path / "c", files=fastckpt.Files(shard_size=100_000)
+    )
     files = sum(file.stat().st_size for file in (tmp_path / "c").rglob("*.safetensors"))
     plan = fastckpt.tools.plan(checkpoint=tmp_path / "c", gpus=8)
     assert plan.bytes == files > 400_000

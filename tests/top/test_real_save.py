@@ -153,7 +153,7 @@ def test_bandwidth_limit_is_kept_within_a_tenth(tmp_path):
         rates = []
         # Never faster; and as fast as that where the machine lets it, once in a few times.
         while not rates or (max(rates) < 45 * MB and len(rates) < 5):
-            report = fastckpt.save(state, tmp_path / "limited", bandwidth_limit=50 * MB, io=io)
+            report = fastckpt.save(state, tmp_path / "limited", io=fastckpt.IO(io, bandwidth_limit=50 * MB))
             rates.append(report.bytes / report.phases["write"])
         assert 45 * MB < max(rates) < 51 * MB, (io, rates)
 

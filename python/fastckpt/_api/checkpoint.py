@@ -27,7 +27,7 @@ from fastckpt._text import suggest
 
 from .build_report import build_report
 from .destinations import Targets, read_targets
-from .options import Engine, check_io
+from .io import IO, Engine, check_io
 from .outcome import warn_of_unknown
 from .per_rank import states_of
 from .placement import Placement, Stock, place
@@ -103,7 +103,7 @@ class _View:
 
 
 class TensorHandle:
-    """A tensor of an open checkpoint, made by :meth:`fastckpt.Checkpoint.tensor`: ``handle[index]`` reads a part of it.
+    """A tensor of an open checkpoint, made by :meth:`fastckpt.types.Checkpoint.tensor`: ``handle[index]`` reads a part of it.
 
     Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes.
 
@@ -170,10 +170,9 @@ class Checkpoint(Mapping[str, Any]):
         report: the report of the last read, or None before the first.
     """
 
-    def __init__(self, path: AnyPath, device: Any = None, io: Engine = "auto") -> None:
-        check_io("open", io)
+    def __init__(self, path: AnyPath, device: Any = None, io: Engine | IO = "auto") -> None:
         self.report: LoadReport | None = None
-        self._io = io
+        self._io = check_io("open", io)
         self._path = place_of("open", path)
         self._reader: _core.Reader | None = open_reader("open", self._path, keep=True)
         self._stored = self._reader.tensors()
@@ -370,7 +369,7 @@ class Checkpoint(Mapping[str, Any]):
     __hash__ = object.__hash__
 
     def __repr__(self) -> str:
-        return f"<fastckpt.Checkpoint {self._path!r}: {len(self)} tensors>"
+        return f"<fastckpt.types.Checkpoint {self._path!r}: {len(self)} tensors>"
 
     def close(self) -> None:
         """Close the shards. Values that were read stay valid."""
@@ -386,7 +385,7 @@ class Checkpoint(Mapping[str, Any]):
         self.close()
 
 
-def open(path: AnyPath, *, device: Any = None, io: Engine = "auto") -> Checkpoint:
+def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Checkpoint:
     """Open a checkpoint without reading its tensors.
 
     Its shards, if there are at most 64, are opened and stay open until it is closed. On a local file system everything

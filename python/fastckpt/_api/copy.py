@@ -7,7 +7,7 @@ from fastckpt._paths import AnyPath, is_url
 from fastckpt._stores.urls import place_of
 
 from . import in_flight
-from .options import check_bandwidth
+from .io import IO, Engine, check_io
 from .outcome import logger, until_settled
 from .progress import ticker
 from .reports import CopyReport
@@ -18,8 +18,7 @@ def copy(
     target: AnyPath,
     *,
     overwrite: bool = False,
-    bandwidth_limit: float | str | None = None,
-    progress: bool = False,
+    io: Engine | IO = "auto",
 ) -> CopyReport:
     """Copy a checkpoint to another directory or object store.
 
@@ -32,8 +31,7 @@ def copy(
             in flight is waited for.
         target: the path or the URL of the copy.
         overwrite: replace another checkpoint at ``target``.
-        bandwidth_limit: bytes per second that the copy may move: a number, or a string such as ``"500MB/s"``.
-        progress: show a progress bar.
+        io: an :class:`IO` with ``bandwidth_limit``, the bytes per second that the copy may move, and ``progress``.
 
     Returns:
         The report. ``report.was_there`` is true if ``target`` held this checkpoint already, and nothing was done.
@@ -61,12 +59,14 @@ def copy(
     begin, end = place_of("copy", source), place_of("copy", target)
     if begin == end:
         raise ValueError(f"copy: source and target are the same place, {begin!r}")
-    limit = check_bandwidth("copy", bandwidth_limit)
+    how = check_io("copy", io)
     for place in (begin, end):
         if not is_url(place):
             in_flight.wait_for_paths(place)
-    with ticker("copy", end, shown=progress) as tick:
-        copied = until_settled(lambda: copy_checkpoint([begin], end, overwrite=bool(overwrite), limit=limit, tick=tick))
+    with ticker("copy", end, shown=how.progress) as tick:
+        copied = until_settled(
+            lambda: copy_checkpoint([begin], end, overwrite=bool(overwrite), limit=how.bytes_per_second, tick=tick)
+        )
     report = CopyReport(source=begin, target=end, **copied._asdict())
     for warning in report.warnings:
         logger.warning("%s: %s", end, warning)

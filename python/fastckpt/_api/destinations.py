@@ -23,6 +23,7 @@ from fastckpt._tensors.movers import Sinks
 from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
 
 from .build_report import with_warnings
+from .io import DEFAULT_IO
 from .lent import lent
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
     from fastckpt._tensors.movers import Range
 
+    from .io import IO
     from .lent import Lent
     from .placement import Placement
 
@@ -504,9 +506,7 @@ def read_targets(
     requests: Sequence[_core.ReadRequest] | None = None,
     drain: Drain | None = None,
     *,
-    verify: bool = True,
-    io: str = "auto",
-    threads: int | None = None,
+    io: IO = DEFAULT_IO,
     tick: Callable[[int, int], None] | None = None,
 ) -> Mapping[str, Any]:
     """Read the requests of targets, or instead ``requests``, in one process; returns the report.
@@ -516,9 +516,9 @@ def read_targets(
     with targets.lent() as staging:
         report = reader.read(
             targets.requests if requests is None else requests,
-            verify=verify,
-            io=io,
-            threads=threads,
+            verify=io.verify,
+            io=io.engine,
+            threads=io.threads,
             drain=drain or (targets.drain if targets.movers else None),
             tick=tick,
             staging=staging.core,

@@ -10,8 +10,6 @@ import time
 from threading import RLock, get_ident
 from typing import Any, NamedTuple
 
-from fastckpt._warn import warn
-
 from .event import Event
 
 
@@ -45,11 +43,10 @@ class SaveInFlight:
 
 
 class Failure(NamedTuple):
-    """A failed save, why it failed, and whether its caller wants a warning instead of the error."""
+    """A failed save, and why it failed."""
 
     save: SaveInFlight
     error: BaseException
-    warn: bool
 
 
 # The lists change in atomic steps, so that a signal handler never sees them half changed.
@@ -146,7 +143,7 @@ def unasked() -> tuple[Failure, ...]:
 
 
 def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
-    """Raise the first unreported failure, with ``why`` as a note; warn of those with ``on_error="warn"``.
+    """Raise the first unreported failure, with ``why`` as a note.
 
     A failure that has been reported counts as seen. The failure of ``but`` is left alone.
     """
@@ -158,9 +155,6 @@ def tell_unasked(why: str, *, but: SaveInFlight | None = None) -> None:
         except ValueError:  # another thread has told it
             continue
         error = failure.error
-        if failure.warn:
-            warn(unasked_text(failure))
-            continue
         if hasattr(error, "add_note"):  # since Python 3.11
             error.add_note(f"fastckpt: this is the failure of the asynchronous save to {failure.save.path}; {why}")
         raise error

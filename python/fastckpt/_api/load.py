@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @takes(LoadSettings)
-def load(path: AnyPath, into: Any = None, *, mmap: bool = False, **options: Unpack[LoadOptions]) -> Any:
+def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any:
     """Read the state that was saved to ``path``.
 
     Args:
@@ -48,13 +48,6 @@ def load(path: AnyPath, into: Any = None, *, mmap: bool = False, **options: Unpa
             Everything is compared before anything is changed. A tie that only one side has is not a mismatch; nor is a
             tie in ``into`` of tensors that are stored separately and are equal. Tensors that overlap in memory without
             being tied are a mismatch, and so are different values in the places of one container.
-        mmap: map the files instead of reading them: new tensors and arrays are pages of the page cache, which all
-            processes of a node share; one is copied when it is first written to, so no write reaches a file. For
-            checkpoints that are hot. As long as the tensors are in use, nobody may change or truncate the files in
-            place, and if their storage fails, touching a page ends the process with SIGBUS. (To save to the same path,
-            or to remove it, does no harm on a local file system; on NFS another host must not.) With ``device``, new
-            tensors there are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been
-            checked, so that a damaged checkpoint changes nothing. Not with ``dtype``, and not of a URL.
         {options}
 
     Returns:
@@ -69,7 +62,7 @@ def load(path: AnyPath, into: Any = None, *, mmap: bool = False, **options: Unpa
         MemoryError: new tensors would take more memory than the control group of this process has left.
         UnsupportedTypeError: the type of a value is not known, or a dtype is not available.
         KeyError: a pattern, or a key of ``rename``, matches nothing.
-        TypeError: a pattern, ``rename``, ``on_report`` or ``path`` has the wrong type.
+        TypeError: a pattern, ``rename``, ``registry``, ``io`` or ``path`` has the wrong type.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: the checkpoint holds torch tensors and torch cannot be imported; or ``path`` is a URL, and the
             package obstore cannot.
@@ -80,39 +73,41 @@ def load(path: AnyPath, into: Any = None, *, mmap: bool = False, **options: Unpa
             or two keys become one.
 
     Warns:
-        RuntimeWarning: with ``undeclared="plain"``, types that are not known, once for all of them.
+        RuntimeWarning: with a registry that says ``undeclared="plain"``, types that are not known, once for all of
+            them.
     """
     settings = LoadSettings.of("load", options, load)
     source = place_of("load", path)
-    if mmap:
+    if settings.io.mmap:
         _check_mapped(source, settings)
     with range_of("fastckpt.load"), Attempt("load", source):
         in_flight.wait_for_paths(source)
-        state, report = until_settled(lambda: _load(source, settings, into, mmap=bool(mmap)))
-    if settings.on_report is not None:
-        settings.on_report(report)
+        state, report = until_settled(lambda: _load(source, settings, into))
+    if settings.io.on_report is not None:
+        settings.io.on_report(report)
     return state
 
 
 def _check_mapped(source: str, settings: LoadSettings) -> None:
-    """What cannot be had together with ``mmap=True``."""
+    """What cannot be had together with ``IO(mmap=True)``."""
     if is_url(source):
         raise ValueError(
-            f"load: {source}: mmap=True maps local files only: load without it, or copy the checkpoint to a local disk "
-            "first (fastckpt.copy)"
+            f"load: {source}: IO(mmap=True) maps local files only: load without it, or copy the checkpoint to a local "
+            "disk first (fastckpt.copy)"
         )
     if settings.dtype is not None:
-        raise ValueError("load: mmap=True maps the stored bytes unchanged and cannot be combined with dtype=")
-    if settings.io not in {"auto", "buffered"}:
+        raise ValueError("load: IO(mmap=True) maps the stored bytes unchanged and cannot be combined with dtype=")
+    engine = settings.io.engine
+    if engine not in {"auto", "buffered"}:
         raise ValueError(
-            f'load: mmap=True reads through the page cache: io= must be "auto" or "buffered", not {settings.io!r}'
+            f'load: IO(mmap=True) reads through the page cache: its engine must be "auto" or "buffered", not {engine!r}'
         )
 
 
-def _load(source: str, settings: LoadSettings, into: Any, *, mmap: bool) -> tuple[Any, LoadReport]:
+def _load(source: str, settings: LoadSettings, into: Any) -> tuple[Any, LoadReport]:
     began = time.perf_counter()
     reader = open_reader("load", source)
-    prepared = prepare(reader, source, settings, into, mmap=mmap)
+    prepared = prepare(reader, source, settings, into, mmap=settings.io.mmap)
     prepared.targets.begin("load")
     report = _read(source, reader, prepared.targets, prepared.numbers, settings)
     state = prepared.build()
@@ -124,11 +119,10 @@ def _read(
     source: str, reader: _core.Reader, targets: Targets, numbers: list[int], settings: LoadSettings
 ) -> Mapping[str, Any]:
     """Read the bytes: the requested ones, or with ``mmap`` the pages of the tensors ``numbers``."""
-    with ticker("load", source, shown=settings.progress) as tick:
+    io = settings.io
+    with ticker("load", source, shown=io.progress) as tick:
         if targets.mappings is not None:
-            checked = numbers if settings.verify else []
-            report = reader.check(targets.mappings, checked, threads=settings.threads, tick=tick)
-            return targets.copy_mapped(report, settings.threads)
-        return read_targets(
-            reader, targets, verify=settings.verify, io=settings.io, threads=settings.threads, tick=tick
-        )
+            checked = numbers if io.verify else []
+            report = reader.check(targets.mappings, checked, threads=io.threads, tick=tick)
+            return targets.copy_mapped(report, io.threads)
+        return read_targets(reader, targets, io=io, tick=tick)

@@ -9,9 +9,10 @@ from typing import Any, TypedDict
 from fastckpt._state.registry import Registry, Types, check_registry
 from fastckpt._state.rename import Renaming, check_rename
 
-from .options import Engine, Framework, Undeclared, check_framework, check_io, check_threads, check_undeclared
+from .io import IO, Engine, check_io
+from .options import Framework, check_framework
 from .selection import Selection, texts_of
-from .settings import Settings, as_bool, as_given, callable_of, option
+from .settings import Settings, as_bool, as_given, option
 
 
 class LoadOptions(TypedDict, total=False):
@@ -25,12 +26,7 @@ class LoadOptions(TypedDict, total=False):
     framework: Framework
     device: Any
     registry: Registry | None
-    undeclared: Undeclared
-    verify: bool
-    io: Engine
-    threads: int | None
-    progress: bool
-    on_report: Callable[[Any], object] | None
+    io: Engine | IO
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,43 +96,16 @@ class LoadSettings(Settings):
         "any stream.",
     )
     registry: Registry | None = option(
-        None, check_registry, "types that this call knows before those of :func:`fastckpt.register_type`."
+        None,
+        check_registry,
+        "types that this call knows before those of :func:`fastckpt.register_type`, and what becomes of others: a "
+        ':class:`Registry`, such as ``Registry(undeclared="plain")``.',
     )
-    undeclared: str = option(
-        "error",
-        check_undeclared,
-        "how to load values of types that this program does not know: ``error``, or ``plain`` for their stored form "
-        "(a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that type, without "
-        "attributes; where only something hashable can be, a tuple; a time zone None), with a warning.",
-    )
-    verify: bool = option(
-        True,
-        as_bool,
-        "compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one that memory "
-        "pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are touched.",
-    )
-    io: str = option(
+    io: IO = option(
         "auto",
         check_io,
-        "``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and "
-        "OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO if "
-        "it is set, else takes the first of these that works. It reads cached files from the page cache. Where "
-        "LOCAL_WORLD_SIZE is more than 1, ``auto`` reads through the page cache, so that the ranks of a node that "
-        "load one path read the storage once, unless one of the path's last two components names the rank "
-        "(``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, pass ``uring``. ``mmap`` "
-        "always uses the page cache, whatever the variable is. They do not change how a URL is read; ``direct`` is an "
-        "OSError there.",
-    )
-    threads: int | None = option(
-        None,
-        check_threads,
-        "worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at least 12 "
-        "with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. For a URL 16 by default, each with a "
-        "request of up to 8 MiB.",
-    )
-    progress: bool = option(False, as_bool, "show a progress bar of what this process reads.")
-    on_report: Callable[[Any], object] | None = option(
-        None, callable_of("on_report"), "called with the :class:`LoadReport` once the state has been loaded."
+        "how bytes move: an engine (``auto``, ``uring``, ``threads``, ``direct``, ``buffered``) or an :class:`IO`, "
+        "with threads, mapping of files, verification, a progress bar, a function that gets the report.",
     )
 
     def __post_init__(self) -> None:
@@ -153,4 +122,4 @@ class LoadSettings(Settings):
 
     def types(self) -> Types:
         """The types that a load knows."""
-        return Types("load", self.registry, framework=self.framework, plain=self.undeclared == "plain")
+        return Types("load", self.registry, framework=self.framework)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from fastckpt import _core
 from fastckpt._paths import AnyPath, path_of
 
-from .options import Engine, check_io
+from .io import IO, Engine, check_io
 
 
-def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
+def probe(path: AnyPath = ".", *, io: Engine | IO = "auto") -> _core.Probe:
     """Try in a directory the steps of a save: the engine, direct I/O, the renames of a commit.
 
     Takes less than a tenth of a second. Nothing stays behind. :func:`fastckpt.tools.doctor` explains the answers.
@@ -28,5 +28,4 @@ def probe(path: AnyPath = ".", *, io: Engine = "auto") -> _core.Probe:
         >>> fastckpt.tools.probe(tempfile.mkdtemp(), io="buffered").engine
         'buffered'
     """
-    check_io("probe", io)
-    return _core.probe(path_of("probe", path), io=io)
+    return _core.probe(path_of("probe", path), io=check_io("probe", io).engine)

@@ -14,13 +14,13 @@ def check_base(operation: str, base: AnyPath | None) -> str | None:
     return None if base is None else path_of(f"{operation}: base", base)
 
 
-def flags_of(operation: str, frozen: Sequence[str] | None, names: Sequence[str]) -> list[bool]:
+def flags_of(operation: str, frozen: Sequence[str], names: Sequence[str]) -> list[bool]:
     """For each name, whether a pattern matches it; empty if there are no patterns.
 
     Raises:
         KeyError: a pattern matches none of them.
     """
-    if frozen is None:
+    if not frozen:
         return []
     patterns = Patterns("frozen", frozen, operation)
     flags = [patterns.first(name) is not None for name in names]

@@ -50,7 +50,7 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
     Raises:
         UnsupportedTypeError: the state or the metadata holds a value that cannot be stored, or is larger than the
             format allows, or a tensor cannot be cast; nothing was written.
-        KeyError: a pattern of ``exclude``, ``dtype`` or ``frozen`` matches nothing; nothing was written.
+        KeyError: a pattern of ``exclude`` or ``dtype``, or of frozen tensors, matches nothing; nothing was written.
         TypeError: a pattern is not a string, or an argument is unknown.
         FileExistsError: ``path`` exists, and is not a checkpoint of fastckpt or ``overwrite`` is false.
         NotADirectoryError: a directory above ``path`` is a file.
@@ -58,7 +58,7 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             sync of the parent directory fails, the new checkpoint already has the name.)
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph; nothing
             was written.
-        ValueError: an argument is out of range, ``path`` or ``base`` is a URL, ``model_key`` leads to no mapping,
+        ValueError: an argument is out of range, ``path`` or ``base`` is a URL, the model key leads to no mapping,
             ``dtype`` is not a floating-point dtype, ``exclude`` leaves nothing, or a name in ``files`` is not a plain
             file name, or one of fastckpt's own.
 
@@ -75,7 +75,7 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
         settings = SaveSettings.of("save", options, save)
         with closing(build_request("save", target, state, metadata, settings, began=began)) as request:
             in_flight.wait_for_paths(target, request.base)
-            with ticker("save", target, shown=request.progress) as progress:
+            with ticker("save", target, shown=settings.io.progress) as progress:
                 report = write(request, SingleProcess(), progress)
     conclude(report)
     warn_of_failures()

@@ -15,7 +15,7 @@ from .reuse import flags_of
 from .tailor import Tailor
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable
 
     from fastckpt import _core
     from fastckpt._tensors.memory import Mover
@@ -46,8 +46,6 @@ class SaveRequest:
         sources: copies them, in their current state; None once they are no longer needed.
         tailor: applies ``exclude=`` and ``dtype=``.
         base: the earlier checkpoint that files are linked of, absolute.
-        frozen: patterns of tensors that will not change.
-        progress: whether a progress bar is shown.
         nice: the niceness of the threads that write; None keeps the niceness of the process.
         counters: of a save in the background, its live counters, from the moment at which the copy begins.
     """
@@ -66,8 +64,6 @@ class SaveRequest:
     sources: Sources | None = None
     tailor: Tailor | None = None
     base: str | None = None
-    frozen: Sequence[str] | None = None
-    progress: bool = False
     nice: int | None = None
     counters: _core.Operation | None = None
 
@@ -81,7 +77,6 @@ class SaveRequest:
         types: Types,
         *,
         began: float,
-        encode: Callable[[Any], Any] | None = None,
     ) -> SaveRequest:
         """A save whose state is still to be added.
 
@@ -94,7 +89,6 @@ class SaveRequest:
             operation=f"{operation}: metadata",
             refuse_tensors="metadata cannot hold tensors: put them into the state",
             types=types,
-            encode=encode,
         )
         step = metadata.get("step") if isinstance(metadata, dict) else None
         step = step if type(step) is int and 0 <= step < 2**63 else None
@@ -111,7 +105,8 @@ class SaveRequest:
         Raises:
             KeyError: a pattern matches none of them.
         """
-        return [] if self.frozen is None else flags_of(self.operation, self.frozen, [*names])
+        frozen = self.settings.files.frozen
+        return flags_of(self.operation, frozen, [*names])
 
     def close(self) -> None:
         """Let go of the caller's memory: an error's traceback has frames that have this."""
@@ -151,19 +146,17 @@ def build_request(
         TypeError, ValueError: ``dtype`` is none; or nothing of the state is left.
         UnsupportedTypeError: something cannot be saved; the message names its place.
     """
-    types, encode = Types(operation, settings.registry), settings.encode
-    request = SaveRequest.of(operation, path, metadata, settings.for_writing(), types, began=began, encode=encode)
-    request.base, request.frozen, request.progress = settings.base, settings.frozen, settings.progress
+    types = Types(operation, settings.registry)
+    request = SaveRequest.of(operation, path, metadata, settings.for_writing(), types, began=began)
+    request.base = settings.base
     tailor = request.tailor = Tailor(operation, settings.exclude, settings.dtype)
-    flat = request.flat = flatten(
-        state, operation=operation, types=types, encode=encode, spreads=spreads, excluded=tailor.excluded
-    )
+    flat = request.flat = flatten(state, operation=operation, types=types, spreads=spreads, excluded=tailor.excluded)
     try:
         request.spreads = [] if spreads is None else spreads.found
         tailor.fit(flat, types, strict=spreads is None or len(spreads.ranks) == 1)
         request.movers = flat.movers  # others than before, where tensors were left out
         if per_rank is not None:
-            own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types, encode=encode)
+            own = request.per_rank = flatten(per_rank, operation=f"{operation}: per_rank", types=types)
             behind = len(flat.tensors)
             request.movers.update((behind + index, mover) for index, mover in own.movers.items())
             flat.keep += own.keep

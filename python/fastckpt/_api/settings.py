@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import field, fields
 from functools import cache
 from types import MappingProxyType
@@ -81,6 +81,11 @@ def callable_of(name: str) -> Callable[[str, Any], Any]:
     return check
 
 
+def in_short(text: str) -> str:
+    """A text as a checkpoint keeps it."""
+    return shortened(visible(text), _LONGEST)
+
+
 class Settings:
     """The base class of records of settings.
 
@@ -116,18 +121,43 @@ class Settings:
             known = [*(vars(door)["__init__"] if isinstance(door, type) else door).__signature__.parameters]
             for name in given:
                 if name not in known:
-                    like = suggest(name, known)
-                    more = like if like.startswith(";") else ""
-                    raise TypeError(f"{operation}: unexpected keyword argument {name!r}{more}")
+                    raise TypeError(f"{operation}: unexpected keyword argument {name!r}{where(name, known)}")
         return cls(**{name: one.check(operation, given.get(name, one.default)) for name, one in cls.options().items()})
+
+    def alike(self) -> dict[str, Any]:
+        """The options that all ranks of a job have to give alike, by name as errors have it."""
+        return {f"{name}=": getattr(self, name) for name, one in self.options().items() if one.alike}
 
     def kept(self) -> list[tuple[str, str]]:
         """The options that a checkpoint keeps, by name, in words."""
         return [
-            (name, shortened(visible(one.kept(value)), _LONGEST))
+            (name, in_short(one.kept(value)))
             for name, one in self.options().items()
             if one.kept is not None and (value := getattr(self, name)) and value != one.default
         ]
+
+
+#: Records of options, by the argument that takes them: their public names, and themselves.
+_GROUPED: dict[str, tuple[str, type]] = {}
+
+
+def grouped(argument: str, public: str) -> Callable[[type[_T]], type[_T]]:
+    """Note that an argument takes a record of options, so that an error about one of them says where it is."""
+
+    def note(record: type[_T]) -> type[_T]:
+        _GROUPED[argument] = (public, record)
+        return record
+
+    return note
+
+
+def where(name: str, known: Collection[str]) -> str:
+    """The end of an error about an argument that a function does not have: where its option is, or a similar name."""
+    for argument, (public, record) in _GROUPED.items():
+        if argument in known and name in inspect.signature(record).parameters:
+            return f": it is an option of {argument}={public}({name}=...)"
+    like = suggest(name, [*known])
+    return like if like.startswith(";") else ""
 
 
 def takes(

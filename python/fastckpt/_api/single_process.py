@@ -27,7 +27,7 @@ class SingleProcess:
             ValueError: ``model_key`` leads to no mapping.
         """
         flat, sources = request.flat, request.sources
-        prefix = split_model(request.operation, flat, request.settings.model_key)
+        prefix = split_model(request.operation, flat, request.settings.files.model_key)
         return Agreed(
             prefix=prefix,
             frozen=request.flags(tensor.name for tensor in flat.tensors),

@@ -10,23 +10,19 @@ from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 
 from .build_report import build_report, with_warnings
-from .options import Engine, check_io, check_threads
+from .io import IO, Engine, check_io
 from .outcome import Attempt, conclude, until_settled
 from .progress import ticker
 from .reports import Damage, VerifyReport
 
 
-def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, progress: bool = False) -> VerifyReport:
+def verify(path: AnyPath, *, io: Engine | IO = "auto") -> VerifyReport:
     """Compare every byte of a checkpoint with its checksum.
 
     Args:
         path: the checkpoint's directory, or its URL in an object store (docs/stores.md): every byte is fetched.
-        io: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
-            OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO
-            if it is set, else takes the first of these that works.
-        threads: worker threads, at most 24; by default one per core of this rank, but at most 8 with ``uring``, at
-            least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. For a URL 16 by default.
-        progress: show a progress bar.
+        io: how bytes are read, as for :func:`fastckpt.load`: an engine, or an :class:`IO` with threads and a progress
+            bar.
 
     Returns:
         The report; ``report.ok`` is true for a whole checkpoint, ``report.damage`` lists every damaged range. Its
@@ -42,10 +38,11 @@ def verify(path: AnyPath, *, io: Engine = "auto", threads: int | None = None, pr
     """
     began = time.perf_counter()
     target = place_of("verify", path)
-    check_io("verify", io)
-    check_threads("verify", threads)
-    with Attempt("verify", target), ticker("verify", target, shown=progress) as tick:
-        found = until_settled(lambda: open_reader("verify", target).verify(io=io, threads=threads, tick=tick))
+    how = check_io("verify", io)
+    with Attempt("verify", target), ticker("verify", target, shown=how.progress) as tick:
+        found = until_settled(
+            lambda: open_reader("verify", target).verify(io=how.engine, threads=how.threads, tick=tick)
+        )
     fields = tuple(Damage.__dataclass_fields__)
     beside = None if is_url(target) else written_beside(target)
     damage = tuple(Damage(**{name: getattr(item, name) for name in fields}) for item in found["damage"])

@@ -95,7 +95,7 @@ def core_options(request: SaveRequest, agreed: Agreed, staging: _core.Memory | N
     """The core's options for this agreement."""
     settings = request.settings
     return settings.core(
-        files=[*settings.files, *agreed.files],
+        files=[*settings.files.beside, *agreed.files],
         model_prefix=agreed.prefix,
         training_prefix=agreed.training_prefix,
         base=request.base,

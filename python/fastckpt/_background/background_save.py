@@ -16,8 +16,8 @@ from fastckpt._api.progress import ticker
 from fastckpt._api.write import write
 
 from .claim import Claim
+from .nice import granted
 from .pending import PendingSave
-from .settings import granted
 from .staging import Staging
 
 if TYPE_CHECKING:
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
     from fastckpt._api.save_request import SaveRequest
     from fastckpt._api.write import Group
-
-    from .settings import BackgroundSettings
 
 #: Seconds after which a save that waits for its base notices that it was cancelled.
 _NOTICE = 0.05
@@ -38,7 +36,6 @@ class BackgroundSave:
 
     Args:
         request: the save.
-        settings: how it is saved in the background.
         snapshot: where it is copied to.
         ranks: those that save together; None for this process alone.
         operation: what ranks do together, in turns; None for this process alone.
@@ -57,17 +54,16 @@ class BackgroundSave:
     def __init__(
         self,
         request: SaveRequest,
-        settings: BackgroundSettings,
         snapshot: _core.Snapshot,
         ranks: object | None = None,
         operation: Any = None,
     ) -> None:
-        pending = self.pending = PendingSave(request.path, request.began, settings.on_error, ranks, operation)
+        pending = self.pending = PendingSave(request.path, request.began, ranks, operation)
         self.request = request
         self.snapshot = snapshot
-        self.staging = Staging(pending, request, snapshot, settings)
-        request.nice = granted(settings.nice)
-        self._most = settings.max_in_flight
+        self.staging = Staging(pending, request, snapshot)
+        request.nice = granted(request.settings.io.nice)
+        self._most = request.settings.io.max_in_flight
         self.claim = Claim()
         self.inline = False
         self._waited = 0.0
@@ -185,7 +181,7 @@ class BackgroundSave:
 
     def _write(self) -> SaveReport:
         pending = self.pending
-        with ticker("save", pending.path, shown=True) if self.request.progress else nullcontext() as bar:
+        with ticker("save", pending.path, shown=True) if self.request.settings.io.progress else nullcontext() as bar:
 
             def tick(done: int, total: int) -> None:
                 pending._tick(done)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import CancelledError
 from contextvars import copy_context
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api import in_flight
@@ -25,15 +25,6 @@ from .gate import Gate
 
 if TYPE_CHECKING:
     from .late import Late
-
-OnError: TypeAlias = Literal["raise", "warn"] | Callable[["PendingSave"], object]
-
-
-def check_on_error(operation: str, on_error: Any) -> Any:
-    """``on_error=``."""
-    if not callable(on_error) and on_error not in {"raise", "warn"}:
-        raise ValueError(f'{operation}: on_error must be "raise", "warn" or a function, not {on_error!r}')
-    return on_error
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +54,7 @@ class PendingSave(in_flight.SaveInFlight):
         path: the checkpoint's directory, absolute.
     """
 
-    def __init__(
-        self, path: str, began: float, on_error: OnError = "raise", group: object | None = None, operation: Any = None
-    ) -> None:
+    def __init__(self, path: str, began: float, group: object | None = None, operation: Any = None) -> None:
         self.path = path
         self.caller = threading.get_ident()
         self.group, self.operation = group, operation
@@ -79,7 +68,6 @@ class PendingSave(in_flight.SaveInFlight):
         self._late: Late | None = None
         self.process = os.getpid()
         self._began = began
-        self._on_error = on_error
         self._snapshot: _core.Snapshot | None = None
         self._total = 0
         self._written = 0
@@ -277,8 +265,8 @@ class PendingSave(in_flight.SaveInFlight):
             traceback.clear_frames(error.__traceback__)
             if self._cancelled and isinstance(error, (CancelledError, KeyboardInterrupt)):
                 error = CancelledError(f"the save to {self.path} was cancelled")
-            elif not callable(self._on_error):
-                in_flight.failed(in_flight.Failure(self, error, warn=self._on_error == "warn"))
+            else:
+                in_flight.failed(in_flight.Failure(self, error))
             self._error = error
         self._late = None
         self._set_staged()
@@ -288,8 +276,6 @@ class PendingSave(in_flight.SaveInFlight):
         # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
         try:
             self._context.run(self._log)
-            if self._report is None and not self.cancelled() and callable(self._on_error) and self._error is not None:
-                self._tell(self._on_error, self._error)
         finally:
             try:
                 self._call_back()
@@ -312,16 +298,6 @@ class PendingSave(in_flight.SaveInFlight):
         if error is not None:
             return badly("save", self.path, time.perf_counter() - self._began, error, asynchronous=True)
         return None if self._report is None else well(self._report)
-
-    def _tell(self, on_error: Callable[[PendingSave], object], error: BaseException) -> None:
-        try:
-            on_error(self)
-        except BaseException as caught:
-            logger.exception("%s: on_error of the save raised", self.path)
-            # The callback may have failed before it reported the error.
-            in_flight.failed(in_flight.Failure(self, error, warn=False))
-            if not isinstance(caught, Exception):
-                raise
 
     def _abandon(self, error: BaseException) -> None:
         """The call itself failed: only threads that wait already have this handle."""

@@ -19,32 +19,30 @@ from fastckpt._tensors.ranges import range_of
 
 from .background_save import BackgroundSave
 from .pending import PendingSave  # noqa: TC001 - type hints of save_async name it
-from .settings import BackgroundSettings
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from fastckpt._api.save_request import SaveRequest
-
-    from .settings import SaveAsyncOptions
+    from fastckpt._api.save_settings import SaveOptions
 
 
 class Job(BackgroundSave):
     """For one process: its snapshot holds the files, which are laid out at the call."""
 
-    def __init__(self, request: SaveRequest, settings: BackgroundSettings) -> None:
+    def __init__(self, request: SaveRequest) -> None:
         flat, agreed = request.flat, SingleProcess().agree(request)
         options = core_options(request, agreed)
         snapshot = _core.Snapshot(flat.tensors, agreed.structure, agreed.metadata, options, agreed.fill)
-        super().__init__(request, settings, snapshot)
+        super().__init__(request, snapshot)
         self.group = FromSnapshot(Agreed(prefix=agreed.prefix, frozen=agreed.frozen), snapshot)
         # Texts by the hundred thousand are freed here, on the caller's time: a background thread would hold the GIL.
         flat.tokens.clear()
         flat.tensors.clear()
 
 
-@takes(BackgroundSettings, SaveSettings, like={SaveSettings: "fastckpt.save"})
-def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[SaveAsyncOptions]) -> PendingSave:
+@takes(SaveSettings, like={SaveSettings: "fastckpt.save"})
+def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[SaveOptions]) -> PendingSave:
     """Write ``state`` to the directory ``path`` in the background; the state may change when this returns.
 
     The tensors are copied to host memory first, and written from there: durable and whole when ``result()`` of the
@@ -52,9 +50,9 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
     (see :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable.
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
-    ``result()``. If nobody asks for it, the next ``save_async`` starts its own save and then raises it (see
-    ``on_error``). Without a next one, it is written to stderr when the process ends, also if multiprocessing forked
-    that process.
+    ``result()``. If nobody asks for it, the next ``save_async`` starts its own save and then raises it, with the handle
+    of its own save as attribute ``pending_save``. Without a next one, it is written to stderr when the process ends,
+    also if multiprocessing forked that process.
 
     Args:
         state: as for :func:`fastckpt.save`.
@@ -62,8 +60,8 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
         metadata: as for :func:`fastckpt.save`.
         {options}
 
-    ``threads`` copy, at most one per core by default, and then write. The snapshot has the ``dtype``, and is compared
-    with the ``base``, in the background. The log has no progress lines, as other operations have.
+    The snapshot has the ``dtype``, and is compared with the ``base``, in the background. The log has no progress lines,
+    as other operations have.
 
     Returns:
         A handle on the save.
@@ -81,19 +79,17 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
         ValueError: an argument is out of range, ``exclude`` leaves nothing, or ``path`` or ``base`` is a URL.
 
     Warns:
-        RuntimeWarning: an earlier asynchronous save with ``on_error="warn"`` failed; or a value may not come back, as
-            for :func:`fastckpt.save`.
+        RuntimeWarning: a value may not come back, as for :func:`fastckpt.save`.
     """
     began = time.perf_counter()
     target = path_of("save_async", path)
     with range_of("fastckpt.save_async"):
         with Attempt("save", target, asynchronous=True):
-            background = BackgroundSettings.of("save_async", options, save_async)
-            settings = SaveSettings.of("save_async", options)
+            settings = SaveSettings.of("save_async", options, save_async)
             _core.check_target(target, settings.overwrite)
             request = build_request("save_async", target, state, metadata, settings, began=began)
             try:
-                job = Job(request, background)
+                job = Job(request)
             except BaseException:
                 request.close()
                 raise

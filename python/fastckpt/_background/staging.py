@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from fastckpt._tensors.movers import Range
 
     from .pending import PendingSave
-    from .settings import BackgroundSettings
-
 #: Number of references to tensors that are dropped at a time, with a pause in which other threads can take the GIL.
 _DROPPED = 500
 #: How many tensors an error names.
@@ -48,7 +46,6 @@ class Staging:
         pending: the handle.
         request: the save.
         snapshot: has a place for each of its tensors.
-        settings: how it is saved in the background.
 
     Attributes:
         devices: the devices to copy from.
@@ -56,22 +53,20 @@ class Staging:
         seconds: for how long the state has been copied.
     """
 
-    def __init__(
-        self, pending: PendingSave, request: SaveRequest, snapshot: _core.Snapshot, settings: BackgroundSettings
-    ) -> None:
+    def __init__(self, pending: PendingSave, request: SaveRequest, snapshot: _core.Snapshot) -> None:
         assert request.sources is not None  # noqa: S101 - it has just been built
         self._pending = pending
         self._request = request
         self._snapshot = snapshot
         pending._snapshot, pending._total = snapshot, snapshot.total
-        self.devices = Devices(request.sources, settings.pin)
+        self.devices = Devices(request.sources, request.settings.io.most_pinned)
         self.seconds = 0.0
         self._keep = request.flat.keep
         #: The tensors that the core still has to copy: 1 for each on the host, 0 for each on a device.
         self._rest = mask(request.sources, len(self._keep), on_device=False)
         #: Tensors that are copied in the background: names by number.
-        self.late = _countable(request) if settings.lazy else {}
-        self.is_lazy = bool(self.late) or (settings.lazy and bool(request.sources.devices))
+        self.late = _countable(request) if request.settings.io.lazy else {}
+        self.is_lazy = bool(self.late) or (request.settings.io.lazy and bool(request.sources.devices))
         #: Late tensors of the host, and their versions at the call.
         self._versions: list[tuple[str, Any, int]] = []
         #: Late tensors on devices that have not been requested yet.

@@ -8,15 +8,12 @@ from typing import Any, NamedTuple
 
 from fastckpt import keep as keeping
 from fastckpt import when as saving
+from fastckpt._api.files import check_files
+from fastckpt._api.io import check_io
 from fastckpt._api.save_settings import SaveSettings
-from fastckpt._api.settings import Settings
-from fastckpt._background.settings import BackgroundSettings
-from fastckpt._ranks.replicas import Policy
+from fastckpt._api.settings import where
 
 from .lineage import KEY
-
-#: Arguments of a save that the manager sets itself.
-_OWN = {"overwrite", "on_error"}
 
 
 def step_of(operation: str, step: int) -> int:
@@ -90,24 +87,20 @@ def policies_text(policies: Sequence[Any]) -> str:
     return ", ".join(str(one) if type(one).__module__ in ours else type(one).__qualname__ for one in policies) or "none"
 
 
-def save_options_of(
-    options: Mapping[str, Any] | None, comparison: Mapping[str, Any], *, grouped: bool
-) -> dict[str, Any]:
-    """``save_options=``, with the options that only saves of several ranks take: how they compare their copies.
+def save_options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
+    """``save_options=``, checked.
 
     Raises:
         TypeError: an option has the wrong type.
         ValueError: an option is unknown, or out of range.
     """
-    options = options or {}
-    kinds: list[type[Settings]] = [SaveSettings, BackgroundSettings]
-    kinds += [Policy] if grouped else []
-    known = {name: one for kind in kinds for name, one in kind.options().items() if name not in _OWN}
-    unknown = sorted(set(options) - set(known))
-    if unknown:
-        raise ValueError(f"Manager: save_options= has no {', '.join(unknown)}: known are {', '.join(sorted(known))}")
-    for name, value in options.items():
+    known = {name: one for name, one in SaveSettings.options().items() if name != "overwrite"}
+    given = dict(options or {})
+    for name, value in given.items():
+        if name not in known:
+            more = where(name, known) or f": known are {', '.join(sorted(known))}"
+            raise ValueError(f"Manager: save_options= has no {name}{more}")
         # Files may not be there yet: each save reads them.
-        if name != "files":
-            known[name].check("Manager: save_options", value)
-    return {**(comparison if grouped else {}), **options}
+        check = check_files if name == "files" else known[name].check
+        check("Manager: save_options", value)
+    return {**given, "io": check_io("Manager: save_options", given.get("io", "auto"))}

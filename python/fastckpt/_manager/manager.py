@@ -6,18 +6,16 @@ import contextlib
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
 
 from fastckpt import keep as keeping
 from fastckpt import when as saving
+from fastckpt._api.files import check_files
 from fastckpt._api.options import check_bandwidth
 from fastckpt._api.reports import SaveReport
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._ranks.calls import timeout_of
-from fastckpt._ranks.replicas import Policy
 from fastckpt._units import seconds
 
 from .after_save import AfterSave
@@ -38,9 +36,6 @@ from .stale import StaleAlarm
 from .step_boundary import StepBoundary
 from .step_timing import StepTiming
 from .tier import Tier
-
-#: Seconds for which a rank may make no progress.
-TIMEOUT = 600.0
 
 
 class Manager:
@@ -65,14 +60,13 @@ class Manager:
     In a job of several ranks, every rank makes a manager with the same arguments, and calls ``should_save``, ``save``,
     ``steady``, ``wait`` and ``restore`` as the others do, in the same order; the ranks also end the block together.
     They save and load as :func:`fastckpt.distributed.save` and ``load`` do. A rank that fails, or has made no progress
-    for ``timeout`` seconds, is a :class:`fastckpt.exceptions.RanksError` on the others.
+    for the timeout, is a :class:`fastckpt.exceptions.RanksError` on the others.
 
     Args:
         directory: the directory of the checkpoints. The first save makes it.
-        process_group: the ranks that save together: a process group of ``torch.distributed``, or None for the default
-            one; where none was initialised, this process alone.
-        alone: act for this process alone, whatever groups there are.
-        timeout: seconds for which a rank may make no progress before the others give up.
+        ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
+            :class:`fastckpt.distributed.Ranks`, with a timeout and how copies are compared; where no group was
+            initialised, this process alone. ``"alone"``: this process alone, whatever groups there are.
         keep: policies of :mod:`fastckpt.keep`, one or a list: a checkpoint stays if one of them keeps it. A number is
             short for ``keep.Last(number)``; None keeps all. The newest and the pinned ones stay anyway.
         save_when: policies of :mod:`fastckpt.when`, one or a list: a step is saved if one of them wants it. A
@@ -90,26 +84,22 @@ class Manager:
         stale: how to react if the step has advanced, but no weight of the model has changed, or no moment of the
             optimizer: ``warn`` in the log and in the report's ``warnings``, ``raise`` from the next ``save`` or
             ``wait``, or ``ignore`` it. The checkpoint stays.
-        replicas: how saves compare copies on several ranks, as for :func:`fastckpt.distributed.save`.
-        on_difference: how saves react to a difference, as there.
-        save_options: further arguments for the saves: ``{"lazy": True, "threads": 1}``. Each save has the checkpoint
-            before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
+        save_options: further arguments for the saves: ``{"io": fastckpt.IO(lazy=True, threads=1)}``. Each save has the
+            checkpoint before it as its ``base``, unless that is given here; ``{"base": None}`` for none.
 
     Raises:
         ImportError: ``remote`` is a URL, and the package obstore cannot be imported.
-        TypeError: an argument has the wrong type, or ``process_group`` is not a process group.
+        TypeError: an argument has the wrong type, or ``ranks`` is no process group.
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
-            is not in ``process_group``.
+            is not in the process group.
         RanksError: another rank has not made its manager, or has other arguments.
     """
 
-    def __init__(  # noqa: PLR0913 - each is one thing
+    def __init__(
         self,
         directory: AnyPath,
         *,
-        process_group: Any = None,
-        alone: bool = False,
-        timeout: float = TIMEOUT,
+        ranks: Any = None,
         keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
         save_when: int | str | saving.Policy | Iterable[int | str | saving.Policy] | None = None,
         async_save: bool = True,
@@ -119,19 +109,15 @@ class Manager:
         remote_keep: int | keeping.Policy | Iterable[keeping.Policy] | None = None,
         remote_bandwidth_limit: float | str | None = None,
         stale: Literal["warn", "raise", "ignore"] = "warn",
-        replicas: Literal["sample", "full", "first"] = "sample",
-        on_difference: Literal["raise", "warn"] = "raise",
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
         path = path_of("Manager", directory)
-        limit = timeout_of("Manager", timeout)
-        ranks = Ranks(process_group, path, limit, alone=bool(alone))
+        ranks = Ranks(ranks, path)
         policies = None if keep is None else keep_of(keep)
         when = when_of(save_when, ranks.size)
-        policy = Policy.of("Manager", {"replicas": replicas, "on_difference": on_difference})
-        save_options = save_options_of(save_options, asdict(policy), grouped=ranks.grouped)
+        save_options = save_options_of(save_options)
         local = Tier(Directory(path, Names(name)), policies or (), read_only=bool(read_only))
-        alarm = StaleAlarm(local, stale, save_options.get("frozen") or ())
+        alarm = StaleAlarm(local, stale, check_files("Manager", save_options.get("files")).patterns)
         far = remote_of(remote, remote_keep, local)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
         self._local, self._remote, self._ranks, self._keep = local, far, ranks, policies
@@ -388,7 +374,6 @@ class Manager:
                 or what is newer cannot be removed: then the run goes on as before.
             RanksError: another rank could not load it.
             RuntimeError: ``discard_newer``, and the manager is read-only.
-            TypeError: ``on_report`` is given: the result has the report.
             ValueError: ``discard_newer`` without ``step``.
             Exception: any other error of :func:`fastckpt.load`. Tensors of ``into`` may have changed.
 
@@ -398,8 +383,6 @@ class Manager:
         """
         self._ranks.check("restore")
         self._boundary.miss("it has called restore without the save")
-        if "on_report" in options:
-            raise TypeError("restore: leave out on_report=: the result has the report as its attribute `report`")
         if discard_newer:
             self._check("restore: discard_newer")
             if step is None:

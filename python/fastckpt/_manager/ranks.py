@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastckpt._ranks.called import location_of
 from fastckpt._ranks.calls import Call
 from fastckpt._ranks.peers import LAST
+from fastckpt._ranks.ranks import ranks_of
 from fastckpt._ranks.session import session
 from fastckpt._ranks.torch_distributed import is_initialised
 from fastckpt.exceptions import RanksError
@@ -81,10 +82,8 @@ class Ranks:
     """The ranks for which a manager acts: those of a process group, or this process alone, which asks no other.
 
     Args:
-        process_group: as for :class:`fastckpt.Manager`.
+        given: ``ranks=`` of :class:`fastckpt.Manager`.
         directory: the run, the same on all ranks.
-        timeout: seconds of silence after which a rank is taken to be gone.
-        alone: act for this process alone, whatever groups there are.
 
     Attributes:
         grouped: whether there is a process group, if only of one.
@@ -96,15 +95,15 @@ class Ranks:
             other ranks.
 
     Raises:
-        TypeError: ``process_group`` is not a process group.
-        ValueError: this process is not in it, or ``alone`` is given beside it.
+        TypeError: it is no process group.
+        ValueError: this process is not in it.
     """
 
-    def __init__(self, process_group: Any, directory: str, timeout: float, *, alone: bool) -> None:
-        if alone and process_group is not None:
-            raise ValueError("Manager: process_group= and alone=True cannot be combined")
-        self._directory, self._process_group, self._timeout = directory, process_group, timeout
-        self._session = None if alone else session("Manager", process_group)
+    def __init__(self, given: Any, directory: str) -> None:
+        alone = isinstance(given, str) and given == "alone"
+        self._given = ranks_of(None if alone else given)
+        self._directory, self._timeout = directory, self._given.timeout
+        self._session = None if alone else session("Manager", self._given.process_group)
         group = None if self._session is None else self._session.group
         self.rank, self.size, self.host = (0, 1, "") if group is None else (group.rank, group.size, group.host)
         self.grouped = group is not None and is_initialised()
@@ -133,7 +132,7 @@ class Ranks:
             raise ValueError(
                 "save: per_rank= requires a manager of several ranks: put the value into the state instead"
             )
-        return {"process_group": self._process_group, "timeout": self._timeout}
+        return {"ranks": self._given}
 
     def check(self, operation: str) -> None:
         """Look whether the ranks are still those that there were.
@@ -143,7 +142,7 @@ class Ranks:
         """
         if self.size > 1:
             try:
-                there = session(operation, self._process_group) is self._session
+                there = session(operation, self._given.process_group) is self._session
             except ValueError:
                 there = False
             if not there:
@@ -152,10 +151,12 @@ class Ranks:
                     f"{operation}: the process group that the manager was made for is gone: end the manager's block "
                     "before destroy_process_group"
                 )
-        elif self._session is not None and self._process_group is None and session(operation, None).group.size > 1:
+        elif (
+            self._session is not None and self._given.process_group is None and session(operation, None).group.size > 1
+        ):
             raise RuntimeError(
                 f"{operation}: the manager was made before the process group, and would act for this process alone: "
-                "make it after init_process_group, or with alone=True"
+                'make it after init_process_group, or with ranks="alone"'
             )
 
     # The decisions that they share.

@@ -5,12 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import distributed
 from fastckpt._api.checkpoint import Checkpoint
+from fastckpt._api.io import check_io
 from fastckpt._api.load import load
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.reports import LoadReport
@@ -182,11 +183,15 @@ class Loader:
             # Values that an older checkpoint lacks would keep, in `into`, what a damaged one has left.
             self.ranks.first("restore: verify", lambda: _verify(path))
         reports: list[LoadReport] = []
+        given = check_io("restore", how.get("io", "auto"))
+        how = {**how, "io": replace(given, on_report=reports.append)}
         if self.ranks.grouped:
             with marked(self.ranks.answered):
-                state = distributed.load(path, **self.ranks.arguments, **how, on_report=reports.append)
+                state = distributed.load(path, **self.ranks.arguments, **how)
         else:
-            state = load(path, **how, on_report=reports.append)
+            state = load(path, **how)
+        if given.on_report is not None:
+            given.on_report(reports[0])
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
         # If another number of ranks has saved, none of them corresponds to this one.

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import distributed
+from fastckpt._api.files import check_files
 from fastckpt._api.save import save
 from fastckpt._background.save_async import save_async
-from fastckpt._background.settings import BackgroundSettings
 
 from . import lineage
 from .after_save import seconds_until
@@ -106,7 +106,7 @@ class Saves:
     def plan(self, step: int) -> dict[str, Any]:
         """The place in the run for the metadata of a save of a step; in a signal handler, too."""
         self._history.see(self.candidates.order)
-        files = sorted(self.options.get("files") or ())
+        files = sorted(check_files("save", self.options.get("files")).beside or ())
         of, shares = self.alarm.changed
         return {**self._history.plan(step), "files": files, "changed_of": of, "changed": dict(shares)}
 
@@ -122,7 +122,7 @@ class Saves:
 
     def save_in_time(self, given: StepState, base: int | None, plan: Mapping[str, Any]) -> None:
         """The same at once, if time is short: without a limit, and old checkpoints stay for now."""
-        began, report = self._save(given, base, plan, bandwidth_limit=None)
+        began, report = self._save(given, base, plan, io=replace(self.options["io"], bandwidth_limit=None))
         self.after_save.note(given.metadata, began, report, report.seconds)
 
     def settle(self, end: float) -> list[str]:
@@ -190,10 +190,9 @@ class Saves:
         self, given: StepState, base: int | None, plan: Mapping[str, Any], **more: Any
     ) -> tuple[float, SaveReport]:
         how = self._how(given, base, plan) | more
-        at_once = {name: value for name, value in how.items() if name not in BackgroundSettings.options()}
         call: Callable[..., SaveReport] = distributed.save if "per_rank" in how else save
         began = self.timing.begin()
-        report = call(given.state, self.path_of(given.step), **at_once)
+        report = call(given.state, self.path_of(given.step), **how)
         self.pending, self.report, self.step = None, report, given.step
         return began, report
 

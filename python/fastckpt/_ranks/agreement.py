@@ -207,7 +207,7 @@ class Agreement:
     def _unite_tables(self, variants: dict[str, Variant]) -> list[bytes]:
         """For ranks with different main tables: the tensors of the union, and the place of each rank's own in it."""
         united = unite(list(variants.values()), self.size, operation=self.operation)
-        prefix = split_model(self.operation, united.flat, self.request.settings.model_key)
+        prefix = split_model(self.operation, united.flat, self.request.settings.files.model_key)
         self._structure = united.structure
         tensors = united.flat.tensors
         kinds, kind = kinds_of(
@@ -257,7 +257,7 @@ class Agreement:
     def _settle_own(self, lists: list[list[int]] | None, spreads: list[Spread]) -> JobState:
         """All ranks have the same tensors as this one."""
         request, flat = self.request, self.request.flat
-        prefix = split_model(self.operation, flat, request.settings.model_key)
+        prefix = split_model(self.operation, flat, request.settings.files.model_key)
         if lists is None:
             spreads = [Spread(tuple(range(self.size))), *request.spreads]
             lists = [[number] for number in range(len(spreads))]

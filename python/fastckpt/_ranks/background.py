@@ -12,7 +12,6 @@ from fastckpt._state.collector import paused
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
     from fastckpt._api.save_request import SaveRequest
-    from fastckpt._background.settings import BackgroundSettings
 
     from .peers import Operation
     from .process_group import ProcessGroup
@@ -23,14 +22,14 @@ class Job(BackgroundSave):
 
     group: ProcessGroup
 
-    def __init__(self, request: SaveRequest, settings: BackgroundSettings, group: ProcessGroup) -> None:
+    def __init__(self, request: SaveRequest, group: ProcessGroup) -> None:
         assert request.sources is not None  # noqa: S101 - it has just been built
         tensors = [tensor for flat in request.parts for tensor in flat.tensors]
         # Small tensors of a device that are packed without gaps share a copy.
         joins = mask(request.sources, len(tensors), on_device=True)
         snapshot = _core.Snapshot.of_parts(tensors, joins, request.sources.fill)
         ranks = group.session if group.session.group.size > 1 else None
-        super().__init__(request, settings, snapshot, ranks, group.operation)
+        super().__init__(request, snapshot, ranks, group.operation)
         self.group = group
 
     def turn(self) -> Operation:

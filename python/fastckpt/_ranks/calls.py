@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 
     from .session import Session
 
-#: For a call that has no timeout of its own.
-_FALLBACK = 600.0
-#: Three years. Clocks, and torch's conversion of seconds, overflow somewhere beyond.
-_LONGEST = 1e8
 _MARKS: ContextVar[Mapping[str, str]] = ContextVar("fastckpt_marks")
 
 
@@ -40,22 +36,21 @@ class Call:
         kind: ``save`` or ``load``.
         session: the process group.
         path: as the caller gave it.
-        timeout: as the caller gave it.
+        timeout: seconds for which a rank may make no progress.
 
     Attributes:
         operation: what the ranks do together. It takes its turn when it is entered, or before.
         path: the checkpoint's directory, absolute; of a load also its URL in an object store.
-        timeout: in seconds.
+        timeout: as given.
     """
 
-    def __init__(self, kind: str, session: Session, path: AnyPath, timeout: Any) -> None:
+    def __init__(self, kind: str, session: Session, path: AnyPath, timeout: float) -> None:
         self.kind = kind
         self.session = session
         self._problem: Exception | None = None
-        self.path, self.timeout = repr(path), _FALLBACK
+        self.path, self.timeout = repr(path), timeout
         try:
             self.path = (place_of if kind == "load" else path_of)(kind, path)
-            self.timeout = timeout_of(kind, timeout)
         except Exception as error:  # noqa: BLE001 - `check` raises it in the operation, whatever it is
             self._problem = error
         place = location_of(self.path, session.group.host) if session.group.size > 1 else None
@@ -73,12 +68,3 @@ class Call:
         """Raise errors in the arguments inside the operation, so that other ranks hear of them."""
         if self._problem is not None:
             raise self._problem
-
-
-def timeout_of(kind: str, timeout: Any) -> float:
-    """``timeout=``."""
-    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
-        raise TypeError(f"{kind}: timeout must be a number of seconds, not {type(timeout).__name__}")
-    if not 0 < timeout <= _LONGEST:
-        raise ValueError(f"{kind}: timeout must be above 0 and at most {_LONGEST:,.0f} seconds, not {timeout!r}")
-    return float(timeout)

@@ -11,6 +11,7 @@ rank that read for others would make its own network the limit of all.
 from __future__ import annotations
 
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from fastckpt._api.destinations import Drain, Targets
+    from fastckpt._api.io import IO
     from fastckpt._api.load_settings import LoadSettings
 
     from .calls import Call
@@ -85,12 +87,12 @@ def load_together(call: Call, operation: Operation, settings: LoadSettings, into
     whole = False
     try:
         try:
-            opened = open_checkpoint(call, operation, attention, caches=_CACHED.get(settings.io, 0))
+            opened = open_checkpoint(call, operation, attention, caches=_CACHED.get(settings.io.engine, 0))
         except LostError as error:
             _want(operation, lost_by(session.name(session.group.rank), error), None)
             raise
         wanted = demands(opened.reader, call.path, settings, into, session.group.rank, session.group.ranks)
-        with ticker("load", call.path, shown=settings.progress) as tick:
+        with ticker("load", call.path, shown=settings.io.progress) as tick:
             fields, unexpected = _read(call, operation, opened, wanted, attention, tick)
         whole = True
     finally:
@@ -159,7 +161,7 @@ def _read(
     share: _core.Share | None = None
     outcome: dict[str, Any] = {}
     verdict = _want(operation, {"wanted": agreement.arrival()}, agreement)
-    reading = Reading(opened.reader, targets, settings.verify, settings.io, settings.threads, attention, tick)
+    reading = Reading(opened.reader, targets, settings.io, attention, tick)
     if opened.apart or session.group.size == 1:
         boxed = Boxed(targets.demands, targets.stored, wanted.spreads, session.group.rank, targets.drain)
         alone = session.group.size == 1 or is_url(call.path)
@@ -203,18 +205,14 @@ class Reading(NamedTuple):
     Attributes:
         reader: the checkpoint.
         targets: takes the bytes of requests without an address.
-        verify: whether bytes are compared with their checksums.
-        io: the engine.
-        threads: how many read, or None.
+        io: how its bytes move.
         attention: sees to other ranks meanwhile.
         tick: called with bytes.
     """
 
     reader: _core.Reader
     targets: Targets
-    verify: bool
-    io: str
-    threads: int | None
+    io: IO
     attention: Attention
     tick: Callable[[int, int], None]
 
@@ -238,9 +236,7 @@ def apart(
             reading.targets,
             requests,
             drain,
-            verify=reading.verify,
-            io="buffered" if cached else reading.io,
-            threads=reading.threads,
+            io=replace(reading.io, engine="buffered") if cached else reading.io,
             tick=reading.progress,
         )
     after = _storage_reads()
@@ -284,9 +280,9 @@ def through_messages(
             reading.reader,
             requests,
             drain if reading.targets.movers else None,
-            verify=reading.verify,
-            io=reading.io,
-            threads=reading.threads,
+            verify=reading.io.verify,
+            io=reading.io.engine,
+            threads=reading.io.threads,
             staging=staging.core,
         )
         exchange = None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
     from .agreement import JobState, TensorOf
     from .peers import Operation
-    from .replicas import Policy
+    from .ranks import Ranks
     from .session import Session
 
 _REPEATED = (
@@ -84,15 +84,13 @@ class ProcessGroup:
     Args:
         session: the process group.
         operation: the common operation of its ranks, in its body; the caller's rounds may have come before.
-        timeout: seconds for which a rank may make no progress.
-        policy: how copies on several ranks are compared.
+        ranks: who they are, and how they save together.
     """
 
-    def __init__(self, session: Session, operation: Operation, timeout: float, policy: Policy) -> None:
+    def __init__(self, session: Session, operation: Operation, ranks: Ranks) -> None:
         self.session = session
         self.operation = operation
-        self.timeout = timeout
-        self.policy = policy
+        self.ranks = ranks
 
     def agree(self, request: SaveRequest) -> AgreedByRanks:
         """Agree on the state of the job: the rounds ``arrive`` and ``tables``.
@@ -146,12 +144,7 @@ class ProcessGroup:
         The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
         """
         rank = self.session.group.rank
-        terms = {
-            f"{name}=": getattr(record, name)
-            for record in (request.settings, self.policy)
-            for name, one in record.options().items()
-            if one.alike
-        }
+        terms = request.settings.alike() | self.ranks.alike()
         base = request.base
         if base is not None and Path(base).parent == Path(request.path).parent:
             terms["base="] = Path(base).name  # the directory may have another name on each rank
@@ -176,13 +169,13 @@ class ProcessGroup:
             Exception: this rank failed.
         """
         size = self.session.group.size
-        share = self.policy.dealt(_core.Share.to_save(agreed.tensors, agreed.spreads, size, options, agreed.page))
+        share = self.ranks.dealt(_core.Share.to_save(agreed.tensors, agreed.spreads, size, options, agreed.page))
         if request.base is None:
             return self._write(request, agreed, options, progress, share, share)
         began = time.perf_counter()
         base = _core.RankBase(share, self.session.group.rank, agreed.held, agreed.fill, options)
         try:
-            beside = take_over(self.session, self.operation, request.path, request.base, base, self.timeout)
+            beside = take_over(self.session, self.operation, request.path, request.base, base, self.ranks.timeout)
             compared = time.perf_counter() - began
             own = self._write(request, agreed, options, progress, beside or share, share, base)
         finally:
@@ -220,22 +213,22 @@ class ProcessGroup:
             plain: the same, laid out without a base; None if copies on several ranks have been compared.
             base: the base of the layout, if files were taken over from an earlier checkpoint.
         """
-        session, operation, timeout, path = self.session, self.operation, self.timeout, request.path
+        session, operation, timeout, path = self.session, self.operation, self.ranks.timeout, request.path
         rank = session.group.rank
         engine = _core.RankSave(share, rank, agreed.held, agreed.fill, options, base)
         exchange: Exchange | None = None
         whole = False
         made: list[tuple[int, int]] = []
-        attention = Attention(operation, timeout, request.settings.bandwidth_limit)
+        attention = Attention(operation, timeout, request.settings.io.bytes_per_second)
         noted = self._repeated()
         try:
             mail = engine.mail
             comparison = None
             if plain is not None:
                 comparison = Comparison(
-                    engine, share, self.policy, agreed.seed, agreed.sum_of(), lambda *_: attention.meanwhile()
+                    engine, share, self.ranks, agreed.seed, agreed.sum_of(), lambda *_: attention.meanwhile()
                 )
-                noted += not_compared(share) if self.policy.replicas == "first" else []
+                noted += not_compared(share) if self.ranks.replicas == "first" else []
             name, meeting, teams = operation.round(
                 "created",
                 [

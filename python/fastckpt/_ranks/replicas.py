@@ -7,12 +7,9 @@ tensors those are, and how much of them differs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
-from fastckpt._api.options import one_of
-from fastckpt._api.settings import Settings, option
 
 from .differences import named
 from .offers import ranks_of, runs_of
@@ -21,10 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from .peers import Operation
+    from .ranks import Ranks
     from .session import Session
 
-REPLICAS = ("sample", "full", "first")
-ON_DIFFERENCE = ("raise", "warn")
 #: Beyond these numbers, tensors are counted, not listed, and the bytes of ranks that differ are not examined.
 _LISTED, _SIDES = 10, 4
 #: Bytes of a tensor that ranks send each other, to find out how much of it differs.
@@ -33,7 +29,8 @@ _SHOWN = 16 << 10
 _TOLD = 64
 _REMEDIES = (
     "find out why copies that should be equal differ (a missing all-reduce, BatchNorm's statistics, a faulty "
-    "device), or pass replicas='first' or on_difference='warn' to save the copies of the lowest rank"
+    "device), or pass ranks=Ranks(replicas='first') or Ranks(on_difference='warn') to save the copies of "
+    "the lowest rank"
 )
 _NAMES = (
     "tensors of different experts or pipeline stages need names of their own (for optimizers, torch's "
@@ -42,49 +39,13 @@ _NAMES = (
 )
 
 
-class ReplicaOptions(TypedDict, total=False):
-    """Options of every save of ranks."""
-
-    replicas: Literal["sample", "full", "first"]
-    on_difference: Literal["raise", "warn"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Policy(Settings):
-    """How much is compared, and how saves react to a difference; checked."""
-
-    given = ReplicaOptions
-
-    replicas: str = option(
-        "sample",
-        one_of("replicas", REPLICAS),
-        "how the copies of several ranks are compared before anything is written, DTensors and plain tensors alike: "
-        "``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and parts of up to 64 "
-        "KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank that has it, and "
-        "compares none. Tensors of one name over groups of ranks that are apart are compared whole in any case. "
-        "docs/distributed.md says what each costs, and what it promises.",
-        alike=True,
-    )
-    on_difference: str = option(
-        "raise",
-        one_of("on_difference", ON_DIFFERENCE),
-        "how to react to a difference: ``raise``, or ``warn``, which saves the tensors that differ as the lowest rank "
-        "has them, whole, and names them in ``warnings`` of the report.",
-        alike=True,
-    )
-
-    def dealt(self, share: _core.Share) -> _core.Share:
-        """The share with the copies from which it takes bytes that several ranks hold."""
-        return share.first(None) if self.replicas == "first" else share
-
-
 class Comparison:
     """The parts that this rank holds and others hold, too.
 
     Args:
         engine: the save of this rank, which holds the memory.
         share: the boxes of all ranks.
-        policy: how much is compared.
+        ranks: who saves, and how much they compare.
         seed: the seed of the samples, equal on all ranks, and different for each save.
         sum_of: see ``_core.RankSave.replicas``.
         tick: called meanwhile.
@@ -94,15 +55,15 @@ class Comparison:
         self,
         engine: _core.RankSave,
         share: _core.Share,
-        policy: Policy,
+        ranks: Ranks,
         seed: int,
         sum_of: Callable[[int, int], int | None] | None,
         tick: Callable[[int, int], None],
     ) -> None:
         self.engine = engine
         self.share = share
-        self.policy = policy
-        self.replicas = engine.replicas(policy.replicas, seed, sum_of, tick)
+        self.ranks = ranks
+        self.replicas = engine.replicas(ranks.replicas, seed, sum_of, tick)
 
     def offer(self) -> list[Any]:
         """The message up: the number and the size of each team, and its sums with how many ranks found them."""
@@ -152,7 +113,7 @@ class Comparison:
         if len(tensors) > len(lines):
             lines.append(f"and {len(tensors) - len(lines)} more")
         told = "\n  ".join(lines)
-        if self.policy.on_difference == "warn":
+        if self.ranks.on_difference == "warn":
             return f"ranks hold different values of one tensor; the lowest rank's were saved, whole:\n  {told}"
         raise ValueError(
             f"save: {path}: ranks hold different values of one tensor, and fastckpt cannot tell which is right: "

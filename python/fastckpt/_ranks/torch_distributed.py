@@ -109,7 +109,7 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
     process, known = _kept.get(group, (os.getpid(), None))
     if process != os.getpid():
         raise RuntimeError(
-            f"{operation}: this process was forked from a rank of process_group=: call it in that rank instead"
+            f"{operation}: this process was forked from a rank of the process group: call it in that rank instead"
         )
     if known is None:
         known = make(_group_of(group))
@@ -125,7 +125,9 @@ def _checked(operation: str, process_group: Any) -> Any:
     if process_group is None:
         return dist.group.WORLD
     if process_group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ValueError(f"{operation}: this process is not in process_group=: call it on its members only")
+        raise ValueError(
+            f"{operation}: this process is not in the process group of ranks=: call it on its members only"
+        )
     if not isinstance(process_group, dist.ProcessGroup):
         kind = type(process_group).__qualname__
         raise TypeError(
@@ -133,7 +135,9 @@ def _checked(operation: str, process_group: Any) -> Any:
             + (": give mesh.get_group()" if kind == "DeviceMesh" else "")
         )
     if dist.get_rank(process_group) < 0:
-        raise ValueError(f"{operation}: this process is not in process_group=: call it on its members only")
+        raise ValueError(
+            f"{operation}: this process is not in the process group of ranks=: call it on its members only"
+        )
     return process_group
 
 

@@ -308,8 +308,9 @@ class StateBuilder:
 def _unknown(name: str) -> UnsupportedTypeError:
     return UnsupportedTypeError(
         f"load: the checkpoint holds a value of the type {name!r}, which this program does not know: declare its class "
-        'first, with fastckpt.register_type or registry=, or load its plain contents with undeclared="plain"'
+        "first, with fastckpt.register_type or registry=, or load its plain contents with "
+        'registry=fastckpt.Registry(undeclared="plain")'
         if name not in RESERVED
         else f"load: the checkpoint holds a value of the type {name!r}, which cannot be imported here: install it, or "
-        'load its plain contents with undeclared="plain"'
+        'load its plain contents with registry=fastckpt.Registry(undeclared="plain")'
     )

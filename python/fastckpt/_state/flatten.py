@@ -117,7 +117,6 @@ class _Flattener:
         operation: str,
         refuse_tensors: str | None,
         types: Types,
-        encode: Callable[[Any], Any] | None,
         *,
         observe: bool,
         spreads: Spreads | None,
@@ -126,7 +125,7 @@ class _Flattener:
         self.operation = operation
         self.refuse_tensors = refuse_tensors
         self.types = types
-        self.encode = encode
+        self.encode = None if observe else types.encode
         self.observe = observe
         self.spreads = spreads
         self.excluded = excluded
@@ -487,7 +486,6 @@ def flatten(
     refuse_tensors: str | None = None,
     observe: bool = False,
     types: Types | None = None,
-    encode: Callable[[Any], Any] | None = None,
     spreads: Spreads | None = None,
     excluded: Callable[[str], bool] | None = None,
 ) -> Flat:
@@ -499,7 +497,6 @@ def flatten(
         refuse_tensors: the reason why tensors are refused, if they are.
         observe: also note each tensor by its place, and note values that cannot be flattened instead of raising.
         types: the known types with names; by default those of the process.
-        encode: replaces values that cannot be saved.
         spreads: describes tensors that are spread over ranks; without it they are refused. Tokens of tensors on devices
             then lack the index of the device, unless it is to be kept: each rank has another.
         excluded: whether a name will be left out: then a token :data:`EXCLUDED` may represent its value.
@@ -511,7 +508,6 @@ def flatten(
         operation,
         refuse_tensors,
         types or Types(operation),
-        encode,
         observe=observe,
         spreads=spreads,
         excluded=excluded,

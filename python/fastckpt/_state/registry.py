@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 from . import built_in
 from .structural import Codec, Encoded, Undecodable, codec_of, name_of
@@ -26,12 +26,21 @@ _TORCH = frozenset(
 
 
 class Registry:
-    """Types that one call knows, before those of :func:`fastckpt.register_type`.
+    """Types that one call knows, before those of :func:`fastckpt.register_type`, and what becomes of others.
 
     For libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
 
     Args:
         classes: classes that need no encode and decode, see :meth:`register`.
+        encode: called in a save with a value that cannot be saved; returns one that can, which is stored in its place,
+            or raises TypeError. (For a generator, for example: ``lambda value: list(value)``.)
+        undeclared: how to load values of types that this program does not know: ``error``, or ``plain`` for their
+            stored form (a dataclass is the dict of its fields, an enum its name, a subclass of a built-in type that
+            type, without attributes; where only something hashable can be, a tuple; a time zone None), with a warning.
+
+    Raises:
+        TypeError: ``encode`` is not a function, or a class needs encode and decode.
+        ValueError: ``undeclared`` is another word, or a class is supported without registration.
 
     Example:
         >>> import fastckpt, tempfile, typing
@@ -44,7 +53,18 @@ class Registry:
         {'at': Position(epoch=3, batch=7)}
     """
 
-    def __init__(self, *classes: type) -> None:
+    def __init__(
+        self,
+        *classes: type,
+        encode: Callable[[Any], Any] | None = None,
+        undeclared: Literal["error", "plain"] = "error",
+    ) -> None:
+        if encode is not None and not callable(encode):
+            raise TypeError(f"Registry: encode must be a function, not {encode!r}")
+        if undeclared not in {"error", "plain"}:
+            raise ValueError(f"Registry: undeclared must be one of error, plain, not {undeclared!r}")
+        self.encode = encode
+        self.plain = undeclared == "plain"
         self._by_class: dict[type, Codec] = {}
         self._by_name: dict[str, Codec] = {}
         for cls in classes:
@@ -167,7 +187,7 @@ class Types:
         operation: for the error: ``save``.
         registry: the types of the call, or None.
         framework: ``numpy`` if torch's types are to come back in their stored form.
-        plain: whether values of unknown types come back in their stored form.
+        plain: whether values of unknown types come back in their stored form, whatever the registry wants.
         on_demand: whether the types of :data:`.built_in.ON_DEMAND` may be made, where they are declared.
 
     Raises:
@@ -186,7 +206,8 @@ class Types:
         own = check_registry(operation, registry)
         self._registries = (PROCESS,) if own is None else (own, PROCESS)
         self._numpy = framework == "numpy"
-        self.plain = plain
+        self.encode = None if own is None else own.encode
+        self.plain = plain or (own is not None and own.plain)
         self._on_demand = on_demand
         self._names: dict[str, Codec | None] = {}
 
@@ -220,7 +241,8 @@ class Types:
         elif found is None:
             return (
                 f"the checkpoint holds values of {name}, which this program does not declare: call {call}) in each "
-                'program that loads them, or load their plain contents with undeclared="plain"'
+                "program that loads them, or load their plain contents with "
+                'registry=fastckpt.Registry(undeclared="plain")'
             )
         return None
 

@@ -187,8 +187,8 @@ def _with_plain(maker: Finish, every: int) -> Finish:
             return maker(parts)
         except ValueError as error:  # the check would have refused anything but what is equal by now
             raise CheckpointError(
-                'load: undeclared="plain": keys or members of types that this program does not know become equal '
-                f"({error}): declare the types, or leave these out with keys="
+                'load: Registry(undeclared="plain"): keys or members of types that this program does not know become '
+                f"equal ({error}): declare the types, or leave these out with keys="
             ) from error
 
     return make

@@ -38,8 +38,8 @@ class _Mesh:
         strange = [rank for rank in grid.ravel().tolist() if rank not in ranks]
         if strange:
             raise Unsupported(
-                f"it is spread over rank {strange[0]}, which is not in the process group: give a process_group= that "
-                "has all ranks of its mesh"
+                f"it is spread over rank {strange[0]}, which is not in the process group: give ranks= a process group "
+                "that has all ranks of its mesh"
             )
         self.ranks = tuple(ranks[rank] for rank in grid.ravel().tolist())
         self.shape: tuple[int, ...] = grid.shape

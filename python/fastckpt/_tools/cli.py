@@ -129,7 +129,7 @@ def _str(value: Any) -> str:
         return f"a deep {type(value).__qualname__}"
 
 
-def _tensors(checkpoint: fastckpt.Checkpoint) -> list[dict[str, Any]]:
+def _tensors(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     """Return name, dtype, shape, bytes and shard of every tensor, in the order of the state."""
     return [
         {"name": name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.bytes, "shard": info.shard}
@@ -138,7 +138,7 @@ def _tensors(checkpoint: fastckpt.Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
-def _metadata(checkpoint: fastckpt.Checkpoint) -> Any:
+def _metadata(checkpoint: Checkpoint) -> Any:
     """Return the caller's metadata as JSON can hold it, or, where only the program that saved it can read it, why."""
     try:
         return _plain(checkpoint.metadata)
@@ -250,7 +250,7 @@ def _when(created: float) -> str:
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Every byte against its checksum."""
-    report = fastckpt.verify(options.path, progress=sys.stderr.isatty())
+    report = fastckpt.verify(options.path, io=fastckpt.IO(progress=sys.stderr.isatty()))
     document = {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second, "ok": report.ok}
     lines = [*map(str, report.damage), *report.warnings, str(report)]
     return OK if report.ok else DAMAGED, document, lines

@@ -36,8 +36,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         options.path,
         options.target,
         overwrite=options.overwrite,
-        bandwidth_limit=options.bandwidth_limit,
-        progress=sys.stderr.isatty(),
+        io=fastckpt.IO(bandwidth_limit=options.bandwidth_limit, progress=sys.stderr.isatty()),
     )
     document = {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second}
     return 0, document, [str(report)]

@@ -100,7 +100,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     return int(options.exit_code and differ), document, lines
 
 
-def compare(first: fastckpt.Checkpoint, second: fastckpt.Checkpoint, name: str) -> Difference | None:
+def compare(first: Checkpoint, second: Checkpoint, name: str) -> Difference | None:
     """Compare one tensor of two checkpoints; None where they are equal.
 
     Args:

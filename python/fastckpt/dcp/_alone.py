@@ -40,7 +40,7 @@ class Alone(SingleProcess):
         """
         values: dict[str, str] = {}
         known = Known(
-            decide_told(combine_told([self._brought.told(compared=False)]), request.settings.model_key, values)
+            decide_told(combine_told([self._brought.told(compared=False)]), request.settings.files.model_key, values)
         )
         self._brought.fill(request, known, Boxes([[], []]))
         in_flight.wait_for_paths(request.path)

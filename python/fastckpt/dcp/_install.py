@@ -116,12 +116,11 @@ def install(**options: Any) -> Installation:
     is not a named tuple, dataclass, enum or subclass of a built-in type, unless :func:`fastckpt.register_type` knows it
     (docs/states.md); shards that are not plain dense tensors; bytes from a planner that
     ``torch.load(weights_only=True)`` refuses; and ``use_collectives=False``. A load refuses values of classes that its
-    program has not declared, unless it is given ``undeclared="plain"``.
+    program has not declared, unless it is given ``registry=Registry(undeclared="plain")``.
 
     Args:
         **options: arguments for the writers, except the path; those that :class:`fastckpt.dcp.Reader` has as well
-            (``process_group``, ``timeout``, ``registry``, ``io``, ``threads``) are the readers', too, and ``unknown``
-            is theirs alone.
+            (``ranks``, ``registry``, ``io``) are the readers', too.
 
     Returns:
         A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
@@ -137,7 +136,7 @@ def install(**options: Any) -> Installation:
     if "path" in options:
         raise TypeError("install: leave out path=: each call of the program gives its own")
     # Those raise errors of their own.
-    Writer(None, **_for_writers(options))
+    Writer(None, **options)
     Reader(None, **_for_readers(options))
     with _lock:
         _prepare()
@@ -186,7 +185,7 @@ def _make_writers_here(executor: Any) -> None:
     def execute_save(self: Any, *args: Any, **kwargs: Any) -> Any:
         path = kwargs.get("checkpoint_id")
         if _installed and kwargs.get("storage_writer") is None and FileSystemWriter.validate_checkpoint_id(path or ""):
-            kwargs["storage_writer"] = _writer({"process_group": kwargs.get("process_group"), **_installed[-1]}, path)
+            kwargs["storage_writer"] = _writer({"ranks": kwargs.get("process_group"), **_installed[-1]}, path)
         return torchs(self, *args, **kwargs)
 
     executor.execute_save = execute_save
@@ -200,7 +199,7 @@ def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> An
     if given.get("_extensions") or getattr(given.get("serialization_format"), "value", "torch_save") != "torch_save":
         return None
     own = {"overwrite": given["overwrite"]} if "overwrite" in given else {}
-    return InstalledWriter(path, **{**own, **_for_writers(options)})
+    return InstalledWriter(path, **{**own, **options})
 
 
 def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None) -> Any:
@@ -210,13 +209,8 @@ def _reader(options: dict[str, Any], path: Any, _extension_registry: Any = None)
     return InstalledReader(path, **_for_readers(options))
 
 
-def _for_writers(options: dict[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in options.items() if name != "undeclared"}
-
-
 def _for_readers(options: dict[str, Any]) -> dict[str, Any]:
-    names = ("process_group", "timeout", "registry", "undeclared", "io", "threads")
-    return {name: options[name] for name in names if name in options}
+    return {name: options[name] for name in ("ranks", "registry", "io") if name in options}
 
 
 def _made(kind: Any, *args: Any) -> Any:

@@ -5,21 +5,22 @@ from __future__ import annotations
 import io
 import time
 import uuid
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api.build_report import build_report
 from fastckpt._api.destinations import Targets, read_targets
-from fastckpt._api.options import Engine, Undeclared, check_io, check_threads, check_undeclared
+from fastckpt._api.io import IO, Engine, check_io, no_mapping
 from fastckpt._api.outcome import Attempt, conclude, until_settled, warn_of_unknown
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import LoadReport
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._ranks.calls import timeout_of
 from fastckpt._ranks.load import Reading
+from fastckpt._ranks.ranks import ranks_of
 from fastckpt._ranks.session import session
 from fastckpt._state.builders import StateBuilder, Validator
-from fastckpt._state.registry import Registry, Types
+from fastckpt._state.registry import Registry, Types, check_registry
 from fastckpt._state.unflatten import is_tensor, parse, unflatten
 from fastckpt._tensors import torch as _tensors
 from fastckpt.exceptions import CheckpointError
@@ -54,14 +55,11 @@ class Reader(_torch.StorageReader):
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
-        process_group: the group passed to ``dcp.load``; None for the default group. Its ranks read each byte once from
-            the storage and pass it on; in other loads, each rank reads what it needs.
-        timeout: seconds of silence of another rank after which a load fails.
-        registry: types that this reader knows before those of :func:`fastckpt.register_type`.
-        undeclared: how to load values of types that this program does not know; see :func:`fastckpt.load`.
-        verify: compare every byte with its checksum.
-        io: see :func:`fastckpt.load`.
-        threads: worker threads; by default as :func:`fastckpt.load` has them.
+        ranks: the process group passed to ``dcp.load``, None for the default group, or a
+            :class:`fastckpt.distributed.Ranks`. They read each byte once from the storage and pass it on; in other
+            loads, each rank reads what it needs.
+        registry: as for :func:`fastckpt.load`.
+        io: as for :func:`fastckpt.load`, but for ``mmap``.
 
     Attributes:
         report: the report of the last read of this rank, or None.
@@ -75,27 +73,17 @@ class Reader(_torch.StorageReader):
         self,
         path: AnyPath | None = None,
         *,
-        process_group: Any = None,
-        timeout: float = 600.0,
+        ranks: Any = None,
         registry: Registry | None = None,
-        undeclared: Undeclared = "error",
-        verify: bool = True,
-        io: Engine = "auto",
-        threads: int | None = None,
+        io: Engine | IO = "auto",
     ) -> None:
         super().__init__()
-        check_io("load", io)
-        check_threads("load", threads)
-        check_undeclared("load", undeclared)
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)
-        self._group = process_group
-        self._timeout = timeout_of("load", timeout)
-        self._registry = registry
-        self._plain = undeclared == "plain"
-        self._verify = bool(verify)
-        self._io = io
-        self._threads = threads
+        self._ranks = ranks_of(ranks)
+        self._registry = check_registry("load", registry)
+        self._io = check_io("load", io)
+        no_mapping("load", self._io)
         self._load_id = str(uuid.uuid4())
         self._opened: _Opened | None = None
 
@@ -124,7 +112,7 @@ class Reader(_torch.StorageReader):
         if self._path is None:
             raise CheckpointError("load: pass a path to the Reader, or checkpoint_id= to dcp.load")
         path = self._path
-        self._opened = opened = until_settled(lambda: _Opened(path, Types("load", self._registry, plain=self._plain)))
+        self._opened = opened = until_settled(lambda: _Opened(path, Types("load", self._registry)))
         found = {key: opened.described(entry) for key, entry in opened.entries.items()}
         return _torch.Metadata(
             state_dict_metadata=Known(found, opened.outer, _torch.BytesStorageMetadata()),
@@ -143,7 +131,9 @@ class Reader(_torch.StorageReader):
 
     def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
         """The plans, with a label if all ranks of the process group are there, which then read together."""
-        return labelled(plans) if len(plans) > 1 and _torch.group_size(self._group) == len(plans) else plans
+        return (
+            labelled(plans) if len(plans) > 1 and _torch.group_size(self._ranks.process_group) == len(plans) else plans
+        )
 
     def read_data(self, plan: _torch.LoadPlan, planner: _torch.LoadPlanner) -> _torch.Future[None]:
         """Read the plan's requests, straight into the tensors that the planner gives.
@@ -157,7 +147,8 @@ class Reader(_torch.StorageReader):
             UnsupportedTypeError: this program does not know the type of a value.
 
         Warns:
-            RuntimeWarning: with ``undeclared="plain"``, types that are not known, once for all of them.
+            RuntimeWarning: with a registry that says ``undeclared="plain"``, types that are not known, once for all of
+                them.
         """
         opened, path = self._opened, self._path
         if opened is None or path is None:
@@ -168,32 +159,25 @@ class Reader(_torch.StorageReader):
             work = _Work(opened, plan, planner)
             targets = work.targets
             fields: Mapping[str, Any]
-            with ticker("load", path, shown=False) as tick:
+            with ticker("load", path, shown=self._io.progress) as tick:
                 if label is not None:
 
                     def asked(attention: Attention) -> tuple[Reading, list[Request]]:
                         requests = work.ask()
-                        reader, io = opened.reader, self._io
-                        return Reading(reader, targets, self._verify, io, self._threads, attention, tick), requests
+                        return Reading(opened.reader, targets, self._io, attention, tick), requests
 
-                    here = session("dcp.load", self._group)
-                    with here.peers.operation("load", path, self._timeout, label) as operation:
-                        fields = read_together(here, operation, path, self._timeout, asked)
+                    here = session("dcp.load", self._ranks.process_group)
+                    with here.peers.operation("load", path, self._ranks.timeout, label) as operation:
+                        fields = read_together(here, operation, path, self._ranks.timeout, asked)
                 else:
                     requests = [_core.ReadRequest(*request) for request in work.ask()]
-                    fields = read_targets(
-                        opened.reader,
-                        targets,
-                        requests,
-                        verify=self._verify,
-                        io=self._io,
-                        threads=self._threads,
-                        tick=tick,
-                    )
+                    fields = read_targets(opened.reader, targets, requests, io=self._io, tick=tick)
             work.finish()
         if opened.unknown:
             warn_of_unknown("load", opened.unknown)
         self.report = conclude(build_report(LoadReport, path, began, fields, missing=(), unexpected=()))
+        if self._io.on_report is not None:
+            self._io.on_report(self.report)
         return _torch.done(None)
 
     @classmethod
@@ -206,7 +190,7 @@ class Reader(_torch.StorageReader):
         return True
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_opened": None, "_group": None, "report": None}
+        return {**self.__dict__, "_opened": None, "_ranks": replace(self._ranks, process_group=None), "report": None}
 
 
 class _Work:

@@ -55,7 +55,7 @@ def read_together(
     manifest = hashlib.sha256(reading.reader.manifest()).hexdigest()
     cached, name = operation.round(
         "arrive",
-        [[here.group.host], reading.io in _CACHED, [manifest], here.link.offer(needed=True)],
+        [[here.group.host], reading.io.engine in _CACHED, [manifest], here.link.offer(needed=True)],
         combine=_combine,
         decide=lambda arrived: _decide(path, arrived),
     )

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from fastckpt._api.save_request import SaveRequest
     from fastckpt._ranks.agreement import JobState, TensorOf
     from fastckpt._ranks.peers import Operation
-    from fastckpt._ranks.replicas import Policy
+    from fastckpt._ranks.ranks import Ranks
     from fastckpt._ranks.session import Session
 
     from ._brought import Brought
@@ -36,15 +36,12 @@ class Together(ProcessGroup):
     Args:
         session: the process group.
         operation: the common operation of its ranks, in its body.
-        timeout: seconds for which a rank may make no progress.
-        policy: how copies on several ranks are compared.
+        ranks: who they are, and how they save together.
         brought: the contribution of this rank.
     """
 
-    def __init__(
-        self, session: Session, operation: Operation, timeout: float, policy: Policy, brought: Brought
-    ) -> None:
-        super().__init__(session, operation, timeout, policy)
+    def __init__(self, session: Session, operation: Operation, ranks: Ranks, brought: Brought) -> None:
+        super().__init__(session, operation, ranks)
         self._brought = brought
         self._boxes = Boxes([[], []])
         self._warnings: list[str] = []
@@ -63,11 +60,11 @@ class Together(ProcessGroup):
         known = Known(
             operation.round(
                 "values",
-                brought.told(compared=self.policy.replicas != "first"),
+                brought.told(compared=self.ranks.replicas != "first"),
                 combine=combine_told,
                 decide=lambda told: [
-                    *decide_told(told, settings.model_key, values),
-                    *warnings_of(request.path, told[1], told[2], self.policy),
+                    *decide_told(told, settings.files.model_key, values),
+                    *warnings_of(request.path, told[1], told[2], self.ranks),
                 ],
             )
         )
@@ -82,7 +79,7 @@ class Together(ProcessGroup):
                 )
             )
         # The options of the first rank apply.
-        request.settings = replace(settings, model_key=known.model_key)
+        request.settings = replace(settings, files=settings.files._replace(model_key=known.model_key))
         brought.fill(request, known, self._boxes)
         agreed = super().agree(request)
         if brought.rank:

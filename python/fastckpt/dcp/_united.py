@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Sequence
 
-    from fastckpt._ranks.replicas import Policy
+    from fastckpt._ranks.ranks import Ranks
 
 #: What differs: tokens and bytes; tensors, and what they are.
 PLAIN, TENSORS = 0, 1
@@ -54,13 +54,13 @@ def _differing(first: list[Any], other: list[Any]) -> Iterator[int]:
         yield TENSORS
 
 
-def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list[Any]], policy: Policy) -> list[str]:
+def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list[Any]], ranks: Ranks) -> list[str]:
     """What the reports say about values that differ.
 
     Raises:
         ValueError: ranks have different tensors in a value, and the policy makes that an error.
     """
-    if policy.replicas == "first":
+    if ranks.replicas == "first":
         return []
     lowest = {key: rank for key, rank, *_ in values}
     plain, tensors = [
@@ -72,7 +72,7 @@ def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list
         for what in (PLAIN, TENSORS)
     ]
     said = "tensors or arrays in values differ between ranks"
-    if tensors and policy.on_difference == "raise":
+    if tensors and ranks.on_difference == "raise":
         raise ValueError(
             f"dcp.save: {path}: {said}: {_listed(tensors)}: give values of different ranks keys of their own, or pass "
             "replicas='first' or on_difference='warn' to save the lowest rank's"

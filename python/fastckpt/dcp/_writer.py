@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
@@ -16,8 +17,7 @@ from fastckpt._api.save_settings import WriteOptions, WriteSettings
 from fastckpt._api.settings import takes
 from fastckpt._api.write import write
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._ranks.calls import timeout_of
-from fastckpt._ranks.replicas import Policy, ReplicaOptions
+from fastckpt._ranks.ranks import ranks_of
 from fastckpt._ranks.session import Session, session
 from fastckpt._ranks.torch_distributed import this_process
 from fastckpt._state.registry import Types
@@ -46,11 +46,7 @@ class _Now(threading.local):
     local: _torch.SavePlan | None = None
 
 
-class WriterOptions(WriteOptions, ReplicaOptions, total=False):
-    """Options of :class:`Writer`."""
-
-
-@takes(WriteSettings, Policy, like={WriteSettings: "fastckpt.save", Policy: "fastckpt.distributed.save"}, ranks=True)
+@takes(WriteSettings, like={WriteSettings: "fastckpt.save"}, ranks=True)
 class Writer(_torch.StorageWriter):
     """A StorageWriter for ``torch.distributed.checkpoint.save`` and ``async_save``.
 
@@ -69,20 +65,21 @@ class Writer(_torch.StorageWriter):
     they refer to different parameters on different ranks, the save is refused: pass the result of
     ``get_optimizer_state_dict``.
 
-    Values that several ranks have under one key are compared, unless ``replicas`` is ``first``. Tensors and arrays in
-    them that differ in any byte are a difference as ``on_difference`` has it. Where numbers, texts or bytes differ,
-    that is a warning. ``warnings`` of the report names the keys and the ranks: what belongs to one rank needs a key of
-    its own.
+    Values that several ranks have under one key are compared, unless ``Ranks(replicas="first")`` says otherwise.
+    Tensors and arrays in them that differ in any byte are a difference as ``Ranks(on_difference=)`` has it. Where
+    numbers, texts or bytes differ, that is a warning. ``warnings`` of the report names the keys and the ranks: what
+    belongs to one rank needs a key of its own.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
-        process_group: the group passed to ``dcp.save``; None for the default group. The process of
-            ``async_save`` with ``AsyncCheckpointerType.PROCESS`` has that as its default group.
-        timeout: seconds of silence of another rank after which a save fails.
+        ranks: the process group passed to ``dcp.save``, None for the default group, or a
+            :class:`fastckpt.distributed.Ranks`. The process of ``async_save`` with ``AsyncCheckpointerType.PROCESS``
+            has the group as its default group.
         metadata: a state without tensors, to be read without them; the first rank's.
         {options}
 
-    ``files`` are read when the writer is made. ``replicas`` are the tensors that several ranks gave to ``dcp.save``.
+    ``files`` are read when the writer is made. Copies that are compared are the tensors that several ranks gave to
+    ``dcp.save``.
 
     Attributes:
         report: the report of the last save of this rank, or None.
@@ -96,19 +93,16 @@ class Writer(_torch.StorageWriter):
         self,
         path: AnyPath | None = None,
         *,
-        process_group: Any = None,
-        timeout: float = 600.0,
+        ranks: Any = None,
         metadata: Any = None,
-        **options: Unpack[WriterOptions],
+        **options: Unpack[WriteOptions],
     ) -> None:
         super().__init__()
         self.report: SaveReport | None = None
         self._path = None if path is None else path_of("dcp.save", path)
-        self._group = process_group
-        self._timeout = timeout_of("dcp.save", timeout)
+        self._ranks = ranks_of(ranks)
         self._metadata = metadata
         self._settings = WriteSettings.of("dcp.save", options, Writer)
-        self._policy = Policy.of("dcp.save", options)
         self._now = _Now()
         self._stager: Stager | None = None
 
@@ -172,11 +166,11 @@ class Writer(_torch.StorageWriter):
         Raises:
             ValueError: the process group of this writer has another size.
         """
-        size = 1 if len(plans) == 1 else _torch.group_size(self._group)
+        size = 1 if len(plans) == 1 else _torch.group_size(self._ranks.process_group)
         if size != len(plans):
             raise ValueError(
                 f"dcp.save: {len(plans)} ranks save, and the process group of the Writer has {size}: pass the "
-                "process group of dcp.save to Writer(process_group=)"
+                "process group of dcp.save to Writer(ranks=)"
             )
         self._now.alone = len(plans) == 1
         return plans if self._now.alone else labelled(plans)
@@ -199,17 +193,17 @@ class Writer(_torch.StorageWriter):
             if self._now.coordinates and self._now.alone:
                 here, label, local = Session(this_process()), None, None
             else:
-                here, label, local = session("dcp.save", self._group), label_of(plan), self._now.local
+                here, label, local = session("dcp.save", self._ranks.process_group), label_of(plan), self._now.local
                 if label is None:
                     raise CheckpointError(
                         "dcp.save: write_data was called, but prepare_global_plan was not, on the coordinator"
                     )
-            with here.peers.operation("save", path, self._timeout, label) as operation:
+            with here.peers.operation("save", path, self._ranks.timeout, label) as operation:
                 brought = Brought(plan, planner, types, here.group.ranks, here.group.rank, local)
                 if here.group.size == 1 and not brought.strange:
                     report = self._save(path, began, types, Alone(brought))
                 else:
-                    group = Together(here, operation, self._timeout, self._policy, brought)
+                    group = Together(here, operation, self._ranks, brought)
                     report = self._save(path, began, types, group)
         self.report = conclude(report)
         self._now.written = True
@@ -218,7 +212,7 @@ class Writer(_torch.StorageWriter):
     def _save(self, path: str, began: float, types: Types, group: Group[Any]) -> SaveReport:
         request = SaveRequest.of("dcp.save", path, self._metadata, self._settings, types, began=began)
         warn_of_types("dcp.save", request.metadata)
-        with closing(request), ticker("dcp.save", path, shown=False) as progress:
+        with closing(request), ticker("dcp.save", path, shown=self._settings.io.progress) as progress:
             return write(request, group, progress)
 
     def finish(self, metadata: _torch.Metadata, results: list[list[_torch.WriteResult]]) -> None:  # noqa: ARG002 - torch's interface
@@ -268,7 +262,8 @@ class Writer(_torch.StorageWriter):
     def __getstate__(self) -> dict[str, Any]:
         # The process of async_save has the process group as its default group.
         kept = {name: value for name, value in self.__dict__.items() if name != "_now"}
-        return {**kept, "_path": self.checkpoint_id, "_group": None, "_stager": None, "report": None}
+        ranks = replace(self._ranks, process_group=None)
+        return {**kept, "_path": self.checkpoint_id, "_ranks": ranks, "_stager": None, "report": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _now=_Now())

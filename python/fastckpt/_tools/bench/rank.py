@@ -8,7 +8,7 @@ import shutil
 import signal
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
@@ -77,7 +77,7 @@ class _Rank:
         self.device = raw.Device()
         self.state = shapes.make(spec.share)
         fastckpt.tools.set_target(spec.target)
-        self.how: dict[str, Any] = {"io": spec.io, "threads": spec.threads}
+        self.io = fastckpt.IO(spec.io, threads=spec.threads)
 
     def prepare(self, request: Request) -> Callable[[float], dict[str, Any]]:
         """Prepare everything that is not measured; returns the measured step, which takes the time when it began."""
@@ -98,12 +98,12 @@ class _Rank:
         return lambda began: self._load(checkpoint, began, resident, compare=request.round == 1)
 
     def _save(self, path: Path, step: int, began: float) -> dict[str, Any]:
-        report = fastckpt.save(self.state, path, metadata={"step": step}, **self.how)
+        report = fastckpt.save(self.state, path, metadata={"step": step}, io=self.io)
         return _sample(report, time.monotonic() - began)
 
     def _load(self, path: Path, began: float, resident: float | None, *, compare: bool) -> dict[str, Any]:
         reports: list[fastckpt.LoadReport] = []
-        loaded = fastckpt.load(path, framework="numpy", on_report=reports.append, **self.how)
+        loaded = fastckpt.load(path, framework="numpy", io=replace(self.io, on_report=reports.append))
         seconds = time.monotonic() - began
         sample = {**_sample(reports[0], seconds), "resident": resident}
         if compare and (wrong := shapes.difference(self.state, loaded)):

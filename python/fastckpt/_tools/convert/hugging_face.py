@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api.selection import Patterns
-from fastckpt._files import check_files
+from fastckpt._files import contents_of
 from fastckpt._state.builders import Validator
 from fastckpt._state.select import aliases, ends_of
 from fastckpt._state.unflatten import is_tensor, parse, unflatten
@@ -97,7 +97,7 @@ def write(
     for position, name in enumerate(names):
         state += [name, ["tensor", position]]
     more = _files(source, files)
-    options = _core.SaveOptions(shard_size=shard_size, overwrite=overwrite, files=check_files("convert", more))
+    options = _core.SaveOptions(shard_size=shard_size, overwrite=overwrite, files=contents_of("convert", more))
     report = reader.save(str(destination), list(zip(chosen, names, strict=True)), json.dumps(state), options)
     return report["tensors"], report["bytes"], sorted(more)
 

@@ -1,0 +1,102 @@
+"""The files of a checkpoint: ``files=``, how a state is divided into them and which others stand beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, NamedTuple
+
+from fastckpt._files import Contents, check_names, contents_of
+from fastckpt._units import bytes_of
+
+from .selection import texts_of
+from .settings import grouped
+
+
+@grouped("files", "fastckpt.Files")
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The files of a checkpoint: the ``files=`` of every save.
+
+    A dict of further files is short for a record: ``files={"config.json": text}`` is ``files=Files({...})``. Of several
+    ranks, the first rank's ``beside`` is written; give the rest equally on all of them.
+
+    Args:
+        beside: further files for the directory, by name: a str is the text of the file (UTF-8), bytes are its content,
+            and an ``os.PathLike`` names a file to copy: ``{"config.json": json.dumps(config)}``. They appear together
+            with the checkpoint. Later saves to its path carry them over, unless they give one of the same name. They
+            are read into memory at each save's call.
+        shard_size: bytes per file, about: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is never
+            split.
+        model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors`` under
+            the names that they have inside it, everything else to files in ``training/``, so that Hugging Face's
+            readers open the directory directly. ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and
+            ``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key makes names that
+            start like its own (``model.ema`` beside ``model``); without one, or with None, the whole state is written
+            as the model.
+        frozen: a pattern, or several (as ``keys`` of :func:`fastckpt.load`), of tensors that will not change in later
+            saves: they get files of their own in the first save. Without it, they are found in the second one
+            (docs/unchanged.md).
+
+    Raises:
+        TypeError: ``beside`` is no dict of names and contents, or a pattern is not a string.
+        ValueError: ``shard_size`` is out of range, or a name is not a plain file name, or one of fastckpt's own.
+
+    Example:
+        >>> import fastckpt, numpy, pathlib, tempfile
+        >>> path = f"{tempfile.mkdtemp()}/step-7"
+        >>> _ = fastckpt.save({"w": numpy.ones(3)}, path, files=fastckpt.Files({"config.json": "{}"}, shard_size="2GB"))
+        >>> pathlib.Path(path, "config.json").read_text()
+        '{}'
+    """
+
+    beside: Contents | None = None
+    _: KW_ONLY
+    shard_size: int | str = "5GB"
+    model_key: str | None = "auto"
+    frozen: str | Sequence[str] | None = None
+
+    def __post_init__(self) -> None:
+        if self.beside is not None:
+            check_names("Files", self.beside)
+        bytes_of("Files: shard_size", self.shard_size)
+        self.patterns  # noqa: B018 - it checks them
+
+    @property
+    def patterns(self) -> tuple[str, ...]:
+        """Those of ``frozen``."""
+        return texts_of("frozen")("Files", self.frozen) or ()
+
+
+class Taken(NamedTuple):
+    """The files of one save: as :class:`Files`, with what stands beside them as bytes, by name."""
+
+    beside: list[tuple[str, bytes]]
+    shard_size: int
+    model_key: str | None
+    frozen: tuple[str, ...]
+
+
+def check_files(operation: str, files: Any) -> Files:
+    """``files=``: a record, or a dict of the files beside."""
+    if files is None or isinstance(files, Files):
+        return files or Files()
+    if not isinstance(files, Mapping):
+        raise TypeError(f"{operation}: files must be a dict of names and contents or a fastckpt.Files, not {files!r}")
+    check_names(operation, files)
+    return Files(files)
+
+
+def take_files(operation: str, files: Any) -> Taken:
+    """``files=`` of a save that begins: what stands beside is read.
+
+    Raises:
+        OSError: a file to copy cannot be read.
+    """
+    given = check_files(operation, files)
+    return Taken(
+        contents_of(operation, given.beside),
+        bytes_of("shard_size", given.shard_size),
+        given.model_key,
+        given.patterns,
+    )

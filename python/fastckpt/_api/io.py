@@ -1,0 +1,164 @@
+"""How a call moves bytes: ``io=``, one record of options for everything that reads or writes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, TypeAlias, get_args
+
+from fastckpt import _core
+from fastckpt._units import bytes_of
+
+from .options import check_bandwidth, one_of
+from .settings import callable_of, grouped
+
+#: Argument types of public functions, as type checkers see them.
+Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
+
+_MOST_NICE = 19
+
+
+@grouped("io", "fastckpt.IO")
+@dataclass(frozen=True, slots=True)
+class IO:
+    """How a call moves bytes: the ``io=`` of everything that reads or writes.
+
+    The name of an engine is short for a record: ``io="buffered"`` is ``io=IO("buffered")``. One record serves calls of
+    all kinds; each uses the options that concern it.
+
+    Args:
+        engine: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
+            OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO if
+            it is set, else takes the first of these that works; the report names the one that ran. A load with ``auto``
+            reads cached files from the page cache. Where LOCAL_WORLD_SIZE is more than 1, it reads through the page
+            cache, so that the ranks of a node that load one path read the storage once, unless one of the path's last
+            two components names the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone
+            loads, give ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
+        threads: worker threads of this process, at most 24; by default one per core of this rank, but at most 8 with
+            ``uring``, at least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. For a URL 16 by
+            default, each with a request of up to 8 MiB. In a save in the background they copy, at most one per core by
+            default, and then write.
+        progress: show a progress bar of what this process moves.
+        bandwidth_limit: of saves and copies: bytes per second that this process may write, so that others can use the
+            same storage: a number, or a string with a unit (``"2GB"``); None for no limit.
+        lazy: of saves in the background: return before torch tensors of 64 KiB and more are copied; everything else is
+            copied all the same. Every step of every ``torch.optim.Optimizer`` then waits until they are. Other code
+            that changes them in place must call ``wait_staged()`` of the handle first. If it does not, the save fails,
+            and the error names the tensors. But changes that torch does not count go unseen, and the checkpoint holds a
+            mixture of old and new values: through ``tensor.data``, through a numpy array over the same memory, by a
+            replayed CUDA graph. For buffers that forward changes see :func:`fastckpt.background.guard`. For tensors of
+            a device the step does not wait on the host: the stream that it runs in waits for the copies, on the device.
+        pin: of saves in the background: whether the host memory is pinned for copies from devices: as fast as the link,
+            and beside training. This happens in the background, in pieces, and lasts until the memory goes. Or the most
+            bytes that may be pinned in this process: an int, or a string such as ``"8GB"``. What is not pinned is
+            copied all the same, slower, and ``warnings`` of the report say so, but for ``False``. Without effect where
+            no tensor is on a device.
+        max_in_flight: of saves in the background: wait until fewer saves than this are in flight; those of this process
+            alone and of each process group are counted apart. Those of a group write one after the other.
+        nice: of saves in the background: niceness of the writing threads, 0 to 19; None keeps that of the process.
+        mmap: of loads: map the files instead of reading them: new tensors and arrays are pages of the page cache, which
+            all processes of a node share; one is copied when it is first written to, so no write reaches a file. For
+            checkpoints that are hot. As long as the tensors are in use, nobody may change or truncate the files in
+            place, and if their storage fails, touching a page ends the process with SIGBUS. (To save to the same path,
+            or to remove it, does no harm on a local file system; on NFS another host must not.) With ``device``, new
+            tensors there are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been
+            checked, so that a damaged checkpoint changes nothing. Not with ``dtype``, not of a URL, and not together
+            with other ranks.
+        verify: of loads: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one
+            that memory pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are
+            touched.
+        on_report: of loads: called with the :class:`LoadReport` once the state has been loaded.
+
+    Raises:
+        TypeError: ``on_report`` is not a function.
+        ValueError: an option is out of range.
+
+    Example:
+        >>> import fastckpt, numpy, tempfile
+        >>> path = f"{tempfile.mkdtemp()}/step-7"
+        >>> io = fastckpt.IO(threads=2, bandwidth_limit="1GB")
+        >>> fastckpt.save({"w": numpy.ones(3)}, path, io=io).threads
+        1
+        >>> fastckpt.load(path, io="buffered")["w"]
+        array([1., 1., 1.])
+    """
+
+    engine: Engine = "auto"
+    _: KW_ONLY
+    threads: int | None = None
+    progress: bool = False
+    bandwidth_limit: float | str | None = None
+    lazy: bool = False
+    pin: bool | int | str = True
+    max_in_flight: int = 1
+    nice: int | None = None
+    mmap: bool = False
+    verify: bool = True
+    on_report: Callable[[Any], object] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "engine", _check_engine("IO", self.engine))
+        if self.threads is not None and not _is_whole(self.threads, 1, _core.MOST_THREADS):
+            raise ValueError(f"IO: threads must be None or an int from 1 to {_core.MOST_THREADS}, not {self.threads!r}")
+        if not _is_whole(self.max_in_flight, 1, None):
+            raise ValueError(f"IO: max_in_flight must be an int, at least 1, not {self.max_in_flight!r}")
+        if self.nice is not None and not _is_whole(self.nice, 0, _MOST_NICE):
+            raise ValueError(f"IO: nice must be None or an int from 0 to {_MOST_NICE}, not {self.nice!r}")
+        check_bandwidth("IO", self.bandwidth_limit)
+        callable_of("on_report")("IO", self.on_report)
+        _pinned(self.pin)
+
+    @property
+    def bytes_per_second(self) -> int | None:
+        """``bandwidth_limit`` as a number."""
+        return check_bandwidth("IO", self.bandwidth_limit)
+
+    @property
+    def most_pinned(self) -> int | None:
+        """The most bytes that may be pinned in this process; None for any number."""
+        return _pinned(self.pin)
+
+
+def check_io(operation: str, io: Any) -> IO:
+    """``io=``: a record, or the name of an engine."""
+    if isinstance(io, IO):
+        return io
+    if not isinstance(io, str):
+        raise TypeError(f"{operation}: io must be the name of an engine or a fastckpt.IO, not {io!r}")
+    return IO(_check_engine(operation, io, "io"))  # type: ignore[arg-type]
+
+
+def no_mapping(operation: str, io: IO) -> None:
+    """Refuse ``mmap`` where ranks read together."""
+    if io.mmap:
+        raise ValueError(
+            f"{operation}: IO(mmap=True) maps files for one process: call fastckpt.load on each rank, which share the "
+            "pages of their node, or leave it out"
+        )
+
+
+def _check_engine(operation: str, engine: Any, argument: str = "engine") -> str:
+    return one_of(argument, get_args(Engine))(operation, engine)
+
+
+def _is_whole(value: Any, least: int, most: int | None) -> bool:
+    return type(value) is int and least <= value and (most is None or value <= most)
+
+
+def _pinned(pin: Any) -> int | None:
+    if isinstance(pin, bool):
+        return None if pin else 0
+    if type(pin) is int and pin == 0:
+        return 0
+    try:
+        # A number of bytes is whole, unless it has a unit.
+        return bytes_of("pin", None if isinstance(pin, float) else pin)
+    except ValueError:
+        raise ValueError(
+            "IO: pin must be True, False, or the most bytes to pin in this process: an int, or a string such as '8GB' "
+            f"or '8GiB'; not {pin!r}"
+        ) from None
+
+
+#: That of a call without ``io=``.
+DEFAULT_IO = IO()

@@ -1,0 +1,79 @@
+"""Who saves and loads together: ``ranks=``, one record of options for every call of several ranks."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, get_args
+
+from fastckpt import _core
+from fastckpt._api.options import one_of
+from fastckpt._api.settings import grouped
+
+#: Seconds for which a rank may make no progress.
+TIMEOUT = 600.0
+#: Three years. Clocks, and torch's conversion of seconds, overflow somewhere beyond.
+_LONGEST = 1e8
+
+Replicas = Literal["sample", "full", "first"]
+OnDifference = Literal["raise", "warn"]
+
+
+@grouped("ranks", "fastckpt.distributed.Ranks")
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    """The ranks that save or load together: the ``ranks=`` of every call that all of them make.
+
+    A process group is short for a record: ``ranks=group`` is ``ranks=Ranks(group)``. Give the same on all ranks.
+
+    Args:
+        process_group: a process group of ``torch.distributed``, or None for the default one; where none was
+            initialised, this process alone. It must have all ranks of the DTensors' meshes.
+        timeout: seconds for which a rank may make no progress before all give up. A rank that comes late counts from
+            when the first one came.
+        replicas: of saves: how the copies of several ranks are compared before anything is written, DTensors and plain
+            tensors alike: ``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and
+            parts of up to 64 KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank
+            that has it, and compares none. Tensors of one name over groups of ranks that are apart are compared whole
+            in any case. docs/distributed.md says what each costs, and what it promises.
+        on_difference: of saves: how to react to a difference: ``raise``, or ``warn``, which saves the tensors that
+            differ as the lowest rank has them, whole, and names them in ``warnings`` of the report.
+
+    Raises:
+        TypeError: ``timeout`` is no number.
+        ValueError: an option is out of range.
+
+    Example:
+        >>> import fastckpt.distributed, numpy, tempfile
+        >>> ranks = fastckpt.distributed.Ranks(timeout=60, replicas="full")
+        >>> fastckpt.distributed.save({"w": numpy.ones(3)}, f"{tempfile.mkdtemp()}/step-7", ranks=ranks).tensors
+        1
+    """
+
+    process_group: Any = None
+    _: KW_ONLY
+    timeout: float = TIMEOUT
+    replicas: Replicas = "sample"
+    on_difference: OnDifference = "raise"
+
+    def __post_init__(self) -> None:
+        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
+            raise TypeError(f"Ranks: timeout must be a number of seconds, not {type(self.timeout).__name__}")
+        if not 0 < self.timeout <= _LONGEST:
+            raise ValueError(
+                f"Ranks: timeout must be above 0 and at most {_LONGEST:,.0f} seconds, not {self.timeout!r}"
+            )
+        for name, words in (("replicas", get_args(Replicas)), ("on_difference", get_args(OnDifference))):
+            object.__setattr__(self, name, one_of(name, words)("Ranks", getattr(self, name)))
+
+    def alike(self) -> dict[str, Any]:
+        """The options that all ranks have to give alike, by name."""
+        return {"replicas=": self.replicas, "on_difference=": self.on_difference}
+
+    def dealt(self, share: _core.Share) -> _core.Share:
+        """The share with the copies from which it takes bytes that several ranks hold."""
+        return share.first(None) if self.replicas == "first" else share
+
+
+def ranks_of(ranks: Any) -> Ranks:
+    """``ranks=``: a record, or a process group, which the session checks."""
+    return ranks if isinstance(ranks, Ranks) else Ranks(ranks)
