@@ -12,6 +12,7 @@ import pytest
 
 import fastckpt
 from harness import groups, zygote
+from harness.options import grouped
 from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 
 # Torch's idle threads spin in wait of the next operator: on a busy machine that takes most of the time of a test that
@@ -112,7 +113,8 @@ def trip(request, tmp_path):
 
     def go(state, **options):
         fastckpt.save(state, tmp_path / "trip", io=io)
-        return fastckpt.load(tmp_path / "trip", io=fastckpt.IO(io, mmap=mapped and "into" not in options), **options)
+        given = grouped({"io": io, "mmap": mapped and "into" not in options, **options})
+        return fastckpt.load(tmp_path / "trip", **given)
 
     return go
 

@@ -24,6 +24,7 @@ from typing import Any
 import fastckpt
 from fastckpt._tensors.described import Tensor
 from harness import cli, seccomp, ways
+from harness.options import grouped
 from harness.states import numbered, same, which
 from harness.zygote import Channel
 
@@ -165,7 +166,7 @@ def save_held(
         resource.setrlimit(resource.RLIMIT_FSIZE, (fsize, fsize))
     channel.send({"report": "ready"})
     channel.receive()
-    return _report(fastckpt.save(state, path, **options))
+    return _report(fastckpt.save(state, path, **grouped(options)))
 
 
 def snapshot_of_floats(
@@ -179,7 +180,7 @@ def snapshot_of_floats(
     fastckpt.save_async({}, path).result(60)
     channel.send({"report": "ready"})
     channel.receive()
-    return _report(fastckpt.save_async(state, path, io=fastckpt.IO(lazy=lazy), **options).result(60))
+    return _report(fastckpt.save_async(state, path, **grouped({"lazy": lazy, **options})).result(60))
 
 
 def save_changing(channel: Channel, *, path: str, io: str) -> dict[str, Any]:
@@ -214,6 +215,7 @@ def crowded(
     with ``user``, a limit of that user's processes does."""
     state = numbered(7, nbytes)
     path = os.path.join(directory, "step")
+    given = grouped(options)
     records = Records()
     if user is not None:
         os.setgroups([])
@@ -222,9 +224,7 @@ def crowded(
         resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
     channel.send({"report": "ready"})
     channel.receive()
-    saved = (
-        fastckpt.save_async(state, path, **options).result() if asynchronous else fastckpt.save(state, path, **options)
-    )
+    saved = fastckpt.save_async(state, path, **given).result() if asynchronous else fastckpt.save(state, path, **given)
     return {
         **_report(saved),
         "loaded": which(fastckpt.load(path), nbytes),
@@ -307,19 +307,19 @@ def save_loop(
     for index in range(first, first + step * count, step):
         state = numbered(index, nbytes)
         channel.send({"report": ["begin", index]})
-        fastckpt.save(state, path, **options)
+        fastckpt.save(state, path, **grouped(options))
         channel.send({"report": ["done", index]})
 
 
 def save_now(channel: Channel, *, path: str, index: int, nbytes: int, **options: Any) -> None:
     """Save once."""
-    fastckpt.save(numbered(index, nbytes), path, **options)
+    fastckpt.save(numbered(index, nbytes), path, **grouped(options))
 
 
 def save_repeatedly(channel: Channel, *, path: str, count: int, nbytes: int, **options: Any) -> None:
     """Save the states from 1 to ``count`` to one path."""
     for index in range(1, count + 1):
-        fastckpt.save(numbered(index, nbytes), path, **options)
+        fastckpt.save(numbered(index, nbytes), path, **grouped(options))
 
 
 def contend(channel: Channel, *, path: str, first: int, step: int, count: int, nbytes: int, **options: Any) -> Any:
@@ -332,7 +332,7 @@ def contend(channel: Channel, *, path: str, first: int, step: int, count: int, n
         for _ in range(2):
             end = [index, "saved", ""]
             try:
-                fastckpt.save(state, path, **options)
+                fastckpt.save(state, path, **grouped(options))
             except (OSError, fastckpt.CheckpointError) as error:
                 end = [index, type(error).__name__, str(error)]
             # A client's cache may hide what a rival has put there (FUSE): then this is what the error asks for.

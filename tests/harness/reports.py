@@ -2,6 +2,8 @@
 
 from typing import Any, NamedTuple
 
+from harness.options import grouped
+
 
 class Loaded(NamedTuple):
     """A state and the report of its load."""
@@ -11,8 +13,8 @@ class Loaded(NamedTuple):
 
 
 def with_report(load, *arguments, **options):
-    """What ``load`` returns, and the report that it gives."""
+    """What ``load`` returns with these options, flat, and the report that it gives."""
     reports = []
-    state = load(*arguments, **options, on_report=reports.append)
+    state = load(*arguments, **grouped({**options, "on_report": reports.append}))
     (report,) = reports
     return Loaded(state, report)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import fastckpt
+from harness.options import grouped
 
 #: ``strided`` is ``into`` with arrays that are not contiguous.
 WAYS = ("load", "into", "strided", "keys", "mmap", "device", "open", "slice", "verify")
@@ -31,7 +32,8 @@ def prepare() -> None:
 
 
 def through(way: str, path: str, *, framework: str = "auto", **options: Any) -> Any:
-    """Bring everything in the checkpoint ``path`` here; ``options`` are those of ``load``."""
+    """Bring everything in the checkpoint ``path`` here; ``options`` are those of ``load``, flat."""
+    options = grouped(options)
     if way == "load":
         return fastckpt.load(path, framework=framework, **options)
     if way in {"into", "strided"}:
