@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import Any, NoReturn, TextIO
+from typing import TYPE_CHECKING, Any, NoReturn, TextIO
 
 import fastckpt
 from fastckpt import _namesake
@@ -35,6 +35,9 @@ from . import diff as _diff
 from . import manage as _manage
 from . import runs as _runs
 from .places import place
+
+if TYPE_CHECKING:
+    from fastckpt.types import Checkpoint
 
 OK, DAMAGED, FAILED = 0, 1, 2
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
+    from fastckpt.types import Checkpoint
+
 #: Bytes of a tensor that are held at a time for each checkpoint; float64 of both takes up to sixteen times as much.
 _PIECE = 16 << 20
 #: Kinds of dtypes whose elements can be subtracted: truth values, integers, floats and complex numbers.

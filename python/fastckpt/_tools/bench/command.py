@@ -66,8 +66,10 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     # This process neither saves nor loads: the target is set to find out what it means.
     try:
         save, load = fastckpt.tools.set_target(options.target)
+        io = fastckpt.IO(options.io, threads=options.threads)
     except ValueError as error:
-        raise ValueError(str(error).replace("set_target", "bench: --target", 1)) from None
+        text_of = str(error).replace("set_target", "bench: --target", 1).replace("IO: ", "bench: --", 1)
+        raise ValueError(text_of) from None
     target = save / 1e9, load / 1e9
     for name, most in {"ranks": _MOST_RANKS, "rounds": 10**6, "gpus": 10**9, "tensors": _MOST_TENSORS}.items():
         _within(name, getattr(options, name), most)
@@ -85,8 +87,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         directory=options.path,
         shares=shares,
         rounds=options.rounds,
-        io=options.io,
-        threads=options.threads,
+        io=io,
         target=",".join(per_rank),
         hot=not notes,
     )

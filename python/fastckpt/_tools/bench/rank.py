@@ -34,8 +34,7 @@ class Spec:
         rank: its number.
         directory: its own, made by the parent.
         share: the tensors that it saves.
-        io: the engine, as :func:`fastckpt.save` takes it.
-        threads: worker threads, or None.
+        io: how it reads and writes.
         target: for the live counters, as :func:`fastckpt.tools.set_target` takes it.
         environment: variables that it runs with.
     """
@@ -43,8 +42,7 @@ class Spec:
     rank: int
     directory: Path
     share: Share
-    io: str
-    threads: int | None
+    io: fastckpt.IO
     target: str
     environment: Mapping[str, str] = field(default_factory=dict)
 
@@ -77,7 +75,6 @@ class _Rank:
         self.device = raw.Device()
         self.state = shapes.make(spec.share)
         fastckpt.tools.set_target(spec.target)
-        self.io = fastckpt.IO(spec.io, threads=spec.threads)
 
     def prepare(self, request: Request) -> Callable[[float], dict[str, Any]]:
         """Prepare everything that is not measured; returns the measured step, which takes the time when it began."""
@@ -98,12 +95,12 @@ class _Rank:
         return lambda began: self._load(checkpoint, began, resident, compare=request.round == 1)
 
     def _save(self, path: Path, step: int, began: float) -> dict[str, Any]:
-        report = fastckpt.save(self.state, path, metadata={"step": step}, io=self.io)
+        report = fastckpt.save(self.state, path, metadata={"step": step}, io=self.spec.io)
         return _sample(report, time.monotonic() - began)
 
     def _load(self, path: Path, began: float, resident: float | None, *, compare: bool) -> dict[str, Any]:
         reports: list[fastckpt.LoadReport] = []
-        loaded = fastckpt.load(path, framework="numpy", io=replace(self.io, on_report=reports.append))
+        loaded = fastckpt.load(path, framework="numpy", io=replace(self.spec.io, on_report=reports.append))
         seconds = time.monotonic() - began
         sample = {**_sample(reports[0], seconds), "resident": resident}
         if compare and (wrong := shapes.difference(self.state, loaded)):

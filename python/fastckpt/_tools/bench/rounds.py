@@ -6,6 +6,7 @@ import os
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import fastckpt
 from fastckpt._text import count
 from fastckpt._tools.scratch import scratch
 
@@ -31,8 +32,7 @@ class Run:
         directory: the directory of the benchmark.
         shares: the shares of the ranks.
         rounds: how many rounds.
-        io: the engine, as :func:`fastckpt.save` takes it.
-        threads: worker threads of each rank, or None.
+        io: how ranks read and write.
         target: for the live counters of each rank, as :func:`fastckpt.tools.set_target` takes it.
         hot: whether there are hot loads.
     """
@@ -40,8 +40,7 @@ class Run:
     directory: Path
     shares: Sequence[Share]
     rounds: int
-    io: str = "auto"
-    threads: int | None = None
+    io: fastckpt.IO
     target: str = "light"
     hot: bool = True
 
@@ -112,7 +111,6 @@ def _spec(run: Run, directory: Path, rank: int) -> Spec:
         directory=directory / f"rank-{rank}",
         share=run.shares[rank],
         io=run.io,
-        threads=run.threads,
         target=run.target,
         environment={**labels, "FASTCKPT_JOB": os.environ.get("FASTCKPT_JOB") or "fastckpt-bench"},
     )
