@@ -8,14 +8,15 @@ Four things are measured, each as a ratio within one run:
 - **Stall** of ``save_async`` against one memcpy of the same state into memory that exists, with the same number of
   threads (``ctypes.memmove``, tensors dealt out to the threads), one after the other in every round. The first save is
   left out: it touches its memory for the first time.
-- **Lazy stall**: the same for ``lazy=True``, in milliseconds, and what a step waits that comes at once.
+- **Lazy stall**: the same for ``IO(lazy=True)``, in milliseconds, and what a step waits that comes at once.
 - **Peers**: ``torch.distributed.checkpoint.async_save`` in one process, writing with as many threads, with its default
   stager and with one that is kept, as its documentation advises; and torch_checkpointing's asynchronous mode where it
   is installed: the seconds until the call returns, and until the checkpoint is durable. They do not sync, or not
   everything, so an fsync of every file and directory is added to their time to durability and to nothing else.
   Contenders take turns, each round begins with another.
-- **Step time** of a training loop of matrix products with and without a save in the background, ``threads=1``,
-  ``nice=10``; torch has the cores of the machine. The stall is not part of a step and is reported beside it.
+- **Step time** of a training loop of matrix products with and without a save in the background,
+  ``IO(threads=1, nice=10)``; torch has the cores of the machine. The stall is not part of a step and is reported beside
+  it.
 
 Medians; GB is 10^9 bytes. ``--check`` exits with 1 when a bar is not met.
 """

@@ -116,6 +116,7 @@ def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
         options.out,
         ranks=fastckpt.distributed.Ranks(timeout=options.timeout),
         keep=options.keep,
+        # The last step, too, so that the next run can go on there.
         save_when=[when.Every(steps=options.save_every), when.Steps(options.steps)],
         async_save=False,
     )

@@ -192,7 +192,7 @@ def manager_of(options: argparse.Namespace) -> fastckpt.Manager:
         # The last step, too, so that the next run can go on there.
         save_when=[when.Every(steps=options.save_every), when.Steps(options.steps)],
         async_save=options.asynchronous,
-        save_options={"lazy": True, "threads": 1, "nice": 10} if options.asynchronous else None,
+        save_options={"io": fastckpt.IO(lazy=True, threads=1, nice=10)} if options.asynchronous else None,
     )
 
 

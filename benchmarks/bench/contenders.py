@@ -249,27 +249,29 @@ class Fastckpt(Contender):
     ) -> None:
         import fastckpt
 
-        self.library, self.io, self.threads, self.shards = fastckpt, io, threads, shards
-        self.limit, self.mmap, self.verify = bandwidth_limit, mmap, verify
+        self.library, self.shards = fastckpt, shards
+        self.io = fastckpt.IO(
+            io, threads=threads, bandwidth_limit=bandwidth_limit, mmap=mmap, verify=verify, on_report=self._note
+        )
         self.report: Any = None
 
     def save(self, state: Any, path: Path) -> Notes:
         # Tensors are not split: with room for one more, each shard holds its share and there are no more than wanted.
         split = {"shard_size": total_bytes(state) // self.shards + largest(state)} if self.shards else {}
-        report = self.library.save(state, path, io=self.io, threads=self.threads, bandwidth_limit=self.limit, **split)
+        report = self.library.save(state, path, io=self.io, files=self.library.Files(**split))
         self.note = f"engine {report.engine}: {report.fallback}" if report.fallback else ""
         return report_notes(report)
 
     def load(self, path: Path) -> Any:
-        return self._loaded(path, verify=self.verify, mmap=self.mmap)
+        return self._loaded(path)
 
     def load_into(self, path: Path, state: Any) -> Any:
-        if self.mmap:
+        if self.io.mmap:
             return super().load_into(path, state)
         return self._loaded(path, into=state)
 
     def _loaded(self, path: Path, **options: Any) -> Any:
-        return self.library.load(path, io=self.io, threads=self.threads, on_report=self._note, **options)
+        return self.library.load(path, io=self.io, **options)
 
     def _note(self, report: Any) -> None:
         self.report = report

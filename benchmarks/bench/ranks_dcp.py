@@ -32,7 +32,7 @@ from bench import ranks_simulation
 from fastckpt._api.save_request import SaveRequest
 from fastckpt._api.save_settings import WriteSettings
 from fastckpt._ranks import words
-from fastckpt._ranks.replicas import Policy
+from fastckpt._ranks.ranks import Ranks
 from fastckpt._ranks.tree import below
 from fastckpt._state.registry import Types
 from fastckpt.dcp._brought import Brought
@@ -177,9 +177,8 @@ def agree(ranks: int, tensors: int, *, boxes: bool = False, rows: int = 1) -> li
                 request = SaveRequest.of("dcp.save", "/checkpoint", None, settings, types, began=time.perf_counter())
                 began = time.thread_time()
                 try:
-                    policy = Policy.of("dcp.save", {})
                     brought = Brought(plan, planner, types, range(ranks), rank, local)
-                    Together(group, operation, 600, policy, brought).agree(request)
+                    Together(group, operation, Ranks(), brought).agree(request)
                 except BaseException as error:  # noqa: BLE001 - raised below
                     failed.append(error)
                 operation.traffic.seconds = time.thread_time() - began

@@ -24,7 +24,9 @@ BESIDE_SHARDS = frozenset({"fastckpt.json", "model.safetensors.index.json", TORC
 def check_names(operation: str, files: Any) -> None:
     """Check the names and the kinds of contents; nothing is read."""
     if not isinstance(files, Mapping):
-        raise TypeError(f"{operation}: files must be a dict of names and contents, not {type(files).__name__}")
+        raise TypeError(
+            f"{operation}: files beside the shards must be a dict of names and contents, not {type(files).__name__}"
+        )
     for name, content in files.items():
         _check_name(operation, name)
         if not isinstance(content, (str, bytes, bytearray, memoryview, os.PathLike)):

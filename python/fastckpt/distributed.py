@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._api import in_flight
 from fastckpt._api.build_report import build_report
-from fastckpt._api.io import no_mapping
+from fastckpt._api.io import give_report, refuse_mmap
 from fastckpt._api.load_settings import LoadOptions, LoadSettings
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
@@ -39,8 +39,9 @@ from fastckpt._ranks.background import Job
 from fastckpt._ranks.calls import Call
 from fastckpt._ranks.load import load_together
 from fastckpt._ranks.process_group import ProcessGroup
-from fastckpt._ranks.ranks import Ranks, ranks_of
+from fastckpt._ranks.ranks import Ranks, check_ranks
 from fastckpt._ranks.session import session
+from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
 from fastckpt._tensors.spreads import Spreads
 
@@ -104,7 +105,7 @@ def save(
         RuntimeWarning: as for :func:`fastckpt.save`.
     """
     began = time.perf_counter()
-    together = ranks_of(ranks)
+    together = check_ranks("save", ranks)
     call = Call("save", session("save", together.process_group), path, together.timeout)
     with range_of("fastckpt.distributed.save"), Attempt("save", call.path), call.operation:
         call.check()
@@ -120,6 +121,7 @@ def save(
                 report = write(request, group, progress)
     conclude(report)
     warn_of_failures()
+    give_report(settings.io, report)
     return report
 
 
@@ -171,7 +173,7 @@ def save_async(
         RuntimeWarning: as for :func:`fastckpt.save_async`.
     """
     began = time.perf_counter()
-    together = ranks_of(ranks)
+    together = check_ranks("save_async", ranks)
     call = Call("save", session("save_async", together.process_group), path, together.timeout)
     request = job = None
     with range_of("fastckpt.distributed.save_async"):
@@ -250,27 +252,29 @@ def load(
         RuntimeWarning: as for :func:`fastckpt.load`.
     """
     began = time.perf_counter()
-    together = ranks_of(ranks)
+    together = check_ranks("load", ranks)
     call = Call("load", session("load", together.process_group), path, together.timeout)
     with range_of("fastckpt.distributed.load"), Attempt("load", call.path), call.operation as operation:
         call.check()
         settings = LoadSettings.of("load", options, load)
-        no_mapping("load", settings.io)
+        refuse_mmap("load", settings.io)
         in_flight.wait_for_paths(call.path)
         read = load_together(call, operation, settings, into)
     found = conclude(build_report(LoadReport, call.path, began, read.fields))
-    if settings.io.on_report is not None:
-        settings.io.on_report(found)
+    give_report(settings.io, found)
     return read.state
 
 
-def load_per_rank(path: AnyPath, *, rank: int | None = None, ranks: Any = None) -> Any:
+def load_per_rank(
+    path: AnyPath, *, rank: int | None = None, ranks: Any = None, registry: Registry | None = None
+) -> Any:
     """Read the state that a rank saved for itself, with ``per_rank=`` of :func:`save`. Each process reads alone.
 
     Args:
         path: the checkpoint's directory, or its URL.
         rank: the rank; None for this process's own, which takes as many ranks as have saved.
         ranks: the ranks that load, as for :func:`save`; with ``rank`` they do not matter.
+        registry: as for :func:`load`.
 
     Returns:
         The state; None if that rank gave none.
@@ -283,9 +287,9 @@ def load_per_rank(path: AnyPath, *, rank: int | None = None, ranks: Any = None) 
     """
     own = None
     if rank is None:
-        group = session("load_per_rank", ranks_of(ranks).process_group).group
+        group = session("load_per_rank", check_ranks("load_per_rank", ranks).process_group).group
         own = (group.rank, group.size)
-    return load_state_of(path, rank, own)
+    return load_state_of(path, rank, own, registry)
 
 
 def __dir__() -> list[str]:

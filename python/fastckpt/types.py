@@ -1,10 +1,9 @@
-"""The records that fastckpt returns and is given, for annotations and ``isinstance``."""
+"""The records that fastckpt returns, for annotations and ``isinstance``."""
 
 from __future__ import annotations
 
 from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, TensorHandle
 from fastckpt._api.manage import Leftover, ListedCheckpoint
-from fastckpt._api.register import Registry
 from fastckpt._api.reports import CopyReport, Damage, LoadReport, SaveReport, VerifyReport
 from fastckpt._api.tensor_info import TensorInfo
 from fastckpt._background.pending import PendingSave, SaveProgress
@@ -22,7 +21,6 @@ __all__ = [
     "ManagedCheckpoint",
     "Origin",
     "PendingSave",
-    "Registry",
     "Restored",
     "SaveProgress",
     "SaveReport",

@@ -28,12 +28,11 @@ from fastckpt._api import outcome as _outcome
 from fastckpt._api import prepare, room
 from fastckpt._api import progress as _progress
 from fastckpt._api.build_report import build_report
+from fastckpt._api.io import bytes_per_second
 from fastckpt._api.load_settings import LoadSettings
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.save_settings import SaveSettings, WriteSettings
 from fastckpt._api.settings import Settings, with_lines
-from fastckpt._background.settings import BackgroundSettings
-from fastckpt._ranks.replicas import Policy
 from fastckpt._state.select import named
 from fastckpt._tensors import cast_out, slicing
 from fastckpt._tensors import memory as _memory
@@ -46,16 +45,16 @@ from harness import manifest, needs
 from harness.container import Spec, control_groups
 from harness.same import same
 
-RECORDS = [WriteSettings, SaveSettings, BackgroundSettings, Policy, LoadSettings]
-#: What takes which options, and how it saves.
+RECORDS = [WriteSettings, SaveSettings, LoadSettings]
+#: What takes which options.
 DOORS = {
-    "save": (fastckpt.save, [SaveSettings]),
-    "save_async": (fastckpt.save_async, [BackgroundSettings, SaveSettings]),
-    "distributed.save": (distributed.save, [Policy, SaveSettings]),
-    "distributed.save_async": (distributed.save_async, [BackgroundSettings, Policy, SaveSettings]),
-    "dcp.Writer": (dcp.Writer, [WriteSettings, Policy]),
-    "load": (fastckpt.load, [LoadSettings]),
-    "distributed.load": (distributed.load, [LoadSettings]),
+    "save": (fastckpt.save, SaveSettings),
+    "save_async": (fastckpt.save_async, SaveSettings),
+    "distributed.save": (distributed.save, SaveSettings),
+    "distributed.save_async": (distributed.save_async, SaveSettings),
+    "dcp.Writer": (dcp.Writer, WriteSettings),
+    "load": (fastckpt.load, LoadSettings),
+    "distributed.load": (distributed.load, LoadSettings),
 }
 ALONE = {"save", "save_async"}
 
@@ -67,22 +66,27 @@ def test_type_checkers_see_the_options_of_the_record(record):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_help_shows_every_option(door):
-    function, records = DOORS[door]
+    function, record = DOORS[door]
     parameters = inspect.signature(function).parameters
     assert not [name for name, one in parameters.items() if one.kind is inspect.Parameter.VAR_KEYWORD]
     named = function.__init__ if isinstance(function, type) else function
     hints = typing.get_type_hints(named)
-    for record in records:
-        for name, one in record.options().items():
-            assert parameters[name].default == one.default
-            assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
-            assert name in hints
-            assert parameters[name].annotation == hints[name]
-            assert f"\n    {name}: " in inspect.getdoc(function)
+    for name, one in record.options().items():
+        assert parameters[name].default == one.default
+        assert parameters[name].kind is inspect.Parameter.KEYWORD_ONLY
+        assert name in hints
+        assert parameters[name].annotation == hints[name]
+        assert f"\n    {name}: " in inspect.getdoc(function)
     assert "{options}" not in function.__doc__
-    of_ranks = any(one.alike for record in records for one in record.options().values()) and door not in ALONE
+    of_ranks = any(one.alike for one in record.options().values()) and door not in ALONE
     assert ("The same on all ranks." in function.__doc__) == of_ranks
     assert all(len(line) <= 120 for line in function.__doc__.splitlines())
+
+
+@pytest.mark.parametrize("record", [fastckpt.IO, fastckpt.Files, fastckpt.Registry, distributed.Ranks])
+def test_help_of_a_record_shows_every_option(record):
+    for name in inspect.signature(record).parameters:
+        assert f"\n    {name}: " in inspect.getdoc(record)
 
 
 @pytest.mark.parametrize("door", DOORS)
@@ -90,7 +94,7 @@ def test_an_argument_that_there_is_not_is_an_error_with_what_there_is(door, tmp_
     function, _ = DOORS[door]
     loads = "load" in door
     arguments = (tmp_path / "c",) if loads or isinstance(function, type) else ({"w": torch.ones(1)}, tmp_path / "c")
-    for like in ("strict", "on_report") if loads else ("overwrite", "metadata"):
+    for like in ("strict", "registry") if loads else ("overwrite", "metadata"):
         name = like[:-1]
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; there are '{like}'"):
             function(*arguments, **{name: True})
@@ -98,10 +102,14 @@ def test_an_argument_that_there_is_not_is_an_error_with_what_there_is(door, tmp_
 
 
 def test_a_record_is_checked_once_and_does_not_change():
-    settings = SaveSettings.of("save", {"shard_size": "1MB", "frozen": "a.*", "bandwidth_limit": "2GB"})
-    assert (settings.shard_size, settings.frozen, settings.bandwidth_limit) == (1_000_000, ("a.*",), 2_000_000_000)
-    with pytest.raises(AttributeError):
-        settings.shard_size = 1
+    files, io = fastckpt.Files(shard_size="1MB", frozen="a.*"), fastckpt.IO(bandwidth_limit="2GB")
+    settings = SaveSettings.of("save", {"files": files, "io": io})
+    assert (settings.files.shard_size, settings.files.frozen) == (1_000_000, ("a.*",))
+    assert bytes_per_second(settings.io) == 2_000_000_000
+    records = {"overwrite": settings, "shard_size": files, "threads": io, "timeout": distributed.Ranks()}
+    for name, record in records.items():
+        with pytest.raises(AttributeError):
+            setattr(record, name, 1)
 
 
 @pytest.mark.parametrize("indent", ["", "        "], ids=["from Python 3.13 on", "before"])
@@ -120,19 +128,20 @@ class Word(str, enum.Enum):
 
 
 def test_a_member_of_an_enum_of_texts_is_its_text():
-    assert SaveSettings.of("save", {"io": Word.BUFFERED}).io == "buffered"
-    policy = Policy.of("save", {"replicas": Word.FULL, "on_difference": Word.WARN})
-    assert [type(text) for text in (policy.replicas, policy.on_difference)] == [str, str]
-    assert (policy.replicas, policy.on_difference) == ("full", "warn")
+    for io in (SaveSettings.of("save", {"io": Word.BUFFERED}).io, fastckpt.IO(Word.BUFFERED)):
+        assert (type(io.engine), io.engine) == (str, "buffered")
+    ranks = distributed.Ranks(replicas=Word.FULL, on_difference=Word.WARN)
+    assert [type(text) for text in (ranks.replicas, ranks.on_difference)] == [str, str]
+    assert (ranks.replicas, ranks.on_difference) == ("full", "warn")
 
 
 def test_what_is_written_needs_no_functions_of_the_program():
     settings = SaveSettings.of(
-        "save", {"encode": list, "registry": fastckpt.Registry(), "exclude": "a", "dtype": "half"}
+        "save", {"registry": fastckpt.Registry(encode=list), "exclude": "a", "dtype": "half", "files": {"a": "b"}}
     )
     kept = settings.for_writing()
-    assert (kept.encode, kept.registry, kept.dtype) == (None,) * 3
-    assert (kept.shard_size, kept.io) == (settings.shard_size, settings.io)
+    assert (kept.registry, kept.dtype) == (None, None)
+    assert (kept.files, kept.io) == (settings.files, settings.io)
 
 
 def test_a_report_has_every_phase_in_its_order():
@@ -300,7 +309,7 @@ def test_what_a_load_counts(tmp_path, monkeypatch):
         large.nbytes // 2 + 2 * small.nbytes,
         large.nbytes // 2,
     )
-    assert counts(mmap=True) == (0, 0)
+    assert counts(io=fastckpt.IO(mmap=True)) == (0, 0)
     assert counts(into={"large": large, "again": large, "small": small, "more": b""}) == (5000, 0)
 
 
@@ -341,7 +350,7 @@ def test_a_load_in_a_tight_group_is_an_error_and_no_kill(tmp_path):
             return done.stdout
 
         assert "mmap=True" in loaded("{}")
-        assert loaded("{'mmap': True}") == loaded("{'keys': ['w.0', 'w.1', 'small']}") == "2\n"
+        assert loaded("{'io': fastckpt.IO(mmap=True)}") == loaded("{'keys': ['w.0', 'w.1', 'small']}") == "2\n"
         assert groups.killed == 0
 
 
@@ -584,7 +593,7 @@ def test_a_lazy_save_notices_a_change_of_what_it_casts(tmp_path, monkeypatch):
         value.add_(1)
 
     monkeypatch.setattr(cast_out.CastOut, "__call__", changed)
-    with pytest.raises(RuntimeError, match=r"changed in place while lazy=True was copying: w\."):
+    with pytest.raises(RuntimeError, match=r"changed in place while IO\(lazy=True\) was copying: w\."):
         fastckpt.save_async({"w": value}, tmp_path / "c", dtype="bfloat16", io=fastckpt.IO(lazy=True)).result(60)
     assert not (tmp_path / "c").exists()
 

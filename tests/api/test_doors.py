@@ -18,6 +18,7 @@ import torch.distributed.checkpoint as torch_dcp
 import fastckpt
 from fastckpt import dcp, distributed
 from harness.machines import wait_until
+from harness.same import same
 
 
 def by_torch(state, path, **options):
@@ -63,7 +64,9 @@ def expected(tmp_path_factory):
 
 @pytest.mark.parametrize("door", DOORS)
 def test_the_same_bytes_and_a_report_that_adds_up(tmp_path, expected, door):
-    report = DOORS[door](state(), tmp_path / "c", metadata={"step": 7}, shard_size="200KB", threads=1)
+    heard = []
+    how = {"files": fastckpt.Files(shard_size="200KB"), "io": fastckpt.IO(threads=1, on_report=heard.append)}
+    report = DOORS[door](state(), tmp_path / "c", metadata={"step": 7}, **how)
     assert len(expected) > 2
     assert shards(tmp_path / "c") == expected
     order = ["wait", "stage"] * (door in IN_BACKGROUND) + ["plan", "write", "fsync", "commit"]
@@ -72,21 +75,52 @@ def test_the_same_bytes_and_a_report_that_adds_up(tmp_path, expected, door):
     assert (report.step, report.shards, report.warnings) == (7, len(expected), ())
     assert report.bytes == sum(tensor.nbytes for tensor in (*state()["model"].values(), torch.ones(5), torch.zeros(6)))
     assert (report.staged > 0) == (door in IN_BACKGROUND)
+    # In the background it is given once the result is there.
+    wait_until(lambda: heard)
+    assert heard == [report]
 
 
-#: What is wrong, which saves take it, and the error.
+@pytest.mark.parametrize("door", DOORS)
+def test_a_function_that_fails_on_the_report_costs_no_checkpoint(tmp_path, door, caplog):
+    def fail(_):
+        raise ValueError("no room for reports")
+
+    io = fastckpt.IO(on_report=fail)
+    if door in IN_BACKGROUND:
+        DOORS[door](state(), tmp_path / "c", io=io)
+        wait_until(lambda: "no room for reports" in caplog.text)
+    else:
+        with pytest.raises(ValueError, match="no room for reports"):
+            DOORS[door](state(), tmp_path / "c", io=io)
+    assert same(fastckpt.load(tmp_path / "c"), state())
+
+
+#: What is wrong, which saves take it, and the error. What is wrong with an option of a record, the record tells.
 WRONG = {
     "overwrite": ({"overwrite": False}, {*DOORS}, FileExistsError, "overwrite=False"),
-    "shard_size": ({"shard_size": "much"}, {*DOORS}, ValueError, "shard_size"),
     "files": ({"files": {"a/b": ""}}, {*DOORS}, ValueError, "files: 'a/b' is not a plain file name"),
     "files that are none": ({"files": "config.json"}, {*DOORS}, TypeError, "files must be a dict"),
-    "model_key": ({"model_key": "weights"}, {*DOORS}, ValueError, "model_key"),
-    "io": ({"io": "fast"}, {*DOORS}, ValueError, "io must be one of auto, uring, threads, direct, buffered"),
-    "threads": ({"threads": 0}, {*DOORS}, ValueError, "threads must be None or an int from 1 to 24"),
-    "bandwidth_limit": ({"bandwidth_limit": -1}, {*DOORS}, ValueError, "bandwidth_limit"),
+    "model_key": ({"files": fastckpt.Files(model_key="weights")}, {*DOORS}, ValueError, "model_key"),
+    "io": (
+        {"io": "fast"},
+        {*DOORS},
+        ValueError,
+        "io must be one of auto, uring, threads, direct, buffered, not 'fast'",
+    ),
+    "io that is none": ({"io": 2}, {*DOORS}, TypeError, "io must be the name of an engine or a fastckpt.IO, not 2"),
+    "registry that is none": (
+        {"registry": state},
+        {*DOORS},
+        TypeError,
+        "registry must be a fastckpt.Registry, not <function",
+    ),
     "base": ({"base": "s3://bucket/c"}, OF_STATES, ValueError, "base"),
-    "frozen": ({"frozen": 1}, OF_STATES, TypeError, "frozen must be a pattern"),
-    "frozen of nothing": ({"frozen": "nothing.*"}, OF_STATES, KeyError, "frozen: 'nothing.\\*' matches nothing"),
+    "frozen of nothing": (
+        {"files": fastckpt.Files(frozen="nothing.*")},
+        {*DOORS},
+        KeyError,
+        "frozen: 'nothing.\\*' matches nothing",
+    ),
     "exclude": ({"exclude": 1}, OF_STATES, TypeError, "exclude must be a pattern"),
     "exclude of nothing": ({"exclude": "nothing.*"}, OF_STATES, KeyError, "exclude: 'nothing.\\*' matches nothing"),
     "dtype": ({"dtype": "int8"}, OF_STATES, ValueError, "dtype"),
@@ -96,16 +130,43 @@ WRONG = {
         fastckpt.exceptions.UnsupportedTypeError,
         "metadata cannot hold",
     ),
-    "replicas": ({"replicas": "some"}, OF_RANKS, ValueError, "replicas must be one of sample, full, first, not 'some'"),
-    "on_difference": (
-        {"on_difference": "hide"},
-        OF_RANKS,
-        ValueError,
-        "on_difference must be one of raise, warn, not 'hide'",
+    "an unknown one": ({"speed": 1}, {*DOORS}, TypeError, "unexpected keyword argument 'speed'$"),
+    "one of IO": (
+        {"threads": 1},
+        {*DOORS},
+        TypeError,
+        r"unexpected keyword argument 'threads': it is an option of io=fastckpt\.IO\(threads=\.\.\.\)$",
     ),
-    "pin": ({"pin": -1}, IN_BACKGROUND, ValueError, "pin must be True, False"),
-    "on_error": ({"on_error": "hide"}, IN_BACKGROUND, ValueError, "on_error must be"),
-    "an unknown one": ({"speed": 1}, {*DOORS}, TypeError, "unexpected keyword argument 'speed'"),
+    "one of Files": (
+        {"shard_size": "1GB"},
+        {*DOORS},
+        TypeError,
+        r"unexpected keyword argument 'shard_size': it is an option of files=fastckpt\.Files\(shard_size=\.\.\.\)$",
+    ),
+    "one of Registry": (
+        {"encode": repr},
+        {*DOORS},
+        TypeError,
+        r"unexpected keyword argument 'encode': it is an option of registry=fastckpt\.Registry\(encode=\.\.\.\)$",
+    ),
+    "one of Ranks": (
+        {"timeout": 3},
+        OF_RANKS,
+        TypeError,
+        r"argument 'timeout': it is an option of ranks=fastckpt\.distributed\.Ranks\(timeout=\.\.\.\)$",
+    ),
+    "one of Ranks, of one process": (
+        {"timeout": 3},
+        {*DOORS} - OF_RANKS,
+        TypeError,
+        r"argument 'timeout': it is an option of fastckpt\.distributed\.Ranks, which this does not take$",
+    ),
+    "ranks that are none": (
+        {"ranks": "alone"},
+        OF_RANKS,
+        TypeError,
+        "ranks must be a process group of torch.* 'alone'",
+    ),
 }
 
 
@@ -135,10 +196,57 @@ def test_what_is_wrong_is_refused_alike_and_leaves_and_keeps_nothing(tmp_path, d
     DOORS[door](state(), path)
 
 
+#: What is wrong with options of a record, and the error.
+REFUSED = {
+    fastckpt.IO: [
+        ({"engine": "fast"}, ValueError, "engine must be one of auto, uring, threads, direct, buffered, not 'fast'"),
+        ({"threads": 0}, ValueError, "threads must be None or an int from 1 to 24, not 0"),
+        ({"bandwidth_limit": -1}, ValueError, "bandwidth_limit must be a number of bytes from 1 to"),
+        ({"pin": -1}, ValueError, "pin must be True, False"),
+        ({"max_in_flight": 0}, ValueError, "max_in_flight must be an int, at least 1, not 0"),
+        ({"nice": 20}, ValueError, "nice must be None or an int from 0 to 19, not 20"),
+        ({"on_report": 1}, TypeError, "on_report must be a function, not 1"),
+    ],
+    fastckpt.Files: [
+        ({"beside": "config.json"}, TypeError, "files beside the shards must be a dict of names and contents, not str"),
+        ({"beside": {"a/b": ""}}, ValueError, "files: 'a/b' is not a plain file name"),
+        ({"beside": {"a": 1}}, TypeError, "files: the content of 'a' must be"),
+        ({"shard_size": "much"}, ValueError, "shard_size must be a number of bytes from 1 to"),
+        ({"frozen": 1}, TypeError, "frozen must be a pattern"),
+        ({"frozen": ["a", 1]}, TypeError, "frozen: a pattern must be a string, not 1"),
+    ],
+    fastckpt.Registry: [
+        ({"encode": "repr"}, TypeError, "encode must be a function, not 'repr'"),
+        ({"undeclared": "hide"}, ValueError, "undeclared must be one of error, plain, not 'hide'"),
+    ],
+    distributed.Ranks: [
+        ({"timeout": 0}, ValueError, "timeout must be above 0 and at most 100,000,000 seconds, not 0"),
+        ({"timeout": "60"}, TypeError, "timeout must be a number of seconds, not str"),
+        ({"replicas": "some"}, ValueError, "replicas must be one of sample, full, first, not 'some'"),
+        ({"on_difference": "hide"}, ValueError, "on_difference must be one of raise, warn, not 'hide'"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("record", "options", "kind", "message"),
+    [
+        pytest.param(record, *row, id=f"{record.__name__}-{'-'.join(row[0])}")
+        for record, rows in REFUSED.items()
+        for row in rows
+    ],
+)
+def test_a_record_refuses_what_is_wrong_when_it_is_made(record, options, kind, message):
+    with pytest.raises(kind, match=f"^{record.__name__}: {message}"):
+        record(**options)
+
+
 @pytest.mark.parametrize("door", sorted(OF_STATES))
 def test_patterns_may_come_one_by_one(tmp_path, door):
-    DOORS[door](state(), tmp_path / "c", exclude=(text for text in ["optimizer"]), frozen=iter(["model.*"]))
+    files = fastckpt.Files(frozen=iter(["model.*"]))
+    DOORS[door](state(), tmp_path / "c", exclude=(text for text in ["optimizer"]), files=files)
     assert list(fastckpt.load(tmp_path / "c")) == ["model"]
+    assert fastckpt.open(tmp_path / "c").origin.options == {"exclude": "optimizer", "frozen": "model.*"}
 
 
 @pytest.mark.parametrize("door", sorted(IN_BACKGROUND))
@@ -148,7 +256,9 @@ def test_a_save_in_the_background_lets_go_of_functions_of_the_program(tmp_path, 
 
     save = fastckpt.save_async if door == "save_async" else distributed.save_async
     alive = weakref.ref(default)
-    pending = save(state(), tmp_path / "c", encode=default, bandwidth_limit="500KB")
+    registry = fastckpt.Registry(encode=default)
+    pending = save(state(), tmp_path / "c", registry=registry, io=fastckpt.IO(bandwidth_limit="500KB"))
+    del registry
     del default
     assert alive() is None
     pending.result()

@@ -204,12 +204,8 @@ def test_what_cannot_be_left_out_by_its_name_is_refused(tmp_path, state, exclude
 
 def test_default_is_asked_first(tmp_path):
     state = {"f": print, "g": print, "n": 1}
-    fastckpt.save(
-        state,
-        tmp_path / "c",
-        exclude="f",
-        registry=fastckpt.Registry(encode=lambda value: "made" if value is print else None),
-    )
+    known = fastckpt.Registry(encode=lambda value: "made" if value is print else None)
+    fastckpt.save(state, tmp_path / "c", exclude="f", registry=known)
     assert fastckpt.load(tmp_path / "c") == {"g": "made", "n": 1}
 
 
@@ -237,7 +233,7 @@ def test_patterns_that_do_not_fit(tmp_path, way):
     with pytest.raises(ValueError, match=f"{name}: exclude= leaves nothing to save"):
         way(W, tmp_path / "c", exclude="tensor")
     with pytest.raises(ValueError, match="'model': the state has no mapping under that key"):
-        way(state, tmp_path / "c", exclude="model", model_key="model")
+        way(state, tmp_path / "c", exclude="model", files=fastckpt.Files(model_key="model"))
     assert not (tmp_path / "c").exists()
 
 

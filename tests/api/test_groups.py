@@ -171,7 +171,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_the_model(case, tmp_path, save):
     state, key, model, others = CASES[case]
-    save(state, tmp_path / "c", model_key=key)
+    save(state, tmp_path / "c", files=fastckpt.Files(model_key=key))
     expected = {"model.safetensors": model} | ({} if others is None else {TRAINING: others})
     assert headers(tmp_path / "c") == expected
     oracle.read(tmp_path / "c")
@@ -198,7 +198,7 @@ def save(request):
 )
 def test_a_key_that_leads_to_no_mapping_is_refused(state, key, remedy, tmp_path, save):
     with pytest.raises(ValueError, match=r"save(_async)?: model_key=") as caught:
-        save(state, tmp_path / "c", model_key=key)
+        save(state, tmp_path / "c", files=fastckpt.Files(model_key=key))
     assert str(caught.value).endswith(f"the state has no mapping under that key: {remedy}")
     assert names(tmp_path) == []
 
@@ -213,7 +213,7 @@ def test_a_key_that_leads_to_no_mapping_is_refused(state, key, remedy, tmp_path,
 )
 def test_a_key_whose_names_another_can_make_is_refused(state, key, other, tmp_path, save):
     with pytest.raises(ValueError, match=f"tensors under the key {other} can have the same names as the model's"):
-        save(state, tmp_path / "c", model_key=key)
+        save(state, tmp_path / "c", files=fastckpt.Files(model_key=key))
     assert names(tmp_path) == []
 
 
@@ -228,13 +228,13 @@ def test_a_registered_mapping_has_no_model(tmp_path, registry, save):
     save(state, tmp_path / "c")
     assert headers(tmp_path / "c") == {"model.safetensors": ["inner.model.w"]}
     with pytest.raises(ValueError, match="no mapping under that key"):
-        save(state, tmp_path / "c", model_key="model")
+        save(state, tmp_path / "c", files=fastckpt.Files(model_key="model"))
 
 
 def test_a_refused_key_holds_no_buffer(tmp_path, save):
     raw = bytearray(5000)
     with pytest.raises(ValueError, match="model_key") as caught:
-        save({"raw": raw}, tmp_path / "c", model_key="model")
+        save({"raw": raw}, tmp_path / "c", files=fastckpt.Files(model_key="model"))
     raw.append(1)  # BufferError, if somebody still looked there
     assert caught.value
 

@@ -614,8 +614,10 @@ def test_arguments(saved, tmp_path):
         fastckpt.load(path, framework="jax")
     with pytest.raises(ValueError, match="load: io must be one of"):
         fastckpt.load(path, io="x")
-    with pytest.raises(ValueError, match="load: threads must be"):
-        fastckpt.load(path, io=fastckpt.IO(threads=0))
+    with pytest.raises(ValueError, match=r"^IO: threads must be"):
+        fastckpt.IO(threads=0)
+    with pytest.raises(TypeError, match=r"load: io must be the name of an engine or a fastckpt\.IO, not 3"):
+        fastckpt.load(path, io=3)
     with pytest.raises(FileNotFoundError):
         fastckpt.load(tmp_path / "nothing")
     with pytest.raises(TypeError, match="path must be"):
@@ -673,8 +675,8 @@ def test_a_load_gives_its_report(tmp_path):
     assert (report.bytes, report.engine, report.threads, report.tensors) == (8000, "threads", 1, 1)
     assert sum(report.thread_bytes) == 8000
     assert same(fastckpt.load(tmp_path / "c", io=fastckpt.IO(on_report=None)), state)
-    with pytest.raises(TypeError, match="load: on_report must be a function, not True"):
-        fastckpt.load(tmp_path / "missing", io=fastckpt.IO(on_report=True))
+    with pytest.raises(TypeError, match=r"^IO: on_report must be a function, not True"):
+        fastckpt.IO(on_report=True)
     mapped = with_report(fastckpt.load, tmp_path / "c", mmap=True)
     assert same(mapped.state, state)
     assert mapped.report.bytes == 8000

@@ -1,4 +1,4 @@
-"""``load(mmap=True)``: tensors are pages of the files, checked and not copied."""
+"""``load(io=IO(mmap=True))``: tensors are pages of the files, checked and not copied."""
 
 from __future__ import annotations
 
@@ -162,13 +162,14 @@ def test_what_does_not_go_with_it_is_refused(saved):
     path, wanted = saved
     for options in ({"dtype": "float32"}, {"dtype": {"w": "float32"}, "into": wanted}):
         with pytest.raises(
-            ValueError, match="load: mmap=True maps the stored bytes unchanged and cannot be combined with dtype="
+            ValueError,
+            match=r"load: IO\(mmap=True\) maps the stored bytes unchanged and cannot be combined with dtype=",
         ):
             fastckpt.load(path, io=fastckpt.IO(mmap=True), **options)
     with pytest.raises(ValueError, match=r"load: device.*there is no device cuda:77 here"):
         fastckpt.load(path, io=fastckpt.IO(mmap=True), device="cuda:77")
     for io in ("uring", "threads", "direct"):
-        with pytest.raises(ValueError, match=f"mmap=True reads through the page cache.*'{io}'"):
+        with pytest.raises(ValueError, match=rf"load: IO\(mmap=True\) reads through the page cache.*'{io}'"):
             fastckpt.load(path, io=fastckpt.IO(io, mmap=True))
     assert same(fastckpt.load(path, io=fastckpt.IO("buffered", mmap=True)), wanted)
 
@@ -215,7 +216,7 @@ def test_when_the_interpreter_ends(saved):
 
         def end():
             into = {"n": numpy.zeros((100, 7))}
-            fastckpt.load(sys.argv[1], into=into, keys="n", mmap=True)
+            fastckpt.load(sys.argv[1], into=into, keys="n", io=fastckpt.IO(mmap=True))
             print(into["n"].tobytes().hex())
 
         atexit.register(end)
@@ -258,7 +259,7 @@ def test_what_into_lacks_is_neither_checked_nor_copied(saved):
     into = {"words": np.array(["", ""], "<U5")}
     with pytest.raises(CorruptCheckpointError):
         fastckpt.load(
-            path, into={**into, "n": np.zeros((100, 7))}, io=fastckpt.IO(mmap=True), strict=False, keys=["n", "words"]
+            path, {**into, "n": np.zeros((100, 7))}, io=fastckpt.IO(mmap=True), strict=False, keys=["n", "words"]
         )
     _, report = with_report(fastckpt.load, path, into=into, mmap=True, strict=False)
     assert into["words"].tolist() == ["some", "words"]

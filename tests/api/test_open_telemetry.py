@@ -292,9 +292,8 @@ def test_the_number_of_calls_does_not_depend_on_what_is_written(sdk, tmp_path):
     sdk.take(Counted(sdk.tracer, ["start_span"]), instruments)
     small = fastckpt.save({"w": np.ones(10)}, tmp_path / "small")
     few, calls[:] = list(calls), []
-    large = fastckpt.save(
-        {str(index): np.ones(2000) for index in range(2000)}, tmp_path / "large", files=fastckpt.Files(shard_size="4MB")
-    )
+    many = {str(index): np.ones(2000) for index in range(2000)}
+    large = fastckpt.save(many, tmp_path / "large", files=fastckpt.Files(shard_size="4MB"))
     assert sum(large.blocks.values()) > sum(small.blocks.values())
     assert large.shards > small.shards
     assert calls == few

@@ -396,7 +396,7 @@ def test_dtypes_of_numpy_and_of_python_are_names_too(saved):
 
 def test_mmap_casts_nothing(saved):
     with pytest.raises(
-        ValueError, match="load: mmap=True maps the stored bytes unchanged and cannot be combined with dtype="
+        ValueError, match=r"load: IO\(mmap=True\) maps the stored bytes unchanged and cannot be combined with dtype="
     ):
         fastckpt.load(saved({"w": torch.ones(2)}), io=fastckpt.IO(mmap=True), dtype="float16")
 

@@ -127,12 +127,8 @@ def test_an_asynchronous_save_writes_what_changed(tmp_path):
     saves = []
     for step in range(4):
         base = tmp_path / str(step - 1) if step else None
-        saves.append(
-            (
-                fastckpt.save_async(state, tmp_path / str(step), base=base, io=fastckpt.IO(max_in_flight=4)),
-                {**state, "step": step},
-            )
-        )
+        pending = fastckpt.save_async(state, tmp_path / str(step), base=base, io=fastckpt.IO(max_in_flight=4))
+        saves.append((pending, {**state, "step": step}))
         train(state)
     # Each has waited for its base, which was in flight when it was called.
     reports = [pending.result() for pending, _ in saves]
@@ -157,9 +153,8 @@ def test_a_save_that_waits_for_its_base_can_be_cancelled(tmp_path):
 
 def test_files_are_the_same_whoever_writes_them(tmp_path, engine):
     state = {**fine_tune(), "large": torch.arange(2 << 20, dtype=torch.int32)}
-    fastckpt.save(
-        state, tmp_path / "base", files=fastckpt.Files(frozen=["model.layers.*", "large"]), io=fastckpt.IO(threads=1)
-    )
+    frozen = fastckpt.Files(frozen=["model.layers.*", "large"])
+    fastckpt.save(state, tmp_path / "base", files=frozen, io=fastckpt.IO(threads=1))
     train(state)
     for number, save in enumerate((fastckpt.save, lambda *given, **more: fastckpt.save_async(*given, **more).result())):
         report = save(state, tmp_path / str(number), base=tmp_path / "base", io=engine)
@@ -297,8 +292,8 @@ def test_what_cannot_be_a_base_costs_time_alone(tmp_path):
                 save(state, tmp_path / "c", base=wrong)
     with pytest.raises(KeyError, match=r"save: frozen: 'model\.layer\.\*' matches nothing"):
         fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(frozen="model.layer.*"))
-    with pytest.raises(TypeError, match="save_async: frozen must be a pattern"):
-        fastckpt.save_async(state, tmp_path / "c", files=fastckpt.Files(frozen=3))
+    with pytest.raises(TypeError, match=r"^Files: frozen must be a pattern"):
+        fastckpt.Files(frozen=3)
 
 
 def test_a_base_on_another_file_system_is_written_anew(tmp_path):
@@ -349,7 +344,7 @@ class Killed(tqdm.auto.tqdm):
         if self.n == self.total > 0:
             os.kill(os.getpid(), signal.SIGKILL)
 tqdm.auto.tqdm = Killed
-fastckpt.save(state, sys.argv[2], base=sys.argv[1], progress=True)
+fastckpt.save(state, sys.argv[2], base=sys.argv[1], io=fastckpt.IO(progress=True))
 """
 
 
@@ -400,10 +395,11 @@ def test_any_history_of_changes(tmp_path, seed):
 SAVE_AGAIN = """
 import sys, numpy, fastckpt
 state = {f"w{index}": numpy.full(40_000, float(index)) for index in range(6)}
+files = fastckpt.Files(shard_size=400_000)
 if len(sys.argv) == 2:
-    fastckpt.save(state, sys.argv[1], shard_size=400_000)
+    fastckpt.save(state, sys.argv[1], files=files)
 else:
-    report = fastckpt.save(state, sys.argv[2], base=sys.argv[1], shard_size=400_000)
+    report = fastckpt.save(state, sys.argv[2], base=sys.argv[1], files=files)
     assert report.linked_files == 6, report
 """
 

@@ -11,6 +11,7 @@ import torch
 
 import fastckpt
 from harness import standin
+from harness.options import grouped
 
 SHARD = 3_000_000
 
@@ -92,7 +93,7 @@ def expected(tmp_path_factory):
 @pytest.mark.parametrize("way", WAYS)
 def test_equal_states_give_equal_files(way, expected, tmp_path):
     save, options, built = WAYS[way]
-    save(state(**built), tmp_path / "another-name", shard_size=SHARD, **options)
+    save(state(**built), tmp_path / "another-name", files=fastckpt.Files(shard_size=SHARD), **grouped(options))
     assert files(tmp_path / "another-name") == expected
 
 
@@ -100,7 +101,7 @@ def test_equal_states_give_equal_files(way, expected, tmp_path):
 @pytest.mark.parametrize("save", [fastckpt.save, background(lazy=False), background(lazy=True)])
 def test_tensors_of_a_device_differ_in_its_name_alone(save, expected, tmp_path):
     there = state(move=lambda values: torch.from_numpy(values).to("standin"))
-    save(there, tmp_path / "c", shard_size=SHARD)
+    save(there, tmp_path / "c", files=fastckpt.Files(shard_size=SHARD))
     shards, manifest = files(tmp_path / "c")
     assert shards == expected[0]
     moved = [token for token in manifest["structure"] if type(token) is list and token[-1] == "standin:0"]

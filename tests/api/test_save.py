@@ -23,9 +23,8 @@ def names_in(directory):
 
 def test_report(tmp_path, engine, caplog):
     with caplog.at_level(logging.INFO, "fastckpt"):
-        report = fastckpt.save(
-            {"w": torch.ones(1000), "n": [np.ones(5)]}, tmp_path / "c", io=fastckpt.IO(engine, threads=1)
-        )
+        io = fastckpt.IO(engine, threads=1)
+        report = fastckpt.save({"w": torch.ones(1000), "n": [np.ones(5)]}, tmp_path / "c", io=io)
     assert isinstance(report, SaveReport)
     assert (report.bytes, report.tensors, report.shards, report.threads) == (4040, 2, 1, 1)
     assert report.engine == engine or report.fallback
@@ -57,26 +56,46 @@ def test_silent_without_configured_logging(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threads": 0}, "save: threads must be None or an int from 1 to 24, not 0"),
+        ({"threads": 0}, "^IO: threads must be None or an int from 1 to 24, not 0"),
         ({"threads": 25}, "threads must be"),
         ({"shard_size": 2**63}, "shard_size must be"),
         ({"threads": True}, "threads must be"),
         ({"threads": 1.5}, "threads must be"),
-        ({"io": "mmap"}, r"save: io must be one of auto, uring, threads, direct, buffered, not 'mmap'"),
-        ({"io": None}, "io must be"),
-        ({"shard_size": 0}, "save: shard_size must be a number of bytes from 1 to"),
+        ({"engine": "mmap"}, "^IO: engine must be one of auto, uring, threads, direct, buffered, not 'mmap'"),
+        ({"engine": None}, "engine must be"),
+        ({"shard_size": 0}, "^Files: shard_size must be a number of bytes from 1 to"),
         ({"shard_size": True}, "shard_size must be"),
         ({"shard_size": None}, "shard_size must be"),
         ({"shard_size": "5 parsecs"}, r"a string such as '500MB', '2GB' or '1GiB' \(units: B, kB, MB.*not '5 parsecs'"),
         ({"shard_size": "9EB"}, "shard_size must be"),
         ({"shard_size": "1e308PB"}, "shard_size must be"),
         ({"bandwidth_limit": 10**400}, "bandwidth_limit must be"),
-        ({"bandwidth_limit": "2Gbit"}, "save: bandwidth_limit must be a number of bytes from 1 to"),
+        ({"bandwidth_limit": "2Gbit"}, "^IO: bandwidth_limit must be a number of bytes from 1 to"),
         ({"bandwidth_limit": "fast/s"}, "bandwidth_limit must be"),
     ],
 )
-def test_arguments_are_checked_first(options, message, tmp_path):
+def test_records_check_their_options(options, message):
+    record = fastckpt.Files if "shard_size" in options else fastckpt.IO
     with pytest.raises(ValueError, match=message):
+        record(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"io": "mmap"}, ValueError, "save: io must be one of auto, uring, threads, direct, buffered, not 'mmap'"),
+        ({"io": None}, TypeError, "save: io must be the name of an engine or a fastckpt.IO, not None"),
+        ({"files": 7}, TypeError, "save: files must be a dict of names and contents or a fastckpt.Files, not 7"),
+        ({"registry": 7}, TypeError, "save: registry must be a fastckpt.Registry, not 7"),
+        (
+            {"threads": 1},
+            TypeError,
+            r"save: unexpected keyword argument 'threads': .* io=fastckpt.IO\(threads=\.\.\.\)",
+        ),
+    ],
+)
+def test_arguments_are_checked_first(options, error, message, tmp_path):
+    with pytest.raises(error, match=message):
         fastckpt.save([object()], tmp_path / "c", **options)
     assert not list(tmp_path.iterdir())
 
@@ -84,9 +103,8 @@ def test_arguments_are_checked_first(options, message, tmp_path):
 @pytest.mark.parametrize("shard_size", [20_000, "20000", "20kB", "20 KB", "0.02MB", 2e4])
 def test_sizes_take_units(shard_size, tmp_path):
     state = {name: np.zeros(15_000, np.uint8) for name in "abc"}
-    fastckpt.save(
-        state, tmp_path / "c", files=fastckpt.Files(shard_size=shard_size), io=fastckpt.IO(bandwidth_limit="2GB/s")
-    )
+    files, io = fastckpt.Files(shard_size=shard_size), fastckpt.IO(bandwidth_limit="2GB/s")
+    fastckpt.save(state, tmp_path / "c", files=files, io=io)
     with fastckpt.open(tmp_path / "c") as checkpoint:
         assert len(checkpoint.shards) == 3
         assert all(15_000 < size < 20_000 for size in checkpoint.shards.values())

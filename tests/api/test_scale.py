@@ -135,11 +135,11 @@ path, io = sys.argv[1:]
 state = {f"w{i}": np.full(5000 + i, i % 251, np.uint8) for i in range(600)}
 resource.setrlimit(resource.RLIMIT_NOFILE, (80, 80))
 for name in ("c", "c", "d"):
-    fastckpt.save(state, f"{path}/{name}", shard_size=4096, io=io, threads=2)
-    loaded = fastckpt.load(f"{path}/{name}", io=io, threads=2)
+    fastckpt.save(state, f"{path}/{name}", files=fastckpt.Files(shard_size=4096), io=fastckpt.IO(io, threads=2))
+    loaded = fastckpt.load(f"{path}/{name}", io=fastckpt.IO(io, threads=2))
     assert all(np.array_equal(loaded[name], array) for name, array in state.items())
-    assert fastckpt.verify(f"{path}/{name}", io=io, threads=2).ok
-assert len(fastckpt.load(f"{path}/c", io=io, threads=20)) == 600
+    assert fastckpt.verify(f"{path}/{name}", io=fastckpt.IO(io, threads=2)).ok
+assert len(fastckpt.load(f"{path}/c", io=fastckpt.IO(io, threads=20))) == 600
 """
 
 
@@ -167,9 +167,8 @@ except OSError as error:
 
 def test_no_descriptor_at_all_tells_what_helps(tmp_path):
     # Of more than 64 shards, none is open before it is read from.
-    fastckpt.save(
-        {str(number): np.ones(50, np.uint8) for number in range(65)}, tmp_path / "c", files=fastckpt.Files(shard_size=1)
-    )
+    wanted = {str(number): np.ones(50, np.uint8) for number in range(65)}
+    fastckpt.save(wanted, tmp_path / "c", files=fastckpt.Files(shard_size=1))
     command = [sys.executable, "-c", NONE, str(tmp_path / "c")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     number, text = json.loads(done.stdout)

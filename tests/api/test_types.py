@@ -47,7 +47,15 @@ def choices(path: str) -> None:
     fastckpt.load(path, framework="numpy", io="uring")
     fastckpt.load(path, framework="jax")  # type: ignore[arg-type]
     fastckpt.load(path, io="fast")  # type: ignore[arg-type]
-    fastckpt.load(path, undeclared="ignore")  # type: ignore[arg-type]
+    fastckpt.load(path, io=fastckpt.IO("uring", threads=2, mmap=True))
+    fastckpt.load(path, io=fastckpt.IO("fast"))  # type: ignore[arg-type]
+    fastckpt.load(path, registry=fastckpt.Registry(undeclared="ignore"))  # type: ignore[arg-type]
+    fastckpt.load(path, threads=2)  # type: ignore[call-arg]
+    fastckpt.save({}, path, files={"config.json": "{}"})
+    fastckpt.save({}, path, files=fastckpt.Files({"config.json": "{}"}, shard_size="2GB", frozen=["a", "b"]))
+    fastckpt.save({}, path, files="config.json")  # type: ignore[arg-type]
+    fastckpt.distributed.save({}, path, ranks=fastckpt.distributed.Ranks(replicas="full"))
+    fastckpt.distributed.Ranks(replicas="some")  # type: ignore[arg-type]
     fastckpt.save({}, path, io="buffered")
     fastckpt.save({}, path, io="mmap")  # type: ignore[arg-type]
     fastckpt.save_async({}, path, io="mmap")  # type: ignore[arg-type]
@@ -103,8 +111,9 @@ def test_a_program_under_mypy_strict(tmp_path, version):
 
 def test_the_types_of_public_signatures_are_there_at_run_time():
     resolved = set()
-    for name in fastckpt.__all__:
-        public = getattr(fastckpt, name)
+    names = [(module, name) for module in (fastckpt, fastckpt.distributed, fastckpt.types) for name in module.__all__]
+    for module, name in names:
+        public = getattr(module, name)
         members = [public, *vars(public).values()] if inspect.isclass(public) else [public]
         for member in members:
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
@@ -113,4 +122,5 @@ def test_the_types_of_public_signatures_are_there_at_run_time():
             if ours and (inspect.isclass(function) or inspect.isfunction(function)):
                 typing.get_type_hints(function)
                 resolved.add(function)
-    assert resolved >= {fastckpt.save, fastckpt.load, fastckpt.Checkpoint.tensor, fastckpt.PendingSave.result}
+    assert resolved >= {fastckpt.save, fastckpt.load, fastckpt.types.Checkpoint.tensor, fastckpt.PendingSave.result}
+    assert resolved >= {fastckpt.IO, fastckpt.Files, fastckpt.distributed.Ranks}

@@ -16,7 +16,6 @@ import textwrap
 import threading
 import time
 import traceback
-import warnings
 from pathlib import Path
 
 import numpy as np
@@ -398,13 +397,6 @@ def test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save(tmp_path, la
     assert which(fastckpt.load(tmp_path / "c")) == 2
 
 
-def fail(path, **options):
-    """A save that fails, as ``late`` lets it, and is over."""
-    pending = fastckpt.save_async(numbered(1), path / "no" / "c", **options)
-    pending.finished.wait(60)
-    return pending
-
-
 def test_each_failure_is_raised_once_and_no_save_is_lost(tmp_path, late):
     # A loop that saves on, whatever happens: every other save fails, and all others are durable.
     errors = []
@@ -422,50 +414,30 @@ def test_each_failure_is_raised_once_and_no_save_is_lost(tmp_path, late):
     assert entries(tmp_path) == ["0", "2", "4", "no"]
 
 
-def test_a_failure_can_be_a_warning(tmp_path, late):
-    fail(tmp_path, on_error="warn")
-    with pytest.warns(RuntimeWarning, match="no/c failed") as told:
-        fastckpt.background.drain()
-    assert told[0].filename == __file__
-    fail(tmp_path, on_error="warn")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        with pytest.raises(RuntimeWarning, match="no/c failed") as caught:
-            fastckpt.save_async(numbered(2), tmp_path / "c")
-    assert caught.value.pending_save.result(60).bytes > 0
-    assert fail(tmp_path, on_error="warn").exception() is not None
-    fastckpt.background.drain()
-
-
-def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, caplog):
+def test_a_function_is_told_of_a_failure_when_it_happens(tmp_path, late, hold, caplog):
     told = []
 
-    def on_error(pending):
+    def ask(pending):
         told.append((threading.current_thread().name, pending, pending.exception()))
 
-    broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c", on_error=on_error)
+    gate = hold(tmp_path / "no" / "c")
+    broken = fastckpt.save_async(numbered(1), tmp_path / "no" / "c")
+    broken.add_done_callback(ask)
+    gate.set()
     wait_until(lambda: told)
     assert told[0][:2] == ("fastckpt-save", broken)
     assert isinstance(told[0][2], FileNotFoundError)
+    # It has asked, so nobody else is told.
     fastckpt.background.drain()
-    fastckpt.save_async(numbered(2), tmp_path / "c", on_error=on_error).result(60)
-    cancelled = fastckpt.save_async(
-        numbered(2), tmp_path / "d", on_error=on_error, io=fastckpt.IO(bandwidth_limit=SLOWLY)
-    )
-    assert cancelled.cancel()
-    assert len(told) == 1
 
     def raises(_):
         raise RuntimeError("the messenger")
 
-    fastckpt.save_async(numbered(1), tmp_path / "no" / "c", on_error=raises)
+    fastckpt.save_async(numbered(1), tmp_path / "no" / "c").add_done_callback(raises)
     wait_until(lambda: "the messenger" in caplog.text)
     join_saves()
     with pytest.raises(FileNotFoundError):
         fastckpt.background.drain()
-    for wrong in ("ignore", None, 3):
-        with pytest.raises(ValueError, match='on_error must be "raise", "warn" or a function'):
-            fastckpt.save_async(numbered(2), tmp_path / "c", on_error=wrong)
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
@@ -480,9 +452,9 @@ def test_functions_that_end_their_thread_keep_nothing_from_others(tmp_path, monk
         sys.exit(3)
 
     monkeypatch.setattr(Job, "_write", write)
-    pending = fastckpt.save_async(numbered(1), tmp_path / "c", on_error=leave)
-    pending.add_done_callback(leave)
-    pending.add_done_callback(called.append)
+    pending = fastckpt.save_async(numbered(1), tmp_path / "c")
+    for function in (leave, leave, called.append):
+        pending.add_done_callback(function)
     gate.set()
     wait_until(lambda: called)
     with pytest.raises(OSError, match="the disk"):
@@ -512,19 +484,23 @@ def test_drain_waits_and_raises_what_nobody_asked_for(tmp_path, late, hold):
 def test_what_cannot_be_saved_is_refused_at_the_call(tmp_path):
     with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"save_async: cannot store \['x'\]"):
         fastckpt.save_async({"x": object()}, tmp_path / "c")
-    for wrong in (
-        {"max_in_flight": 0},
-        {"max_in_flight": True},
-        {"nice": -1},
-        {"nice": 20},
-        {"nice": True},
-        {"threads": 0},
-        {"io": "x"},
-        {"shard_size": 0},
-        {"bandwidth_limit": 0},
+    for name, wrong in (
+        ("max_in_flight", 0),
+        ("max_in_flight", True),
+        ("nice", -1),
+        ("nice", 20),
+        ("nice", True),
+        ("threads", 0),
+        ("bandwidth_limit", 0),
     ):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            fastckpt.save_async({}, tmp_path / "c", **wrong)
+        with pytest.raises(ValueError, match=f"IO: {name}"):
+            fastckpt.save_async({}, tmp_path / "c", io=fastckpt.IO(**{name: wrong}))
+        with pytest.raises(TypeError, match=rf"'{name}': it is an option of io=fastckpt\.IO\({name}=\.\.\.\)"):
+            fastckpt.save_async({}, tmp_path / "c", **{name: wrong})
+    with pytest.raises(ValueError, match="Files: shard_size"):
+        fastckpt.save_async({}, tmp_path / "c", files=fastckpt.Files(shard_size=0))
+    with pytest.raises(ValueError, match="save_async: io must be"):
+        fastckpt.save_async({}, tmp_path / "c", io="x")
     assert entries(tmp_path) == []
     fastckpt.background.drain(1)  # nothing is in flight
 
@@ -631,11 +607,12 @@ def test_cancel_at_any_moment_gives_the_old_or_the_new(tmp_path):
 
 HEAD = """
 import os, signal, sys, threading, time
+from dataclasses import replace
 import numpy as np
 import fastckpt
 state = {"w": np.arange(1 << 17)}
 target = sys.argv[1]
-slow = dict(bandwidth_limit=2_000_000)  # half a second: the program has come to its end long before
+slow = fastckpt.IO(bandwidth_limit=2_000_000)  # half a second: the program has come to its end long before
 
 def hold():
     # Saves to the target write once the event is set.
@@ -680,7 +657,7 @@ def run(tmp_path, code, *, expected=0):
 @pytest.mark.parametrize("ending", ENDINGS)
 def test_the_process_ends_after_the_checkpoint_is_durable(tmp_path, ending, lazy):
     code, status = ENDINGS[ending]
-    run(tmp_path, f"fastckpt.save_async(state, target, lazy={lazy}, **slow)\n{code}", expected=status)
+    run(tmp_path, f"fastckpt.save_async(state, target, io=replace(slow, lazy={lazy}))\n{code}", expected=status)
     assert (fastckpt.load(tmp_path / "c")["w"] == np.arange(1 << 17)).all()
     assert entries(tmp_path) == ["c"]
 
@@ -689,7 +666,7 @@ def test_a_daemon_thread_may_start_it(tmp_path):
     run(
         tmp_path,
         """
-        thread = threading.Thread(target=lambda: fastckpt.save_async(state, target, **slow), daemon=True)
+        thread = threading.Thread(target=lambda: fastckpt.save_async(state, target, io=slow), daemon=True)
         thread.start()
         thread.join()
         """,
@@ -699,7 +676,7 @@ def test_a_daemon_thread_may_start_it(tmp_path):
 
 @pytest.mark.parametrize("before", [False, True])
 def test_exit_handlers_may_save(tmp_path, before):
-    register = "import atexit; atexit.register(lambda: fastckpt.save_async(state, target, **slow))"
+    register = "import atexit; atexit.register(lambda: fastckpt.save_async(state, target, io=slow))"
     use = 'fastckpt.save_async(state, target + "-first")'
     run(tmp_path, "\n".join([register, use] if before else [use, register]))
     assert fastckpt.verify(tmp_path / "c").ok
@@ -794,7 +771,7 @@ def test_a_forked_child_has_no_saves_in_flight(tmp_path):
         gate = hold()
         pending = fastckpt.save_async(state, target)
         late()
-        failed = fastckpt.save_async(state, target + "-no/c", max_in_flight=2)
+        failed = fastckpt.save_async(state, target + "-no/c", io=fastckpt.IO(max_in_flight=2))
         failed.finished.wait()
         child = os.fork()
         if not child:
@@ -827,7 +804,7 @@ def test_a_multiprocessing_child_ends_after_its_checkpoint_is_durable(tmp_path):
         """
         import multiprocessing
         child = multiprocessing.get_context("fork").Process(
-            target=lambda: fastckpt.save_async(state, target, **slow) and None
+            target=lambda: fastckpt.save_async(state, target, io=slow) and None
         )
         child.start()
         child.join()
@@ -855,7 +832,7 @@ def test_a_handler_of_sigterm_can_drain(tmp_path, inside):
             os._exit(5)
         signal.signal(signal.SIGTERM, handler)
         gate = hold()
-        pending = fastckpt.save_async(state, target, lazy=True)
+        pending = fastckpt.save_async(state, target, io=fastckpt.IO(lazy=True))
         timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM))
         timer.start()
         {"pending." if "(" in inside and "sleep" not in inside else ""}{inside}
@@ -894,7 +871,8 @@ def test_a_handler_can_drain_and_save_on_top_of_everything(tmp_path):
         while time.monotonic() < end or turns <= 20:
             number += 1
             logging.info("%s", number)
-            pending = fastckpt.save_async(state, target, lazy=bool(number % 2), max_in_flight=1 + number % 3)
+            io = fastckpt.IO(lazy=bool(number % 2), max_in_flight=1 + number % 3)
+            pending = fastckpt.save_async(state, target, io=io)
             if number % 5 == 0:
                 pending.result(30)
             if number % 7 == 0:
@@ -993,7 +971,9 @@ def test_two_hundred_saves_leak_nothing(tmp_path):
 
 
 BOTH = pytest.mark.parametrize(
-    ("save", "options"), [(fastckpt.save_async, {"lazy": True}), (distributed.save_async, {})], ids=["alone", "ranks"]
+    ("save", "options"),
+    [(fastckpt.save_async, {"io": fastckpt.IO(lazy=True)}), (distributed.save_async, {})],
+    ids=["alone", "ranks"],
 )
 
 

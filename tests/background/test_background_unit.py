@@ -8,8 +8,8 @@ import time
 import pytest
 import torch
 
-from fastckpt._api.options import check_pin
-from fastckpt._background import settings
+import fastckpt
+from fastckpt._background import nice
 from fastckpt._background.late import Late, versions_of
 
 
@@ -72,19 +72,19 @@ def test_comparing_thousands_of_tensors_costs_what_reading_their_versions_costs(
     [(True, None), (False, 0), (0, 0), (1, 1), (8 << 30, 8 << 30), ("8GB", 8 * 10**9), ("8GiB", 8 << 30)],
 )
 def test_pin(pin, most):
-    assert check_pin("save_async", pin) == most
+    assert fastckpt.IO(pin=pin).most_pinned == most
 
 
 def test_a_niceness_that_could_not_be_tried_is_tried_again(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(settings, "_tried", {})
+    monkeypatch.setattr(nice, "_tried", {})
     outcomes = [BlockingIOError(errno.EAGAIN, "no thread"), None]
 
     def attempt(*_):
         if (error := outcomes.pop(0)) is not None:
             raise error
 
-    assert settings.granted(None) is None
-    monkeypatch.setattr(settings._core, "try_nice", attempt)
-    assert settings.granted(7) is None
+    assert nice.granted(None) is None
+    monkeypatch.setattr(nice._core, "try_nice", attempt)
+    assert nice.granted(7) is None
     assert "nice=7" in caplog.text
-    assert settings.granted(7) == 7
+    assert nice.granted(7) == 7

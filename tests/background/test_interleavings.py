@@ -267,9 +267,7 @@ def train(directory, gates, rng, trainings, turns):
         expected = copy.deepcopy(state)
         gates.close()
         path = directory / str(turn % 3)
-        pending = fastckpt.save_async(
-            state, path, io=fastckpt.IO("buffered", lazy=True, threads=1), on_error=lambda _: None
-        )
+        pending = fastckpt.save_async(state, path, io=fastckpt.IO("buffered", lazy=True, threads=1))
         try:
             for _ in range(rng.choice([1, 1, 2])):
                 gates.let(rng.choice([0, 0, 1, 3]))

@@ -79,7 +79,7 @@ class Training:
         return {"parameters": [each.detach() for each in self.parameters], "optimizer": self.optimizer.state_dict()}
 
     def save(self, path, **options):
-        return fastckpt.save_async(self.state(), path, io=fastckpt.IO(lazy=True), **options)
+        return fastckpt.save_async(self.state(), path, io=fastckpt.IO(lazy=True, **options))
 
 
 class Functional(Training):
@@ -193,7 +193,7 @@ def turn_of(training, path, rng, *, let_go):
         first = first["parameters"][0] if isinstance(first, dict) else first[0]
         first.add_(1)
         (expected["one"] if type(training) is Turns else expected)["parameters"][0] += 1
-        pending = training.save(path, pin=rng.choice([True, True, True, False]), io="buffered", on_error=lambda _: None)
+        pending = training.save(path, pin=rng.choice([True, True, True, False]), engine="buffered")
         timer = threading.Timer(rng.random() * 0.01, go)
         if let_go == "some time":
             timer.start()

@@ -289,7 +289,7 @@ def held(staging):
     assert gate.wait(200)
     return copy_late(staging)
 Staging._copy_late = held
-pending = fastckpt.save_async({"m": parameter}, sys.argv[1], lazy=True)
+pending = fastckpt.save_async({"m": parameter}, sys.argv[1], io=fastckpt.IO(lazy=True))
 if not os.fork():
     optimizer.step()
     os._exit(int(parameter[0] == 0))

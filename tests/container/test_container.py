@@ -38,7 +38,8 @@ import numpy as np, fastckpt
 path, size = sys.argv[1], int(sys.argv[2])
 parent, name = os.path.split(path)
 state = {"weights": np.ones(size, np.uint8)}
-threading.Thread(target=fastckpt.save, args=(state, path), kwargs={"bandwidth_limit": "1kB/s"}, daemon=True).start()
+slowly = {"io": fastckpt.IO(bandwidth_limit="1kB/s")}
+threading.Thread(target=fastckpt.save, args=(state, path), kwargs=slowly, daemon=True).start()
 prefix = f".{name}.tmp-"
 def begun():
     found = [entry for entry in os.listdir(parent) if entry.startswith(prefix)]

@@ -393,11 +393,11 @@ def operations(prefix):
         fastckpt.load(path, io=io)
         fastckpt.load(path, into=state, io=io)
         fastckpt.verify(path, io=io)
-    fastckpt.load(path, mmap=True)
+    fastckpt.load(path, io=fastckpt.IO(mmap=True))
     with fastckpt.open(path) as checkpoint:
         checkpoint["large"], checkpoint.tensor("large")[3]
-    fastckpt.save_async(state, f"{base}/{prefix}-async", nice=1, bandwidth_limit=1e12).result(60)
-    fastckpt.save_async(state, f"{base}/{prefix}-lazy", lazy=True).result(60)
+    fastckpt.save_async(state, f"{base}/{prefix}-async", io=fastckpt.IO(nice=1, bandwidth_limit=1e12)).result(60)
+    fastckpt.save_async(state, f"{base}/{prefix}-lazy", io=fastckpt.IO(lazy=True)).result(60)
     fastckpt.tools.set_target("high")
     _core.probe(base, io="auto")
 

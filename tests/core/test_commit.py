@@ -34,6 +34,7 @@ SEED = int(os.environ.get("FASTCKPT_TEST_SEED", "20260101"))
 SMALL = 1 << 18
 # Several shards, so that one may be old and another new: the mixture that must never be.
 SHARDS = {"nbytes": 3 << 20, "shard_size": 1 << 20}
+FILES = fastckpt.Files(shard_size=SHARDS["shard_size"])
 # The same, and a tensor beside the model: so the directory inside is made, too.
 GROUPS = {**SHARDS, "constant": SMALL}
 RENAMES = ("rename", "renameat", "renameat2")
@@ -259,12 +260,7 @@ def test_kill_during_a_first_save(children, parent, tmp_path, engine):
             with pytest.raises(FileNotFoundError):
                 fastckpt.load(path)
         began = time.monotonic()
-        fastckpt.save(
-            numbered(trial + 1000, SHARDS["nbytes"]),
-            path,
-            io=engine,
-            files=fastckpt.Files(shard_size=SHARDS["shard_size"]),
-        )
+        fastckpt.save(numbered(trial + 1000, SHARDS["nbytes"]), path, io=engine, files=FILES)
         seconds = time.monotonic() - began
         assert manifest.listing(parent) == ["step"]
         if trial == 0:
@@ -281,7 +277,7 @@ def test_kill_during_an_overwrite(children, parent, tmp_path, engine):
     fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine)
     (path / "config.json").write_text('{"kept": true}')
     began = time.monotonic()
-    fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine, files=fastckpt.Files(shard_size=SHARDS["shard_size"]))
+    fastckpt.save(numbered(0, SHARDS["nbytes"]), path, io=engine, files=FILES)
     seconds = time.monotonic() - began
     acknowledged, survived = 0, {"old": 0, "new": 0}
     for trial in range(OVERWRITE_KILLS):
@@ -298,12 +294,7 @@ def test_kill_during_an_overwrite(children, parent, tmp_path, engine):
         if trial % 2:
             # Every second time the next saver is the next child, that finds what two kills have left.
             acknowledged += 1
-            fastckpt.save(
-                numbered(acknowledged, SHARDS["nbytes"]),
-                path,
-                io=engine,
-                files=fastckpt.Files(shard_size=SHARDS["shard_size"]),
-            )
+            fastckpt.save(numbered(acknowledged, SHARDS["nbytes"]), path, io=engine, files=FILES)
             assert manifest.listing(parent) == ["step"]
         assert trial or survived == {"old": 1, "new": 0}, "the first one was killed before the commit"
     manifest.read(path)

@@ -92,7 +92,7 @@ _BECOMES_ANOTHER_PROGRAM = """
 import os, pathlib, sys, threading, time, numpy, fastckpt
 parent = pathlib.Path(sys.argv[1])
 state = {"w": numpy.zeros(1 << 22, dtype=numpy.uint8)}
-options = {"path": parent / "step", "bandwidth_limit": 1 << 16}
+options = {"path": parent / "step", "io": fastckpt.IO(bandwidth_limit=1 << 16)}
 threading.Thread(target=fastckpt.save, args=(state,), kwargs=options, daemon=True).start()
 while not any(one.stat().st_size for one in parent.glob(".step.tmp-*/model.safetensors")):
     time.sleep(0.01)

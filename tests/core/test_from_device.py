@@ -54,5 +54,5 @@ def test_a_base_that_is_read_again(cached, io):
 def test_a_load_reads_what_is_cached(cached):
     path, _ = cached
     before = read_from_device()
-    fastckpt.load(path, io=fastckpt.IO(verify=True))
+    fastckpt.load(path)
     assert read_from_device() - before < NBYTES // 10

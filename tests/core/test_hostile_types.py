@@ -70,8 +70,8 @@ CLASSES = {base: hostile(base) for base in BASES}
 BARE = hostile(object)
 
 
-def registry():
-    known = fastckpt.Registry(*CLASSES.values())
+def registry(**options):
+    known = fastckpt.Registry(*CLASSES.values(), **options)
     known.register(BARE, lambda _: None, lambda _: object.__new__(BARE), name="hostile.bare")
     import omegaconf
 
@@ -220,14 +220,14 @@ def chosen(dice):
     return {name: value() if name == "into" else value for name, value in dice.choice(CHOICES).items()}
 
 
-def look(path, known, dice):
+def look(path, known, plain, dice):
     """What a reader does with a file; returns how it ended."""
     ends = []
     for how in (
         lambda: fastckpt.load(path, registry=known, **chosen(dice)),
         lambda: fastckpt.load(path, registry=known),
         lambda: fastckpt.load(path, registry=known, framework="torch"),
-        lambda: fastckpt.load(path, registry=fastckpt.Registry(undeclared="plain")),
+        lambda: fastckpt.load(path, registry=plain),
         lambda: fastckpt.open(path).structure,
         lambda: fastckpt.open(path).metadata,
     ):
@@ -285,7 +285,7 @@ def main(seed, count):
     import torch  # noqa: F401
 
     warnings.simplefilter("ignore")
-    known, dice = registry(), random.Random(seed)
+    known, plain, dice = registry(), registry(undeclared="plain"), random.Random(seed)
     ends = collections.Counter()
     with tempfile.TemporaryDirectory() as directory:
         bodies = {}
@@ -294,7 +294,7 @@ def main(seed, count):
                 manager.save(1, value)
                 manager.wait()
                 path = Path(manager.path(1))
-            look(path, known, dice)
+            look(path, known, plain, dice)
             restored(path, known)
             bodies[path] = manifest.body_of(path)
         sound = Path(directory) / "sound"
@@ -313,7 +313,7 @@ def main(seed, count):
             began = time.process_time()
             said = json.dumps(body["structure"])[:3000]
             try:
-                ends.update(look(path, known, dice))
+                ends.update(look(path, known, plain, dice))
                 ends[restored(path, known)] += 1
                 ends[commanded(path, sound, Path(directory) / "out", dice)] += 1
             except Exception as error:

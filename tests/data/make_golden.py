@@ -207,5 +207,5 @@ if __name__ == "__main__":
     )
     for name, make, shard_size in kinds:
         if not (HERE / f"{version}{name}").exists():
-            options = {"shard_size": shard_size, "model_key": None if name == "-sharded" else "auto"}
-            fastckpt.save(make(), HERE / f"{version}{name}", metadata=METADATA, **options)
+            files = fastckpt.Files(shard_size=shard_size, model_key=None if name == "-sharded" else "auto")
+            fastckpt.save(make(), HERE / f"{version}{name}", metadata=METADATA, files=files)

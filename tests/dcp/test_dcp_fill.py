@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer
+from fastckpt.distributed import Ranks
 from harness.parallel import dist, torch
 
 pytestmark = [
@@ -213,7 +214,7 @@ def load_on_ranks(path):
     last = dist.get_rank() == dist.get_world_size() - 1
     state = {"a": torch.zeros(30).as_strided(SHAPE, (1, 1)) if last else torch.zeros(SHAPE), "beside": torch.zeros(3)}
     try:
-        dcp.load(state, storage_reader=Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
+        dcp.load(state, storage_reader=Reader(path, ranks=Ranks(timeout=60)))
     except dcp.api.CheckpointException as error:
         return str(error), state["beside"].tolist()
     return "", state["beside"].tolist()
@@ -365,7 +366,7 @@ def load_shared_on_ranks(path):
     weight = torch.zeros(SHAPE)
     state = {"a": weight, "b": weight.t() if last else torch.zeros(SHAPE).t()}
     try:
-        dcp.load(state, storage_reader=Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
+        dcp.load(state, storage_reader=Reader(path, ranks=Ranks(timeout=60)))
     except dcp.api.CheckpointException as error:
         return str(error), None
     return "", [state["a"], state["b"].t()]

@@ -6,11 +6,13 @@ from concurrent.futures import Future
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter, filesystem
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer, install
+from fastckpt.distributed import Ranks
 from harness import needs, points
 
 pytestmark = [
@@ -45,7 +47,7 @@ def test_a_save_without_a_writer_is_ours_and_what_torch_wrote_is_read_by_torch(t
 
 
 def test_names_that_were_imported_before_are_ours_too(tmp_path):
-    with install(shard_size="1MB", timeout=5):
+    with install(files=fastckpt.Files(shard_size="1MB"), ranks=Ranks(timeout=5)):
         writer = FileSystemWriter(tmp_path / "c", single_file_per_rank=False, thread_count=3, overwrite=False)
         assert isinstance(writer, Writer)
         assert isinstance(writer, FileSystemWriter)
@@ -90,7 +92,7 @@ def test_an_asynchronous_save_that_has_begun_is_ours_when_the_installation_ends(
 
 def save_in_a_process(path):
     kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
-    with install(timeout=60):
+    with install(ranks=Ranks(timeout=60)):
         saving = dcp.async_save(STATE, checkpoint_id=path, async_checkpointer_type=kind)
     saving.result(timeout=100)
 
@@ -102,6 +104,21 @@ def test_a_process_beside_training_saves_ours(forge, tmp_path):
         group.run(save_in_a_process, tmp_path / "c", timeout=200)
     assert fastckpt.load(tmp_path / "c")["step"] == 5
     assert not list((tmp_path / "c").glob("*.distcp"))
+
+
+def save_in_half(path):
+    half = dist.new_group([1, 2])
+    if dist.get_rank():
+        with install(ranks=Ranks(timeout=60)):
+            dcp.async_save(STATE, checkpoint_id=path, process_group=half).result()
+
+
+def test_a_part_of_the_ranks_saves_asynchronously(forge, tmp_path):
+    """The options of the installation have no group, and the save has one."""
+    needs.of_torch(needs.torch_at_least(2, 7), "dcp.save in a group without rank 0")
+    with forge.group(3) as group:
+        group.run(save_in_half, tmp_path / "c")
+    assert fastckpt.load(tmp_path / "c")["step"] == 5
 
 
 def test_a_torch_that_saves_in_another_way_is_an_error(monkeypatch):
@@ -137,11 +154,11 @@ def test_a_format_of_torchs_own_stays(tmp_path):
 
 
 def test_the_last_installation_is_in_force_and_each_ends_once(tmp_path):
-    outer = install(model_key=None)
-    inner = install(model_key="model")
-    assert FileSystemWriter(tmp_path)._settings.model_key == "model"
+    outer = install(files=fastckpt.Files(model_key=None))
+    inner = install(files=fastckpt.Files(model_key="model"))
+    assert FileSystemWriter(tmp_path)._settings.files.model_key == "model"
     outer.uninstall()
-    assert FileSystemWriter(tmp_path)._settings.model_key == "model"
+    assert FileSystemWriter(tmp_path)._settings.files.model_key == "model"
     inner.uninstall()
     inner.uninstall()
     assert type(FileSystemWriter(tmp_path)) is FileSystemWriter
@@ -152,6 +169,10 @@ def test_options_are_checked_at_once():
         install(path="c")
     with pytest.raises(TypeError, match="unexpected keyword"):
         install(nothing=1)
-    with pytest.raises(ValueError, match="timeout must be"):
-        install(timeout=0)
+    with pytest.raises(TypeError, match=r"'timeout': it is an option of ranks=fastckpt\.distributed\.Ranks"):
+        install(timeout=5)
+    with pytest.raises(ValueError, match="io must be"):
+        install(io="fast")
+    with pytest.raises(TypeError, match="files must be"):
+        install(files=3)
     assert type(FileSystemWriter("c")) is FileSystemWriter

@@ -11,6 +11,7 @@ import torch
 from torch.distributed.fsdp import StateDictType
 
 import fastckpt
+from fastckpt.distributed import Ranks
 from harness import parallel
 
 pytestmark = [
@@ -40,7 +41,7 @@ def with_accelerate(folder, *, ours):
     accelerator = SimpleNamespace(process_index=parallel.dist.get_rank(), num_processes=2)
     accelerator.wait_for_everyone = parallel.dist.barrier
     model, optimizer = parallel.build("fsdp")
-    with fastckpt.dcp.install(ranks=fastckpt.distributed.Ranks(timeout=60)):
+    with fastckpt.dcp.install(ranks=Ranks(timeout=60)):
         if ours:
             fsdp_utils.save_fsdp_model(plugin, accelerator, model, str(folder))
             fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
@@ -48,7 +49,7 @@ def with_accelerate(folder, *, ours):
         fsdp_utils.save_fsdp_model(plugin, accelerator, model, str(folder))
         fsdp_utils.save_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
     model, optimizer = parallel.build("fsdp", trained=False)
-    with fastckpt.dcp.install(ranks=fastckpt.distributed.Ranks(timeout=60)):
+    with fastckpt.dcp.install(ranks=Ranks(timeout=60)):
         fsdp_utils.load_fsdp_model(plugin, accelerator, model, str(folder))
         fsdp_utils.load_fsdp_optimizer(plugin, accelerator, optimizer, model, str(folder))
     steps = {int(state["step"]) for state in optimizer.state.values()}
@@ -68,7 +69,7 @@ def with_lightning(folder):
     from lightning.fabric.strategies.fsdp import _distributed_checkpoint_load, _distributed_checkpoint_save
 
     folder.mkdir(exist_ok=True)
-    with fastckpt.dcp.install(ranks=fastckpt.distributed.Ranks(timeout=60)):
+    with fastckpt.dcp.install(ranks=Ranks(timeout=60)):
         _distributed_checkpoint_save({"model": parallel.state("fsdp")["model"]}, folder)
         model, _ = parallel.build("fsdp", trained=False)
         state = {"model": parallel.get_model_state_dict(model)}

@@ -14,6 +14,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer, install
+from fastckpt.distributed import Ranks
 from harness import cli, parallel
 
 pytestmark = [
@@ -188,6 +189,6 @@ def test_it_is_the_same_for_any_number_of_ranks(forge, tmp_path):
 
 
 def save_and_load_by_torch(path):
-    dcp.save(parallel.state("fsdp"), storage_writer=Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
+    dcp.save(parallel.state("fsdp"), storage_writer=Writer(path, ranks=Ranks(timeout=60)))
     with pytest.raises(dcp.api.CheckpointException, match=r"fastckpt\.dcp\.Reader"):
         dcp.load(parallel.state("fsdp"), storage_reader=FileSystemReader(path))

@@ -17,10 +17,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import fastckpt
 from fastckpt.dcp import Reader, Writer
+from fastckpt.distributed import Ranks
 from harness import needs, parallel, points
 from harness.boxes import cut
 from harness.groups import FailedError, Strike
 from harness.internals import AgreedByRanks, process_group
+from harness.options import grouped
 from harness.parallel import dist, torch
 
 TOPOLOGIES = [("fsdp", 2), ("fsdp", 3), ("hsdp", 4), ("tp", 2), ("tp_fsdp", 4), ("ddp", 2)]
@@ -47,7 +49,7 @@ def reference(forge, tmp_path_factory):
 
 def save(topology, path, how="sync", timeout=60):
     state = parallel.state(topology)
-    writer = Writer(ranks=fastckpt.distributed.Ranks(timeout=timeout))
+    writer = Writer(ranks=Ranks(timeout=timeout))
     if how == "sync":
         dcp.save(state, checkpoint_id=path, storage_writer=writer)
     else:
@@ -74,7 +76,7 @@ def load(topology, path, io="auto"):
     model, optimizer = parallel.build(topology, trained=False)
     state = parallel.state_of(model, optimizer)
     state["step"], state["lr"] = -1, None
-    reader = Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60), io=io)
+    reader = Reader(path, ranks=Ranks(timeout=60), io=io)
     dcp.load(state, storage_reader=reader)
     report.append(reader.report)
     assert (state["step"], state["lr"]) == (2, [0.01, None])
@@ -146,11 +148,7 @@ def save_plain_optimizer(path, *, same, trained=True, apart=False):
     if trained or dist.get_rank():
         optimizer.step()
     key = f"optim{dist.get_rank()}" if apart else "optim"
-    dcp.save(
-        {key: optimizer.state_dict()},
-        checkpoint_id=path,
-        storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)),
-    )
+    dcp.save({key: optimizer.state_dict()}, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)))
     return optimizer.state_dict()
 
 
@@ -194,7 +192,7 @@ def save_stages(path):
     """Different keys on each rank, and one that all have."""
     rank = dist.get_rank()
     state = {f"stage{rank}": {"w": torch.full((5,), float(rank))}, "shared": torch.ones(2), "step": 7}
-    dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)))
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)))
 
 
 def test_ranks_may_have_different_keys(forge, tmp_path):
@@ -206,11 +204,7 @@ def test_ranks_may_have_different_keys(forge, tmp_path):
 
 
 def save_two_kinds(path, *, kinds):
-    dcp.save(
-        {"a": kinds[dist.get_rank()]},
-        checkpoint_id=path,
-        storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)),
-    )
+    dcp.save({"a": kinds[dist.get_rank()]}, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)))
 
 
 @pytest.mark.parametrize(
@@ -241,11 +235,7 @@ def save_values(path):
         "list": [{"of": rank}, torch.ones(2)][: 1 + rank],
         f"stage{rank}": {"array": np.full(4, rank), "value": rank},
     }
-    dcp.save(
-        state,
-        checkpoint_id=path,
-        storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60, on_difference="warn")),
-    )
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60, on_difference="warn")))
 
 
 def test_a_value_is_that_of_one_rank_whole(forge, tmp_path):
@@ -288,10 +278,7 @@ class DroppingAndCutting(Dropping, Cutting):
 
 def save_with_planner(topology, path, planner):
     dcp.save(
-        parallel.state(topology),
-        checkpoint_id=path,
-        storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)),
-        planner=planner(),
+        parallel.state(topology), checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)), planner=planner()
     )
 
 
@@ -335,9 +322,7 @@ def save_left_out(path, *, chosen):
     """A value that cannot be stored, on the first rank, and one that can, on the other one."""
     state = {"w": torch.ones(3), "bad": dist.get_rank() or Unsaved()}
     planner = LeavingToOne(chosen)
-    dcp.save(
-        state, checkpoint_id=path, storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)), planner=planner
-    )
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)), planner=planner)
 
 
 @pytest.mark.parametrize("chosen", [0, 1])
@@ -355,7 +340,7 @@ def test_what_cannot_be_stored_may_be_left_out_of_all_plans_alone(forge, tmp_pat
 def save_with(path, option, values):
     """Each rank gives another value of an option; the metadata, of which the first rank's counts, differ as well."""
     rank = dist.get_rank()
-    writer = Writer(ranks=fastckpt.distributed.Ranks(timeout=60), metadata={"step": rank}, **{option: values[rank]})
+    writer = Writer(metadata={"step": rank}, **grouped({"timeout": 60, option: values[rank]}))
     dcp.save({"w": torch.ones(3)}, checkpoint_id=path, storage_writer=writer)
 
 
@@ -393,12 +378,7 @@ def save_often(path, *, caching):
     for turn, size in enumerate((4, 4, 6)):
         state = {"w": torch.full((size, 2), float(turn)), "turn": turn}
         planner = DefaultSavePlanner(**cached(caching))
-        dcp.save(
-            state,
-            checkpoint_id=path / str(turn),
-            storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)),
-            planner=planner,
-        )
+        dcp.save(state, checkpoint_id=path / str(turn), storage_writer=Writer(ranks=Ranks(timeout=60)), planner=planner)
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -422,7 +402,7 @@ def save_by_itself(path):
     for rank in range(dist.get_world_size()):
         for number, value in enumerate((state["w"], cut(state["w"], [7], [1, 3]))):
             if rank == own:
-                writer = Writer(path / f"{rank}-{number}", ranks=fastckpt.distributed.Ranks(timeout=5))
+                writer = Writer(path / f"{rank}-{number}", ranks=Ranks(timeout=5))
                 dcp.save({**state, "w": value}, storage_writer=writer, no_dist=True)
         dist.barrier()
 
@@ -449,12 +429,7 @@ def save_boxes(path, *, lacking):
     """Boxes of which each rank has some, and none has one that is lacking."""
     rank = dist.get_rank()
     boxes = cut(torch.arange(12.0).view(4, 3), [1, 3], [2], keep=lambda box: box % 2 == rank and box != lacking)
-    dcp.save(
-        {"boxes": boxes},
-        checkpoint_id=path,
-        storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)),
-        planner=Trusting(),
-    )
+    dcp.save({"boxes": boxes}, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)), planner=Trusting())
 
 
 def test_boxes_of_several_ranks_are_one_tensor_or_refused_where_one_is_lacking(forge, tmp_path):
@@ -478,7 +453,7 @@ def save_one_memory_twice(path):
         mesh = DeviceMesh("cpu", torch.tensor(ranks))
         state[name] = DTensor.from_local(own, mesh, [Replicate(), Shard(0)], run_check=False)
     if dist.get_rank() in (0, 1):
-        writer = Writer(path, ranks=fastckpt.distributed.Ranks(first, timeout=60))
+        writer = Writer(path, ranks=Ranks(first, timeout=60))
         dcp.save(state, storage_writer=writer, process_group=first)
 
 
@@ -496,7 +471,7 @@ def save_in_half(path, *, told):
     if dist.get_rank() == 0:
         return
     state = {"w": torch.ones(3)}
-    writer = Writer(path, ranks=fastckpt.distributed.Ranks(half if told else None, timeout=60))
+    writer = Writer(path, ranks=Ranks(half if told else None, timeout=60))
     dcp.save(state, storage_writer=writer, process_group=half)
 
 
@@ -514,7 +489,7 @@ def test_a_writer_that_was_not_told_of_the_group_says_so(forge, tmp_path):
         first, *others = group.outcomes()
     assert first.kind == "returned"
     for each in others:
-        assert "Writer(process_group=)" in each.raised.text
+        assert "Writer(ranks=)" in each.raised.text
 
 
 class Unsaved:
@@ -525,7 +500,7 @@ def save_bad(path, *, bad):
     state = {"w": torch.ones(3), "value": 1}
     if dist.get_rank() == bad:
         state[f"bad{bad}"] = Unsaved()
-    dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)))
+    dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)))
 
 
 @pytest.mark.parametrize("bad", [0, 1])
@@ -576,12 +551,7 @@ def save_and_load_with_failing_planners(path, *, bad, caching):
     for turn in range(3):
         planner = Failing(bad if turn == 1 else None, caching=caching)
         try:
-            dcp.save(
-                state,
-                checkpoint_id=path,
-                storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=3)),
-                planner=planner,
-            )
+            dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=3)), planner=planner)
         except dcp.api.CheckpointException as error:
             told.append((turn, sorted(error.failures), "no plan" in str(error)))
     for turn in range(3):
@@ -590,10 +560,7 @@ def save_and_load_with_failing_planners(path, *, bad, caching):
         loaded = {"model": parallel.get_model_state_dict(model)}
         try:
             dcp.load(
-                loaded,
-                checkpoint_id=path,
-                storage_reader=Reader(ranks=fastckpt.distributed.Ranks(timeout=3), io="threads"),
-                planner=planner,
+                loaded, checkpoint_id=path, storage_reader=Reader(ranks=Ranks(timeout=3), io="threads"), planner=planner
             )
         except dcp.api.CheckpointException as error:
             told.append((turn, sorted(error.failures), "no plan" in str(error)))
@@ -611,9 +578,7 @@ def test_a_planner_that_fails_on_one_rank_fails_that_call_alone(forge, tmp_path,
 def save_bad_metadata(path, *, bad):
     metadata = dist if dist.get_rank() == bad else {"epoch": 3}
     dcp.save(
-        {"w": torch.ones(3)},
-        checkpoint_id=path,
-        storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60), metadata=metadata),
+        {"w": torch.ones(3)}, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60), metadata=metadata)
     )
 
 
@@ -633,11 +598,7 @@ def save_bad_texts(path):
     texts = mock.patch.object(AgreedByRanks, "texts", ("1", "[null]", None))
     with texts, mock.patch.object(process_group, "_write") as write:
         try:
-            dcp.save(
-                {"w": torch.ones(3)},
-                checkpoint_id=path,
-                storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)),
-            )
+            dcp.save({"w": torch.ones(3)}, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60)))
         except dcp.api.CheckpointException as error:
             return str(error), write.called
     return "", write.called
@@ -654,7 +615,7 @@ def save_async_bad(path, *, bad):
     state = {"w": torch.ones(3)}
     if dist.get_rank() == bad:
         state["bad"] = Unsaved()
-    writer = Writer(ranks=fastckpt.distributed.Ranks(timeout=60))
+    writer = Writer(ranks=Ranks(timeout=60))
     try:
         dcp.async_save(state, checkpoint_id=path, storage_writer=writer).result()
     except dcp.api.CheckpointException as error:
@@ -698,19 +659,13 @@ def save_sharded_tensors(path):
         for shard in value.local_shards():
             (top, left), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
             shard.tensor.copy_(whole[top : top + height, left : left + width])
-    dcp.async_save(
-        state, checkpoint_id=path, storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60))
-    ).result()
+    dcp.async_save(state, checkpoint_id=path, storage_writer=Writer(ranks=Ranks(timeout=60))).result()
     different = []
     for turn in range(len(state)):
         loaded = {
             str((number + turn) % len(state)): sharded_tensor.zeros(cut, 10, 4) for number, cut in enumerate(cuts())
         }
-        dcp.load(
-            loaded,
-            checkpoint_id=path,
-            storage_reader=Reader(ranks=fastckpt.distributed.Ranks(timeout=60), io="threads"),
-        )
+        dcp.load(loaded, checkpoint_id=path, storage_reader=Reader(ranks=Ranks(timeout=60), io="threads"))
         for key, value in loaded.items():
             for shard in value.local_shards():
                 (top, left), (height, width) = shard.metadata.shard_offsets, shard.metadata.shard_sizes
@@ -733,7 +688,7 @@ def load_with_holes(path):
     state = {"model": {key: value for key, value in parallel.get_model_state_dict(model).items() if "head" not in key}}
     state["model"]["new_head"] = torch.full((2,), 3.0)
     planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(state, storage_reader=Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60)), planner=planner)
+    dcp.load(state, storage_reader=Reader(path, ranks=Ranks(timeout=60)), planner=planner)
     wanted = _flat({"model": parallel.state("fsdp")["model"]})
     same = all(_equal(value, wanted[key]) for key, value in _flat(state).items() if key != "model.new_head")
     return same and bool((state["model"]["new_head"] == 3).all())
@@ -745,7 +700,7 @@ def test_a_part_is_loaded_and_the_rest_stays(forge, reference):
 
 
 def load_nothing(path):
-    dcp.load({"absent": torch.ones(1)}, storage_reader=Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
+    dcp.load({"absent": torch.ones(1)}, storage_reader=Reader(path, ranks=Ranks(timeout=60)))
 
 
 def test_what_is_missing_is_an_error_on_all_ranks(forge, reference):
@@ -762,7 +717,7 @@ def save_in_a_process(path, *, bad):
     if bad:
         state["bad"] = Odd()
     kind = dcp.state_dict_saver.AsyncCheckpointerType.PROCESS
-    writer = Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60))
+    writer = Writer(path, ranks=Ranks(timeout=60))
     try:
         dcp.async_save(state, storage_writer=writer, async_checkpointer_type=kind).result(timeout=100)
     except dcp.api.CheckpointException as error:
@@ -787,7 +742,7 @@ def _values_of_ranks(path: str) -> None:
     state |= {name: np.full(3, rank) for name in ("m", "n", "o")}
     if rank:
         state |= {name: [rank, np.full(2, rank)] for name in ("x", "y", "z")}
-    dcp.save(state, storage_writer=Writer(path, ranks=fastckpt.distributed.Ranks(on_difference="warn")))
+    dcp.save(state, storage_writer=Writer(path, ranks=Ranks(on_difference="warn")))
 
 
 def test_values_that_differ_are_all_of_the_lowest_rank_that_has_them(forge, tmp_path):

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 
 import fastckpt
+from fastckpt.distributed import Ranks
 from harness import logged, parallel
 
 pytestmark = [
@@ -67,7 +68,7 @@ def train(folder, mode, last, ours=True):
     progress, loader = TrainState(), Loader()
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
     if ours:
-        fastckpt.dcp.install(ranks=fastckpt.distributed.Ranks(timeout=60))
+        fastckpt.dcp.install(ranks=Ranks(timeout=60))
     manager = CheckpointManager(
         config,
         dataloader=loader,

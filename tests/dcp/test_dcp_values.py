@@ -8,6 +8,7 @@ import torch.distributed.checkpoint as dcp
 
 import fastckpt
 from fastckpt.dcp import Writer
+from fastckpt.distributed import Ranks
 from harness import logged, needs, standin
 from harness.parallel import dist, torch
 
@@ -42,10 +43,10 @@ def save(path, how, kind, numbers, options):
     warnings = None
     with logged.warnings() as texts:
         if how == "install":
-            with fastckpt.dcp.install(ranks=fastckpt.distributed.Ranks(timeout=60), **options):
+            with fastckpt.dcp.install(ranks=Ranks(timeout=60, **options)):
                 dcp.save(state, checkpoint_id=path)
         else:
-            writer = Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60), **options)
+            writer = Writer(path, ranks=Ranks(timeout=60, **options))
             dcp.save(state, storage_writer=writer)
             warnings = writer.report.warnings
     return texts, warnings
@@ -171,10 +172,7 @@ def save_in_places(path, options):
     arrays = [np.zeros(1 << 19, np.float32) for _ in range(6)]
     for array in arrays:
         array[100_003] = dist.get_rank() + 1
-    dcp.save(
-        {"k": (dist.get_rank(), *arrays)},
-        storage_writer=Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60), **options),
-    )
+    dcp.save({"k": (dist.get_rank(), *arrays)}, storage_writer=Writer(path, ranks=Ranks(timeout=60, **options)))
 
 
 def test_a_value_is_one_ranks_wherever_its_arrays_differ(lasting, tmp_path):
@@ -188,10 +186,8 @@ def test_a_value_is_one_ranks_wherever_its_arrays_differ(lasting, tmp_path):
 
 def save_with_options(path, options):
     """Equal values, with options of this rank."""
-    dcp.save(
-        {"k": (1, torch.ones(3))},
-        storage_writer=Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60), **options[dist.get_rank()]),
-    )
+    ranks = Ranks(timeout=60, **options[dist.get_rank()])
+    dcp.save({"k": (1, torch.ones(3))}, storage_writer=Writer(path, ranks=ranks))
 
 
 def test_other_options_on_a_rank_are_no_difference_of_values(lasting, tmp_path):
@@ -207,7 +203,7 @@ def save_of_ranks(path, count):
     rank = dist.get_rank()
     state = {"loader": {f"dp_rank_{rank}": bytes([rank]) * 5000, "world_size": 2}, f"rng_{rank}": np.full(3, rank)}
     state |= {"values": {f"{number:03d}": rank for number in range(count)}}
-    writer = Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60))
+    writer = Writer(path, ranks=Ranks(timeout=60))
     dcp.save(state, storage_writer=writer)
     return writer.report.warnings
 
@@ -226,7 +222,7 @@ def test_values_under_keys_of_ranks_are_silent_and_long_lists_are_cut(lasting, t
 def save_on_devices(path, number):
     """A value with a tensor on a device of this rank alone."""
     device = torch.device(standin.NAME, dist.get_rank())
-    writer = Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60))
+    writer = Writer(path, ranks=Ranks(timeout=60))
     dcp.save({"pair": (1, torch.full((3,), float(number[dist.get_rank()])).to(device))}, storage_writer=writer)
     return writer.report.warnings
 

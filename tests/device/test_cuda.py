@@ -328,7 +328,7 @@ class TestTime(OnDevice):
             "import sys, torch, fastckpt\n"
             "state = {str(i): torch.full((1 << 22,), float(i), device='cuda') for i in range(16)}\n"
             "fastckpt.save_async(state, sys.argv[1] + '/a').result()\n"
-            "fastckpt.save_async(state, sys.argv[1] + '/b', lazy=True)\n"
+            "fastckpt.save_async(state, sys.argv[1] + '/b', io=fastckpt.IO(lazy=True))\n"
         )
         done = subprocess.run(
             [sys.executable, "-c", program, str(self.path)], capture_output=True, text=True, timeout=120, check=False

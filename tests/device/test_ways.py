@@ -296,7 +296,7 @@ class TestCapture(OnDevice):
         into = {"w": torch.zeros(1000, device=DEVICE)}
         devices.synchronize()
         with captured():
-            for options in ({"device": DEVICE}, {"into": into}, {"into": into, "mmap": True}):
+            for options in ({"device": DEVICE}, {"into": into}, {"into": into, "io": fastckpt.IO(mmap=True)}):
                 with raises(RuntimeError, "^load: .*captured"):
                     fastckpt.load(self.path / "c", **options)
             for read in (lambda: opened["w"], lambda: opened.tensor("w")[slice(2, 4)]):

@@ -33,7 +33,7 @@ READ_OBJECT = "fastckpt._stores.objects:Objects.read"
 PEERS, SERVE = "fastckpt._ranks.peers", "fastckpt._ranks.store:Transport.serve"
 TAKE_NUMBER = "fastckpt._ranks.protocol:Turn.take_number"
 LOOK_FOR_ANSWERS = "fastckpt._ranks.protocol:Turn._take"
-ASK = "fastckpt._manager.ranks:Ranks.decide"
+ASK = "fastckpt._manager.crew:Crew.decide"
 #: torch.distributed.checkpoint writes by fastckpt; whether its executor is prepared for our writers.
 DCP_WRITE, PREPARED = "fastckpt.dcp._together:Together.write", "fastckpt.dcp._install:_prepared"
 #: A copy between the tiers of a run: from the local one to the remote, and back.
@@ -66,7 +66,7 @@ PROTECT = "fastckpt._tensors.device:_protect"
 WRITE_SNAPSHOT = "fastckpt._core:Snapshot.save"
 TELL_OF_END = "fastckpt._background.pending:PendingSave._call_back"
 #: A niceness is tried; which ones were.
-TRY_NICE, TRIED_NICE = "fastckpt._core:try_nice", "fastckpt._background.settings:_tried"
+TRY_NICE, TRIED_NICE = "fastckpt._core:try_nice", "fastckpt._background.nice:_tried"
 #: What ``convert`` starts the child by that looks at a file of torch's.
 LOOK = "fastckpt._tools.convert.pickled:subprocess"
 #: What the page for the monitor is told of.

@@ -138,7 +138,8 @@ def train(directory, remote, tell, plan):
 
     tell_of_copies(points.DRAIN, tell_unless_discarded, "drain", "drained", branches=plan.alone)
     tell_of_copies(points.FETCH, tell, "fetch")
-    how = {"keep": plan.keep, "async_save": plan.asynchronous, "save_options": {"shard_size": 160_000}}
+    options = {"files": fastckpt.Files(shard_size=160_000)}
+    how = {"keep": plan.keep, "async_save": plan.asynchronous, "save_options": options}
     if remote is not None:
         how |= {"remote": remote, "remote_keep": 1 if "://" in remote else 2}
     run = fastckpt.Manager(directory, **how)

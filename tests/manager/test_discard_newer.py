@@ -44,7 +44,7 @@ def test_what_is_newer_is_discarded_on_request(tmp_path, caplog):
 def test_a_save_in_flight_is_discarded_with_what_is_newer(tmp_path):
     """Mutant: the removal does not wait for it, and it comes after."""
     save(tmp_path, [1, 2, 3])
-    with fastckpt.Manager(tmp_path, save_options={"bandwidth_limit": "1MB"}) as manager:
+    with fastckpt.Manager(tmp_path, save_options={"io": fastckpt.IO(bandwidth_limit="1MB")}) as manager:
         manager.restore()
         manager.save(4, {"a": np.zeros(200_000)})
         assert manager.restore(step=2, discard_newer=True).step == 2

@@ -52,7 +52,7 @@ def test_what_has_not_changed_is_linked(tmp_path, async_save):
 
 
 def test_saves_that_overlap_link_the_one_before(tmp_path):
-    with fastckpt.Manager(tmp_path, keep=1, save_options={"max_in_flight": 3}) as manager:
+    with fastckpt.Manager(tmp_path, keep=1, save_options={"io": fastckpt.IO(max_in_flight=3)}) as manager:
         for step in range(6):
             assert manager.save(step, state(step))
     check(manager, [5])

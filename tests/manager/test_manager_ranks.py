@@ -17,11 +17,13 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard
 
 import fastckpt
-from fastckpt import when
+from fastckpt import distributed, when
 from harness import groups, parallel, points
 
 #: Long, for machines that are busy; and short, where a rank is to be missed.
 TIMEOUT, SHORT = 60.0, 3.0
+#: All ranks, which wait so long.
+RANKS = distributed.Ranks(timeout=TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -38,12 +40,12 @@ def state(step):
 
 
 def fill(out, *steps, **options):
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), **options) as manager:
+    with fastckpt.Manager(out, ranks=RANKS, **options) as manager:
         return [manager.save(step, state(step)) for step in steps]
 
 
 def test_saves_of_ranks_overlap(four, tmp_path):
-    options = {"max_in_flight": 3}
+    options = {"io": fastckpt.IO(max_in_flight=3)}
     four.run(fill, tmp_path / "run", *range(1, 7), keep=2, save_options=options)
     with fastckpt.Manager(tmp_path / "run", ranks="alone") as manager:
         assert manager.steps() == [5, 6]
@@ -60,7 +62,7 @@ def train(out, steps, options):
 
     with (
         points.replaced(points.REMOVE, counting),
-        fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), **options) as manager,
+        fastckpt.Manager(out, ranks=RANKS, **options) as manager,
     ):
         found = manager.restore(into=state(0))
         first = found.step + 1 if found else 1
@@ -77,18 +79,18 @@ def train(out, steps, options):
 def go_back(out):
     """Save three steps, go back to the second, and save another one; what this rank restores then."""
     fill(out, 1000, 2000, 3000)
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)) as manager:
+    with fastckpt.Manager(out, ranks=RANKS) as manager:
         manager.restore(into=state(0), step=2000)
         manager.save(2100, state(2100))
-    found = fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)).restore(into=state(0))
-    left = fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)).restore(into=state(0), step=3000)
+    found = fastckpt.Manager(out, ranks=RANKS).restore(into=state(0))
+    left = fastckpt.Manager(out, ranks=RANKS).restore(into=state(0), step=3000)
     with fastckpt.open(f"{out}/step-00002100") as checkpoint:
         return found.step, found.state["step"], left.state["step"], checkpoint.metadata["lineage"]["continues"]
 
 
 def begin_anew(out):
     """Restore where a run was; the error, and what a new beginning is."""
-    manager = fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), name="other-{step}")
+    manager = fastckpt.Manager(out, ranks=RANKS, name="other-{step}")
     try:
         manager.restore(into=state(0))
     except fastckpt.CheckpointError as error:
@@ -106,7 +108,7 @@ def test_ranks_follow_the_branch_that_saved_last(four, tmp_path):
 def stand_still(out, stale, options):
     """Save three steps, the last two with the same weights; what this rank hears after each, and the shares."""
     heard = []
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), stale=stale, **options) as manager:
+    with fastckpt.Manager(out, ranks=RANKS, stale=stale, **options) as manager:
         for step in (1, 2, 3):
             mesh = init_device_mesh("cpu", (dist.get_world_size(),))
             trained = {"w": min(step, 2), "frozen": 0, "exp_avg": step}
@@ -177,9 +179,7 @@ def save_some(out, policy, count):
         "step": lambda: [when.Steps(2, 5), when.First(), when.Every(steps=4)],
     }
     saved, step = [], 0
-    with fastckpt.Manager(
-        out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_when=policies[policy]()
-    ) as manager:
+    with fastckpt.Manager(out, ranks=RANKS, save_when=policies[policy]()) as manager:
         while len(saved) < count:
             step += 1
             if manager.save(step, {"step": step}):
@@ -201,9 +201,7 @@ def test_all_ranks_save_the_same_steps(four, tmp_path, when):
 def count_rounds(out, calls):
     """How often a rank asked the others, and the steps that it saved."""
     asked = []
-    with fastckpt.Manager(
-        out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_when=[when.Steps(calls - 1), when.Every(time="1h")]
-    ) as (manager):
+    with fastckpt.Manager(out, ranks=RANKS, save_when=[when.Steps(calls - 1), when.Every(time="1h")]) as (manager):
         decide = manager._ranks.decide
         manager._ranks.decide = lambda *given: (asked.append(given[1].step), decide(*given))[1]
         saved = [step for step in range(1, calls) if manager.should_save(step)]
@@ -218,7 +216,7 @@ def test_short_steps_are_not_slowed_by_questions_and_none_that_is_due_is_missed(
 
 def fail_once(out, async_save):
     """A save that fails on one rank; then the same step once more."""
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), async_save=async_save) as manager:
+    with fastckpt.Manager(out, ranks=RANKS, async_save=async_save) as manager:
         manager.save(1, state(1))
         manager.wait()
         told = ""
@@ -247,8 +245,8 @@ def test_a_save_that_fails_on_one_rank_fails_on_all_and_its_step_may_be_saved_ag
 
 def leave_out(out):
     """Other calls between what all agree on and its save, and a save that all leave out while one is in flight."""
-    slow = {"bandwidth_limit": "1MB"}
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_options=slow) as manager:
+    slow = {"io": fastckpt.IO(bandwidth_limit="1MB")}
+    with fastckpt.Manager(out, ranks=RANKS, save_options=slow) as manager:
         assert manager.should_save(1)
         assert manager.save(1, state(1))
         assert manager.should_save(2)
@@ -278,7 +276,7 @@ def miss(out, late, where):
         manager.save(step, state(step), {"loss": "low" if fails else 1.0})
 
     try:
-        with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), async_save=False) as manager:
+        with fastckpt.Manager(out, ranks=RANKS, async_save=False) as manager:
             for step in range(1, last + 2):
                 with contextlib.nullcontext() if where == "outside" else noted(told):
                     take(manager, step)
@@ -327,7 +325,7 @@ def test_a_rank_that_fails_before_it_takes_part_in_the_save_tells_the_others(for
 
 
 def restore(out):
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), read_only=True) as manager:
+    with fastckpt.Manager(out, ranks=RANKS, read_only=True) as manager:
         found = manager.restore(into=state(0))
         return found.step, [step for step, _ in found.skipped], float(found.state["w"].to_local().min())
 
@@ -349,7 +347,7 @@ def go_on(out, mesh=None):
     group = None if mesh is None else mesh.get_group()
     mesh = init_device_mesh("cpu", (1,)) if mesh is None else mesh
     into = {"w": parallel.distributed(torch.zeros(64, 1000), mesh, [Shard(0)]), "step": 0}
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(group, timeout=TIMEOUT)) as manager:
+    with fastckpt.Manager(out, ranks=distributed.Ranks(group, timeout=TIMEOUT)) as manager:
         manager.save_on_signal(signal.SIGUSR1, exit=False)
         found = manager.restore(into=into)
         least, most = (float(bound()) for bound in (into["w"].to_local().min, into["w"].to_local().max))
@@ -385,7 +383,7 @@ def test_what_one_rank_cannot_load_no_rank_loads(four, tmp_path, rank):
 def restore_less(out):
     """Restore into more than an older checkpoint has."""
     into = {"a": torch.zeros(100), "b": torch.zeros(3_000_000)}
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), read_only=True) as manager:
+    with fastckpt.Manager(out, ranks=RANKS, read_only=True) as manager:
         found = manager.restore(into=into, strict=False)
         return found.step, float(into["a"].sum()), float(into["b"].sum())
 
@@ -430,9 +428,7 @@ def differ(out, what):
         "read_only": {"read_only": rank == 3},
         "directory": {},
     }.get(what, {})
-    with fastckpt.Manager(
-        f"{out}{rank if what == 'directory' else ''}", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), **options
-    ) as manager:
+    with fastckpt.Manager(f"{out}{rank if what == 'directory' else ''}", ranks=RANKS, **options) as manager:
         manager.should_save(1 + (rank == 3))
 
 
@@ -456,7 +452,7 @@ def test_ranks_that_differ_are_told(four, tmp_path, what, text):
 def evaluate(out):
     """Each rank evaluates for itself: its loss and how long it takes are its own."""
     rank = dist.get_rank()
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)) as manager:
+    with fastckpt.Manager(out, ranks=RANKS) as manager:
         for step in (1, 2):
             metrics = {"loss": 2.0 - step + rank, "eval_runtime": 0.1 * rank}
             manager.save(step, {"w": torch.ones(10), "step": step}, metrics, metadata={"host": f"node{rank}"})
@@ -472,7 +468,7 @@ def test_metrics_and_metadata_are_those_of_the_first_rank(four, tmp_path):
 
 def hosts(out, size):
     socket.gethostname = lambda: f"node{dist.get_rank() // size}"
-    return fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT))._ranks.share
+    return fastckpt.Manager(out, ranks=RANKS)._ranks.share
 
 
 def test_one_rank_of_each_host_brings_a_share(forge, tmp_path):
@@ -514,7 +510,7 @@ def test_a_process_group_that_comes_after_the_manager_is_told(forge, tmp_path):
 def outlive(out, default):
     """Use a manager whose group is gone; ``default``: another default group is there meanwhile."""
     group = None if default else dist.new_group(backend="gloo")
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(group, timeout=TIMEOUT)) as manager:
+    with fastckpt.Manager(out, ranks=distributed.Ranks(group, timeout=TIMEOUT)) as manager:
         manager.save(1, state(1))
         manager.wait()
         dist.destroy_process_group(group)
@@ -536,9 +532,7 @@ def test_a_manager_whose_process_group_is_gone_saves_nothing(forge, tmp_path, de
 
 
 def step_on(out, raises):
-    with fastckpt.Manager(
-        out, ranks=fastckpt.distributed.Ranks(timeout=SHORT), save_when=when.Every(time="1h")
-    ) as manager:
+    with fastckpt.Manager(out, ranks=distributed.Ranks(timeout=SHORT), save_when=when.Every(time="1h")) as manager:
         for step in range(1, 10**9):
             manager.should_save(step)
             dist.barrier()
@@ -568,7 +562,7 @@ def test_a_rank_that_is_gone_is_missed(forge, tmp_path, raises):
 
 def fork(out):
     """A child of a rank asks nobody and saves nothing."""
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)) as manager:
+    with fastckpt.Manager(out, ranks=RANKS) as manager:
         child = os.fork()
         if child == 0:
             try:

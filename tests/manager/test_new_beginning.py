@@ -106,9 +106,13 @@ def test_checkpoints_of_another_library_are_not_damaged_ones(tmp_path):
             begin(directory, "torch.distributed.checkpoint", fastckpt.NotACheckpointError, **options)
 
 
-def test_a_report_is_not_asked_for(tmp_path):
+def test_who_asks_for_a_report_gets_that_of_the_result(tmp_path):
     save(tmp_path, [1])
-    with pytest.raises(TypeError, match="leave out on_report="):
+    reports = []
+    found = fastckpt.Manager(tmp_path).restore(io=fastckpt.IO("buffered", on_report=reports.append))
+    assert reports == [found.report]
+    assert found.report.engine == "buffered"
+    with pytest.raises(TypeError, match=r"'on_report': it is an option of io=fastckpt\.IO\("):
         fastckpt.Manager(tmp_path).restore(on_report=print)
 
 

@@ -20,6 +20,8 @@ import fastckpt
 from harness import points
 
 DEADLINE = 60
+#: The options of a save that takes longer than any test waits.
+SLOW = {"io": fastckpt.IO(bandwidth_limit="20kB")}
 
 PROGRAM = """
 import os, signal, sys, time
@@ -31,7 +33,7 @@ told = []
 if "handler" in mode:
     signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
 manager = fastckpt.Manager(out, save_when=fastckpt.when.Steps(2), **(
-    dict(save_options={"bandwidth_limit": "20kB"}) if "slow" in mode else {}))
+    dict(save_options={"io": fastckpt.IO(bandwidth_limit="20kB")}) if "slow" in mode else {}))
 # In a mode that is slow, at the limit, the large one takes longer than any test waits.
 large = lambda step: step > 2 or "busy" in mode
 state = lambda step: {"a": np.full(200_000 if large(step) else 10, step)}
@@ -210,7 +212,7 @@ def test_what_is_saved_already_is_not_saved_again(manager, tmp_path):
 
 def test_a_save_in_flight_becomes_durable_before_the_signal_is_passed_on(manager):
     manager.save_on_signal(signal.SIGUSR1)
-    manager._saves.options["bandwidth_limit"] = "2MB"
+    manager._saves.options["io"] = fastckpt.IO(bandwidth_limit="2MB")
     manager.save(1, {"a": np.zeros(100_000)})
     assert manager._saves.in_flight
     raise_signal(signal.SIGUSR1)
@@ -254,7 +256,7 @@ def test_a_steady_stretch_within_another_leaves_it_as_it_was(manager):
 
 
 def test_what_is_given_up_at_the_end_is_told_by_the_log_alone(tmp_path, manager, caplog):
-    other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
+    other = fastckpt.Manager(tmp_path / "other", save_options=SLOW)
     other.save_on_signal(signal.SIGUSR1, grace="100ms")
     other.save(1, {"a": np.zeros(200_000)})
     waiting = other._saves.pending.result
@@ -279,7 +281,7 @@ def test_a_signal_behind_the_last_boundary_is_passed_on_at_the_end(tmp_path, man
 def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, manager, caplog):
     """The save would take 80 s."""
     signal.signal(signal.SIGUSR2, signal.SIG_DFL)
-    other = fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"})
+    other = fastckpt.Manager(tmp_path / "other", save_options=SLOW)
     other.save_on_signal(signal.SIGUSR2, grace="100ms")
     other.save(1, {"a": np.zeros(200_000)})
 
@@ -295,7 +297,7 @@ def test_a_signal_at_the_end_gives_up_what_cannot_be_durable_in_time(tmp_path, m
 
 def test_a_wait_ends_with_the_grace_period(tmp_path, manager, caplog):
     """The save would take 80 s. The signal comes before the wait or in it."""
-    with fastckpt.Manager(tmp_path / "other", save_options={"bandwidth_limit": "20kB"}) as other:
+    with fastckpt.Manager(tmp_path / "other", save_options=SLOW) as other:
         other.save_on_signal(signal.SIGUSR1, grace="100ms")
         other.save(1, {"a": np.zeros(200_000)})
         sender = threading.Thread(target=os.kill, args=(os.getpid(), signal.SIGUSR1))

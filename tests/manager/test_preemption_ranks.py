@@ -10,11 +10,13 @@ import pytest
 import torch.distributed as dist
 
 import fastckpt
-from fastckpt import when
+from fastckpt import distributed, when
 from harness import groups, points
 
 #: Long, for machines that are busy.
 TIMEOUT = 60.0
+#: All ranks, which wait so long.
+RANKS = distributed.Ranks(timeout=TIMEOUT)
 #: Elements of a state that takes 0.4 s at 2 MB/s, and 40 s at 20 kB/s.
 LARGE = 200_000
 
@@ -43,7 +45,7 @@ def train(out, how):
     if how.get("handlers"):
         signal.signal(signal.SIGUSR2, lambda number, _: told.append(number))
     policy = when.Every(time="1h") if how.get("skips") else when.Steps(2)
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_when=policy) as manager:
+    with fastckpt.Manager(out, ranks=RANKS, save_when=policy) as manager:
         manager.save_on_signal(signal.SIGUSR1, signal.SIGUSR2, exit=how.get("exit", False))
         for step in range(1, 10**9):
             dist.barrier()
@@ -93,10 +95,10 @@ def hold(out, where, grace):
     """A signal comes to one rank in a stretch of another kind; what this rank saw."""
     mine = dist.get_rank() == 2
     # Slow enough to be in flight, or not to be durable in time.
-    options = {"bandwidth_limit": "20kB" if grace else "2MB"}
+    options = {"io": fastckpt.IO(bandwidth_limit="20kB" if grace else "2MB")}
     told = []
     signal.signal(signal.SIGUSR1, lambda number, _: told.append((number, manager.steps())))
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_options=options) as manager:
+    with fastckpt.Manager(out, ranks=RANKS, save_options=options) as manager:
         manager.save_on_signal(signal.SIGUSR1, grace=grace)
         if where in {"flight", "end"}:
             manager.save(1, state(1, LARGE))
@@ -131,8 +133,8 @@ def test_what_cannot_be_durable_in_time_is_given_up_on_all_ranks(four, tmp_path,
 
 def hold_two(out):
     """A signal comes while two saves of 40 s each are in flight: whether it was answered in time, and what is there."""
-    options = {"bandwidth_limit": "20kB", "max_in_flight": 2}
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT), save_options=options) as manager:
+    options = {"io": fastckpt.IO(bandwidth_limit="20kB", max_in_flight=2)}
+    with fastckpt.Manager(out, ranks=RANKS, save_options=options) as manager:
         manager.save_on_signal(signal.SIGUSR1, grace="1s", exit=False)
         for step in (1, 2):
             manager.save(step, state(step, LARGE))
@@ -158,9 +160,7 @@ def signal_late(out):
 
     with (
         points.replaced(points.LEAVE_DRAIN, signalled),
-        fastckpt.Manager(
-            out / "local", remote=out / "remote", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)
-        ) as manager,
+        fastckpt.Manager(out / "local", remote=out / "remote", ranks=RANKS) as manager,
     ):
         manager.save_on_signal(signal.SIGUSR1)
         manager.save(1, state(1))
@@ -174,7 +174,7 @@ def test_a_signal_while_the_last_copies_are_given_up_is_passed_on(four, tmp_path
 
 
 def save_for_it(out):
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)) as manager:
+    with fastckpt.Manager(out, ranks=RANKS) as manager:
         manager.save_on_signal(signal.SIGUSR1, exit=False)
         manager.save(1, state(1))
         manager.wait()

@@ -74,7 +74,8 @@ def test_a_model_that_is_not_trained_raises_no_alarm(tmp_path):
         trained = {name: {"a": full(number)}, "optimizer": {"exp_avg": full(number)}}
         return {"model": {"w": full(1)}, **trained}
 
-    for name, options in (("adapter", {}), ("my_lora_A", {}), ("head", {"save_options": {"frozen": ["model.*"]}})):
+    declared = {"save_options": {"files": fastckpt.Files(frozen=["model.*"])}}
+    for name, options in (("adapter", {}), ("my_lora_A", {}), ("head", declared)):
         assert run(tmp_path / name, one(1, name), one(2, name), stale="raise", **options).warnings == ()
     (told,) = run(tmp_path / "ema", one(1, "ema"), one(2, "ema")).warnings
     assert "no tensor of the model has changed since step 1: model.w: " in told

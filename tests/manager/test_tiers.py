@@ -34,7 +34,7 @@ def state(step):
 
 
 KEEP = [keep.Last(1), keep.Best(1, "loss")]
-OPTIONS = {"save_options": {"shard_size": 40_000}}
+OPTIONS = {"save_options": {"files": fastckpt.Files(shard_size=40_000)}}
 
 
 @pytest.fixture(params=["path", "memory"])

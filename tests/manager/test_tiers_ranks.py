@@ -14,10 +14,13 @@ import pytest
 import torch.distributed as dist
 
 import fastckpt
+from fastckpt import distributed
 from harness import groups, points
 from harness.tiers import at_remote
 
 TIMEOUT = 60.0
+#: All ranks, which wait so long.
+RANKS = distributed.Ranks(timeout=TIMEOUT)
 
 
 @pytest.fixture(scope="module")
@@ -48,8 +51,8 @@ def train(root, steps, options):
         fastckpt.Manager(
             root / "local",
             remote=root / "remote",
-            ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT),
-            save_options={"shard_size": 40_000},
+            ranks=RANKS,
+            save_options={"files": fastckpt.Files(shard_size=40_000)},
             **options,
         ) as manager,
     ):
@@ -105,9 +108,7 @@ def hung_up(*_arguments, **_options):
 
 
 def fail_to_copy(root):
-    with fastckpt.Manager(
-        root / "local", remote=root / "remote", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)
-    ) as manager:
+    with fastckpt.Manager(root / "local", remote=root / "remote", ranks=RANKS) as manager:
         with points.replaced(points.DRAIN, lambda _: hung_up):
             manager.save(1, state(1))
             try:
@@ -127,11 +128,7 @@ def test_all_ranks_hear_what_keeps_a_step_from_the_remote(four, tmp_path):
 def fail_to_fetch(root):
     with points.replaced(points.FETCH, lambda _: hung_up), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return (
-            fastckpt.Manager(root / "local", remote=root / "remote", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT))
-            .restore()
-            .step
-        )
+        return fastckpt.Manager(root / "local", remote=root / "remote", ranks=RANKS).restore().step
 
 
 def test_ranks_take_an_older_step_where_the_newest_cannot_be_fetched(four, tmp_path):
@@ -145,9 +142,7 @@ def test_ranks_take_an_older_step_where_the_newest_cannot_be_fetched(four, tmp_p
 
 def differ(root):
     with pytest.raises(ValueError, match="remote: rank 0 has"):
-        fastckpt.Manager(
-            root / "local", remote=root / f"remote-{dist.get_rank()}", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)
-        )
+        fastckpt.Manager(root / "local", remote=root / f"remote-{dist.get_rank()}", ranks=RANKS)
 
 
 def test_ranks_with_other_remotes_are_refused(four, tmp_path):
@@ -157,7 +152,7 @@ def test_ranks_with_other_remotes_are_refused(four, tmp_path):
 
 def go_back(root, ahead, discard):
     """Save with clocks ahead, go back by others on nodes with an empty disk, and save; what a third node restores."""
-    options = {"remote": root / "remote", "timeout": TIMEOUT}
+    options = {"remote": root / "remote", "ranks": RANKS}
     real = time.time_ns
 
     def skewed(_real):

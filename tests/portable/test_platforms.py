@@ -75,7 +75,7 @@ into = {**state, "model": {name: torch.zeros_like(one).t() .contiguous().t() for
 into["model"]["tie"] = into["model"]["b"]
 fastckpt.load(path, into=into)
 assert torch.equal(into["model"]["w"], state["model"]["w"])
-assert torch.equal(fastckpt.load(path, mmap=True)["model"]["w"], state["model"]["w"])
+assert torch.equal(fastckpt.load(path, io=fastckpt.IO(mmap=True))["model"]["w"], state["model"]["w"])
 assert fastckpt.load(path, framework="numpy", keys="model.b")["model"]["b"].tolist() == [1] * 5
 with fastckpt.open(path) as checkpoint:
     assert checkpoint.metadata == {"step": 7}

@@ -35,11 +35,13 @@ from torch.distributed.tensor import Shard
 import fastckpt
 import fastckpt.dcp
 import fastckpt.distributed
+from fastckpt.distributed import Ranks
 from harness import groups, parallel
 
 CALLS = 5
 #: Seconds after which a rank is missed in the call that something happens to, and in the others.
 SHORT, LONG = 1.5, 60.0
+ONE_THREAD = fastckpt.IO(threads=1)
 NOTHING = "nothing was committed"
 #: What may go wrong for the program.
 FAILURES = (fastckpt.CheckpointError, RuntimeError, ValueError, OSError, CheckpointException)
@@ -115,10 +117,7 @@ class Alone:
         if self.entry in {"load", "dcp_load"}:
             for number in range(CALLS):
                 fastckpt.distributed.save(
-                    state(number),
-                    f"{self.path}/there-{number}",
-                    ranks=fastckpt.distributed.Ranks(timeout=LONG),
-                    io=fastckpt.IO(threads=1),
+                    state(number), f"{self.path}/there-{number}", ranks=Ranks(timeout=LONG), io=ONE_THREAD
                 )
 
     def call(self, number, timeout, bad):
@@ -128,58 +127,40 @@ class Alone:
     def save(self, number, timeout, bad):
         """Each to a path of its own."""
         fastckpt.distributed.save(
-            state(number, bad=bad),
-            f"{self.path}/step-{number}",
-            ranks=fastckpt.distributed.Ranks(timeout=timeout),
-            io=fastckpt.IO(threads=1),
+            state(number, bad=bad), f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         )
 
     def save_over(self, number, timeout, bad):
         """Each over the one before."""
         fastckpt.distributed.save(
-            state(number, bad=bad),
-            f"{self.path}/step",
-            ranks=fastckpt.distributed.Ranks(timeout=timeout),
-            io=fastckpt.IO(threads=1),
+            state(number, bad=bad), f"{self.path}/step", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         )
 
     def save_async(self, number, timeout, bad):
         """In the background."""
         given = state(number, bad=bad)
         fastckpt.distributed.save_async(
-            given,
-            f"{self.path}/step-{number}",
-            ranks=fastckpt.distributed.Ranks(timeout=timeout),
-            io=fastckpt.IO(threads=1),
+            given, f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD
         ).result(LONG)
 
     def dcp_save(self, number, timeout, bad):
         """By torch's own function."""
-        writer = fastckpt.dcp.Writer(
-            f"{self.path}/step-{number}", ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
-        )
+        writer = fastckpt.dcp.Writer(f"{self.path}/step-{number}", ranks=Ranks(timeout=timeout), io=ONE_THREAD)
         torch_dcp.save(state(number, bad=bad), storage_writer=writer)
 
     def dcp_load(self, number, timeout, bad):
         """Likewise."""
         into = {**state(0), **({"more": torch.ones(3)} if bad else {})}
         torch_dcp.load(
-            into,
-            storage_reader=fastckpt.dcp.Reader(
-                f"{self.path}/there-{number}", ranks=fastckpt.distributed.Ranks(timeout=timeout)
-            ),
+            into, storage_reader=fastckpt.dcp.Reader(f"{self.path}/there-{number}", ranks=Ranks(timeout=timeout))
         )
         self.compare(into, number)
 
     def load(self, number, timeout, bad):
         """Each of another path, so that they can be told apart."""
         name = "none" if bad else f"there-{number}"
-        self.compare(
-            fastckpt.distributed.load(
-                f"{self.path}/{name}", ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
-            ),
-            number,
-        )
+        found = fastckpt.distributed.load(f"{self.path}/{name}", ranks=Ranks(timeout=timeout), io=ONE_THREAD)
+        self.compare(found, number)
 
     def compare(self, found, number):
         """Whether what is loaded is that of the number."""
@@ -193,7 +174,7 @@ class Managed:
     def __init__(self, path, entry, odd):
         self.entry = entry
         self.manager = fastckpt.Manager(
-            f"{path}/run", ranks=fastckpt.distributed.Ranks(timeout=LONG), async_save=entry != "manager" or odd % 2 == 0
+            f"{path}/run", ranks=Ranks(timeout=LONG), async_save=entry != "manager" or odd % 2 == 0
         )
 
     def prepare(self):
@@ -205,7 +186,7 @@ class Managed:
     def call(self, number, timeout, bad):
         """What a program does at one step."""
         manager, step = self.manager, number + 1
-        manager._ranks._timeout = timeout
+        manager._ranks._timeout, manager._ranks._given = timeout, Ranks(timeout=timeout)
         if self.entry == "restore":
             found = manager.restore()
             if found.state["step"] != found.step:

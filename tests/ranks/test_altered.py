@@ -37,14 +37,10 @@ def call(how, path, number):
     elif how == "load":
         distributed.load(path, into=spread(number), ranks=distributed.Ranks(timeout=60), io="threads")
     elif how == "dcp.save":
-        dcp.save(
-            spread(number), checkpoint_id=path, storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60))
-        )
+        dcp.save(spread(number), checkpoint_id=path, storage_writer=Writer(ranks=distributed.Ranks(timeout=60)))
     else:
         dcp.load(
-            spread(number),
-            checkpoint_id=path,
-            storage_reader=Reader(ranks=fastckpt.distributed.Ranks(timeout=60), io="threads"),
+            spread(number), checkpoint_id=path, storage_reader=Reader(ranks=distributed.Ranks(timeout=60), io="threads")
         )
 
 

@@ -1,5 +1,6 @@
 """Calls that go wrong before their first round: turns stay in step, nothing waits without end, others are told."""
 
+import functools
 import os
 import signal
 import threading
@@ -44,12 +45,22 @@ def test_a_path_that_cannot_be_made_absolute_takes_its_turn(forge, tmp_path):
 @pytest.mark.parametrize("timeout", [0, -1, float("nan"), float("inf"), 1e9, 1e300, True, "3", None])
 def test_a_timeout_is_a_number_of_seconds_that_clocks_can_count(tmp_path, timeout):
     error = ValueError if type(timeout) in (int, float) else TypeError
-    for call in (distributed.save, distributed.save_async):
-        with pytest.raises(error, match="save: timeout must be"):
-            call({"w": 1}, tmp_path / "c", timeout=timeout)
-    with pytest.raises(error, match="load: timeout must be"):
-        distributed.load(tmp_path / "c", ranks=distributed.Ranks(timeout=timeout))
+    with pytest.raises(error, match="Ranks: timeout must be"):
+        distributed.Ranks(timeout=timeout)
     assert distributed.save({"w": 1}, tmp_path / "c", ranks=distributed.Ranks(timeout=1e8)).ranks == 1
+
+
+def test_an_option_of_the_ranks_is_no_argument_of_its_own(tmp_path):
+    calls = {
+        "save": functools.partial(distributed.save, {"w": 1}),
+        "save_async": functools.partial(distributed.save_async, {"w": 1}),
+        "load": distributed.load,
+    }
+    for name, call in calls.items():
+        words = rf"^{name}: .*'timeout': it is an option of ranks=fastckpt\.distributed\.Ranks\(timeout=\.\.\.\)$"
+        with pytest.raises(TypeError, match=words):
+            call(tmp_path / "c", timeout=60)
+    assert list(tmp_path.iterdir()) == []
 
 
 def interrupt(*_):

@@ -119,9 +119,9 @@ def test_the_stream_of_a_step_waits_for_a_lazy_save(forge, tmp_path):
 
 
 def dcp_both(path, io):
-    dcp_save(state(True, empty=False), storage_writer=Writer(path, ranks=fastckpt.distributed.Ranks(timeout=60)))
+    dcp_save(state(True, empty=False), storage_writer=Writer(path, ranks=distributed.Ranks(timeout=60)))
     into = state(True, empty=True)
-    dcp_load(into, storage_reader=Reader(path, ranks=fastckpt.distributed.Ranks(timeout=60), io=io))
+    dcp_load(into, storage_reader=Reader(path, ranks=distributed.Ranks(timeout=60), io=io))
     return differences(into)
 
 

@@ -122,10 +122,8 @@ def test_saves_of_a_group_overlap_and_wait_for_their_base(forge, tmp_path):
         check(f"{tmp_path}/c-{number}", 1)
 
 
-def save_and_ask(path, *, ask=True, on_error="raise"):
-    pending = distributed.save_async(state(1), path, ranks=distributed.Ranks(timeout=60), on_error=on_error)
-    if ask:
-        pending.result()
+def save_and_ask(path):
+    distributed.save_async(state(1), path, ranks=distributed.Ranks(timeout=60)).result()
 
 
 def test_a_failure_in_the_background_reaches_all_ranks(forge, tmp_path):
@@ -209,9 +207,10 @@ def test_the_process_does_not_end_before_the_checkpoint_is_durable(tmp_path):
 def test_a_child_that_is_forked_beside_a_save_saves_and_loads(tmp_path):
     program = """
         import os, signal, sys
+        import fastckpt
         from fastckpt import distributed
         path = sys.argv[1]
-        first = distributed.save_async({"w": b"1" * 1_000_000}, path, bandwidth_limit="1MB")
+        first = distributed.save_async({"w": b"1" * 1_000_000}, path, io=fastckpt.IO(bandwidth_limit="1MB"))
         child = os.fork()
         if not child:
             signal.alarm(20)
@@ -225,10 +224,9 @@ def test_a_child_that_is_forked_beside_a_save_saves_and_loads(tmp_path):
     assert fastckpt.load(tmp_path / "c")["w"] == b"1" * 1_000_000
 
 
-@pytest.mark.parametrize("on_error", ["never", 3])
-def test_on_error_is_checked(tmp_path, on_error):
-    with pytest.raises(ValueError, match="on_error must be"):
-        distributed.save_async({"w": 1}, tmp_path / "c", on_error=on_error)
+def test_a_call_whose_options_are_refused_holds_up_no_later_one(tmp_path):
+    with pytest.raises(ValueError, match="save_async: io must be"):
+        distributed.save_async({"w": 1}, tmp_path / "c", io="fast")
     assert distributed.save({"w": 1}, tmp_path / "c").ranks == 1
 
 
@@ -246,7 +244,7 @@ def test_a_call_that_fails_keeps_nothing_of_the_state_while_its_error_is_kept(tm
     gc.disable()
     try:
         with mock.patch.object(job, "__init__", side_effect=MemoryError), pytest.raises(MemoryError):
-            save({"w": object()}, tmp_path / "c", encode=made)
+            save({"w": object()}, tmp_path / "c", registry=fastckpt.Registry(encode=made))
         assert [one() for one in alive] == [None]
     finally:
         gc.enable()

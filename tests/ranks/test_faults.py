@@ -99,28 +99,22 @@ def _spread(number: int) -> dict[str, Any]:
     return full
 
 
-def _save(path: str, number: int, timeout: float = TIMEOUT, background: bool = False, **options: Any) -> int:
+def _options(timeout: float, engine: Any) -> dict[str, Any]:
     # One thread writes: what a trial costs is its processes.
-    state = _spread(number)
+    return {"ranks": fastckpt.distributed.Ranks(timeout=timeout), "io": fastckpt.IO(engine, threads=1)}
+
+
+def _save(path: str, number: int, timeout: float = TIMEOUT, background: bool = False, io: str = "auto") -> int:
+    state, options = _spread(number), _options(timeout, io)
     if background:
-        return (
-            fastckpt.distributed.save_async(
-                state, path, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
-            )
-            .result(120)
-            .ranks
-        )
-    return fastckpt.distributed.save(
-        state, path, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1), **options
-    ).ranks
+        return fastckpt.distributed.save_async(state, path, **options).result(120).ranks
+    return fastckpt.distributed.save(state, path, **options).ranks
 
 
 def _load(path: str, timeout: float = TIMEOUT) -> int:
     into = _spread(-1)
     # Not through the page cache, which may have the checkpoint: then ranks send each other nothing.
-    loaded = fastckpt.distributed.load(
-        path, into=into, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO("threads", threads=1)
-    )
+    loaded = fastckpt.distributed.load(path, into=into, **_options(timeout, "threads"))
     wanted = _spread(loaded["step"])["model"]
     for name, tensor in loaded["model"].items():
         mine, other = (each.to_local() if isinstance(each, DTensor) else each for each in (tensor, wanted[name]))

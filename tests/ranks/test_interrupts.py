@@ -45,8 +45,8 @@ kind, directory = sys.argv[1:]
 state = {"w": np.arange(1000.0)}
 calls = {
     "alone": lambda: fastckpt.save_async(state, f"{directory}/a"),
-    "ranks": lambda: distributed.save_async(state, f"{directory}/a", max_in_flight=1),
-    "lazy": lambda: distributed.save_async(state, f"{directory}/a", lazy=True),
+    "ranks": lambda: distributed.save_async(state, f"{directory}/a", io=fastckpt.IO(max_in_flight=1)),
+    "lazy": lambda: distributed.save_async(state, f"{directory}/a", io=fastckpt.IO(lazy=True)),
 }
 
 
@@ -101,13 +101,13 @@ def overtaken(save, most):
     # Another thread calls, or a signal handler, when the first call has taken its turn.
     if not calls:
         calls.append(save.path)
-        handles.append(distributed.save_async({"w": 2}, f"{directory}/{second}", max_in_flight=1))
+        handles.append(distributed.save_async({"w": 2}, f"{directory}/{second}", io=fastckpt.IO(max_in_flight=1)))
     admit(save, most)
 
 
 calls, handles = [], []
 in_flight.admit = overtaken
-first = distributed.save_async({"w": 1}, f"{directory}/a", max_in_flight=1)
+first = distributed.save_async({"w": 1}, f"{directory}/a", io=fastckpt.IO(max_in_flight=1))
 print(first.result().path, handles[0].result().path, fastckpt.load(f"{directory}/{second}")["w"])
 """
 

@@ -20,6 +20,7 @@ import fastckpt
 from fastckpt import distributed
 from harness import needs, parallel
 from harness.internals import RanksJob, Staging
+from harness.options import grouped
 
 ROWS = 600
 
@@ -63,8 +64,8 @@ def step_at_once(path):
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
     options = {"timeout": 60, "max_in_flight": 2}
     with held(RanksJob, "_write") as write, held(Staging, "_copy_late") as copy:
-        first = distributed.save_async({"n": 1}, f"{path}-first", **options)
-        pending = distributed.save_async({**mine, "n": 1}, path, io=fastckpt.IO(lazy=True), **options)
+        first = distributed.save_async({"n": 1}, f"{path}-first", **grouped(options))
+        pending = distributed.save_async({**mine, "n": 1}, path, **grouped({**options, "lazy": True}))
         phase = pending.progress().phase
         threading.Timer(0.3, copy.set).start()
         optimizer.step()
@@ -90,8 +91,8 @@ def step_after_a_failure(path):
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
     options = {"timeout": 60, "max_in_flight": 2}
     with held(RanksJob, "_write") as write, mock.patch.object(Staging, "_copy_late", side_effect=OSError(5, "no")):
-        first = distributed.save_async({"n": 1}, f"{path}-first", **options)
-        pending = distributed.save_async({**mine, "n": 1}, path, io=fastckpt.IO(lazy=True), **options)
+        first = distributed.save_async({"n": 1}, f"{path}-first", **grouped(options))
+        pending = distributed.save_async({**mine, "n": 1}, path, **grouped({**options, "lazy": True}))
         optimizer.step()
         waited = first.done()
         write.set()
@@ -110,9 +111,7 @@ def test_a_lazy_save_keeps_nothing_alive(tmp_path, end):
     gc.disable()
     try:
         with held(Staging, "_copy_late") as copy:
-            pending = distributed.save_async(
-                {"w": tensor}, tmp_path / "c", io=fastckpt.IO(lazy=True), on_error=lambda _: None
-            )
+            pending = distributed.save_async({"w": tensor}, tmp_path / "c", io=fastckpt.IO(lazy=True))
             if end == "changed":
                 tensor.zero_()
             del tensor
@@ -157,7 +156,7 @@ def change(path, what):
 
 @pytest.mark.parametrize("what", CHANGES)
 def test_a_change_that_is_no_step_fails_the_save_on_all_ranks(two, tmp_path, what):
-    words = f"changed in place while lazy=True was copying: {what.partition(',')[0]}. Nothing was written."
+    words = f"changed in place while IO(lazy=True) was copying: {what.partition(',')[0]}. Nothing was written."
     first, second = two.run(change, tmp_path / "c", what)
     assert second.startswith("save_async: ")
     assert words in second
@@ -271,10 +270,10 @@ def test_a_spread_buffer_of_a_guarded_module_is_copied_at_the_call(two, tmp_path
 
 
 def save_steps(out):
-    options = {"lazy": True, "nice": 1, "max_in_flight": 2, "threads": 1}
+    options = {"io": fastckpt.IO(lazy=True, nice=1, max_in_flight=2, threads=1)}
     mine = parameters()
     optimizer = torch.optim.SGD(mine.values(), lr=1.0)
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=60), save_options=options) as manager:
+    with fastckpt.Manager(out, ranks=distributed.Ranks(timeout=60), save_options=options) as manager:
         for step in range(4):
             manager.save(step, {**mine, "step": step})
             optimizer.step()

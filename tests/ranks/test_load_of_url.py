@@ -164,7 +164,7 @@ def restore(env, root, remote, how):
     with fetch, warnings.catch_warnings():
         warnings.simplefilter("error")
         manager = fastckpt.Manager(
-            root, remote=remote, read_only=how == "read_only", ranks=fastckpt.distributed.Ranks(timeout=TIMEOUT)
+            root, remote=remote, read_only=how == "read_only", ranks=distributed.Ranks(timeout=TIMEOUT)
         )
         found = manager.restore()
         older = manager.restore(step=1)
@@ -176,7 +176,7 @@ def restore(env, root, remote, how):
 def test_a_run_comes_back_from_the_store(ranks, s3, tmp_path, how):
     """Without a disk, with a full one, and on another node with an empty one."""
     remote, local = f"s3://{harness.BUCKET}/runs/gpt", tmp_path / "local"
-    with fastckpt.Manager(local, remote=remote, save_options={"shard_size": 40_000}) as manager:
+    with fastckpt.Manager(local, remote=remote, save_options={"files": fastckpt.Files(shard_size=40_000)}) as manager:
         for step in (1, 2):
             manager.save(step, state(step), {"loss": float(step)})
             manager.wait()

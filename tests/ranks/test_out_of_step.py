@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 import fastckpt.distributed
+from fastckpt.distributed import Ranks
 from harness import groups, limits, machines, parallel, points
 
 #: Where a rank is to be missed: longer than a busy machine holds back one of the others.
@@ -36,20 +38,23 @@ def outcome(function, *args, **kwargs) -> str:
     return "ok"
 
 
+def within(timeout: float) -> dict[str, Any]:
+    """Options of a call: how long a rank waits for others that are silent; and one thread writes."""
+    return {"ranks": Ranks(timeout=timeout), "io": fastckpt.IO(threads=1)}
+
+
 def save(path: str, number: int, timeout: float = LONG) -> str:
-    return outcome(fastckpt.distributed.save, state(number), path, timeout=timeout, threads=1)
+    return outcome(fastckpt.distributed.save, state(number), path, **within(timeout))
 
 
 def save_in_background(path: str, number: int, timeout: float = LONG) -> str:
-    pending = fastckpt.distributed.save_async(
-        state(number), path, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
-    )
+    pending = fastckpt.distributed.save_async(state(number), path, **within(timeout))
     return outcome(pending.result, LONG)
 
 
 def load(path: str, number: int, timeout: float = LONG) -> str:
     del number
-    return outcome(fastckpt.distributed.load, path, timeout=timeout, threads=1)
+    return outcome(fastckpt.distributed.load, path, **within(timeout))
 
 
 def missed(call, path: str, odd: int, same: bool) -> list[str]:
@@ -97,7 +102,7 @@ def late(path: str, odd: int, plain: bool) -> list[str]:
             until(path, "given up")
             time.sleep(0.3)
         timeout = SHORT if number == 1 else LONG
-        told.append(outcome(fastckpt.distributed.save, given, path, timeout=timeout, threads=1))
+        told.append(outcome(fastckpt.distributed.save, given, path, **within(timeout)))
         if number == 1 and dist.get_rank() != odd:
             Path(f"{path}.given up").touch()
     return told
@@ -111,7 +116,7 @@ def ahead(path: str, odd: int) -> list[str]:
         if number == 1 and dist.get_rank() == odd:
             told.append("missed")
         else:
-            told.append(outcome(fastckpt.distributed.save, given, path, timeout=LONG, threads=1))
+            told.append(outcome(fastckpt.distributed.save, given, path, **within(LONG)))
     return told
 
 
@@ -153,7 +158,7 @@ def plain_saves(path: str, odd: int) -> list[str]:
             told.append("missed")
             continue
         given = {"w": state(number)["w"]}
-        told.append(outcome(fastckpt.distributed.save, given, path, timeout=LONG if number == 0 else 2, threads=1))
+        told.append(outcome(fastckpt.distributed.save, given, path, **within(LONG if number == 0 else 2)))
     return told
 
 
@@ -178,7 +183,7 @@ def warnings_of(path: str, told: dict[str, object], background: bool) -> list[tu
     for number in range(3):
         given = {"w": state(number)["w"]}
         metadata = {name: value if name == "run" else number for name, value in told.items()}
-        report = call(given, path, metadata=metadata, timeout=LONG, threads=1)
+        report = call(given, path, metadata=metadata, **within(LONG))
         reports.append(report.result(LONG) if background else report)
     return [report.warnings for report in reports]
 
@@ -226,10 +231,7 @@ def other_orders(path: str) -> list[str]:
     given = {"w": torch.full((1000,), 1.0)}
     pending = {
         number: fastckpt.distributed.save_async(
-            given,
-            f"{path}-{number}",
-            ranks=fastckpt.distributed.Ranks(two[number], timeout=LONG),
-            io=fastckpt.IO(threads=1),
+            given, f"{path}-{number}", ranks=Ranks(two[number], timeout=LONG), io=fastckpt.IO(threads=1)
         )
         for number in order
     }
@@ -247,7 +249,7 @@ def two_names(first: str, second: str) -> list[str]:
     """One directory, under another name on each rank."""
     here = first if dist.get_rank() == 0 else second
     told = [save(f"{here}/c", 1), load(f"{here}/c", 1)]
-    with fastckpt.Manager(f"{here}/run", ranks=fastckpt.distributed.Ranks(timeout=LONG)) as manager:
+    with fastckpt.Manager(f"{here}/run", ranks=Ranks(timeout=LONG)) as manager:
         told += [outcome(manager.save, step, state(step)) for step in (1, 2)]
         told.append(outcome(manager.wait))
     return told
@@ -298,7 +300,7 @@ def late_with_a_step(path: str) -> list[str]:
     for step, timeout in ((0, LONG), (1, 2.0), (1, LONG), (1, LONG)):
         if timeout < LONG and dist.get_rank() == 1:
             until(path, "given up")
-        given, options = {"w": state(step)["w"]}, {"metadata": {"step": step}, "timeout": timeout, "threads": 1}
+        given, options = {"w": state(step)["w"]}, {"metadata": {"step": step}, **within(timeout)}
         told.append(outcome(fastckpt.distributed.save, given, path, **options))
         if timeout < LONG:
             Path(f"{path}.given up").touch()
@@ -343,7 +345,7 @@ def fails_in_the_save(out: str, *, late: bool) -> list[str]:
         return ask
 
     points.replace(points.ASK, asks)
-    with fastckpt.Manager(out, ranks=fastckpt.distributed.Ranks(timeout=LONG)) as manager:
+    with fastckpt.Manager(out, ranks=Ranks(timeout=LONG)) as manager:
         for step in (1, 2):
             given = state(step)
             if step == 1 and rank == 1:

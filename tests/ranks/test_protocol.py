@@ -109,7 +109,7 @@ def test_those_who_work_learn_of_a_failure_soon():
 def test_the_words_for_a_silent_rank():
     one = run(job(40, deaths={1: (12, False)}))
     for told in errors(one).values():
-        assert "rank 1 on host-0 has not answered for 30.0 s (timeout=); 7 ranks answer through it" in str(told)
+        assert "rank 1 on host-0 has not answered for 30.0 s (Ranks(timeout=)); 7 ranks answer through it" in str(told)
 
 
 def test_a_rank_that_works_for_long_is_not_silent():
@@ -196,7 +196,7 @@ def test_a_coordinator_that_wakes_up_late_does_not_commit():
     assert one.committed == []
     assert {str(error) for error in errors(one).values()} == {
         (
-            "save: /checkpoint: rank 0 on host-0 has not answered for 30.0 s (timeout=): "
+            "save: /checkpoint: rank 0 on host-0 has not answered for 30.0 s (Ranks(timeout=)): "
             "nothing was committed; the old checkpoint is unchanged"
         )
     }

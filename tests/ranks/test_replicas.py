@@ -19,6 +19,7 @@ import fastckpt
 import fastckpt.distributed
 from fastckpt.exceptions import RanksError
 from harness import points
+from harness.options import grouped
 
 #: Drawn saves; FASTCKPT_TEST_DIVERGENCES=2000 for all.
 TRIALS = int(os.environ.get("FASTCKPT_TEST_DIVERGENCES", "24"))
@@ -35,7 +36,8 @@ def _values(size: int, seed: int = 0) -> torch.Tensor:
 
 
 def _save(state: Any, path: str, how: str, **options: Any) -> list[str]:
-    """Save with all ranks, and give the warnings of the report."""
+    """Save with all ranks, with options by name, and give the warnings of the report."""
+    options = grouped(options)
     if how == "dcp":
         writer = fastckpt.dcp.Writer(path, **options)
         torch_dcp.save(state, storage_writer=writer)
@@ -228,15 +230,10 @@ def test_what_samples_miss_is_of_one_rank(forge, tmp_path):
         assert not (tmp_path / "c").exists()
 
 
-def _wrong(path: str, option: str) -> str:
-    with pytest.raises(ValueError, match=option) as caught:
-        fastckpt.distributed.save({}, path, **{option: "some"})
-    return str(caught.value)
-
-
-def test_what_there_is_not_is_refused(tmp_path):
-    assert "must be one of sample, full, first" in _wrong(str(tmp_path / "c"), "replicas")
-    assert "must be one of raise, warn" in _wrong(str(tmp_path / "c"), "on_difference")
+@pytest.mark.parametrize(("option", "words"), [("replicas", "sample, full, first"), ("on_difference", "raise, warn")])
+def test_what_there_is_not_is_refused(option, words):
+    with pytest.raises(ValueError, match=f"Ranks: {option} must be one of {words}, not 'some'"):
+        fastckpt.distributed.Ranks(**{option: "some"})
 
 
 #: How a tensor of two dimensions is spread over four ranks: these, in the order of the mesh, its shape and placements,

@@ -342,7 +342,7 @@ def test_what_is_cut_apart_is_united(state, seed, size, fan):
     # The last rank has everything.
     parts = [made(thinned(state, drop), []) for _ in range(size - 1)]
     whole = made(state, [])
-    agreed, _ = agree([*parts, whole], fan=fan, model_key=None)
+    agreed, _ = agree([*parts, whole], fan=fan, files=fastckpt.Files(model_key=None))
     first = agreed[0]
     flat = flatten(whole)
     assert sorted(map(tuple, (tensor.shape for tensor in first.tensors))) == sorted(
@@ -452,8 +452,11 @@ def test_the_model_of_the_union():
     agreed, _ = agree([{"model": {}, "x": {"y": torch.ones(1)}}, {"model": {"w": torch.ones(2)}, "x": {}}])
     assert agreed[0].prefix == "model."
     with pytest.raises(ValueError, match=r"model_key='net'.*give one of 'model', 'x'"):
-        agree([{"model": {}, "x": {"y": torch.ones(1)}}, {"model": {"w": torch.ones(2)}, "x": {}}], model_key="net")
-    agreed, _ = agree([{7: {"w": torch.ones(1)}}, {7: {"v": torch.ones(1)}}], model_key=7)
+        agree(
+            [{"model": {}, "x": {"y": torch.ones(1)}}, {"model": {"w": torch.ones(2)}, "x": {}}],
+            files=fastckpt.Files(model_key="net"),
+        )
+    agreed, _ = agree([{7: {"w": torch.ones(1)}}, {7: {"v": torch.ones(1)}}], files=fastckpt.Files(model_key=7))
     assert agreed[0].prefix == "7."
 
 
@@ -902,7 +905,7 @@ def save_in_pages(how, path, size):
         full = torch.arange(301 * 777, dtype=torch.float32).view(301, 777)
         state = {"a": distribute_tensor(full, mesh, [Shard(0)]), "b": full[:100].clone()}
         if how == "dcp":
-            dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=fastckpt.distributed.Ranks(timeout=60)))
+            dcp.save(state, checkpoint_id=path, storage_writer=Writer(ranks=distributed.Ranks(timeout=60)))
         else:
             distributed.save(state, path, ranks=distributed.Ranks(timeout=60))
     return pages

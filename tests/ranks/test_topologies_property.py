@@ -167,8 +167,12 @@ def _save(
     state, _ = _state(tensors, "saved", True)
     if dist.get_rank() >= size:
         return None
-    options: dict[str, Any] = {"process_group": group, "shard_size": shard_size, "timeout": 30, "base": base}
-    options["metadata"] = {"step": 7}
+    options: dict[str, Any] = {
+        "ranks": fastckpt.distributed.Ranks(group, timeout=30),
+        "files": fastckpt.Files(shard_size=shard_size),
+        "base": base,
+        "metadata": {"step": 7},
+    }
     if background:
         report = fastckpt.distributed.save_async(state, path, **options).result(60)
     else:

@@ -280,7 +280,7 @@ except Exception as error:
 
 def test_a_process_that_hosts_the_store_ends_well():
     ended = subprocess.run([sys.executable, "-c", HOST], capture_output=True, text=True, timeout=100, check=False)
-    assert "rank 1 has not answered for 1.0 s (timeout=); rank 2 has not answered" in ended.stdout
+    assert "rank 1 has not answered for 1.0 s (Ranks(timeout=)); rank 2 has not answered" in ended.stdout
     assert (ended.returncode, ended.stderr) == (0, "")
 
 

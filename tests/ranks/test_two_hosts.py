@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import fastckpt
 import fastckpt.distributed
+from fastckpt.distributed import Ranks
 from harness import groups, hosts, points
 
 RANKS = 4
@@ -49,9 +50,7 @@ def _spread(number):
 
 
 def _save(path, number, timeout=30.0):
-    report = fastckpt.distributed.save(
-        _spread(number), path, ranks=fastckpt.distributed.Ranks(timeout=timeout), io=fastckpt.IO(threads=1)
-    )
+    report = fastckpt.distributed.save(_spread(number), path, ranks=Ranks(timeout=timeout), io=fastckpt.IO(threads=1))
     return report.bytes_sent
 
 
@@ -64,9 +63,7 @@ def _save_counting(path, number):
 
     try:
         with points.replaced(points.WRITE, counting):
-            fastckpt.distributed.save(
-                _spread(number), path, ranks=fastckpt.distributed.Ranks(timeout=30), io=fastckpt.IO(threads=1)
-            )
+            fastckpt.distributed.save(_spread(number), path, ranks=Ranks(timeout=30), io=fastckpt.IO(threads=1))
     except Exception as error:  # noqa: BLE001 - the test judges it
         return type(error).__name__, str(error), len(written)
     return "", "", len(written)
@@ -74,9 +71,7 @@ def _save_counting(path, number):
 
 def _load(path):
     into = _spread(-1)
-    loaded = fastckpt.distributed.load(
-        path, into=into, ranks=fastckpt.distributed.Ranks(timeout=30), io=fastckpt.IO(threads=1)
-    )
+    loaded = fastckpt.distributed.load(path, into=into, ranks=Ranks(timeout=30), io=fastckpt.IO(threads=1))
     wanted = _spread(loaded["step"])
     return all(
         torch.equal(tensor.to_local(), wanted["model"][name].to_local()) for name, tensor in loaded["model"].items()

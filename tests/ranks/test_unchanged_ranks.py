@@ -131,7 +131,7 @@ def large(changed=None):
 
 
 def save_large(folder, changed):
-    size = {"shard_size": "1MB"}  # a file for each tensor
+    size = {"files": fastckpt.Files(shard_size="1MB")}  # a file for each tensor
     distributed.save(large(), folder / "base", **size)
     same = distributed.save(large(), folder / "same", base=folder / "base", **size)
     other = distributed.save(large(changed), folder / "other", base=folder / "same", **size)

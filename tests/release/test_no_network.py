@@ -16,7 +16,7 @@ state = {"w": numpy.arange(1000.0), "step": 1}
 fastckpt.save(state, path)
 fastckpt.load(path)
 fastckpt.load(path, into=state)
-fastckpt.load(path, mmap=True)
+fastckpt.load(path, io=fastckpt.IO(mmap=True))
 fastckpt.verify(path)
 fastckpt.save_async(state, path).result()
 with fastckpt.open(path) as checkpoint:

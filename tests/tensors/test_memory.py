@@ -264,7 +264,7 @@ def test_no_room_for_an_arena_is_no_failure(tmp_path):
         tmp_path / "c",
         """
 limit()
-loaded = fastckpt.load(path, io="threads", threads=1)
+loaded = fastckpt.load(path, io=fastckpt.IO("threads", threads=1))
 for i in range(6):
     assert np.array_equal(loaded[f"w{i}"], np.random.default_rng(i).integers(0, 256, (5 << 20) + i, np.uint8))
 """,
@@ -279,7 +279,7 @@ def test_no_room_to_map_a_shard_tells_what_helps(tmp_path):
         """
 limit()
 try:
-    fastckpt.load(path, mmap=True)
+    fastckpt.load(path, io=fastckpt.IO(mmap=True))
 except OSError as error:
     assert error.errno == errno.ENOMEM, error
     sys.exit(str(error))

@@ -176,7 +176,7 @@ def test_after_a_refusal_the_rest_is_not_tried_and_no_error_is_left_behind(at):
     registration.wait()
     assert cudart.names() == ["register"] * (at + 1)
     assert registration.pinned == pinned._known.nbytes == at * PIECE
-    assert "CUDA refused (error 2: what 2 means; a smaller pin=" in registration.problem
+    assert "CUDA refused (error 2: what 2 means; a smaller IO(pin=)" in registration.problem
     # Where a copy goes must be pinned altogether or not at all.
     assert cuts(BASE, 3 * PIECE)[:at] == [(number * PIECE, PIECE) for number in range(at)]
     cudart.launch()
@@ -208,7 +208,7 @@ def test_the_cap_is_for_the_whole_process():
     second.wait()
     assert second.pinned == 2 * PIECE
     assert second.problem == (
-        "32.8 kB of 49.2 kB of host memory are pinned, because pin= allows no more; "
+        "32.8 kB of 49.2 kB of host memory are pinned, because IO(pin=) allows no more; "
         "copies that use the rest are correct, but slower"
     )
     first.close()
@@ -226,7 +226,7 @@ def test_a_cap_that_is_less_than_the_memory_cuts_at_a_page(limit, expected):
     registration.wait()
     assert list(cudart.ranges.values()) == expected
     if limit:
-        assert "pin= allows no more" in registration.problem
+        assert "IO(pin=) allows no more" in registration.problem
     else:
         assert registration.problem is None
     # A copy to the rest stays off what is pinned.
@@ -494,7 +494,7 @@ def test_memory_stays_pinned_from_save_to_save(devices):
     again.registration.wait()
     assert devices.cudart.ranges == {memory.core.address: PAGE}
     assert not again.is_pinned()
-    assert "pin= allows no more" in again.problem
+    assert "IO(pin=) allows no more" in again.problem
     again.give()
     larger = host_memory.take(1 << 22)
     assert devices.cudart.ranges == {}, "it was too small, and went"

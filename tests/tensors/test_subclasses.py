@@ -80,7 +80,7 @@ def test_wrappers_that_are_not_known(tmp_path):
     with pytest.raises(UnsupportedTypeError, match=r"test_subclasses\.Kind"):
         fastckpt.load(tmp_path / "c")
     with pytest.warns(RuntimeWarning, match="Wrapped"):
-        inner, context, size, _ = fastckpt.load(tmp_path / "c", registry=fastckpt.Registry(undeclared="plain"))["w"]
+        inner, context, size, _ = fastckpt.load(tmp_path / "c", registry=Registry(undeclared="plain"))["w"]
     assert same(inner, {"data_": wrapped().data_, "scale": wrapped().scale})
     assert context["rows"] == {"dim": -1, "config": {"fast": True, "kind": "SYMMETRIC"}}
     assert size == torch.Size([8])
@@ -177,7 +177,7 @@ def test_what_cannot_be_stored_says_what_to_do(tmp_path, make, advice):
     with pytest.raises(UnsupportedTypeError, match=rf"cannot store \['v'\]: .*{advice}"):
         fastckpt.save({"v": make()}, tmp_path / "c")
     assert not list(tmp_path.iterdir())
-    fastckpt.save({"v": make()}, tmp_path / "c", registry=fastckpt.Registry(encode=lambda value: repr(type(value))))
+    fastckpt.save({"v": make()}, tmp_path / "c", registry=Registry(encode=lambda value: repr(type(value))))
     assert type(make()).__name__ in fastckpt.load(tmp_path / "c")["v"]
 
 

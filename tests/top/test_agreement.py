@@ -40,7 +40,8 @@ print(json.dumps("ready"), flush=True)
 for line in sys.stdin:
     order = json.loads(line)
     try:
-        report = fastckpt.save({"weights": weights[: order.pop("size")]}, **order)
+        io = fastckpt.IO(bandwidth_limit=order.pop("limit"))
+        report = fastckpt.save({"weights": weights[: order.pop("size")]}, io=io, **order)
         told = {"seconds": report.seconds, "bytes": report.bytes}
     except OSError as error:
         told = {"errno": error.errno}
@@ -66,7 +67,7 @@ class Trainer:
 
     def save(self, path, size, rate=0, step=None):
         """Begin a save; `told` waits for its end."""
-        order = {"path": str(path), "size": size, "bandwidth_limit": rate or None}
+        order = {"path": str(path), "size": size, "limit": rate or None}
         order["metadata"] = {} if step is None else {"step": step}
         self.child.stdin.write(json.dumps(order) + "\n")
         self.child.stdin.flush()

@@ -59,14 +59,14 @@ def save():
     if way == "lazy":
         import torch
         Staging._copy_late = held(Staging._copy_late)
-        return fastckpt.save_async({"a": torch.ones(size, dtype=torch.uint8)}, path, lazy=True).result()
+        return fastckpt.save_async({"a": torch.ones(size, dtype=torch.uint8)}, path, io=fastckpt.IO(lazy=True)).result()
     state = {"a": np.ones(size, np.uint8)}
     if way in ("async", "ranks"):
         Staging.stage = held(Staging.stage)
         save_async = fastckpt.save_async if way == "async" else fastckpt.distributed.save_async
         return save_async(state, path, metadata={"step": 7}).result()
     if way == "queued":
-        first = fastckpt.save_async(state, path + "-first", bandwidth_limit=size // 2)
+        first = fastckpt.save_async(state, path + "-first", io=fastckpt.IO(bandwidth_limit=size // 2))
         print("queued", flush=True)
         report = fastckpt.save_async(state, path).result()
         first.result()
@@ -287,7 +287,7 @@ def slow(self, ranges):
     return real(self, ranges)
 Sources.fill = slow
 state = {"a": torch.ones(4000, 4000, dtype=torch.float32).t()}
-report = fastckpt.save(state, sys.argv[1], io="uring", threads=1)
+report = fastckpt.save(state, sys.argv[1], io=fastckpt.IO("uring", threads=1))
 print(json.dumps([report.engine, report.phases["write"]]))
 """
 

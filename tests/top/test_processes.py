@@ -33,7 +33,8 @@ import numpy as np
 import fastckpt
 path, size, limit = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
 state = {name: np.ones(size // 3, np.uint8) for name in "abc"}
-fastckpt.save(state, path, bandwidth_limit=limit or None, shard_size=size // 3)
+io, files = fastckpt.IO(bandwidth_limit=limit or None), fastckpt.Files(shard_size=size // 3)
+fastckpt.save(state, path, io=io, files=files)
 """
 
 

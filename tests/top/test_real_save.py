@@ -33,7 +33,8 @@ if fork == ["sleeper"] and os.fork() == 0:
 print("ready", flush=True)
 sys.stdin.readline()
 fastckpt.tools.set_target("high")
-report = fastckpt.save(state, path, bandwidth_limit=limit or None, metadata={"step": 7}, shard_size=size // 3)
+io, files = fastckpt.IO(bandwidth_limit=limit or None), fastckpt.Files(shard_size=size // 3)
+report = fastckpt.save(state, path, io=io, files=files, metadata={"step": 7})
 told = {"engine": report.engine, "seconds": report.seconds, "bytes": report.bytes, "phases": dict(report.phases)}
 print(json.dumps(told), flush=True)
 sys.stdin.readline()

@@ -130,11 +130,12 @@ class Node(ExitStack):
 
     def save(self, step: int, bandwidth_limit: int | None = None) -> None:
         """Tell all ranks to save."""
-        self._tell("save", step, threads=self._threads, metadata={"step": step}, bandwidth_limit=bandwidth_limit)
+        io = {"threads": self._threads, "bandwidth_limit": bandwidth_limit}
+        self._tell("save", step, io=io, metadata={"step": step})
 
     def load(self, step: int) -> None:
         """Tell all ranks to load."""
-        self._tell("load", step, threads=self._threads)
+        self._tell("load", step, io={"threads": self._threads})
 
     def _tell(self, what: str, step: int, **options: object) -> None:
         self._heard()

@@ -1,6 +1,7 @@
 """One rank of a scenario: saves and loads as it is told on its standard input, one JSON object a line.
 
-Each has `do`, `save` or `load`; the rest are arguments of that function. It answers each with a line.
+Each has `do`, `save` or `load`, and `io`, the options of a `fastckpt.IO`; the rest are arguments of that function. It
+answers each with a line.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ def main() -> None:
     print("ready", flush=True)
     for line in sys.stdin:
         order = json.loads(line)
+        order["io"] = fastckpt.IO(**order["io"])
         try:
             if order.pop("do") == "save":
                 fastckpt.save(state, **order)

@@ -103,7 +103,7 @@ class _View:
 
 
 class TensorHandle:
-    """A tensor of an open checkpoint, made by :meth:`fastckpt.types.Checkpoint.tensor`: ``handle[index]`` reads a part of it.
+    """A tensor of an open checkpoint: ``handle[index]`` reads a part of it; made by :meth:`Checkpoint.tensor`.
 
     Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes.
 

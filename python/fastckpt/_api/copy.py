@@ -7,7 +7,7 @@ from fastckpt._paths import AnyPath, is_url
 from fastckpt._stores.urls import place_of
 
 from . import in_flight
-from .io import IO, Engine, check_io
+from .io import IO, Engine, bytes_per_second, check_io, give_report
 from .outcome import logger, until_settled
 from .progress import ticker
 from .reports import CopyReport
@@ -65,10 +65,11 @@ def copy(
             in_flight.wait_for_paths(place)
     with ticker("copy", end, shown=how.progress) as tick:
         copied = until_settled(
-            lambda: copy_checkpoint([begin], end, overwrite=bool(overwrite), limit=how.bytes_per_second, tick=tick)
+            lambda: copy_checkpoint([begin], end, overwrite=bool(overwrite), limit=bytes_per_second(how), tick=tick)
         )
     report = CopyReport(source=begin, target=end, **copied._asdict())
     for warning in report.warnings:
         logger.warning("%s: %s", end, warning)
     logger.info("%s", report)
+    give_report(how, report)
     return report

@@ -10,10 +10,10 @@ from fastckpt._files import Contents, check_names, contents_of
 from fastckpt._units import bytes_of
 
 from .selection import texts_of
-from .settings import grouped
+from .settings import record_of
 
 
-@grouped("files", "fastckpt.Files")
+@record_of("files", "fastckpt.Files")
 @dataclass(frozen=True, slots=True)
 class Files:
     """The files of a checkpoint: the ``files=`` of every save.
@@ -25,7 +25,7 @@ class Files:
         beside: further files for the directory, by name: a str is the text of the file (UTF-8), bytes are its content,
             and an ``os.PathLike`` names a file to copy: ``{"config.json": json.dumps(config)}``. They appear together
             with the checkpoint. Later saves to its path carry them over, unless they give one of the same name. They
-            are read into memory at each save's call.
+            are read into memory at each save's call; of a :class:`fastckpt.dcp.Writer`, when it is made.
         shard_size: bytes per file, about: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is never
             split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors`` under
@@ -59,13 +59,10 @@ class Files:
     def __post_init__(self) -> None:
         if self.beside is not None:
             check_names("Files", self.beside)
+            object.__setattr__(self, "beside", dict(self.beside))  # the caller's may change later
         bytes_of("Files: shard_size", self.shard_size)
-        self.patterns  # noqa: B018 - it checks them
-
-    @property
-    def patterns(self) -> tuple[str, ...]:
-        """Those of ``frozen``."""
-        return texts_of("frozen")("Files", self.frozen) or ()
+        # An iterator gives its patterns once, and the record serves any number of saves.
+        object.__setattr__(self, "frozen", texts_of("frozen")("Files", self.frozen))
 
 
 class Taken(NamedTuple):
@@ -98,5 +95,5 @@ def take_files(operation: str, files: Any) -> Taken:
         contents_of(operation, given.beside),
         bytes_of("shard_size", given.shard_size),
         given.model_key,
-        given.patterns,
+        tuple(given.frozen or ()),
     )

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, Literal, TypeAlias, get_args
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, get_args
 
 from fastckpt import _core
 from fastckpt._units import bytes_of
 
 from .options import check_bandwidth, one_of
-from .settings import callable_of, grouped
+from .settings import record_of
+
+if TYPE_CHECKING:
+    from .reports import CopyReport, Report
 
 #: Argument types of public functions, as type checkers see them.
 Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
@@ -18,7 +21,7 @@ Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 _MOST_NICE = 19
 
 
-@grouped("io", "fastckpt.IO")
+@record_of("io", "fastckpt.IO")
 @dataclass(frozen=True, slots=True)
 class IO:
     """How a call moves bytes: the ``io=`` of everything that reads or writes.
@@ -56,18 +59,20 @@ class IO:
         max_in_flight: of saves in the background: wait until fewer saves than this are in flight; those of this process
             alone and of each process group are counted apart. Those of a group write one after the other.
         nice: of saves in the background: niceness of the writing threads, 0 to 19; None keeps that of the process.
-        mmap: of loads: map the files instead of reading them: new tensors and arrays are pages of the page cache, which
-            all processes of a node share; one is copied when it is first written to, so no write reaches a file. For
-            checkpoints that are hot. As long as the tensors are in use, nobody may change or truncate the files in
-            place, and if their storage fails, touching a page ends the process with SIGBUS. (To save to the same path,
-            or to remove it, does no harm on a local file system; on NFS another host must not.) With ``device``, new
-            tensors there are copied from the pages, and so are tensors and arrays of ``into``: once all pages have been
-            checked, so that a damaged checkpoint changes nothing. Not with ``dtype``, not of a URL, and not together
-            with other ranks.
+        mmap: of loads: map the files instead of reading them, through the page cache, whatever FASTCKPT_IO says: new
+            tensors and arrays are pages of the page cache, which all processes of a node share; one is copied when it
+            is first written to, so no write reaches a file. For checkpoints that are hot. As long as the tensors are in
+            use, nobody may change or truncate the files in place, and if their storage fails, touching a page ends the
+            process with SIGBUS. (To save to the same path, or to remove it, does no harm on a local file system; on NFS
+            another host must not.) With ``device``, new tensors there are copied from the pages, and so are tensors and
+            arrays of ``into``: once all pages have been checked, so that a damaged checkpoint changes nothing. Not with
+            ``dtype``, not of a URL, and not together with other ranks.
         verify: of loads: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one
             that memory pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are
             touched.
-        on_report: of loads: called with the :class:`LoadReport` once the state has been loaded.
+        on_report: called with the report of each operation that has ended well: a :class:`SaveReport`, a
+            :class:`LoadReport`, or that of a copy or verification. For a save in the background that happens in the
+            thread that writes, and an error of the function is logged there.
 
     Raises:
         TypeError: ``on_report`` is not a function.
@@ -98,6 +103,8 @@ class IO:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "engine", _check_engine("IO", self.engine))
+        for name in ("progress", "lazy", "mmap", "verify"):
+            object.__setattr__(self, name, bool(getattr(self, name)))
         if self.threads is not None and not _is_whole(self.threads, 1, _core.MOST_THREADS):
             raise ValueError(f"IO: threads must be None or an int from 1 to {_core.MOST_THREADS}, not {self.threads!r}")
         if not _is_whole(self.max_in_flight, 1, None):
@@ -105,18 +112,9 @@ class IO:
         if self.nice is not None and not _is_whole(self.nice, 0, _MOST_NICE):
             raise ValueError(f"IO: nice must be None or an int from 0 to {_MOST_NICE}, not {self.nice!r}")
         check_bandwidth("IO", self.bandwidth_limit)
-        callable_of("on_report")("IO", self.on_report)
-        _pinned(self.pin)
-
-    @property
-    def bytes_per_second(self) -> int | None:
-        """``bandwidth_limit`` as a number."""
-        return check_bandwidth("IO", self.bandwidth_limit)
-
-    @property
-    def most_pinned(self) -> int | None:
-        """The most bytes that may be pinned in this process; None for any number."""
-        return _pinned(self.pin)
+        most_pinned(self)
+        if self.on_report is not None and not callable(self.on_report):
+            raise TypeError(f"IO: on_report must be a function, not {self.on_report!r}")
 
 
 def check_io(operation: str, io: Any) -> IO:
@@ -128,7 +126,42 @@ def check_io(operation: str, io: Any) -> IO:
     return IO(_check_engine(operation, io, "io"))  # type: ignore[arg-type]
 
 
-def no_mapping(operation: str, io: IO) -> None:
+def reporting(io: Any, on_report: Callable[[Any], object]) -> Any:
+    """``io=`` of a load with another ``on_report``; what it refuses stays as it is."""
+    if isinstance(io, str) and io in get_args(Engine):
+        io = IO(io)  # type: ignore[arg-type]
+    return replace(io, on_report=on_report) if isinstance(io, IO) else io
+
+
+def give_report(io: IO, report: Report | CopyReport) -> None:
+    """Call ``on_report``."""
+    if io.on_report is not None:
+        io.on_report(report)
+
+
+def bytes_per_second(io: IO) -> int | None:
+    """``bandwidth_limit`` as a number."""
+    return check_bandwidth("IO", io.bandwidth_limit)
+
+
+def most_pinned(io: IO) -> int | None:
+    """The most bytes that may be pinned in this process; None for any number."""
+    pin = io.pin
+    if isinstance(pin, bool):
+        return None if pin else 0
+    if type(pin) is int and pin == 0:
+        return 0
+    try:
+        # A number of bytes is whole, unless it has a unit.
+        return bytes_of("pin", None if isinstance(pin, float) else pin)
+    except ValueError:
+        raise ValueError(
+            "IO: pin must be True, False, or the most bytes to pin in this process: an int, or a string such as '8GB' "
+            f"or '8GiB'; not {pin!r}"
+        ) from None
+
+
+def refuse_mmap(operation: str, io: IO) -> None:
     """Refuse ``mmap`` where ranks read together."""
     if io.mmap:
         raise ValueError(
@@ -143,21 +176,6 @@ def _check_engine(operation: str, engine: Any, argument: str = "engine") -> str:
 
 def _is_whole(value: Any, least: int, most: int | None) -> bool:
     return type(value) is int and least <= value and (most is None or value <= most)
-
-
-def _pinned(pin: Any) -> int | None:
-    if isinstance(pin, bool):
-        return None if pin else 0
-    if type(pin) is int and pin == 0:
-        return 0
-    try:
-        # A number of bytes is whole, unless it has a unit.
-        return bytes_of("pin", None if isinstance(pin, float) else pin)
-    except ValueError:
-        raise ValueError(
-            "IO: pin must be True, False, or the most bytes to pin in this process: an int, or a string such as '8GB' "
-            f"or '8GiB'; not {pin!r}"
-        ) from None
 
 
 #: That of a call without ``io=``.

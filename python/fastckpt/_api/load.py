@@ -14,6 +14,7 @@ from fastckpt._tensors.ranges import range_of
 from . import in_flight
 from .build_report import build_report
 from .destinations import read_targets
+from .io import give_report
 from .load_settings import LoadOptions, LoadSettings
 from .outcome import Attempt, conclude, until_settled
 from .prepare import prepare
@@ -83,8 +84,7 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
     with range_of("fastckpt.load"), Attempt("load", source):
         in_flight.wait_for_paths(source)
         state, report = until_settled(lambda: _load(source, settings, into))
-    if settings.io.on_report is not None:
-        settings.io.on_report(report)
+    give_report(settings.io, report)
     return state
 
 
@@ -107,7 +107,7 @@ def _check_mapped(source: str, settings: LoadSettings) -> None:
 def _load(source: str, settings: LoadSettings, into: Any) -> tuple[Any, LoadReport]:
     began = time.perf_counter()
     reader = open_reader("load", source)
-    prepared = prepare(reader, source, settings, into, mmap=settings.io.mmap)
+    prepared = prepare(reader, source, settings, into)
     prepared.targets.begin("load")
     report = _read(source, reader, prepared.targets, prepared.numbers, settings)
     state = prepared.build()

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._paths import AnyPath
 from fastckpt._state.builders import StateBuilder, Validator
-from fastckpt._state.registry import Types
+from fastckpt._state.registry import Registry, Types, check_registry
 from fastckpt._state.select import ends_of
 from fastckpt._state.unflatten import parse, unflatten
 from fastckpt._stores.reader import open_reader
@@ -45,13 +45,16 @@ def states_of(operation: str, reader: _core.Reader) -> list[list[Token]]:
     return states
 
 
-def load_state_of(path: AnyPath, rank: int | None, own: tuple[int, int] | None) -> Any:
+def load_state_of(
+    path: AnyPath, rank: int | None, own: tuple[int, int] | None, registry: Registry | None = None
+) -> Any:
     """Load the state of one rank.
 
     Args:
         path: the checkpoint's directory, or its URL.
         rank: the rank whose state is wanted; None for the state of ``own``.
         own: this rank, and how many there are.
+        registry: types that this call knows.
 
     Raises:
         KeyError: no rank saved a state of its own.
@@ -60,10 +63,11 @@ def load_state_of(path: AnyPath, rank: int | None, own: tuple[int, int] | None) 
     source = place_of(_OPERATION, path)
     if rank is not None and type(rank) is not int:
         raise TypeError(f"{_OPERATION}: rank must be an int or None, not {type(rank).__name__}")
-    return until_settled(lambda: _load(source, rank, own))
+    check_registry(_OPERATION, registry)
+    return until_settled(lambda: _load(source, rank, own, registry))
 
 
-def _load(source: str, rank: int | None, own: tuple[int, int] | None) -> Any:
+def _load(source: str, rank: int | None, own: tuple[int, int] | None, registry: Registry | None) -> Any:
     reader = open_reader(_OPERATION, source)
     states = states_of(_OPERATION, reader)
     if not states:
@@ -79,7 +83,7 @@ def _load(source: str, rank: int | None, own: tuple[int, int] | None) -> Any:
         raise ValueError(f"{_OPERATION}: {source}: rank must be from 0 to {len(states) - 1}, not {rank}")
     tokens = states[rank]
     stored = reader.tensors()
-    types = Types(_OPERATION)
+    types = Types(_OPERATION, registry)
     check = Validator(stored, types=types)
     unflatten(tokens, check, operation=_OPERATION)
     targets = Targets(stored, "auto")

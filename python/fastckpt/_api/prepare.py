@@ -66,7 +66,6 @@ def prepare(
     settings: LoadSettings,
     into: Any,
     *,
-    mmap: bool = False,
     target: type[Targets] = Targets,
     spreads: Spreads | None = None,
     shared: bool = False,
@@ -78,7 +77,6 @@ def prepare(
         source: its path, for messages.
         settings: the options of the load.
         into: the state to fill; None for a new one.
-        mmap: whether new tensors are pages of the files.
         target: the class that takes the requests.
         spreads: describes tensors of ``into`` that are spread over ranks.
         shared: whether other ranks load, too: then ``into`` need not have all tensors of the checkpoint.
@@ -111,7 +109,7 @@ def prepare(
         tokens = renaming.of(tokens, strict=strict)
         every = tokens if chosen is None else _with(every, origin, tokens)
     prepared = Prepared(settings, types, tokens, target(stored, settings.framework, placement))
-    if mmap:
+    if settings.io.mmap:
         prepared.targets.mappings = reader.map(_numbers(check.found))
     if into is not None:
         given = Into(
@@ -134,7 +132,7 @@ def prepare(
         prepared.unexpected, prepared.unwanted = given.unexpected, given.unwanted
     else:
         prepared.targets.make(check.found)
-    if mmap:
+    if settings.io.mmap:
         prepared.numbers = _numbers(token for token in check.found if token[1] not in prepared.unwanted)
     prepared.missing = missing
     check_room(source, *prepared.targets.fresh)

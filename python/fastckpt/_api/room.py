@@ -44,7 +44,7 @@ def check_room(source: str, nbytes: int, certain: int, *, root: Path = Path("/")
         f"load: {source}: its new tensors need {size(nbytes)} of host memory, but the control group of this "
         f"process, limited to {size(limit)}, has {size(left)} left"
     )
-    advice = "raise the limit, load less (keys=), fill existing tensors (into=), or map the files (mmap=True)"
+    advice = "raise the limit, load less (keys=), fill existing tensors (into=), or map the files (io=IO(mmap=True))"
     swap = re.search(r"^SwapFree: +(\d+) kB", text_of(root / "proc/meminfo"), re.MULTILINE)
     if certain > left and not (swap and int(swap[1])):
         raise MemoryError(f"{what}: {advice}")

@@ -11,6 +11,7 @@ from fastckpt._tensors.ranges import range_of
 from fastckpt._warn import warn
 
 from . import in_flight
+from .io import give_report
 from .outcome import Attempt, conclude
 from .progress import ticker
 from .reports import SaveReport  # noqa: TC001 - the public signature names it
@@ -79,6 +80,7 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
                 report = write(request, SingleProcess(), progress)
     conclude(report)
     warn_of_failures()
+    give_report(settings.io, report)
     return report
 
 

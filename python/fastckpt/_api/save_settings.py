@@ -12,16 +12,16 @@ from fastckpt._paths import AnyPath
 from fastckpt._state.registry import Registry, check_registry
 
 from .files import Files, Taken, take_files
-from .io import IO, Engine, check_io
+from .io import IO, Engine, bytes_per_second, check_io
 from .reuse import check_base
 from .selection import texts_of
-from .settings import Settings, as_bool, as_given, grouped, in_short, option
+from .settings import Settings, as_bool, as_given, in_short, option, record_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-grouped("registry", "fastckpt.Registry")(Registry)
+record_of("registry", "fastckpt.Registry")(Registry)
 
 
 class WriteOptions(TypedDict, total=False):
@@ -60,15 +60,15 @@ class WriteSettings(Settings):
         "auto",
         check_io,
         "how bytes move: an engine (``auto``, ``uring``, ``threads``, ``direct``, ``buffered``) or an :class:`IO`, "
-        "with threads, a limit of the bandwidth, a progress bar.",
+        "with threads, a limit of the bandwidth, a progress bar; of saves in the background also ``lazy``, "
+        "``max_in_flight``, ``nice`` and ``pin``.",
     )
-
-    # Last, because it reads files.
     files: Taken = option(
         None,
         take_files,
         'further files for the directory, by name: ``{"config.json": text}``; or a :class:`Files`, with those, the '
         "size of shards, the key of the model, patterns of frozen tensors.",
+        late=True,  # it reads files
     )
 
     def alike(self) -> dict[str, Any]:
@@ -90,7 +90,7 @@ class WriteSettings(Settings):
             "shard_size": self.files.shard_size,
             "io": self.io.engine,
             "threads": self.io.threads,
-            "bandwidth_limit": self.io.bytes_per_second,
+            "bandwidth_limit": bytes_per_second(self.io),
             "kept": self.kept(),
         }
         return _core.SaveOptions(**{**own, **more})

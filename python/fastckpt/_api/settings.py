@@ -38,6 +38,7 @@ class Option(NamedTuple):
         check: called with the operation and the value; returns the value for the record, or raises.
         words: its description, for the docstring.
         alike: whether all ranks of a job have to give the same.
+        late: whether it is checked after all others.
         kept: puts a value that is not the default into words, which the checkpoint keeps; None to keep nothing.
     """
 
@@ -45,6 +46,7 @@ class Option(NamedTuple):
     check: Callable[[str, Any], Any]
     words: str
     alike: bool
+    late: bool
     kept: Callable[[Any], str] | None
 
 
@@ -54,10 +56,11 @@ def option(
     words: str,
     *,
     alike: bool = False,
+    late: bool = False,
     kept: Callable[[Any], str] | None = None,
 ) -> Any:
     """A field of a record; see :class:`Option`."""
-    return field(metadata={_OPTION: Option(default, check, words, alike, kept)})
+    return field(metadata={_OPTION: Option(default, check, words, alike, late, kept)})
 
 
 def as_given(_: str, value: Any) -> Any:
@@ -68,17 +71,6 @@ def as_given(_: str, value: Any) -> Any:
 def as_bool(_: str, value: Any) -> bool:
     """The truth value of the argument."""
     return bool(value)
-
-
-def callable_of(name: str) -> Callable[[str, Any], Any]:
-    """The check of an option that takes a function, or None."""
-
-    def check(operation: str, value: Any) -> Any:
-        if value is not None and not callable(value):
-            raise TypeError(f"{operation}: {name} must be a function, not {value!r}")
-        return value
-
-    return check
 
 
 def in_short(text: str) -> str:
@@ -122,7 +114,8 @@ class Settings:
             for name in given:
                 if name not in known:
                     raise TypeError(f"{operation}: unexpected keyword argument {name!r}{where(name, known)}")
-        return cls(**{name: one.check(operation, given.get(name, one.default)) for name, one in cls.options().items()})
+        checks = sorted(cls.options().items(), key=lambda named: named[1].late)
+        return cls(**{name: one.check(operation, given.get(name, one.default)) for name, one in checks})
 
     def alike(self) -> dict[str, Any]:
         """The options that all ranks of a job have to give alike, by name as errors have it."""
@@ -138,14 +131,14 @@ class Settings:
 
 
 #: Records of options, by the argument that takes them: their public names, and themselves.
-_GROUPED: dict[str, tuple[str, type]] = {}
+_RECORDS: dict[str, tuple[str, type]] = {}
 
 
-def grouped(argument: str, public: str) -> Callable[[type[_T]], type[_T]]:
+def record_of(argument: str, public: str) -> Callable[[type[_T]], type[_T]]:
     """Note that an argument takes a record of options, so that an error about one of them says where it is."""
 
     def note(record: type[_T]) -> type[_T]:
-        _GROUPED[argument] = (public, record)
+        _RECORDS[argument] = (public, record)
         return record
 
     return note
@@ -153,9 +146,11 @@ def grouped(argument: str, public: str) -> Callable[[type[_T]], type[_T]]:
 
 def where(name: str, known: Collection[str]) -> str:
     """The end of an error about an argument that a function does not have: where its option is, or a similar name."""
-    for argument, (public, record) in _GROUPED.items():
-        if argument in known and name in inspect.signature(record).parameters:
-            return f": it is an option of {argument}={public}({name}=...)"
+    for argument, (public, record) in _RECORDS.items():
+        option = inspect.signature(record).parameters.get(name)
+        if option is not None and option.kind is not inspect.Parameter.VAR_POSITIONAL:
+            whose = f"{argument}={public}({name}=...)" if argument in known else f"{public}, which this does not take"
+            return f": it is an option of {whose}"
     like = suggest(name, [*known])
     return like if like.startswith(";") else ""
 

@@ -10,7 +10,7 @@ from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 
 from .build_report import build_report, with_warnings
-from .io import IO, Engine, check_io
+from .io import IO, Engine, check_io, give_report
 from .outcome import Attempt, conclude, until_settled
 from .progress import ticker
 from .reports import Damage, VerifyReport
@@ -47,4 +47,6 @@ def verify(path: AnyPath, *, io: Engine | IO = "auto") -> VerifyReport:
     beside = None if is_url(target) else written_beside(target)
     damage = tuple(Damage(**{name: getattr(item, name) for name in fields}) for item in found["damage"])
     told = with_warnings(found, [] if beside is None else [beside])
-    return conclude(build_report(VerifyReport, target, began, told, damage=damage))
+    report = conclude(build_report(VerifyReport, target, began, told, damage=damage))
+    give_report(how, report)
+    return report

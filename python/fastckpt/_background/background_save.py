@@ -58,7 +58,7 @@ class BackgroundSave:
         ranks: object | None = None,
         operation: Any = None,
     ) -> None:
-        pending = self.pending = PendingSave(request.path, request.began, ranks, operation)
+        pending = self.pending = PendingSave(request.path, request.began, ranks, operation, request.settings.io)
         self.request = request
         self.snapshot = snapshot
         self.staging = Staging(pending, request, snapshot)

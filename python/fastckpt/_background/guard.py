@@ -85,7 +85,7 @@ class Guard:
 
 
 def guard(module: Any) -> Guard:
-    """Have ``save_async(..., lazy=True)`` copy the buffers of ``module`` before it returns, whatever their size.
+    """Have calls of ``save_async`` with ``IO(lazy=True)`` copy the buffers of ``module`` before they return.
 
     For modules whose forward changes large buffers: a queue of keys, a codebook, a memory bank. Nothing else needs a
     guard: every step of an optimizer waits for the copy by itself, and tensors under 64 KiB (BatchNorm's statistics)

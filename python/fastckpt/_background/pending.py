@@ -17,6 +17,7 @@ from fastckpt._api import in_flight
 from fastckpt._api.ended import Ended
 from fastckpt._api.event import Event
 from fastckpt._api.export import badly, put, well
+from fastckpt._api.io import DEFAULT_IO, IO, give_report
 from fastckpt._api.outcome import logger, tell
 from fastckpt._api.reports import SaveReport
 from fastckpt._tensors.ranges import range_of
@@ -54,7 +55,9 @@ class PendingSave(in_flight.SaveInFlight):
         path: the checkpoint's directory, absolute.
     """
 
-    def __init__(self, path: str, began: float, group: object | None = None, operation: Any = None) -> None:
+    def __init__(
+        self, path: str, began: float, group: object | None = None, operation: Any = None, io: IO = DEFAULT_IO
+    ) -> None:
         self.path = path
         self.caller = threading.get_ident()
         self.group, self.operation = group, operation
@@ -68,6 +71,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._late: Late | None = None
         self.process = os.getpid()
         self._began = began
+        self._io = io
         self._snapshot: _core.Snapshot | None = None
         self._total = 0
         self._written = 0
@@ -88,7 +92,7 @@ class PendingSave(in_flight.SaveInFlight):
     def wait_staged(self, timeout: float | None = None) -> None:
         """Wait until the state may change: it has been copied, or the save has ended. ``result`` raises the failure.
 
-        At once where :func:`fastckpt.save_async` was called without ``lazy``. The time counts as stall.
+        At once where :func:`fastckpt.save_async` was called without ``IO(lazy=True)``. The time counts as stall.
 
         Args:
             timeout: seconds; None for as long as it takes.
@@ -276,6 +280,8 @@ class PendingSave(in_flight.SaveInFlight):
         # Only now: a signal handler that waits for this save may have interrupted a thread that holds the log's lock.
         try:
             self._context.run(self._log)
+            if self._report is not None:
+                self._context.run(self._give, self._report)
         finally:
             try:
                 self._call_back()
@@ -292,6 +298,12 @@ class PendingSave(in_flight.SaveInFlight):
         else:
             # As text: a handler that keeps records would keep the error, and with it the frames of its callers.
             logger.error("the asynchronous save to %s failed: %s: %s", self.path, type(error).__name__, str(error))
+
+    def _give(self, report: SaveReport) -> None:
+        try:
+            give_report(self._io, report)
+        except Exception:  # noqa: BLE001 - the save is done, and the caller is elsewhere
+            logger.exception("%s: on_report of the save raised", self.path)
 
     def _ended(self, error: BaseException | None) -> Ended | None:
         """For the export."""

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fastckpt._api.io import most_pinned
 from fastckpt._api.write import Agreed, core_options
 from fastckpt._state.flatten import flatten
 from fastckpt._tensors.ranges import range_of
@@ -59,7 +60,7 @@ class Staging:
         self._request = request
         self._snapshot = snapshot
         pending._snapshot, pending._total = snapshot, snapshot.total
-        self.devices = Devices(request.sources, request.settings.io.most_pinned)
+        self.devices = Devices(request.sources, most_pinned(request.settings.io))
         self.seconds = 0.0
         self._keep = request.flat.keep
         #: The tensors that the core still has to copy: 1 for each on the host, 0 for each on a device.
@@ -243,9 +244,9 @@ class Staging:
             return
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         raise RuntimeError(
-            f"save_async: {self._pending.path}: changed in place while lazy=True was copying: "
+            f"save_async: {self._pending.path}: changed in place while IO(lazy=True) was copying: "
             f"{', '.join(names[:_NAMED])}{more}. Nothing was written. Call wait_staged() of the pending save before "
-            "you change tensors otherwise than by an optimizer's step, or save with lazy=False"
+            "you change tensors otherwise than by an optimizer's step, or save with IO(lazy=False)"
         )
 
     def _free(self) -> None:

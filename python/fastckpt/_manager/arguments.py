@@ -96,11 +96,11 @@ def save_options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     known = {name: one for name, one in SaveSettings.options().items() if name != "overwrite"}
     given = dict(options or {})
-    for name, value in given.items():
+    for name, value in (options or {}).items():
         if name not in known:
             more = where(name, known) or f": known are {', '.join(sorted(known))}"
             raise ValueError(f"Manager: save_options= has no {name}{more}")
         # Files may not be there yet: each save reads them.
         check = check_files if name == "files" else known[name].check
-        check("Manager: save_options", value)
+        given[name] = check("Manager: save_options", value)
     return {**given, "io": check_io("Manager: save_options", given.get("io", "auto"))}

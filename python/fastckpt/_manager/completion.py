@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING
 from fastckpt.exceptions import RanksError
 
 from .after_save import seconds_until
-from .ranks import SaveFailed, failed_with
+from .crew import SaveFailed, failed_with
 
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
 
     from .after_save import AfterSave
+    from .crew import Crew
     from .drain import Drain
     from .preemption import Preemption
-    from .ranks import Ranks
     from .saves import Saves
     from .step_boundary import StepBoundary
 
@@ -40,7 +40,7 @@ class Completion:
     """
 
     directory: str
-    ranks: Ranks
+    ranks: Crew
     saves: Saves
     after_save: AfterSave
     drain: Drain | None

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from fastckpt import keep as keeping
 from fastckpt import when as saving
 from fastckpt._api.files import check_files
+from fastckpt._api.io import IO, give_report
 from fastckpt._api.options import check_bandwidth
 from fastckpt._api.reports import SaveReport
 from fastckpt._paths import AnyPath, path_of
@@ -23,11 +24,11 @@ from .arguments import keep_of, policies_text, save_options_of, step_of, when_of
 from .candidates import Candidates
 from .checkpoints import ManagedCheckpoint, checkpoints_of
 from .completion import Completion
+from .crew import Crew
 from .directory import Directory, Names
 from .drain import Drain
 from .leftovers import Leftovers
 from .preemption import Preemption, Signals
-from .ranks import Ranks
 from .remote import remote_of
 from .restore import Loader, Restored
 from .saves import Saves
@@ -112,19 +113,19 @@ class Manager:
         save_options: Mapping[str, Any] | None = None,
     ) -> None:
         path = path_of("Manager", directory)
-        ranks = Ranks(ranks, path)
+        crew = Crew(ranks, path)
         policies = None if keep is None else keep_of(keep)
-        when = when_of(save_when, ranks.size)
+        when = when_of(save_when, crew.size)
         save_options = save_options_of(save_options)
         local = Tier(Directory(path, Names(name)), policies or (), read_only=bool(read_only))
-        alarm = StaleAlarm(local, stale, check_files("Manager", save_options.get("files")).patterns)
+        alarm = StaleAlarm(local, stale, check_files("Manager", save_options.get("files")).frozen or ())
         far = remote_of(remote, remote_keep, local)
         bandwidth = check_bandwidth("Manager", remote_bandwidth_limit, "remote_bandwidth_limit")
-        self._local, self._remote, self._ranks, self._keep = local, far, ranks, policies
+        self._local, self._remote, self._ranks, self._keep = local, far, crew, policies
         self._catalogue = local.catalogue
         self._read_only = bool(read_only)
         self._process = os.getpid()
-        ranks.begin(
+        crew.begin(
             {
                 "keep": policies_text(policies or ()),
                 "save_when": policies_text(when),
@@ -400,6 +401,9 @@ class Manager:
             self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found))
         self._local.damaged.update(number for number, _ in found.skipped)
         self._saves.resume(found.step, found.path, found.lineage)
+        told = options.get("io")
+        if isinstance(told, IO):
+            give_report(told, found.report)
         return found
 
     def __enter__(self) -> Manager:  # noqa: PYI034 - Self is not in Python 3.10

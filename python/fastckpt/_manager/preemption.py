@@ -21,11 +21,11 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._api.progress import until
 
-from .ranks import failed_with
+from .crew import failed_with
 
 if TYPE_CHECKING:
     from .arguments import StepState
-    from .ranks import Ranks
+    from .crew import Crew
     from .saves import Saves
 
 logger = logging.getLogger("fastckpt")
@@ -211,7 +211,7 @@ class Preemption:
     directory: str
     signals: Signals
     saves: Saves
-    ranks: Ranks
+    ranks: Crew
 
     def settle(self) -> None:
         """Wait for the saves in flight, and give up those that do not become durable within the grace period."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import distributed
 from fastckpt._api.checkpoint import Checkpoint
-from fastckpt._api.io import check_io
+from fastckpt._api.io import reporting
 from fastckpt._api.load import load
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.reports import LoadReport
@@ -22,12 +22,12 @@ from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, Ran
 
 from . import lineage
 from .candidates import Candidate
+from .crew import is_reported
 from .lineage import Lineage
-from .ranks import is_reported
 
 if TYPE_CHECKING:
     from .candidates import Candidates
-    from .ranks import Ranks
+    from .crew import Crew
 
 
 logger = logging.getLogger("fastckpt")
@@ -77,7 +77,7 @@ class Loader:
     """Loads checkpoints of a run on all ranks."""
 
     candidates: Candidates
-    ranks: Ranks
+    ranks: Crew
 
     def at(self, step: int, how: Mapping[str, Any], *, needed: bool) -> Restored:
         """Load the checkpoint of a step, on all ranks or on none; ``how`` has arguments for the load.
@@ -183,19 +183,17 @@ class Loader:
             # Values that an older checkpoint lacks would keep, in `into`, what a damaged one has left.
             self.ranks.first("restore: verify", lambda: _verify(path))
         reports: list[LoadReport] = []
-        given = check_io("restore", how.get("io", "auto"))
-        how = {**how, "io": replace(given, on_report=reports.append)}
+        how = {**how, "io": reporting(how.get("io", "auto"), reports.append)}
         if self.ranks.grouped:
             with marked(self.ranks.answered):
                 state = distributed.load(path, **self.ranks.arguments, **how)
         else:
             state = load(path, **how)
-        if given.on_report is not None:
-            given.on_report(reports[0])
         with Checkpoint(path) as checkpoint:
             about, ranks = checkpoint.metadata, checkpoint.ranks
         # If another number of ranks has saved, none of them corresponds to this one.
-        per_rank = load_state_of(path, None, (self.ranks.rank, ranks)) if ranks == self.ranks.size else None
+        own = self.ranks.rank, ranks
+        per_rank = load_state_of(path, None, own, how.get("registry")) if ranks == self.ranks.size else None
         if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(
                 "%s: %d ranks saved states of their own, and there are %d now: "

@@ -16,8 +16,8 @@ from fastckpt._background.save_async import save_async
 
 from . import lineage
 from .after_save import seconds_until
+from .crew import failed_with
 from .lineage import History, Lineage
-from .ranks import failed_with
 
 if TYPE_CHECKING:
     from fastckpt._api.reports import SaveReport
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from .after_save import AfterSave
     from .arguments import StepState
     from .candidates import Candidates
-    from .ranks import Ranks
+    from .crew import Crew
     from .stale import StaleAlarm
     from .step_timing import StepTiming
 
@@ -46,7 +46,7 @@ class Saves:
     """
 
     candidates: Candidates
-    ranks: Ranks
+    ranks: Crew
     options: Mapping[str, Any]
     timing: StepTiming
     alarm: StaleAlarm

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from .arguments import state_of, step_of
-from .ranks import Asked
+from .crew import Asked
 
 if TYPE_CHECKING:
+    from .crew import Agreed, Crew
     from .preemption import Preemption
-    from .ranks import Agreed, Ranks
     from .saves import Saves
     from .schedule import Schedule
     from .stale import StaleAlarm
@@ -30,7 +30,7 @@ _ROUNDS = 20
 class StepBoundary:
     """The step boundaries of a run."""
 
-    ranks: Ranks
+    ranks: Crew
     schedule: Schedule
     timing: StepTiming
     saves: Saves

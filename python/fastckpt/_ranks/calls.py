@@ -65,6 +65,6 @@ class Call:
         self.operation.mark(marks_of({"step": step}, state))
 
     def check(self) -> None:
-        """Raise errors in the arguments inside the operation, so that other ranks hear of them."""
+        """Raise an error of the path inside the operation, so that other ranks hear of it."""
         if self._problem is not None:
             raise self._problem

@@ -125,7 +125,7 @@ class Link:
                 if not error.ranks:
                     # All have come. If a rank has stopped since, its silence tells which, shortly before or after this.
                     _attend_for(_FOUND, attend)
-                why = f"has not answered for {timeout:.1f} s (timeout=)"
+                why = f"has not answered for {timeout:.1f} s (Ranks(timeout=))"
                 failures = tuple(RankFailure(rank, self.host_of(rank), why) for rank in error.ranks)
                 told = "; ".join(map(str, failures)) or str(error.__cause__)
                 raise RanksError(f"the gloo group for the exchange of bytes was not made: {told}", failures) from error

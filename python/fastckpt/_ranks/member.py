@@ -112,7 +112,7 @@ class Member:
         """Return the failure of a rank that does not answer."""
         below = tree.count_below(rank, self.size) if rank else 0
         through = f"; {below:,} ranks answer through it" if below else ""
-        why = f"{_SILENT} for {seconds:.1f} s (timeout=){through}"
+        why = f"{_SILENT} for {seconds:.1f} s (Ranks(timeout=)){through}"
         return RankFailure(rank, self.hosts.get(rank, ""), why)
 
     def was_silent(self, failures: Iterable[RankFailure]) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api.build_report import with_warnings
+from fastckpt._api.io import bytes_per_second
 from fastckpt._api.write import Agreed
 from fastckpt._tensors.ranges import range_of
 
@@ -21,6 +22,7 @@ from .agreement import PER_RANK, Agreement, core_spread
 from .attention import Attention
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
 from .offers import combine_arrivals, combine_offers
+from .ranks import Ranks, alike
 from .replicas import Comparison, combine_teams, not_compared, teams_that_differ
 from .reuse import take_over
 
@@ -31,7 +33,6 @@ if TYPE_CHECKING:
 
     from .agreement import JobState, TensorOf
     from .peers import Operation
-    from .ranks import Ranks
     from .session import Session
 
 _REPEATED = (
@@ -144,7 +145,7 @@ class ProcessGroup:
         The coordinator's files and metadata count. A rank may have none, but ranks at different steps are in two calls.
         """
         rank = self.session.group.rank
-        terms = request.settings.alike() | self.ranks.alike()
+        terms = request.settings.alike() | alike(self.ranks)
         base = request.base
         if base is not None and Path(base).parent == Path(request.path).parent:
             terms["base="] = Path(base).name  # the directory may have another name on each rank
@@ -169,7 +170,9 @@ class ProcessGroup:
             Exception: this rank failed.
         """
         size = self.session.group.size
-        share = self.ranks.dealt(_core.Share.to_save(agreed.tensors, agreed.spreads, size, options, agreed.page))
+        share = _core.Share.to_save(agreed.tensors, agreed.spreads, size, options, agreed.page)
+        if self.ranks.replicas == "first":
+            share = share.first(None)
         if request.base is None:
             return self._write(request, agreed, options, progress, share, share)
         began = time.perf_counter()
@@ -219,7 +222,7 @@ class ProcessGroup:
         exchange: Exchange | None = None
         whole = False
         made: list[tuple[int, int]] = []
-        attention = Attention(operation, timeout, request.settings.io.bytes_per_second)
+        attention = Attention(operation, timeout, bytes_per_second(request.settings.io))
         noted = self._repeated()
         try:
             mail = engine.mail
@@ -373,7 +376,7 @@ def _create(
     if len(shares) > 1:
         raise ValueError(
             f"save: {path}: ranks {shares[0][0]} and {shares[1][0]} would lay out its files differently: give the same "
-            "shard_size=, the same FASTCKPT_BLOCK_SIZE and the same version of fastckpt to all ranks"
+            "Files(shard_size=), the same FASTCKPT_BLOCK_SIZE and the same version of fastckpt to all ranks"
         )
     engine.check(*texts)
     differing = teams_that_differ(teams)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
+from numbers import Real
 from typing import Any, Literal, get_args
 
-from fastckpt import _core
 from fastckpt._api.options import one_of
-from fastckpt._api.settings import grouped
+from fastckpt._api.settings import record_of
 
 #: Seconds for which a rank may make no progress.
 TIMEOUT = 600.0
@@ -18,7 +18,7 @@ Replicas = Literal["sample", "full", "first"]
 OnDifference = Literal["raise", "warn"]
 
 
-@grouped("ranks", "fastckpt.distributed.Ranks")
+@record_of("ranks", "fastckpt.distributed.Ranks")
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """The ranks that save or load together: the ``ranks=`` of every call that all of them make.
@@ -56,24 +56,27 @@ class Ranks:
     on_difference: OnDifference = "raise"
 
     def __post_init__(self) -> None:
-        if isinstance(self.timeout, bool) or not isinstance(self.timeout, (int, float)):
-            raise TypeError(f"Ranks: timeout must be a number of seconds, not {type(self.timeout).__name__}")
+        given: Any = self.timeout
+        if isinstance(given, bool) or not isinstance(given, Real):
+            raise TypeError(f"Ranks: timeout must be a number of seconds, not {type(given).__name__}")
         if not 0 < self.timeout <= _LONGEST:
             raise ValueError(
                 f"Ranks: timeout must be above 0 and at most {_LONGEST:,.0f} seconds, not {self.timeout!r}"
             )
+        object.__setattr__(self, "timeout", float(self.timeout))
         for name, words in (("replicas", get_args(Replicas)), ("on_difference", get_args(OnDifference))):
             object.__setattr__(self, name, one_of(name, words)("Ranks", getattr(self, name)))
 
-    def alike(self) -> dict[str, Any]:
-        """The options that all ranks have to give alike, by name."""
-        return {"replicas=": self.replicas, "on_difference=": self.on_difference}
 
-    def dealt(self, share: _core.Share) -> _core.Share:
-        """The share with the copies from which it takes bytes that several ranks hold."""
-        return share.first(None) if self.replicas == "first" else share
+def alike(ranks: Ranks) -> dict[str, Any]:
+    """The options that all ranks have to give alike, by name as errors have it."""
+    return {"replicas=": ranks.replicas, "on_difference=": ranks.on_difference}
 
 
-def ranks_of(ranks: Any) -> Ranks:
-    """``ranks=``: a record, or a process group, which the session checks."""
+def check_ranks(operation: str, ranks: Any) -> Ranks:
+    """``ranks=``: a record, or a process group, which the session checks further."""
+    if isinstance(ranks, str):
+        raise TypeError(
+            f"{operation}: ranks must be a process group of torch.distributed, a Ranks or None, not {ranks!r}"
+        )
     return ranks if isinstance(ranks, Ranks) else Ranks(ranks)

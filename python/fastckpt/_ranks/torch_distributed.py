@@ -102,7 +102,8 @@ def kept(operation: str, process_group: Any, make: Callable[[Group], _T]) -> _T:
         return found
     if not ready:
         raise ValueError(
-            f"{operation}: process_group is given, but torch.distributed is not initialised: call init_process_group"
+            f"{operation}: ranks= has a process group, but torch.distributed is not initialised: call "
+            "init_process_group"
         )
     group = _checked(operation, process_group)
     known: _T | None
@@ -131,7 +132,7 @@ def _checked(operation: str, process_group: Any) -> Any:
     if not isinstance(process_group, dist.ProcessGroup):
         kind = type(process_group).__qualname__
         raise TypeError(
-            f"{operation}: process_group must be a process group of torch.distributed or None, not {kind}"
+            f"{operation}: ranks must be a process group of torch.distributed, a Ranks or None, not {kind}"
             + (": give mesh.get_group()" if kind == "DeviceMesh" else "")
         )
     if dist.get_rank(process_group) < 0:

@@ -83,7 +83,7 @@ def _default(value: defaultdict[Any, Any]) -> Parts:
         if known is None:
             raise Unsupported(
                 f"a defaultdict can have the factories {', '.join(_values.FACTORIES)} and None, not {factory!r}: store "
-                "it as a dict, or convert it with encode="
+                "it as a dict, or convert it with Registry(encode=)"
             )
         name = f'"{known}"'
     return _mapping(f'["ddict",{len(value)}],{name}', value)
@@ -205,7 +205,9 @@ def stateful(value: Any) -> Parts:
     try:
         state = value.state_dict()
     except Exception as error:
-        raise Unsupported(f"its state_dict() raised {error!r}: leave it out, or convert it with encode=") from error
+        raise Unsupported(
+            f"its state_dict() raised {error!r}: leave it out, or convert it with Registry(encode=)"
+        ) from error
     # An object that has every attribute (a mock) would recurse for ever.
     if not isinstance(state, dict) and callable(getattr(state, "state_dict", None)):
         kind = name_of_class(type(state))
@@ -223,6 +225,6 @@ def other(value: Any) -> Parts:
     if not isinstance(value, type) and callable(getattr(value, "state_dict", None)):
         return stateful(value)
     raise Unsupported(
-        f"type {name_of_class(type(value))} is not supported: leave it out, convert it with encode=, or register it "
-        "with fastckpt.register_type"
+        f"type {name_of_class(type(value))} is not supported: leave it out, convert it with Registry(encode=), or "
+        "register it with fastckpt.register_type"
     )

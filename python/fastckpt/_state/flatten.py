@@ -273,9 +273,9 @@ class _Flattener:
         try:
             return Parts("", ((THROUGH, self.encode(value)),))
         except TypeError as error:
-            raise Unsupported(f"{refusal}; encode= raised TypeError: {error}") from error
+            raise Unsupported(f"{refusal}; encode raised TypeError: {error}") from error
         except Exception as error:
-            raise Unsupported(f"{refusal}; encode= raised {error!r}") from error
+            raise Unsupported(f"{refusal}; encode raised {error!r}") from error
 
     def store(self, frame: _Frame, value: Any, stored: Stored) -> None:
         """Emit the token of a tensor, and note the tensor unless it is tied to one that is known."""

@@ -61,10 +61,10 @@ class Registry:
     ) -> None:
         if encode is not None and not callable(encode):
             raise TypeError(f"Registry: encode must be a function, not {encode!r}")
-        if undeclared not in {"error", "plain"}:
+        if undeclared not in ("error", "plain"):
             raise ValueError(f"Registry: undeclared must be one of error, plain, not {undeclared!r}")
-        self.encode = encode
-        self.plain = undeclared == "plain"
+        self._encode = encode
+        self._plain = undeclared == "plain"
         self._by_class: dict[type, Codec] = {}
         self._by_name: dict[str, Codec] = {}
         for cls in classes:
@@ -206,8 +206,8 @@ class Types:
         own = check_registry(operation, registry)
         self._registries = (PROCESS,) if own is None else (own, PROCESS)
         self._numpy = framework == "numpy"
-        self.encode = None if own is None else own.encode
-        self.plain = plain or (own is not None and own.plain)
+        self.encode = None if own is None else own._encode  # noqa: SLF001 - its own module
+        self.plain = plain or (own is not None and own._plain)  # noqa: SLF001
         self._on_demand = on_demand
         self._names: dict[str, Codec | None] = {}
 

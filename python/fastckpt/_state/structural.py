@@ -208,7 +208,7 @@ def _checked(cls: type, own: dict[Any, Any]) -> dict[str, Any]:
     return {name: attribute for name, attribute in own.items() if name != _PARAMETERS}
 
 
-_REMEDY = "rename it, or convert the whole with encode="
+_REMEDY = "rename it, or convert the whole with Registry(encode=)"
 _ITSELF = "__dict__"
 #: The attribute in which typing notes the parameters of a generic class: not a value that can be stored.
 _PARAMETERS = "__orig_class__"

@@ -221,7 +221,9 @@ class Registration:
             if not piece.is_pinned:
                 _known.unreserve(piece.nbytes)
         if not piece.is_pinned:
-            return f"CUDA refused ({_text(cudart, status)}; a smaller pin= needs less memory that cannot be swapped)"
+            return (
+                f"CUDA refused ({_text(cudart, status)}; a smaller IO(pin=) needs less memory that cannot be swapped)"
+            )
         self.pinned += piece.nbytes
         return None
 
@@ -269,7 +271,7 @@ class Registration:
         self.pieces = []
 
 
-_CAPPED = "pin= allows no more"
+_CAPPED = "IO(pin=) allows no more"
 
 
 def register(

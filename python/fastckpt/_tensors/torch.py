@@ -351,8 +351,8 @@ def _why_not(kind: type[Tensor]) -> str | None:
         return None
     return (
         f"tensor subclass {kind.__module__}.{kind.__qualname__} has no __tensor_flatten__ and __tensor_unflatten__: "
-        f"leave it out, convert it with encode=, or register it with fastckpt.register_type({kind.__name__}, encode, "
-        "decode)"
+        f"leave it out, convert it with Registry(encode=), or register it with "
+        f"fastckpt.register_type({kind.__name__}, encode, decode)"
     )
 
 

@@ -17,7 +17,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import fastckpt
 from fastckpt import _namesake
@@ -35,9 +35,6 @@ from . import diff as _diff
 from . import manage as _manage
 from . import runs as _runs
 from .places import place
-
-if TYPE_CHECKING:
-    from fastckpt.types import Checkpoint
 
 OK, DAMAGED, FAILED = 0, 1, 2
 
@@ -132,7 +129,7 @@ def _str(value: Any) -> str:
         return f"a deep {type(value).__qualname__}"
 
 
-def _tensors(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def _tensors(checkpoint: fastckpt.types.Checkpoint) -> list[dict[str, Any]]:
     """Return name, dtype, shape, bytes and shard of every tensor, in the order of the state."""
     return [
         {"name": name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.bytes, "shard": info.shard}
@@ -141,7 +138,7 @@ def _tensors(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
-def _metadata(checkpoint: Checkpoint) -> Any:
+def _metadata(checkpoint: fastckpt.types.Checkpoint) -> Any:
     """Return the caller's metadata as JSON can hold it, or, where only the program that saved it can read it, why."""
     try:
         return _plain(checkpoint.metadata)

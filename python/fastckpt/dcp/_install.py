@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._files import TORCH_METADATA
+from fastckpt._ranks.ranks import check_ranks
 
 from . import _torch
 from ._reader import Reader
@@ -185,7 +187,11 @@ def _make_writers_here(executor: Any) -> None:
     def execute_save(self: Any, *args: Any, **kwargs: Any) -> Any:
         path = kwargs.get("checkpoint_id")
         if _installed and kwargs.get("storage_writer") is None and FileSystemWriter.validate_checkpoint_id(path or ""):
-            kwargs["storage_writer"] = _writer({"ranks": kwargs.get("process_group"), **_installed[-1]}, path)
+            options = _installed[-1]
+            ranks = check_ranks("install", options.get("ranks"))
+            if ranks.process_group is None:
+                ranks = replace(ranks, process_group=kwargs.get("process_group"))
+            kwargs["storage_writer"] = _writer({**options, "ranks": ranks}, path)
         return torchs(self, *args, **kwargs)
 
     executor.execute_save = execute_save

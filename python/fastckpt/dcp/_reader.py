@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 from fastckpt import _core
 from fastckpt._api.build_report import build_report
 from fastckpt._api.destinations import Targets, read_targets
-from fastckpt._api.io import IO, Engine, check_io, no_mapping
+from fastckpt._api.io import IO, Engine, check_io, give_report, refuse_mmap
 from fastckpt._api.outcome import Attempt, conclude, until_settled, warn_of_unknown
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import LoadReport
 from fastckpt._paths import AnyPath, path_of
 from fastckpt._ranks.load import Reading
-from fastckpt._ranks.ranks import ranks_of
+from fastckpt._ranks.ranks import check_ranks
 from fastckpt._ranks.session import session
 from fastckpt._state.builders import StateBuilder, Validator
 from fastckpt._state.registry import Registry, Types, check_registry
@@ -56,8 +56,8 @@ class Reader(_torch.StorageReader):
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.load`` is given a ``checkpoint_id``.
         ranks: the process group passed to ``dcp.load``, None for the default group, or a
-            :class:`fastckpt.distributed.Ranks`. They read each byte once from the storage and pass it on; in other
-            loads, each rank reads what it needs.
+            :class:`fastckpt.distributed.Ranks`. These ranks read each byte once from the storage and pass it on; in
+            other loads, each rank reads what it needs.
         registry: as for :func:`fastckpt.load`.
         io: as for :func:`fastckpt.load`, but for ``mmap``.
 
@@ -80,10 +80,10 @@ class Reader(_torch.StorageReader):
         super().__init__()
         self.report: LoadReport | None = None
         self._path = None if path is None else path_of("load", path)
-        self._ranks = ranks_of(ranks)
+        self._ranks = check_ranks("load", ranks)
         self._registry = check_registry("load", registry)
         self._io = check_io("load", io)
-        no_mapping("load", self._io)
+        refuse_mmap("load", self._io)
         self._load_id = str(uuid.uuid4())
         self._opened: _Opened | None = None
 
@@ -176,8 +176,7 @@ class Reader(_torch.StorageReader):
         if opened.unknown:
             warn_of_unknown("load", opened.unknown)
         self.report = conclude(build_report(LoadReport, path, began, fields, missing=(), unexpected=()))
-        if self._io.on_report is not None:
-            self._io.on_report(self.report)
+        give_report(self._io, self.report)
         return _torch.done(None)
 
     @classmethod

@@ -1,8 +1,8 @@
 """Values that several ranks bring: the lowest rank's is saved, and no difference goes unsaid.
 
-Tensors and arrays in values that differ are an error, as differences of other tensors are, unless the policy makes it
-a warning. Numbers, texts and bytes that differ are a warning: torch's DCP saves one rank's, and programs rely on it for
-times, counts and pickles, whose bytes vary with the identity of objects.
+Tensors and arrays in values that differ are an error, as differences of other tensors are, unless ``on_difference``
+makes it a warning. Numbers, texts and bytes that differ are a warning: torch's DCP saves one rank's, and programs rely
+on it for times, counts and pickles, whose bytes vary with the identity of objects.
 
 A value travels as its key, its rank, and what is compared: its tokens, its tensors (:meth:`._values.Given.about`), and
 if it has any, digests of its long bytes and of its tensors, empty where the rank compares nothing. Beside the values
@@ -58,7 +58,7 @@ def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list
     """What the reports say about values that differ.
 
     Raises:
-        ValueError: ranks have different tensors in a value, and the policy makes that an error.
+        ValueError: ranks have different tensors in a value, and that is to be an error.
     """
     if ranks.replicas == "first":
         return []
@@ -75,7 +75,7 @@ def warnings_of(path: str, values: Sequence[list[Any]], differing: Sequence[list
     if tensors and ranks.on_difference == "raise":
         raise ValueError(
             f"dcp.save: {path}: {said}: {_listed(tensors)}: give values of different ranks keys of their own, or pass "
-            "replicas='first' or on_difference='warn' to save the lowest rank's"
+            "ranks=Ranks(replicas='first') or Ranks(on_difference='warn') to save the lowest rank's"
         )
     sorts = ((said, tensors), ("values differ between ranks", plain))
     return [f"{what}; the lowest rank's were saved: {_listed(keys)}" for what, keys in sorts if keys]

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
+from fastckpt._api.io import give_report
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.progress import ticker
 from fastckpt._api.reports import SaveReport
@@ -17,7 +18,7 @@ from fastckpt._api.save_settings import WriteOptions, WriteSettings
 from fastckpt._api.settings import takes
 from fastckpt._api.write import write
 from fastckpt._paths import AnyPath, path_of
-from fastckpt._ranks.ranks import ranks_of
+from fastckpt._ranks.ranks import check_ranks
 from fastckpt._ranks.session import Session, session
 from fastckpt._ranks.torch_distributed import this_process
 from fastckpt._state.registry import Types
@@ -100,7 +101,7 @@ class Writer(_torch.StorageWriter):
         super().__init__()
         self.report: SaveReport | None = None
         self._path = None if path is None else path_of("dcp.save", path)
-        self._ranks = ranks_of(ranks)
+        self._ranks = check_ranks("dcp.save", ranks)
         self._metadata = metadata
         self._settings = WriteSettings.of("dcp.save", options, Writer)
         self._now = _Now()
@@ -206,6 +207,7 @@ class Writer(_torch.StorageWriter):
                     group = Together(here, operation, self._ranks, brought)
                     report = self._save(path, began, types, group)
         self.report = conclude(report)
+        give_report(self._settings.io, report)
         self._now.written = True
         return _torch.done([_result(item) for item in plan.items])
 
@@ -263,7 +265,16 @@ class Writer(_torch.StorageWriter):
         # The process of async_save has the process group as its default group.
         kept = {name: value for name, value in self.__dict__.items() if name != "_now"}
         ranks = replace(self._ranks, process_group=None)
-        return {**kept, "_path": self.checkpoint_id, "_ranks": ranks, "_stager": None, "report": None}
+        # What is told there, nobody here would hear.
+        settings = replace(self._settings, io=replace(self._settings.io, on_report=None))
+        return {
+            **kept,
+            "_path": self.checkpoint_id,
+            "_ranks": ranks,
+            "_settings": settings,
+            "_stager": None,
+            "report": None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state, _now=_Now())

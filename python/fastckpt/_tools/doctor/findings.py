@@ -299,7 +299,7 @@ def _memory(facts: Mapping[str, Any]) -> Iterator[Finding]:
                 "docker": "docker run --memory=... with more",
                 "podman": "podman run --memory=... with more",
                 "kubernetes": "raise resources.limits.memory",
-                "any": "give the job more memory, or save with threads=1",
+                "any": "give the job more memory, or save with io=IO(threads=1)",
             },
         )
 

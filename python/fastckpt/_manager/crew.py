@@ -1,6 +1,6 @@
 """Decisions that all ranks of a job take alike, and errors for a rank that does not continue.
 
-The manager takes each decision that ranks share through :class:`Ranks`, and knows nothing else of ranks. All ranks call
+The manager takes each decision that ranks share through :class:`Crew`, and knows nothing else of ranks. All ranks call
 its methods in the same order. Its rounds have turns of their own in the store of the process group, so they never wait
 for a save or load. A process alone is a job of one rank.
 """
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from fastckpt._ranks.called import location_of
 from fastckpt._ranks.calls import Call
 from fastckpt._ranks.peers import LAST
-from fastckpt._ranks.ranks import ranks_of
+from fastckpt._ranks.ranks import check_ranks
 from fastckpt._ranks.session import session
 from fastckpt._ranks.torch_distributed import is_initialised
 from fastckpt.exceptions import RanksError
@@ -78,7 +78,7 @@ class Agreed:
     plan: Any
 
 
-class Ranks:
+class Crew:
     """The ranks for which a manager acts: those of a process group, or this process alone, which asks no other.
 
     Args:
@@ -101,7 +101,7 @@ class Ranks:
 
     def __init__(self, given: Any, directory: str) -> None:
         alone = isinstance(given, str) and given == "alone"
-        self._given = ranks_of(None if alone else given)
+        self._given = check_ranks("Manager", None if alone else given)
         self._directory, self._timeout = directory, self._given.timeout
         self._session = None if alone else session("Manager", self._given.process_group)
         group = None if self._session is None else self._session.group
