@@ -246,7 +246,8 @@ def look(path, known, dice):
 COMMANDS = (
     ["info", "{path}"],
     ["ls", "{path}"],
-    ["runs", "{run}"],
+    ["ls", "{run}"],
+    ["ls", "{run}", "--keep", "last=1"],
     ["diff", "{path}", "{sound}"],
     ["diff", "{path}", "{path}"],
     ["export", "{path}", "{out}.safetensors"],

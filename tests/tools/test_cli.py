@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -141,7 +142,10 @@ def test_no_error_is_a_traceback(
 
     monkeypatch.setattr(fastckpt, "verify", fail)
     assert call(capsys, "verify", checkpoint) == (2, "", f"fastckpt: {error.args[0]}\n")
-    assert call_json(capsys, "verify", checkpoint) == (2, {"error": error.args[0], "type": type(error).__name__})
+    assert call_json(capsys, "verify", checkpoint) == (
+        2,
+        {"schema": "fastckpt/error/1", "error": error.args[0], "type": type(error).__name__},
+    )
 
 
 def test_output_that_cannot_be_written_is_an_error(checkpoint: Path) -> None:
@@ -338,6 +342,165 @@ def test_verify_shows_progress_on_a_terminal_only(checkpoint: Path) -> None:
     assert done.returncode == 0
     assert b"verify" in shown
     assert run("verify", checkpoint).stderr == ""
+
+
+def test_verify_all_of_a_directory(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
+    status, out, err = call(capsys, "verify", "--all", steps)
+    assert (status, err) == (0, "")
+    first, second, last = out.splitlines()
+    assert first.startswith("step-900: ")
+    assert second.startswith("step-1000: ")
+    assert last == "2 checkpoints, 0 damaged"
+    damage(steps / "step-900")
+    fastckpt.save({"w": np.zeros(1)}, steps / "step-1100")
+    (steps / "step-1100" / "fastckpt.json").write_bytes(b"{")
+    status, document = call_json(capsys, "verify", steps, "--all")
+    assert (status, document["ok"]) == (1, False)
+    assert [Path(one["path"]).name for one in document["checkpoints"]] == ["step-900", "step-1000", "step-1100"]
+    assert [one["ok"] for one in document["checkpoints"]] == [False, True, False]
+    assert document["checkpoints"][0]["damage"][0]["file"] == "model.safetensors"
+    assert "step-1100" in document["checkpoints"][2]["error"]
+    assert len(call(capsys, "verify", "--all", steps)[1].splitlines()) == 4
+    # A checkpoint of a later version is not a damaged one.
+    shutil.rmtree(steps / "step-1100")
+    fastckpt.save({"w": np.zeros(1)}, steps / "step-900", overwrite=True)
+    manifest = steps / "step-900" / "fastckpt.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"fastckpt":1', b'"fastckpt":2', 1))
+    assert call(capsys, "verify", "--all", steps)[0] == 2
+    (steps / "empty").mkdir()
+    assert "there is no checkpoint in it" in call(capsys, "verify", "--all", steps / "empty")[2]
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_and_quiet_stand_before_or_after_the_command(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    after = call(capsys, "ls", checkpoint, "--json")
+    assert call(capsys, "--json", "ls", checkpoint) == after
+    assert next(iter(json.loads(after[1]))) == "schema"
+    for arguments in (
+        ["--quiet", "ls", checkpoint],
+        ["ls", checkpoint, "--quiet"],
+        ["--quiet", "--json", "info", checkpoint],
+    ):
+        assert call(capsys, *arguments) == (0, "", "")
+    damage(checkpoint)
+    assert call(capsys, "verify", "--quiet", checkpoint) == (1, "", "")
+    status, out, err = call(capsys, "--quiet", "--json", "verify", tmp_path / "missing")
+    assert (status, out) == (2, "")
+    assert str(tmp_path / "missing") in err
+    assert json.loads(call(capsys, "--json", "frobnicate")[1])["schema"] == "fastckpt/error/1"
+
+
+def test_quiet_shows_no_progress(checkpoint: Path, tmp_path: Path) -> None:
+    main, terminal = os.openpty()
+    for command in (["verify", checkpoint], ["copy", checkpoint, tmp_path / "copy"]):
+        arguments = [sys.executable, "-m", "fastckpt", "--quiet", *map(str, command)]
+        assert subprocess.run(arguments, stdout=terminal, stderr=terminal, timeout=60, check=False).returncode == 0
+    os.close(terminal)
+    os.set_blocking(main, False)
+    with pytest.raises((BlockingIOError, OSError)):
+        os.read(main, 1)
+    os.close(main)
+
+
+def test_every_document_has_its_schema_first(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    commands = {
+        "info": [checkpoint],
+        "ls": [tmp_path],
+        "verify": [checkpoint],
+        "copy": [checkpoint, tmp_path / "copy"],
+        "export": [checkpoint, tmp_path / "m.safetensors"],
+        "import": [tmp_path / "m.safetensors", tmp_path / "back"],
+        "diff": [checkpoint, tmp_path / "copy"],
+        "prune": [tmp_path, "--keep", "last=1", "--name", "step-{step}"],
+        "clean": [tmp_path],
+        "pin": [checkpoint],
+        "rm": [tmp_path / "copy"],
+        "plan": ["--params", "1B", "--gpus", "8"],
+        "doctor": [tmp_path, "--no-probe"],
+    }
+    for name, arguments in commands.items():
+        document = call_json(capsys, name, *arguments)[1]
+        assert next(iter(document.items())) == ("schema", f"fastckpt/{name}/1")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["copy", "CHECKPOINT", "x", "--bandwidth-limit", "fast"], "copy: --bandwidth-limit must"),
+        (["clean", ".", "--older-than", "long"], "--older-than"),
+        (["rm", "CHECKPOINT"], "give --force"),
+        (["copy", "CHECKPOINT", "other"], "no --overwrite"),
+        (["import", "m.safetensors", "other", "--overwrite"], "m.safetensors"),
+        (["export", "CHECKPOINT", "x", "--format", "hf", "--files", "missing"], "--files: cannot open"),
+        (["ls", ".", "--name", "x"], "--name must be"),
+        (["plan", "--params", "1B"], "--gpus, or --tp, --pp and --dp"),
+        (["plan", "--params", "1B", "--size", "1GB", "--gpus", "8"], "--params and --size"),
+        (["plan", "--gpus", "8", "--params", "1B", "--tier", "x"], "--tier must be one of"),
+        (["plan", "--gpus", "8", "--params", "1B", "--interval", "x"], "--interval 'x'"),
+        (["plan", "--gpus", "8", "--params", "1B", "--target-seconds", "0"], "--target-seconds must be"),
+        (["plan", "--gpus", "8", "--params", "1B", "--read", "1GB/s"], "give --write or --node-write beside --read"),
+        (["plan", "--gpus", "0", "--params", "1B"], "--gpus must be at least 1"),
+    ],
+)
+def test_messages_name_options(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path,
+    arguments: list[str],
+    flag: str,
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    fastckpt.save({"w": np.zeros(1)}, "other")
+    (checkpoint / "notes.txt").write_text("mine")
+    status, _, err = call(capsys, *(str(checkpoint) if one == "CHECKPOINT" else one for one in arguments))
+    assert status == 2
+    assert flag in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    pytest.importorskip("shtab", reason="NOT TESTED HERE: needs shtab")
+    status, out, err = call(capsys, "completion", shell)
+    assert (status, err) == (0, "")
+    for word in ("verify", "completion", "bandwidth-limit", "simulate"):
+        assert word in out
+    assert call_json(capsys, "completion", shell)[1]["script"].strip() == out.strip()
+
+
+def test_the_completion_of_bash_knows_commands_options_and_paths(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("shtab", reason="NOT TESTED HERE: needs shtab")
+    (tmp_path / "script").write_text(call(capsys, "completion", "bash")[1])
+    (tmp_path / "step-7").mkdir()
+    program = (
+        "source ./script; COMP_WORDS=(fastckpt {words}); COMP_CWORD={last}\n"
+        "eval \"$(complete -p fastckpt | sed 's/.*-F \\([^ ]*\\).*/\\1/')\"; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    for words, found in (
+        ("ver", "verify"),
+        ("copy --band", "--bandwidth-limit"),
+        ("verify st", "step-7"),
+        ("export --format s", "safetensors"),
+    ):
+        text = program.format(words=words, last=len(words.split()))
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.stdout.split() == [found], (words, done)
+
+
+def test_completion_without_its_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    status, out, err = call(capsys, "completion", "bash")
+    assert (status, out) == (2, "")
+    assert 'pip install "fastckpt-io[completion]"' in err
 
 
 # -- import ------------------------------------------------------------------------------------------------------------
@@ -778,7 +941,7 @@ def test_rm_removes_one_and_leaves_what_others_put_there(capsys: pytest.CaptureF
     assert "notes.txt" in err
     assert call_json(capsys, "rm", steps / "step-900", "--force") == (
         0,
-        {"path": str(steps / "step-900"), "removed": True},
+        {"schema": "fastckpt/rm/1", "path": str(steps / "step-900"), "removed": True},
     )
     assert [one.name for one in steps.iterdir()] == ["step-1000"]
     assert call(capsys, "rm", steps / "step-900")[0] == 2
@@ -805,6 +968,10 @@ def test_pin_and_unpin(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
 def test_top_runs_the_monitor(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["top", "--version"]) == 0
     assert capfd.readouterr().out.startswith("fastckpt-top ")
+    assert cli.main(["--json", "top", "--once"]) == 0
+    assert capfd.readouterr().out.startswith(("{", "["))
+    assert cli.main(["--quiet", "top", "--version"]) == 0
+    assert capfd.readouterr().out == ""
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     assert cli.main(["top"]) == 2
     assert "pip install fastckpt-top" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""Parts of ``fastckpt import`` and ``export``: pickles made to harm, the child that looks at them, the header of a file.
+"""Parts of ``fastckpt import`` and ``export``: pickles made to harm, the child that looks at them, a file's header.
 
 What a pickle names is recorded, and nothing else happens, in a child that must not die.
 """

@@ -1,4 +1,4 @@
-"""The arithmetic of ``fastckpt.tools.plan`` and ``fastckpt simulate``, part by part, and what the field publishes."""
+"""The arithmetic of ``fastckpt plan`` and its ``--simulate``, part by part, and what the field publishes."""
 
 from __future__ import annotations
 
@@ -479,7 +479,7 @@ def test_what_cannot_be_simulated_is_refused(said: dict[str, Any], message: str)
 
 def test_the_command_says_what_the_simulation_found(capsys: pytest.CaptureFixture[str]) -> None:
     found = simulate(**LARGE, cost=50.0, others=[("95 % rule", 372.0)])
-    command = ["simulate", "--cost", "50s", "--gpus", "24000", "--mttf-cluster", "124min"]
+    command = ["plan", "--simulate", "--cost", "50s", "--gpus", "24000", "--mttf-cluster", "124min"]
     assert cli.main(command) == 0
     out, err = capsys.readouterr()
     assert err == ""

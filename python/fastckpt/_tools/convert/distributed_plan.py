@@ -11,10 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Size
-from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from fastckpt._state.flatten import flatten
 from fastckpt.dcp import Writer
@@ -116,7 +118,7 @@ def export(source: Path, destination: Path, keys: Sequence[str] | None, *, expan
                 warnings.filterwarnings("ignore", "torch.distributed is ")
                 save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
         except (CheckpointException, ValueError, RuntimeError) as error:
-            cause = next((one for one, _ in getattr(error, "failures", {}).values()), error)
+            cause: Any = next((one for one, _ in getattr(error, "failures", {}).values()), error)
             if failed := system_error(cause):
                 raise failed from error
             raise CheckpointError(
