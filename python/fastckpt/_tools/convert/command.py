@@ -79,7 +79,7 @@ def export(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]
 
 
 def _shown(options: argparse.Namespace, done: Converted, seconds: float) -> tuple[dict[str, Any], list[str]]:
-    paths = {"source": str(options.path), "destination": str(options.destination)}
+    paths = {"source": str(options.path), "target": str(options.destination)}
     what = f"{count(done.tensors, 'tensor')}, {size(done.bytes)}"
     lines = [f"{options.command}ed {options.path} to {options.destination}: {what} in {seconds:.3f} s"]
     if done.files:
