@@ -282,7 +282,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
 def test_json_has_everything_that_the_library_has(capsys: pytest.CaptureFixture[str]) -> None:
     document = call_json(capsys, "plan", "--size", "13.8TB", "--tp", 8, "--pp", 64, "--dp", 6, "--write", "273GB/s")
     plan = fastckpt.tools.plan(size="13.8TB", tp=8, pp=64, dp=6, write="273GB/s")
-    assert document == json.loads(json.dumps(plan.to_dict()))
+    assert document == {"schema": "fastckpt/plan/1", **json.loads(json.dumps(plan.to_dict()))}
     assert document["writers"] == 512
     assert document["write_per_node"] == pytest.approx(4.27e9, abs=0.01e9)
     assert document["verdicts"][0]["tier"] == "light"
@@ -298,7 +298,7 @@ def test_the_table_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, message in (
-        ([], "give one of params"),
+        ([], "give one of --params"),
         (["--params", "1B"], "say how many GPUs"),
         (["--params", "1B", "--gpus", "eight"], "invalid int value"),
         (["--config", tmp_path / "c.json", "--gpus", 8], f"cannot plan {tmp_path}/c.json: No such file"),

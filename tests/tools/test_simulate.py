@@ -51,7 +51,7 @@ def test_a_simulation_is_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str
 def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     for arguments, message in (
         (["plan", "--simulate", "--ranks", 2], "unrecognized arguments: --ranks"),
-        (["plan", "--simulate"], "give one of params"),
+        (["plan", "--simulate"], "give one of --params"),
         (["plan", "--simulate", "--cost", "50s"], "--cost needs --gpus"),
         ([*COST, "--params", "1B", "--node-write", "4GB/s"], "leave out --node-write, --params"),
         (["plan", "--simulate", "--cost", "0", "--gpus", 8], "cost must be more than 0"),

@@ -8,21 +8,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import count, size
-from fastckpt._units import bytes_of
-from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
     from .convert import Converted
-
-#: The options of some formats, and of which.
-_SOME = {
-    **dict.fromkeys(("strip_prefix", "files", "shard_size"), ("hf",)),
-    "expand": ("safetensors", "dcp"),
-    "overwrite": ("hf", "safetensors", "torch"),
-}
 
 
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
@@ -64,16 +55,11 @@ def export(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]
     from . import convert  # noqa: PLC0415
 
     begin = time.perf_counter()
-    form = options.format or convert.BY_NAME.get(options.destination.suffix)
-    given = {name: value for name in _SOME if (value := getattr(options, name)) is not None}
-    for name in given:
-        if form is not None and form not in _SOME[name]:
-            flag, which = f"--{name.replace('_', '-')}", " or ".join(_SOME[name])
-            raise CheckpointError(f"export: {flag} is for --format {which}, not {form}")
-    given["shard_size"] = bytes_of("export: --shard-size", options.shard_size or "5GB")
-    done = convert.export(options.path, options.destination, form, keys=options.keys, **given)
+    names = ("overwrite", "expand", "strip_prefix", "files", "shard_size")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    done = convert.export(options.path, options.destination, options.format, options.keys, given)
     document, lines = _shown(options, done, time.perf_counter() - begin)
-    if form == "hf" and "config.json" not in done.files:
+    if done.format == "hf" and "config.json" not in done.files:
         lines.append("it has no config.json, which from_pretrained requires: add it with --files")
     return 0, document, lines
 

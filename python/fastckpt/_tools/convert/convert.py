@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import fastckpt
 from fastckpt._paths import refuse_url
@@ -21,7 +21,13 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-#: The formats of an export that names of files tell.
+#: The formats of an export, with the options that only some have, and those that names of files tell.
+FORMATS = {
+    "hf": ("overwrite", "strip_prefix", "files", "shard_size"),
+    "safetensors": ("overwrite", "expand"),
+    "torch": ("overwrite",),
+    "dcp": ("expand",),
+}
 BY_NAME = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
@@ -38,18 +44,7 @@ class Converted:
 def import_(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> Converted:
     """Make a checkpoint of ``source``, whose format follows from its content and its name.
 
-    Args:
-        source: a file of ``torch.save``, a safetensors file, or a directory as Hugging Face or
-            torch.distributed.checkpoint lays it out.
-        destination: a new checkpoint.
-        overwrite: whether ``destination`` may exist.
-        expand: whether many times the bytes of the source may be written, where tensors are expanded or overlap.
-
-    Raises:
-        FileExistsError: ``destination`` exists, and ``overwrite`` is not set.
-        FileNotFoundError: there is no ``source``.
-        UnsupportedTypeError: the source holds a value that a checkpoint cannot.
-        CheckpointError: the source cannot be read.
+    With ``expand``, many times the bytes of the source may be written, where tensors are expanded or overlap.
     """
     _check("import", source, destination, overwrite=overwrite)
     if (source / MANIFEST).exists():
@@ -81,75 +76,43 @@ def import_(source: Path, destination: Path, *, overwrite: bool, expand: bool) -
 
 
 def export(
-    source: Path,
-    destination: Path,
-    format_: str | None,
-    *,
-    keys: Sequence[str] | None,
-    overwrite: bool = False,
-    expand: bool = False,
-    strip_prefix: Sequence[str] = (),
-    files: Sequence[Path] = (),
-    shard_size: int = 0,
+    source: Path, destination: Path, form: str | None, keys: Sequence[str] | None, given: dict[str, Any]
 ) -> Converted:
     """Make another format of the checkpoint ``source``.
 
-    Args:
-        source: a checkpoint.
-        destination: a new file, or a new directory.
-        format_: ``hf``, ``safetensors``, ``torch`` or ``dcp``; None goes by the name of ``destination``.
-        keys: glob patterns over names; None takes everything, or for ``hf`` the model.
-        overwrite: whether ``destination`` may exist.
-        expand: whether many times the bytes of the source may be written, where tensors are expanded or tied.
-        strip_prefix: for ``hf``, as ``files`` and ``shard_size``: see :func:`hugging_face.write`.
-        files: further files.
-        shard_size: bytes a file.
-
-    Raises:
-        FileExistsError: ``destination`` exists, and ``overwrite`` is not set.
-        FileNotFoundError: there is no ``source``.
-        UnsupportedTypeError: the source holds a value that the destination cannot.
-        CheckpointError: the source cannot be read, or nothing says which format is wanted.
+    ``form`` is None to go by the name of ``destination``; ``given`` are the options that only some formats have.
     """
+    paths = f"cannot export {source} to {destination}"
     named = BY_NAME.get(destination.suffix)
-    form = format_ or named
+    form = form or named
+    overwrite = given.get("overwrite", False)
     _check("export", source, destination, overwrite=None if form == "dcp" else overwrite)
     if form is None:
         raise CheckpointError(
-            f"cannot export {source} to {destination}: the name does not say which format: give --format hf, "
-            f"safetensors, torch or dcp, or a name that ends in {', '.join(BY_NAME)}"
+            f"{paths}: the name does not say which format: give --format {', '.join(FORMATS)}, or a name that ends in "
+            f"{', '.join(BY_NAME)}"
         )
     if named not in (None, form):
-        raise CheckpointError(
-            f"cannot export {source} to {destination}: --format is {form}, and the name is one of {named}: change one "
-            "of them"
-        )
+        raise CheckpointError(f"{paths}: --format is {form}, and the name is one of {named}: change one of them")
+    for name in given:
+        if name not in FORMATS[form]:
+            fit = " or ".join(each for each, names in FORMATS.items() if name in names)
+            raise CheckpointError(f"export: --{name.replace('_', '-')} is for --format {fit}, not {form}")
+    given.pop("overwrite", None)
     if source.resolve() in (destination.resolve(), *destination.resolve().parents):
-        raise CheckpointError(
-            f"cannot export {source} to {destination}: that is the checkpoint itself or inside it; choose a path "
-            "outside it"
-        )
-    more: Sequence[str] = ()
+        raise CheckpointError(f"{paths}: that is the checkpoint itself or inside it; choose a path outside it")
     if form == "hf":
-        tensors, size, more = hugging_face.write(
-            source,
-            destination,
-            keys=keys,
-            strip_prefix=strip_prefix,
-            shard_size=shard_size,
-            files=files,
-            overwrite=overwrite,
-        )
-    elif form == "safetensors":
-        tensors, size = one_file.write_safetensors(source, destination, keys, expand=expand)
-    elif form == "torch":
-        tensors, size = one_file.write_torch(source, destination, keys)
-    else:
+        found = hugging_face.write(source, destination, keys, overwrite=overwrite, **given)
+    elif form == "dcp":
         torch_for("export", source)
         from .distributed_plan import export as write  # noqa: PLC0415 - imports torch.distributed
 
-        tensors, size = write(source, destination, keys, expand=expand)
-    return Converted(format=form, tensors=tensors, bytes=size, files=more)
+        found = write(source, destination, keys, **given)
+    else:
+        one = one_file.write_torch if form == "torch" else one_file.write_safetensors
+        found = one(source, destination, keys, **given)
+    tensors, size, *files = found
+    return Converted(format=form, tensors=tensors, bytes=size, files=files)
 
 
 def _check(operation: str, source: Path, destination: Path, *, overwrite: bool | None) -> None:

@@ -55,14 +55,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> tuple[int, int]:
-    """Write the contents of a directory of torch.distributed.checkpoint as a checkpoint.
-
-    Returns:
-        The number of tensors, and their bytes.
-
-    Raises:
-        CheckpointError: it is damaged, holds values that are not read, or would grow, and ``expand`` is not set.
-    """
+    """Write the contents of a directory of torch.distributed.checkpoint as a checkpoint."""
     try:
         _pickled.check(source)
     except _pickled.RefusedError as error:
@@ -94,15 +87,8 @@ def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> 
     return writer.report.tensors, writer.report.bytes
 
 
-def export(source: Path, destination: Path, keys: Sequence[str] | None, *, expand: bool) -> tuple[int, int]:
-    """Write the state of a checkpoint to a new directory with ``torch.distributed.checkpoint.save``.
-
-    Returns:
-        The number of tensors, and their bytes.
-
-    Raises:
-        CheckpointError: torch refuses the state, or it would grow, and ``expand`` is not set.
-    """
+def export(source: Path, destination: Path, keys: Sequence[str] | None, *, expand: bool = False) -> tuple[int, ...]:
+    """Write the state of a checkpoint to a new directory with ``torch.distributed.checkpoint.save``."""
     state = load(source, destination, keys)
     if not isinstance(state, dict):
         raise CheckpointError(

@@ -18,6 +18,7 @@ from fastckpt._state.builders import Validator
 from fastckpt._state.select import aliases, ends_of
 from fastckpt._state.unflatten import is_tensor, parse, unflatten
 from fastckpt._text import suggest
+from fastckpt._units import bytes_of
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
 if TYPE_CHECKING:
@@ -42,33 +43,28 @@ _WRAPPERS = (["tuple", 4], ["tuple", 5])
 def write(
     source: Path,
     destination: Path,
-    *,
     keys: Sequence[str] | None,
-    strip_prefix: Sequence[str],
-    shard_size: int,
-    files: Sequence[Path],
-    overwrite: bool,
-) -> tuple[int, int, list[str]]:
+    *,
+    overwrite: bool = False,
+    strip_prefix: Sequence[str] = (),
+    files: Sequence[Path] = (),
+    shard_size: str = "5GB",
+) -> tuple[Any, ...]:
     """Write the model in the checkpoint ``source`` to ``destination``.
 
     Args:
         source: a checkpoint.
         destination: a new directory.
         keys: glob patterns over names; None takes the tensors of the model's files.
-        strip_prefix: prefixes to remove from names.
-        shard_size: bytes a file, about.
-        files: files to copy; those of a model in the checkpoint come along, unless they are links.
         overwrite: whether a checkpoint at ``destination`` may be replaced.
+        strip_prefix: prefixes to remove from names.
+        files: files to copy; those of a model in the checkpoint come along, unless they are links.
+        shard_size: bytes a file, about.
 
     Returns:
         The number of tensors, their bytes, and the names of the further files.
-
-    Raises:
-        CheckpointError: nothing is chosen, or names collide.
-        CorruptCheckpointError: the structure is malformed.
-        UnsupportedTypeError: a chosen value is not a plain tensor.
-        ValueError: a pattern is empty, or a file has a name of fastckpt's own.
     """
+    size = bytes_of("export: --shard-size", shard_size)
     patterns = Patterns("--keys", keys or (), "export")
     reader = _core.Reader(str(source), keep=True)
     tokens, stored, shards = parse(reader.structure()), reader.tensors(), reader.shards()
@@ -97,9 +93,9 @@ def write(
     for position, name in enumerate(names):
         state += [name, ["tensor", position]]
     more = _files(source, files)
-    options = _core.SaveOptions(shard_size=shard_size, overwrite=overwrite, files=contents_of("export", more))
+    options = _core.SaveOptions(shard_size=size, overwrite=overwrite, files=contents_of("export", more))
     report = reader.save(str(destination), list(zip(chosen, names, strict=True)), json.dumps(state), options)
-    return report["tensors"], report["bytes"], sorted(more)
+    return report["tensors"], report["bytes"], *sorted(more)
 
 
 def _parts(tokens: list[Any]) -> set[int]:

@@ -68,7 +68,7 @@ def system_error(error: BaseException | None) -> OSError | None:
     return error
 
 
-def write_torch(source: Path, destination: Path, keys: Sequence[str] | None) -> tuple[int, int]:
+def write_torch(source: Path, destination: Path, keys: Sequence[str] | None) -> tuple[int, ...]:
     """Write the state of a checkpoint with ``torch.save``."""
     torch = torch_for("export", source)
     state = load(source, destination, keys)
@@ -82,7 +82,9 @@ def write_torch(source: Path, destination: Path, keys: Sequence[str] | None) -> 
     return len(sizes), sum(sizes)
 
 
-def write_safetensors(source: Path, destination: Path, keys: Sequence[str] | None, *, expand: bool) -> tuple[int, int]:
+def write_safetensors(
+    source: Path, destination: Path, keys: Sequence[str] | None, *, expand: bool = False
+) -> tuple[int, ...]:
     """Write the tensors of a checkpoint to one safetensors file."""
     library, torch = safetensors_for("export", source), torch_for("export", source)
     state = load(source, destination, keys)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._text import table
+from fastckpt._units import digits, seconds, show_seconds, show_share
+
 from .command import option
+from .plan import mttf_of, plan
+from .simulate import PARTED, Point, Simulation, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
-
-    from .simulate import Point, Simulation
 
 _MEASURED = (("write", "save"), ("read", "load"))
 
@@ -19,21 +23,7 @@ _EVERY = 4
 
 
 def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
-    """The speed at which one node writes and reads, by the medians of a measurement of ``fastckpt bench DIR``.
-
-    Args:
-        file: the output of its ``--json``.
-        known: other arguments of the job.
-
-    Returns:
-        ``node_write`` and ``node_read``, in bytes per second.
-
-    Raises:
-        ValueError: it is not such a file, or the job has these values already.
-        OSError: it cannot be read.
-    """
-    import json  # noqa: PLC0415
-
+    """The speed at which one node writes and reads, by the medians of a measurement of ``fastckpt bench DIR``."""
     if others := [name for name in ("node_write", "node_read", "tier") if name in known]:
         raise ValueError(f"plan: --from gives the speed of a node: leave out {', '.join(map(option, others))}")
     try:
@@ -44,18 +34,7 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
 
 
 def run(known: Mapping[str, Any], own: Mapping[str, Any], plot: Path | None) -> tuple[int, dict[str, Any], list[str]]:
-    """Simulate a job: exit status, document, lines.
-
-    Args:
-        known: the job, as arguments of :func:`fastckpt.tools.plan`.
-        own: the options of ``--simulate``, by name.
-        plot: the file to draw to.
-    """
-    from fastckpt._units import seconds  # noqa: PLC0415
-
-    from .plan import mttf_of, plan  # noqa: PLC0415 - imported here, so that the other commands start without it
-    from .simulate import simulate  # noqa: PLC0415
-
+    """Simulate a job: exit status, document, lines."""
     if plot is not None:
         from . import plots  # noqa: PLC0415
 
@@ -97,11 +76,6 @@ def run(known: Mapping[str, Any], own: Mapping[str, Any], plot: Path | None) -> 
 
 def lines(result: Simulation) -> list[str]:
     """The result of a simulation, for people."""
-    from fastckpt._text import table  # noqa: PLC0415
-    from fastckpt._units import digits, show_seconds, show_share  # noqa: PLC0415
-
-    from .simulate import PARTED  # noqa: PLC0415
-
     lives = "exponential lives" if result.shape == 1 else f"Weibull lives of shape {result.shape:g}"
     lag = f", durable {show_seconds(result.lag)} later" if result.lag else ""
     seen = result.runs * result.days * 86400 / result.failures
