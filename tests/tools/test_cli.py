@@ -360,7 +360,7 @@ def test_verify_all_of_a_directory(capsys: pytest.CaptureFixture[str], steps: Pa
     assert [one["ok"] for one in document["checkpoints"]] == [False, True, False]
     assert document["checkpoints"][0]["damage"][0]["file"] == "model.safetensors"
     assert "step-1100" in document["checkpoints"][2]["error"]
-    assert len(call(capsys, "verify", "--all", steps)[1].splitlines()) == 4
+    assert call(capsys, "verify", "--all", steps)[1].splitlines()[3:] == ["3 checkpoints, 2 damaged"]
     # A checkpoint of a later version is not a damaged one.
     shutil.rmtree(steps / "step-1100")
     fastckpt.save({"w": np.zeros(1)}, steps / "step-900", overwrite=True)
@@ -796,6 +796,21 @@ def test_a_full_disk_leaves_nothing_of_an_export(tmp_path: Path, capsys: pytest.
     assert (status, out) == (2, "")
     assert f"cannot export {tmp_path / 'out'}: cannot write it: File too large" in err
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_an_export_is_durable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    fastckpt.save({"w": torch.ones(3)}, tmp_path / "c")
+    synced, sync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(Path(f"/proc/self/fd/{file}").readlink()), sync(file)))
+    monkeypatch.setattr(Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths)))
+    assert call(capsys, "export", tmp_path / "c", tmp_path / "out", "--format", form)[0] == 0
+    at = synced.index("renamed")
+    assert {one.parent if form == "dcp" else one for one in synced[:at]} >= {tmp_path / f".out.tmp-{os.getpid()}"}
+    assert tmp_path / f".out.tmp-{os.getpid()}" in synced[:at]
+    assert tmp_path in synced[at:]
 
 
 def test_what_torchs_distributed_checkpoint_cannot_hold_is_refused(

@@ -19,7 +19,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, NoReturn, TextIO
+from typing import Any, NoReturn, TextIO
 
 import fastckpt
 from fastckpt import _namesake
@@ -37,9 +37,6 @@ from . import diff as _diff
 from . import manage as _manage
 from . import runs as _runs
 from .places import place
-
-if TYPE_CHECKING:
-    from fastckpt.types import Checkpoint
 
 OK, DAMAGED, FAILED = 0, 1, 2
 
@@ -70,15 +67,15 @@ class _Parser(argparse.ArgumentParser):
 
     Args:
         page: the text of ``--help``, where the options are too many for argparse to fit on a screen.
-        default: of ``--json`` and ``--quiet``, which stand before or after a command.
     """
 
-    def __init__(self, *, page: str = "", default: Any = argparse.SUPPRESS, **others: Any) -> None:
+    def __init__(self, *, page: str = "", **others: Any) -> None:
         # Abbreviations of options are refused: an abbreviation could mean another option in a later version.
         super().__init__(**others, allow_abbrev=False)
         self.page = page
-        self.add_argument("--json", action="store_true", default=default, help="print one JSON document")
-        self.add_argument("--quiet", action="store_true", default=default, help="print nothing but errors")
+        # They stand before or after a command: `main` looks for them, also where the rest cannot be parsed.
+        self.add_argument("--json", action="store_true", help="print one JSON document")
+        self.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     def format_help(self) -> str:
         return f"{self.page}\n" if self.page else super().format_help()
@@ -97,7 +94,7 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     """Return the parser of the whole command line."""
-    parser = _Parser(prog="fastckpt", default=False)
+    parser = _Parser(prog="fastckpt")
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     parser.set_defaults(whole=parser, every=commands.choices)
@@ -153,7 +150,7 @@ def _str(value: Any) -> str:
         return f"a deep {type(value).__qualname__}"
 
 
-def _tensors(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+def _tensors(checkpoint: fastckpt.types.Checkpoint) -> list[dict[str, Any]]:
     """Return name, dtype, shape, bytes and shard of every tensor, in the order of the state."""
     return [
         {"name": name, "dtype": info.dtype, "shape": list(info.shape), "bytes": info.bytes, "shard": info.shard}
@@ -162,7 +159,7 @@ def _tensors(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     ]
 
 
-def _metadata(checkpoint: Checkpoint) -> Any:
+def _metadata(checkpoint: fastckpt.types.Checkpoint) -> Any:
     """Return the caller's metadata as JSON can hold it, or, where only the program that saved it can read it, why."""
     try:
         return _plain(checkpoint.metadata)

@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable, Iterable, Iterator
 
-    from fastckpt.types import Checkpoint
-
 #: Bytes of a tensor that are held at a time for each checkpoint; float64 of both takes up to sixteen times as much.
 _PIECE = 16 << 20
 #: Kinds of dtypes whose elements can be subtracted: truth values, integers, floats and complex numbers.
@@ -102,7 +100,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     return int(options.exit_code and differ), document, lines
 
 
-def compare(first: Checkpoint, second: Checkpoint, name: str) -> Difference | None:
+def compare(first: fastckpt.types.Checkpoint, second: fastckpt.types.Checkpoint, name: str) -> Difference | None:
     """Compare one tensor of two checkpoints; None where they are equal.
 
     Args:

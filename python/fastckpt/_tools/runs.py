@@ -64,11 +64,10 @@ def is_run(options: argparse.Namespace) -> bool:
     if options.pattern is not None:
         return False
     if not isinstance(options.path, str):
-        return os.path.exists(options.path / _CACHE)  # noqa: PTH110 - mypy knows no type of options
+        return Path(options.path, _CACHE).exists()
     for one in fastckpt.list(options.path):
-        if one.damage is None:
-            with fastckpt.open(one.path) as checkpoint:
-                return isinstance(checkpoint.metadata, dict) and "lineage" in checkpoint.metadata
+        with contextlib.suppress(CheckpointError), fastckpt.open(one.path) as checkpoint:
+            return isinstance(checkpoint.metadata, dict) and "lineage" in checkpoint.metadata
     return False
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import fastckpt
 from fastckpt._paths import refuse_url
 from fastckpt._state.flatten import flatten
+from fastckpt._tools.places import option
 from fastckpt.exceptions import CheckpointError
 
 from . import distributed, hugging_face, one_file
@@ -48,10 +49,7 @@ def import_(source: Path, destination: Path, *, overwrite: bool, expand: bool) -
     """
     _check("import", source, destination, overwrite=overwrite)
     if (source / MANIFEST).exists():
-        raise CheckpointError(
-            f"cannot import {source}: it is a checkpoint already: 'fastckpt copy' copies it, 'fastckpt export' makes "
-            "other formats of it"
-        )
+        raise CheckpointError(f"cannot import {source}: it is a checkpoint already; 'fastckpt copy' copies it")
     if destination.suffix in (".safetensors", *PICKLED):
         raise CheckpointError(
             f"cannot import {source} to {destination}: the result is a checkpoint, which is a directory; give a name "
@@ -97,7 +95,7 @@ def export(
     for name in given:
         if name not in FORMATS[form]:
             fit = " or ".join(each for each, names in FORMATS.items() if name in names)
-            raise CheckpointError(f"export: --{name.replace('_', '-')} is for --format {fit}, not {form}")
+            raise CheckpointError(f"export: {option(name)} is for --format {fit}, not {form}")
     given.pop("overwrite", None)
     if source.resolve() in (destination.resolve(), *destination.resolve().parents):
         raise CheckpointError(f"{paths}: that is the checkpoint itself or inside it; choose a path outside it")

@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._tools.places import option
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
@@ -42,11 +44,6 @@ _WORDS = (
 #: Those of ``--simulate``, and their types.
 _SIMULATED = {"cost": str, "from": Path, "days": float, "runs": int, "seed": int, "weibull": float}
 _NUMBERS = ("gpus", "tp", "pp", "dp", "ep", "zero", "gpus_per_node")
-
-
-def option(name: str) -> str:
-    """The option that sets an argument of :func:`fastckpt.tools.plan`."""
-    return f"--{name.replace('_', '-')}"
 
 
 def job(options: argparse.Namespace, names: tuple[str, ...] = _WORDS + _NUMBERS) -> dict[str, Any]:

@@ -6,9 +6,9 @@ import json
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import table
+from fastckpt._tools.places import option
 from fastckpt._units import digits, seconds, show_seconds, show_share
 
-from .command import option
 from .plan import mttf_of, plan
 from .simulate import PARTED, Point, Simulation, simulate
 

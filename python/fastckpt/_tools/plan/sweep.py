@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._tools.places import option
+
 from .plan import plan
 
 if TYPE_CHECKING:
@@ -93,8 +95,7 @@ def sweep(name: str, values: Sequence[str], known: Mapping[str, Any]) -> list[Pl
     """
     for other in (name, *SWEPT[name]):
         if known.get(other) is not None:
-            flag = f"--{other.replace('_', '-')}"
-            raise ValueError(f"plan: --sweep {name}: leave out {flag}, which the sweep replaces")
+            raise ValueError(f"plan: --sweep {name}: leave out {option(other)}, which the sweep replaces")
     return [plan(**{**known, name: _whole(name, value) if name in _WHOLE else value}) for value in values]
 
 
