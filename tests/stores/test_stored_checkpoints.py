@@ -431,7 +431,9 @@ def test_the_command_line(run, url, saved, capsys, tmp_path):
     assert said("ls", url, "model.*")["path"] == url
     assert said("verify", url)["ok"]
     assert said("diff", str(saved[0]), url)["changed"] == []
-    found = said("ls", run)
+    assert [one["name"] for one in said("ls", run)["checkpoints"]] == ["step-00000007"]
+    assert said("verify", "--all", run)["ok"]
+    found = said("ls", run, "--name", "step-{step:08d}")
     ((one,), total) = found["checkpoints"], found["bytes"]
     assert (one["step"], one["path"], one["metrics"], one["bytes"]) == (7, url, {"loss": 0.5}, total)
     assert cli.main(["ls", run]) == 0

@@ -1,5 +1,5 @@
 """Parts of the tools that no command shows by itself: scores, shares, room, ranks and the raw device of ``bench``,
-figures of ``diff`` in pieces, names and shares of ``runs``, and the options behind ``--help``.
+figures of ``diff`` in pieces, names and shares of runs, and the options behind ``--help``.
 """
 
 # ruff: noqa: PTH208 - names as the directory has them
