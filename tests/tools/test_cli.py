@@ -368,7 +368,7 @@ def test_verify_all_of_a_directory(capsys: pytest.CaptureFixture[str], steps: Pa
     manifest.write_bytes(manifest.read_bytes().replace(b'"fastckpt":1', b'"fastckpt":2', 1))
     assert call(capsys, "verify", "--all", steps)[0] == 2
     (steps / "empty").mkdir()
-    assert "there is no checkpoint in it" in call(capsys, "verify", "--all", steps / "empty")[2]
+    assert "no checkpoint is in it" in call(capsys, "verify", "--all", steps / "empty")[2]
 
 
 # -- output ------------------------------------------------------------------------------------------------------------
@@ -442,10 +442,11 @@ def test_every_document_has_its_schema_first(
         (["plan", "--params", "1B"], "--gpus, or --tp, --pp and --dp"),
         (["plan", "--params", "1B", "--size", "1GB", "--gpus", "8"], "--params and --size"),
         (["plan", "--gpus", "8", "--params", "1B", "--tier", "x"], "--tier must be one of"),
-        (["plan", "--gpus", "8", "--params", "1B", "--interval", "x"], "--interval 'x'"),
+        (["plan", "--gpus", "8", "--params", "1B", "--interval", "x"], "plan: --interval 'x'"),
         (["plan", "--gpus", "8", "--params", "1B", "--target-seconds", "0"], "--target-seconds must be"),
         (["plan", "--gpus", "8", "--params", "1B", "--read", "1GB/s"], "give --write or --node-write beside --read"),
         (["plan", "--gpus", "0", "--params", "1B"], "--gpus must be at least 1"),
+        (["plan", "--gpus", "8", "--params", "1B", "--expert-params", "2B"], "--expert-params of at most --params"),
     ],
 )
 def test_messages_name_options(

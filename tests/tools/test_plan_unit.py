@@ -463,7 +463,7 @@ def test_lives_that_are_not_exponential_move_the_best_interval_little() -> None:
         ({"cost": 0.0}, "cost must be more than 0"),
         ({"cost": math.nan}, "cost must be"),
         ({"days": -1.0}, "days must be"),
-        ({"shape": 0.0}, "shape must be"),
+        ({"shape": 0.0}, "weibull must be"),
         ({"restart": -1.0}, "restart must be"),
         ({"runs": 5}, "10 runs"),
         ({"accelerators": 0}, "1 accelerator"),

@@ -288,7 +288,9 @@ def _verify_all(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[
     """Every checkpoint in a directory; one that cannot be read does not stop the rest."""
     found, lines, statuses = fastckpt.list(options.path), [], []
     if not found:
-        raise NotACheckpointError(f"verify {options.path}: there is no checkpoint in it: give the directory above some")
+        raise NotACheckpointError(
+            f"verify --all {options.path}: no checkpoint is in it: give a directory that holds some"
+        )
     checkpoints: list[dict[str, Any]] = []
     for one in found:
         try:
@@ -355,10 +357,10 @@ def _with_flags(message: str, operation: str, flags: Mapping[str, str]) -> str:
         whole = rf"(?<![\w/.-]){name}(?![\w/.-])"
         message = re.sub(rf"{whole}=False\b", f"no {flag}", message)
         message = re.sub(rf"{whole}=(?:True\b|(?![\w'\"]))", flag, message)
-        if every or "_" in name:
+        if every:
             message = re.sub(rf"(?<!\ba ){whole}", flag, message)
         message = re.sub(rf"(^|: ){name}(?=:| must| '| \d)", rf"\1{flag}", message)
-    return message
+    return f"{operation}: {message}" if message.startswith("--") else message
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

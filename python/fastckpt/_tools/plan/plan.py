@@ -223,7 +223,7 @@ def _held(
         count = units.parameters("params", params)
         experts = 0 if expert_params is None else units.parameters("expert_params", expert_params)
         if experts > count:
-            raise ValueError(f"plan: expert_params ({experts:,}) exceeds params ({count:,})")
+            raise ValueError(f"plan: give expert_params of at most params, {count:,}, not {experts:,}")
         return count, sum(each), sizing.contents(count, experts, each), []
     if config is not None:
         counted = architectures.read(config)

@@ -215,7 +215,7 @@ def simulate(
     Raises:
         ValueError: a number is out of range, or there are too few failures to learn from, or too many.
     """
-    numbers = {"cost": cost, "mttf_gpu": mttf_gpu, "days": days, "shape": shape, "restart": restart, "lag": lag}
+    numbers = {"cost": cost, "mttf_gpu": mttf_gpu, "days": days, "weibull": shape, "restart": restart, "lag": lag}
     for name, value in numbers.items():
         if not (math.isfinite(value) and (value > 0 or (value == 0 and name in ("restart", "lag")))):
             raise ValueError(f"plan: --simulate: {name} must be more than 0, not {value!r}")
