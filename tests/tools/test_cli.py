@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import random
+import re
 import resource
 import shutil
 import struct
@@ -424,9 +425,15 @@ def test_every_document_has_its_schema_first(
         "plan": ["--params", "1B", "--gpus", "8"],
         "doctor": [tmp_path, "--no-probe"],
     }
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8").splitlines()
     for name, arguments in commands.items():
         document = call_json(capsys, name, *arguments)[1]
         assert next(iter(document.items())) == ("schema", f"fastckpt/{name}/1")
+        (described,) = (
+            row for row in page if f"`fastckpt/{name}/1`" in row and not re.search("` (with|of a (run|ch))", row)
+        )
+        if name != "plan":
+            assert [key for key in document if key != "schema" and f"`{key}`" not in described] == []
 
 
 @pytest.mark.parametrize(
