@@ -133,7 +133,7 @@ def _shards(path: str, names: Collection[str], shards: Sequence[str]) -> str:
     # An index does not list what is in the group `training`.
     if (_INDEX in names or len(shards) == 1) and not ours:
         return f"{what}; {_convert(path)}"
-    return f"{what}; 'fastckpt convert' reads its files one by one"
+    return f"{what}; 'fastckpt import' reads its files one by one"
 
 
 def _newest(path: str, names: Collection[str]) -> str | None:
@@ -151,4 +151,4 @@ def _newest(path: str, names: Collection[str]) -> str | None:
 
 
 def _convert(path: str) -> str:
-    return f"'fastckpt convert {shlex.quote(path)} NEW_DIRECTORY' makes a checkpoint of it"
+    return f"'fastckpt import {shlex.quote(path)} NEW_DIRECTORY' makes a checkpoint of it"

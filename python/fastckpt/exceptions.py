@@ -32,7 +32,7 @@ class CorruptCheckpointError(CheckpointError):
 class NotACheckpointError(CheckpointError):
     """The path holds nothing that fastckpt wrote: a file, or a directory without a manifest (``fastckpt.json``).
 
-    The message names the likely format, and ``fastckpt convert`` if that can convert it to a checkpoint.
+    The message names the likely format, and ``fastckpt import`` if that can make a checkpoint of it.
     """
 
 

@@ -341,7 +341,7 @@ def _several(path):
     (path / ".step-11.tmp" / manifest.NAME).write_bytes(b"{")
 
 
-#: How each is made; what the message says of it, and whether fastckpt convert reads it.
+#: How each is made; what the message says of it, and whether fastckpt import reads it.
 FOREIGN = {
     "torch": (_torch_file, "a file of torch.save", True),
     "torch before 1.6": (_old_torch_file, "a file of torch.save", True),
@@ -371,13 +371,13 @@ def test_what_is_not_ours_is_named(tmp_path, kind):
         assert str(path) in str(caught.value)
         assert what in str(caught.value)
         assert not isinstance(caught.value, CorruptCheckpointError)
-        command = re.search(r"'(fastckpt convert .*) NEW_DIRECTORY' makes", str(caught.value))
+        command = re.search(r"'(fastckpt import .*) NEW_DIRECTORY' makes", str(caught.value))
         assert (command is not None) == converts
         if command is not None:
             *_, source = shlex.split(command[1])
             assert source == str(path)
     if converts:
-        assert cli.main(["convert", str(path), str(tmp_path / "made")]) == 0
+        assert cli.main(["import", str(path), str(tmp_path / "made")]) == 0
         assert manifest.listing(tmp_path) == sorted([*before, "made"])
 
 

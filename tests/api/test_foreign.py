@@ -54,7 +54,7 @@ def by_copy(path):
 def by_convert(path):
     source = path.parent / "source.safetensors"
     pytest.importorskip("safetensors.numpy").save_file(STATE, source)
-    command = [sys.executable, "-m", "fastckpt", "convert", "--overwrite", str(source), str(path)]
+    command = [sys.executable, "-m", "fastckpt", "import", "--overwrite", str(source), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode != 0
     raise FileExistsError(done.stderr)

@@ -149,8 +149,8 @@ def test_a_url_is_no_path(url, as_path, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     "command",
     [
-        "convert URL x",
-        "convert x URL",
+        "import URL x",
+        "export x URL",
         "plan --checkpoint URL",
         "bench URL",
         "doctor URL",

@@ -366,11 +366,11 @@ def nasty(tmp_path):
     return path, body
 
 
-@pytest.mark.parametrize("command", ["info", "ls", "verify", "convert"])
+@pytest.mark.parametrize("command", ["info", "ls", "verify", "export"])
 @pytest.mark.parametrize("as_json", [False, True])
 def test_text_of_a_file_does_not_reach_the_terminal_raw(nasty, command, as_json, tmp_path):
     path, _ = nasty
-    more = [str(tmp_path / "out.safetensors")] if command == "convert" else []
+    more = [str(tmp_path / "out.safetensors")] if command == "export" else []
     arguments = [sys.executable, "-m", "fastckpt", command, str(path), *more, *(["--json"] if as_json else [])]
     done = subprocess.run(arguments, capture_output=True, check=False)
     assert done.returncode == 0, done
@@ -412,7 +412,7 @@ def test_damage_and_errors_show_no_text_raw(nasty, tmp_path):
         fastckpt.open(path)
     assert harmless(str(raised.value))
     assert run("ls", tmp_path / NASTY)[0] == 2
-    assert run("convert", tmp_path / NASTY, tmp_path / "out")[0] == 2
+    assert run("import", tmp_path / NASTY, tmp_path / "out")[0] == 2
 
 
 def test_a_locale_without_the_characters_is_no_traceback(nasty):

@@ -246,11 +246,12 @@ def look(path, known, plain, dice):
 COMMANDS = (
     ["info", "{path}"],
     ["ls", "{path}"],
-    ["runs", "{run}"],
+    ["ls", "{run}"],
+    ["ls", "{run}", "--keep", "last=1"],
     ["diff", "{path}", "{sound}"],
     ["diff", "{path}", "{path}"],
-    ["convert", "{path}", "{out}.safetensors"],
-    ["convert", "{path}", "{out}", "--to", "hf"],
+    ["export", "{path}", "{out}.safetensors"],
+    ["export", "{path}", "{out}", "--format", "hf"],
 )
 
 
@@ -487,7 +488,7 @@ def test_malformed_mappings_are_refused_by_all_that_walk_over_them(tmp_path, cap
     body = manifest.body_of(tmp_path / "c")
     body["structure"] = [["dict", 2], "a", ["array", 0], "b", *value]
     manifest.forge(tmp_path / "c", body)
-    assert main(["convert", str(tmp_path / "c"), str(tmp_path / "hf"), "--to", "hf"]) == 1
+    assert main(["export", str(tmp_path / "c"), str(tmp_path / "hf"), "--format", "hf"]) == 1
     assert "malformed at token" in capsys.readouterr().err
     for how in ({}, {"keys": "*a*"}, {"rename": str.upper}, {"into": {"a": 1}, "strict": False}):
         with pytest.raises(fastckpt.CorruptCheckpointError, match="malformed at token"):

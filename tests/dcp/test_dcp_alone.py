@@ -311,7 +311,7 @@ def test_nothing_else_is_replaced(tmp_path):
     dcp.save({"step": 3}, checkpoint_id=tmp_path / "torchs")
     with pytest.raises(dcp.api.CheckpointException, match=r"which torch\.distributed\.checkpoint wrote"):
         dcp.save({"step": 4}, storage_writer=Writer(tmp_path / "torchs"))
-    with pytest.raises(dcp.api.CheckpointException, match="fastckpt convert"):
+    with pytest.raises(dcp.api.CheckpointException, match="fastckpt import"):
         dcp.load({"step": 0}, storage_reader=Reader(tmp_path / "torchs"))
     assert fastckpt.load(tmp_path / "c")["step"] == 1
 

@@ -581,14 +581,14 @@ def metadata_of(channel: Channel, *, directory: str, mutants: str) -> list[str]:
     return ends
 
 
-#: What a child imports that ``convert`` has look at a file.
+#: What a child imports that ``import`` has look at a file.
 LOOKING = "fastckpt._tensors.torch,fastckpt._tools.convert.pickled,fastckpt._tools.convert.distributed"
 #: The status of a process that is so short of memory that it cannot say so.
 OUT_OF_MEMORY = 71
 
 
 def look_first(channel: Channel, *, path: str, answer: str, memory: int, seconds: int) -> None:
-    """What ``convert`` starts a child for, with so much of each: it ends the process, with an exception where the child
+    """What ``import`` starts a child for, with so much of each: it ends the process, with an exception where the child
     has one."""
     from fastckpt._tools.convert import pickled
 

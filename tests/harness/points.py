@@ -67,7 +67,7 @@ WRITE_SNAPSHOT = "fastckpt._core:Snapshot.save"
 TELL_OF_END = "fastckpt._background.pending:PendingSave._call_back"
 #: A niceness is tried; which ones were.
 TRY_NICE, TRIED_NICE = "fastckpt._core:try_nice", "fastckpt._background.nice:_tried"
-#: What ``convert`` starts the child by that looks at a file of torch's.
+#: What ``import`` starts the child by that looks at a file of torch's.
 LOOK = "fastckpt._tools.convert.pickled:subprocess"
 #: What the page for the monitor is told of.
 WARN = "fastckpt._core:warn"

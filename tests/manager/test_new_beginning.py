@@ -100,8 +100,8 @@ def test_checkpoints_of_another_library_are_not_damaged_ones(tmp_path):
         (tmp_path / name / ".metadata").touch()
     for directory, options in ((tmp_path, {}), (tmp_path, {"name": "other-{step}"})):
         if not options:
-            with pytest.warns(RuntimeWarning, match="fastckpt convert"):
-                begin(directory, "torch.distributed.checkpoint; 'fastckpt convert", fastckpt.NotACheckpointError)
+            with pytest.warns(RuntimeWarning, match="fastckpt import"):
+                begin(directory, "torch.distributed.checkpoint; 'fastckpt import", fastckpt.NotACheckpointError)
         else:
             begin(directory, "torch.distributed.checkpoint", fastckpt.NotACheckpointError, **options)
 

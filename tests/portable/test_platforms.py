@@ -90,12 +90,12 @@ with fastckpt.Manager(parent, name="step-{step}", read_only=True) as manager:
 assert found.step == 7 and torch.equal(found.state["model"]["w"], state["model"]["w"])
 for command in ("info", "ls", "verify"):
     assert cli.main([command, path]) == 0, command
-assert cli.main(["convert", path, path + ".safetensors", "--keys", "model.*"]) == 0
+assert cli.main(["export", path, path + ".safetensors", "--keys", "model.*"]) == 0
 assert torch.equal(safetensors.torch.load_file(path + ".safetensors")["model.w"], state["model"]["w"])
 for name in fastckpt.__all__:
     getattr(fastckpt, name)
 """
-    assert "converted" in laptop(LACKS + program, platform, saved)
+    assert "exported" in laptop(LACKS + program, platform, saved)
 
 
 REFUSED = {
@@ -120,7 +120,7 @@ for name, code in {REFUSED!r}.items():
     except NotImplementedError as error:
         said[name] = str(error)
 import contextlib, io
-for command in (["doctor", parent], ["bench", parent], ["clean", parent], ["convert", path + ".pt", path + "y"]):
+for command in (["doctor", parent], ["bench", parent], ["clean", parent], ["import", path + ".pt", path + "y"]):
     with contextlib.redirect_stderr(io.StringIO()) as text:
         assert cli.main(command) == 2, command
     said["fastckpt " + command[0]] = text.getvalue()
@@ -128,7 +128,7 @@ print(json.dumps([said, sorted(os.listdir(parent))]))
 """
     torch.save({"a": torch.ones(3)}, f"{saved}.pt")
     said, names = json.loads(laptop(LACKS + program, platform, saved))
-    assert said.keys() == {*REFUSED, *(f"fastckpt {name}" for name in ("doctor", "bench", "clean", "convert"))}
+    assert said.keys() == {*REFUSED, *(f"fastckpt {name}" for name in ("doctor", "bench", "clean", "import"))}
     assert all("Linux" in text for text in said.values()), said
     assert names == ["step-7", "step-7.pt"]
 

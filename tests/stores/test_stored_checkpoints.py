@@ -431,19 +431,21 @@ def test_the_command_line(run, url, saved, capsys, tmp_path):
     assert said("ls", url, "model.*")["path"] == url
     assert said("verify", url)["ok"]
     assert said("diff", str(saved[0]), url)["changed"] == []
-    found = said("runs", run)
+    assert [one["name"] for one in said("ls", run)["checkpoints"]] == ["step-00000007"]
+    assert said("verify", "--all", run)["ok"]
+    found = said("ls", run, "--name", "step-{step:08d}")
     ((one,), total) = found["checkpoints"], found["bytes"]
     assert (one["step"], one["path"], one["metrics"], one["bytes"]) == (7, url, {"loss": 0.5}, total)
-    assert cli.main(["runs", run]) == 0
+    assert cli.main(["ls", run]) == 0
     assert "1 checkpoint" in capsys.readouterr().out
-    assert said("runs", run, "--name", "other-{step}")["checkpoints"] == []
-    assert "--keep" in said("runs", run, "--keep", "last=3", status=2)["error"]
-    assert "format" in said("runs", run, "--name", "{nothing}", status=2)["error"]
+    assert said("ls", run, "--name", "other-{step}")["checkpoints"] == []
+    assert "--keep" in said("ls", run, "--keep", "last=3", status=2)["error"]
+    assert "format" in said("ls", run, "--name", "{nothing}", status=2)["error"]
     assert f"{run}/x" in said("info", f"{run}/x", status=2)["error"]
     assert "is a URL" in said("prune", run, status=2)["error"]
     assert "is a URL" in said("clean", run, status=2)["error"]
     local = Path(saved[0])
-    assert said("runs", f"file://{local.parent}", "--keep", "last=1")["path"] == str(local.parent)
+    assert said("ls", f"file://{local.parent}", "--keep", "last=1")["path"] == str(local.parent)
     assert said("copy", f"file://{local}", f"file://{tmp_path}/b")["target"] == f"{tmp_path}/b"
     assert "another machine" in said("info", f"file://host{local}", status=2)["error"]
     changed(url, shards_of(url)[0], lambda content: content.__setitem__(-1, content[-1] ^ 1))

@@ -22,7 +22,7 @@ def looker():
 
 @pytest.fixture
 def quick_look(looker):
-    """``convert`` looks at a file in a forked child: the same function, in a process of its own, under its limits.
+    """``import`` looks at a file in a forked child: the same function, in a process of its own, under its limits.
 
     How the child is started is for the tests that do without this.
     """
@@ -59,15 +59,20 @@ class _Subprocess:
 
 
 @pytest.fixture
-def convert(quick_look, capsys):
+def import_(quick_look, capsys):
     """The command, in this process; its child, under its limits, is forked."""
+    return lambda *arguments: _done(capsys, "import", *arguments)
 
-    def go(*arguments):
-        capsys.readouterr()
-        status = cli.main(["convert", *map(str, arguments)])
-        return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 
-    return go
+@pytest.fixture
+def export(capsys):
+    return lambda *arguments: _done(capsys, "export", *arguments)
+
+
+def _done(capsys, *arguments):
+    capsys.readouterr()
+    status = cli.main([*map(str, arguments)])
+    return subprocess.CompletedProcess(arguments, status, *capsys.readouterr())
 
 
 @pytest.fixture

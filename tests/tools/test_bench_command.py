@@ -20,7 +20,7 @@ from harness import cli, mounts, needs, zygote
 
 SMALL = ("--ranks", "2", "--size", "4MB", "--tensors", "20", "--rounds", "1")
 KEYS = {
-    *("fastckpt_bench", "versions", "cores", "directory", "options", "ranks", "raw", "caches", "scores", "target"),
+    *("schema", "versions", "cores", "directory", "options", "ranks", "raw", "caches", "scores", "target"),
     *("how", "samples", "notes", "summary"),
 }
 OPERATIONS = ["raw_write", "raw_read", "save", "load", "hot"]
@@ -83,7 +83,7 @@ def test_two_ranks_as_json(where):
     assert (done.returncode, done.stderr) == (0, "")
     document = json.loads(done.stdout)
     assert set(document) == KEYS
-    assert document["fastckpt_bench"] == 1
+    assert document["schema"] == "fastckpt/bench/1"
     assert list(document["scores"]) == list(document["samples"])
     assert sorted(document["scores"]) == sorted(OPERATIONS)
     share = 4 * 10**6 // 14 * 14
@@ -430,7 +430,7 @@ def test_a_simulation_takes_what_was_measured(where, tmp_path, capsys):
     result.write_text(run(where, *SMALL, "--json").stdout)
     scores = json.loads(result.read_text())["scores"]
     job = ["--params", "405B", "--gpus", "16384", "--tp", "8", "--pp", "16", "--restart", "5min"]
-    assert cli.main(["simulate", "--from", str(result), *job, "--runs", "10", "--json"]) == 0
+    assert cli.main(["plan", "--simulate", "--from", str(result), *job, "--runs", "10", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     plan = fastckpt.tools.plan(
         params="405B",
@@ -448,10 +448,12 @@ def test_a_simulation_takes_what_was_measured(where, tmp_path, capsys):
 def test_a_simulation_refuses_what_is_no_measurement(where, tmp_path, capsys):
     for content in ("{", "[]", '{"scores": {}}'):
         (tmp_path / "x.json").write_text(content)
-        assert cli.main(["simulate", "--from", str(tmp_path / "x.json"), "--params", "1B", "--gpus", "8"]) == 2
+        assert (
+            cli.main(["plan", "--simulate", "--from", str(tmp_path / "x.json"), "--params", "1B", "--gpus", "8"]) == 2
+        )
         assert "is not a result of 'fastckpt bench DIR --json'" in capsys.readouterr().err
     more = ["--params", "1B", "--gpus", "8", "--node-write", "4GB/s"]
-    assert cli.main(["simulate", "--from", str(tmp_path / "x.json"), *more]) == 2
+    assert cli.main(["plan", "--simulate", "--from", str(tmp_path / "x.json"), *more]) == 2
     assert "leave out --node-write" in capsys.readouterr().err
-    assert cli.main(["simulate", "--from", str(tmp_path / "none.json"), "--params", "1B", "--gpus", "8"]) == 2
+    assert cli.main(["plan", "--simulate", "--from", str(tmp_path / "none.json"), "--params", "1B", "--gpus", "8"]) == 2
     assert "none.json" in capsys.readouterr().err

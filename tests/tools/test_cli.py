@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import json
 import os
 import pickle
 import random
+import re
+import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -139,7 +143,10 @@ def test_no_error_is_a_traceback(
 
     monkeypatch.setattr(fastckpt, "verify", fail)
     assert call(capsys, "verify", checkpoint) == (2, "", f"fastckpt: {error.args[0]}\n")
-    assert call_json(capsys, "verify", checkpoint) == (2, {"error": error.args[0], "type": type(error).__name__})
+    assert call_json(capsys, "verify", checkpoint) == (
+        2,
+        {"schema": "fastckpt/error/1", "error": error.args[0], "type": type(error).__name__},
+    )
 
 
 def test_output_that_cannot_be_written_is_an_error(checkpoint: Path) -> None:
@@ -160,12 +167,10 @@ def test_one_remedy_is_enough(
         assert call(capsys, "verify", tmp_path)[2].count("check the path") == remedies
 
 
-def test_convert_into_a_place_that_is_none(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path
-) -> None:
+def test_export_into_a_place_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path) -> None:
     (tmp_path / "file").touch()
     for parent, kind in (("missing", "FileNotFoundError"), ("file", "NotADirectoryError")):
-        status, document = call_json(capsys, "convert", checkpoint, tmp_path / parent / "m.safetensors")
+        status, document = call_json(capsys, "export", checkpoint, tmp_path / parent / "m.safetensors")
         assert (status, document["type"]) == (2, kind)
         assert str(tmp_path / parent) in document["error"]
 
@@ -176,7 +181,7 @@ def test_info_ls_and_verify_work_without_torch(checkpoint: Path) -> None:
         "import sys; sys.modules['torch'] = None; sys.modules['safetensors'] = None\n"
         "from harness.cli import main\n"
         "print([main([command, sys.argv[1]]) for command in ('info', 'ls', 'verify')])\n"
-        "print(main(['convert', sys.argv[1], sys.argv[1] + '.safetensors']))"
+        "print(main(['export', sys.argv[1], sys.argv[1] + '.safetensors']))"
     )
     command, environment = [sys.executable, "-c", program, str(checkpoint)], zygote.environment()
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
@@ -340,19 +345,185 @@ def test_verify_shows_progress_on_a_terminal_only(checkpoint: Path) -> None:
     assert run("verify", checkpoint).stderr == ""
 
 
-# -- convert to a checkpoint -------------------------------------------------------------------------------------------
+def test_verify_all_of_a_directory(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
+    status, out, err = call(capsys, "verify", "--all", steps)
+    assert (status, err) == (0, "")
+    first, second, last = out.splitlines()
+    assert first.startswith("step-900: ")
+    assert second.startswith("step-1000: ")
+    assert last == "2 checkpoints, 0 damaged"
+    damage(steps / "step-900")
+    fastckpt.save({"w": np.zeros(1)}, steps / "step-1100")
+    (steps / "step-1100" / "fastckpt.json").write_bytes(b"{")
+    status, document = call_json(capsys, "verify", steps, "--all")
+    assert (status, document["ok"]) == (1, False)
+    assert [Path(one["path"]).name for one in document["checkpoints"]] == ["step-900", "step-1000", "step-1100"]
+    assert [one["ok"] for one in document["checkpoints"]] == [False, True, False]
+    assert document["checkpoints"][0]["damage"][0]["file"] == "model.safetensors"
+    assert "step-1100" in document["checkpoints"][2]["error"]
+    assert call(capsys, "verify", "--all", steps)[1].splitlines()[3:] == ["3 checkpoints, 2 damaged"]
+    # A checkpoint of a later version is not a damaged one.
+    shutil.rmtree(steps / "step-1100")
+    fastckpt.save({"w": np.zeros(1)}, steps / "step-900", overwrite=True)
+    manifest = steps / "step-900" / "fastckpt.json"
+    manifest.write_bytes(manifest.read_bytes().replace(b'"fastckpt":1', b'"fastckpt":2', 1))
+    assert call(capsys, "verify", "--all", steps)[0] == 2
+    (steps / "empty").mkdir()
+    assert "no checkpoint is in it" in call(capsys, "verify", "--all", steps / "empty")[2]
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def test_json_and_quiet_stand_before_or_after_the_command(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    after = call(capsys, "ls", checkpoint, "--json")
+    assert call(capsys, "--json", "ls", checkpoint) == after
+    assert next(iter(json.loads(after[1]))) == "schema"
+    for arguments in (
+        ["--quiet", "ls", checkpoint],
+        ["ls", checkpoint, "--quiet"],
+        ["--quiet", "--json", "info", checkpoint],
+    ):
+        assert call(capsys, *arguments) == (0, "", "")
+    damage(checkpoint)
+    assert call(capsys, "verify", "--quiet", checkpoint) == (1, "", "")
+    status, out, err = call(capsys, "--quiet", "--json", "verify", tmp_path / "missing")
+    assert (status, out) == (2, "")
+    assert str(tmp_path / "missing") in err
+    assert json.loads(call(capsys, "--json", "frobnicate")[1])["schema"] == "fastckpt/error/1"
+
+
+def test_quiet_shows_no_progress(checkpoint: Path, tmp_path: Path) -> None:
+    main, terminal = os.openpty()
+    for command in (["verify", checkpoint], ["copy", checkpoint, tmp_path / "copy"]):
+        arguments = [sys.executable, "-m", "fastckpt", "--quiet", *map(str, command)]
+        assert subprocess.run(arguments, stdout=terminal, stderr=terminal, timeout=60, check=False).returncode == 0
+    os.close(terminal)
+    os.set_blocking(main, False)
+    with pytest.raises((BlockingIOError, OSError)):
+        os.read(main, 1)
+    os.close(main)
+
+
+def test_every_document_has_its_schema_first(
+    capsys: pytest.CaptureFixture[str], checkpoint: Path, tmp_path: Path
+) -> None:
+    commands = {
+        "info": [checkpoint],
+        "ls": [tmp_path],
+        "verify": [checkpoint],
+        "copy": [checkpoint, tmp_path / "copy"],
+        "export": [checkpoint, tmp_path / "m.safetensors"],
+        "import": [tmp_path / "m.safetensors", tmp_path / "back"],
+        "diff": [checkpoint, tmp_path / "copy"],
+        "prune": [tmp_path, "--keep", "last=1", "--name", "step-{step}"],
+        "clean": [tmp_path],
+        "pin": [checkpoint],
+        "rm": [tmp_path / "copy"],
+        "plan": ["--params", "1B", "--gpus", "8"],
+        "doctor": [tmp_path, "--no-probe"],
+    }
+    page = (Path(__file__).parents[2] / "docs" / "command-line.md").read_text(encoding="utf-8").splitlines()
+    for name, arguments in commands.items():
+        document = call_json(capsys, name, *arguments)[1]
+        assert next(iter(document.items())) == ("schema", f"fastckpt/{name}/1")
+        (described,) = (
+            row for row in page if f"`fastckpt/{name}/1`" in row and not re.search("` (with|of a (run|ch))", row)
+        )
+        if name != "plan":
+            assert [key for key in document if key != "schema" and f"`{key}`" not in described] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "flag"),
+    [
+        (["copy", "CHECKPOINT", "x", "--bandwidth-limit", "fast"], "copy: --bandwidth-limit must"),
+        (["clean", ".", "--older-than", "long"], "--older-than"),
+        (["rm", "CHECKPOINT"], "give --force"),
+        (["copy", "CHECKPOINT", "other"], "no --overwrite"),
+        (["import", "m.safetensors", "other", "--overwrite"], "m.safetensors"),
+        (["export", "CHECKPOINT", "x", "--format", "hf", "--files", "missing"], "--files: cannot open"),
+        (["ls", ".", "--name", "x"], "--name must be"),
+        (["plan", "--params", "1B"], "--gpus, or --tp, --pp and --dp"),
+        (["plan", "--params", "1B", "--size", "1GB", "--gpus", "8"], "--params and --size"),
+        (["plan", "--gpus", "8", "--params", "1B", "--tier", "x"], "--tier must be one of"),
+        (["plan", "--gpus", "8", "--params", "1B", "--interval", "x"], "plan: --interval 'x'"),
+        (["plan", "--gpus", "8", "--params", "1B", "--target-seconds", "0"], "--target-seconds must be"),
+        (["plan", "--gpus", "8", "--params", "1B", "--read", "1GB/s"], "give --write or --node-write beside --read"),
+        (["plan", "--gpus", "0", "--params", "1B"], "--gpus must be at least 1"),
+        (["plan", "--gpus", "8", "--params", "1B", "--expert-params", "2B"], "--expert-params of at most --params"),
+    ],
+)
+def test_messages_name_options(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path,
+    arguments: list[str],
+    flag: str,
+) -> None:
+    monkeypatch.chdir(checkpoint.parent)
+    fastckpt.save({"w": np.zeros(1)}, "other")
+    (checkpoint / "notes.txt").write_text("mine")
+    status, _, err = call(capsys, *(str(checkpoint) if one == "CHECKPOINT" else one for one in arguments))
+    assert status == 2
+    assert flag in err
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
+def test_completion(capsys: pytest.CaptureFixture[str], shell: str) -> None:
+    pytest.importorskip("shtab", reason="NOT TESTED HERE: needs shtab")
+    status, out, err = call(capsys, "completion", shell)
+    assert (status, err) == (0, "")
+    for word in ("verify", "completion", "bandwidth-limit", "simulate"):
+        assert word in out
+    assert call_json(capsys, "completion", shell)[1]["script"].strip() == out.strip()
+
+
+def test_the_completion_of_bash_knows_commands_options_and_paths(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    pytest.importorskip("shtab", reason="NOT TESTED HERE: needs shtab")
+    (tmp_path / "script").write_text(call(capsys, "completion", "bash")[1])
+    (tmp_path / "step-7").mkdir()
+    program = (
+        "source ./script; COMP_WORDS=(fastckpt {words}); COMP_CWORD={last}\n"
+        "eval \"$(complete -p fastckpt | sed 's/.*-F \\([^ ]*\\).*/\\1/')\"; printf '%s\\n' \"${{COMPREPLY[@]}}\""
+    )
+    for words, found in (
+        ("ver", "verify"),
+        ("copy --band", "--bandwidth-limit"),
+        ("verify st", "step-7"),
+        ("export --format s", "safetensors"),
+    ):
+        text = program.format(words=words, last=len(words.split()))
+        done = subprocess.run(
+            ["bash", "-c", text], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.stdout.split() == [found], (words, done)
+
+
+def test_completion_without_its_package(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    status, out, err = call(capsys, "completion", "bash")
+    assert (status, out) == (2, "")
+    assert 'pip install "fastckpt-io[completion]"' in err
+
+
+# -- import ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("suffix", [".pt", ".pth", ".ckpt", ".bin"])
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.usefixtures("quick_look")
-def test_convert_from_torch_save(
+def test_import_from_torch_save(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any], suffix: str, legacy: bool
 ) -> None:
     source, destination = tmp_path / f"m{suffix}", tmp_path / "out"
     state = {"model": model, "lr": 1e-3, "shapes": [(1, 2), torch.Size([3])], 5: None}
     torch.save(state, source, _use_new_zipfile_serialization=not legacy)
-    status, out, err = call(capsys, "convert", source, destination)
+    status, out, err = call(capsys, "import", source, destination)
     assert (status, err) == (0, "")
     assert "5 tensors" in out
     loaded = fastckpt.load(destination)
@@ -378,31 +549,31 @@ class Bomb:
 
 
 @pytest.mark.parametrize("legacy", [False, True])
-def test_convert_never_executes_a_pickle(capsys: pytest.CaptureFixture[str], tmp_path: Path, legacy: bool) -> None:
+def test_import_never_executes_a_pickle(capsys: pytest.CaptureFixture[str], tmp_path: Path, legacy: bool) -> None:
     source, fired = tmp_path / "evil.pt", tmp_path / "fired"
     torch.save({"w": torch.zeros(2), "x": Bomb(fired)}, source, _use_new_zipfile_serialization=not legacy)
-    status, document = call_json(capsys, "convert", source, tmp_path / "out")
+    status, document = call_json(capsys, "import", source, tmp_path / "out")
     assert status == 2
     assert document["type"] == "UnsupportedTypeError"
     assert str(source) in document["error"]
     source.write_bytes(pickle.dumps(Bomb(fired), protocol=2))
-    assert call(capsys, "convert", source, tmp_path / "out")[0] in (1, 2)
+    assert call(capsys, "import", source, tmp_path / "out")[0] in (1, 2)
     assert not fired.exists()
     assert not (tmp_path / "out").exists()
 
 
-def test_convert_offers_no_way_around_what_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_import_offers_no_way_around_what_it_refuses(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     torch.save({"x": Plain()}, tmp_path / "m.pt")
-    status, document = call_json(capsys, "convert", tmp_path / "m.pt", tmp_path / "out")
+    status, document = call_json(capsys, "import", tmp_path / "m.pt", tmp_path / "out")
     assert status == 2
     assert "Plain" in document["error"]
     assert "safe_globals" not in document["error"]
 
 
-def test_convert_from_safetensors(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]) -> None:
+def test_import_from_safetensors(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]) -> None:
     source, destination = tmp_path / "m.safetensors", tmp_path / "out"
     safetensors_torch.save_file(model, source, metadata={"format": "pt", "from": "here"})
-    status, document = call_json(capsys, "convert", source, destination)
+    status, document = call_json(capsys, "import", source, destination)
     assert status == 0
     assert document["tensors"] == 5
     assert document["bytes"] == sum(tensor.nbytes for tensor in model.values())
@@ -423,23 +594,23 @@ def write_hugging_face(path: Path, model: dict[str, Any]) -> None:
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-def test_convert_from_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]) -> None:
+def test_import_from_hugging_face(capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]) -> None:
     source, destination = tmp_path / "hf", tmp_path / "out"
     write_hugging_face(source, model)
-    status, _, err = call(capsys, "convert", source, destination)
+    status, _, err = call(capsys, "import", source, destination)
     assert (status, err) == (0, "")
     loaded = fastckpt.load(destination)
     assert list(loaded) == list(model)
     assert all(equal(loaded[name], tensor) for name, tensor in model.items())
 
 
-def test_convert_from_hugging_face_with_one_file(
+def test_import_from_hugging_face_with_one_file(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, model: dict[str, Any]
 ) -> None:
     source = tmp_path / "hf"
     source.mkdir()
     safetensors_torch.save_file(model, source / "model.safetensors")
-    assert call(capsys, "convert", source, tmp_path / "out")[0] == 0
+    assert call(capsys, "import", source, tmp_path / "out")[0] == 0
     assert fastckpt.load(tmp_path / "out").keys() == model.keys()
 
 
@@ -451,7 +622,7 @@ def test_an_index_does_not_lead_out_of_its_directory(
     write_hugging_face(source, model)
     safetensors_torch.save_file(model, tmp_path / "m.safetensors")
     (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"steps": file}}))
-    status, out, err = call(capsys, "convert", source, tmp_path / "out")
+    status, out, err = call(capsys, "import", source, tmp_path / "out")
     assert (status, out) == (1, "")
     assert "model.safetensors.index.json" in err
     assert not (tmp_path / "out").exists()
@@ -483,7 +654,7 @@ def test_damaged_sources_are_errors(capsys: pytest.CaptureFixture[str], tmp_path
         "hf",
         "missing",
     ):
-        status, out, err = call(capsys, "convert", tmp_path / name, tmp_path / "out")
+        status, out, err = call(capsys, "import", tmp_path / name, tmp_path / "out")
         assert status in (1, 2), name
         assert out == ""
         assert str(tmp_path / name) in err
@@ -491,22 +662,22 @@ def test_damaged_sources_are_errors(capsys: pytest.CaptureFixture[str], tmp_path
         assert not (tmp_path / "out").exists()
 
 
-def test_convert_overwrites_only_when_told(
+def test_import_overwrites_only_when_told(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, model: dict[str, Any]
 ) -> None:
     source = tmp_path / "m.pt"
     torch.save({"only": torch.ones(3)}, source)
-    status, out, err = call(capsys, "convert", source, checkpoint)
+    status, out, err = call(capsys, "import", source, checkpoint)
     assert (status, out) == (2, "")
     assert "--overwrite" in err
     assert fastckpt.load(checkpoint).keys() == model.keys()
-    assert call(capsys, "convert", source, checkpoint, "--overwrite")[0] == 0
+    assert call(capsys, "import", source, checkpoint, "--overwrite")[0] == 0
     assert fastckpt.load(checkpoint).keys() == {"only"}
 
     precious = tmp_path / "precious"
     precious.mkdir()
     (precious / "model.safetensors").write_text("text")
-    assert call(capsys, "convert", source, precious, "--overwrite")[0] == 2
+    assert call(capsys, "import", source, precious, "--overwrite")[0] == 2
     assert (precious / "model.safetensors").read_text() == "text"
 
 
@@ -516,24 +687,39 @@ def test_what_does_not_go_together_is_refused(
     torch.save({"w": torch.ones(3)}, tmp_path / "m.pt")
     for source, destination, more in (
         (checkpoint, "out", ()),
-        (checkpoint, "out.pt", ()),
         (tmp_path / "m.pt", "out.safetensors", ()),
-        (tmp_path / "m.pt", "out", ("--keys", "w")),
+        (checkpoint, "out.pt", ("--format", "safetensors")),
+        (checkpoint, "step-7/out", ("--format", "dcp")),
     ):
-        status, _, err = call(capsys, "convert", source, tmp_path / destination, *more)
+        status, _, err = call(
+            capsys, "export" if source == checkpoint else "import", source, tmp_path / destination, *more
+        )
         assert status == 2
         assert str(source) in err
         assert not (tmp_path / destination).exists()
+    status, _, err = call(capsys, "import", checkpoint, tmp_path / "out")
+    assert "it is a checkpoint already" in err
+    for form, flag in (
+        ("dcp", "--overwrite"),
+        ("torch", "--expand"),
+        ("safetensors", "--strip-prefix=x"),
+        ("dcp", "--files=x"),
+        ("torch", "--shard-size=1GB"),
+    ):
+        status, _, err = call(capsys, "export", checkpoint, tmp_path / "out", "--format", form, flag)
+        assert status == 2
+        assert f"export: {flag.partition('=')[0]} is for --format " in err
+        assert not (tmp_path / "out").exists()
 
 
-# -- convert to safetensors --------------------------------------------------------------------------------------------
+# -- export ------------------------------------------------------------------------------------------------------------
 
 
-def test_convert_to_safetensors(
+def test_export_to_safetensors(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, model: dict[str, Any]
 ) -> None:
     destination = tmp_path / "m.safetensors"
-    status, document = call_json(capsys, "convert", checkpoint, destination)
+    status, document = call_json(capsys, "export", checkpoint, destination)
     assert status == 0
     assert document["tensors"] == 5
     loaded = safetensors_torch.load_file(destination)
@@ -544,10 +730,10 @@ def test_convert_to_safetensors(
     assert destination.stat().st_mode == plain.stat().st_mode
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.safetensors", "plain", "step-7"]
 
-    status, _, err = call(capsys, "convert", checkpoint, destination)
+    status, _, err = call(capsys, "export", checkpoint, destination)
     assert status == 2
     assert "--overwrite" in err
-    assert call(capsys, "convert", checkpoint, destination, "--overwrite", "--keys", "layer.*", "--keys=steps")[0] == 0
+    assert call(capsys, "export", checkpoint, destination, "--overwrite", "--keys", "layer.*", "--keys=steps")[0] == 0
     assert sorted(safetensors_torch.load_file(destination)) == [
         "layer.0.bias",
         "layer.0.weight",
@@ -556,18 +742,113 @@ def test_convert_to_safetensors(
     ]
 
 
-def test_keys_convert_tensors_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@dataclasses.dataclass
+class Rates:
+    first: float
+
+
+@pytest.fixture
+def trained(tmp_path: Path, model: dict[str, Any]) -> Path:
+    optimizer = {"state": {0: {"step": torch.tensor(3.0)}}, "param_groups": [{"lr": 0.1, "params": [0]}]}
+    state = {"model": model, "tied": model["layer.0.bias"], "optimizer": optimizer, "rates": Rates(0.5), "step": 7}
+    fastckpt.save(state, tmp_path / "step-7", registry=fastckpt.Registry(Rates))
+    return tmp_path / "step-7"
+
+
+@pytest.mark.filterwarnings("ignore:.*are returned in their stored form:RuntimeWarning")
+@pytest.mark.parametrize(("name", "form"), [("m.pt", ()), ("m.pth", ()), ("m.bin", ()), ("m", ("--format", "torch"))])
+def test_export_to_torch(
+    capsys: pytest.CaptureFixture[str], trained: Path, model: dict[str, Any], name: str, form: tuple[str, ...]
+) -> None:
+    target = trained.parent / name
+    status, document = call_json(capsys, "export", trained, target, *form)
+    assert (status, document["format"], document["tensors"]) == (0, "torch", 6)
+    loaded = torch.load(target, weights_only=True)
+    assert all(equal(loaded["model"][name], tensor) for name, tensor in model.items())
+    assert loaded["tied"].data_ptr() == loaded["model"]["layer.0.bias"].data_ptr()
+    assert loaded["optimizer"]["state"] == {0: {"step": torch.tensor(3.0)}}
+    # Of a class that this program does not know, the contents.
+    assert (loaded["rates"], loaded["step"]) == ({"first": 0.5}, 7)
+    assert call(capsys, "export", trained, target, *form)[0] == 2
+    assert call(capsys, "export", trained, target, *form, "--overwrite", "--keys", "step")[0] == 0
+    assert torch.load(target, weights_only=True) == {"step": 7}
+    assert sorted(one.name for one in trained.parent.iterdir()) == [name, "step-7"]
+
+
+@pytest.mark.filterwarnings("ignore:.*are returned in their stored form:RuntimeWarning")
+@pytest.mark.usefixtures("quick_look")
+def test_export_to_torchs_distributed_checkpoint_and_back(
+    capsys: pytest.CaptureFixture[str], trained: Path, model: dict[str, Any]
+) -> None:
+    target = trained.parent / "torchs"
+    assert call(capsys, "export", trained, target, "--format", "dcp")[0] == 0
+    assert call(capsys, "import", target, trained.parent / "back")[0] == 0
+    loaded = fastckpt.load(trained.parent / "back")
+    assert all(equal(loaded["model"][name], tensor) for name, tensor in model.items())
+    assert equal(loaded["tied"], model["layer.0.bias"])
+    assert list(loaded["optimizer"]["state"]) == [0]
+    assert (loaded["rates"], loaded["step"]) == ({"first": 0.5}, 7)
+    assert "--overwrite" not in call(capsys, "export", trained, target, "--format", "dcp")[2]
+    assert sorted(one.name for one in trained.parent.iterdir()) == ["back", "step-7", "torchs"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_a_full_disk_leaves_nothing_of_an_export(tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str) -> None:
+    fastckpt.save({"w": torch.ones(1 << 20)}, tmp_path / "c")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        status, out, err = call(capsys, "export", tmp_path / "c", tmp_path / "out", "--format", form)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (status, out) == (2, "")
+    assert f"cannot export {tmp_path / 'out'}: cannot write it: File too large" in err
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
+
+
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_an_export_is_durable(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    fastckpt.save({"w": torch.ones(3)}, tmp_path / "c")
+    synced, sync, replace = [], os.fsync, Path.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (synced.append(Path(f"/proc/self/fd/{file}").readlink()), sync(file)))
+    monkeypatch.setattr(Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths)))
+    assert call(capsys, "export", tmp_path / "c", tmp_path / "out", "--format", form)[0] == 0
+    at = synced.index("renamed")
+    assert {one.parent if form == "dcp" else one for one in synced[:at]} >= {tmp_path / f".out.tmp-{os.getpid()}"}
+    assert tmp_path / f".out.tmp-{os.getpid()}" in synced[:at]
+    assert tmp_path in synced[at:]
+
+
+def test_what_torchs_distributed_checkpoint_cannot_hold_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for state, cause in (
+        ([torch.ones(3)], "its state is a list"),
+        ({"w": torch.eye(2).to_sparse()}, "refuses its state"),
+        ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "refuses its state"),
+        ({"w": torch.ones(1).expand(20 << 20)}, "give --expand"),
+    ):
+        fastckpt.save(state, tmp_path / "c", overwrite=True)
+        status, _, err = call(capsys, "export", tmp_path / "c", tmp_path / "out", "--format", "dcp")
+        assert status == 2
+        assert cause in err
+        assert [one.name for one in tmp_path.iterdir()] == ["c"]
+
+
+def test_keys_export_tensors_and_nothing_else(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     state = {
         "model": {"w": torch.ones(2), "name": "x", "n": [None, 1.5, torch.Size([1])]},
         "sparse": torch.eye(2).to_sparse(),
     }
     fastckpt.save(state, tmp_path / "c")
     target = tmp_path / "m.safetensors"
-    assert call(capsys, "convert", tmp_path / "c", target, "--keys", "model.*")[0] == 0
+    assert call(capsys, "export", tmp_path / "c", target, "--keys", "model.*")[0] == 0
     assert list(safetensors_torch.load_file(target)) == ["model.w"]
     target.unlink()
     for pattern, reason in (("model.name", "chooses no tensor"), ("sparse.*", "layout torch.sparse_coo")):
-        status, _, err = call(capsys, "convert", tmp_path / "c", target, "--keys", pattern)
+        status, _, err = call(capsys, "export", tmp_path / "c", target, "--keys", pattern)
         assert status == 2
         assert reason in err
         assert not target.exists()
@@ -581,7 +862,7 @@ def test_nested_tied_and_numpy_tensors_get_flat_names(capsys: pytest.CaptureFixt
         3: torch.nn.Parameter(torch.ones(2).t()),
     }
     fastckpt.save(state, tmp_path / "c")
-    status, _, err = call(capsys, "convert", tmp_path / "c", tmp_path / "m.safetensors")
+    status, _, err = call(capsys, "export", tmp_path / "c", tmp_path / "m.safetensors")
     assert (status, err) == (0, "")
     loaded = safetensors_torch.load_file(tmp_path / "m.safetensors")
     assert set(loaded) == {"model.a", "model.b", "model.list.0", "model.list.1", "model.a~1", "3"}
@@ -606,22 +887,22 @@ def test_what_safetensors_cannot_hold_is_named(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, leaf: Any, named: str
 ) -> None:
     fastckpt.save({"model": {"w": torch.ones(2)}, "other": [leaf]}, tmp_path / "c")
-    status, document = call_json(capsys, "convert", tmp_path / "c", tmp_path / "m.safetensors")
+    status, document = call_json(capsys, "export", tmp_path / "c", tmp_path / "m.safetensors")
     assert status == 2
     assert document["type"] == "UnsupportedTypeError"
     assert "['other'][0]" in document["error"]
     assert named in document["error"]
     assert not (tmp_path / "m.safetensors").exists()
 
-    assert call(capsys, "convert", tmp_path / "c", tmp_path / "m.safetensors", "--keys", "model.*")[0] == 0
+    assert call(capsys, "export", tmp_path / "c", tmp_path / "m.safetensors", "--keys", "model.*")[0] == 0
     assert list(safetensors_torch.load_file(tmp_path / "m.safetensors")) == ["model.w"]
 
 
-def test_a_damaged_checkpoint_is_not_converted(
+def test_a_damaged_checkpoint_is_not_exported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path
 ) -> None:
     damage(checkpoint)
-    status, _, err = call(capsys, "convert", checkpoint, tmp_path / "m.safetensors")
+    status, _, err = call(capsys, "export", checkpoint, tmp_path / "m.safetensors")
     assert status == 1
     assert "model.safetensors" in err
     assert [path.name for path in tmp_path.iterdir()] == ["step-7"]
@@ -634,13 +915,13 @@ def test_a_path_is_named_whatever_it_is_called(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "e").touch()
-    assert cli.main(["convert", str(checkpoint), "e"]) == 2
-    assert "cannot convert e: it exists" in capsys.readouterr().err
+    (tmp_path / "e.pt").touch()
+    assert cli.main(["export", str(checkpoint), "e.pt"]) == 2
+    assert "cannot export e.pt: it exists" in capsys.readouterr().err
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / ".metadata").touch()
-    assert cli.main(["convert", "d", "new"]) == 1
-    assert "cannot convert d: .metadata is damaged" in capsys.readouterr().err
+    assert cli.main(["import", "d", "new"]) == 1
+    assert "cannot import d: .metadata is damaged" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [["info", "PATH", "--js"], ["verify", "--jso", "PATH"], ["--vers"]])
@@ -683,7 +964,7 @@ def test_rm_removes_one_and_leaves_what_others_put_there(capsys: pytest.CaptureF
     assert "notes.txt" in err
     assert call_json(capsys, "rm", steps / "step-900", "--force") == (
         0,
-        {"path": str(steps / "step-900"), "removed": True},
+        {"schema": "fastckpt/rm/1", "path": str(steps / "step-900"), "removed": True},
     )
     assert [one.name for one in steps.iterdir()] == ["step-1000"]
     assert call(capsys, "rm", steps / "step-900")[0] == 2
@@ -710,6 +991,10 @@ def test_pin_and_unpin(capsys: pytest.CaptureFixture[str], steps: Path) -> None:
 def test_top_runs_the_monitor(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["top", "--version"]) == 0
     assert capfd.readouterr().out.startswith("fastckpt-top ")
+    assert cli.main(["--json", "top", "--once"]) == 0
+    assert capfd.readouterr().out.startswith(("{", "["))
+    assert cli.main(["--quiet", "top", "--version"]) == 0
+    assert capfd.readouterr().out == ""
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     assert cli.main(["top"]) == 2
     assert "pip install fastckpt-top" in capfd.readouterr().err

@@ -1,4 +1,4 @@
-"""``fastckpt convert`` of directories of torch.distributed.checkpoint: whole, checked, no pickle executed."""
+"""``fastckpt import`` of directories of torch.distributed.checkpoint: whole, checked, no pickle executed."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ def some_state():
     }
 
 
-def test_all_of_a_state_is_converted(tmp_path, capsys):
+def test_all_of_a_state_is_imported(tmp_path, capsys):
     state = some_state()
     dcp.save(state, checkpoint_id=tmp_path / "torchs")
-    assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 0
-    assert "converted" in capsys.readouterr().out
+    assert cli.main(["import", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 0
+    assert "imported" in capsys.readouterr().out
     assert fastckpt.verify(tmp_path / "c").ok
     loaded = fastckpt.load(tmp_path / "c")
     assert list(loaded) == list(state)
@@ -94,7 +94,7 @@ def _cuts(size):
 def test_tensors_in_pieces_are_put_together(forge, tmp_path):
     with forge.group(3) as group:
         group.run(save_in_pieces, tmp_path / "torchs")
-    assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 0
+    assert cli.main(["import", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 0
     loaded = fastckpt.load(tmp_path / "c")
     for dim in range(3):
         assert torch.equal(loaded[f"dim{dim}"], torch.arange(7 * 5 * 3, dtype=torch.float32).view(7, 5, 3))
@@ -117,12 +117,12 @@ def test_what_a_pickle_names_is_not_called(tmp_path, capfd):
     with file.open("ab") as appended:
         appended.write(made.getbuffer())
     (tmp_path / "torchs" / ".metadata").write_bytes(pickle.dumps(table))
-    assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 2
+    assert cli.main(["import", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 2
     told = capfd.readouterr()
     assert "print is not among the classes that are read" in told.err
     assert "pwned" not in told.out + told.err
     (tmp_path / "torchs" / ".metadata").write_bytes(pickle.dumps(Evil()))
-    assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 2
+    assert cli.main(["import", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 2
     told = capfd.readouterr()
     assert "print is not among the classes that are read" in told.err
     assert "pwned" not in told.out + told.err
@@ -180,7 +180,7 @@ SPOILED = {
 def test_damage_is_found_and_nothing_is_left(tmp_path, capsys, how):
     spoiled(tmp_path / "torchs", how)
     status, text = SPOILED[how]
-    assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "c")]) == status
+    assert cli.main(["import", str(tmp_path / "torchs"), str(tmp_path / "c")]) == status
     assert text in capsys.readouterr().err
     assert [each.name for each in tmp_path.iterdir()] == ["torchs"]
 
@@ -188,9 +188,9 @@ def test_damage_is_found_and_nothing_is_left(tmp_path, capsys, how):
 def test_what_is_there_is_replaced_only_when_asked(tmp_path, capsys):
     dcp.save({"step": 5}, checkpoint_id=tmp_path / "torchs")
     fastckpt.save({"step": 1}, tmp_path / "c")
-    assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 2
+    assert cli.main(["import", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 2
     assert "--overwrite" in capsys.readouterr().err
-    assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "c"), "--overwrite"]) == 0
+    assert cli.main(["import", str(tmp_path / "torchs"), str(tmp_path / "c"), "--overwrite"]) == 0
     assert fastckpt.load(tmp_path / "c") == {"step": 5}
 
 

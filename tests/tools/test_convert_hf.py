@@ -1,4 +1,4 @@
-"""``fastckpt convert --to hf``: a directory for Hugging Face's readers, written without holding the state in memory."""
+"""``fastckpt export --format hf``: a directory for Hugging Face's readers, without holding the state in memory."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ import fastckpt
 from harness import cli, manifest, zygote
 
 
-def convert(capsys, *arguments):
-    status = cli.main(["convert", *map(str, arguments), "--to", "hf", "--json"])
+def export(capsys, *arguments):
+    status = cli.main(["export", *map(str, arguments), "--format", "hf", "--json"])
     return status, json.loads(capsys.readouterr().out)
 
 
@@ -58,8 +58,8 @@ def test_transformers_opens_what_was_compiled_and_wrapped(tmp_path, capsys):
     )
     extra = tmp_path / "tokenizer.model"
     extra.write_bytes(b"\0")
-    options = ("--strip", "module._orig_mod.", "--shard-size", "30kB", "--file", extra)
-    status, document = convert(capsys, source, target, *options)
+    options = ("--strip-prefix", "module._orig_mod.", "--shard-size", "30kB", "--files", extra)
+    status, document = export(capsys, source, target, *options)
     assert status == 0, document
     assert document["files"] == ["config.json", "tokenizer.model"]
     assert len(list(target.glob("model-*.safetensors"))) > 2
@@ -83,9 +83,9 @@ def test_what_is_chosen_and_how_it_is_called(tmp_path, capsys):
     for number, (options, names) in enumerate(
         (
             ((), {"0.weight", "0.bias", "embed"}),
-            (("--strip", "0."), {"weight", "bias", "embed"}),
+            (("--strip-prefix", "0."), {"weight", "bias", "embed"}),
             (("--keys", "ema.*"), {"ema.head", "ema.b", "ema.0"}),
-            (("--keys", "ema.*", "--strip", "ema."), {"head", "b", "0"}),
+            (("--keys", "ema.*", "--strip-prefix", "ema."), {"head", "b", "0"}),
             # A name chooses what is below it, as it does for one file.
             (("--keys", "ema"), {"ema.head", "ema.b", "ema.0"}),
             (("--keys", "model.0.*", "--keys", "*.b"), {"0.weight", "0.bias", "ema.b"}),
@@ -94,7 +94,7 @@ def test_what_is_chosen_and_how_it_is_called(tmp_path, capsys):
         )
     ):
         target = tmp_path / str(number)
-        status, document = convert(capsys, source, target, *options)
+        status, document = export(capsys, source, target, *options)
         assert status == 0, document
         found = read(target)
         assert set(found) == names, options
@@ -105,7 +105,7 @@ def test_what_is_chosen_and_how_it_is_called(tmp_path, capsys):
             assert found[name].tolist() == [1, 1]
 
 
-def test_what_cannot_be_converted_leaves_nothing(tmp_path, capsys):
+def test_what_cannot_be_exported_leaves_nothing(tmp_path, capsys):
     source = tmp_path / "c"
     state = {
         "w": torch.ones(3),
@@ -128,33 +128,33 @@ def test_what_cannot_be_converted_leaves_nothing(tmp_path, capsys):
         (("--keys", "nested.*"), "UnsupportedTypeError", "nested.values"),
         (("--keys", "wrapped.*"), "UnsupportedTypeError", "wrapped.0.a"),
         (("--keys", "x*"), "CheckpointError", "chooses no tensor"),
-        ((*plain, "--strip", "a."), "CheckpointError", "two tensors named 'w'"),
-        ((*plain, "--strip", "b."), "CheckpointError", "no name begins with 'b.'"),
-        ((*plain, "--strip", "w"), "CheckpointError", "a tensor named ''"),
-        ((*plain, "--file", tmp_path / "missing.json"), "FileNotFoundError", "missing.json"),
-        ((*plain, "--file", tmp_path / "x.safetensors"), "ValueError", "x.safetensors"),
+        ((*plain, "--strip-prefix", "a."), "CheckpointError", "two tensors named 'w'"),
+        ((*plain, "--strip-prefix", "b."), "CheckpointError", "no name begins with 'b.'"),
+        ((*plain, "--strip-prefix", "w"), "CheckpointError", "a tensor named ''"),
+        ((*plain, "--files", tmp_path / "missing.json"), "FileNotFoundError", "missing.json"),
+        ((*plain, "--files", tmp_path / "x.safetensors"), "ValueError", "x.safetensors"),
         ((*plain, "--shard-size", "0"), "ValueError", "shard-size"),
     ):
-        status, document = convert(capsys, source, tmp_path / "hf", *options)
+        status, document = export(capsys, source, tmp_path / "hf", *options)
         assert (status, document["type"]) == (2, kind), (options, document)
         assert what in document["error"]
     assert manifest.listing(tmp_path) == ["c", "x.safetensors"]
-    status, document = convert(capsys, tmp_path / "x.safetensors", tmp_path / "hf")
+    status, document = export(capsys, tmp_path / "x.safetensors", tmp_path / "hf")
     assert (status, document["type"]) == (2, "NotACheckpointError")
-    assert cli.main(["convert", str(source), str(tmp_path / "x"), "--strip", "a."]) == 2
-    assert "requires --to hf" in capsys.readouterr().err
+    assert cli.main(["export", str(source), str(tmp_path / "x.pt"), "--strip-prefix", "a."]) == 2
+    assert "--strip-prefix is for --format hf, not torch" in capsys.readouterr().err
 
 
-def test_a_checkpoint_is_not_converted_onto_itself(tmp_path, capsys):
+def test_a_checkpoint_is_not_exported_onto_itself(tmp_path, capsys):
     source, link = tmp_path / "c", tmp_path / "link"
     fastckpt.save({"model": {"w": torch.ones(3)}, "optimizer": torch.ones(2)}, source)
     link.symlink_to(source)
     before = manifest.listing(source)
     for target in (source, link, source / "hf", link / "hf"):
-        status, document = convert(capsys, source, target, "--overwrite")
+        status, document = export(capsys, source, target, "--overwrite")
         assert (status, document["type"]) == (2, "CheckpointError"), document
         assert "inside it" in document["error"]
-    assert cli.main(["convert", str(source), str(source / "training" / "training.safetensors"), "--overwrite"]) == 2
+    assert cli.main(["export", str(source), str(source / "training" / "training.safetensors"), "--overwrite"]) == 2
     assert manifest.listing(source) == before
     assert fastckpt.verify(source).ok
 
@@ -163,7 +163,7 @@ def test_a_name_that_no_model_has_does_not_go_along(tmp_path, capsys):
     source = tmp_path / "c"
     fastckpt.save({"w": torch.ones(3)}, source, files={"config.json": "{}", "a\nb.json": "{}"})
     (source / "\udcff.json").write_text("{}")
-    status, document = convert(capsys, source, tmp_path / "hf")
+    status, document = export(capsys, source, tmp_path / "hf")
     assert (status, document["files"]) == (0, ["config.json"]), document
 
 
@@ -176,7 +176,7 @@ def test_only_what_belongs_to_a_model_goes_along(tmp_path, capsys):
     (source / "vocab.txt").symlink_to(private)
     (source / "tokenizer.json").mkdir()
     os.mkfifo(source / "merges.txt")
-    status, document = convert(capsys, source, tmp_path / "hf")
+    status, document = export(capsys, source, tmp_path / "hf")
     assert (status, document["files"]) == (0, ["config.json"]), document
     assert manifest.listing(tmp_path / "hf") == [
         "config.json",
@@ -185,11 +185,11 @@ def test_only_what_belongs_to_a_model_goes_along(tmp_path, capsys):
         "model.safetensors.index.json",
     ]
     # What the user names is followed: files of a hub's cache are links.
-    named = ("--file", source / "LICENSE.txt", "--file", source / "notes.txt")
-    status, document = convert(capsys, source, tmp_path / "named", *named)
+    named = ("--files", source / "LICENSE.txt", "--files", source / "notes.txt")
+    status, document = export(capsys, source, tmp_path / "named", *named)
     assert (status, document["files"]) == (0, ["LICENSE.txt", "config.json", "notes.txt"])
     assert (tmp_path / "named" / "LICENSE.txt").read_text() == "secret"
-    assert cli.main(["convert", str(source), str(tmp_path / "told"), "--to", "hf", "--file", str(private)]) == 0
+    assert cli.main(["export", str(source), str(tmp_path / "told"), "--format", "hf", "--files", str(private)]) == 0
     assert "with config.json, private\n" in capsys.readouterr().out
 
 
@@ -199,7 +199,7 @@ def test_damage_is_found_on_the_way(tmp_path, capsys):
     with (source / "model.safetensors").open("r+b") as file:
         file.seek(13 << 20)
         file.write(b"x")
-    status, document = convert(capsys, source, tmp_path / "hf")
+    status, document = export(capsys, source, tmp_path / "hf")
     assert (status, document["type"]) == (1, "CorruptCheckpointError")
     assert "tensor `w`" in document["error"]
     assert manifest.listing(tmp_path) == ["c"]
@@ -212,12 +212,12 @@ def test_the_state_need_not_fit_into_memory(tmp_path):
     program = (
         "import sys\n"
         "from harness import cli\n"
-        "assert cli.main(['convert', *sys.argv[3:], '--to', 'hf']) == 0\n"
+        "assert cli.main(['export', *sys.argv[3:], '--format', 'hf']) == 0\n"
         "def peak():\n"
         "    with open('/proc/self/status') as file:\n"
         "        return next(int(line.split()[1]) for line in file if line.startswith('VmHWM:'))\n"
         "before = peak()\n"
-        "assert cli.main(['convert', *sys.argv[1:3], '--to', 'hf']) == 0\n"
+        "assert cli.main(['export', *sys.argv[1:3], '--format', 'hf']) == 0\n"
         "assert 'torch' not in sys.modules\n"
         "print('grown', 1024 * (peak() - before))\n"
     )

@@ -1,5 +1,4 @@
-"""Parts of ``fastckpt convert``: the pickles that it reads, made to harm, the child that looks at them, and the header
-that it writes.
+"""Parts of ``fastckpt import`` and ``export``: pickles made to harm, the child that looks at them, a file's header.
 
 What a pickle names is recorded, and nothing else happens, in a child that must not die.
 """
@@ -298,15 +297,15 @@ def overlapping(tmp_path):
 
 @pytest.mark.usefixtures("quick_look")
 def test_overlapping_tensors_do_not_become_gigabytes(overlapping, tmp_path, capsys):
-    assert cli.main(["convert", str(overlapping), str(tmp_path / "c")]) == 2
+    assert cli.main(["import", str(overlapping), str(tmp_path / "c")]) == 2
     assert "--expand" in capsys.readouterr().err
     dcp.save({"w": torch.ones(4), "blob": [1]}, checkpoint_id=tmp_path / "torchs")
-    assert cli.main(["convert", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 0
+    assert cli.main(["import", str(tmp_path / "torchs"), str(tmp_path / "c")]) == 0
 
 
 def test_an_expanded_tensor_becomes_a_file_only_when_told(tmp_path, capsys):
     fastckpt.save({"w": torch.ones(1).expand(20 << 20), "x": torch.ones(2)}, tmp_path / "c")
-    command = ["convert", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
+    command = ["export", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
     assert cli.main(command) == 2
     assert "its 12 bytes would become 83886088" in capsys.readouterr().err
     assert cli.main([*command, "--expand"]) == 0
@@ -334,7 +333,7 @@ class Measured(NamedTuple):
     stderr: str
 
 
-def measured(*arguments, memory=512 << 20):
+def measured(command, *arguments, memory=512 << 20):
     """Convert in a process of its own, which measures itself; ``memory`` is what its child may take for any file.
 
     VmHWM and not ru_maxrss, because the latter begins with the peak of the process that starts it. Of the child's, that
@@ -355,7 +354,7 @@ def measured(*arguments, memory=512 << 20):
         "    with open('/proc/self/status') as file:\n"
         "        return next(int(line.split()[1]) for line in file if line.startswith('VmHWM:'))\n"
         "before = peak()\n"
-        "status = cli.main(['convert', *sys.argv[1:]])\n"
+        f"status = cli.main(['{command}', *sys.argv[1:]])\n"
         "child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
         "print(json.dumps([status, 1024 * (peak() - before), 1024 * (child - before)]))\n"
     )
@@ -374,7 +373,7 @@ def test_ties_are_not_copied(tmp_path):
     state["none"] = torch.empty(0, 3, dtype=torch.int64)
     state["turned"] = torch.arange(6.0).reshape(2, 3).T
     fastckpt.save(state, tmp_path / "c")
-    done = measured(tmp_path / "c", tmp_path / "m.safetensors", "--expand")
+    done = measured("export", tmp_path / "c", tmp_path / "m.safetensors", "--expand")
     assert done.status == 0
     assert done.grown < 64 << 20  # the file has 100 MiB
     back = load_file(tmp_path / "m.safetensors")
@@ -388,7 +387,7 @@ def test_a_file_that_the_library_refuses_replaces_nothing(tmp_path, monkeypatch,
     (tmp_path / "m.safetensors").write_text("precious")
     header = _one_file._header
     monkeypatch.setattr(_one_file, "_header", lambda *given: header(*given).replace(b"[4]", b"[5]"))
-    assert cli.main(["convert", "--overwrite", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]) != 0
+    assert cli.main(["export", "--overwrite", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]) != 0
     assert "safetensors refuses the file" in capsys.readouterr().err
     assert (tmp_path / "m.safetensors").read_text() == "precious"
     assert sorted(os.listdir(tmp_path)) == ["c", "m.safetensors"]  # noqa: PTH208 - names
@@ -398,7 +397,7 @@ def test_a_header_is_counted_in_bytes(tmp_path, monkeypatch, capsys):
     """Names of many bytes for each character; the refusal comes before there is a file."""
     state = {"é" * 400: torch.ones(1), "x": torch.ones(1)}
     fastckpt.save(state, tmp_path / "c")
-    command = ["convert", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
+    command = ["export", str(tmp_path / "c"), str(tmp_path / "m.safetensors")]
     monkeypatch.setattr(_one_file, "HEADER", 800)
     write = _one_file._write_safetensors
     monkeypatch.setattr(_one_file, "_write_safetensors", lambda *_: pytest.fail("a file was opened"))
@@ -444,38 +443,38 @@ def nested_tuples(levels):
     return code + b"."
 
 
-def test_a_control_is_converted(tmp_path, convert):
+def test_a_control_is_imported(tmp_path, import_):
     pickled(tmp_path / "few.pt", nested_tuples(2))
-    done = convert(tmp_path / "few.pt", tmp_path / "out")
+    done = import_(tmp_path / "few.pt", tmp_path / "out")
     assert done.returncode == 0, done
     assert fastckpt.load(tmp_path / "out") == ((1, 1), (1, 1))
 
 
 @pytest.mark.parametrize(("levels", "limit", "less"), [(40, "_MEMORY", 64 << 20), (200, "_SECONDS", 2)])
-def test_a_pickle_of_nested_tuples_is_refused(tmp_path, convert, monkeypatch, levels, limit, less):
+def test_a_pickle_of_nested_tuples_is_refused(tmp_path, import_, monkeypatch, levels, limit, less):
     assert less < getattr(_pickled, limit)
     monkeypatch.setattr(_pickled, limit, less)
     pickled(tmp_path / "bomb.pt", nested_tuples(levels))
     assert (tmp_path / "bomb.pt").stat().st_size < 2000
-    done = convert(tmp_path / "bomb.pt", tmp_path / "out")
+    done = import_(tmp_path / "bomb.pt", tmp_path / "out")
     assert done.returncode == 2, done
     assert "more memory or time than a file of" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pickle_that_asks_for_much_is_refused(tmp_path, convert):
+def test_a_pickle_that_asks_for_much_is_refused(tmp_path, import_):
     code = b"\x80\x02cbuiltins\nbytearray\n" + b"\x8a\x05" + struct.pack("<q", 3 << 32)[:5] + b"\x85R."
     pickled(tmp_path / "bomb.pt", code)
-    done = convert(tmp_path / "bomb.pt", tmp_path / "out")
+    done = import_(tmp_path / "bomb.pt", tmp_path / "out")
     assert done.returncode in (1, 2), done
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(("objects", "memory", "status"), [(1 << 18, 512 << 20, 0), (1 << 19, 64 << 20, 2)])
-def test_many_small_objects_are_refused_or_converted_in_proportion(tmp_path, objects, memory, status):
+def test_many_small_objects_are_refused_or_imported_in_proportion(tmp_path, objects, memory, status):
     """Megabytes of empty dictionaries: what takes more than its share ends in the child, and not in this process."""
     pickled(tmp_path / "many.pt", b"\x80\x02](" + b"}" * objects + b"e.")
-    done = measured(tmp_path / "many.pt", tmp_path / "out", memory=memory)
+    done = measured("import", tmp_path / "many.pt", tmp_path / "out", memory=memory)
     share = memory + 16 * (tmp_path / "many.pt").stat().st_size
     slack = 128 << 20
     assert done.status == status
@@ -485,7 +484,7 @@ def test_many_small_objects_are_refused_or_converted_in_proportion(tmp_path, obj
 
 
 @pytest.mark.slow
-def test_a_pickle_of_keys_that_collide_ends_with_its_time(tmp_path, convert, monkeypatch):
+def test_a_pickle_of_keys_that_collide_ends_with_its_time(tmp_path, import_, monkeypatch):
     monkeypatch.setattr(_pickled, "_SECONDS", 2)
     period = (1 << 61) - 1
     pickled(
@@ -495,7 +494,7 @@ def test_a_pickle_of_keys_that_collide_ends_with_its_time(tmp_path, convert, mon
         + b"".join(b"\x8a\x0a" + (number * period).to_bytes(10, "little") + b"N" for number in range(1, 150_000))
         + b"u.",
     )
-    done = convert(tmp_path / "bomb.pt", tmp_path / "out")
+    done = import_(tmp_path / "bomb.pt", tmp_path / "out")
     assert done.returncode == 2, done
     assert "more memory or time than a file of" in done.stderr
 
@@ -535,10 +534,10 @@ def test_what_python_prints_when_it_starts_is_no_answer(tmp_path, capsys):
     """The answer of the child has a file of its own."""
     torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
     torch.save({"w": Path()}, tmp_path / "bad.pt")
-    assert cli.main(["convert", str(tmp_path / "good.pt"), str(tmp_path / "good")]) == 0
+    assert cli.main(["import", str(tmp_path / "good.pt"), str(tmp_path / "good")]) == 0
     assert torch.equal(fastckpt.load(tmp_path / "good")["w"], torch.ones(2))
     capsys.readouterr()
-    assert cli.main(["convert", str(tmp_path / "bad.pt"), str(tmp_path / "bad")]) == 2
+    assert cli.main(["import", str(tmp_path / "bad.pt"), str(tmp_path / "bad")]) == 2
     assert "more than tensors and plain containers" in capsys.readouterr().err
     assert not (tmp_path / "bad").exists()
 
@@ -557,7 +556,7 @@ def test_the_standard_input_may_be_closed(tmp_path):
     """A new descriptor is then its own, which the child replaces."""
     torch.save({"w": torch.ones(2)}, tmp_path / "good.pt")
     torch.save({"w": Path()}, tmp_path / "bad.pt")
-    program = "from harness.cli import main; print(*[main(['convert', f'{n}.pt', n]) for n in ('good', 'bad')])"
+    program = "from harness.cli import main; print(*[main(['import', f'{n}.pt', n]) for n in ('good', 'bad')])"
     command = ["sh", "-c", 'exec "$0" -c "$1" <&-', sys.executable, program]
     pipe, environment = subprocess.PIPE, zygote.environment()
     done = subprocess.run(command, cwd=tmp_path, timeout=PATIENCE, check=True, stdout=pipe, text=True, env=environment)
@@ -573,13 +572,13 @@ def test_a_child_without_an_answer_is_no_consent(tmp_path, monkeypatch):
         _pickled.check(tmp_path / "m.pt")
 
 
-def test_a_full_disk_is_told_with_the_file(tmp_path, convert, monkeypatch):
+def test_a_full_disk_is_told_with_the_file(tmp_path, export, monkeypatch):
     def full(*_: Any, **__: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(_one_file, "_write_safetensors", full)
     fastckpt.save({"w": torch.ones(4)}, tmp_path / "c")
-    done = convert(tmp_path / "c", tmp_path / "m.safetensors", "--json")
+    done = export(tmp_path / "c", tmp_path / "m.safetensors", "--json")
     status, document = done.returncode, json.loads(done.stdout)
     assert (status, document["type"]) == (2, "OSError")
     assert str(tmp_path / "m.safetensors") in document["error"]

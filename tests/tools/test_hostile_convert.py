@@ -1,4 +1,4 @@
-"""``fastckpt convert`` and input made to harm: what is not a file, what shares memory, and pickles that make much."""
+"""``fastckpt import``, ``export`` and input made to harm: no files, shared memory, and pickles that make much."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ NO_FILES = {
 
 
 @pytest.mark.parametrize("name", NO_FILES)
-def test_what_is_not_a_file_is_refused(tmp_path, convert, name):
+def test_what_is_not_a_file_is_refused(tmp_path, import_, name):
     NO_FILES[name](tmp_path / name)
-    done = convert(tmp_path / name, tmp_path / "out")
+    done = import_(tmp_path / name, tmp_path / "out")
     assert (done.returncode, done.stdout) == (2, "")
     assert "not a regular file" in done.stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_an_index_without_end_is_not_read(tmp_path, convert):
+def test_an_index_without_end_is_not_read(tmp_path, import_):
     hugging_face(index=long_index)(tmp_path / "model")
-    done = convert(tmp_path / "model", tmp_path / "out")
+    done = import_(tmp_path / "model", tmp_path / "out")
     assert done.returncode == 2
     assert "is not an index" in done.stderr
 
@@ -91,13 +91,13 @@ def fp4():
     return torch.arange(128, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
 
 
-def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, convert, fp4):
+def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, export, fp4):
     """One element of torch is two values of the format, so the last dimension doubles."""
     shapes = [(128,), (8, 16), (2, 4, 16), (1, 128, 1), (0, 3), (3, 0)]
     state = {str(shape): (fp4 if 0 not in shape else fp4[:0]).reshape(shape) for shape in shapes}
     state["w"] = torch.ones(3)
     fastckpt.save(state, tmp_path / "c")
-    done = convert(tmp_path / "c", tmp_path / "m.safetensors")
+    done = export(tmp_path / "c", tmp_path / "m.safetensors")
     assert done.returncode == 0, done
     (tmp_path / "library.safetensors").write_bytes(save({name: tensor.clone() for name, tensor in state.items()}))
     back = load_file(tmp_path / "m.safetensors")
@@ -113,10 +113,10 @@ def test_fp4_has_the_header_that_the_library_gives_it(tmp_path, convert, fp4):
             assert torch.equal(back[name].view(torch.uint8), tensor.view(torch.uint8))
 
 
-def test_fp4_without_dimensions_is_refused(tmp_path, convert, fp4):
+def test_fp4_without_dimensions_is_refused(tmp_path, export, fp4):
     """It is two values of the format, and has no dimension to count them in; the library refuses it, too."""
     fastckpt.save({"w": fp4[0]}, tmp_path / "c")
-    done = convert(tmp_path / "c", tmp_path / "m.safetensors")
+    done = export(tmp_path / "c", tmp_path / "m.safetensors")
     assert done.returncode == 2, done
     assert "['w'] is a tensor of torch.float4_e2m1fn_x2 without dimensions" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["c"]  # noqa: PTH208 - names
@@ -124,18 +124,18 @@ def test_fp4_without_dimensions_is_refused(tmp_path, convert, fp4):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
-def test_a_nested_tensor_is_refused(tmp_path, convert, layout):
+def test_a_nested_tensor_is_refused(tmp_path, export, layout):
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=layout)
     fastckpt.save({"w": nested}, tmp_path / "c")
-    done = convert(tmp_path / "c", tmp_path / "m.safetensors")
+    done = export(tmp_path / "c", tmp_path / "m.safetensors")
     assert done.returncode == 2, done
     assert "['w'] is a " in done.stderr
     assert "which a safetensors file cannot hold" in done.stderr
     assert sorted(os.listdir(tmp_path)) == ["c"]  # noqa: PTH208 - names
 
 
-def test_nothing_is_left_of_a_conversion_that_fails(tmp_path, convert):
+def test_nothing_is_left_of_a_conversion_that_fails(tmp_path, export):
     fastckpt.save({"w": np.zeros(4), "x": "text"}, tmp_path / "c")
-    assert convert(tmp_path / "c", tmp_path / "m.safetensors").returncode == 2
+    assert export(tmp_path / "c", tmp_path / "m.safetensors").returncode == 2
     assert sorted(os.listdir(tmp_path)) == ["c"]  # noqa: PTH208 - names
     assert Path(tmp_path / "c").is_dir()

@@ -1,4 +1,4 @@
-"""The arithmetic of ``fastckpt.tools.plan`` and ``fastckpt simulate``, part by part, and what the field publishes."""
+"""The arithmetic of ``fastckpt plan`` and its ``--simulate``, part by part, and what the field publishes."""
 
 from __future__ import annotations
 
@@ -463,7 +463,7 @@ def test_lives_that_are_not_exponential_move_the_best_interval_little() -> None:
         ({"cost": 0.0}, "cost must be more than 0"),
         ({"cost": math.nan}, "cost must be"),
         ({"days": -1.0}, "days must be"),
-        ({"shape": 0.0}, "shape must be"),
+        ({"shape": 0.0}, "weibull must be"),
         ({"restart": -1.0}, "restart must be"),
         ({"runs": 5}, "10 runs"),
         ({"accelerators": 0}, "1 accelerator"),
@@ -479,7 +479,7 @@ def test_what_cannot_be_simulated_is_refused(said: dict[str, Any], message: str)
 
 def test_the_command_says_what_the_simulation_found(capsys: pytest.CaptureFixture[str]) -> None:
     found = simulate(**LARGE, cost=50.0, others=[("95 % rule", 372.0)])
-    command = ["simulate", "--cost", "50s", "--gpus", "24000", "--mttf-cluster", "124min"]
+    command = ["plan", "--simulate", "--cost", "50s", "--gpus", "24000", "--mttf-cluster", "124min"]
     assert cli.main(command) == 0
     out, err = capsys.readouterr()
     assert err == ""

@@ -1,4 +1,4 @@
-"""``fastckpt runs`` and ``fastckpt prune``."""
+"""``fastckpt ls`` of a run and ``fastckpt prune``."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def command(capsys, *arguments):
     return status, json.loads(capsys.readouterr().out)
 
 
-def test_runs_says_what_is_there_and_why_it_stays(run, capsys):
-    status, document = command(capsys, "runs", run, "--keep", "last=2", "--keep", "best=1:loss:min")
+def test_ls_of_a_run_says_what_is_there_and_why_it_stays(run, capsys):
+    status, document = command(capsys, "ls", run, "--keep", "last=2", "--keep", "best=1:loss:min")
     assert status == 0
     why = {one["step"]: one["kept"] for one in document["checkpoints"]}
     assert why == {1: [], 2: ["best=1:loss:min"], 3: [], 4: ["pinned"], 5: ["last=2"], 6: ["last=2"]}
@@ -40,7 +40,7 @@ def test_runs_says_what_is_there_and_why_it_stays(run, capsys):
     assert first["bytes"] == sum(file.stat().st_size for file in (run / "step-00000001").iterdir())
     assert first["gigabytes_per_second"] > 0
     assert document["bytes"] == sum(one["bytes"] for one in document["checkpoints"])
-    assert cli.main(["runs", str(run), "--keep", "last=2"]) == 0
+    assert cli.main(["ls", str(run), "--keep", "last=2"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["step", "created", "size", "shared", "GB/s", "metrics", "changed", "kept", "for"]
     assert lines[1].split()[-3:] == ["loss", "1.5", "nothing"]
@@ -52,7 +52,7 @@ def test_bytes_that_several_checkpoints_share_count_once(run, capsys):
     one, other = run / "step-00000001" / "model.safetensors", run / "step-00000002" / "model.safetensors"
     other.unlink()
     os.link(one, other)
-    _, document = command(capsys, "runs", run)
+    _, document = command(capsys, "ls", run)
     first, second = document["checkpoints"][:2]
     assert (first["shared_bytes"], second["shared_bytes"]) == (0, one.stat().st_size)
     assert document["bytes"] == sum(each["bytes"] for each in document["checkpoints"]) - one.stat().st_size
@@ -60,7 +60,7 @@ def test_bytes_that_several_checkpoints_share_count_once(run, capsys):
 
 def test_a_damaged_one_is_named_and_counts_for_nothing(run, capsys):
     (run / "step-00000006" / "fastckpt.json").write_bytes(b"{")
-    _, document = command(capsys, "runs", run, "--keep", "last=1")
+    _, document = command(capsys, "ls", run, "--keep", "last=1")
     assert [one["step"] for one in document["checkpoints"] if one["kept"]] == [4, 5]
     assert "manifest" in document["checkpoints"][-1]["damage"]
 
@@ -68,9 +68,9 @@ def test_a_damaged_one_is_named_and_counts_for_nothing(run, capsys):
 def test_a_metric_that_is_no_number_has_a_form_in_json(run, capsys):
     with fastckpt.Manager(run) as manager:
         manager.save(7, {"a": 7}, {"loss": float("nan"), "most": float("inf")})
-    _, document = command(capsys, "runs", run)
+    _, document = command(capsys, "ls", run)
     assert document["checkpoints"][-1]["metrics"] == {"loss": "nan", "most": "inf"}
-    assert cli.main(["runs", str(run)]) == 0
+    assert cli.main(["ls", str(run)]) == 0
     assert "loss nan, most inf" in capsys.readouterr().out
 
 
@@ -150,10 +150,10 @@ def test_the_share_that_changed_is_a_column(tmp_path, capsys):
             state = {"w": np.full(10, weight, np.float32), "frozen": np.zeros(30, np.float32)}
             manager.save(step, {"model": state, "optim": {"m": np.full(10, step, np.float32)}})
             manager.wait()
-    _, document = command(capsys, "runs", tmp_path)
+    _, document = command(capsys, "ls", tmp_path)
     shares = [{}, {"model": 0.25, "optimizer": 1.0}, {"model": 0.0, "optimizer": 1.0}]
     assert [one["changed"] for one in document["checkpoints"]] == shares
-    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert cli.main(["ls", str(tmp_path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "model 25 %, optimizer 100 %" in lines[2]
     assert "model 0 %, optimizer 100 %" in lines[3]
@@ -165,7 +165,7 @@ def test_the_shares_of_a_run_in_a_store_are_those_that_later_steps_know(tmp_path
         for step, weight in enumerate((1, 2, 2, 3), 1):
             manager.save(step, {"model": np.full(10, weight, np.float32)}, {"loss": 0.5})
             manager.wait()
-    _, document = command(capsys, "runs", url)
+    _, document = command(capsys, "ls", url)
     assert [one["changed"] for one in document["checkpoints"]] == [{}, {"model": 1.0}, {"model": 0.0}, {}]
     assert document["checkpoints"][0]["metrics"] == {"loss": 0.5}
 
@@ -174,7 +174,11 @@ def test_a_checkpoint_is_no_run(tmp_path, capsys):
     url = f"memory://{tmp_path.name}/run"
     with fastckpt.Manager(tmp_path, remote=url) as manager:
         manager.save(1, {"a": 1})
-    for arguments in (["runs", manager.path(1)], ["prune", manager.path(1)], ["runs", f"{url}/step-00000001"]):
+    for arguments in (
+        ["ls", manager.path(1), "--keep", "last=1"],
+        ["prune", manager.path(1)],
+        ["ls", f"{url}/step-00000001", "--name", "step-{step}"],
+    ):
         assert cli.main(arguments) == 2
         out, err = capsys.readouterr()
         assert not out
@@ -184,12 +188,14 @@ def test_a_checkpoint_is_no_run(tmp_path, capsys):
 def test_names_without_zeros_are_found_in_the_order_of_their_steps(tmp_path, capsys):
     for name in ("step-1000", "step-900", "step-10000", "final", "epoch-2"):
         fastckpt.save({"a": 1}, tmp_path / name)
-    _, document = command(capsys, "runs", tmp_path)
+    _, document = command(capsys, "ls", tmp_path)
+    assert "others" not in document  # no manager has saved here
+    _, document = command(capsys, "ls", tmp_path, "--keep", "last=9")
     assert [one["step"] for one in document["checkpoints"]] == [900, 1000, 10000]
     assert document["others"] == ["epoch-2", "final"]
-    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert cli.main(["ls", str(tmp_path), "--keep", "last=9"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == "under other names: epoch-2, final"
-    assert cli.main(["runs", str(tmp_path), "--name", "step-{step:08d}"]) == 0
+    assert cli.main(["ls", str(tmp_path), "--name", "step-{step:08d}"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"there is no checkpoint in {tmp_path} with the name of a step"
     assert "step-1000" in lines[1]
@@ -202,12 +208,14 @@ def test_names_without_zeros_are_found_in_the_order_of_their_steps(tmp_path, cap
 
 
 def test_other_names_and_nothing(tmp_path, capsys):
-    assert cli.main(["runs", str(tmp_path)]) == 0
+    assert cli.main(["ls", str(tmp_path), "--keep", "last=1"]) == 0
     assert capsys.readouterr().out == f"there is no checkpoint in {tmp_path}\n"
-    assert cli.main(["runs", str(tmp_path / "nowhere")]) == 2
-    assert "cannot runs" not in capsys.readouterr().err
+    assert cli.main(["ls", str(tmp_path / "nowhere"), "--keep", "last=1"]) == 2
+    assert "cannot open" in capsys.readouterr().err
+    assert cli.main(["ls", str(tmp_path), "w", "--keep", "last=1"]) == 2
+    assert "PATTERN is for one checkpoint" in capsys.readouterr().err
     fastckpt.save({"a": 1}, tmp_path / "gpt.5")
-    _, document = command(capsys, "runs", tmp_path, "--name", "gpt.{step}")
+    _, document = command(capsys, "ls", tmp_path, "--name", "gpt.{step}")
     assert [one["step"] for one in document["checkpoints"]] == [5]
     assert Path(document["path"]) == tmp_path
 

@@ -48,7 +48,8 @@ PAGE = [(line, shown) for line, shown in commands() if not line.startswith("cat 
 
 def test_the_page_has_the_worked_examples() -> None:
     assert len(PAGE) >= 6
-    assert {line.split()[1] for line, _ in PAGE} == {"plan", "simulate"}
+    assert {line.split()[1] for line, _ in PAGE} == {"plan"}
+    assert any("--simulate" in line for line, _ in PAGE)
 
 
 @pytest.mark.usefixtures("desk")
@@ -58,7 +59,7 @@ def test_the_page_shows_what_its_commands_print(capsys: pytest.CaptureFixture[st
     assert program == "fastckpt"
     assert cli.main(arguments) == 0
     printed = capsys.readouterr().out
-    if arguments[0] != "simulate":
+    if "--simulate" not in arguments:
         assert printed == shown
         return
     # Random numbers and fits may differ in their last digits between versions of NumPy.

@@ -1,5 +1,5 @@
 """Parts of the tools that no command shows by itself: scores, shares, room, ranks and the raw device of ``bench``,
-figures of ``diff`` in pieces, names and shares of ``runs``, and the options behind ``--help``.
+figures of ``diff`` in pieces, names and shares of runs, and the options behind ``--help``.
 """
 
 # ruff: noqa: PTH208 - names as the directory has them
@@ -422,7 +422,6 @@ def test_help_fits_a_screen_and_names_every_option(name, capsys, monkeypatch):
     named = set(re.findall(r"--[a-z][a-z-]*", "\n".join(lines)))
     if name:
         options = {option for option in COMMANDS[name]._option_string_actions if option.startswith("--")}
-        others = {"--json"} if name == "simulate" else set()  # of the command that it names
-        assert named | {"--help"} == options | others
+        assert named | {"--help"} == options
     else:
         assert all(any(line.split()[:1] == [command] for line in lines) for command in COMMANDS)

@@ -1,8 +1,8 @@
-"""The command ``fastckpt``: inspect, verify, compare, copy, convert, plan, measure and clean up checkpoints.
+"""The command ``fastckpt``: inspect, verify, compare, copy, import, export, plan, measure and clean up checkpoints.
 
 Exit status: 0 for success, 1 for a damaged checkpoint (of ``doctor`` for warnings, of ``bench --check`` for storage
 slower than its target), 2 for any other error. With ``--json``, standard output holds one JSON document, also for an
-error; everything else goes to standard error.
+error; with ``--quiet``, nothing. Everything else goes to standard error. docs/command-line.md has the schemas.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import argparse
 import datetime as dt
 import errno
 import fnmatch
+import itertools
 import json
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -26,10 +28,10 @@ from fastckpt._tools.bench import command as _bench
 from fastckpt._tools.convert import command as _convert
 from fastckpt._tools.doctor import command as _doctor
 from fastckpt._tools.plan import command as _plan
-from fastckpt._tools.plan import simulate_command as _simulate
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError, UnsupportedTypeError
 
 from . import clean as _clean
+from . import completion as _completion
 from . import copy as _copy
 from . import diff as _diff
 from . import manage as _manage
@@ -70,10 +72,21 @@ class _Parser(argparse.ArgumentParser):
     def __init__(self, *, page: str = "", **others: Any) -> None:
         # Abbreviations of options are refused: an abbreviation could mean another option in a later version.
         super().__init__(**others, allow_abbrev=False)
-        self._page = page
+        self.page = page
+        # They stand before or after a command: `main` looks for them, also where the rest cannot be parsed.
+        self.add_argument("--json", action="store_true", help="print one JSON document")
+        self.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
     def format_help(self) -> str:
-        return f"{self._page}\n" if self._page else super().format_help()
+        return f"{self.page}\n" if self.page else super().format_help()
+
+    def arguments(self) -> list[argparse.Action]:
+        """All options and other arguments."""
+        return self._actions
+
+    def flags(self) -> dict[str, str]:
+        """The options, by their names as arguments of Python."""
+        return {action.dest: action.option_strings[-1] for action in self._actions if action.option_strings}
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; see '{self.prog} --help'")
@@ -84,25 +97,33 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="fastckpt")
     parser.add_argument("--version", action="version", version=f"fastckpt {fastckpt.__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    parser.set_defaults(whole=parser, every=commands.choices)
+    texts: list[tuple[str, str]] = []
 
     def command(name: str, text: str, more: str = "", page: str = "") -> argparse.ArgumentParser:
         about = f"{text[0].upper()}{text[1:]}. {more}".strip()
         sub = commands.add_parser(name, help=text, description=about, page=page)
-        sub.add_argument("--json", action="store_true", help="print one JSON document")
+        sub.set_defaults(parser=sub)
+        texts.append((f"  {name}", text))
         return sub
 
     info = command("info", "show what a checkpoint holds, and when and how it was written")
     info.add_argument("path", metavar="PATH", type=place, help=_PLACE)
 
-    ls = command("ls", "list tensors, or the checkpoints in a directory")
+    ls = command("ls", "list tensors, or the checkpoints in a directory", "Of a run: size, speed, metrics, why kept.")
     ls.add_argument("path", metavar="PATH", type=place, help=f"{_PLACE}; or what is above several")
+    _runs.add_options(ls)
     ls.add_argument("pattern", metavar="PATTERN", nargs="?", help="only names that match, as in 'model.*.weight'")
 
     verify = command("verify", "compare every byte of a checkpoint with its checksum", "Exits with 1 on damage.")
     verify.add_argument("path", metavar="PATH", type=place, help=_PLACE)
+    verify.add_argument("--all", action="store_true", help="PATH is a directory: verify every checkpoint in it")
 
-    for tool in (_convert, _plan, _bench, _simulate, _doctor, _clean, _copy, _diff, _runs, _manage):
+    for tool in (_copy, _convert, _diff, _runs, _clean, _manage, _plan, _bench, _doctor, _completion):
         tool.register(command)
+    options = [("  --json", "print one JSON document"), ("  --quiet", "print nothing but errors")]
+    head = ["usage: fastckpt [--help] [--version] [--json] [--quiet] COMMAND ...", ""]
+    parser.page = "\n".join([*head, *table(texts), "", *table(options)])
     return parser
 
 
@@ -201,6 +222,8 @@ def _info_lines(document: Mapping[str, Any]) -> list[str]:
 
 def _ls(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Name, dtype, shape, size and shard of each tensor; or the checkpoints in a directory."""
+    if _runs.is_run(options):
+        return _runs.run(options)
     try:
         with fastckpt.open(options.path) as checkpoint:
             tensors = _tensors(checkpoint)
@@ -250,29 +273,64 @@ def _when(created: float) -> str:
 
 def _verify(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """Every byte against its checksum."""
-    report = fastckpt.verify(options.path, io=fastckpt.IO(progress=sys.stderr.isatty()))
-    document = {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second, "ok": report.ok}
+    if options.all:
+        return _verify_all(options)
+    report = fastckpt.verify(options.path, io=fastckpt.IO(progress=options.progress))
     lines = [*map(str, report.damage), *report.warnings, str(report)]
-    return OK if report.ok else DAMAGED, document, lines
+    return OK if report.ok else DAMAGED, _verified(report), lines
+
+
+def _verified(report: fastckpt.types.VerifyReport) -> dict[str, Any]:
+    return {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second, "ok": report.ok}
+
+
+def _verify_all(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """Every checkpoint in a directory; one that cannot be read does not stop the rest."""
+    found, lines, statuses = fastckpt.list(options.path), [], []
+    if not found:
+        raise NotACheckpointError(
+            f"verify --all {options.path}: no checkpoint is in it: give a directory that holds some"
+        )
+    checkpoints: list[dict[str, Any]] = []
+    for one in found:
+        try:
+            report = fastckpt.verify(one.path, io=fastckpt.IO(progress=options.progress))
+        except (CheckpointError, OSError) as error:
+            statuses.append(_status(error))
+            text = _message(error, "verify", one.path)
+            checkpoints.append({"path": one.path, "ok": False, "error": text})
+        else:
+            statuses.append(OK if report.ok else DAMAGED)
+            text = str(report)
+            checkpoints.append({**_verified(report), "error": None})
+        lines.append(f"{one.name}: {text}")
+    damaged = statuses.count(DAMAGED)
+    lines.append(f"{count(len(found), 'checkpoint')}, {damaged} damaged")
+    document = {"path": os.fspath(options.path), "ok": not any(statuses), "checkpoints": checkpoints}
+    return DAMAGED if damaged else max(statuses), document, lines
 
 
 _COMMANDS = {
     "info": _info,
     "ls": _ls,
     "verify": _verify,
-    "convert": _convert.run,
-    "plan": _plan.run,
-    "bench": _bench.run,
-    "simulate": _simulate.run,
-    "doctor": _doctor.run,
-    "clean": _clean.run,
     "copy": _copy.run,
+    "import": _convert.import_,
+    "export": _convert.export,
     "diff": _diff.run,
-    "runs": _runs.run,
     "prune": _runs.prune,
+    "clean": _clean.run,
     "rm": _manage.remove,
     "pin": _manage.pin,
+    "plan": _plan.run,
+    "bench": _bench.run,
+    "doctor": _doctor.run,
+    "completion": _completion.run,
 }
+
+
+def _status(error: Exception) -> int:
+    return DAMAGED if isinstance(error, CorruptCheckpointError) else FAILED
 
 
 def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> str:
@@ -291,24 +349,43 @@ def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> 
     return f"{message}; {remedy}" if remedy and plain else message
 
 
+def _with_flags(message: str, operation: str, flags: Mapping[str, str]) -> str:
+    """``message`` with options of the command in the place of the arguments of Python that it names."""
+    message = re.sub("^IO: ", f"{operation}: ", message)
+    every = message.startswith(f"{operation}: give ")
+    for name, flag in flags.items():
+        whole = rf"(?<![\w/.-]){name}(?![\w/.-])"
+        message = re.sub(rf"{whole}=False\b", f"no {flag}", message)
+        message = re.sub(rf"{whole}=(?:True\b|(?![\w'\"]))", flag, message)
+        if every:
+            message = re.sub(rf"(?<!\ba ){whole}", flag, message)
+        message = re.sub(rf"(^|: ){name}(?=:| must| '| \d)", rf"\1{flag}", message)
+    return f"{operation}: {message}" if message.startswith("--") else message
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
     arguments = sys.argv[1:] if arguments is None else list(arguments)
-    as_json = "--json" in arguments
-    operation, path = "run", place("")
-    if arguments[:1] == ["top"]:
-        return _manage.top(arguments[1:])
+    before = [*itertools.takewhile(lambda argument: argument.startswith("-"), arguments)]
+    if arguments[len(before) :][:1] == ["top"]:
+        return _manage.top([*before, *arguments[len(before) + 1 :]])
+    quiet = "--quiet" in arguments
+    as_json = "--json" in arguments and not quiet
+    operation, path, flags = "run", place(""), {}
     document: dict[str, Any]
     try:
         _namesake.check_own(fastckpt)
         options = _parser().parse_args(arguments)
-        operation = {"info": "open", "ls": "open", "runs": "list"}.get(options.command, options.command)
+        flags = options.parser.flags()
+        options.progress = sys.stderr.isatty() and not quiet
+        operation = {"info": "open", "ls": "open"}.get(options.command, options.command)
         path = getattr(options, "path", None) or getattr(options, "checkpoint", None) or path
         status, document, lines = _COMMANDS[options.command](options)
+        document = {"schema": f"fastckpt/{options.command}/1", **document}
     except Exception as error:  # noqa: BLE001 - users need to know what is wrong, not where in our code
-        status = DAMAGED if isinstance(error, CorruptCheckpointError) else FAILED
-        message = _message(error, operation, path)
-        document, lines = {"error": message, "type": type(error).__name__}, []
+        status = _status(error)
+        message = _with_flags(_message(error, operation, path), operation, flags)
+        document, lines = {"schema": "fastckpt/error/1", "error": message, "type": type(error).__name__}, []
         if not as_json:
             _print(f"fastckpt: {visible(message)}", sys.stderr)
     except KeyboardInterrupt:
@@ -317,7 +394,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if as_json:
             # The only control character that JSON does not escape.
             _print(json.dumps(document, indent=2).replace("\x7f", "\\u007f"), sys.stdout)
-        elif lines:
+        elif lines and not quiet:
             _print("\n".join(map(visible, lines)), sys.stdout)
         sys.stdout.flush()
     except BrokenPipeError:

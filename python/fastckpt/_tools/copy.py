@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +35,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         options.path,
         options.target,
         overwrite=options.overwrite,
-        io=fastckpt.IO(bandwidth_limit=options.bandwidth_limit, progress=sys.stderr.isatty()),
+        io=fastckpt.IO(bandwidth_limit=options.bandwidth_limit, progress=options.progress),
     )
     document = {**asdict(report), "gigabytes_per_second": report.gigabytes_per_second}
     return 0, document, [str(report)]

@@ -68,4 +68,6 @@ def top(arguments: Sequence[str]) -> int:
     if program is None:
         sys.stderr.write("fastckpt: the monitor is not installed: pip install fastckpt-top\n")
         return 2
-    return subprocess.call([program, *arguments])  # noqa: S603 - what pip has installed
+    output = subprocess.DEVNULL if "--quiet" in arguments else None
+    given = [argument for argument in arguments if argument != "--quiet"]
+    return subprocess.call([program, *given], stdout=output)  # noqa: S603 - what pip has installed

@@ -1,4 +1,4 @@
-"""The place of a checkpoint, on the command line."""
+"""The place of a checkpoint, and the names of options, on the command line."""
 
 from __future__ import annotations
 
@@ -7,6 +7,11 @@ from pathlib import Path
 
 from fastckpt._paths import is_url
 from fastckpt._stores.urls import place_of
+
+
+def option(name: str) -> str:
+    """The option that sets an argument of this name."""
+    return f"--{name.replace('_', '-')}"
 
 
 def place(text: str) -> Path | str:

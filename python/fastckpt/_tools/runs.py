@@ -1,4 +1,4 @@
-"""``fastckpt runs`` and ``fastckpt prune``: the checkpoints of a run, which are kept and why, and which are not."""
+"""``fastckpt ls`` of a run, and ``fastckpt prune``: its checkpoints, which are kept and why, and which are not."""
 
 from __future__ import annotations
 
@@ -24,34 +24,51 @@ if TYPE_CHECKING:
     from fastckpt.keep import Policy
 
 _POLICIES = "last=3, best=2:loss:min, every=1000 (steps), every=6h, younger=2h or steps=100,200"
+#: What a manager writes beside its checkpoints.
+_CACHE = ".fastckpt-run.json"
 _IS_ONE = "it is a checkpoint itself: give the directory above it ('fastckpt info' shows one checkpoint)"
 
 
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the subcommands; ``command(name, text, more)`` makes their parsers."""
-    runs = command(
-        "runs",
-        "list the checkpoints of a run: size, speed, metrics, why kept",
-        "Bytes that several checkpoints share count once in the total.",
-    )
+    """Add the subcommand; ``command(name, text, more)`` makes its parser."""
     prune = command(
         "prune",
         "remove the checkpoints of a run that no policy keeps",
         "The newest checkpoint is verified first: it stays, and so do the pinned ones and damaged ones. Exits with 1 "
         "if something could not be removed.",
     )
-    for parser in (runs, prune):
-        parser.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
-        parser.add_argument(
-            "--keep",
-            metavar="POLICY",
-            action="append",
-            help=f"what to keep, may be repeated: {_POLICIES}; by default what the run's manager keeps",
-        )
-        parser.add_argument(
-            "--name", metavar="FORMAT", help="the names of checkpoints, such as step-{step:08d}; by default as they are"
-        )
+    prune.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
+    add_options(prune)
     prune.add_argument("--yes", action="store_true", help="remove them; without this option nothing is changed")
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that describe a run."""
+    parser.add_argument(
+        "--keep",
+        metavar="POLICY",
+        action="append",
+        help=f"what to keep, may be repeated: {_POLICIES}; by default what the run's manager keeps",
+    )
+    parser.add_argument(
+        "--name", metavar="FORMAT", help="the names of checkpoints, such as step-{step:08d}; by default as they are"
+    )
+
+
+def is_run(options: argparse.Namespace) -> bool:
+    """Whether ``ls`` is asked for a run: a manager has saved in the directory, or an option of runs is given."""
+    if options.keep is not None or options.name is not None:
+        if options.pattern is not None:
+            raise ValueError(f"ls {options.path}: --keep and --name are for a run, PATTERN is for one checkpoint")
+        return True
+    if options.pattern is not None:
+        return False
+    if not isinstance(options.path, str):
+        return Path(options.path, _CACHE).exists()
+    for one in fastckpt.list(options.path):
+        with contextlib.suppress(CheckpointError), fastckpt.open(one.path) as checkpoint:
+            return isinstance(checkpoint.metadata, dict) and "lineage" in checkpoint.metadata
+    return False
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +117,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """List a run; return exit status, JSON document and lines."""
     if isinstance(options.path, str):
         return _run_in_store(options)
-    found = _find(options, "runs")
+    found = _find(options, "ls")
     everything: dict[tuple[int, int], int] = {}
     listed: list[dict[str, Any]] = []
     for step, one in found.saved.items():
@@ -149,12 +166,12 @@ def _shown(document: dict[str, Any]) -> list[str]:
 def _run_in_store(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     """List a run in an object store; only its own manager knows which of its checkpoints are kept."""
     if options.keep is not None:
-        raise ValueError(f"runs {options.path}: --keep requires a directory, not a URL")
+        raise ValueError(f"ls {options.path}: --keep requires a directory, not a URL")
     listed: list[dict[str, Any]] = []
     found = fastckpt.list(options.path)
     if not found:
         with contextlib.suppress(NotACheckpointError), fastckpt.open(options.path):
-            raise ValueError(f"runs {options.path}: {_IS_ONE}")
+            raise ValueError(f"ls {options.path}: {_IS_ONE}")
     form = options.name or form_of([one.name for one in found])
     others, changed = [], {}
     for one in found:
@@ -206,7 +223,7 @@ def step_of(name: str, form: str) -> int | None:
         steps = [int(digits) for digits in re.findall("[0-9]+", name)]
         return next((step for step in steps if form.format(step=step) == name), None)
     except (LookupError, ValueError):
-        raise ValueError(f"runs: --name must be a format such as step-{{step:08d}}, not {form!r}") from None
+        raise ValueError(f"ls: --name must be a format such as step-{{step:08d}}, not {form!r}") from None
 
 
 def form_of(names: Sequence[str]) -> str:

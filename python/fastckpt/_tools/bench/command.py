@@ -30,6 +30,7 @@ with the raw device and with a target. Everything written is removed again.
   --check          exit with status 1 if the target is not reached
   --plot FILE      draw the result; needs matplotlib
   --json           print one JSON document
+  --quiet          print nothing but errors
 
 example:
   fastckpt bench /mnt/checkpoints --ranks 2 --size 4GB --target medium --check
@@ -91,7 +92,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         target=",".join(per_rank),
         hot=not notes,
     )
-    measured = rounds.measure(plan, _say)
+    measured = rounds.measure(plan, _say if options.progress else lambda _: None)
     document = _document(options, shares, measured, target=target, gpus=gpus)
     document["notes"] += notes
     document["summary"] = text.summary(document)
@@ -137,9 +138,8 @@ def _fits(directory: Path, shares: list[Any]) -> list[str]:
 
 def _say(line: str) -> None:
     """Show progress to a waiting user."""
-    if sys.stderr.isatty():
-        sys.stderr.write(f"{line}\n")
-        sys.stderr.flush()
+    sys.stderr.write(f"{line}\n")
+    sys.stderr.flush()
 
 
 def _document(
@@ -160,7 +160,6 @@ def _document(
     if facts.file_system(options.path)["type"] in ("tmpfs", "ramfs"):
         notes.append("this file system is in memory: nothing is durable, and no load is cold")
     return {
-        "fastckpt_bench": 1,
         "versions": {
             "fastckpt": fastckpt.__version__,
             "python": platform.python_version(),

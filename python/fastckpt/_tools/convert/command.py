@@ -1,82 +1,73 @@
-"""``fastckpt convert``."""
+"""``fastckpt import`` and ``fastckpt export``."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import count, size
-from fastckpt._units import bytes_of
-from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-_ABOUT = (
-    "SRC is a file of torch.save (no pickle is executed) or safetensors, or a directory of Hugging Face or "
-    "torch.distributed.checkpoint, and DST a new checkpoint; or SRC is a checkpoint and DST one .safetensors file. "
-    "With --to hf, SRC is a checkpoint that need not fit into memory, and DST a directory."
-)
-_FOR_HF = ("strip", "file", "shard_size")
+    from .convert import Converted
 
 
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
-    """Add the command's parser."""
-    parser = command("convert", "convert other formats to a checkpoint, or a checkpoint to others", _ABOUT)
-    parser.add_argument("path", metavar="SRC", type=Path)
-    parser.add_argument("destination", metavar="DST", type=Path)
-    parser.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
-    parser.add_argument(
-        "--keys",
-        metavar="P",
-        action="append",
-        help="from a checkpoint: only tensors of these names",
+    """Add the subcommands; ``command(name, text, more)`` makes their parsers."""
+    to = command(
+        "import",
+        "make a checkpoint of another format",
+        "SRC is a file of torch.save (no pickle is executed) or safetensors, or a directory of Hugging Face or "
+        "torch.distributed.checkpoint.",
     )
-    parser.add_argument(
-        "--expand",
-        action="store_true",
-        help="write expanded and overlapping tensors in full",
-    )
-    parser.add_argument("--to", choices=["hf"], help="write a directory for Hugging Face's readers")
-    parser.add_argument("--strip", metavar="P", action="append", help="with --to hf: remove this prefix from names")
-    parser.add_argument(
-        "--file",
-        metavar="F",
-        type=Path,
-        action="append",
-        help="with --to hf: also copy this file (such as LICENSE.txt)",
-    )
-    parser.add_argument("--shard-size", metavar="N", help="with --to hf: bytes per file (5GB)")
+    to.add_argument("path", metavar="SRC", type=Path)
+    to.add_argument("destination", metavar="CKPT", type=Path, help="a new checkpoint")
+    to.add_argument("--overwrite", action="store_true", help="replace CKPT if it exists")
+    to.add_argument("--expand", action="store_true", help="write expanded and overlapping tensors in full")
+    of = command("export", "make another format of a checkpoint", "With hf, CKPT need not fit into memory.")
+    of.add_argument("path", metavar="CKPT", type=Path)
+    of.add_argument("destination", metavar="DST", type=Path)
+    of.add_argument("--format", choices=("hf", "safetensors", "torch", "dcp"), help="by default by the name of DST")
+    of.add_argument("--overwrite", action="store_true", default=None, help="replace DST if it exists")
+    of.add_argument("--keys", metavar="P", action="append", help="only what has such names")
+    of.add_argument("--expand", action="store_true", default=None, help="write expanded tensors in full")
+    of.add_argument("--strip-prefix", metavar="P", action="append", help="hf: remove this prefix from names")
+    of.add_argument("--files", metavar="F", type=Path, action="append", help="hf: also copy this file (LICENSE.txt)")
+    of.add_argument("--shard-size", metavar="N", help="hf: bytes per file (5GB)")
 
 
-def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
-    """Convert, and report it."""
+def import_(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """Import; return exit status, JSON document and lines."""
     # Only this command needs torch and safetensors.
-    from .convert import convert  # noqa: PLC0415
+    from . import convert  # noqa: PLC0415
 
-    to_hugging_face = None
-    if options.to == "hf":
-        to_hugging_face = {
-            "strip": options.strip or [],
-            "files": options.file or [],
-            "shard_size": bytes_of("convert: --shard-size", options.shard_size or "5GB"),
-        }
-    elif given := [name for name in _FOR_HF if getattr(options, name) is not None]:
-        raise CheckpointError(f"convert: --{given[0].replace('_', '-')} requires --to hf")
-    done = convert(
-        options.path,
-        options.destination,
-        keys=options.keys,
-        overwrite=options.overwrite,
-        expand=options.expand,
-        to_hugging_face=to_hugging_face,
-    )
+    begin = time.perf_counter()
+    done = convert.import_(options.path, options.destination, overwrite=options.overwrite, expand=options.expand)
+    return 0, *_shown(options, done, time.perf_counter() - begin)
+
+
+def export(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
+    """Export; return exit status, JSON document and lines."""
+    from . import convert  # noqa: PLC0415
+
+    begin = time.perf_counter()
+    names = ("overwrite", "expand", "strip_prefix", "files", "shard_size")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
+    done = convert.export(options.path, options.destination, options.format, options.keys, given)
+    document, lines = _shown(options, done, time.perf_counter() - begin)
+    if done.format == "hf" and "config.json" not in done.files:
+        lines.append("it has no config.json, which from_pretrained requires: add it with --files")
+    return 0, document, lines
+
+
+def _shown(options: argparse.Namespace, done: Converted, seconds: float) -> tuple[dict[str, Any], list[str]]:
+    paths = {"source": str(options.path), "target": str(options.destination)}
     what = f"{count(done.tensors, 'tensor')}, {size(done.bytes)}"
-    lines = [f"converted {done.source} to {done.destination}: {what} in {done.seconds:.3f} s"]
+    lines = [f"{options.command}ed {options.path} to {options.destination}: {what} in {seconds:.3f} s"]
     if done.files:
         lines.append(f"with {', '.join(done.files)}")
-    if to_hugging_face is not None and "config.json" not in done.files:
-        lines.append("it has no config.json, which from_pretrained requires: add it with --file")
-    return 0, asdict(done), lines
+    return {**paths, **asdict(done), "seconds": seconds}, lines

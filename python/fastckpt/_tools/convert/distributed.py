@@ -60,7 +60,7 @@ class Directory:
 
     def __init__(self, source: Path) -> None:
         self.source = source
-        self.torch = torch_for(source)
+        self.torch = torch_for("import", source)
         self._maps: dict[str, Any] = {}
         table = source / METADATA_FILE
         regular(table)
@@ -72,14 +72,14 @@ class Directory:
             raise
         except pickle.UnpicklingError as error:
             raise UnsupportedTypeError(
-                f"cannot convert {source}: {METADATA_FILE} is damaged, or holds more than torch writes there, and "
+                f"cannot import {source}: {METADATA_FILE} is damaged, or holds more than torch writes there, and "
                 f"fastckpt never executes what a pickle names: {first_line(error)}"
             ) from error
         except DAMAGED as error:
             raise self._damaged(METADATA_FILE, error) from error
 
     def _damaged(self, what: str, error: Exception) -> CorruptCheckpointError:
-        return CorruptCheckpointError(f"cannot convert {self.source}: {what} is damaged: {first_line(error)}")
+        return CorruptCheckpointError(f"cannot import {self.source}: {what} is damaged: {first_line(error)}")
 
     def _items(self, metadata: Any) -> dict[str, Item]:
         where = {(index.fqn, getattr(index, "offset", None)): info for index, info in metadata.storage_data.items()}
@@ -107,7 +107,7 @@ class Directory:
     def _piece(self, info: Any, offsets: tuple[int, ...], sizes: tuple[int, ...]) -> Piece:
         if getattr(info, "transform_descriptors", None):
             raise UnsupportedTypeError(
-                f"cannot convert {self.source}: it was written with extensions, such as compression: load it with "
+                f"cannot import {self.source}: it was written with extensions, such as compression: load it with "
                 "torch.distributed.checkpoint, and give the state to fastckpt.save"
             )
         file, begin, length = info.relative_path, info.offset, info.length
@@ -149,7 +149,7 @@ class Directory:
             raise
         except pickle.UnpicklingError as error:
             raise UnsupportedTypeError(
-                f"cannot convert {self.source}: {key!r} is damaged, or holds more than plain values and tensors, and "
+                f"cannot import {self.source}: {key!r} is damaged, or holds more than plain values and tensors, and "
                 "fastckpt never executes what a pickle names: load it with torch.distributed.checkpoint, and give the "
                 f"state to fastckpt.save; {first_line(error)}"
             ) from error

@@ -1,17 +1,22 @@
-"""Directories of torch.distributed.checkpoint to checkpoints, without holding the state in memory.
+"""Directories of torch.distributed.checkpoint to checkpoints, without holding the state in memory, and back.
 
 The contents of a directory are a plan for our own writer. Its files are mapped, and the save reads each byte from there
-in its turn.
+in its turn. The way back is torch's own save of the loaded state.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Size
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from fastckpt._state.flatten import flatten
 from fastckpt.dcp import Writer
@@ -19,9 +24,11 @@ from fastckpt.exceptions import CheckpointError
 
 from . import pickled as _pickled
 from .distributed import METADATA_FILE, Directory
-from .needs import refuse_growth
+from .needs import first_line, refuse_growth
+from .one_file import check_growth, leaves, load, replacing, system_error
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
     from pathlib import Path
 
     from .distributed import Item
@@ -48,19 +55,12 @@ class _Planner(DefaultSavePlanner):
 
 
 def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> tuple[int, int]:
-    """Write the contents of a directory of torch.distributed.checkpoint as a checkpoint.
-
-    Returns:
-        The number of tensors, and their bytes.
-
-    Raises:
-        CheckpointError: it is damaged, holds values that are not read, or would grow, and ``expand`` is not set.
-    """
+    """Write the contents of a directory of torch.distributed.checkpoint as a checkpoint."""
     try:
         _pickled.check(source)
     except _pickled.RefusedError as error:
         raise CheckpointError(
-            f"cannot convert {source}: {error}; if you trust it, load it with torch.distributed.checkpoint and give "
+            f"cannot import {source}: {error}; if you trust it, load it with torch.distributed.checkpoint and give "
             "the state to fastckpt.save"
         ) from error
     try:
@@ -69,11 +69,13 @@ def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> 
         # Exactly the objects that were measured are written.
         with _pickled.bounded(directory.nbytes()):
             values = {key: directory.read(key) for key, item in directory.items.items() if item.sizes is None}
-            flat = flatten(values, operation="convert")
+            flat = flatten(values, operation="import")
     except MemoryError as error:
-        raise CheckpointError(f"cannot convert {source}: it has changed meanwhile: convert it again") from error
+        raise CheckpointError(f"cannot import {source}: it has changed meanwhile: import it again") from error
     if not expand:
-        refuse_growth(source, directory.tensor_bytes() + sum(one.capacity for one in flat.tensors), directory.size())
+        refuse_growth(
+            "import", source, directory.tensor_bytes() + sum(one.capacity for one in flat.tensors), directory.size()
+        )
     flat.keep.clear()
     writer = Writer(destination, overwrite=overwrite)
     items = [made for key, item in directory.items.items() for made in _items(key, item)]
@@ -83,6 +85,33 @@ def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> 
     writer.write_data(plan, _Planner(directory, values)).wait()
     assert writer.report is not None  # noqa: S101 - it has written
     return writer.report.tensors, writer.report.bytes
+
+
+def export(source: Path, destination: Path, keys: Sequence[str] | None, *, expand: bool = False) -> tuple[int, ...]:
+    """Write the state of a checkpoint to a new directory with ``torch.distributed.checkpoint.save``."""
+    state = load(source, destination, keys)
+    if not isinstance(state, dict):
+        raise CheckpointError(
+            f"cannot export {source}: its state is a {type(state).__name__}, and torch.distributed.checkpoint saves a "
+            "dict: give --format torch"
+        )
+    sizes = [leaf.numel() * leaf.element_size() for _, leaf in leaves(state) if isinstance(leaf, torch.Tensor)]
+    if not expand:
+        check_growth(source, sum(sizes))
+    with replacing(destination) as temporary:
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "torch.distributed is ")
+                save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
+        except (CheckpointException, ValueError, RuntimeError) as error:
+            cause: Any = next((one for one, _ in getattr(error, "failures", {}).values()), error)
+            if failed := system_error(cause):
+                raise failed from error
+            raise CheckpointError(
+                f"cannot export {source}: torch.distributed.checkpoint refuses its state: {first_line(cause)}; choose "
+                "a part of it with --keys, or give --format torch"
+            ) from error
+    return len(sizes), sum(sizes)
 
 
 def _items(key: str, item: Item) -> list[WriteItem]:

@@ -18,6 +18,7 @@ from fastckpt._state.builders import Validator
 from fastckpt._state.select import aliases, ends_of
 from fastckpt._state.unflatten import is_tensor, parse, unflatten
 from fastckpt._text import suggest
+from fastckpt._units import bytes_of
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
 if TYPE_CHECKING:
@@ -42,37 +43,32 @@ _WRAPPERS = (["tuple", 4], ["tuple", 5])
 def write(
     source: Path,
     destination: Path,
-    *,
     keys: Sequence[str] | None,
-    strip: Sequence[str],
-    shard_size: int,
-    files: Sequence[Path],
-    overwrite: bool,
-) -> tuple[int, int, list[str]]:
+    *,
+    overwrite: bool = False,
+    strip_prefix: Sequence[str] = (),
+    files: Sequence[Path] = (),
+    shard_size: str = "5GB",
+) -> tuple[Any, ...]:
     """Write the model in the checkpoint ``source`` to ``destination``.
 
     Args:
         source: a checkpoint.
         destination: a new directory.
         keys: glob patterns over names; None takes the tensors of the model's files.
-        strip: prefixes to remove from names.
-        shard_size: bytes a file, about.
-        files: files to copy; those of a model in the checkpoint come along, unless they are links.
         overwrite: whether a checkpoint at ``destination`` may be replaced.
+        strip_prefix: prefixes to remove from names.
+        files: files to copy; those of a model in the checkpoint come along, unless they are links.
+        shard_size: bytes a file, about.
 
     Returns:
         The number of tensors, their bytes, and the names of the further files.
-
-    Raises:
-        CheckpointError: nothing is chosen, or names collide.
-        CorruptCheckpointError: the structure is malformed.
-        UnsupportedTypeError: a chosen value is not a plain tensor.
-        ValueError: a pattern is empty, or a file has a name of fastckpt's own.
     """
-    patterns = Patterns("--keys", keys or (), "convert")
+    size = bytes_of("export: --shard-size", shard_size)
+    patterns = Patterns("--keys", keys or (), "export")
     reader = _core.Reader(str(source), keep=True)
     tokens, stored, shards = parse(reader.structure()), reader.tensors(), reader.shards()
-    unflatten(tokens, Validator(stored, strangers=True), operation="convert")
+    unflatten(tokens, Validator(stored, strangers=True), operation="export")
     parts = _parts(tokens)
     chosen: dict[int, str] = {}
     known = []
@@ -89,17 +85,17 @@ def write(
             chosen[number] = name.removeprefix(shard.prefix)
     if not chosen and keys:
         given = " ".join(map(repr, keys))
-        raise CheckpointError(f"cannot convert {source}: --keys {given} chooses no tensor{suggest(keys[0], known)}")
+        raise CheckpointError(f"cannot export {source}: --keys {given} chooses no tensor{suggest(keys[0], known)}")
     if not chosen:
-        raise CheckpointError(f"cannot convert {source}: it holds no tensors of a model; choose some with --keys")
-    names = _stripped(source, chosen, strip)
+        raise CheckpointError(f"cannot export {source}: it holds no tensors of a model; choose some with --keys")
+    names = _stripped(source, chosen, strip_prefix)
     state: list[Any] = [["dict", len(names)]]
     for position, name in enumerate(names):
         state += [name, ["tensor", position]]
     more = _files(source, files)
-    options = _core.SaveOptions(shard_size=shard_size, overwrite=overwrite, files=contents_of("convert", more))
+    options = _core.SaveOptions(shard_size=size, overwrite=overwrite, files=contents_of("export", more))
     report = reader.save(str(destination), list(zip(chosen, names, strict=True)), json.dumps(state), options)
-    return report["tensors"], report["bytes"], sorted(more)
+    return report["tensors"], report["bytes"], *sorted(more)
 
 
 def _parts(tokens: list[Any]) -> set[int]:
@@ -128,8 +124,8 @@ def _refuse_unfit(source: Path, tensor: _core.StoredTensor, *, part: bool) -> No
     else:
         return
     raise UnsupportedTypeError(
-        f"cannot convert {source}: {tensor.name} {what}, which a safetensors file cannot hold; choose the tensors to "
-        "convert with --keys, such as --keys 'model.*'"
+        f"cannot export {source}: {tensor.name} {what}, which a safetensors file cannot hold; choose the tensors to "
+        "export with --keys, such as --keys 'model.*'"
     )
 
 
@@ -142,13 +138,12 @@ def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> lis
         useless.discard(prefix)
         short = name.removeprefix(prefix)
         if short in names or not short:
-            raise CheckpointError(
-                f"cannot convert {source}: --strip leaves {'two tensors' if short else 'a tensor'} named {short!r}"
-            )
+            what = "two tensors" if short else "a tensor"
+            raise CheckpointError(f"cannot export {source}: --strip-prefix leaves {what} named {short!r}")
         names[short] = number
     if useless:
         raise CheckpointError(
-            f"cannot convert {source}: no name begins with {min(useless)!r}{suggest(min(useless), [*chosen.values()])}"
+            f"cannot export {source}: no name begins with {min(useless)!r}{suggest(min(useless), [*chosen.values()])}"
         )
     return list(names)
 

@@ -17,50 +17,54 @@ HUGGING_FACE_INDEX = "model.safetensors.index.json"
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
 
 
-def torch_for(source: Path) -> Any:
+def torch_for(operation: str, source: Path) -> Any:
     """Return the module torch, or raise an error that it is needed."""
     try:
         from fastckpt._tensors import torch as ours  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
-        raise CheckpointError(f"cannot convert {source}: this needs PyTorch; pip install torch ({error})") from error
+        raise CheckpointError(
+            f"cannot {operation} {source}: this needs PyTorch; pip install torch ({error})"
+        ) from error
     module: Any = ours
     return module.torch
 
 
 def unpickling_torch_for(source: Path) -> Any:
     """The same, for a version whose reader of pickles executes nothing: before 2.6 a file could make it."""
-    torch = torch_for(source)
+    torch = torch_for("import", source)
     if tuple(int(part) for part in str(torch.__version__).split(".")[:2]) < (2, 6):
         raise CheckpointError(
-            f"cannot convert {source}: torch {torch.__version__} executes code that such a file names, whatever "
+            f"cannot import {source}: torch {torch.__version__} executes code that such a file names, whatever "
             "weights_only says (CVE-2025-32434): use torch 2.6 or later"
         )
     return torch
 
 
-def refuse_growth(source: Path, written: int, read: int) -> None:
+def refuse_growth(operation: str, source: Path, written: int, read: int) -> None:
     """Refuse to write many times the bytes that are read, unless asked to.
 
     Args:
-        source: the path to convert.
+        operation: ``import`` or ``export``.
+        source: its path.
         written: bytes of the tensors that would be written.
         read: bytes that the source has.
     """
     if written > 2 * read + (64 << 20):
         raise CheckpointError(
-            f"cannot convert {source}: its {read} bytes would become {written}, because tensors in it are expanded, "
-            "tied or overlap: give --expand to write them all, or choose tensors with --keys"
+            f"cannot {operation} {source}: its {read} bytes would become {written}, because tensors in it are "
+            "expanded, tied or overlap: give --expand to write them all"
+            + (", or choose tensors with --keys" if operation == "export" else "")
         )
 
 
-def safetensors_for(source: Path) -> ModuleType:
+def safetensors_for(operation: str, source: Path) -> ModuleType:
     """Return the module safetensors with its part for torch, or raise an error that it is needed."""
-    torch_for(source)
+    torch_for(operation, source)
     try:
         import safetensors.torch  # noqa: PLC0415 - an optional dependency
     except ImportError as error:
         raise CheckpointError(
-            f"cannot convert {source}: this needs the package safetensors; pip install safetensors ({error})"
+            f"cannot {operation} {source}: this needs the package safetensors; pip install safetensors ({error})"
         ) from error
     return safetensors
 
@@ -74,4 +78,4 @@ def regular(source: Path) -> None:
     """Refuse anything but a file: opening a pipe would block, and a device may have no end."""
     if not source.is_file():
         source.stat()  # where there is nothing, that is the error
-        raise CheckpointError(f"cannot convert {source}: it is not a regular file; give a file or a directory")
+        raise CheckpointError(f"cannot import {source}: it is not a regular file; give a file or a directory")

@@ -1,12 +1,13 @@
-"""The tensors of a checkpoint as one safetensors file."""
+"""A checkpoint as one file: of safetensors, or of torch.save."""
 
 from __future__ import annotations
 
 import errno
 import json
 import os
+import shutil
 import sys
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,17 +20,16 @@ from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 from .needs import HEADER, first_line, refuse_growth, safetensors_for, torch_for
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
     from pathlib import Path
     from types import ModuleType
 
 
-def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand: bool) -> tuple[int, int]:
-    """Write the tensors of a checkpoint to one file, durable and whole or not at all."""
-    library, torch = safetensors_for(source), torch_for(source)
+def load(source: Path, destination: Path, keys: Sequence[str] | None) -> Any:
+    """The state to write, if ``destination`` is a place for it."""
     if destination.is_dir():
         raise FileExistsError(errno.EEXIST, "it is a directory, and a file cannot replace it", str(destination))
-    # The writer of safetensors raises one exception for everything, without an errno.
+    # The writers of torch and safetensors raise one exception for everything, without an errno.
     parent = destination.parent
     if not parent.exists():
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
@@ -37,11 +37,61 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
-    state = fastckpt.load(source, keys=keys, framework="torch")
+    return fastckpt.load(source, keys=keys, framework="torch", registry=fastckpt.Registry(undeclared="plain"))
+
+
+@contextmanager
+def replacing(destination: Path) -> Iterator[Path]:
+    """Yield a name beside ``destination``: what the block writes there takes its place, durable, or goes."""
+    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
+    try:
+        try:
+            yield temporary
+            _fsync(temporary)
+        except Exception as error:
+            cause = system_error(error)
+            if cause is None:
+                raise
+            raise OSError(cause.errno, f"cannot write it: {cause.strerror}", str(destination)) from error
+        temporary.replace(destination)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary)
+        temporary.unlink(missing_ok=True)
+    _fsync(destination.parent)
+
+
+def system_error(error: BaseException | None) -> OSError | None:
+    """The system's error behind one of torch, whose archives fail anew at their end."""
+    while error is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
+
+
+def write_torch(source: Path, destination: Path, keys: Sequence[str] | None) -> tuple[int, ...]:
+    """Write the state of a checkpoint with ``torch.save``."""
+    torch = torch_for("export", source)
+    state = load(source, destination, keys)
+    flat = flatten(state, operation="export")
+    sizes = [tensor.capacity for tensor in flat.tensors]
+    flat.keep.clear()
+    with replacing(destination) as temporary, temporary.open("xb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    return len(sizes), sum(sizes)
+
+
+def write_safetensors(
+    source: Path, destination: Path, keys: Sequence[str] | None, *, expand: bool = False
+) -> tuple[int, ...]:
+    """Write the tensors of a checkpoint to one safetensors file."""
+    library, torch = safetensors_for("export", source), torch_for("export", source)
+    state = load(source, destination, keys)
     tensors: dict[str, Any] = {}
     dtypes: dict[Any, tuple[str, int]] = {}
     names = 0
-    for path, leaf in _leaves(state):
+    for path, leaf in leaves(state):
         # The patterns also match values, which have no place in a file of tensors.
         if keys is not None and not isinstance(leaf, (np.ndarray, torch.Tensor)) and not flatten(leaf).tensors:
             continue
@@ -54,31 +104,22 @@ def write(source: Path, destination: Path, keys: Sequence[str] | None, *, expand
             raise _too_many_names(source)
         tensors[name] = tensor
     if keys is not None and not tensors:
-        raise CheckpointError(f"cannot convert {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
-    _check_growth(source, tensors.values(), expand=expand)
+        raise CheckpointError(f"cannot export {source}: --keys {' '.join(map(repr, keys))} chooses no tensor")
+    if not expand:
+        check_growth(source, sum(tensor.nbytes for tensor in tensors.values()))
     # By falling element size, so that each begins at a multiple of its own.
     order = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     header = _header(order, dtypes, source)
-    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
-    try:
-        try:
-            _write_safetensors(temporary, header, [tensor for _, tensor in order], torch)
-        except OSError as error:
-            raise OSError(error.errno, f"cannot write it: {error.strerror}", str(destination)) from error
+    with replacing(destination) as temporary:
+        _write_safetensors(temporary, header, [tensor for _, tensor in order], torch)
         _open(temporary, source, library)
-        temporary.replace(destination)
-    finally:
-        with suppress(FileNotFoundError):
-            temporary.unlink()
-    _fsync(destination.parent)
     return len(tensors), sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _check_growth(source: Path, tensors: Iterable[Any], *, expand: bool) -> None:
-    if not expand:
-        with fastckpt.open(source) as checkpoint:
-            stored = sum(checkpoint.info(name).bytes for name in checkpoint)
-        refuse_growth(source, sum(tensor.nbytes for tensor in tensors), stored)
+def check_growth(source: Path, written: int) -> None:
+    """Refuse to write many times the bytes that a checkpoint stores."""
+    with fastckpt.open(source) as checkpoint:
+        refuse_growth("export", source, written, sum(checkpoint.info(name).bytes for name in checkpoint))
 
 
 def _header(order: Sequence[tuple[str, Any]], dtypes: Mapping[Any, tuple[str, int]], source: Path) -> bytes:
@@ -101,7 +142,7 @@ def _header(order: Sequence[tuple[str, Any]], dtypes: Mapping[Any, tuple[str, in
 
 def _too_many_names(source: Path) -> UnsupportedTypeError:
     return UnsupportedTypeError(
-        f"cannot convert {source}: its names and shapes take more than the {HEADER} bytes that a safetensors file has "
+        f"cannot export {source}: its names and shapes take more than the {HEADER} bytes that a safetensors file has "
         "for them; choose tensors with --keys, such as --keys 'model.*'"
     )
 
@@ -130,7 +171,7 @@ def _open(path: Path, source: Path, library: ModuleType) -> None:
             pass
     except library.SafetensorError as error:
         raise CheckpointError(
-            f"cannot convert {source}: the package safetensors refuses the file made of it, which is a defect of "
+            f"cannot export {source}: the package safetensors refuses the file made of it, which is a defect of "
             f"fastckpt; report it, with what safetensors says: {first_line(error)}"
         ) from error
 
@@ -170,12 +211,12 @@ def _storable(
                 return leaf.detach()
             what = f"a tensor of {leaf.dtype} without dimensions"
     raise UnsupportedTypeError(
-        f"cannot convert {source}: {place_of(path) or 'the state itself'} is {what}, which a safetensors file cannot "
-        "hold; choose the tensors to convert with --keys, such as --keys 'model.*'"
+        f"cannot export {source}: {place_of(path) or 'the state itself'} is {what}, which a safetensors file cannot "
+        "hold; choose the tensors to export with --keys, such as --keys 'model.*'"
     )
 
 
-def _leaves(state: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+def leaves(state: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     """Yield path and value of every leaf, in order; a loop, because states nest deeper than Python recurses."""
     rest: list[tuple[tuple[Any, ...], Any]] = [((), state)]
     while rest:

@@ -104,7 +104,7 @@ def look(path: str, answer: int) -> None:
             _look_at_directory(path)
         else:
             _limit(os.stat(path).st_size)  # noqa: PTH116 - no pathlib needed
-            flatten(load(module.torch, path), operation="convert")
+            flatten(load(module.torch, path), operation="import")
     except CheckpointError:
         pass  # the save says it better
     except Exception as error:  # noqa: BLE001 - noise makes the unpickler raise whatever its own code meets
@@ -130,7 +130,7 @@ def _look_at_directory(path: str) -> None:
     _limit(directory.nbytes())
     for key, item in directory.items.items():
         if item.sizes is None:
-            flatten(directory.read(key), operation="convert")
+            flatten(directory.read(key), operation="import")
 
 
 def load(torch: Any, path: str | os.PathLike[str]) -> Any:

@@ -40,7 +40,7 @@ def read(source: Path) -> tuple[Any, Mapping[str, Any] | None]:
         return _read_pickled(source), None
     known = ", ".join((".safetensors", *PICKLED))
     raise CheckpointError(
-        f"cannot convert {source}: its kind is unknown; it neither begins like a file of torch.save or safetensors, "
+        f"cannot import {source}: its kind is unknown; it neither begins like a file of torch.save or safetensors, "
         f"nor has one of the endings {known}, and a checkpoint is a directory with {MANIFEST}"
     )
 
@@ -53,25 +53,25 @@ def _read_pickled(source: Path) -> Any:
         with _pickled.bounded(source.stat().st_size):
             return _pickled.load(torch, source)
     except MemoryError as error:
-        raise CheckpointError(f"cannot convert {source}: it has changed meanwhile: convert it again") from error
+        raise CheckpointError(f"cannot import {source}: it has changed meanwhile: import it again") from error
     except _pickled.RefusedError as error:
         if error.kind == "UnpicklingError":
             raise UnsupportedTypeError(
-                f"cannot convert {source}: it is damaged, or holds more than tensors and plain containers, and "
+                f"cannot import {source}: it is damaged, or holds more than tensors and plain containers, and "
                 "fastckpt never executes what a pickle names; if you trust the file, load it with "
                 "torch.load(weights_only=False) and give the state to fastckpt.save. "
                 f"torch says: {_refusal(error)}"
             ) from error
         if error.kind is None:
             raise CheckpointError(
-                f"cannot convert {source}: {error}; if you trust the file, load it with torch.load and give the state "
+                f"cannot import {source}: {error}; if you trust the file, load it with torch.load and give the state "
                 "to fastckpt.save"
             ) from error
         # For a truncated archive, torch reports EINVAL.
         if error.errno is not None and error.errno != errno.EINVAL:
             raise OSError(error.errno, os.strerror(error.errno), str(source)) from error
         raise CorruptCheckpointError(
-            f"cannot convert {source}: it is damaged or was not written by torch.save: {first_line(error)}"
+            f"cannot import {source}: it is damaged or was not written by torch.save: {first_line(error)}"
         ) from error
 
 
@@ -79,7 +79,7 @@ def _read_safetensors(
     source: Path, names: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], Mapping[str, Any] | None]:
     """Return the tensors of one safetensors file, mapped and not copied, and the metadata in its header."""
-    library = safetensors_for(source)
+    library = safetensors_for("import", source)
     regular(source)
     state = {}
     try:
@@ -89,7 +89,7 @@ def _read_safetensors(
             metadata = file.metadata()
     except library.SafetensorError as error:
         raise CorruptCheckpointError(
-            f"cannot convert {source}: it is damaged or not a safetensors file: {first_line(error)}"
+            f"cannot import {source}: it is damaged or not a safetensors file: {first_line(error)}"
         ) from error
     return state, metadata
 
@@ -103,13 +103,13 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
             return _read_safetensors(files[0])
         found = f"{len(files)} safetensors files" if files else "no safetensors file"
         raise CheckpointError(
-            f"cannot convert the directory {source}: it has neither {MANIFEST} nor {HUGGING_FACE_INDEX}, and {found}; "
+            f"cannot import the directory {source}: it has neither {MANIFEST} nor {HUGGING_FACE_INDEX}, and {found}; "
             "give one file, or a directory that has an index"
         )
     regular(index)
     if index.stat().st_size > HEADER:
         raise CheckpointError(
-            f"cannot convert {source}: {HUGGING_FACE_INDEX} has more than {HEADER} bytes, so it is not an index"
+            f"cannot import {source}: {HUGGING_FACE_INDEX} has more than {HEADER} bytes, so it is not an index"
         )
     try:
         content = json.loads(index.read_bytes())
@@ -119,14 +119,14 @@ def _read_hugging_face(source: Path) -> tuple[dict[str, Any], Mapping[str, Any] 
         metadata = content.get("metadata")
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptCheckpointError(
-            f"cannot convert {source}: {HUGGING_FACE_INDEX} is not an index of Hugging Face: {first_line(error)}"
+            f"cannot import {source}: {HUGGING_FACE_INDEX} is not an index of Hugging Face: {first_line(error)}"
         ) from error
     read: dict[str, Any] = {}
     for file, names in shards.items():
         # The index is untrusted input: it must not lead out of the directory.
         if not isinstance(file, str) or os.path.basename(file) != file or not file.endswith(".safetensors"):  # noqa: PTH119 - the name as text
             raise CorruptCheckpointError(
-                f"cannot convert {source}: {HUGGING_FACE_INDEX} names {file!r}, not a safetensors file beside it"
+                f"cannot import {source}: {HUGGING_FACE_INDEX} names {file!r}, not a safetensors file beside it"
             )
         read.update(_read_safetensors(source / file, names)[0])
     return {name: read[name] for name in content["weight_map"]}, metadata if isinstance(metadata, dict) else None

@@ -1,16 +1,21 @@
-"""The command ``fastckpt plan``."""
+"""The command ``fastckpt plan``: the formulas, or with ``--simulate`` months of training with failures."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._tools.places import option
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
 
-#: The options that describe a job, which ``fastckpt simulate`` takes as well.
-JOB_HELP = """\
+HELP = """usage: fastckpt plan OPTION...
+
+Plan checkpoints: their size, how often to save, how fast storage must be.
+Numbers take units: 405B parameters, 13.8TB, 105GiB, 124min, 273GB/s, 95%.
+
 size      --params N | --config FILE (config.json) | --checkpoint DIR |
           --size BYTES; and --expert-params N, --weights bf16|fp16|fp32|fp8,
           --master fp32|bf16|none, --optimizer adamw|adam|adam8bit|sgd|lion|
@@ -19,22 +24,16 @@ layout    --gpus N, --tp N, --pp N, --dp N, --ep N, --zero 0..3,
           --gpus-per-node N (8)
 failures  --mttf-gpu TIME (50000h) | --mttf-cluster TIME, --restart TIME
 storage   --tier light|medium|high (light) for each GPU, or rates: --write,
-          --read of all, --node-write, --node-read of a node; --stall TIME"""
-
-HELP = f"""usage: fastckpt plan OPTION...
-
-Plan checkpoints: their size, how often to save, how fast storage must be.
-Numbers take units: 405B parameters, 13.8TB, 105GiB, 124min, 273GB/s, 95%.
-
-{JOB_HELP}
+          --read of all, --node-write, --node-read of a node; --stall TIME
 interval  --goodput SHARE | --overhead SHARE | --interval TIME (the best);
           --target-seconds TIME that a checkpoint may take
-output    --json; --sweep gpus=1000,2000 | gpus=1000:64000:x2; --plot FILE
+failing   --simulate months of it; --cost TIME of a save, with --gpus, replaces
+          the size, --from FILE of 'bench DIR --json' the speed; --days N (90),
+          --runs N (100), --seed N (0), --weibull SHAPE (1; below: early)
+output    --json; --quiet; --plot FILE; --sweep gpus=1000,2000|1000:64000:x2
 
-example:
-  fastckpt plan --size 13.8TB --tp 8 --pp 64 --dp 6 --write 273GB/s
   fastckpt plan --config config.json --gpus 16384 --tp 8 --pp 16 --tier light
-  fastckpt plan --params 405B --goodput 95% --sweep gpus=1000:64000:x2
+  fastckpt plan --simulate --cost 50s --gpus 24000 --mttf-cluster 124min
 docs/sizing.md explains every option and every line of the output."""
 
 _RULES = ("goodput", "overhead", "interval", "target_seconds")
@@ -42,20 +41,9 @@ _WORDS = (
     *("params", "config", "checkpoint", "size", "expert_params", "weights", "master", "optimizer"),
     *("mttf_gpu", "mttf_cluster", "restart", "write", "read", "node_write", "node_read", "tier", "stall"),
 )
+#: Those of ``--simulate``, and their types.
+_SIMULATED = {"cost": str, "from": Path, "days": float, "runs": int, "seed": int, "weibull": float}
 _NUMBERS = ("gpus", "tp", "pp", "dp", "ep", "zero", "gpus_per_node")
-
-
-def option(name: str) -> str:
-    """The option that sets an argument of :func:`fastckpt.tools.plan`."""
-    return f"--{name.replace('_', '-')}"
-
-
-def add_job_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that describe a job, which :func:`job` reads back."""
-    for name in _WORDS:
-        parser.add_argument(option(name))
-    for name in _NUMBERS:
-        parser.add_argument(option(name), type=int)
 
 
 def job(options: argparse.Namespace, names: tuple[str, ...] = _WORDS + _NUMBERS) -> dict[str, Any]:
@@ -66,11 +54,11 @@ def job(options: argparse.Namespace, names: tuple[str, ...] = _WORDS + _NUMBERS)
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, page)`` makes its parser."""
     parser = command("plan", "plan the size, the interval and the storage of checkpoints", page=HELP)
-    add_job_options(parser)
-    for name in _RULES:
+    for name in (*_WORDS, *_RULES, "sweep"):
         parser.add_argument(option(name))
-    parser.add_argument("--sweep")
-    parser.add_argument("--plot", type=Path)
+    for name, kind in (dict.fromkeys(_NUMBERS, int) | _SIMULATED | {"plot": Path}).items():
+        parser.add_argument(option(name), type=kind)
+    parser.add_argument("--simulate", action="store_true")
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
@@ -81,6 +69,14 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     from .record import plan_table  # noqa: PLC0415
     from .sweep_table import sweep_table  # noqa: PLC0415
 
+    refused = (*_RULES, "sweep") if options.simulate else tuple(_SIMULATED)
+    if given := job(options, refused):
+        how = "does not go with" if options.simulate else "is for"
+        raise ValueError(f"plan: {option(next(iter(given)))} {how} --simulate: leave it out")
+    if options.simulate:
+        from . import simulate_command  # noqa: PLC0415
+
+        return simulate_command.run(job(options), job(options, tuple(_SIMULATED)), options.plot)
     known = {**job(options), **job(options, _RULES)}
     if options.sweep is None:
         if options.plot is not None:

@@ -223,7 +223,7 @@ def _held(
         count = units.parameters("params", params)
         experts = 0 if expert_params is None else units.parameters("expert_params", expert_params)
         if experts > count:
-            raise ValueError(f"plan: expert_params ({experts:,}) exceeds params ({count:,})")
+            raise ValueError(f"plan: give expert_params of at most params, {count:,}, not {experts:,}")
         return count, sum(each), sizing.contents(count, experts, each), []
     if config is not None:
         counted = architectures.read(config)
@@ -284,7 +284,7 @@ def _speed(
     if tier is not None and rates:
         raise ValueError(f"plan: give either a tier or {' and '.join(rates)}, not both")
     if rates and not {"write", "node_write"} & set(rates):
-        raise ValueError(f"plan: {' and '.join(rates)} needs write or node_write beside it")
+        raise ValueError(f"plan: give write or node_write beside {' and '.join(rates)}")
     if not rates and tier is None and target is not None:
         return target, target, "asked for"
     if not rates:

@@ -215,17 +215,17 @@ def simulate(
     Raises:
         ValueError: a number is out of range, or there are too few failures to learn from, or too many.
     """
-    numbers = {"cost": cost, "mttf_gpu": mttf_gpu, "days": days, "shape": shape, "restart": restart, "lag": lag}
+    numbers = {"cost": cost, "mttf_gpu": mttf_gpu, "days": days, "weibull": shape, "restart": restart, "lag": lag}
     for name, value in numbers.items():
         if not (math.isfinite(value) and (value > 0 or (value == 0 and name in ("restart", "lag")))):
-            raise ValueError(f"simulate: {name} must be more than 0, not {value!r}")
+            raise ValueError(f"plan: --simulate: {name} must be more than 0, not {value!r}")
     if accelerators < 1 or runs < _GROUPS or seed < 0:
-        raise ValueError(f"simulate: at least 1 accelerator, {_GROUPS} runs and a seed of 0 are required")
+        raise ValueError(f"plan: --simulate: at least 1 accelerator, {_GROUPS} runs and a seed of 0 are required")
     mttf, horizon = formulas.cluster_mttf(mttf_gpu, accelerators), days * _DAY
     expected = runs * horizon / mttf
     if not _FEWEST <= expected <= _MOST:
         advice = "simulate more days or runs" if expected < _FEWEST else "simulate fewer days or runs"
-        raise ValueError(f"simulate: {expected:,.0f} failures are expected over all runs: {advice}")
+        raise ValueError(f"plan: --simulate: {expected:,.0f} failures are expected over all runs: {advice}")
     drawn = [gaps(np.random.default_rng([seed, run]), accelerators, mttf_gpu, horizon, shape) for run in range(runs)]
     played = _Runs(drawn, horizon, cost, restart + lag)
     if shape != 1 and played.failures:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._tools.places import option
+
 from .plan import plan
 
 if TYPE_CHECKING:
@@ -46,15 +48,15 @@ def parse(text: str) -> tuple[str, list[str]]:
     name, equals, values = text.partition("=")
     name = name.strip().replace("-", "_")
     if not equals or name not in SWEPT:
-        raise ValueError(f"sweep {text!r}: expected NAME=VALUES, where NAME is one of {', '.join(SWEPT)}")
+        raise ValueError(f"plan: --sweep {text!r}: expected NAME=VALUES, where NAME is one of {', '.join(SWEPT)}")
     if ":" not in values:
         listed = [value.strip() for value in values.split(",")]
         if not all(listed):
-            raise ValueError(f"sweep {text!r}: a value is missing")
+            raise ValueError(f"plan: --sweep {text!r}: a value is missing")
         return name, listed
     parts = values.split(":")
     if len(parts) != 3:  # noqa: PLR2004 - start, stop, step
-        raise ValueError(f"sweep {text!r}: a range is START:STOP:STEP, or START:STOP:xFACTOR")
+        raise ValueError(f"plan: --sweep {text!r}: a range is START:STOP:STEP, or START:STOP:xFACTOR")
     return name, _range(text, parts)
 
 
@@ -65,16 +67,16 @@ def _range(text: str, parts: Sequence[str]) -> list[str]:
         start, stop, step = (float(part.strip().removeprefix("x")) for part in parts)
     except ValueError:
         raise ValueError(
-            f"sweep {text!r}: the parts of a range are numbers without units, of bytes, bytes per second or seconds "
-            "(100e9:400e9:x2); those of a list have units (100GB/s,200GB/s)"
+            f"plan: --sweep {text!r}: the parts of a range are numbers without units, of bytes, bytes per second or "
+            "seconds (100e9:400e9:x2); those of a list have units (100GB/s,200GB/s)"
         ) from None
     grows = start > 0 and step > 1 if factor else step > 0
     if not (grows and start <= stop and all(map(math.isfinite, (start, stop, step)))):
-        raise ValueError(f"sweep {text!r}: a range must rise from its start to its stop, and end")
+        raise ValueError(f"plan: --sweep {text!r}: a range must rise from its start to its stop, and end")
     # The small constants absorb rounding: 0.9:0.99:0.01 has ten values.
     number = math.log(stop / start, step) if factor else (stop - start) / step
     if number > _MOST:
-        raise ValueError(f"sweep {text!r}: more than {_MOST:,} values")
+        raise ValueError(f"plan: --sweep {text!r}: more than {_MOST:,} values")
     return [
         f"{start * step**index if factor else start + step * index:.12g}" for index in range(int(number + 1e-9) + 1)
     ]
@@ -93,12 +95,12 @@ def sweep(name: str, values: Sequence[str], known: Mapping[str, Any]) -> list[Pl
     """
     for other in (name, *SWEPT[name]):
         if known.get(other) is not None:
-            raise ValueError(f"sweep {name}: leave out {other}, which the sweep replaces")
+            raise ValueError(f"plan: --sweep {name}: leave out {option(other)}, which the sweep replaces")
     return [plan(**{**known, name: _whole(name, value) if name in _WHOLE else value}) for value in values]
 
 
 def _whole(name: str, value: str) -> int:
     number = float(value) if value.replace(".", "", 1).replace("e", "", 1).replace("+", "", 1).isdigit() else math.nan
     if number != number // 1:
-        raise ValueError(f"sweep {name}: {value!r} is not a whole number")
+        raise ValueError(f"plan: --sweep {name}: {value!r} is not a whole number")
     return int(number)
