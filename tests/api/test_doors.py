@@ -11,6 +11,7 @@ import re
 import warnings
 import weakref
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as torch_dcp
@@ -298,3 +299,41 @@ def test_a_warning_points_at_the_line_of_the_program(tmp_path, door, monkeypatch
         ways[door]({"w": torch.ones(3), "config": undeclared(1)}, tmp_path / "c")
     told = [one for one in caught if undeclared.__name__ in str(one.message)]
     assert [one.filename for one in told] == [__file__]
+
+
+def test_a_switch_of_io_is_a_truth_value():
+    io = fastckpt.IO(verify=0, mmap=1, lazy="", progress=None)
+    assert (io.verify, io.mmap, io.lazy, io.progress) == (False, True, False, False)
+
+
+def test_files_do_not_change_with_the_dict_that_they_were_made_of(tmp_path):
+    beside = {"a.json": "{}"}
+    files = fastckpt.Files(beside)
+    beside["../b"] = 1
+    fastckpt.save(state(), tmp_path / "c", files=files)
+    assert (tmp_path / "c" / "a.json").read_text() == "{}"
+
+
+def test_what_stands_beside_is_read_after_all_other_options_are_checked(tmp_path):
+    with pytest.raises(TypeError, match="exclude must be a pattern"):
+        fastckpt.save(state(), tmp_path / "c", files={"a": tmp_path / "missing"}, exclude=5)
+
+
+def test_verifications_and_copies_give_their_reports(tmp_path):
+    fastckpt.save(state(), tmp_path / "c")
+    heard = []
+    io = fastckpt.IO(on_report=heard.append)
+    reports = [fastckpt.verify(tmp_path / "c", io=io), fastckpt.copy(tmp_path / "c", tmp_path / "d", io=io)]
+    assert heard == reports
+
+
+def test_an_open_checkpoint_is_verified_unless_that_is_turned_off(tmp_path):
+    fastckpt.save({"w": np.zeros(100)}, tmp_path / "c")
+    shard = tmp_path / "c" / "model.safetensors"
+    content = bytearray(shard.read_bytes())
+    content[-1] ^= 1
+    shard.write_bytes(content)
+    with fastckpt.open(tmp_path / "c") as checkpoint, pytest.raises(fastckpt.CorruptCheckpointError):
+        checkpoint["w"]
+    with fastckpt.open(tmp_path / "c", io=fastckpt.IO(verify=False)) as checkpoint:
+        assert checkpoint["w"][-1]

@@ -411,6 +411,19 @@ def test_what_storage_refuses_to_one_rank_ends_the_restore_on_all(four, tmp_path
         assert "refused" in each.raised.text
 
 
+def restore_badly(out):
+    with fastckpt.Manager(out, ranks=RANKS) as manager:
+        manager.restore(io="bogus" if dist.get_rank() == 2 else "auto")
+
+
+def test_an_option_that_is_wrong_on_one_rank_ends_the_restore_on_all(four, tmp_path):
+    four.run(fill, tmp_path / "run", 1)
+    four.start(restore_badly, tmp_path / "run")
+    for each in four.outcomes(2 * TIMEOUT):
+        assert each.raised.kind == ("ValueError" if each.rank == 2 else "RanksError")
+        assert "io must be one of" in each.raised.text
+
+
 def test_a_run_without_a_checkpoint_that_can_be_loaded_is_an_error_on_all_ranks(four, tmp_path):
     four.run(fill, tmp_path / "run", 1)
     (tmp_path / "run" / "step-00000001" / "model.safetensors").write_bytes(b"damaged")

@@ -116,6 +116,17 @@ def test_who_asks_for_a_report_gets_that_of_the_result(tmp_path):
         fastckpt.Manager(tmp_path).restore(on_report=print)
 
 
+def test_an_error_in_the_function_that_gets_the_report_is_no_damage(tmp_path):
+    save(tmp_path, [1, 2])
+
+    def fail(_):
+        raise FileNotFoundError("no directory for reports")
+
+    with pytest.raises(FileNotFoundError, match="for reports"):
+        fastckpt.Manager(tmp_path).restore(io=fastckpt.IO(on_report=fail))
+    assert fastckpt.Manager(tmp_path).restore().step == 2
+
+
 def test_a_kind_of_value_that_is_not_known_is_of_a_later_release_and_no_damage(tmp_path):
     """After a library is rolled back, a run must not pass over its newest checkpoints as damaged."""
     manager = fastckpt.Manager(tmp_path)

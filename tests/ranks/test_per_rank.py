@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from safetensors import safe_open
@@ -34,3 +36,27 @@ def test_a_key_of_the_state_may_be_called_per_rank(tmp_path):
     assert names(path / "training" / "training.safetensors") == ["per_rank.0.random", "per_rank.0.random~1"]
     assert torch.equal(fastckpt.load(path)["per_rank"][0]["random"], torch.ones(2))
     assert torch.equal(fastckpt.distributed.load_per_rank(path)["random"], torch.zeros(2))
+
+
+@dataclass
+class Position:
+    """What only this module's registry knows."""
+
+    epoch: int
+
+
+def test_types_of_a_rank_s_own_state_are_those_of_the_call(tmp_path):
+    registry = fastckpt.Registry(Position)
+    fastckpt.distributed.save({"w": torch.ones(2)}, tmp_path / "c", per_rank=Position(3), registry=registry)
+    assert fastckpt.distributed.load_per_rank(tmp_path / "c", registry=registry) == Position(3)
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="Position"):
+        fastckpt.distributed.load_per_rank(tmp_path / "c")
+
+
+def test_a_manager_restores_them_with_its_registry(tmp_path):
+    registry = fastckpt.Registry(Position)
+    ranks = fastckpt.distributed.Ranks(timeout=60)
+    with fastckpt.Manager(tmp_path, ranks=ranks, save_options={"registry": registry}) as manager:
+        manager.save(1, {"w": torch.ones(2)}, per_rank=Position(4))
+        manager.wait()
+        assert manager.restore(registry=registry).per_rank == Position(4)

@@ -105,7 +105,8 @@ class _View:
 class TensorHandle:
     """A tensor of an open checkpoint: ``handle[index]`` reads a part of it; made by :meth:`Checkpoint.tensor`.
 
-    Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes.
+    Each block of 4 MiB that the index touches is read and compared with its checksum, as far as the tensor goes, unless
+    the checkpoint was opened with ``IO(verify=False)``.
 
     Attributes:
         info: the facts about it.
@@ -398,7 +399,8 @@ def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Chec
     Args:
         path: the checkpoint's directory, or its URL in an object store (docs/stores.md).
         device: where torch tensors go that are read, in whole or in part; see :func:`fastckpt.load`.
-        io: as for :func:`fastckpt.load`.
+        io: how tensors are read, as for :func:`fastckpt.load`: an engine, or an :class:`IO` with threads, or without
+            verification.
 
     Returns:
         A mapping of tensor names, which reads a tensor when it is looked up; a context manager.
