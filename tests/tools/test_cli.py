@@ -993,7 +993,7 @@ def test_top_runs_the_monitor(capfd: pytest.CaptureFixture[str], monkeypatch: py
     assert capfd.readouterr().out.startswith("fastckpt-top ")
     assert cli.main(["--json", "top", "--once"]) == 0
     assert capfd.readouterr().out.startswith(("{", "["))
-    assert cli.main(["--quiet", "top", "--version"]) == 0
+    assert cli.main(["--quiet", "top", "--once"]) == 0
     assert capfd.readouterr().out == ""
     monkeypatch.setattr("shutil.which", lambda *_, **__: None)
     assert cli.main(["top"]) == 2
