@@ -241,7 +241,8 @@ def _ranks_of_a_group() -> Any:
     spreads = Spreads(ranks, ranks.index(dist.get_rank()))
     spreads.describe_of(DTensor)(value)  # type: ignore[misc]
     with pytest.raises(
-        UnsupportedTypeError, match=r"\['w'\].*over rank \d, which is not in the process group.*process_"
+        UnsupportedTypeError,
+        match=r"\['w'\].*over rank \d, which is not in the process group: give ranks= a process group",
     ):
         local_of({"w": value}, 0, [dist.get_rank()])
     return spreads.found

@@ -11,6 +11,7 @@ import random
 import re
 import resource
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -454,6 +455,7 @@ def test_every_document_has_its_schema_first(
         (["plan", "--gpus", "8", "--params", "1B", "--read", "1GB/s"], "give --write or --node-write beside --read"),
         (["plan", "--gpus", "0", "--params", "1B"], "--gpus must be at least 1"),
         (["plan", "--gpus", "8", "--params", "1B", "--expert-params", "2B"], "--expert-params of at most --params"),
+        (["plan", "--simulate", "--cost", "50s", "--gpus", "8", "--from", "b.json"], "--cost and --from cannot be"),
     ],
 )
 def test_messages_name_options(
@@ -469,6 +471,43 @@ def test_messages_name_options(
     status, _, err = call(capsys, *(str(checkpoint) if one == "CHECKPOINT" else one for one in arguments))
     assert status == 2
     assert flag in err
+
+
+@pytest.mark.parametrize("command", ["rm", "ls", "info", "verify", "clean", "prune", "bench", "doctor"])
+def test_an_empty_path_is_not_the_current_directory(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, checkpoint: Path, command: str
+) -> None:
+    """``rm "$UNSET"``."""
+    monkeypatch.chdir(checkpoint)
+    status, out, err = call(capsys, command, "")
+    assert (status, out) == (2, "")
+    assert "it is empty" in err
+    assert fastckpt.verify(checkpoint).ok
+
+
+def test_paths_and_names_in_messages_stay_as_they_are(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = {"overwrite=True": torch.ones(2).to_sparse()}
+    fastckpt.save(state, "p overwrite=True")
+    assert "p overwrite=True: ['overwrite=True'] is" in call(capsys, "export", "p overwrite=True", "q.safetensors")[2]
+    assert "/a: name must" in call(capsys, "ls", "a: name must")[2]
+
+
+def test_json_and_quiet_stand_between_arguments(capsys: pytest.CaptureFixture[str], checkpoint: Path) -> None:
+    status, document = 0, json.loads(call(capsys, "ls", checkpoint, "--json", "*")[1])
+    assert len(document["tensors"]) == len(fastckpt.open(checkpoint))
+    assert call(capsys, "ls", checkpoint, "--quiet", "*") == (status, "", "")
+    assert call(capsys, "ls", "--", "--json")[1] == ""
+
+
+@pytest.mark.parametrize(("closed", "path", "status"), [(">&-", ".", 0), ("2>&-", "nothing", 2), (">&-", "nothing", 2)])
+def test_closed_streams_are_no_error(checkpoint: Path, closed: str, path: str, status: int) -> None:
+    command = f"{sys.executable} -m fastckpt ls {path} {closed}"
+    done = subprocess.run(command, shell=True, cwd=checkpoint, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == status
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "tcsh"])
@@ -699,6 +738,22 @@ def test_what_does_not_go_together_is_refused(
         assert not (tmp_path / destination).exists()
     status, _, err = call(capsys, "import", checkpoint, tmp_path / "out")
     assert "it is a checkpoint already" in err
+    shard = checkpoint / "model.safetensors"
+    fastckpt.save({"w": torch.ones(3)}, tmp_path / "other")
+    for command, source, destination, words in (
+        ("import", shard, checkpoint, "one is inside the other"),
+        ("import", tmp_path, tmp_path / "out", "one is inside the other"),
+        ("import", tmp_path / "m.pt", tmp_path / "other" / "out", "other is a checkpoint"),
+        ("export", checkpoint, tmp_path / "other" / "model.safetensors", "other is a checkpoint"),
+    ):
+        status, _, err = call(capsys, command, source, destination, "--overwrite")
+        assert status == 2
+        assert words in err
+    assert fastckpt.verify(checkpoint).ok
+    assert fastckpt.verify(tmp_path / "other").ok
+    (tmp_path / "other" / "m.pt").write_bytes(b"")
+    files = ("--files", tmp_path / "m.pt", "--files", tmp_path / "other" / "m.pt")
+    assert "two files of one name" in call(capsys, "export", checkpoint, tmp_path / "h", "--format", "hf", *files)[2]
     for form, flag in (
         ("dcp", "--overwrite"),
         ("torch", "--expand"),
@@ -816,9 +871,27 @@ def test_an_export_is_durable(
     monkeypatch.setattr(Path, "replace", lambda *paths: (synced.append("renamed"), replace(*paths)))
     assert call(capsys, "export", tmp_path / "c", tmp_path / "out", "--format", form)[0] == 0
     at = synced.index("renamed")
-    assert {one.parent if form == "dcp" else one for one in synced[:at]} >= {tmp_path / f".out.tmp-{os.getpid()}"}
-    assert tmp_path / f".out.tmp-{os.getpid()}" in synced[:at]
+    (out,) = {one for one in synced[:at] if one.name == "out"}
+    assert out.parent.parent == tmp_path
+    assert {one.parent if form == "dcp" else one for one in synced[:at]} >= {out}
     assert tmp_path in synced[at:]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["c", "out"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp"])
+def test_an_export_that_is_ended_leaves_nothing(tmp_path: Path, form: str, number: int) -> None:
+    fastckpt.save({"w": torch.ones(3)}, tmp_path / "c")
+    code = f"""
+import os, sys
+from harness import cli
+sync = os.fsync
+os.fsync = lambda file: (os.kill(os.getpid(), {int(number)}), sync(file))
+sys.exit(cli.main(["export", "c", "out", "--format", "{form}"]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, timeout=120, check=False)
+    assert done.returncode == (130 if number == signal.SIGINT else -number), done.stderr
+    assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
 
 def test_what_torchs_distributed_checkpoint_cannot_hold_is_refused(

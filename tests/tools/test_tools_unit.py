@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+import fastckpt
 from fastckpt._tools import cli as command_line
 from fastckpt._tools import diff, runs
 from fastckpt._tools.bench import room, scores, shapes, text
@@ -247,7 +248,7 @@ def test_hot_loads_are_left_out_where_the_files_would_not_stay_cached(tmp_path, 
 def test_a_rank_that_comes_back_with_other_bytes_ends_the_run(where, monkeypatch):
     from fastckpt._tools.bench import rank, shapes
 
-    spec = rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], "auto", None, "light")
+    spec = rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], fastckpt.IO(), "light")
     one = rank._Rank(spec)
     one.prepare(rank.Request("save", 1))(time.monotonic())
     loading = one.prepare(rank.Request("load", 1))
@@ -287,7 +288,7 @@ def test_caches_are_dropped_before_what_has_to_be_cold(monkeypatch):
 def test_a_rank_forgets_its_files_and_warms_them(where):
     from fastckpt._tools.bench import caches, rank, shapes
 
-    one = rank._Rank(rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], "auto", None, "light"))
+    one = rank._Rank(rank.Spec(0, where, shapes.of_size(10**6, 1, 8)[0], fastckpt.IO(), "light"))
     one.prepare(rank.Request("save", 1))(time.monotonic())
     caches.warm(where)
     assert caches.resident(where) == 1.0

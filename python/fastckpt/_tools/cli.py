@@ -11,7 +11,6 @@ import argparse
 import datetime as dt
 import errno
 import fnmatch
-import itertools
 import json
 import os
 import re
@@ -19,6 +18,7 @@ import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 import fastckpt
@@ -39,6 +39,8 @@ from . import runs as _runs
 from .places import place
 
 OK, DAMAGED, FAILED = 0, 1, 2
+#: Options that stand anywhere.
+_EVERYWHERE = ("--json", "--quiet")
 
 _PLACE = "the checkpoint: its directory or URL"
 
@@ -73,7 +75,7 @@ class _Parser(argparse.ArgumentParser):
         # Abbreviations of options are refused: an abbreviation could mean another option in a later version.
         super().__init__(**others, allow_abbrev=False)
         self.page = page
-        # They stand before or after a command: `main` looks for them, also where the rest cannot be parsed.
+        # For the help alone: `main` takes them out, wherever they stand.
         self.add_argument("--json", action="store_true", help="print one JSON document")
         self.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -349,29 +351,54 @@ def _message(error: Exception, operation: str, path: str | os.PathLike[str]) -> 
     return f"{message}; {remedy}" if remedy and plain else message
 
 
-def _with_flags(message: str, operation: str, flags: Mapping[str, str]) -> str:
+#: Names and values in messages, which stay as they are.
+_QUOTED = r"'[^']*'|\"[^\"]*\"|`[^`]*`|\[[^\]]*\]"
+
+
+def _with_flags(message: str, operation: str, flags: Mapping[str, str], path: str) -> str:
     """``message`` with options of the command in the place of the arguments of Python that it names."""
     message = re.sub("^IO: ", f"{operation}: ", message)
     every = message.startswith(f"{operation}: give ")
-    for name, flag in flags.items():
-        whole = rf"(?<![\w/.-]){name}(?![\w/.-])"
-        message = re.sub(rf"{whole}=False\b", f"no {flag}", message)
-        message = re.sub(rf"{whole}=(?:True\b|(?![\w'\"]))", flag, message)
-        if every:
-            message = re.sub(rf"(?<!\ba ){whole}", flag, message)
-        message = re.sub(rf"(^|: ){name}(?=:| must| '| \d)", rf"\1{flag}", message)
+    parts = re.split(f"({re.escape(path)}|{_QUOTED})" if len(path) > 1 else f"({_QUOTED})", message)
+    for at in range(0, len(parts), 2):
+        text = parts[at]
+        # A value in quotes belongs to the name before it.
+        bare = r"(?!\w)" if at == len(parts) - 1 else r"(?!\w|$)"
+        for name, flag in flags.items():
+            whole = rf"(?<![\w/.-]){name}(?![\w/.-])"
+            text = re.sub(rf"{whole}=False\b", f"no {flag}", text)
+            text = re.sub(rf"{whole}=(?:True\b|{bare})", flag, text)
+            if every:
+                text = re.sub(rf"(?<!\ba ){whole}", flag, text)
+            text = re.sub(rf"(^|: ){name}(?=:| must| \d| $)", rf"\1{flag}", text)
+        parts[at] = text
+    message = "".join(parts)
     return f"{operation}: {message}" if message.startswith("--") else message
+
+
+def _open_streams() -> None:
+    """Where the caller has closed standard output or standard error, nothing is written."""
+    for stream in ("stdout", "stderr"):
+        if getattr(sys, stream) is None:
+            setattr(sys, stream, Path(os.devnull).open("w", encoding="utf-8"))  # noqa: SIM115 - until the end
+
+
+def _apart(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The options that stand anywhere, and the other arguments."""
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    found = [one for one in arguments[:end] if one in _EVERYWHERE]
+    return found, [*(one for one in arguments[:end] if one not in _EVERYWHERE), *arguments[end:]]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
-    arguments = sys.argv[1:] if arguments is None else list(arguments)
-    before = [*itertools.takewhile(lambda argument: argument.startswith("-"), arguments)]
-    if arguments[len(before) :][:1] == ["top"]:
-        return _manage.top([*before, *arguments[len(before) + 1 :]])
-    quiet = "--quiet" in arguments
-    as_json = "--json" in arguments and not quiet
-    operation, path, flags = "run", place(""), {}
+    _open_streams()
+    found, arguments = _apart(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] == ["top"]:
+        return _manage.top([*found, *arguments[1:]])
+    quiet = "--quiet" in found
+    as_json = "--json" in found and not quiet
+    operation, path, flags = "run", Path(), {}
     document: dict[str, Any]
     try:
         _namesake.check_own(fastckpt)
@@ -384,7 +411,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         document = {"schema": f"fastckpt/{options.command}/1", **document}
     except Exception as error:  # noqa: BLE001 - users need to know what is wrong, not where in our code
         status = _status(error)
-        message = _with_flags(_message(error, operation, path), operation, flags)
+        message = _with_flags(_message(error, operation, path), operation, flags, os.fspath(path))
         document, lines = {"schema": "fastckpt/error/1", "error": message, "type": type(error).__name__}, []
         if not as_json:
             _print(f"fastckpt: {visible(message)}", sys.stderr)

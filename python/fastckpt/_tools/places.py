@@ -14,10 +14,17 @@ def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
 
 
+def path(text: str) -> Path:
+    """A path. An empty one, as of a variable that is not set, would be the current directory."""
+    if not text:
+        raise argparse.ArgumentTypeError("it is empty")
+    return Path(text)
+
+
 def place(text: str) -> Path | str:
     """A path, also of ``file://``; another URL unchanged, since a Path would fold its slashes."""
     if not text.lower().startswith("file:/"):
-        return text if is_url(text) else Path(text)
+        return text if is_url(text) else path(text)
     try:
         return Path(place_of("open", text))
     except ValueError as error:

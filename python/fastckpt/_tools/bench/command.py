@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from fastckpt._tools.places import path
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
+    from pathlib import Path
 
 HELP = """usage: fastckpt bench DIR [OPTION]...
 
@@ -43,7 +45,7 @@ _MOST_RANKS, _MOST_TENSORS = 1024, 1_000_000
 def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, page)`` makes its parser."""
     parser = command("bench", "measure saves and loads in a directory", page=HELP)
-    parser.add_argument("path", metavar="DIR", type=Path)
+    parser.add_argument("path", metavar="DIR", type=path)
     for name, default in {"ranks": 1, "tensors": None, "rounds": 5, "threads": None, "gpus": None}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--size")
@@ -52,7 +54,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser.add_argument("--io", default="auto", choices=("auto", "uring", "threads", "direct", "buffered"))
     parser.add_argument("--target", default="light")
     parser.add_argument("--check", action="store_true")
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plot", type=path)
 
 
 def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:

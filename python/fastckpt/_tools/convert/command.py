@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import count, size
+from fastckpt._tools.places import path
 
 if TYPE_CHECKING:
     import argparse
@@ -24,19 +24,19 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "SRC is a file of torch.save (no pickle is executed) or safetensors, or a directory of Hugging Face or "
         "torch.distributed.checkpoint.",
     )
-    to.add_argument("path", metavar="SRC", type=Path)
-    to.add_argument("destination", metavar="CKPT", type=Path, help="a new checkpoint")
+    to.add_argument("path", metavar="SRC", type=path)
+    to.add_argument("destination", metavar="CKPT", type=path, help="a new checkpoint")
     to.add_argument("--overwrite", action="store_true", help="replace CKPT if it exists")
     to.add_argument("--expand", action="store_true", help="write expanded and overlapping tensors in full")
     of = command("export", "make another format of a checkpoint", "With hf, CKPT need not fit into memory.")
-    of.add_argument("path", metavar="CKPT", type=Path)
-    of.add_argument("destination", metavar="DST", type=Path)
+    of.add_argument("path", metavar="CKPT", type=path)
+    of.add_argument("destination", metavar="DST", type=path)
     of.add_argument("--format", choices=("hf", "safetensors", "torch", "dcp"), help="by default by the name of DST")
     of.add_argument("--overwrite", action="store_true", default=None, help="replace DST if it exists")
     of.add_argument("--keys", metavar="P", action="append", help="only what has such names")
     of.add_argument("--expand", action="store_true", default=None, help="write expanded tensors in full")
     of.add_argument("--strip-prefix", metavar="P", action="append", help="hf: remove this prefix from names")
-    of.add_argument("--files", metavar="F", type=Path, action="append", help="hf: also copy this file (LICENSE.txt)")
+    of.add_argument("--files", metavar="F", type=path, action="append", help="hf: also copy this file (LICENSE.txt)")
     of.add_argument("--shard-size", metavar="N", help="hf: bytes per file (5GB)")
 
 
@@ -58,10 +58,7 @@ def export(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]
     names = ("overwrite", "expand", "strip_prefix", "files", "shard_size")
     given = {name: value for name in names if (value := getattr(options, name)) is not None}
     done = convert.export(options.path, options.destination, options.format, options.keys, given)
-    document, lines = _shown(options, done, time.perf_counter() - begin)
-    if done.format == "hf" and "config.json" not in done.files:
-        lines.append("it has no config.json, which from_pretrained requires: add it with --files")
-    return 0, document, lines
+    return 0, *_shown(options, done, time.perf_counter() - begin)
 
 
 def _shown(options: argparse.Namespace, done: Converted, seconds: float) -> tuple[dict[str, Any], list[str]]:
@@ -70,4 +67,7 @@ def _shown(options: argparse.Namespace, done: Converted, seconds: float) -> tupl
     lines = [f"{options.command}ed {options.path} to {options.destination}: {what} in {seconds:.3f} s"]
     if done.files:
         lines.append(f"with {', '.join(done.files)}")
-    return {**paths, **asdict(done), "seconds": seconds}, lines
+    warnings = []
+    if done.format == "hf" and "config.json" not in done.files:
+        warnings.append("it has no config.json, which from_pretrained requires: add it with --files")
+    return {**paths, **asdict(done), "seconds": seconds, "warnings": warnings}, [*lines, *warnings]

@@ -97,8 +97,6 @@ def export(
             fit = " or ".join(each for each, names in FORMATS.items() if name in names)
             raise CheckpointError(f"export: {option(name)} is for --format {fit}, not {form}")
     given.pop("overwrite", None)
-    if source.resolve() in (destination.resolve(), *destination.resolve().parents):
-        raise CheckpointError(f"{paths}: that is the checkpoint itself or inside it; choose a path outside it")
     if form == "hf":
         found = hugging_face.write(source, destination, keys, overwrite=overwrite, **given)
     elif form == "dcp":
@@ -119,6 +117,14 @@ def _check(operation: str, source: Path, destination: Path, *, overwrite: bool |
     refuse_url(operation, str(destination))
     if not os.path.lexists(source):
         raise FileNotFoundError(errno.ENOENT, "there is no such file or directory", str(source))
+    inner, outer = source.resolve(), destination.resolve()
+    if inner == outer or inner in outer.parents or outer in inner.parents:
+        raise CheckpointError(
+            f"cannot {operation} {source} to {destination}: one is inside the other: choose another path"
+        )
+    above = next((each for each in outer.parents if (each / MANIFEST).exists()), None)
+    if above is not None:
+        raise CheckpointError(f"cannot {operation} to {destination}: {above} is a checkpoint: choose a path outside it")
     if os.path.lexists(destination) and not overwrite:
         more = "" if overwrite is None else ", or add --overwrite to replace it"
         raise FileExistsError(errno.EEXIST, f"it exists; choose another name{more}", str(destination))

@@ -105,6 +105,8 @@ def export(source: Path, destination: Path, keys: Sequence[str] | None, *, expan
                 save(state, storage_writer=FileSystemWriter(temporary), no_dist=True)
         except (CheckpointException, ValueError, RuntimeError) as error:
             cause: Any = next((one for one, _ in getattr(error, "failures", {}).values()), error)
+            if not isinstance(cause, Exception):
+                raise cause from error  # Ctrl-C
             if failed := system_error(cause):
                 raise failed from error
             raise CheckpointError(

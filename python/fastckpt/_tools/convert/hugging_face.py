@@ -151,6 +151,8 @@ def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> lis
 def _files(source: Path, given: Sequence[Path]) -> dict[str, Any]:
     """The files that go along, by name: the user's, and those of a model in the checkpoint."""
     found: dict[str, Any] = {path.name: path for path in given}
+    if len(found) < len(given):
+        raise CheckpointError(f"cannot export {source}: --files gives two files of one name: rename one")
     for name in _BESIDE:
         content = None if name in found else _content(source / name)
         if content is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import shutil
 import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ import numpy as np
 import fastckpt
 from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of, place_of
+from fastckpt._tools.scratch import scratch
 from fastckpt.exceptions import CheckpointError, UnsupportedTypeError
 
 from .needs import HEADER, first_line, refuse_growth, safetensors_for, torch_for
@@ -43,8 +43,8 @@ def load(source: Path, destination: Path, keys: Sequence[str] | None) -> Any:
 @contextmanager
 def replacing(destination: Path) -> Iterator[Path]:
     """Yield a name beside ``destination``: what the block writes there takes its place, durable, or goes."""
-    temporary = destination.with_name(f".{destination.name}.tmp-{os.getpid()}")
-    try:
+    with scratch(destination.parent, "export") as (directory, _):
+        temporary = directory / destination.name
         try:
             yield temporary
             _fsync(temporary)
@@ -54,10 +54,6 @@ def replacing(destination: Path) -> Iterator[Path]:
                 raise
             raise OSError(cause.errno, f"cannot write it: {cause.strerror}", str(destination)) from error
         temporary.replace(destination)
-    finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary)
-        temporary.unlink(missing_ok=True)
     _fsync(destination.parent)
 
 
@@ -153,8 +149,6 @@ def _write_safetensors(path: Path, header: bytes, tensors: Sequence[Any], torch:
     Tied tensors are written under each of their names, because the format has no word for them; the library, which
     refuses tensors that share memory, would need a copy of each.
     """
-    with suppress(FileNotFoundError):
-        path.unlink()
     with path.open("xb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         for tensor in tensors:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._text import count, size
+from fastckpt._tools.places import path
 
 if TYPE_CHECKING:
     import argparse
@@ -25,7 +26,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "Exits with 0 if all is well, with 1 if there are warnings, with 2 if no checkpoint can be made there.",
     )
     parser.add_argument(
-        "path", metavar="DIR", type=Path, nargs="?", default=Path(), help="by default the current directory"
+        "path", metavar="DIR", type=path, nargs="?", default=Path(), help="by default the current directory"
     )
     parser.add_argument(
         "--no-probe", action="store_true", help="do not measure (about two seconds of reading and writing)"

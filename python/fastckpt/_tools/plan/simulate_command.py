@@ -39,6 +39,8 @@ def run(known: Mapping[str, Any], own: Mapping[str, Any], plot: Path | None) -> 
         from . import plots  # noqa: PLC0415
 
         plots.check(plot)
+    if {"from", "cost"} <= own.keys():
+        raise ValueError("plan: --cost and --from cannot be combined: leave one out")
     if "from" in own:
         known = {**measured(own["from"], known), **known}
     if "cost" not in own:
