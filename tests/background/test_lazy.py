@@ -343,7 +343,7 @@ def test_a_change_in_place_fails_the_save_and_is_named(tmp_path, held_background
         for change in each:
             text = detected(tmp_path, held_background, state, change)
             assert text is not None
-            assert f"changed in place while lazy=True was copying: {name}. Nothing was written." in text
+            assert f"changed in place while IO(lazy=True) was copying: {name}. Nothing was written." in text
             assert "wait_staged()" in text
             assert str(tmp_path / "c") in text
             assert not (tmp_path / "c").exists()

@@ -313,6 +313,17 @@ def test_one_failed_removal_does_not_stop_the_rest_and_is_told_once(tmp_path, ca
     assert "step-00000001" in told[0]
 
 
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_each_save_takes_the_files_as_they_are_then(tmp_path, asynchronous):
+    """Mutant: the dict is copied when the manager is made; docs/guides/trainer.md fills it before each save."""
+    files = {}
+    with fastckpt.Manager(tmp_path, save_options={"files": files}, async_save=asynchronous) as manager:
+        for step in (1, 2):
+            files["state.json"] = str(step)
+            manager.save(step, {"a": step})
+    assert [Path(manager.path(step), "state.json").read_text() for step in (1, 2)] == ["1", "2"]
+
+
 def test_what_files_gave_goes_with_a_checkpoint_and_what_others_put_there_stays(tmp_path, caplog):
     """Notes, results, a checkpoint of torch's DCP, a directory: nothing that fastckpt did not write is removed."""
     options = {"save_options": {"files": {"config.json": "{}"}}}

@@ -86,7 +86,7 @@ def test_what_cannot_be_cleaned_is_an_error(tmp_path, capsys):
     assert cli.main(["clean", str(tmp_path / "missing")]) == 2
     assert "missing" in capsys.readouterr().err
     assert cli.main(["clean", str(tmp_path), "--yes", "--older-than", "24"]) == 2
-    assert "older_than '24' would be seconds: give it a unit, as in '24h'" in capsys.readouterr().err
+    assert "--older-than '24' would be seconds: give it a unit, as in '24h'" in capsys.readouterr().err
 
 
 def test_what_would_be_removed_is_shown_first(left, tmp_path, capsys):

@@ -100,7 +100,9 @@ def save_options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
         if name not in known:
             more = where(name, known) or f": known are {', '.join(sorted(known))}"
             raise ValueError(f"Manager: save_options= has no {name}{more}")
-        # Files may not be there yet: each save reads them.
-        check = check_files if name == "files" else known[name].check
-        given[name] = check("Manager: save_options", value)
+        if name == "files":
+            # Each save reads them as they are then: they may not be there yet, and the caller's dict may change.
+            check_files("Manager: save_options", value)
+        else:
+            given[name] = known[name].check("Manager: save_options", value)
     return {**given, "io": check_io("Manager: save_options", given.get("io", "auto"))}
