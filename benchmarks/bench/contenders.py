@@ -329,8 +329,10 @@ VARIANTS = {
     },
     "slabs": Spec("fastckpt:slabs", {}, {"FASTCKPT_ZERO_COPY": "0"}, "fastckpt, through slabs"),
     "zero-copy": Spec("fastckpt:zero-copy", {}, {"FASTCKPT_ZERO_COPY": "1"}, "fastckpt, zero-copy"),
-    "mmap": Spec("fastckpt:mmap", {"mmap": True}, title="fastckpt, mmap=True"),
-    "mmap-only": Spec("fastckpt:mmap-only", {"mmap": True, "verify": False}, title="fastckpt, mmap=True, verify=False"),
+    "mmap": Spec("fastckpt:mmap", {"mmap": True}, title="fastckpt, IO(mmap=True)"),
+    "mmap-only": Spec(
+        "fastckpt:mmap-only", {"mmap": True, "verify": False}, title="fastckpt, IO(mmap=True, verify=False)"
+    ),
 }
 
 # Another build of fastckpt, beside the one that is installed; its ``site`` is still to be filled in.

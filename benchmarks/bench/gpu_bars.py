@@ -104,7 +104,7 @@ def training_bars(found: dict[str, Any]) -> list[DeviceBar]:
     small = "" if found["bytes"] >= STALL_BYTES else f"the state has only {found['bytes'] / GB:.3g} GB"
     # Windows differ by themselves; a difference within that is none.
     hidden = max(0.0, found["copy"] - found["forward_backward"]) + found.get("noise", 0.0)
-    what = "save_async(lazy=True), then a step"
+    what = "save_async(io=IO(lazy=True)), then a step"
     return [
         DeviceBar(f"{what}, 10 GB: stall of the host, ms", stall, STALL_MS, False, absent or small),
         DeviceBar(f"{what}: device time lost, s (limit: copy not hidden, plus noise)", lost, hidden, False, absent),

@@ -680,3 +680,15 @@ def test_a_load_gives_its_report(tmp_path):
     mapped = with_report(fastckpt.load, tmp_path / "c", mmap=True)
     assert same(mapped.state, state)
     assert mapped.report.bytes == 8000
+
+
+def test_a_part_that_is_passed_without_its_key_is_no_silent_success(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    fastckpt.save({"model": model.state_dict(), "step": 1}, tmp_path / "c")
+    other = torch.nn.Linear(2, 2)
+    with pytest.raises(fastckpt.StructureMismatchError, match=r'into=\{"model": model\} with keys="model"'):
+        fastckpt.load(tmp_path / "c", into=other)
+    with pytest.warns(RuntimeWarning, match="no tensor of it has a place in into="):
+        fastckpt.load(tmp_path / "c", into=other, strict=False)
+    fastckpt.load(tmp_path / "c", into={"model": other}, keys="model")
+    assert torch.equal(other.weight, model.weight)

@@ -79,7 +79,10 @@ def test_a_dry_run_removes_nothing(run, capsys):
     assert (status, document["removed"], document["dry_run"]) == (0, [1, 2, 3, 5], True)
     assert fastckpt.Manager(run).steps() == [1, 2, 3, 4, 5, 6]
     assert cli.main(["prune", str(run), "--keep", "last=1"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1] == "4 checkpoints would be removed, 2 stay"
+    assert (
+        capsys.readouterr().out.splitlines()[-1]
+        == "4 checkpoints would be removed, 2 stay: add --yes to remove what would go"
+    )
 
 
 def test_prune_removes_what_no_policy_keeps(run, capsys):

@@ -403,7 +403,9 @@ def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Chec
             verification.
 
     Returns:
-        A mapping of tensor names, which reads a tensor when it is looked up; a context manager.
+        A mapping, :class:`fastckpt.types.Checkpoint`, and a context manager. Names are the keys on the way to a tensor,
+        joined with dots: ``checkpoint["model.0.weight"]`` reads one, ``checkpoint.tensor("model.0.weight")[2:5]`` a
+        part of it.
 
     Raises:
         CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)

@@ -10,6 +10,7 @@ from fastckpt._paths import AnyPath, is_url
 from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 from fastckpt._tensors.ranges import range_of
+from fastckpt._warn import warn
 
 from . import in_flight
 from .build_report import build_report
@@ -74,8 +75,8 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
             or two keys become one.
 
     Warns:
-        RuntimeWarning: with a registry that says ``undeclared="plain"``, types that are not known, once for all of
-            them.
+        RuntimeWarning: with ``strict=False``, no tensor of the checkpoint has a place in ``into``; with a registry that
+            says ``undeclared="plain"``, types that are not known, once for all of them.
     """
     settings = LoadSettings.of("load", options, load)
     source = place_of("load", path)
@@ -112,6 +113,11 @@ def _load(source: str, settings: LoadSettings, into: Any) -> tuple[Any, LoadRepo
     report = _read(source, reader, prepared.targets, prepared.numbers, settings)
     state = prepared.build()
     made = build_report(LoadReport, source, began, report, missing=prepared.missing, unexpected=prepared.unexpected)
+    if into is not None and prepared.unexpected and not made.tensors:
+        warn(
+            f"fastckpt: load: {source}: no tensor of it has a place in into=, which stays as it is: give it the same "
+            'keys, as in into={"model": model} with keys="model"'
+        )
     return state, conclude(made)
 
 

@@ -61,7 +61,7 @@ class Mismatches:
                 "an optimizer that has not stepped has no tensors yet: pass the optimizer itself, not its state_dict()"
             )
         return (
-            'pass a state with the same tensors and values, or select those that it has, as in keys="model.*", '
+            'pass a state with the same keys, tensors and values (one part: into={"model": model} with keys="model"), '
             "or pass strict=False to skip what only one side has"
             + (", or make keys the same with rename=" * (self.into_lacks and self.checkpoint_lacks))
             + (", or cast floating-point tensors with dtype=" * self.castable)

@@ -319,5 +319,6 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
     }
     word = "removed" if options.yes else "would be removed"
     lines = [*(f"{Path(found.manager.path(step)).name}: {word}" for step in removed), *failures]
-    lines.append(f"{count(len(removed), 'checkpoint')} {word}, {len(found.saved) - len(removed)} stay")
+    then = "" if options.yes or not removed else ": add --yes to remove what would go"
+    lines.append(f"{count(len(removed), 'checkpoint')} {word}, {len(found.saved) - len(removed)} stay{then}")
     return 1 if failures else 0, document, lines
