@@ -276,7 +276,7 @@ def test_mismatch_says_what_helps(saved):
         fastckpt.load(path, into=torch.nn.Linear)
     assert len(caught.value.differences) == 30
     assert pickle.loads(pickle.dumps(caught.value)).differences == caught.value.differences
-    with pytest.raises(StructureMismatchError, match=r'keys="model\.\*".*; 1 difference:'):
+    with pytest.raises(StructureMismatchError, match=r'keys="model".*; 1 difference:'):
         fastckpt.load(path, into={str(i): torch.ones(1) for i in range(29)})
 
 
