@@ -153,7 +153,7 @@ def test_a_checkpoint_is_not_exported_onto_itself(tmp_path, capsys):
     for target in (source, link, source / "hf", link / "hf"):
         status, document = export(capsys, source, target, "--overwrite")
         assert (status, document["type"]) == (2, "CheckpointError"), document
-        assert "inside it" in document["error"]
+        assert "one is inside the other" in document["error"]
     assert cli.main(["export", str(source), str(source / "training" / "training.safetensors"), "--overwrite"]) == 2
     assert manifest.listing(source) == before
     assert fastckpt.verify(source).ok

@@ -422,6 +422,7 @@ def test_the_longest_header_is_the_one_that_the_library_opens(tmp_path):
         assert len(file.keys()) == 1
     with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="100000000 bytes"):
         _one_file._header([("n" * (spare + 8), tensor)], dtypes, path)
+    path.unlink()
     _one_file._write_safetensors(path, header + b" " * 8, [tensor], torch)
     with pytest.raises(SafetensorError), safe_open(path, framework="pt"):
         pass
