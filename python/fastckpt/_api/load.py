@@ -113,7 +113,7 @@ def _load(source: str, settings: LoadSettings, into: Any) -> tuple[Any, LoadRepo
     report = _read(source, reader, prepared.targets, prepared.numbers, settings)
     state = prepared.build()
     made = build_report(LoadReport, source, began, report, missing=prepared.missing, unexpected=prepared.unexpected)
-    if into is not None and prepared.unexpected and not made.tensors:
+    if prepared.unexpected and prepared.missing and not made.tensors:
         warn(
             f"fastckpt: load: {source}: no tensor of it has a place in into=, which stays as it is: give it the same "
             'keys, as in into={"model": model} with keys="model"'
