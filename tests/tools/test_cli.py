@@ -891,7 +891,9 @@ sys.exit(cli.main(["export", "c", "out", "--format", "{form}"]))
 """
     path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     how = {"cwd": tmp_path, "capture_output": True, "timeout": 120, "check": False}
-    done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, **how)
+    done = subprocess.run(  # noqa: PLW1510 - in how
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, **how
+    )
     assert done.returncode == (130 if number == signal.SIGINT else -number), done.stderr
     assert [one.name for one in tmp_path.iterdir()] == ["c"]
 
