@@ -32,7 +32,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     of.add_argument("path", metavar="CKPT", type=path)
     of.add_argument("destination", metavar="DST", type=path)
     formats = ("hf", "safetensors", "torch", "dcp")
-    of.add_argument("--format", choices=formats, help="needed unless DST ends in .safetensors, .pt, .pth or .bin")
+    of.add_argument("--format", choices=formats, help="needed where DST is a directory")
     of.add_argument("--overwrite", action="store_true", default=None, help="replace DST if it exists")
     of.add_argument("--keys", metavar="P", action="append", help="only what has such names")
     of.add_argument("--expand", action="store_true", default=None, help="write expanded tensors in full")
