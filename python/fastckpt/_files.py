@@ -37,11 +37,8 @@ def check_names(operation: str, files: Any) -> None:
 
 
 def contents_of(operation: str, files: Contents | None) -> list[tuple[str, bytes]]:
-    """The name and the content of each."""
-    if files is None:
-        return []
-    check_names(operation, files)
-    return [(name, _content(operation, name, content)) for name, content in files.items()]
+    """The name and the content of each; they have been checked."""
+    return [(name, _content(operation, name, content)) for name, content in (files or {}).items()]
 
 
 def _check_name(operation: str, name: Any) -> None:

@@ -97,7 +97,7 @@ def save(
         FileExistsError: ``path`` exists and is not a checkpoint (for example, another program wrote it), or it is one
             and ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
-        TypeError: ``ranks`` is no process group, or an argument is unknown.
+        TypeError: ``ranks`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
             was forked from a rank.
 
@@ -165,7 +165,7 @@ def save_async(
             later errors fail the save on the other ranks.
         Exception: an earlier asynchronous save failed, and its result was never requested, as for
             :func:`fastckpt.save_async`.
-        TypeError: ``ranks`` is no process group, or an argument is unknown.
+        TypeError: ``ranks`` is not a process group, or an argument is unknown.
         RuntimeError: this process was forked from a rank.
         ValueError: an argument is out of range, ``path`` is a URL, or this process is not in the process group.
 
@@ -243,7 +243,7 @@ def load(
         CorruptCheckpointError: the checkpoint is damaged; the message names the place.
         Exception: whatever :func:`fastckpt.load` raises, on this rank. Where an object in ``into`` refuses its state
             (CheckpointError), the other ranks have theirs by then, and return.
-        TypeError: ``ranks`` is no process group, or an argument is unknown.
+        TypeError: ``ranks`` is not a process group, or an argument is unknown.
         RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
             was forked from a rank.
         ValueError: an argument is out of range, or this process is not in the process group.

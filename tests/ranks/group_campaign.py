@@ -186,7 +186,7 @@ class Managed:
     def call(self, number, timeout, bad):
         """What a program does at one step."""
         manager, step = self.manager, number + 1
-        manager._ranks._timeout, manager._ranks._given = timeout, Ranks(timeout=timeout)
+        manager._ranks._given = Ranks(timeout=timeout)
         if self.entry == "restore":
             found = manager.restore()
             if found.state["step"] != found.step:

@@ -534,6 +534,9 @@ def test_the_completion_of_bash_knows_commands_options_and_paths(
         ("ver", "verify"),
         ("copy --band", "--bandwidth-limit"),
         ("verify st", "step-7"),
+        ("export st", "step-7"),
+        ("bench st", "step-7"),
+        ("plan --config x --from st", "step-7"),
         ("export --format s", "safetensors"),
     ):
         text = program.format(words=words, last=len(words.split()))

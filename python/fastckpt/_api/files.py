@@ -39,7 +39,7 @@ class Files:
             (docs/unchanged.md).
 
     Raises:
-        TypeError: ``beside`` is no dict of names and contents, or a pattern is not a string.
+        TypeError: ``beside`` is not a dict of names and contents, or a pattern is not a string.
         ValueError: ``shard_size`` is out of range, or a name is not a plain file name, or one of fastckpt's own.
 
     Example:

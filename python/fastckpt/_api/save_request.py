@@ -105,8 +105,7 @@ class SaveRequest:
         Raises:
             KeyError: a pattern matches none of them.
         """
-        frozen = self.settings.files.frozen
-        return flags_of(self.operation, frozen, [*names])
+        return flags_of(self.operation, self.settings.files.frozen, [*names])
 
     def close(self) -> None:
         """Let go of the caller's memory: an error's traceback has frames that have this."""

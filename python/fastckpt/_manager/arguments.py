@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from fastckpt import keep as keeping
 from fastckpt import when as saving
 from fastckpt._api.files import check_files
-from fastckpt._api.io import check_io
 from fastckpt._api.save_settings import SaveSettings
 from fastckpt._api.settings import where
 
@@ -95,8 +94,8 @@ def save_options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
         ValueError: an option is unknown, or out of range.
     """
     known = {name: one for name, one in SaveSettings.options().items() if name != "overwrite"}
-    given = dict(options or {})
-    for name, value in (options or {}).items():
+    given: dict[str, Any] = {"io": "auto", **(options or {})}
+    for name, value in given.items():
         if name not in known:
             more = where(name, known) or f": known are {', '.join(sorted(known))}"
             raise ValueError(f"Manager: save_options= has no {name}{more}")
@@ -105,4 +104,4 @@ def save_options_of(options: Mapping[str, Any] | None) -> dict[str, Any]:
             check_files("Manager: save_options", value)
         else:
             given[name] = known[name].check("Manager: save_options", value)
-    return {**given, "io": check_io("Manager: save_options", given.get("io", "auto"))}
+    return given

@@ -95,14 +95,14 @@ class Crew:
             other ranks.
 
     Raises:
-        TypeError: it is no process group.
+        TypeError: it is not a process group.
         ValueError: this process is not in it.
     """
 
     def __init__(self, given: Any, directory: str) -> None:
         alone = isinstance(given, str) and given == "alone"
         self._given = check_ranks("Manager", None if alone else given)
-        self._directory, self._timeout = directory, self._given.timeout
+        self._directory = directory
         self._session = None if alone else session("Manager", self._given.process_group)
         group = None if self._session is None else self._session.group
         self.rank, self.size, self.host = (0, 1, "") if group is None else (group.rank, group.size, group.host)
@@ -245,7 +245,7 @@ class Crew:
         with self._turn(self._peers, operation) as turn:
             found = None
             if self.leads:
-                with _beating(turn, self._timeout):
+                with _beating(turn, self._given.timeout):
                     found = find()
             agreed: _T = turn.round(LAST, found, combine=lambda values: values[0])
             return agreed
@@ -282,7 +282,8 @@ class Crew:
             return
         # Before the first save no rank knows the others: a rank that leaves at once would not be heard.
         known = self._session.peers.has_met
-        call = Call("save", self._session, path, self._timeout if known else min(_MEETING, self._timeout))
+        timeout = self._given.timeout
+        call = Call("save", self._session, path, timeout if known else min(_MEETING, timeout))
         # The caller decides what this rank does about its own error.
         with contextlib.suppress(Exception, RankLeft), call.operation:
             raise RankLeft(why) if known else RuntimeError(why)
@@ -307,7 +308,7 @@ class Crew:
             return turn.round(LAST, value, combine=combine, decide=decide, watch=watch)
 
     def _turn(self, peers: Peers, operation: str) -> Operation:
-        return peers.operation(operation, self._directory, self._timeout, place=self._place)
+        return peers.operation(operation, self._directory, self._given.timeout, place=self._place)
 
     def _pace(self, apart: float) -> int:
         """How many boundaries come in this many seconds, judging by the last ones.

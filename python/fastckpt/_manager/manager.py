@@ -90,7 +90,7 @@ class Manager:
 
     Raises:
         ImportError: ``remote`` is a URL, and the package obstore cannot be imported.
-        TypeError: an argument has the wrong type, or ``ranks`` is no process group.
+        TypeError: an argument has the wrong type, or ``ranks`` is not a process group.
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
             is not in the process group.
         RanksError: another rank has not made its manager, or has other arguments.

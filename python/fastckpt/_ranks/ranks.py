@@ -39,7 +39,7 @@ class Ranks:
             differ as the lowest rank has them, whole, and names them in ``warnings`` of the report.
 
     Raises:
-        TypeError: ``timeout`` is no number.
+        TypeError: ``timeout`` is not a number.
         ValueError: an option is out of range.
 
     Example:

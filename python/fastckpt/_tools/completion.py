@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .places import place
+from .places import path, place
 
 if TYPE_CHECKING:
     import argparse
@@ -28,7 +27,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         ) from None
     for parser in options.every.values():
         for action in parser.arguments():
-            if action.type in (place, Path):
+            if action.type in (path, place):
                 action.complete = shtab.FILE
     script = shtab.complete(options.whole, shell=options.shell)
     return 0, {"shell": options.shell, "script": script}, script.splitlines()

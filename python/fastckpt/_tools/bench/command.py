@@ -71,8 +71,7 @@ def run(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
         save, load = fastckpt.tools.set_target(options.target)
         io = fastckpt.IO(options.io, threads=options.threads)
     except ValueError as error:
-        text_of = str(error).replace("set_target", "bench: --target", 1).replace("IO: ", "bench: --", 1)
-        raise ValueError(text_of) from None
+        raise ValueError(str(error).replace("set_target", "bench: --target", 1)) from None
     target = save / 1e9, load / 1e9
     for name, most in {"ranks": _MOST_RANKS, "rounds": 10**6, "gpus": 10**9, "tensors": _MOST_TENSORS}.items():
         _within(name, getattr(options, name), most)

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from fastckpt._text import count, size
 from fastckpt._tools.places import path
 
+from .needs import FORMATS
+
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Callable
@@ -31,8 +33,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     of = command("export", "make another format of a checkpoint", "With hf, CKPT need not fit into memory.")
     of.add_argument("path", metavar="CKPT", type=path)
     of.add_argument("destination", metavar="DST", type=path)
-    formats = ("hf", "safetensors", "torch", "dcp")
-    of.add_argument("--format", choices=formats, help="needed where DST is a directory")
+    of.add_argument("--format", choices=tuple(FORMATS), help="needed where DST is a directory")
     of.add_argument("--overwrite", action="store_true", default=None, help="replace DST if it exists")
     of.add_argument("--keys", metavar="P", action="append", help="only what has such names")
     of.add_argument("--expand", action="store_true", default=None, help="write expanded tensors in full")

@@ -15,21 +15,12 @@ from fastckpt._tools.places import option
 from fastckpt.exceptions import CheckpointError
 
 from . import distributed, hugging_face, one_file
-from .needs import MANIFEST, PICKLED, refuse_growth, torch_for, unpickling_torch_for
+from .needs import BY_NAME, FORMATS, MANIFEST, PICKLED, refuse_growth, torch_for, unpickling_torch_for
 from .sources import read
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
-
-#: The formats of an export, with the options that only some have, and those that names of files tell.
-FORMATS = {
-    "hf": ("overwrite", "strip_prefix", "files", "shard_size"),
-    "safetensors": ("overwrite", "expand"),
-    "torch": ("overwrite",),
-    "dcp": ("expand",),
-}
-BY_NAME = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

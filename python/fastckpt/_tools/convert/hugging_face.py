@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt import _core
 from fastckpt._api.selection import Patterns
-from fastckpt._files import contents_of
+from fastckpt._files import check_names, contents_of
 from fastckpt._state.builders import Validator
 from fastckpt._state.select import aliases, ends_of
 from fastckpt._state.unflatten import is_tensor, parse, unflatten
@@ -93,6 +93,7 @@ def write(
     for position, name in enumerate(names):
         state += [name, ["tensor", position]]
     more = _files(source, files)
+    check_names("export", more)
     options = _core.SaveOptions(shard_size=size, overwrite=overwrite, files=contents_of("export", more))
     report = reader.save(str(destination), list(zip(chosen, names, strict=True)), json.dumps(state), options)
     return report["tensors"], report["bytes"], *sorted(more)

@@ -15,6 +15,14 @@ HEADER = 100_000_000
 MANIFEST = "fastckpt.json"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")
+#: The formats of an export, with the options that only some have, and those that names of files tell.
+FORMATS = {
+    "hf": ("overwrite", "strip_prefix", "files", "shard_size"),
+    "safetensors": ("overwrite", "expand"),
+    "torch": ("overwrite",),
+    "dcp": ("expand",),
+}
+BY_NAME = {".safetensors": "safetensors", ".pt": "torch", ".pth": "torch", ".bin": "torch"}
 
 
 def torch_for(operation: str, source: Path) -> Any:

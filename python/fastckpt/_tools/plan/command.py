@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._tools.places import option
+from fastckpt._tools.places import option, path
 
 if TYPE_CHECKING:
     import argparse
@@ -42,7 +41,14 @@ _WORDS = (
     *("mttf_gpu", "mttf_cluster", "restart", "write", "read", "node_write", "node_read", "tier", "stall"),
 )
 #: Those of ``--simulate``, and their types.
-_SIMULATED = {"cost": str, "from": Path, "days": float, "runs": int, "seed": int, "weibull": float}
+_SIMULATED: dict[str, Callable[[str], Any]] = {
+    "cost": str,
+    "from": path,
+    "days": float,
+    "runs": int,
+    "seed": int,
+    "weibull": float,
+}
 _NUMBERS = ("gpus", "tp", "pp", "dp", "ep", "zero", "gpus_per_node")
 
 
@@ -56,7 +62,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     parser = command("plan", "plan the size, the interval and the storage of checkpoints", page=HELP)
     for name in (*_WORDS, *_RULES, "sweep"):
         parser.add_argument(option(name))
-    for name, kind in (dict.fromkeys(_NUMBERS, int) | _SIMULATED | {"plot": Path}).items():
+    for name, kind in (dict.fromkeys(_NUMBERS, int) | _SIMULATED | {"plot": path}).items():
         parser.add_argument(option(name), type=kind)
     parser.add_argument("--simulate", action="store_true")
 
