@@ -1,4 +1,4 @@
-"""The monitor without a screen: --once, --json, --check, lines, --prometheus, --record, --replay, --list, --clean."""
+"""The monitor without a screen: --once, --json, --check, lines, --prometheus, --record, --replay, debug."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_once(producer, top):
 
 
 def test_nothing_found_is_3(top):
-    for args in (["--once"], ["--check"], ["--list"], ["--once", "--json"]):
+    for args in (["--once"], ["--check"], ["debug", "ls"], ["--once", "--json"]):
         assert top(*args).returncode == 3, args
     assert "no fastckpt process in" in top("--once").stderr
 
@@ -399,26 +399,33 @@ def test_a_recorder_that_was_killed_leaves_a_file_that_plays(tmp_path, recording
     assert len(Recording(str(plain))) == len(Recording(str(recording))) - 1
 
 
-def test_list_dump_layout_and_clean(producer, top, place):
+def test_the_segments_themselves(producer, top, place):
     child = producer("--rank", 2)
     Image(pid=77, rank=5).write(place, "77-1.seg")
     (place / "1-1.seg").write_bytes(b"nonsense")
-    listed = top("--list")
+    listed = top("debug", "ls")
     assert listed.returncode == 0
     assert f"pid {child.pid}, uid {os.geteuid()}, rank 2" in listed.stdout
     assert "pid 77, uid" in listed.stdout
     assert "dead, touched" in listed.stdout
     assert "1-1.seg: too short" in listed.stdout
-    lines = [json.loads(line) for line in top("--list", "--json").stdout.splitlines()]
+    lines = [json.loads(line) for line in top("debug", "ls", "--json").stdout.splitlines()]
     assert {line.get("pid"): line.get("alive") for line in lines} == {child.pid: True, 77: False, None: None}
-    dumped = json.loads(top("--dump", place / "77-1.seg").stdout)
+    assert top("--rank", 5, "debug", "ls").stdout.count("pid ") == 1
+    elsewhere = top("--dir", place / "none", "debug", "ls")
+    assert elsewhere.returncode == 3
+    assert elsewhere.stderr.startswith(f"no segment in {place}/none\n")
+    assert top("debug", "ls", "--dir", place / "none").returncode == 3
+    assert top("debug").returncode == 2
+    dumped = json.loads(top("debug", "dump", place / "77-1.seg").stdout)
     assert dumped["header"]["rank"] == 5
-    assert top("--dump", place / "1-1.seg").returncode == 4
-    assert top("--dump", place / "none").returncode == 4
-    assert json.loads(top("--dump-layout").stdout)["thread"]["bytes_op"] == {"offset": 0x78, "type": "u64"}
-    assert top("--clean").stdout == ""
+    assert top("debug", "dump", place / "1-1.seg").returncode == 4
+    assert top("debug", "dump", place / "none").returncode == 4
+    assert json.loads(top("debug", "layout").stdout)["thread"]["bytes_op"] == {"offset": 0x78, "type": "u64"}
+    assert top("debug", "clean", "--yes").stdout == ""
     os.utime(place / "77-1.seg", (1, 1))
-    assert top("--clean").stdout == f"removed {place}/77-1.seg\n"
+    assert top("debug", "clean").stdout == f"would remove {place}/77-1.seg\n"
+    assert top("debug", "clean", "--yes").stdout == f"removed {place}/77-1.seg\n"
     assert (place / f"{next(place.glob(f'{child.pid}-*')).name}").exists()
 
 
@@ -433,13 +440,13 @@ def test_names_of_files_do_not_steer_the_terminal(top, place):
         assert told
         return all(char.isprintable() or char == "\n" for char in told)
 
-    assert printable(top("--list"))
-    assert printable(top("--list", "--json"))
-    assert printable(top("--dump", place / f"1{nasty}"))
-    assert printable(top("--dump", place / f"2{nasty}"))
+    assert printable(top("debug", "ls"))
+    assert printable(top("debug", "ls", "--json"))
+    assert printable(top("debug", "dump", place / f"1{nasty}"))
+    assert printable(top("debug", "dump", place / f"2{nasty}"))
     assert printable(top("--replay", place / f"1{nasty}"))
     os.utime(place / nasty, (1, 1))
-    swept = top("--clean")
+    swept = top("debug", "clean", "--yes")
     assert printable(swept)
     assert "removed" in swept.stdout
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
 import time
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from fastckpt_top import feed, options, segment, targets, text
+from fastckpt_top import console, feed, options, targets, text
 from fastckpt_top.model import Model
 from fastckpt_top.replay import Replay, ReplayError
 from fastckpt_top.session import Live
@@ -22,12 +20,6 @@ if TYPE_CHECKING:
 
     from fastckpt_top.session import Session, Sink
     from fastckpt_top.snapshot import Source
-
-OK: Final = 0
-BELOW: Final = 1
-USAGE: Final = 2
-NOTHING: Final = 3
-UNREADABLE: Final = 4
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -43,23 +35,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(args)
     except ReplayError as error:
-        _complain(str(error))
-        return UNREADABLE
+        console.complain(str(error))
+        return console.UNREADABLE
     except BrokenPipeError:
-        _devnull()
-        return OK
+        console.close()
+        return console.OK
     except KeyboardInterrupt:
-        return OK
+        return console.OK
     except OSError as error:
         name = f"{error.filename}: " if error.filename else ""
-        _complain(f"{name}{error.strerror or error}")
-        return UNREADABLE
+        console.complain(f"{name}{error.strerror or error}")
+        return console.UNREADABLE
 
 
 def _run(args: argparse.Namespace) -> int:
-    for wanted, act in ((args.dump_layout, _dump_layout), (args.dump, _dump), (args.list, _list), (args.clean, _clean)):
-        if wanted:
-            return act(args)
+    if args.command is not None:
+        from fastckpt_top import debug
+
+        return debug.run(args)
     interval = args.interval or (1.0 if args.once or args.check is not None else 0.5)
     signal.signal(signal.SIGTERM, _stop)
     session = _session(args, interval)
@@ -87,7 +80,7 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
             target = targets.parse(asked, "environment")
         except ValueError as error:
             print(f"fastckpt-top: FASTCKPT_TOP_TARGET: {error}", file=sys.stderr)
-            raise SystemExit(USAGE) from None
+            raise SystemExit(console.USAGE) from None
     if args.replay is not None:
         return Replay(args.replay, target, args.gpus, args.speed, job=args.job)
     sinks: list[Sink] = []
@@ -108,14 +101,8 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
         for snapshot in demo.past(60.0, interval):
             model.update(snapshot)
     else:
-        source = feed.ShmFeed(_places(args), pids=args.pid, ranks=args.rank)
+        source = feed.ShmFeed(feed.chosen(args.dir, all_users=args.all_users), pids=args.pid, ranks=args.rank)
     return Live(source, model, sinks)
-
-
-def _places(args: argparse.Namespace) -> list[str] | None:
-    if args.dir is not None:
-        return [args.dir]
-    return None if args.all_users else feed.directories(os.environ, os.geteuid())
 
 
 def _interactive() -> bool:
@@ -148,10 +135,10 @@ def _once(args: argparse.Namespace, session: Session, interval: float) -> int:
     if args.json:
         JsonWriter(sys.stdout, header=False).write(model)
     elif not model.node.ranks and not model.past.checkpoints:
-        _nothing(lines.empty_text(model))
+        console.nothing_found(lines.empty_text(model))
     else:
-        _print(lines.table(model, _glyphs(args)))
-    return OK if model.node.ranks or model.past.checkpoints else NOTHING
+        console.put(lines.table(model, _glyphs(args)))
+    return console.OK if model.node.ranks or model.past.checkpoints else console.NOTHING
 
 
 def _check(args: argparse.Namespace, session: Session, interval: float) -> int:
@@ -168,10 +155,10 @@ def _check(args: argparse.Namespace, session: Session, interval: float) -> int:
 
         JsonWriter(sys.stdout, header=False).write(session.model)
     else:
-        _print(words + "\n")
+        console.put(words + "\n")
     if good is None:
-        return NOTHING
-    return OK if good else BELOW
+        return console.NOTHING
+    return console.OK if good else console.BELOW
 
 
 def _stream(args: argparse.Namespace, session: Session, interval: float) -> int:
@@ -192,7 +179,7 @@ def _stream(args: argparse.Namespace, session: Session, interval: float) -> int:
         done += 1
         due = max(due + interval, time.monotonic())
         if (args.count is not None and done >= args.count) or (ends is not None and due > ends):
-            return OK
+            return console.OK
         time.sleep(max(due - time.monotonic(), 0.0))
 
 
@@ -203,7 +190,7 @@ def _stream_replay(args: argparse.Namespace, session: Replay, writer: Any) -> in
         writer.write(session.model)
         if args.count is not None and index + 1 >= args.count:
             break
-    return OK
+    return console.OK
 
 
 def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
@@ -222,102 +209,7 @@ def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
     theme = args.theme or kept.get("theme", "")
     app = TopApp(session, ui, _glyphs(args), theme, args.duration, file, text.clean(problem))
     if args.theme and args.theme not in app.available_themes:
-        _complain(f"--theme: {args.theme!r} is unknown: choose one of {', '.join(sorted(app.available_themes))}")
-        return USAGE
+        console.complain(f"--theme: {args.theme!r} is unknown: choose one of {', '.join(sorted(app.available_themes))}")
+        return console.USAGE
     app.run(mouse=not args.no_mouse, inline=args.inline, inline_no_clear=args.inline)
     return app.return_code or 0
-
-
-def _list(args: argparse.Namespace) -> int:
-    source = feed.ShmFeed(_places(args), pids=args.pid, ranks=args.rank)
-    snapshot = source.poll()
-    source.close()
-    found: list[dict[str, Any]] = []
-    words = []
-    for proc in sorted(snapshot.procs, key=lambda proc: (proc.rank, proc.header.pid)):
-        header = proc.header
-        rank = proc.rank if proc.rank >= 0 else None
-        state = "alive" if proc.alive else f"dead, touched {text.ago(snapshot.real - proc.touched)} ago"
-        words.append(
-            f"{proc.path}: pid {header.pid}, uid {header.uid}, rank {'-' if rank is None else rank}, "
-            f"fastckpt {header.version}, {header.job or 'no job'}, {state}"
-        )
-        found.append(
-            {
-                "path": proc.path,
-                "pid": header.pid,
-                "rank": rank,
-                "uid": header.uid,
-                "alive": proc.alive,
-                "version": header.version,
-                "job": header.job,
-                "age_s": round(snapshot.real - proc.touched, 1),
-                "problem": None,
-            }
-        )
-    for path, reason in snapshot.problems:
-        words.append(f"{path}: {reason}")
-        found.append({"path": path, "problem": reason})
-    _print("".join((json.dumps(line) if args.json else word) + "\n" for line, word in zip(found, words, strict=True)))
-    if not found:
-        _nothing(f"no segment in {', '.join(snapshot.places) or 'any directory'}")
-    return OK if found else NOTHING
-
-
-def _clean(args: argparse.Namespace) -> int:
-    places = _places(args)
-    for path in feed.sweep(feed.directories_of_all() if places is None else places, now=time.time(), uid=os.geteuid()):
-        _print(f"removed {text.clean(path)}\n")
-    return OK
-
-
-def _dump_layout(_: argparse.Namespace) -> int:
-    _print(json.dumps(segment.layout(), indent=1) + "\n")
-    return OK
-
-
-def _dump(args: argparse.Namespace) -> int:
-    path = args.dump
-    try:
-        with Path(path).open("rb") as file:
-            found = segment.decode(file.read(segment.MAX_SIZE + 1))
-    except segment.BadSegment as error:
-        _complain(f"{path}: {error}")
-        return UNREADABLE
-    from dataclasses import asdict
-
-    _print(json.dumps(asdict(found), indent=1) + "\n")
-    return OK
-
-
-def _nothing(words: str) -> None:
-    """Say that nothing was found, and why that may be: another project's distribution is called ``fastckpt``."""
-    from importlib import metadata
-
-    print(words, file=sys.stderr)
-    found = {name: any(metadata.distributions(name=name)) for name in ("fastckpt", "fastckpt-io")}
-    if found["fastckpt"]:
-        install = "--force-reinstall --no-deps fastckpt-io" if found["fastckpt-io"] else "fastckpt-io"
-        _complain(
-            "the distribution fastckpt of this environment is another project's, and saves no checkpoints: "
-            f"pip uninstall fastckpt && pip install {install}"
-        )
-
-
-def _complain(words: str) -> None:
-    """Print an error to standard error: paths and the contents of files are untrusted."""
-    print(f"fastckpt-top: {text.clean(words)}", file=sys.stderr)
-
-
-def _print(words: str) -> None:
-    """Print text with characters that this locale may not have."""
-    encoding = sys.stdout.encoding or "ascii"
-    sys.stdout.write(words.encode(encoding, "replace").decode(encoding))
-    sys.stdout.flush()
-
-
-def _devnull() -> None:
-    """The reader is gone: nothing more can be written, at exit neither."""
-    null = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(null, sys.stdout.fileno())
-    os.close(null)

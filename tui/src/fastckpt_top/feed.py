@@ -51,6 +51,13 @@ def directories(env: Mapping[str, str], uid: int) -> list[str]:
     return places
 
 
+def chosen(directory: str | None, *, all_users: bool) -> list[str] | None:
+    """The directories of the options ``--dir`` and ``--all-users``; None for those of all users."""
+    if directory is not None:
+        return [directory]
+    return None if all_users else directories(os.environ, os.geteuid())
+
+
 def directories_of_all() -> list[str]:
     """The directories of all users, and of containers whose root this user may look into; each once."""
     found: dict[tuple[int, int], str] = {}
@@ -363,7 +370,7 @@ def is_locked(fd: int) -> bool | None:
     return False
 
 
-def sweep(places: Sequence[str], *, now: float, uid: int, age: float = SWEEP_AGE_S) -> list[str]:
+def sweep(places: Sequence[str], *, now: float, uid: int, age: float = SWEEP_AGE_S, dry_run: bool = False) -> list[str]:
     """Remove the segments of dead processes.
 
     Args:
@@ -371,9 +378,10 @@ def sweep(places: Sequence[str], *, now: float, uid: int, age: float = SWEEP_AGE
         now: Seconds since the epoch.
         uid: Whose files.
         age: Only files untouched for this many seconds.
+        dry_run: Remove nothing.
 
     Returns:
-        The files that were removed.
+        The files that were removed, or would be.
     """
     removed = []
     for place in places:
@@ -395,7 +403,8 @@ def sweep(places: Sequence[str], *, now: float, uid: int, age: float = SWEEP_AGE
                     and now - info.st_mtime >= age
                     and is_locked(fd) is False
                 ):
-                    os.unlink(path)  # noqa: PTH108
+                    if not dry_run:
+                        os.unlink(path)  # noqa: PTH108
                     removed.append(path)
             except OSError:
                 continue

@@ -152,9 +152,8 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
     lines += [f"! {name}" for name in node.fallbacks]
     if model.others:
         what = "processes of other launches" if model.others > 1 else "process of another launch"
-        lines.append(
-            f"- {model.others} {what} died before that: --list names them, --clean removes them after 10 minutes"
-        )
+        how = "`debug ls` names them, `debug clean --yes` removes them after 10 minutes"
+        lines.append(f"- {model.others} {what} died before that: {how}")
     lines += [f"! {path}: {reason}" for path, reason in model.problems]
     return "".join(_narrow(line.rstrip(), glyphs) + "\n" for line in lines)
 

@@ -26,18 +26,17 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     _add_looks(made.add_argument)
-    _add_segments(made.add_argument)
     _add_screen(made.add_argument)
     made.add_argument(
         "--version", action="version", version=f"fastckpt-top {__version__}, segment layout {segment.MAJOR}.x"
     )
+    _add_debug(made)
     return made
 
 
 def _add_looks(add: Callable[..., object]) -> None:
     """What is observed, how often, and where the result goes."""
-    add("--dir", metavar="DIR", help="look there instead of FASTCKPT_TOP_DIR or /dev/shm/fastckpt-UID")
-    add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
+    _add_places(add)
     add("--pid", type=int, action="append", default=[], metavar="PID", help="only this process; may be repeated")
     add("--rank", type=int, action="append", default=[], metavar="N", help="only this rank; may be repeated")
     add("--job", default="", metavar="NAME", help="only the job of this name or key (--once and --json show both)")
@@ -79,12 +78,10 @@ def _add_looks(add: Callable[..., object]) -> None:
     add("--count", type=_positive, metavar="N", help="stop after so many looks (line mode and --json)")
 
 
-def _add_segments(add: Callable[..., object]) -> None:
-    """What is done with segments instead."""
-    add("--list", action="store_true", help="list the segments found")
-    add("--clean", action="store_true", help="remove segments of dead processes older than 10 minutes")
-    add("--dump", metavar="SEGMENT", help="print a segment's contents as JSON")
-    add("--dump-layout", action="store_true", help="print the segment's layout as JSON")
+def _add_places(add: Callable[..., object]) -> None:
+    """Where segments are looked for."""
+    add("--dir", metavar="DIR", help="look there instead of FASTCKPT_TOP_DIR or /dev/shm/fastckpt-UID")
+    add("--all-users", action="store_true", help="look at the processes of all users and containers (as root)")
 
 
 def _add_screen(add: Callable[..., object]) -> None:
@@ -102,6 +99,26 @@ def _add_screen(add: Callable[..., object]) -> None:
     add("--no-color", action="store_true", help="shades of grey only, like NO_COLOR=1")
     add("--no-mouse", action="store_true", help="leave the mouse to the terminal")
     add("--inline", action="store_true", help="under the prompt instead of on the whole screen")
+
+
+def _add_debug(made: argparse.ArgumentParser) -> None:
+    """``debug``: what is done with the shared segments instead."""
+    words = "look at the shared segments of processes, or remove them"
+    debug = made.add_subparsers(dest="command", metavar="debug", help=f"{words}: see debug --help").add_parser("debug")
+    debug.description = f"{words.capitalize()}."
+    made.usage = "%(prog)s [options]\n       %(prog)s debug {ls,clean,dump,layout} [options]"
+    commands = debug.add_subparsers(dest="what", metavar="COMMAND", required=True)
+    # Without defaults, which would take the place of options that stand before `debug`.
+    found = commands.add_parser("ls", help="list the segments", argument_default=argparse.SUPPRESS)
+    found.add_argument("--json", action="store_true", help="print JSON lines")
+    clean = commands.add_parser(
+        "clean", help="show segments of dead processes older than 10 minutes", argument_default=argparse.SUPPRESS
+    )
+    clean.add_argument("--yes", action="store_true", default=False, help="remove them")
+    for one in (found, clean):
+        _add_places(one.add_argument)
+    commands.add_parser("dump", help="print a segment's contents as JSON").add_argument("segment", metavar="SEGMENT")
+    commands.add_parser("layout", help="print the layout of segments as JSON")
 
 
 def _target(word: str) -> targets.Target:

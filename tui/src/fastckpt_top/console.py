@@ -1,0 +1,48 @@
+"""What the commands say: text for the standard streams, and exit codes."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Final
+
+from fastckpt_top import text
+
+OK: Final = 0
+BELOW: Final = 1
+USAGE: Final = 2
+NOTHING: Final = 3
+UNREADABLE: Final = 4
+
+
+def nothing_found(words: str) -> None:
+    """Say that nothing was found, and why that may be: another project's distribution is called ``fastckpt``."""
+    from importlib import metadata
+
+    print(words, file=sys.stderr)
+    found = {name: any(metadata.distributions(name=name)) for name in ("fastckpt", "fastckpt-io")}
+    if found["fastckpt"]:
+        install = "--force-reinstall --no-deps fastckpt-io" if found["fastckpt-io"] else "fastckpt-io"
+        complain(
+            "the distribution fastckpt of this environment is another project's, and saves no checkpoints: "
+            f"pip uninstall fastckpt && pip install {install}"
+        )
+
+
+def complain(words: str) -> None:
+    """Print an error to standard error: paths and the contents of files are untrusted."""
+    print(f"fastckpt-top: {text.clean(words)}", file=sys.stderr)
+
+
+def put(words: str) -> None:
+    """Print text with characters that this locale may not have."""
+    encoding = sys.stdout.encoding or "ascii"
+    sys.stdout.write(words.encode(encoding, "replace").decode(encoding))
+    sys.stdout.flush()
+
+
+def close() -> None:
+    """The reader is gone: nothing more can be written, at exit neither."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, sys.stdout.fileno())
+    os.close(null)
