@@ -162,6 +162,12 @@ WRONG = {
         TypeError,
         r"argument 'timeout': it is an option of fastckpt\.distributed\.Ranks, which this does not take$",
     ),
+    "what Hugging Face calls it": (
+        {"max_shard_size": "1GB"},
+        {*DOORS},
+        TypeError,
+        r"argument 'max_shard_size': it is files=fastckpt\.Files\(shard_size=\.\.\.\) here$",
+    ),
     "ranks that are none": (
         {"ranks": "alone"},
         OF_RANKS,

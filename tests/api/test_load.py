@@ -468,9 +468,16 @@ def test_keys_read_only_their_bytes(saved, caplog):
     assert "loaded 20 B" in caplog.text
 
 
+def test_what_torch_calls_device(tree):
+    with pytest.raises(TypeError, match=r"load: unexpected keyword argument 'map_location': it is device= here$"):
+        fastckpt.load(tree, map_location="cpu")
+
+
 def test_keys_that_match_nothing(tree):
     with pytest.raises(KeyError, match=r"'modle\.w' matches nothing; there are 'model\.w'"):
         fastckpt.load(tree, keys=["model.*", "modle.w"])
+    with pytest.raises(KeyError, match=r"'modle' matches nothing; there are 'model'"):
+        fastckpt.load(tree, keys="modle")
     with pytest.raises(KeyError, match=r"'Model\.w' matches nothing"):
         fastckpt.load(tree, keys="Model.w")
     with pytest.raises(TypeError, match="pattern"):

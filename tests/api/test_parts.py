@@ -388,6 +388,16 @@ def test_dtypes_that_cannot_be_asked_for(saved, wrong):
         fastckpt.load(path, dtype={"w": wrong})
 
 
+@pytest.mark.parametrize(
+    ("short", "name"), [("bf16", "bfloat16"), ("fp16", "float16"), ("FP32", "float32"), ("f64", "float64")]
+)
+def test_a_short_name_of_a_dtype_is_told_its_name(saved, short, name):
+    with pytest.raises(ValueError, match=rf"function, not '{short}' \(\"{name}\"\?\): only"):
+        fastckpt.load(saved({"w": torch.ones(2)}), dtype=short)
+    with pytest.raises(ValueError, match="function, not 'i8': only"):
+        fastckpt.load(saved({"w": torch.ones(2)}), dtype="i8")
+
+
 def test_dtypes_of_numpy_and_of_python_are_names_too(saved):
     path = saved({"w": torch.ones(2)})
     assert fastckpt.load(path, dtype=np.float16)["w"].dtype is torch.float16

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastckpt._state.builders import torch_for
 from fastckpt._state.select import aliases, bound
-from fastckpt._tensors.dtypes import plain_name
+from fastckpt._tensors.dtypes import PLAIN_NAMES, plain_name
 
 from .selection import Patterns
 from .tensor_info import TensorInfo, device_of, info_of
@@ -236,8 +236,10 @@ def floating(dtype: Any, operation: str = "load") -> str:
     """The name of a floating-point dtype of torch or numpy, or of one of that name; ValueError for anything else."""
     name = (dtype if isinstance(dtype, str) else getattr(dtype, "__name__", None) or str(dtype)).removeprefix("torch.")
     if re.fullmatch(_FLOATING, name) is None:
+        like = PLAIN_NAMES.get(name.upper().replace("FP", "F"), "")
+        like = f' ("{like}"?)' if re.fullmatch(_FLOATING, like) else ""
         raise ValueError(
-            f"{operation}: dtype must be a floating-point dtype or its name, patterns or a function, not {dtype!r}: "
-            "only floating-point tensors are cast"
+            f"{operation}: dtype must be a floating-point dtype or its name, patterns or a function, not {dtype!r}"
+            f"{like}: only floating-point tensors are cast"
         )
     return name

@@ -65,7 +65,12 @@ class Patterns:
     def check(self) -> None:
         """Raise KeyError for a pattern that has matched nothing."""
         for text in self.unused():
-            raise KeyError(f"{self.operation}: {self.argument}: {text!r} matches nothing{suggest(text, self._known)}")
+            # A pattern takes what is below a name, too: names are compared as far as the pattern goes.
+            parts = text.count(".") + 1
+            near = suggest(text, [*dict.fromkeys(".".join(name.split(".", parts)[:parts]) for name in self._known)])
+            if not near.startswith(";"):
+                near = suggest(text, self._known)
+            raise KeyError(f"{self.operation}: {self.argument}: {text!r} matches nothing{near}")
 
 
 def patterns_of(argument: str, given: Any, operation: str) -> Patterns:

@@ -130,6 +130,12 @@ class Settings:
         ]
 
 
+#: What other libraries call an argument.
+_ELSEWHERE = {
+    "map_location": "device=",
+    "max_shard_size": "files=fastckpt.Files(shard_size=...)",
+    "force": "overwrite=",
+}
 #: Records of options, by the argument that takes them: their public names, and themselves.
 _RECORDS: dict[str, tuple[str, type]] = {}
 
@@ -145,12 +151,15 @@ def record_of(argument: str, public: str) -> Callable[[type[_T]], type[_T]]:
 
 
 def where(name: str, known: Collection[str]) -> str:
-    """The end of an error about an argument that a function does not have: where its option is, or a similar name."""
+    """The end of an error about an argument that a function does not have: what it is called, or a similar name."""
     for argument, (public, record) in _RECORDS.items():
         option = inspect.signature(record).parameters.get(name)
         if option is not None and option.kind is not inspect.Parameter.VAR_POSITIONAL:
             whose = f"{argument}={public}({name}=...)" if argument in known else f"{public}, which this does not take"
             return f": it is an option of {whose}"
+    here = _ELSEWHERE.get(name, "")
+    if here.partition("=")[0] in known:
+        return f": it is {here} here"
     like = suggest(name, [*known])
     return like if like.startswith(";") else ""
 
