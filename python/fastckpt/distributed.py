@@ -103,6 +103,12 @@ def save(
 
     Warns:
         RuntimeWarning: as for :func:`fastckpt.save`.
+
+    Example:
+        >>> import fastckpt.distributed, torch
+        >>> _ = fastckpt.distributed.save({"w": torch.ones(2)}, "step-7")  # every rank of the job
+        >>> fastckpt.load("step-7")  # one process, anywhere
+        {'w': tensor([1., 1.])}
     """
     began = time.perf_counter()
     together = check_ranks("save", ranks)
@@ -171,6 +177,12 @@ def save_async(
 
     Warns:
         RuntimeWarning: as for :func:`fastckpt.save_async`.
+
+    Example:
+        >>> import fastckpt.distributed, torch
+        >>> pending = fastckpt.distributed.save_async({"w": torch.ones(2)}, "step-7")
+        >>> pending.result().ranks
+        1
     """
     began = time.perf_counter()
     together = check_ranks("save_async", ranks)
@@ -250,6 +262,12 @@ def load(
 
     Warns:
         RuntimeWarning: as for :func:`fastckpt.load`.
+
+    Example:
+        >>> import fastckpt.distributed, torch
+        >>> _ = fastckpt.distributed.save({"w": torch.ones(2)}, "step-7")
+        >>> fastckpt.distributed.load("step-7", into={"w": torch.zeros(2)})  # of any sharding
+        {'w': tensor([1., 1.])}
     """
     began = time.perf_counter()
     together = check_ranks("load", ranks)
@@ -284,6 +302,12 @@ def load_per_rank(
         ValueError: another number of ranks has saved than there are ``ranks``, and ``rank`` is None; or ``rank`` is
             out of range.
         Exception: whatever :func:`fastckpt.load` raises.
+
+    Example:
+        >>> import fastckpt.distributed
+        >>> _ = fastckpt.distributed.save({"step": 7}, "step-7", per_rank={"seed": 3})
+        >>> fastckpt.distributed.load_per_rank("step-7")
+        {'seed': 3}
     """
     own = None
     if rank is None:

@@ -58,6 +58,11 @@ class Last:
 
     Args:
         count: how many.
+
+    Example:
+        >>> from fastckpt.keep import Last, Saved
+        >>> Last(2).kept([Saved(step=step, created=0.0) for step in (10, 20, 30)], now=0.0)
+        {20, 30}
     """
 
     count: int = 1
@@ -81,6 +86,12 @@ class Best:
         count: how many.
         metric: the name of the metric, as in ``Manager.save(..., metrics={"loss": 1.5})``.
         mode: ``min`` if less is better, or ``max``. Of equal ones the later is better.
+
+    Example:
+        >>> from fastckpt.keep import Best, Saved
+        >>> saved = [Saved(step=step, created=0.0, metrics={"loss": 5.0 / step}) for step in (10, 20)]
+        >>> Best(1, "loss").kept(saved, now=0.0)
+        {20}
     """
 
     count: int
@@ -115,6 +126,11 @@ class Every:
         steps: keep each whose step is a multiple of this.
         time: keep the first, and then each that began at least this long after the last one kept: seconds, or a string
             with a unit (``"30min"``, ``"6h"``). Give one of the two.
+
+    Example:
+        >>> from fastckpt.keep import Every, Saved
+        >>> Every(steps=20).kept([Saved(step=step, created=0.0) for step in (10, 20, 30)], now=0.0)
+        {20}
     """
 
     __slots__ = ("steps", "time")
@@ -154,6 +170,12 @@ class Younger:
     Args:
         age: seconds, or ``"2h"``. Times are by the clocks of the hosts that saved, so a stopped run does not age. Where
             the newest one's host has a clock that is ahead, all others seem older by that; the one before it stays.
+
+    Example:
+        >>> from fastckpt.keep import Saved, Younger
+        >>> saved = [Saved(step=step, created=3600.0 * step) for step in range(6)]
+        >>> Younger("4h").kept(saved, now=3600.0 * 6)
+        {2, 3, 4, 5}
     """
 
     __slots__ = ("age",)
@@ -185,6 +207,11 @@ class Steps:
 
     Args:
         steps: their numbers.
+
+    Example:
+        >>> from fastckpt.keep import Saved, Steps
+        >>> Steps(10, 20).kept([Saved(step=step, created=0.0) for step in (20, 30)], now=0.0)
+        {20}
     """
 
     __slots__ = ("steps",)
@@ -212,6 +239,7 @@ class Steps:
 def parse(text: str) -> Policy:
     """The policy that ``str(policy)`` names, as the command line takes it.
 
+    >>> from fastckpt.keep import parse
     >>> parse("best=2:loss:min")
     Best(count=2, metric='loss', mode='min')
 

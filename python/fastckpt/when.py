@@ -72,6 +72,12 @@ class Every:
     Args:
         steps: at each multiple of this, or at the first step beyond it if the loop counts in larger strides.
         time: this long after the last save began: seconds, or a string with a unit (``"10min"``). Give one of the two.
+
+    Example:
+        >>> import fastckpt
+        >>> manager = fastckpt.Manager("runs/gpt", save_when=fastckpt.when.Every(steps=100))
+        >>> [step for step in range(1, 301) if manager.should_save(step)]
+        [100, 200, 300]
     """
 
     __slots__ = ("steps", "time")
@@ -96,6 +102,12 @@ class Steps:
 
     Args:
         steps: their numbers.
+
+    Example:
+        >>> import fastckpt
+        >>> manager = fastckpt.Manager("runs/gpt", save_when=fastckpt.when.Steps(1, 50))
+        >>> [step for step in range(1, 101) if manager.should_save(step)]
+        [1, 50]
     """
 
     __slots__ = ("steps",)
@@ -126,6 +138,12 @@ class Continuously:
     Args:
         apart: at least this long after the last save began: seconds, or a string with a unit; None for no least
             distance.
+
+    Example:
+        >>> import fastckpt
+        >>> manager = fastckpt.Manager("runs/gpt", save_when=fastckpt.when.Continuously(apart="1h"))
+        >>> manager.should_save(1)  # an hour after the last save, or after the manager was made
+        False
     """
 
     __slots__ = ("apart",)
@@ -156,6 +174,11 @@ class Auto:
         mttf: mean time to failure of the whole job: seconds, or a string with a unit (``"90min"``, ``"6h"``). None for
             50,000 h per process of the job, as MLCommons assumes of an accelerator.
         overhead: the share of the time that saves may cost, between 0 and 1.
+
+    Example:
+        >>> import fastckpt
+        >>> round(fastckpt.when.Auto(mttf="6h").interval(cost=2.0, durable_seconds=30.0))
+        295
     """
 
     def __init__(self, mttf: float | str | None = None, overhead: float | str = 0.05) -> None:

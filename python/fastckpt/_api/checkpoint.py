@@ -419,10 +419,9 @@ def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Chec
         ValueError: ``path`` is a URL of an unknown store, ``io`` is not an engine, or a device does not exist here.
 
     Example:
-        >>> import fastckpt, numpy, tempfile
-        >>> path = f"{tempfile.mkdtemp()}/step-7"
-        >>> _ = fastckpt.save({"w": numpy.arange(6.0).reshape(3, 2)}, path, metadata={"step": 7})
-        >>> with fastckpt.open(path) as checkpoint:
+        >>> import fastckpt, numpy
+        >>> _ = fastckpt.save({"w": numpy.arange(6.0).reshape(3, 2)}, "step-7", metadata={"step": 7})
+        >>> with fastckpt.open("step-7") as checkpoint:
         ...     checkpoint.metadata, checkpoint.info("w").shape, checkpoint.tensor("w")[-1]
         ({'step': 7}, (3, 2), array([4., 5.]))
     """

@@ -48,12 +48,11 @@ def copy(
             directory or a link.
 
     Example:
-        >>> import fastckpt, numpy, tempfile
-        >>> run = tempfile.mkdtemp()
-        >>> _ = fastckpt.save({"w": numpy.ones(3)}, f"{run}/step-7")
-        >>> fastckpt.copy(f"{run}/step-7", f"{run}/archive/step-7").was_there
+        >>> import fastckpt, numpy
+        >>> _ = fastckpt.save({"w": numpy.ones(3)}, "runs/step-7")
+        >>> fastckpt.copy("runs/step-7", "archive/step-7").was_there
         False
-        >>> fastckpt.copy(f"{run}/step-7", f"{run}/archive/step-7").was_there
+        >>> fastckpt.copy("runs/step-7", "archive/step-7").was_there
         True
     """
     begin, end = place_of("copy", source), place_of("copy", target)

@@ -43,10 +43,10 @@ class Files:
         ValueError: ``shard_size`` is out of range, or a name is not a plain file name, or one of fastckpt's own.
 
     Example:
-        >>> import fastckpt, numpy, pathlib, tempfile
-        >>> path = f"{tempfile.mkdtemp()}/step-7"
-        >>> _ = fastckpt.save({"w": numpy.ones(3)}, path, files=fastckpt.Files({"config.json": "{}"}, shard_size="2GB"))
-        >>> pathlib.Path(path, "config.json").read_text()
+        >>> import fastckpt, numpy, pathlib
+        >>> files = fastckpt.Files({"config.json": "{}"}, shard_size="2GB")
+        >>> _ = fastckpt.save({"w": numpy.ones(3)}, "step-7", files=files)
+        >>> pathlib.Path("step-7/config.json").read_text()
         '{}'
     """
 

@@ -163,6 +163,10 @@ def release_buffers() -> None:
     time, and for each operation at a time that copied from or to devices, up to 256 MiB. The memory of an operation
     that is under way is freed when that ends. The next one maps new memory, and pins it if there are devices: it is
     slower, and an asynchronous save stalls training for longer.
+
+    Example:
+        >>> import fastckpt
+        >>> fastckpt.background.release_buffers()
     """
     global _generation  # noqa: PLW0603 - counted here alone
     _generation += 1

@@ -182,6 +182,13 @@ def drain(timeout: float | None = None) -> None:
     Raises:
         TimeoutError: not all are done in time. They go on.
         Exception: the first failure of a save whose result was never requested; call again for others.
+
+    Example:
+        >>> import fastckpt
+        >>> pending = fastckpt.save_async({"step": 7}, "step-7")
+        >>> fastckpt.background.drain()
+        >>> pending.done()
+        True
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     for save in saves():

@@ -79,12 +79,11 @@ class IO:
         ValueError: an option is out of range.
 
     Example:
-        >>> import fastckpt, numpy, tempfile
-        >>> path = f"{tempfile.mkdtemp()}/step-7"
+        >>> import fastckpt, numpy
         >>> io = fastckpt.IO(threads=2, bandwidth_limit="1GB")
-        >>> fastckpt.save({"w": numpy.ones(3)}, path, io=io).threads
+        >>> fastckpt.save({"w": numpy.ones(3)}, "step-7", io=io).threads
         1
-        >>> fastckpt.load(path, io="buffered")["w"]
+        >>> fastckpt.load("step-7", io="buffered")["w"]
         array([1., 1., 1.])
     """
 

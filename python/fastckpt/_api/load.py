@@ -77,6 +77,15 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
     Warns:
         RuntimeWarning: with ``strict=False``, no tensor of the checkpoint has a place in ``into``; with a registry that
             says ``undeclared="plain"``, types that are not known, once for all of them.
+
+    Example:
+        >>> import fastckpt, torch
+        >>> _ = fastckpt.save({"w": torch.ones(2), "step": 7}, "step-7")
+        >>> fastckpt.load("step-7")
+        {'w': tensor([1., 1.]), 'step': 7}
+        >>> state = {"w": torch.zeros(2), "step": 0}
+        >>> fastckpt.load("step-7", into=state) is state
+        True
     """
     settings = LoadSettings.of("load", options, load)
     source = place_of("load", path)

@@ -56,6 +56,13 @@ def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -
             stay, and nothing was removed.
         ImportError: ``path`` is a URL, and the package obstore cannot be imported.
         ValueError: ``path`` is a URL of an unknown store.
+
+    Example:
+        >>> import fastckpt
+        >>> _ = fastckpt.save({"step": 7}, "runs/step-7")
+        >>> fastckpt.remove("runs/step-7")
+        >>> fastckpt.list("runs")
+        []
     """
     target = place_of("remove", path)
     if is_url(target):
@@ -123,6 +130,13 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
         ImportError: ``directory`` is a URL, and the package obstore cannot be imported.
         OSError: it cannot be read.
         ValueError: ``directory`` is a URL of an unknown store.
+
+    Example:
+        >>> import fastckpt
+        >>> for step in (1000, 2000):
+        ...     _ = fastckpt.save({"step": step}, f"runs/step-{step}")
+        >>> [one.name for one in fastckpt.list("runs")]
+        ['step-1000', 'step-2000']
     """
     place = place_of("list", directory)
     if is_url(place):
@@ -192,8 +206,8 @@ def clean(
         ValueError: ``directory`` is a URL, or ``older_than`` is not a duration.
 
     Example:
-        >>> import fastckpt, tempfile
-        >>> fastckpt.clean(tempfile.mkdtemp(), older_than="2h", dry_run=False)
+        >>> import fastckpt
+        >>> fastckpt.clean(".", older_than="2h", dry_run=False)
         []
     """
     place = path_of("clean", directory)

@@ -24,8 +24,8 @@ def probe(path: AnyPath = ".", *, io: Engine | IO = "auto") -> _core.Probe:
         ValueError: ``io`` or ``FASTCKPT_IO`` is not an engine, or ``path`` is a URL.
 
     Example:
-        >>> import fastckpt, tempfile
-        >>> fastckpt.tools.probe(tempfile.mkdtemp(), io="buffered").engine
+        >>> import fastckpt
+        >>> fastckpt.tools.probe(".", io="buffered").engine
         'buffered'
     """
     return _core.probe(path_of("probe", path), io=check_io("probe", io).engine)

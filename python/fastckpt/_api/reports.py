@@ -110,8 +110,8 @@ class Report:
             The figures, all of type float; without ``step`` where there is none.
 
         Example:
-            >>> import fastckpt, numpy, tempfile
-            >>> report = fastckpt.save({"w": numpy.ones(3)}, f"{tempfile.mkdtemp()}/step-7", metadata={"step": 7})
+            >>> import fastckpt, numpy
+            >>> report = fastckpt.save({"w": numpy.ones(3)}, "step-7", metadata={"step": 7})
             >>> figures = report.scalars()
             >>> figures["checkpoint/save_step"], figures["checkpoint/save_bytes"]
             (7.0, 24.0)

@@ -69,6 +69,13 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             stored, once for each; a filter that turns warnings into errors ends the save before anything is written. Or
             an earlier asynchronous save failed, and its result was never requested: of that the save warns when it is
             done.
+
+    Example:
+        >>> import fastckpt, torch
+        >>> state = {"model": {"w": torch.ones(3)}, "step": 1000}
+        >>> report = fastckpt.save(state, "runs/step-1000", metadata={"step": 1000})
+        >>> report.bytes
+        12
     """
     began = time.perf_counter()
     target = path_of("save", path)

@@ -22,6 +22,11 @@ def set_target(target: str | float) -> tuple[int, int]:
 
     Raises:
         ValueError: ``target`` is none of these.
+
+    Example:
+        >>> import fastckpt
+        >>> fastckpt.tools.set_target("save=2.5GB/s")
+        (2500000000, 0)
     """
     try:
         return _core.set_target(str(target))

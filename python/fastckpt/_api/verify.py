@@ -35,6 +35,12 @@ def verify(path: AnyPath, *, io: Engine | IO = "auto") -> VerifyReport:
         ImportError: ``path`` is a URL, and the package obstore cannot be imported.
         OSError: the storage failed, or the store did not answer or refused.
         ValueError: an argument is out of range, or ``path`` is a URL of an unknown store.
+
+    Example:
+        >>> import fastckpt
+        >>> _ = fastckpt.save({"step": 7}, "step-7")
+        >>> fastckpt.verify("step-7").ok
+        True
     """
     began = time.perf_counter()
     target = place_of("verify", path)

@@ -103,6 +103,16 @@ def guard(module: Any) -> Guard:
 
     Raises:
         TypeError: it is not a module.
+
+    Example:
+        >>> import fastckpt, torch
+        >>> module = torch.nn.Module()
+        >>> module.register_buffer("queue", torch.zeros(1 << 20))
+        >>> with fastckpt.background.guard(module):
+        ...     pending = fastckpt.save_async(module, "step-7", io=fastckpt.IO(lazy=True))
+        ...     _ = module.queue.fill_(1.0)
+        >>> pending.result().bytes
+        4194304
     """
     if not callable(getattr(module, "buffers", None)) or not callable(getattr(module, "register_buffer", None)):
         kind = type(module).__qualname__

@@ -80,6 +80,12 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
 
     Warns:
         RuntimeWarning: a value may not come back, as for :func:`fastckpt.save`.
+
+    Example:
+        >>> import fastckpt, torch
+        >>> pending = fastckpt.save_async({"w": torch.ones(2)}, "step-7")
+        >>> pending.result().bytes  # training goes on before it
+        8
     """
     began = time.perf_counter()
     target = path_of("save_async", path)

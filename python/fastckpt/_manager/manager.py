@@ -42,14 +42,6 @@ from .tier import Tier
 class Manager:
     """The checkpoints of one run, in one directory.
 
-    with fastckpt.Manager("runs/gpt", keep=3, save_when=1000) as manager:
-        manager.save_on_signal(signal.SIGTERM, grace="25s")
-        found = manager.restore(into=state)
-        for step in range(found.step + 1 if found else 1, 100_001):
-            train()
-            if manager.should_save(step):
-                manager.save(step, state, metrics={"loss": loss})
-
     Each checkpoint is a directory of its own, ``step-00001000``, which :func:`fastckpt.load` reads without a manager.
     Only the directories count. The file ``latest`` names the checkpoint that became durable last, and is a hint for
     people and scripts.
@@ -94,6 +86,19 @@ class Manager:
         ValueError: an argument is out of range, ``directory`` is a URL, ranks differ in the arguments, or this process
             is not in the process group.
         RanksError: another rank has not made its manager, or has other arguments.
+
+    Example:
+        >>> import fastckpt, signal, torch
+        >>> state = {"w": torch.zeros(3)}
+        >>> with fastckpt.Manager("runs/gpt", keep=2, save_when=10) as manager:
+        ...     manager.save_on_signal(signal.SIGTERM, grace="25s")
+        ...     found = manager.restore(into=state)
+        ...     for step in range(found.step + 1 if found else 1, 41):
+        ...         state["w"] += 1  # a step of training
+        ...         if manager.should_save(step):
+        ...             _ = manager.save(step, state, metrics={"loss": 1 / step})
+        >>> [one.name for one in fastckpt.list("runs/gpt")]
+        ['step-00000030', 'step-00000040']
     """
 
     def __init__(

@@ -43,13 +43,12 @@ class Registry:
         ValueError: ``undeclared`` is another word, or a class is supported without registration.
 
     Example:
-        >>> import fastckpt, tempfile, typing
+        >>> import fastckpt, typing
         >>> class Position(typing.NamedTuple):
         ...     epoch: int
         ...     batch: int
-        >>> path = f"{tempfile.mkdtemp()}/step-7"
-        >>> _ = fastckpt.save({"at": Position(3, 7)}, path)
-        >>> fastckpt.load(path, registry=fastckpt.Registry(Position))
+        >>> _ = fastckpt.save({"at": Position(3, 7)}, "step-7")
+        >>> fastckpt.load("step-7", registry=fastckpt.Registry(Position))
         {'at': Position(epoch=3, batch=7)}
     """
 

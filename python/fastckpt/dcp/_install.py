@@ -132,8 +132,12 @@ def install(**options: Any) -> Installation:
         ValueError: an argument is out of range.
 
     Example:
-        >>> with fastckpt.dcp.install():  # doctest: +SKIP
-        ...     accelerator.save_state("step-1000")
+        >>> import fastckpt.dcp, torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> with fastckpt.dcp.install():
+        ...     _ = dcp.save({"w": torch.ones(2)}, checkpoint_id="step-7")
+        >>> fastckpt.load("step-7")
+        {'w': tensor([1., 1.])}
     """
     if "path" in options:
         raise TypeError("install: leave out path=: each call of the program gives its own")

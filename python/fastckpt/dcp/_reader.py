@@ -67,6 +67,15 @@ class Reader(_torch.StorageReader):
     Raises:
         TypeError: ``path`` is not a path.
         ValueError: an argument is out of range, or ``path`` is a URL.
+
+    Example:
+        >>> import fastckpt.dcp, torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> _ = fastckpt.save({"w": torch.ones(2)}, "step-7")
+        >>> state = {"w": torch.zeros(2)}
+        >>> dcp.load(state, storage_reader=fastckpt.dcp.Reader("step-7"))
+        >>> state
+        {'w': tensor([1., 1.])}
     """
 
     def __init__(

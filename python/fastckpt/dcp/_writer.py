@@ -88,6 +88,14 @@ class Writer(_torch.StorageWriter):
     Raises:
         TypeError: ``path`` is not a path, or an argument is unknown.
         ValueError: an argument is out of range, or ``path`` is a URL.
+
+    Example:
+        >>> import fastckpt.dcp, torch
+        >>> import torch.distributed.checkpoint as dcp
+        >>> writer = fastckpt.dcp.Writer("step-7")
+        >>> _ = dcp.save({"w": torch.ones(2)}, storage_writer=writer)
+        >>> writer.report.bytes
+        8
     """
 
     def __init__(

@@ -80,6 +80,12 @@ def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
 
     Raises:
         ValueError: ``FASTCKPT_IO`` names no engine, or ``path`` is a URL.
+
+    Example:
+        >>> import fastckpt
+        >>> found = fastckpt.tools.doctor(".", probe=False)
+        >>> found.status in (0, 1) and found.engine in ("uring", "threads", "buffered")
+        True
     """
     # Imported here, so that importing fastckpt stays fast.
     from . import facts, findings  # noqa: PLC0415
