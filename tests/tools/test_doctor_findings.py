@@ -391,6 +391,9 @@ def test_what_a_save_reported_goes_before_what_was_expected():
     found = findings.diagnose(made_up(measured=measured))
     assert (found.engine, found.why) == ("buffered", "direct I/O: refused")
     assert any("median of 3" in line for line in command.lines(found))
+    # A save of one operation has no ring, whatever the machine has.
+    small = {**measured, "save": {**save, "engine": "threads", "fallback": None, "bytes": 1 << 20}}
+    assert findings.diagnose(made_up(measured=small)).engine == "uring"
     measured = {**dict.fromkeys(measured), "error": "write /data/x: Input/output error (os error 5)"}
     found = findings.diagnose(made_up(measured=measured))
     assert (found.status, [finding.code for finding in found.findings]) == (2, ["trial-failed"])
@@ -668,6 +671,13 @@ def test_too_little_room_is_not_measured(tmp_path, free, memory):
     assert found["error"].startswith("not measured")
     made["measured"] = found
     assert [finding.code for finding in findings.diagnose(made).findings if finding.code == "not-measured"]
+
+
+def test_a_slow_disk_is_measured_with_a_state_that_tells_the_engine(tmp_path, monkeypatch):
+    monkeypatch.setattr(measure, "_PLAIN", 1e-6)
+    found = measure.measure(str(tmp_path), made_up(directory={"free_bytes": 1 << 30}))
+    assert found["save"]["bytes"] == 4 << 20
+    assert found["save"]["engine"] == fastckpt.tools.probe(tmp_path).engine
 
 
 def test_no_more_than_a_tenth_of_what_is_free(tmp_path, monkeypatch):

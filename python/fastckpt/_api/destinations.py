@@ -260,9 +260,10 @@ class Targets:
         found = torch_for("a torch tensor").DTYPES.get(name) if torch else _numpy.dtype_of_torch(name)
         if found is None:
             lacking = "this version of torch" if torch else "numpy (without the package ml_dtypes)"
+            other = "" if torch else ', or framework="torch"'
             raise UnsupportedTypeError(
                 f"load: tensor {self.stored[index].name!r} cannot be cast to {name}, which {lacking} does not have: "
-                "give another dtype="
+                f"give another dtype={other}"
             )
         return found
 

@@ -286,7 +286,7 @@ class VerifyReport(Report):
 
     def __str__(self) -> str:
         found = "no damage" if self.ok else f"{count(len(self.damage), 'damaged range')}, first {self.damage[0]}"
-        return f"{self._line('verified')}: {found}"
+        return f"{self._line('verified' if self.ok else 'DAMAGED, verified')}: {found}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

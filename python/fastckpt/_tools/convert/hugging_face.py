@@ -144,7 +144,8 @@ def _stripped(source: Path, chosen: dict[int, str], strip: Sequence[str]) -> lis
         names[short] = number
     if useless:
         raise CheckpointError(
-            f"cannot export {source}: no name begins with {min(useless)!r}{suggest(min(useless), [*chosen.values()])}"
+            f"cannot export {source}: --strip-prefix {min(useless)}: no name begins with that: "
+            f"they are as {next(iter(chosen.values()))!r}"
         )
     return list(names)
 

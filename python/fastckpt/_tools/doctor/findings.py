@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from fastckpt._text import count, size
 
 from . import Diagnosis, Finding, ring
+from .measure import TELLING
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -74,7 +75,7 @@ def _engine(facts: Mapping[str, Any]) -> tuple[str, str]:
     asked, io = facts["engine"], facts["io"]
     chosen = "chosen by FASTCKPT_IO" if asked["requested"] != "auto" else "the best that works here"
     ran = (facts["measured"] or {}).get("save")
-    if ran:
+    if ran and ran["bytes"] >= TELLING:
         return ran["engine"], ran["fallback"] or chosen
     if asked["engine"] != "buffered" and io and not _takes_direct(io):
         refused = "direct I/O: refused by this file system"

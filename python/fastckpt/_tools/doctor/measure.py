@@ -26,6 +26,8 @@ _BLOCK, _THREADS = 4 << 20, 4
 #: The most bytes to write at a time, and the divisors of the free space on the disk and in memory.
 _MOST, _OF_DISK, _OF_MEMORY = 256 << 20, 10, 8
 _LEAST = 1 << 20
+#: The least state that tells the engine: below 2 MiB a save is one operation, without a ring.
+TELLING = 4 << 20
 #: The limit if the free space is unknown.
 _UNKNOWN = 16 << 20
 #: The greatest ratio of a second piece to the first: the first took little time, and predicts little.
@@ -54,7 +56,7 @@ def measure(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
             found["raw_write"], found["raw_read"] = _plain(
                 made / "plain", room, direct=direct, allocate=io["fallocate"] == "ok"
             )
-            bytes_ = min(room, max(_LEAST, int(found["raw_write"]["gb_per_s"] * 1e9 * _PLAIN)))
+            bytes_ = min(room, max(TELLING, int(found["raw_write"]["gb_per_s"] * 1e9 * _PLAIN)))
             found["save"], found["load"] = _rounds(made, bytes_)
     except (OSError, fastckpt.CheckpointError) as error:
         found["error"] = str(error)

@@ -229,7 +229,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
         ["interval", show_seconds(plan.interval), plan.interval_rule],
         [
             "",
-            f"{show_seconds(plan.interval_goodput)} for {show_share(plan.goodput_wanted)} goodput",
+            f"{show_seconds(plan.interval_goodput)} by the {show_share(plan.goodput_wanted)} rule",
             f"{show_seconds(plan.interval_young)} by Young",
             f"{show_seconds(plan.interval_daly)} by Daly",
             f"{show_seconds(plan.interval_best)} at best",
