@@ -12,12 +12,17 @@ import types
 from pathlib import Path
 
 import fastckpt
-from harness import surface
+from harness import surface, zygote
 
 
 def child(code, *options):
     done = subprocess.run(
-        [sys.executable, *options, "-c", code], capture_output=True, text=True, check=True, timeout=120
+        [sys.executable, *options, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+        env=zygote.environment(),
     )
     return done.stdout
 

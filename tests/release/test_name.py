@@ -74,9 +74,9 @@ def all_is_well(environment):
     assert "0 tensors" in out
 
 
-def monitor(environment, option):
+def monitor(environment, *options):
     """What the monitor says where it finds no process."""
-    return environment.run("python", "-m", "fastckpt_top", option, status=3, FASTCKPT_TOP_DIR=environment.segments)[1]
+    return environment.run("python", "-m", "fastckpt_top", *options, status=3, FASTCKPT_TOP_DIR=environment.segments)[1]
 
 
 # -- both in one environment -------------------------------------------------------------------------------------------
@@ -131,8 +131,8 @@ def test_ours_then_theirs_is_told_by_whatever_of_ours_still_runs(environment):
     document = json.loads(environment.run("fastckpt", "--version", "--json", status=2)[0])
     assert document["type"] == "ImportError"
     assert remedy(document["error"]) == remedy(err)
-    for option in ("--once", "--list"):
-        assert remedy(monitor(environment, option)) == remedy(err)
+    for options in (("--once",), ("debug", "ls")):
+        assert remedy(monitor(environment, *options)) == remedy(err)
 
     uninstall, install = remedy(err)
     environment.pip(*uninstall, "--yes")
