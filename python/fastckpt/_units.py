@@ -80,6 +80,10 @@ def seconds(what: str, value: float | str, least_bare: float = 0.0) -> float:
     return result
 
 
+#: A shorter age without a unit is meant in hours.
+LEAST_AGE = 60.0
+
+
 def parameters(what: str, value: float | str) -> int:
     """A number of parameters, as in ``405B`` or ``1.2e12``; K, M, B and T are 10^3, 10^6, 10^9 and 10^12."""
     return round(_scaled(what, value, _COUNTS, "", least=1))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, runtime_checkable
 
-from fastckpt._units import seconds, show_seconds
+from fastckpt._units import LEAST_AGE, seconds, show_seconds
 
 __all__ = ["Best", "Every", "Last", "Policy", "Saved", "Steps", "Younger", "parse"]
 
@@ -181,7 +181,7 @@ class Younger:
     __slots__ = ("age",)
 
     def __init__(self, age: float | str) -> None:
-        self.age = seconds("keep.Younger: age", age)
+        self.age = seconds("keep.Younger: age", age, LEAST_AGE)
 
     def kept(self, saved: Sequence[Saved], now: float) -> set[int]:
         """The steps that must stay."""

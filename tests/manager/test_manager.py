@@ -66,6 +66,15 @@ def test_a_run_is_saved_kept_and_restored(tmp_path, async_save):
     assert again.should_save(9)
 
 
+def test_restore_checks_its_arguments_before_there_is_anything_to_restore(tmp_path):
+    manager = fastckpt.Manager(tmp_path / "run")
+    with pytest.raises(TypeError, match="restore: unexpected keyword argument 'keyz'; there are 'keys'"):
+        manager.restore(keyz="w")
+    with pytest.raises(ValueError, match="restore: framework"):
+        manager.restore(framework="jax")
+    assert manager.restore(keys="w") is None
+
+
 def test_a_restored_state_fills_what_it_is_given(tmp_path):
     fill(tmp_path, [1, 2])
     into = state(0)

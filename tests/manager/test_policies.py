@@ -102,6 +102,7 @@ def test_a_text_that_names_no_policy(text):
         keep.Steps,
         lambda: when.Steps(-1),
         lambda: keep.Younger(-1),
+        lambda: keep.Younger(2),  # hours are meant
         lambda: when.Auto("0h"),
         lambda: when.Auto("soon"),
         lambda: when.Auto(overhead=2),

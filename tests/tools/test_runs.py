@@ -143,8 +143,18 @@ def test_prune_verifies_the_newest_of_the_branch_that_goes_on(run, capsys):
 
 def test_one_failed_removal_does_not_stop_the_rest(run, capsys):
     (run / "step-00000001" / "notes").mkdir()
-    status, document = command(capsys, "prune", run, "--yes", "--keep", "last=1")
-    assert (status, document["removed"], len(document["failures"])) == (1, [2, 3, 5], 1)
+    status, document = command(capsys, "prune", run, "--yes", "--keep", "last=1", "--force")
+    assert (status, document["removed"], document["foreign"], len(document["failures"])) == (1, [2, 3, 5], {}, 1)
+
+
+def test_a_checkpoint_with_files_of_others_stays_unless_forced(run, capsys):
+    (run / "step-00000001" / "notes.txt").write_text("mine")
+    assert cli.main(["prune", str(run), "--yes", "--keep", "last=1"]) == 1
+    told = "step-00000001: stays: it holds notes.txt, which is not part of it: move it, or give --force"
+    assert told in capsys.readouterr().out
+    status, document = command(capsys, "prune", run, "--yes", "--keep", "last=1", "--force")
+    assert (status, document["removed"], document["foreign"]) == (0, [1], {})
+    assert not (run / "step-00000001").exists()
 
 
 def test_the_share_that_changed_is_a_column(tmp_path, capsys):
@@ -230,5 +240,5 @@ def test_prune_leaves_what_others_put_there_and_takes_what_files_gave(tmp_path, 
     (tmp_path / "step-00000001" / "NOTES.txt").write_text("mine")
     status, document = command(capsys, "prune", tmp_path, "--yes", "--keep", "last=1")
     assert (status, document["removed"]) == (1, [2])
-    assert "NOTES.txt" in document["failures"][0]
+    assert document["foreign"] == {"1": "NOTES.txt"}
     assert (tmp_path / "step-00000001" / "NOTES.txt").read_text() == "mine"

@@ -417,6 +417,8 @@ def test_the_segments_themselves(producer, top, place):
     assert elsewhere.stderr.startswith(f"no segment in {place}/none\n")
     assert top("debug", "ls", "--dir", place / "none").returncode == 3
     assert top("debug").returncode == 2
+    assert top("--onc", "--demo").returncode == 2  # no abbreviations, here neither
+    assert top("debug", "clean", "--ye").returncode == 2
     dumped = json.loads(top("debug", "dump", place / "77-1.seg").stdout)
     assert dumped["header"]["rank"] == 5
     assert top("debug", "dump", place / "1-1.seg").returncode == 4

@@ -18,7 +18,7 @@ from fastckpt._core import ListedCheckpoint
 from fastckpt._paths import AnyPath, is_url, path_of
 from fastckpt._stores.urls import place_of
 from fastckpt._text import natural
-from fastckpt._units import seconds
+from fastckpt._units import LEAST_AGE, seconds
 from fastckpt.exceptions import CorruptCheckpointError
 
 from . import in_flight
@@ -29,9 +29,6 @@ __all__ = ["Leftover", "ListedCheckpoint", "clean", "leftovers", "list", "remove
 
 #: Names of files that a file system keeps because a process has them open, and of leftovers of a killed save.
 _REMNANT = re.compile(r"\.nfs0.*|\.fuse_hidden.*|\.fastckpt-carried").fullmatch
-
-#: A shorter age without a unit is meant in hours: a save may well pause for seconds.
-_LEAST_AGE = 60.0
 
 
 def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -> None:
@@ -213,7 +210,7 @@ def clean(
     place = path_of("clean", directory)
     age = math.inf if older_than is None else 0.0
     if older_than not in {None, 0, "0"}:
-        age = seconds("clean: older_than", older_than, _LEAST_AGE)
+        age = seconds("clean: older_than", older_than, LEAST_AGE)
     found = []
     for one in leftovers(place):
         old = time.time() - one.changed >= age

@@ -103,17 +103,20 @@ class Settings:
         Args:
             operation: the word that error messages begin with.
             given: values by name; a missing one gets its default.
-            door: the function that the caller called; it takes no other arguments than those that :func:`takes` shows.
+            door: the function that the caller called, which takes no other arguments than those that :func:`takes`
+                shows; by default the options of the record are all.
 
         Raises:
             TypeError: it has no argument of a name.
             Exception: the error of an option's check.
         """
+        known = [*cls.options()]
         if door is not None:
-            known = [*(vars(door)["__init__"] if isinstance(door, type) else door).__signature__.parameters]
-            for name in given:
-                if name not in known:
-                    raise TypeError(f"{operation}: unexpected keyword argument {name!r}{where(name, known)}")
+            function: Any = vars(door)["__init__"] if isinstance(door, type) else door
+            known = [name for name in function.__signature__.parameters if name != "self"]
+        for name in given:
+            if name not in known:
+                raise TypeError(f"{operation}: unexpected keyword argument {name!r}{where(name, known)}")
         checks = sorted(cls.options().items(), key=lambda named: named[1].late)
         return cls(**{name: one.check(operation, given.get(name, one.default)) for name, one in checks})
 

@@ -14,6 +14,7 @@ from fastckpt import keep as keeping
 from fastckpt import when as saving
 from fastckpt._api.files import check_files
 from fastckpt._api.io import IO, give_report
+from fastckpt._api.load_settings import LoadSettings
 from fastckpt._api.options import check_bandwidth
 from fastckpt._api.reports import SaveReport
 from fastckpt._paths import AnyPath, path_of
@@ -387,6 +388,8 @@ class Manager:
             RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
                 answer.
         """
+        # Now, and not first when there is something to load.
+        LoadSettings.of("restore", options)
         self._ranks.check("restore")
         self._boundary.miss("it has called restore without the save")
         if discard_newer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime as dt
+import errno
 import math
 import os
 import re
@@ -33,12 +34,13 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, more)`` makes its parser."""
     prune = command(
         "prune",
-        "remove the checkpoints of a run that no policy keeps",
-        "The newest checkpoint is verified first: it stays, and so do the pinned ones and damaged ones. Exits with 1 "
-        "if something could not be removed.",
+        "show the checkpoints of a run that no policy keeps; --yes removes them",
+        "The newest checkpoint is verified first: it stays, and so do pinned and damaged ones, and those that hold "
+        "files of others. Exits with 1 if something could not be removed.",
     )
     prune.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
     add_options(prune)
+    prune.add_argument("--force", action="store_true", help="also those that hold files of others, with these files")
     prune.add_argument("--yes", action="store_true", help="remove them; without this option nothing is changed")
 
 
@@ -301,24 +303,34 @@ def prune(options: argparse.Namespace) -> tuple[int, dict[str, Any], list[str]]:
                 f"prune: the newest checkpoint, {report.path}, is damaged: {report.damage[0]}; nothing was removed"
             )
     removed, failures = [], []
+    foreign: dict[int, str] = {}
     for step in go:
+        path = found.manager.path(step)
         try:
             if options.yes:
-                path = found.manager.path(step)
-                fastckpt.remove(path, files=_files_of(path))
+                fastckpt.remove(path, files=_files_of(path), force=options.force)
             removed.append(step)
-        except OSError as error:  # noqa: PERF203 - one does not stop the rest
-            failures.append(str(error))
+        except OSError as error:
+            if error.errno == errno.ENOTEMPTY and not options.force:
+                foreign[step] = re.findall("`(.*?)`", str(error.strerror))[-1]
+            else:
+                failures.append(str(error))
     document = {
         "path": found.manager.directory,
         "keep": [str(policy) for policy in found.policies],
         "dry_run": not options.yes,
         "kept": {str(step): [*one.kept_for["local"]] for step, one in found.saved.items() if one.kept_for["local"]},
         "removed": removed,
+        "foreign": {str(step): name for step, name in foreign.items()},
         "failures": failures,
     }
     word = "removed" if options.yes else "would be removed"
     lines = [*(f"{Path(found.manager.path(step)).name}: {word}" for step in removed), *failures]
+    for step, name in foreign.items():
+        place_of_it = Path(found.manager.path(step)).name
+        lines.append(
+            f"{place_of_it}: stays: it holds {visible(name)}, which is not part of it: move it, or give --force"
+        )
     then = "" if options.yes or not removed else ": add --yes to remove what would go"
     lines.append(f"{count(len(removed), 'checkpoint')} {word}, {len(found.saved) - len(removed)} stay{then}")
-    return 1 if failures else 0, document, lines
+    return 1 if failures or foreign else 0, document, lines

@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
         description="Live monitor for fastckpt: GB/s of each rank and thread against the target of your storage.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
     _add_looks(made.add_argument)
     _add_screen(made.add_argument)
@@ -104,15 +105,20 @@ def _add_screen(add: Callable[..., object]) -> None:
 def _add_debug(made: argparse.ArgumentParser) -> None:
     """``debug``: what is done with the shared segments instead."""
     words = "look at the shared segments of processes, or remove them"
-    debug = made.add_subparsers(dest="command", metavar="debug", help=f"{words}: see debug --help").add_parser("debug")
+    debug = made.add_subparsers(dest="command", metavar="debug", help=f"{words}: see debug --help").add_parser(
+        "debug", allow_abbrev=False
+    )
     debug.description = f"{words.capitalize()}."
     made.usage = "%(prog)s [options]\n       %(prog)s debug {ls,clean,dump,layout} [options]"
     commands = debug.add_subparsers(dest="what", metavar="COMMAND", required=True)
     # Without defaults, which would take the place of options that stand before `debug`.
-    found = commands.add_parser("ls", help="list the segments", argument_default=argparse.SUPPRESS)
+    found = commands.add_parser("ls", help="list the segments", argument_default=argparse.SUPPRESS, allow_abbrev=False)
     found.add_argument("--json", action="store_true", help="print JSON lines")
     clean = commands.add_parser(
-        "clean", help="show segments of dead processes older than 10 minutes", argument_default=argparse.SUPPRESS
+        "clean",
+        help="show segments of dead processes older than 10 minutes",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
     )
     clean.add_argument("--yes", action="store_true", default=False, help="remove them")
     for one in (found, clean):
