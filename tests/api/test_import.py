@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import compileall
+import dataclasses
 import inspect
 import json
 import logging
@@ -148,6 +149,19 @@ assert {*sys.modules} == before
 assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
 """
     child(code)
+
+
+def test_records_tell_their_fields():
+    """Of the records that are returned, each field; what only an instance has is in the stub."""
+    lacking = []
+    for module in (one for one in surface.public(fastckpt).values() if isinstance(one, types.ModuleType)):
+        for name, found in surface.public(module).items():
+            if dataclasses.is_dataclass(found):
+                text = inspect.getdoc(found)
+                lacking += [
+                    f"{name}.{one.name}" for one in dataclasses.fields(found) if f"    {one.name}: " not in text
+                ]
+    assert not lacking
 
 
 def test_every_function_and_class_has_an_example_that_runs():

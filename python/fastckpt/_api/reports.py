@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Final, Literal, NoReturn
 
 from fastckpt._text import count, size, visible
@@ -85,6 +88,14 @@ class Report:
     shards: int
     tensors: int
 
+    def __init_subclass__(cls) -> None:
+        """Show the attributes of all reports in the docstring of each."""
+        if cls.__doc__ is not None:
+            common = textwrap.dedent((Report.__doc__ or "").partition("Attributes:\n")[2].rstrip())
+            # From Python 3.13 on, docstrings come without their common indentation.
+            indented = partial(textwrap.indent, common)
+            cls.__doc__ = re.sub(r"^( *)\{attributes\}$", lambda at: indented(at[1]), cls.__doc__, flags=re.MULTILINE)
+
     def __post_init__(self) -> None:
         for name in ("phases", "blocks", "paths"):
             object.__setattr__(self, name, Fixed(getattr(self, name)))
@@ -140,7 +151,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveReport(Report):
-    """The result of one save; see :class:`Report`.
+    """The result of one save.
 
     For an asynchronous save, ``phases`` begins with ``wait`` (for earlier saves) and ``stage``. In a save of several
     ranks, ``bytes``, ``thread_bytes``, ``blocks``, ``paths`` and ``copied`` count what this rank wrote, and ``shards``,
@@ -148,6 +159,7 @@ class SaveReport(Report):
     the other ranks.
 
     Attributes:
+        {attributes}
         stall: seconds that the caller was held: for an asynchronous save in the call itself and in waits for the copy
             (``wait_staged``, a guard); for a synchronous one all of them.
         staging: seconds that the copy to the snapshot took; 0.0 for a synchronous save.
@@ -195,11 +207,12 @@ class SaveReport(Report):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport(Report):
-    """The result of one load; see :class:`Report`.
+    """The result of one load.
 
     In a load of several ranks, ``bytes`` are those that this one requested.
 
     Attributes:
+        {attributes}
         missing: with ``strict=False``, names of tensors and objects in ``into`` that the checkpoint lacks, and patterns
             of ``keys`` that match nothing.
         unexpected: with ``strict=False``, the names of tensors of the checkpoint that ``into`` has no place for.
@@ -269,9 +282,10 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VerifyReport(Report):
-    """The result of a verification; see :class:`Report`.
+    """The result of a verification.
 
     Attributes:
+        {attributes}
         damage: every damaged range, in file order; empty for a whole checkpoint.
     """
 
