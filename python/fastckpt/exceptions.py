@@ -94,3 +94,7 @@ class RanksError(CheckpointError):
 
     def __reduce__(self) -> tuple[type[RanksError], tuple[str, tuple[RankFailure, ...]]]:
         return type(self), (str(self), self.failures)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

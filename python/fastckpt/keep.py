@@ -266,19 +266,25 @@ def parse(text: str) -> Policy:
         raise ValueError(f"keep: {text!r}: {error}") from None
 
 
+def _whole(text: str) -> int:
+    if not text.isdecimal():
+        raise ValueError(f"{text!r} is not a whole number")
+    return int(text)
+
+
 def _parse_best(value: str) -> Best:
     count, _, rest = value.partition(":")
     metric, colon, mode = rest.rpartition(":")
     # A metric's name may contain colons.
-    return Best(int(count), metric, mode) if colon and mode in {"min", "max"} else Best(int(count), rest)  # type: ignore[arg-type]
+    return Best(_whole(count), metric, mode) if colon and mode in {"min", "max"} else Best(_whole(count), rest)  # type: ignore[arg-type]
 
 
 _PARSERS: dict[str, Callable[[str], Policy]] = {
-    "last": lambda value: Last(int(value)),
+    "last": lambda value: Last(_whole(value)),
     "best": _parse_best,
     "every": lambda value: Every(steps=int(value)) if value.isdecimal() else Every(time=value),
     "younger": Younger,
-    "steps": lambda value: Steps(*map(int, value.split(","))),
+    "steps": lambda value: Steps(*map(_whole, value.split(","))),
 }
 
 

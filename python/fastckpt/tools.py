@@ -10,3 +10,7 @@ from fastckpt._tools.plan.plan import plan
 from fastckpt._tools.plan.record import Plan
 
 __all__ = ["Diagnosis", "Finding", "Plan", "Probe", "doctor", "plan", "probe", "set_target"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

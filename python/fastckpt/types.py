@@ -28,3 +28,7 @@ __all__ = [
     "TensorInfo",
     "VerifyReport",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -33,7 +33,8 @@ def members(kind):
     for name in sorted({*fields, *(name for name in dir(kind) if not name.startswith("_"))}):
         found = inspect.getattr_static(kind, name, None)
         ours = any(name in vars(base) and base.__module__.startswith("fastckpt") for base in kind.__mro__)
-        if name in fields or isinstance(found, property):
+        attribute = isinstance(found, (property, types.MemberDescriptorType, types.GetSetDescriptorType, str))
+        if name in fields or (ours and attribute):
             yield f"    {name}"
         elif ours and callable(getattr(kind, name)):
             yield f"    {name}{signature(getattr(kind, name))}"

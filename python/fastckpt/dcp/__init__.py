@@ -12,3 +12,7 @@ from fastckpt.dcp._stager import Stager
 from fastckpt.dcp._writer import Writer
 
 __all__ = ["Installation", "Reader", "Stager", "Writer", "install"]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

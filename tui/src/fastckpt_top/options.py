@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import __version__, segment, targets
 from fastckpt_top.views.state import SORTS, VIEWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 _EPILOG: Final = """\
 exit codes: 0 ok; 1 below target (--check); 2 usage; 3 no process or operation found; 4 file not readable
 environment: FASTCKPT_TOP_DIR, FASTCKPT_TOP_TARGET, NO_COLOR
 """
+
+
+_PLAIN: Final = {"": 1.0}
+_UNITS: Final = {"": 1.0, "ms": 0.001, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,7 +63,7 @@ def _add_looks(add: Callable[..., object]) -> None:
         "--interval",
         type=_interval,
         metavar="S",
-        help="seconds between two looks, 0.1 to 60 (default 0.5; --once 1)",
+        help="seconds between two looks, 0.1 to 60 (default 0.5; --once 1), or a time such as 500ms",
     )
     add("--once", action="store_true", help="print a table of the present and exit")
     add("--json", action="store_true", help="print JSON lines; with --once one object")
@@ -75,7 +80,7 @@ def _add_looks(add: Callable[..., object]) -> None:
     add("--replay", metavar="FILE", help="show a recording")
     add("--speed", type=_speed, default=1.0, metavar="X", help="speed of a replay (default 1)")
     add("--demo", action="store_true", help="show a made-up node")
-    add("--duration", type=_duration, metavar="S", help="stop after so many seconds")
+    add("--duration", type=_duration, metavar="S", help="stop after so many seconds, or a time such as 5min")
     add("--count", type=_positive, metavar="N", help="stop after so many looks (line mode and --json)")
 
 
@@ -134,10 +139,11 @@ def _target(word: str) -> targets.Target:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _number(word: str, low: float, high: float, what: str) -> float:
+def _number(word: str, low: float, high: float, what: str, units: Mapping[str, float] = _PLAIN) -> float:
     try:
-        value = float(word)
-    except ValueError:
+        number, unit = re.fullmatch(r"(.*?)([a-z]*)", word.strip()).groups()  # type: ignore[union-attr] # it always does
+        value = float(number) * units[unit]
+    except (ValueError, KeyError):
         value = float("nan")
     if not low <= value <= high:
         raise argparse.ArgumentTypeError(f"`{word}`: want {what}")
@@ -145,7 +151,7 @@ def _number(word: str, low: float, high: float, what: str) -> float:
 
 
 def _interval(word: str) -> float:
-    return _number(word, 0.1, 60.0, "0.1 to 60 seconds")
+    return _number(word, 0.1, 60.0, "0.1 to 60 seconds", _UNITS)
 
 
 def _percent(word: str) -> float:
@@ -157,7 +163,7 @@ def _speed(word: str) -> float:
 
 
 def _duration(word: str) -> float:
-    return _number(word, 0.0, 1e9, "seconds")
+    return _number(word, 0.0, 1e9, "seconds, or a time such as 5min", _UNITS)
 
 
 def _positive(word: str) -> int:
