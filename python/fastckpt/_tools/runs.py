@@ -34,7 +34,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     """Add the subcommand; ``command(name, text, more)`` makes its parser."""
     prune = command(
         "prune",
-        "show the checkpoints of a run that no policy keeps; --yes removes them",
+        "show what no policy of a run keeps; --yes removes it",
         "The newest checkpoint is verified first: it stays, and so do pinned and damaged ones, and those that hold "
         "files of others. Exits with 1 if something could not be removed.",
     )
