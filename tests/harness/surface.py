@@ -40,19 +40,20 @@ def members(kind):
             yield f"    {name}{signature(getattr(kind, name))}"
 
 
+def modules():
+    """The package and its public modules, by their full names."""
+    found = [name for name, one in public(fastckpt).items() if isinstance(one, types.ModuleType)]
+    return {name: importlib.import_module(name) for name in ("fastckpt", *(f"fastckpt.{name}" for name in found))}
+
+
 def lines():
     """Of the package, and of each of its public modules."""
-    modules = {"fastckpt": fastckpt}
-    for name, found in public(fastckpt).items():
-        if isinstance(found, types.ModuleType):
-            modules[f"fastckpt.{name}"] = importlib.import_module(f"fastckpt.{name}")
-    for where, module in modules.items():
+    for where, module in modules().items():
         yield f"{where}:"
         for name, found in public(module).items():
-            home = modules["fastckpt"]
             if isinstance(found, types.ModuleType):
                 yield f"  {name}: a module"
-            elif module is not home and getattr(home, name, None) is found:
+            elif module is not fastckpt and getattr(fastckpt, name, None) is found:
                 yield f"  {name}: as fastckpt.{name}"
             elif inspect.isclass(found):
                 # Whoever may make one finds the arguments in its docstring; the others are returned.
@@ -65,9 +66,8 @@ def lines():
 
 
 def documented():
-    """The public functions, and the classes that document arguments, by the place that has them."""
-    modules = [fastckpt, *(one for one in public(fastckpt).values() if isinstance(one, types.ModuleType))]
-    for module in modules:
+    """Each public function, and each class that documents arguments, with its full name."""
+    for module in modules().values():
         for name, found in public(module).items():
             if inspect.isfunction(found) or (inspect.isclass(found) and "Args:" in (found.__doc__ or "")):
                 yield f"{module.__name__}.{name}", found

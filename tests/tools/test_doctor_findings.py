@@ -391,7 +391,7 @@ def test_what_a_save_reported_goes_before_what_was_expected():
     found = findings.diagnose(made_up(measured=measured))
     assert (found.engine, found.why) == ("buffered", "direct I/O: refused")
     assert any("median of 3" in line for line in command.lines(found))
-    # A save of one operation has no ring, whatever the machine has.
+    # A save of a single operation never uses io_uring, even where it works.
     small = {**measured, "save": {**save, "engine": "threads", "fallback": None, "bytes": 1 << 20}}
     assert findings.diagnose(made_up(measured=small)).engine == "uring"
     measured = {**dict.fromkeys(measured), "error": "write /data/x: Input/output error (os error 5)"}

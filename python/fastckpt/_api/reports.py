@@ -6,7 +6,6 @@ import re
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Final, Literal, NoReturn
 
 from fastckpt._text import count, size, visible
@@ -93,8 +92,9 @@ class Report:
         if cls.__doc__ is not None:
             common = textwrap.dedent((Report.__doc__ or "").partition("Attributes:\n")[2].rstrip())
             # From Python 3.13 on, docstrings come without their common indentation.
-            indented = partial(textwrap.indent, common)
-            cls.__doc__ = re.sub(r"^( *)\{attributes\}$", lambda at: indented(at[1]), cls.__doc__, flags=re.MULTILINE)
+            cls.__doc__ = re.sub(
+                r"^( *)\{attributes\}$", lambda mark: textwrap.indent(common, mark[1]), cls.__doc__, flags=re.MULTILINE
+            )
 
     def __post_init__(self) -> None:
         for name in ("phases", "blocks", "paths"):

@@ -1,4 +1,4 @@
-"""What the commands say: text for the standard streams, and exit codes."""
+"""Output to the standard streams, and the exit codes."""
 
 from __future__ import annotations
 

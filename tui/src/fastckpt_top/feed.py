@@ -52,7 +52,7 @@ def directories(env: Mapping[str, str], uid: int) -> list[str]:
 
 
 def chosen(directory: str | None, *, all_users: bool) -> list[str] | None:
-    """The directories of the options ``--dir`` and ``--all-users``; None for those of all users."""
+    """The directories that ``--dir`` and ``--all-users`` select; None stands for those of all users."""
     if directory is not None:
         return [directory]
     return None if all_users else directories(os.environ, os.geteuid())
