@@ -9,7 +9,7 @@ use std::fmt::Write as _;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -31,11 +31,12 @@ use crate::telemetry::layout::Segment;
 
 /// The size of the trial file in bytes: enough for a few large pages.
 const TRIAL: usize = 256 << 10;
-/// The least and the largest number of direct writes to watch, and how long to watch. One write may be too quick, or
-/// the watching thread may get no core.
+/// How many direct writes to watch at least, and for how long: one write may be too quick. On a busy machine the watching
+/// thread may get no core: it has to have looked so often in the middle of a write, unless that takes too long.
 const WATCHED_LEAST: usize = 4;
-const WATCHED: usize = 64;
 const WATCH: Duration = Duration::from_millis(30);
+const LOOKS: usize = 100;
+const WATCH_MOST: Duration = Duration::from_secs(2);
 /// `RWF_DONTCACHE` of linux/fs.h.
 const DONTCACHE: ReadWriteFlags = ReadWriteFlags::from_bits_retain(0x80);
 
@@ -255,10 +256,14 @@ fn direct(trials: &Trials, slab: &mut Slab, sees_cache: bool, found: &mut Files)
 /// Writes `bytes` a few times while another thread looks for them in the page cache. A look afterwards is not enough: a
 /// file system that buffers direct writes (btrfs, where it keeps checksums) drops the pages before the write returns.
 fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
-    let (ready, written, seen) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+    let (writing, written, seen) = (AtomicBool::new(false), AtomicBool::new(false), AtomicBool::new(false));
+    // The first look is before the first write.
+    let (ready, looks) = (AtomicBool::new(false), AtomicUsize::new(0));
     let look = || {
+        let began = writing.load(Ordering::SeqCst);
         let pages = cached_pages(file.as_fd(), 0, bytes.len() as u64);
         seen.fetch_or(pages.is_ok_and(|pages| pages > 0), Ordering::Relaxed);
+        looks.fetch_add(usize::from(began && writing.load(Ordering::SeqCst)), Ordering::Relaxed);
         ready.store(true, Ordering::Relaxed);
     };
     let mut outcome = Ok(0);
@@ -274,9 +279,12 @@ fn watched(file: &OwnedFd, bytes: &[u8]) -> (rustix::io::Result<usize>, bool) {
             thread::yield_now();
         }
         let begin = Instant::now();
-        for turn in 0..WATCHED {
+        for turn in 0.. {
+            writing.store(true, Ordering::SeqCst);
             outcome = retry_on_intr(|| rustix::io::pwrite(file, bytes, 0));
-            let enough = turn >= WATCHED_LEAST && begin.elapsed() > WATCH;
+            writing.store(false, Ordering::SeqCst);
+            let looked = !watched || looks.load(Ordering::Relaxed) >= LOOKS || begin.elapsed() > WATCH_MOST;
+            let enough = turn >= WATCHED_LEAST && begin.elapsed() > WATCH && looked;
             if outcome.is_err() || enough || seen.load(Ordering::Relaxed) {
                 break;
             }
