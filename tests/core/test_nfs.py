@@ -37,9 +37,10 @@ BOOTS = {
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1000)  # the kernel is a process like any other: a busy machine takes ten times as long
 @pytest.mark.parametrize("boot", BOOTS)
 def test_two_clients(boot):
-    outcomes = nfs.boot(GUEST, "harness.two_machines", *BOOTS[boot], seconds=240)
+    outcomes = nfs.boot(GUEST, "harness.two_machines", *BOOTS[boot], seconds=900)
     for outcome in outcomes:
         print(outcome["scenario"], outcome["seconds"], "s", outcome["failed"] or "as it should be")
     assert [outcome["scenario"] for outcome in outcomes] == BOOTS[boot]
