@@ -360,6 +360,51 @@ def test_nothing_is_changed_when_anything_does_not_fit(tmp_path):
         assert other.given == []
 
 
+@pytest.mark.parametrize(
+    ("part", "other", "theirs", "mine"),
+    [
+        ("optimizer", lambda training: OPTIMIZERS["plain"](training["model"]), "betas", "dampening"),
+        (
+            "scheduler",
+            lambda training: torch.optim.lr_scheduler.CosineAnnealingLR(training["optimizer"], 10),
+            "gamma, step_size",
+            "T_max, eta_min",
+        ),
+    ],
+)
+def test_the_state_of_another_class_is_refused(tmp_path, part, other, theirs, mine):
+    """torch takes it in silence, or raises when tensors are filled already."""
+    fastckpt.save(states(everything("adam")), tmp_path / "c")
+    training = everything("adam", seed=3)
+    training[part] = other(training)
+    before = copy.deepcopy(states(training))
+    with pytest.raises(StructureMismatchError) as caught:
+        fastckpt.load(tmp_path / "c", into=training)
+    (line,) = caught.value.differences
+    name = type(training[part]).__name__
+    assert line.startswith(f"['{part}']: the state of another class in the checkpoint, with ")
+    assert f"{part} of class {name} in into=, with " in line
+    assert theirs in line.split(";")[0]
+    assert mine in line.split(";")[1]
+    assert same(states(training), before)
+    fastckpt.load(tmp_path / "c", into=training, strict=False)
+    assert training[part].state_dict().keys() >= states(everything("adam"))[part].keys()
+
+
+def test_the_state_of_another_version_of_a_class_is_taken(tmp_path):
+    state = states(everything("adam"))
+    for group in state["optimizer"]["param_groups"]:
+        del group["decoupled_weight_decay"]
+        group.update(max_lr=0.1, min_lr=0.0)
+    del state["scheduler"]["_is_initial"]
+    state["scheduler"]["verbose"] = False
+    fastckpt.save(state, tmp_path / "c")
+    training = everything("adam", seed=3)
+    fastckpt.load(tmp_path / "c", into=training)
+    assert training["optimizer"].param_groups[0]["max_lr"] == 0.1
+    assert training["scheduler"].last_epoch == 3
+
+
 def test_an_object_that_refuses_its_state(tmp_path):
     fastckpt.save({"a": {"n": 1}, "b": {"n": 2}, "c": {"n": 3}}, tmp_path / "c")
     first, last = Stateful(), Stateful()

@@ -328,9 +328,8 @@ class Into:
         for place, owner in self._owners.items():
             start = starts.get(place)
             if start is not None:
-                reason = owner.unlike(
-                    left[start : ends[start]], strict=self.strict and selection.all and not self.shared
-                )
+                whole = self.strict and selection.all and not self.shared
+                reason = owner.unlike(left[start : ends[start]], strict=self.strict, whole=whole)
                 if reason is not None:
                     self._mismatches.add(start, f"{place}: {reason}")
             # Tensors of a module are reported one by one.

@@ -46,10 +46,11 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
             its end which only ``into`` has are no mismatch. Values that only the checkpoint has are added. It may
             contain objects, too: the Parameters and buffers of a module are filled in place, and ``load_state_dict``
             gets the state if it does more than copy them (hooks, overrides, an extra state); an optimizer, also one
-            that has not stepped, and any other object with ``load_state_dict`` is given the state that was read.
-            Everything is compared before anything is changed. A tie that only one side has is not a mismatch; nor is a
-            tie in ``into`` of tensors that are stored separately and are equal. Tensors that overlap in memory without
-            being tied are a mismatch, and so are different values in the places of one container.
+            that has not stepped, and any other object with ``load_state_dict`` is given the state that was read; a
+            state of another class of optimizer or scheduler is a mismatch. Everything is compared before anything is
+            changed. A tie that only one side has is not a mismatch; nor is a tie in ``into`` of tensors that are stored
+            separately and are equal. Tensors that overlap in memory without being tied are a mismatch, and so are
+            different values in the places of one container.
         {options}
 
     Returns:

@@ -58,8 +58,8 @@ class LoadSettings(Settings):
         as_bool,
         "False allows differences, as ``load_state_dict`` does: tensors that only the checkpoint has are not read and "
         "are not in the result; tensors, values and ends of lists that only ``into`` has stay unchanged; a pattern "
-        "that matches nothing is no error. The report lists them (``missing``, ``unexpected``). Shapes and dtypes "
-        "must fit all the same.",
+        "that matches nothing is no error, nor is the state of another class of optimizer or scheduler. The report "
+        "lists them (``missing``, ``unexpected``). Shapes and dtypes must fit all the same.",
     )
     dtype: Any = option(
         None,

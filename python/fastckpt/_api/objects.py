@@ -27,13 +27,22 @@ HOLE_TOKEN: list[Any] = ["tensor", -1]
 _NUMBER = -2
 
 
+#: What schedulers of torch put into the groups of an optimizer.
+_OF_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum"})
+
+
+def _is_of_the_class(key: str) -> bool:
+    """Whether a key of a state tells its class."""
+    return not key.startswith("_") and key not in _OF_SCHEDULERS
+
+
 class Owner:
     """An object in ``into``, and the facts about its state.
 
     Attributes:
         place: its place.
         value: the object.
-        kind: ``module``, ``optimizer`` or None.
+        kind: ``module``, ``optimizer``, ``scheduler`` or None.
     """
 
     def __init__(self, place: Place, value: Any, spreads: Spreads | None = None) -> None:
@@ -75,12 +84,13 @@ class Owner:
         number = entry.step[1:-1]
         return parameters[int(number)] if number.isdecimal() and int(number) < len(parameters) else None
 
-    def unlike(self, tokens: Sequence[Token], *, strict: bool) -> str | None:
+    def unlike(self, tokens: Sequence[Token], *, strict: bool, whole: bool) -> str | None:
         """Why a state of these tokens cannot be for this object, or None: to be known before anything is changed.
 
         Args:
             tokens: the state.
-            strict: whether it has to be all of the state of a module, with nothing else in it. Tensors are compared
+            strict: whether an optimizer or a scheduler refuses the state of another class.
+            whole: whether it has to be all of the state of a module, with nothing else in it. Tensors are compared
                 one by one elsewhere.
         """
         if self.kind is None:
@@ -89,8 +99,10 @@ class Owner:
         if not isinstance(state, dict):
             return f"a {type(state).__qualname__} in the checkpoint, {self._article()} in into="
         if self.kind == "optimizer":
-            return self._unlike_optimizer(state)
-        if strict:
+            return self._unlike_optimizer(state, strict=strict)
+        if self.kind == "scheduler":
+            return self._of_another_class(state, self.value.state_dict()) if strict else None
+        if whole:
             torch = torch_for("a module")
             extra = torch.extra_states(self.value)
             stored = {key for key in state if isinstance(key, str) and key.endswith(torch.EXTRA_STATE)}
@@ -98,7 +110,7 @@ class Owner:
                 return f"extra state {sorted(stored)} in the checkpoint, {sorted(extra)} in into="
         return None
 
-    def _unlike_optimizer(self, state: dict[Any, Any]) -> str | None:
+    def _unlike_optimizer(self, state: dict[Any, Any], *, strict: bool) -> str | None:
         groups = state.get("param_groups")
         if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
             return f"not an optimizer state in the checkpoint, {self._article()} in into="
@@ -108,10 +120,28 @@ class Owner:
         mine = [len(group["params"]) for group in self.value.param_groups]
         if theirs != mine:
             return f"groups of {theirs} parameters in the checkpoint, of {mine} in into="
-        return None
+        others = (self._of_another_class(*pair) for pair in zip(groups, self.value.param_groups, strict=True))
+        return next(filter(None, others), None) if strict else None
+
+    def _of_another_class(self, theirs: dict[Any, Any], mine: dict[Any, Any]) -> str | None:
+        """Why ``theirs`` is not a state of this object's class, or None.
+
+        torch takes it in silence, or raises when tensors are filled already. Each has keys that the other lacks; other
+        versions of one class add public keys only, and drop private ones.
+        """
+        theirs_only, mine_only = (
+            sorted(key for key in there.keys() - here.keys() if isinstance(key, str) and _is_of_the_class(key))
+            for there, here in ((theirs, mine), (mine, theirs))
+        )
+        if not (theirs_only and mine_only):
+            return None
+        return (
+            f"the state of another class in the checkpoint, with {', '.join(theirs_only)}; "
+            f"{self._article()} of class {type(self.value).__qualname__} in into=, with {', '.join(mine_only)}"
+        )
 
     def _article(self) -> str:
-        return "an optimizer" if self.kind == "optimizer" else "a module"
+        return "an optimizer" if self.kind == "optimizer" else f"a {self.kind}"
 
     def fills(self, value: Any, tie: Any | None) -> None:
         """Note that ``value``, of the state that a module gave, was filled in place."""

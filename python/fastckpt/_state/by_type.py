@@ -171,7 +171,7 @@ DESCRIBE: dict[type, Describe] = {
 
 
 def torch_kind(value: Any) -> str | None:
-    """``module`` or ``optimizer`` for an object of torch's, or None. It can be one only if torch was imported."""
+    """See :func:`fastckpt._tensors.torch.kind_of`. An object can be torch's only if torch was imported."""
     if "torch" not in sys.modules:
         return None
     from fastckpt._tensors import torch as _torch  # noqa: PLC0415 - imports torch

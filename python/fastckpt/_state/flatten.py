@@ -212,8 +212,8 @@ class _Flattener:
         """Note an object with a state of its own."""
         flat = self.flat
         flat.objects.append((flat.places.at(self.stack), value))
-        # Asking for its state may change an object: a data loader starts its workers.
-        return stateful(value) if torch_kind(value) else "null"
+        # Asking for its state may change an object: a data loader starts its workers. A scheduler has none to fill.
+        return stateful(value) if torch_kind(value) in {"module", "optimizer"} else "null"
 
     def describe_type(self, kind: type) -> Describe:
         """How to describe a type that is neither Python's nor numpy's."""
