@@ -166,7 +166,7 @@ def test_threads_are_counted_without_live_counters(where):
     document = json.loads(run(where, *SMALL, "--json", FASTCKPT_TOP="0").stdout)
     sample = document["samples"]["save"][0][0]
     assert sum(sample["thread_bytes"]) >= sample["bytes"] > 0
-    assert document["scores"]["save"]["thread_gb_per_s"]["median"] > 0
+    assert document["scores"]["save"]["thread_gigabytes_per_second"]["median"] > 0
 
 
 def test_on_a_file_system_in_memory(tmp_path):
@@ -270,7 +270,7 @@ def test_every_rank_shows_in_the_monitor_while_it_runs(where):
         (["--workload", "llama3-8b", "--size", "1GB"], "give --size or --workload, not both"),
         (["--workload", "llama3-8b", "--scale", "2"], "--scale must be more than 0 and at most 1"),
         (["--scale", "0.5"], "without one, give --size"),
-        (["--params", "1B", "--days", "3"], "unrecognized arguments: --params 1B --days 3"),
+        (["--params", "1B", "--duration", "3d"], "unrecognized arguments: --params 1B --duration 3d"),
         (["--simulate"], "unrecognized arguments: --simulate"),
     ],
 )
@@ -438,8 +438,8 @@ def test_a_simulation_takes_what_was_measured(where, tmp_path, capsys):
         tp=8,
         pp=16,
         restart="5min",
-        node_write=1e9 * scores["save"]["gb_per_s"]["median"],
-        node_read=1e9 * scores["load"]["gb_per_s"]["median"],
+        node_write=1e9 * scores["save"]["gigabytes_per_second"]["median"],
+        node_read=1e9 * scores["load"]["gigabytes_per_second"]["median"],
     )
     assert document["cost"] == pytest.approx(plan.stall)
     assert document["restart"] == pytest.approx(plan.restart + plan.restore_seconds)

@@ -256,7 +256,7 @@ def test_every_file_system_for_what_it_is(children, kind, worse, notes, bypasses
     measured = facts["measured"]
     assert measured["error"] is None
     for step in ("raw_write", "raw_read", "save", "load"):
-        assert measured[step]["gb_per_s"] > 0
+        assert measured[step]["gigabytes_per_second"] > 0
         assert 0 < measured[step]["bytes"] <= 256 << 20
         if facts["directory"]["free_bytes"]:
             assert measured[step]["bytes"] <= facts["directory"]["free_bytes"] / 10

@@ -381,7 +381,7 @@ def test_where_no_checkpoint_can_be_made(error, code, more):
 
 
 def speeds(**more):
-    return {"bytes": 10**8, "seconds": 0.1, "gb_per_s": 1.0, **more}
+    return {"bytes": 10**8, "seconds": 0.1, "gigabytes_per_second": 1.0, **more}
 
 
 def test_what_a_save_reported_goes_before_what_was_expected():

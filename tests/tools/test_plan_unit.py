@@ -386,7 +386,7 @@ def test_a_cluster_without_a_failure_is_one_gap() -> None:
 
 
 def test_the_same_seed_gives_the_same_result_and_another_does_not() -> None:
-    few = {**LARGE, "cost": 50.0, "runs": 10, "days": 10}
+    few = {**LARGE, "cost": 50.0, "runs": 10, "duration": 10 * DAY}
     assert simulate(**few) == simulate(**few)
     assert simulate(**few).best != simulate(**few, seed=1).best
 
@@ -462,14 +462,14 @@ def test_lives_that_are_not_exponential_move_the_best_interval_little() -> None:
     [
         ({"cost": 0.0}, "cost must be more than 0"),
         ({"cost": math.nan}, "cost must be"),
-        ({"days": -1.0}, "days must be"),
+        ({"duration": -1.0}, "duration must be"),
         ({"shape": 0.0}, "weibull must be"),
         ({"restart": -1.0}, "restart must be"),
         ({"runs": 5}, "10 runs"),
         ({"accelerators": 0}, "1 accelerator"),
         ({"seed": -1}, "and a seed of 0 are required"),
-        ({"accelerators": 8}, "failures are expected over all runs: simulate more days or runs"),
-        ({"days": 1e6}, "simulate fewer days or runs"),
+        ({"accelerators": 8}, "failures are expected over all runs: simulate longer, or more runs"),
+        ({"duration": 1e11}, "simulate shorter, or fewer runs"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(said: dict[str, Any], message: str) -> None:

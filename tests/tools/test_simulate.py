@@ -30,14 +30,14 @@ def test_the_command_takes_a_job_as_plan_does(capsys: pytest.CaptureFixture[str]
     import fastckpt
 
     job = ["--params", "405B", "--gpus", 16384, "--tp", 8, "--pp", 16, "--node-write", "4GB/s", "--restart", "5min"]
-    more = ["--stall", "2s", "--days", 30, "--runs", 20, "--seed", 7, "--weibull", 2]
+    more = ["--stall", "2s", "--duration", "30d", "--runs", 20, "--seed", 7, "--weibull", 2]
     _, out, _ = call(capsys, "plan", "--simulate", *job, *more, "--json")
     document = json.loads(out)
     plan = fastckpt.tools.plan(params="405B", gpus=16384, tp=8, pp=16, node_write="4GB/s", restart="5min", stall=2)
     assert document["cost"] == 2
     assert document["lag"] == pytest.approx(plan.seconds - 2)
     assert document["restart"] == pytest.approx(300 + plan.restore_seconds)
-    assert [document[name] for name in ("days", "runs", "seed", "shape")] == [30, 20, 7, 2]
+    assert [document[name] for name in ("duration", "runs", "seed", "shape")] == [30 * 86400, 20, 7, 2]
     _, out, _ = call(capsys, "plan", "--simulate", *job, *more)
     assert "Weibull lives of shape 2" in out
     assert "later" in out
@@ -66,7 +66,7 @@ def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Pat
 def test_its_options_are_not_those_of_a_plan(capsys: pytest.CaptureFixture[str]) -> None:
     job = ["plan", "--params", "1B", "--gpus", 8]
     for more, message in (
-        (["--days", 30], "plan: --days is for --simulate"),
+        (["--duration", "30d"], "plan: --duration is for --simulate"),
         (["--from", "node.json"], "plan: --from is for --simulate"),
         (["--simulate", "--goodput", "95%"], "plan: --goodput does not go with --simulate"),
         (["--simulate", "--sweep", "gpus=1,2"], "plan: --sweep does not go with --simulate"),

@@ -39,24 +39,24 @@ def test_the_slowest_rank_counts():
     found = scores.score([[sample(1.0), sample(4.0), sample(2.0)]])
     assert found["seconds"] == {"min": 4.0, "median": 4.0, "max": 4.0}
     assert found["bytes"] == 3 * GB
-    assert found["gb_per_s"]["median"] == pytest.approx(0.75)
-    assert found["slowest_rank_gb_per_s"]["median"] == pytest.approx(0.25)
+    assert found["gigabytes_per_second"]["median"] == pytest.approx(0.75)
+    assert found["slowest_rank_gigabytes_per_second"]["median"] == pytest.approx(0.25)
     assert found["slowest_rank"] == 1
-    assert found["rank_gb_per_s"] == pytest.approx([1.0, 0.25, 0.5])
+    assert found["rank_gigabytes_per_second"] == pytest.approx([1.0, 0.25, 0.5])
 
 
 def test_the_slowest_throughput_need_not_be_the_longest_time():
     """Shares differ: who has much to write takes longest, and may be the fastest all the same."""
     found = scores.score([[sample(2.0, 8 * GB), sample(1.0, GB)]])
     assert found["seconds"]["median"] == 2.0
-    assert found["gb_per_s"]["median"] == pytest.approx(4.5)
-    assert found["slowest_rank_gb_per_s"]["median"] == pytest.approx(1.0)
+    assert found["gigabytes_per_second"]["median"] == pytest.approx(4.5)
+    assert found["slowest_rank_gigabytes_per_second"]["median"] == pytest.approx(1.0)
 
 
 def test_rounds_are_told_by_median_and_spread_and_the_first_apart():
     found = scores.score([[sample(seconds)] for seconds in (5.0, 1.0, 2.0, 4.0, 10.0)])
     assert found["seconds"] == {"min": 1.0, "median": 4.0, "max": 10.0}
-    assert found["gb_per_s"] == pytest.approx({"min": 0.1, "median": 0.25, "max": 1.0})
+    assert found["gigabytes_per_second"] == pytest.approx({"min": 0.1, "median": 0.25, "max": 1.0})
     assert (found["first_seconds"], found["rounds"]) == (5.0, 5)
 
 
@@ -67,8 +67,8 @@ def test_who_is_slowest_most_often():
 
 def test_threads_by_their_own_bytes_and_their_ranks_time():
     found = scores.score([[sample(2.0, thread_bytes=[600_000_000, 400_000_000]), sample(1.0, thread_bytes=[GB])]])
-    assert found["thread_gb_per_s"] == pytest.approx({"min": 0.2, "median": 0.3, "max": 1.0})
-    assert scores.score([[sample(2.0)]])["thread_gb_per_s"] is None
+    assert found["thread_gigabytes_per_second"] == pytest.approx({"min": 0.2, "median": 0.3, "max": 1.0})
+    assert scores.score([[sample(2.0)]])["thread_gigabytes_per_second"] is None
 
 
 def made_up(save=2.0, load=1.0, raw_write=1.0, raw_read=0.9, ranks=2):

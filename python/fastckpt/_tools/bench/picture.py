@@ -34,7 +34,7 @@ def draw(file: Path, document: Mapping[str, Any]) -> None:
             for samples in document["samples"][name]
         ]
         colour = "0.75" if name.startswith("raw") else "C0"
-        axes.bar(at, document["scores"][name]["gb_per_s"]["median"], color=colour, width=0.6)
+        axes.bar(at, document["scores"][name]["gigabytes_per_second"]["median"], color=colour, width=0.6)
         axes.plot([at] * len(rates), rates, "o", color="black", markersize=4)
     target = document["target"]
     for kind, colour in (("write", "C3"), ("read", "C2")):

@@ -99,7 +99,7 @@ class _Rank:
         return _sample(report, time.monotonic() - began)
 
     def _load(self, path: Path, began: float, resident: float | None, *, compare: bool) -> dict[str, Any]:
-        reports: list[fastckpt.LoadReport] = []
+        reports: list[fastckpt.types.LoadReport] = []
         loaded = fastckpt.load(path, framework="numpy", io=replace(self.spec.io, on_report=reports.append))
         seconds = time.monotonic() - began
         sample = {**_sample(reports[0], seconds), "resident": resident}
@@ -116,7 +116,7 @@ class _Rank:
                 path.unlink()
 
 
-def _sample(report: fastckpt.SaveReport | fastckpt.LoadReport, seconds: float) -> dict[str, Any]:
+def _sample(report: fastckpt.types.SaveReport | fastckpt.types.LoadReport, seconds: float) -> dict[str, Any]:
     return {
         "bytes": report.bytes,
         "seconds": seconds,

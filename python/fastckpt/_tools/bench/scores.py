@@ -35,10 +35,10 @@ def score(rounds: Rounds) -> dict[str, Any]:
 
     Returns:
         ``bytes`` of all ranks in a round, ``rounds``; ``seconds`` of the slowest rank and ``first_seconds``, those of
-        the first round; ``gb_per_s``, all bytes over the slowest rank's seconds; ``slowest_rank_gb_per_s``, the least
-        throughput of a rank; ``rank_gb_per_s``, the median of each rank, by rank; ``slowest_rank``, the one that was
-        slowest most often; ``thread_gb_per_s``, over all threads of all rounds, None if none ran. Each spread is over
-        the rounds.
+        the first round; ``gigabytes_per_second``, all bytes over the slowest rank's seconds;
+        ``slowest_rank_gigabytes_per_second``, the least throughput of a rank; ``rank_gigabytes_per_second``, the median
+        of each rank, by rank; ``slowest_rank``, the one that was slowest most often; ``thread_gigabytes_per_second``,
+        over all threads of all rounds, None if none ran. Each spread is over the rounds.
     """
     slowest = [max(samples, key=lambda sample: sample["seconds"]) for samples in rounds]
     last = [list(samples).index(sample) for samples, sample in zip(rounds, slowest, strict=True)]
@@ -53,14 +53,14 @@ def score(rounds: Rounds) -> dict[str, Any]:
         "rounds": len(rounds),
         "seconds": spread(sample["seconds"] for sample in slowest),
         "first_seconds": slowest[0]["seconds"],
-        "gb_per_s": spread(
+        "gigabytes_per_second": spread(
             sum(sample["bytes"] for sample in samples) / max(sample["seconds"], 1e-9) / 1e9
             for samples, sample in zip(rounds, slowest, strict=True)
         ),
-        "slowest_rank_gb_per_s": spread(min(map(_rate, samples)) for samples in rounds),
-        "rank_gb_per_s": [statistics.median(map(_rate, samples)) for samples in zip(*rounds, strict=True)],
+        "slowest_rank_gigabytes_per_second": spread(min(map(_rate, samples)) for samples in rounds),
+        "rank_gigabytes_per_second": [statistics.median(map(_rate, samples)) for samples in zip(*rounds, strict=True)],
         "slowest_rank": Counter(last).most_common(1)[0][0],
-        "thread_gb_per_s": spread(threads) if threads else None,
+        "thread_gigabytes_per_second": spread(threads) if threads else None,
     }
 
 
@@ -69,7 +69,7 @@ def scores(samples: Mapping[str, Rounds]) -> dict[str, dict[str, Any]]:
     found = {operation: score(rounds) for operation, rounds in samples.items()}
     for operation, result in found.items():
         raw = found.get(_AGAINST.get(operation, ""))
-        result["of_raw"] = raw and result["gb_per_s"]["median"] / raw["gb_per_s"]["median"]
+        result["of_raw"] = raw and result["gigabytes_per_second"]["median"] / raw["gigabytes_per_second"]["median"]
     return found
 
 
@@ -85,7 +85,7 @@ def verdict(found: Mapping[str, Mapping[str, Any]], target: tuple[float, float],
         ``gpus``, ``met``; ``write`` and ``read``, each with ``needed`` and ``reached`` (GB/s per GPU) and ``met``.
     """
     parts = {
-        kind: {"needed": needed, "reached": found[operation]["gb_per_s"]["median"] / gpus}
+        kind: {"needed": needed, "reached": found[operation]["gigabytes_per_second"]["median"] / gpus}
         for kind, operation, needed in (("write", "save", target[0]), ("read", "load", target[1]))
     }
     judged = {kind: {**part, "met": part["reached"] >= part["needed"]} for kind, part in parts.items()}

@@ -27,10 +27,10 @@ def summary(document: Mapping[str, Any]) -> str:
         f"{target[kind]['reached']:.3g} of {target[kind]['needed']:g} GB/s {verb}"
         for kind, verb in (("write", "written"), ("read", "read"))
     )
-    return (
-        f"saved {size(save['bytes'])} at {save['gb_per_s']['median']:.3g} GB/s ({save['of_raw']:.2f} of raw), "
-        f"loaded at {load['gb_per_s']['median']:.3g} GB/s ({load['of_raw']:.2f} of raw): {judged} (per GPU {asked})"
+    saved, loaded = (
+        f"{score['gigabytes_per_second']['median']:.3g} GB/s ({score['of_raw']:.2f} of raw)" for score in (save, load)
     )
+    return f"saved {size(save['bytes'])} at {saved}, loaded at {loaded}: {judged} (per GPU {asked})"
 
 
 def lines(document: Mapping[str, Any]) -> list[str]:
@@ -52,13 +52,13 @@ def lines(document: Mapping[str, Any]) -> list[str]:
 
 
 def _row(title: str, score: Mapping[str, Any]) -> tuple[str, ...]:
-    rate, seconds = score["gb_per_s"], score["seconds"]
-    thread = score["thread_gb_per_s"]
+    rate, seconds = score["gigabytes_per_second"], score["seconds"]
+    thread = score["thread_gigabytes_per_second"]
     return (
         title,
         *(f"{rate[key]:.3g}" for key in ("median", "min", "max")),
         *(f"{seconds[key]:.3f}" for key in ("median", "min", "max")),
-        f"{score['slowest_rank_gb_per_s']['median']:.3g}",
+        f"{score['slowest_rank_gigabytes_per_second']['median']:.3g}",
         f"{thread['median']:.3g}" if thread else "-",
         f"{score['of_raw']:.2f}" if score["of_raw"] else "-",
     )
@@ -84,7 +84,9 @@ def _how(document: Mapping[str, Any]) -> list[tuple[str, str]]:
     if len(document["ranks"]) > 1:
         slow = [f"rank {scores[name]['slowest_rank']} ({TITLES[name]})" for name in ("save", "load")]
         rows.append(("slowest", f"{' and '.join(slow)} most often"))
-        rows += [(f"ranks, {TITLES[name]}", _ranks(scores[name]["rank_gb_per_s"])) for name in ("save", "load")]
+        rows += [
+            (f"ranks, {TITLES[name]}", _ranks(scores[name]["rank_gigabytes_per_second"])) for name in ("save", "load")
+        ]
     first, median = scores["save"]["first_seconds"], scores["save"]["seconds"]["median"]
     rows.append(("first save", f"{first:.3f} s in fresh processes, {median:.3f} s in the median"))
     return [*rows, *(("note", note) for note in document["notes"])]

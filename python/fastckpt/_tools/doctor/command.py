@@ -142,9 +142,10 @@ def _speeds(measured: Mapping[str, Any]) -> dict[str, str]:
         return {}
     write, read, save, load = (measured[key] for key in ("raw_write", "raw_read", "save", "load"))
     return {
-        "plain": f"{write['gb_per_s']:.3g} GB/s written and synced, {read['gb_per_s']:.3g} read "
+        "plain": f"{write['gigabytes_per_second']:.3g} GB/s written and synced, "
+        f"{read['gigabytes_per_second']:.3g} read "
         f"({size(write['bytes'])}, {write['threads']} threads, {'direct' if write['direct'] else 'buffered'})",
-        "fastckpt": f"{save['gb_per_s']:.3g} GB/s saved, {load['gb_per_s']:.3g} loaded "
+        "fastckpt": f"{save['gigabytes_per_second']:.3g} GB/s saved, {load['gigabytes_per_second']:.3g} loaded "
         f"({size(save['bytes'])}, median of {save['rounds']}, engine {save['engine']})",
     }
 

@@ -56,7 +56,7 @@ def measure(directory: str, facts: Mapping[str, Any]) -> dict[str, Any]:
             found["raw_write"], found["raw_read"] = _plain(
                 made / "plain", room, direct=direct, allocate=io["fallocate"] == "ok"
             )
-            bytes_ = min(room, max(TELLING, int(found["raw_write"]["gb_per_s"] * 1e9 * _PLAIN)))
+            bytes_ = min(room, max(TELLING, int(found["raw_write"]["gigabytes_per_second"] * 1e9 * _PLAIN)))
             found["save"], found["load"] = _rounds(made, bytes_)
     except (OSError, fastckpt.CheckpointError) as error:
         found["error"] = str(error)
@@ -77,7 +77,7 @@ def uncounted() -> Iterator[None]:
 
 
 def _speed(moved: int, seconds: float, **more: Any) -> dict[str, Any]:
-    return {"bytes": moved, "seconds": seconds, "gb_per_s": moved / max(seconds, 1e-9) / 1e9, **more}
+    return {"bytes": moved, "seconds": seconds, "gigabytes_per_second": moved / max(seconds, 1e-9) / 1e9, **more}
 
 
 def _plain(path: Path, room: int, *, direct: bool, allocate: bool) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -164,7 +164,7 @@ def _noise(words: int) -> np.ndarray[Any, np.dtype[np.uint64]]:
 def _rounds(directory: Path, size: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """Save and load a state of ``size`` bytes until the time is up; returns the medians."""
     state = {f"tensor.{number}": piece for number, piece in enumerate(np.array_split(_noise(size // 8), 16))}
-    saves: list[fastckpt.SaveReport] = []
+    saves: list[fastckpt.types.SaveReport] = []
     loads: list[float] = []
     begin = time.perf_counter()
     while not saves or (time.perf_counter() - begin) * (len(saves) + 1) / len(saves) < _ROUNDS:

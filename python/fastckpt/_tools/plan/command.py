@@ -27,8 +27,8 @@ storage   --tier light|medium|high (light) for each GPU, or rates: --write,
 interval  --goodput SHARE | --overhead SHARE | --interval TIME (the best);
           --target-seconds TIME that a checkpoint may take
 failing   --simulate months of it; --cost TIME of a save, with --gpus, replaces
-          the size, --from FILE of 'bench DIR --json' the speed; --days N (90),
-          --runs N (100), --seed N (0), --weibull SHAPE (1; below: early)
+          the size, --from FILE of 'bench DIR --json' the speed; --duration TIME
+          (90d), --runs N (100), --seed N (0), --weibull SHAPE (1; below: early)
 output    --json; --quiet; --plot FILE; --sweep gpus=1000,2000|1000:64000:x2
 
   fastckpt plan --config config.json --gpus 16384 --tp 8 --pp 16 --tier light
@@ -44,7 +44,7 @@ _WORDS = (
 _SIMULATED: dict[str, Callable[[str], Any]] = {
     "cost": str,
     "from": path,
-    "days": float,
+    "duration": str,
     "runs": int,
     "seed": int,
     "weibull": float,

@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-_DAY = 86400.0
+#: Seconds of a run: 90 days.
+DURATION = 90 * 86400.0
 
 #: Fewer failures in all runs prove nothing about the best interval.
 _FEWEST = 300
@@ -67,7 +68,7 @@ class Simulation:
         restart: the time from a failure until training continues.
         lag: after training went on until a checkpoint is durable.
         accelerators: how many were simulated.
-        days: of each run.
+        duration: of each run.
         runs: how many.
         seed: the seed of the random numbers.
         shape: Weibull shape of the accelerators' lives; 1 is exponential.
@@ -84,7 +85,7 @@ class Simulation:
     restart: float
     lag: float
     accelerators: int
-    days: float
+    duration: float
     runs: int
     seed: int
     shape: float
@@ -192,7 +193,7 @@ def simulate(
     mttf_gpu: float,
     restart: float = 0.0,
     lag: float = 0.0,
-    days: float = 90.0,
+    duration: float = DURATION,
     runs: int = 100,
     seed: int = 0,
     shape: float = 1.0,
@@ -206,7 +207,7 @@ def simulate(
         mttf_gpu: mean time to failure of one, in seconds.
         restart: seconds from a failure until training continues from the last checkpoint.
         lag: seconds after training went on until a checkpoint is durable.
-        days: days of each run.
+        duration: seconds of each run.
         runs: how many, at least 10.
         seed: of the random numbers; the same one gives the same result.
         shape: Weibull shape of an accelerator's life; 1 is exponential, which the formulas take for granted.
@@ -215,23 +216,24 @@ def simulate(
     Raises:
         ValueError: a number is out of range, or there are too few failures to learn from, or too many.
     """
-    numbers = {"cost": cost, "mttf_gpu": mttf_gpu, "days": days, "weibull": shape, "restart": restart, "lag": lag}
+    numbers = {"cost": cost, "mttf_gpu": mttf_gpu, "duration": duration, "weibull": shape}
+    numbers |= {"restart": restart, "lag": lag}
     for name, value in numbers.items():
         if not (math.isfinite(value) and (value > 0 or (value == 0 and name in ("restart", "lag")))):
             raise ValueError(f"plan: --simulate: {name} must be more than 0, not {value!r}")
     if accelerators < 1 or runs < _GROUPS or seed < 0:
         raise ValueError(f"plan: --simulate: at least 1 accelerator, {_GROUPS} runs and a seed of 0 are required")
-    mttf, horizon = formulas.cluster_mttf(mttf_gpu, accelerators), days * _DAY
-    expected = runs * horizon / mttf
+    mttf = formulas.cluster_mttf(mttf_gpu, accelerators)
+    expected = runs * duration / mttf
     if not _FEWEST <= expected <= _MOST:
-        advice = "simulate more days or runs" if expected < _FEWEST else "simulate fewer days or runs"
+        advice = "simulate longer, or more runs" if expected < _FEWEST else "simulate shorter, or fewer runs"
         raise ValueError(f"plan: --simulate: {expected:,.0f} failures are expected over all runs: {advice}")
-    drawn = [gaps(np.random.default_rng([seed, run]), accelerators, mttf_gpu, horizon, shape) for run in range(runs)]
-    played = _Runs(drawn, horizon, cost, restart + lag)
+    drawn = [gaps(np.random.default_rng([seed, run]), accelerators, mttf_gpu, duration, shape) for run in range(runs)]
+    played = _Runs(drawn, duration, cost, restart + lag)
     if shape != 1 and played.failures:
         # New accelerators that fail early or late have another rate than old ones. The formulas get the observed rate,
         # as a job that counts its failures would: the remaining difference from the simulation is due to the shape.
-        mttf = runs * horizon / played.failures
+        mttf = runs * duration / played.failures
 
     def point(name: str, interval: float) -> Point:
         values = played.goodput(interval)
@@ -263,7 +265,7 @@ def simulate(
         restart=restart,
         lag=lag,
         accelerators=accelerators,
-        days=days,
+        duration=duration,
         runs=runs,
         seed=seed,
         shape=shape,

@@ -10,7 +10,7 @@ from fastckpt._tools.places import option
 from fastckpt._units import digits, seconds, show_seconds, show_share
 
 from .plan import mttf_of, plan
-from .simulate import PARTED, Point, Simulation, simulate
+from .simulate import DURATION, PARTED, Point, Simulation, simulate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,7 +28,7 @@ def measured(file: Path, known: Mapping[str, Any]) -> dict[str, float]:
         raise ValueError(f"plan: --from gives the speed of a node: leave out {', '.join(map(option, others))}")
     try:
         found = json.loads(file.read_text(encoding="utf-8"))["scores"]
-        return {f"node_{kind}": 1e9 * float(found[of]["gb_per_s"]["median"]) for kind, of in _MEASURED}
+        return {f"node_{kind}": 1e9 * float(found[of]["gigabytes_per_second"]["median"]) for kind, of in _MEASURED}
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"plan: {file} is not a result of 'fastckpt bench DIR --json': make one ({error!r})") from None
 
@@ -65,7 +65,7 @@ def run(known: Mapping[str, Any], own: Mapping[str, Any], plot: Path | None) -> 
         mttf_gpu=mttf * gpus,
         restart=restart,
         lag=lag,
-        days=own.get("days", 90.0),
+        duration=seconds("duration", own["duration"]) if "duration" in own else DURATION,
         runs=own.get("runs", 100),
         seed=own.get("seed", 0),
         shape=own.get("weibull", 1.0),
@@ -80,8 +80,9 @@ def lines(result: Simulation) -> list[str]:
     """The result of a simulation, for people."""
     lives = "exponential lives" if result.shape == 1 else f"Weibull lives of shape {result.shape:g}"
     lag = f", durable {show_seconds(result.lag)} later" if result.lag else ""
-    seen = result.runs * result.days * 86400 / result.failures
-    about = f"{result.accelerators:,} GPUs, {result.days:g} days, {result.runs} runs (seed {result.seed}, {lives})"
+    seen = result.runs * result.duration / result.failures
+    days = f"{result.duration / 86400:g} days"
+    about = f"{result.accelerators:,} GPUs, {days}, {result.runs} runs (seed {result.seed}, {lives})"
     stops = f"a checkpoint stops training for {show_seconds(result.cost)}{lag}"
     head = [
         f"{about}: {result.failures:,} failures, one every {show_seconds(seen)}",
