@@ -66,7 +66,7 @@ def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, li
     place = objects.Objects.at("benchmark", url)
 
     def load(**options: Any) -> int:
-        reports: list[fastckpt.LoadReport] = []
+        reports: list[fastckpt.types.LoadReport] = []
         fastckpt.load(url, io=fastckpt.IO(on_report=reports.append), **options)
         return reports[0].bytes
 

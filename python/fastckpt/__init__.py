@@ -21,15 +21,14 @@ from fastckpt._api.load import load
 from fastckpt._api.manage import clean, remove
 from fastckpt._api.manage import list as list
 from fastckpt._api.outcome import LastWord
+from fastckpt._api.randomness import randomness
 from fastckpt._api.register import Registry, register_type
-from fastckpt._api.reports import LoadReport, SaveReport
 from fastckpt._api.save import save
 from fastckpt._api.verify import verify
 from fastckpt._state.rename import strip_prefix
 from fastckpt.exceptions import (
     CheckpointError,
     CorruptCheckpointError,
-    NotACheckpointError,
     StructureMismatchError,
 )
 
@@ -39,12 +38,12 @@ if TYPE_CHECKING:
     from fastckpt import background as background
     from fastckpt import dcp as dcp
     from fastckpt import distributed as distributed
+    from fastckpt import integrations as integrations
     from fastckpt import keep as keep
     from fastckpt import tools as tools
     from fastckpt import types as types
     from fastckpt import when as when
     from fastckpt._api.copy import copy as copy
-    from fastckpt._background.pending import PendingSave
     from fastckpt._background.save_async import save_async
     from fastckpt._manager.manager import Manager
 
@@ -54,17 +53,14 @@ __all__ = [
     "CheckpointError",
     "CorruptCheckpointError",
     "Files",
-    "LoadReport",
     "Manager",
-    "NotACheckpointError",
-    "PendingSave",
     "Registry",
-    "SaveReport",
     "StructureMismatchError",
     "__version__",
     "clean",
     "exceptions",
     "load",
+    "randomness",
     "register_type",
     "remove",
     "save",
@@ -81,11 +77,10 @@ logging.getLogger("fastckpt").addHandler(LastWord())
 #: Imported on first use: what few programs need, and what imports torch.
 _LATER = {
     "copy": "_api.copy",
-    "PendingSave": "_background.pending",
     "save_async": "_background.save_async",
     "Manager": "_manager.manager",
 }
-_MODULES = ("background", "dcp", "distributed", "keep", "tools", "types", "when")
+_MODULES = ("background", "dcp", "distributed", "integrations", "keep", "tools", "types", "when")
 
 
 def __getattr__(name: str) -> Any:

@@ -164,7 +164,8 @@ def save_async(
 
     Returns:
         A handle on the save, like that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is
-        durable on all ranks, and returns a :class:`fastckpt.SaveReport`. To cancel it on one rank fails it on all.
+        durable on all ranks, and returns a :class:`fastckpt.types.SaveReport`. To cancel it on one rank fails it on
+        all.
 
     Raises:
         UnsupportedTypeError: the state, the metadata or ``per_rank`` holds a value that cannot be stored. This and all

@@ -365,7 +365,7 @@ def test_what_is_not_ours_is_named(tmp_path, kind):
     path = made if kind == "shard" else tmp_path / "it's"
     before = manifest.listing(tmp_path)
     for operation in (fastckpt.load, fastckpt.open, fastckpt.verify):
-        with pytest.raises(fastckpt.NotACheckpointError) as caught:
+        with pytest.raises(fastckpt.exceptions.NotACheckpointError) as caught:
             operation(path)
         assert manifest.listing(tmp_path) == before
         assert str(path) in str(caught.value)
@@ -762,7 +762,7 @@ def test_what_is_no_checkpoint_is_found_at_once(tmp_path, monkeypatch):
     file, many = tmp_path / "file", tmp_path / "many"
     file.write_bytes(b"text")
     begin = time.perf_counter()
-    with pytest.raises(fastckpt.NotACheckpointError):
+    with pytest.raises(fastckpt.exceptions.NotACheckpointError):
         fastckpt.load(file)
     # A file system that is in doubt is asked for two seconds.
     assert time.perf_counter() - begin < 1
@@ -772,6 +772,6 @@ def test_what_is_no_checkpoint_is_found_at_once(tmp_path, monkeypatch):
     looks = []
     look = os.lstat
     monkeypatch.setattr(os, "lstat", lambda path: (looks.append(path), look(path))[1])
-    with pytest.raises(fastckpt.NotACheckpointError, match="it holds no"):
+    with pytest.raises(fastckpt.exceptions.NotACheckpointError, match="it holds no"):
         fastckpt.load(many)
     assert len(looks) <= 1100

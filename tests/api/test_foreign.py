@@ -133,7 +133,7 @@ def test_files_that_are_no_checkpoint_are_taken_along(tmp_path):
 def test_what_is_expected_to_be_a_checkpoint_is_named(tmp_path):
     for kind in ("DeepSpeed", "Orbax", "transformers"):
         path = lay(tmp_path / kind, kind)
-        with pytest.raises(fastckpt.NotACheckpointError, match=f"which {kind} wrote"):
+        with pytest.raises(fastckpt.exceptions.NotACheckpointError, match=f"which {kind} wrote"):
             fastckpt.load(path)
 
 

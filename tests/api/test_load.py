@@ -678,7 +678,7 @@ def test_a_load_gives_its_report(tmp_path):
     fastckpt.save(state, tmp_path / "c")
     found, report = with_report(fastckpt.load, tmp_path / "c", threads=1, io="threads")
     assert same(found, state)
-    assert isinstance(report, fastckpt.LoadReport)
+    assert isinstance(report, fastckpt.types.LoadReport)
     assert (report.bytes, report.engine, report.threads, report.tensors) == (8000, "threads", 1, 1)
     assert sum(report.thread_bytes) == 8000
     assert same(fastckpt.load(tmp_path / "c", io=fastckpt.IO(on_report=None)), state)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import SaveReport
+from fastckpt.types import SaveReport
 
 
 def names_in(directory):

@@ -63,8 +63,8 @@ def choices(path: str) -> None:
 
 
 def reports(path: str) -> float:
-    pending: fastckpt.PendingSave = fastckpt.save_async({}, path)
-    report: fastckpt.SaveReport = pending.result()
+    pending: fastckpt.types.PendingSave = fastckpt.save_async({}, path)
+    report: fastckpt.types.SaveReport = pending.result()
     if report.engine == "mmap":  # type: ignore[comparison-overlap]
         return 0.0
     return report.seconds
@@ -122,5 +122,10 @@ def test_the_types_of_public_signatures_are_there_at_run_time():
             if ours and (inspect.isclass(function) or inspect.isfunction(function)):
                 typing.get_type_hints(function)
                 resolved.add(function)
-    assert resolved >= {fastckpt.save, fastckpt.load, fastckpt.types.Checkpoint.tensor, fastckpt.PendingSave.result}
+    assert resolved >= {
+        fastckpt.save,
+        fastckpt.load,
+        fastckpt.types.Checkpoint.tensor,
+        fastckpt.types.PendingSave.result,
+    }
     assert resolved >= {fastckpt.IO, fastckpt.Files, fastckpt.distributed.Ranks}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import PendingSave
+from fastckpt.types import PendingSave
 from harness import limits, needs, points
 from harness.internals import Staging
 from harness.same import same

@@ -107,7 +107,7 @@ def test_what_is_no_checkpoint_or_no_place_is_refused(saved, tmp_path):
         fastckpt.copy(source, f"{source}/../a")
     with pytest.raises(FileNotFoundError):
         fastckpt.copy(tmp_path / "none", tmp_path / "b")
-    with pytest.raises(fastckpt.NotACheckpointError):
+    with pytest.raises(fastckpt.exceptions.NotACheckpointError):
         fastckpt.copy(tmp_path / "weights", tmp_path / "b")
     with pytest.raises(FileExistsError, match="not a checkpoint of fastckpt"):
         fastckpt.copy(source, tmp_path / "weights", overwrite=True)

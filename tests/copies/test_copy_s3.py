@@ -45,7 +45,7 @@ def test_a_large_shard_goes_in_parts_and_a_refusal_leaves_no_checkpoint(s3, tmp_
         fastckpt.copy(source, url)
     assert raised.value.errno == errno.EACCES
     s3.forget()
-    with pytest.raises((FileNotFoundError, fastckpt.NotACheckpointError)):
+    with pytest.raises((FileNotFoundError, fastckpt.exceptions.NotACheckpointError)):
         fastckpt.open(url)
     report = fastckpt.copy(source, url)
     files = ("model.safetensors", "model.safetensors.index.json")

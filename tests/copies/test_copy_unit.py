@@ -187,7 +187,7 @@ def visible(place: str) -> float | None:
     """What a reader finds: nothing, or a checkpoint that is whole."""
     try:
         fastckpt.open(place).close()
-    except (FileNotFoundError, fastckpt.NotACheckpointError):
+    except (FileNotFoundError, fastckpt.exceptions.NotACheckpointError):
         return None
     return value_at(place)
 

@@ -99,12 +99,15 @@ def test_lightning(libraries, tmp_path):
 
 
 def test_trainer(libraries, tmp_path):
-    found, wanted = resumes(libraries, tmp_path, "trainer", 60, killed=33, preempted=39, ranks=2)
-    assert same(found, wanted)
+    """tests/integrations/test_transformers.py kills and stops such a run; here the page's program runs three times."""
+    run = tmp_path / "runs" / "trainer"
+    for ranks in (2, 2, 1):
+        before = manifests(run)
+        assert [one.kind for one in play(libraries, "trainer.md", tmp_path, ranks=ranks)] == ["returned"] * ranks
+        assert {"checkpoint-50", "checkpoint-60"} <= manifests(run).keys()
+        assert before in ({}, manifests(run))
     # Each rank took half of the rows: they trained together.
-    about = tmp_path / "whole" / "runs" / "trainer" / "step-00000060" / "trainer_state.json"
-    assert json.loads(about.read_text())["epoch"] == 6
-    goes_on(libraries, tmp_path, "trainer", range(1, 61), ranks=1)
+    assert json.loads((run / "checkpoint-60" / "trainer_state.json").read_text())["epoch"] == 6
 
 
 def test_accelerate(libraries, tmp_path):

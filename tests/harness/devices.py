@@ -31,7 +31,7 @@ DEVICE = torch.device(KIND, 0)
 OTHER = torch.device(KIND, 1)
 faults = standin.faults
 
-SAVES: dict[str, Callable[..., fastckpt.SaveReport]] = {
+SAVES: dict[str, Callable[..., fastckpt.types.SaveReport]] = {
     "save": fastckpt.save,
     "async": lambda *arguments, **named: fastckpt.save_async(*arguments, **named).result(60),
     "lazy": lambda *arguments, **named: fastckpt.save_async(*arguments, io=fastckpt.IO(lazy=True), **named).result(60),

@@ -42,8 +42,11 @@ def members(kind):
 
 def modules():
     """The package and its public modules, by their full names."""
-    found = [name for name, one in public(fastckpt).items() if isinstance(one, types.ModuleType)]
-    return {name: importlib.import_module(name) for name in ("fastckpt", *(f"fastckpt.{name}" for name in found))}
+    found = {"fastckpt": fastckpt}
+    for name in (*public(fastckpt), *(f"integrations.{name}" for name in fastckpt.integrations.__all__)):
+        if name.startswith("integrations.") or isinstance(getattr(fastckpt, name), types.ModuleType):
+            found[f"fastckpt.{name}"] = importlib.import_module(f"fastckpt.{name}")
+    return found
 
 
 def lines():

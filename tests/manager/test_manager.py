@@ -707,7 +707,7 @@ def test_an_error_in_the_block_is_not_hidden_by_a_failed_save(tmp_path):
 
 def test_wait_ends_after_a_save_whose_call_was_interrupted_behind_its_begin(tmp_path):
     manager = fastckpt.Manager(tmp_path / "run")
-    interrupted = mock.patch.object(fastckpt.PendingSave, "add_done_callback", side_effect=KeyboardInterrupt)
+    interrupted = mock.patch.object(fastckpt.types.PendingSave, "add_done_callback", side_effect=KeyboardInterrupt)
     with interrupted, pytest.raises(KeyboardInterrupt):
         manager.save(1, {"w": np.zeros(1000)})
     assert manager.wait(20) is not None

@@ -101,9 +101,11 @@ def test_checkpoints_of_another_library_are_not_damaged_ones(tmp_path):
     for directory, options in ((tmp_path, {}), (tmp_path, {"name": "other-{step}"})):
         if not options:
             with pytest.warns(RuntimeWarning, match="fastckpt import"):
-                begin(directory, "torch.distributed.checkpoint; 'fastckpt import", fastckpt.NotACheckpointError)
+                begin(
+                    directory, "torch.distributed.checkpoint; 'fastckpt import", fastckpt.exceptions.NotACheckpointError
+                )
         else:
-            begin(directory, "torch.distributed.checkpoint", fastckpt.NotACheckpointError, **options)
+            begin(directory, "torch.distributed.checkpoint", fastckpt.exceptions.NotACheckpointError, **options)
 
 
 def test_who_asks_for_a_report_gets_that_of_the_result(tmp_path):

@@ -15,9 +15,10 @@ import pytest
 import torch
 
 import fastckpt
-from fastckpt import CorruptCheckpointError, NotACheckpointError
+from fastckpt import CorruptCheckpointError
 from fastckpt._stores import checkpoints, files
 from fastckpt._stores.objects import PART, Objects
+from fastckpt.exceptions import NotACheckpointError
 from harness import cli, manifest
 from harness import s3 as harness
 from harness.reports import with_report

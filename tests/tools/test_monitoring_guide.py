@@ -47,7 +47,7 @@ def fail(_):
 @pytest.fixture(params=[False, True], ids=["saves end at once", "saves outlast the steps between them"])
 def slow(request, monkeypatch):
     """In one case no save looks done while the steps go on; in the other every one is when it is first asked."""
-    monkeypatch.setattr(fastckpt.PendingSave, "done", lambda save: not request.param and save.finished.wait(60))
+    monkeypatch.setattr(fastckpt.types.PendingSave, "done", lambda save: not request.param and save.finished.wait(60))
 
 
 def test_tensorboard(run, slow):

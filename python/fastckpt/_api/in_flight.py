@@ -32,14 +32,15 @@ class SaveInFlight:
     started: bool
     finished: Event
 
-    def holds_others(self) -> bool:
-        """Whether it can be waited for: not if it waits for the waiting thread itself.
 
-        That prepares it, below a signal handler, or is in an earlier turn of the ranks.
-        """
-        if self.operation is not None and self.operation.waits_for_caller():
-            return False
-        return self.started or self.caller != get_ident()
+def can_wait_for(save: SaveInFlight) -> bool:
+    """Whether this thread can wait for a save: not for one that waits for this thread itself.
+
+    That prepares it, below a signal handler, or is in an earlier turn of the ranks.
+    """
+    if save.operation is not None and save.operation.waits_for_caller():
+        return False
+    return save.started or save.caller != get_ident()
 
 
 class Failure(NamedTuple):
@@ -73,7 +74,7 @@ def admit(save: SaveInFlight, most: int) -> None:
         ended = Event()
         _waiting.append(ended)
         with _admission:
-            others = [other for other in _in_flight if other.holds_others() and other.group is save.group]
+            others = [other for other in _in_flight if can_wait_for(other) and other.group is save.group]
             # Of two saves to one path the later must win.
             if len(others) < most and not to_path(save.path, save):
                 _in_flight.append(save)
@@ -114,7 +115,7 @@ def saves() -> tuple[SaveInFlight, ...]:
 def to_path(path: str | None, waits: SaveInFlight | None = None) -> list[SaveInFlight]:
     """The saves to ``path`` in flight that can be waited for, by a save that ``waits`` if given: see :func:`admit`."""
     groups = None if waits is None or waits.group is None else {None, waits.group}
-    there = [save for save in saves() if save.path == path and save.holds_others()]
+    there = [save for save in saves() if save.path == path and can_wait_for(save)]
     return [save for save in there if groups is None or save.group in groups]
 
 
@@ -192,7 +193,7 @@ def drain(timeout: float | None = None) -> None:
     """
     deadline = None if timeout is None else time.monotonic() + timeout
     for save in saves():
-        if save.holds_others() and not save.finished.wait(
+        if can_wait_for(save) and not save.finished.wait(
             None if deadline is None else max(0.0, deadline - time.monotonic())
         ):
             raise TimeoutError(f"drain: the save to {save.path} has not finished after {timeout} s and continues")

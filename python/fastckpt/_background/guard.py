@@ -59,7 +59,7 @@ def _lazy() -> list[PendingSave]:
     return [
         save
         for save in in_flight.saves()
-        if isinstance(save, PendingSave) and save.process == os.getpid() and save.holds_others()
+        if isinstance(save, PendingSave) and save.process == os.getpid() and in_flight.can_wait_for(save)
     ]
 
 

@@ -85,7 +85,7 @@ class PendingSave(in_flight.SaveInFlight):
         self._context = copy_context()
 
     def __repr__(self) -> str:
-        return f"<fastckpt.PendingSave {self.path!r}: {self._phase()}>"
+        return f"<PendingSave {self.path!r}: {self._phase()}>"
 
     # What others ask.
 

@@ -35,7 +35,7 @@ from .described import (
 from .dtypes import PLAIN_NAMES, TORCH_PREFIX
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
     import numpy as np
 
@@ -272,15 +272,39 @@ def describe_of(kind: type) -> Describe | None:
 
 
 def kind_of(value: Any) -> str | None:
-    """``module`` or ``optimizer`` for an object of torch's, or None."""
+    """``module``, ``optimizer`` or ``scheduler`` for an object of torch's, or None."""
     if isinstance(value, torch.nn.Module):
         return "module"
-    return "optimizer" if isinstance(value, torch.optim.Optimizer) else None
+    if isinstance(value, torch.optim.Optimizer):
+        return "optimizer"
+    return "scheduler" if isinstance(value, torch.optim.lr_scheduler.LRScheduler) else None
 
 
 def own_tensors(module: torch.nn.Module) -> list[Tensor]:
     """The Parameters and buffers of a module: the tensors that can be filled in place."""
     return [*module.parameters(), *module.buffers()]
+
+
+def random_states() -> dict[str, Any]:
+    """The states of torch's generators: of the CPU, and of each device of a kind that is in use, by kind."""
+    found: dict[str, Any] = {"cpu": torch.get_rng_state()}
+    for kind in ("cuda", "xpu"):
+        module = getattr(torch, kind, None)
+        # Asking begins the use of a device.
+        if module is not None and module.is_initialized():
+            found[kind] = module.get_rng_state_all()
+    return found
+
+
+def set_random_states(states: Mapping[str, Any]) -> None:
+    """Set the generators of the devices that are here."""
+    for kind, state in states.items():
+        if kind == "cpu":
+            torch.set_rng_state(state)
+            continue
+        module = getattr(torch, kind)
+        for number in range(min(len(state), module.device_count())):
+            module.set_rng_state(state[number], number)
 
 
 #: torch's suffix for the keys of values that ``get_extra_state`` returns.

@@ -34,6 +34,7 @@ from . import clean as _clean
 from . import completion as _completion
 from . import copy as _copy
 from . import diff as _diff
+from . import launch as _launch
 from . import manage as _manage
 from . import runs as _runs
 from .places import place
@@ -121,7 +122,7 @@ def _parser() -> argparse.ArgumentParser:
     verify.add_argument("path", metavar="PATH", type=place, help=_PLACE)
     verify.add_argument("--all", action="store_true", help="PATH is a directory: verify every checkpoint in it")
 
-    for tool in (_copy, _convert, _diff, _runs, _clean, _manage, _plan, _bench, _doctor, _completion):
+    for tool in (_copy, _convert, _diff, _runs, _clean, _manage, _plan, _bench, _doctor, _launch, _completion):
         tool.register(command)
     options = [("  --json", "print one JSON document"), ("  --quiet", "print nothing but errors")]
     head = ["usage: fastckpt [--help] [--version] [--json] [--quiet] COMMAND ...", ""]
@@ -327,6 +328,7 @@ _COMMANDS = {
     "plan": _plan.run,
     "bench": _bench.run,
     "doctor": _doctor.run,
+    "run": _launch.run,
     "completion": _completion.run,
 }
 

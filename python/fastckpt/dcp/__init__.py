@@ -6,7 +6,8 @@ dcp.load(state, checkpoint_id="step-1000", storage_reader=fastckpt.dcp.Reader())
 
 from __future__ import annotations
 
-from fastckpt.dcp._install import Installation, install
+from fastckpt._installed import Installation
+from fastckpt.dcp._install import install
 from fastckpt.dcp._reader import Reader
 from fastckpt.dcp._stager import Stager
 from fastckpt.dcp._writer import Writer

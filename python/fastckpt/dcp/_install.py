@@ -6,13 +6,12 @@ another object. Classes derived from them are not touched.
 
 from __future__ import annotations
 
-import functools
 import os
 from dataclasses import replace
-from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastckpt._files import TORCH_METADATA
+from fastckpt._installed import Installation, Installed
 from fastckpt._ranks.ranks import check_ranks
 
 from . import _torch
@@ -20,16 +19,11 @@ from ._reader import Reader
 from ._torch import FileSystemReader, FileSystemWriter
 from ._writer import Writer
 
-if TYPE_CHECKING:
-    from types import TracebackType
-
 _MANIFEST = "fastckpt.json"
 #: Arguments of torch's writer about how its files are written, which our writer decides itself.
 _IRRELEVANT = ("single_file_per_rank", "sync_files", "thread_count", "per_thread_copy_ahead", "cache_staged_state_dict")
 
-_lock = RLock()
-#: The options of each installation that has not ended, the last one in effect.
-_installed: list[dict[str, Any]] = []
+_installed = Installed()
 _prepared = False
 
 
@@ -80,29 +74,6 @@ class InstalledReader(Reader):
         return super().read_data(plan, planner)
 
 
-class Installation:
-    """The context manager that :func:`install` returns."""
-
-    def __init__(self, options: dict[str, Any]) -> None:
-        self._options = options
-
-    def uninstall(self) -> None:
-        """End this installation; once more does nothing."""
-        with _lock:
-            for at, options in enumerate(_installed):
-                if options is self._options:
-                    del _installed[at]
-                    break
-
-    def __enter__(self) -> Installation:  # noqa: PYI034 - Self is not in Python 3.10
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.uninstall()
-
-
 def install(**options: Any) -> Installation:
     """Have programs use fastckpt that name torch's ``FileSystemWriter`` and ``FileSystemReader`` themselves.
 
@@ -144,11 +115,8 @@ def install(**options: Any) -> Installation:
     # Those raise errors of their own.
     Writer(None, **options)
     Reader(None, **_for_readers(options))
-    with _lock:
-        _prepare()
-        made = Installation(options)
-        _installed.append(options)
-    return made
+    _prepare()
+    return _installed.begin(options)
 
 
 def _prepare() -> None:
@@ -173,7 +141,7 @@ def _prepare() -> None:
 
 def _answer(torchs: Any, make: Any) -> None:
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:
-        options = _installed[-1] if _installed and cls is torchs else None
+        options = _installed.options if cls is torchs else None
         made = None if options is None else make(options, *args, **kwargs)
         return object.__new__(cls) if made is None else made
 
@@ -185,20 +153,17 @@ def _make_writers_here(executor: Any) -> None:
 
     That is in another process, where nothing is installed, or in a thread, when the installation may have ended.
     """
-    torchs = executor.execute_save
 
-    @functools.wraps(torchs)
-    def execute_save(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def execute_save(options: dict[str, Any], torchs: Any, *args: Any, **kwargs: Any) -> Any:
         path = kwargs.get("checkpoint_id")
-        if _installed and kwargs.get("storage_writer") is None and FileSystemWriter.validate_checkpoint_id(path or ""):
-            options = _installed[-1]
+        if kwargs.get("storage_writer") is None and FileSystemWriter.validate_checkpoint_id(path or ""):
             ranks = check_ranks("install", options.get("ranks"))
             if ranks.process_group is None:
                 ranks = replace(ranks, process_group=kwargs.get("process_group"))
             kwargs["storage_writer"] = _writer({**options, "ranks": ranks}, path)
-        return torchs(self, *args, **kwargs)
+        return torchs(*args, **kwargs)
 
-    executor.execute_save = execute_save
+    _installed.replace(executor, "execute_save", execute_save)
 
 
 def _writer(options: dict[str, Any], path: Any, *args: Any, **kwargs: Any) -> Any:

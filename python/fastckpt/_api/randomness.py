@@ -1,0 +1,51 @@
+"""Random states: what Python, numpy and torch draw next."""
+
+from __future__ import annotations
+
+import random
+import sys
+from typing import Any
+
+import numpy as np
+
+from fastckpt._state.builders import torch_for
+
+
+class Randomness:
+    """The global random generators of this process, as an object with a state; made by :func:`fastckpt.randomness`."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of Python's, numpy's and, if it was imported, torch's generators, of all devices in use."""
+        torchs = torch_for("random states").random_states() if "torch" in sys.modules else {}
+        return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torchs}  # noqa: NPY002 - the global one
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Have the generators draw what followed a call of :meth:`state_dict`.
+
+        Args:
+            state: its result. Generators of devices that are not here are left out.
+        """
+        random.setstate(state["python"])
+        np.random.set_state(state["numpy"])  # noqa: NPY002 - the global one
+        if state["torch"]:
+            torch_for("random states").set_random_states(state["torch"])
+
+
+def randomness() -> Randomness:
+    """Make what Python, numpy and torch draw next a part of a state.
+
+    Of several ranks each draws its own: give it in ``per_rank``.
+
+    Returns:
+        An object with ``state_dict`` and ``load_state_dict``: saved, it is the states of the global generators at that
+        moment; in ``into`` of a load, or by its ``load_state_dict``, they draw again what they drew after it.
+
+    Example:
+        >>> import fastckpt, random
+        >>> _ = fastckpt.save({"random": fastckpt.randomness()}, "step-7")
+        >>> first = random.random()
+        >>> _ = fastckpt.load("step-7", into={"random": fastckpt.randomness()})
+        >>> random.random() == first
+        True
+    """
+    return Randomness()

@@ -1,0 +1,80 @@
+"""What is installed into another library, from the call that installs it until it ends."""
+
+from __future__ import annotations
+
+import functools
+from threading import RLock
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import TracebackType
+
+
+class Installed:
+    """The installations of one kind that have not ended, and functions that differ as long as there is one."""
+
+    def __init__(self) -> None:
+        self._lock = RLock()
+        self._options: list[Any] = []
+        self._replaced: set[tuple[int, str]] = set()
+
+    @property
+    def options(self) -> Any:
+        """The options of the last installation that has not ended; None without one."""
+        options = self._options
+        return options[-1] if options else None
+
+    def begin(self, options: Any) -> Installation:
+        """A new installation, whose ``options`` are in effect from now on."""
+        with self._lock:
+            made = Installation(self, options)
+            self._options.append(options)
+        return made
+
+    def end(self, options: Any) -> None:
+        """End the installation with these very options; once more does nothing."""
+        with self._lock:
+            for at, known in enumerate(self._options):
+                if known is options:
+                    del self._options[at]
+                    break
+
+    def replace(self, owner: Any, name: str, ours: Callable[..., Any]) -> None:
+        """Have ``owner.name`` call ``ours(options, theirs, *args)`` while anything is installed.
+
+        ``theirs`` is the function that stood there. The replacement stays for good, and passes calls on when nothing is
+        installed: others may have taken a reference.
+        """
+        with self._lock:
+            if (id(owner), name) in self._replaced:
+                return
+            self._replaced.add((id(owner), name))
+            theirs = getattr(owner, name)
+
+            @functools.wraps(theirs)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                options = self.options
+                return theirs(*args, **kwargs) if options is None else ours(options, theirs, *args, **kwargs)
+
+            setattr(owner, name, call)
+
+
+class Installation:
+    """What :func:`fastckpt.dcp.install` and its like return: a context manager that ends the installation."""
+
+    def __init__(self, installed: Installed, options: Any) -> None:
+        self._installed = installed
+        self._options = options
+
+    def uninstall(self) -> None:
+        """End this installation; once more does nothing."""
+        self._installed.end(self._options)
+
+    def __enter__(self) -> Installation:  # noqa: PYI034 - Self is not in Python 3.10
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()

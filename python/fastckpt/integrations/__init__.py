@@ -1,0 +1,27 @@
+"""Doors: frameworks that save through fastckpt after one line. Each module is for the framework of its name.
+
+    fastckpt.integrations.transformers.install()
+
+A door replaces how a framework writes and reads its checkpoints, not when it saves and what it keeps. Each is imported
+when it is first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from fastckpt.integrations import transformers as transformers
+
+__all__ = ["transformers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return importlib.import_module(f".{name}", __name__)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,95 @@
+"""``fastckpt run``: a program, and the processes that it starts, save through fastckpt without a line of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fastckpt
+from harness import zygote
+
+HERE = Path(__file__).parent
+
+
+def run(folder, *arguments, path="", **variables):
+    environment = {**zygote.environment(), **variables}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [path, environment["PYTHONPATH"]]))
+    return subprocess.run(
+        [sys.executable, "-m", "fastckpt", "run", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=250,
+        check=False,
+    )
+
+
+def test_the_program_takes_the_place_of_the_command(tmp_path):
+    """Arguments, standard output and exit status are its own."""
+    (tmp_path / "p.py").write_text("import sys; print(sys.argv[1:]); sys.exit(7)")
+    for command in (["--", "p.py", "--json", "-x"], ["--", sys.executable, "p.py", "--json", "-x"]):
+        done = run(tmp_path, *command)
+        assert (done.returncode, done.stdout) == (7, "['--json', '-x']\n"), done.stderr
+
+
+def test_a_framework_gets_its_door_when_it_is_imported_also_in_a_child(tmp_path):
+    """What is not imported costs nothing."""
+    (tmp_path / "child.py").write_text("import transformers.trainer; print(transformers.Trainer.train.__module__)")
+    child = "subprocess.run([sys.executable, '-W', 'ignore', 'child.py'], check=True)"
+    (tmp_path / "p.py").write_text(f"import subprocess, sys; {child}; print('fastckpt' in sys.modules)")
+    source = "import fastckpt.integrations.transformers as d; print(d._installed.options is not None, flush=True)"
+    (tmp_path / "child.py").write_text(f"import transformers.trainer; {source}")
+    done = run(tmp_path, "--", "p.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "True\nFalse\n"
+
+
+def test_the_sitecustomize_of_the_environment_is_imported_too(tmp_path):
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text("MINE = 5")
+    (tmp_path / "p.py").write_text("import sitecustomize; print(sitecustomize.MINE)")
+    done = run(tmp_path, "--", "p.py", path=str(tmp_path / "site"))
+    assert (done.returncode, done.stdout) == (0, "5\n"), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "run: give a command after --"),
+        (["--", "no-such-program"], "no-such-program: no such command"),
+    ],
+)
+def test_what_cannot_be_run(tmp_path, arguments, message):
+    done = run(tmp_path, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_without_its_package(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as u; f = u.find_spec\n"
+        "u.find_spec = lambda name, package=None: None if name == 'wrapt' else f(name, package)"
+    )
+    done = run(tmp_path, "--", "true", path=str(tmp_path))
+    assert done.returncode == 2
+    assert 'pip install "fastckpt-io[run]"' in done.stderr
+
+
+def test_a_training_of_others(tmp_path):
+    """Run again after its end, it has nothing to do."""
+    (tmp_path / "train.py").write_text(
+        f"import sys; sys.path.insert(0, {str(HERE)!r}); import trainers\n"
+        "trainer = trainers.trainer_of('out', max_steps=10, load_best_model_at_end=False)\n"
+        "trainer.train(resume_from_checkpoint=True)\n"
+        "print('steps', trainer.state.global_step - trainer._initial_global_step)"
+    )
+    for steps in (10, 0):
+        done = run(tmp_path, "--", "train.py", PYTHONWARNINGS="ignore")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.splitlines()[-1] == f"steps {steps}"
+    assert fastckpt.verify(tmp_path / "out" / "checkpoint-10").ok

@@ -1,0 +1,219 @@
+"""transformers' Trainer with the door: killed, stopped and started again, it ends as a run that nothing disturbed."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import trainers
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import fastckpt
+from harness import groups
+
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """Makes groups of processes that have imported transformers."""
+    modules = "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate"
+    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
+        yield forge
+
+
+def play(libraries, folder, strike=None, *, ranks=1, **arguments):
+    """Run the program in a folder on so many ranks, and say how it ended on each."""
+    folder.mkdir(exist_ok=True)
+    with libraries.group(ranks, backend="") as group:
+        group.start(trainers.train, str(folder), strike, **arguments)
+        return group.outcomes(120)
+
+
+def ended(outcomes):
+    """What it left, where it ended well on all ranks."""
+    assert all(one.kind == "returned" for one in outcomes), outcomes
+    return outcomes[0].value
+
+
+@pytest.fixture(scope="module")
+def undisturbed(libraries, tmp_path_factory):
+    """What a run leaves that nothing disturbs, by its arguments."""
+    known = {}
+
+    def run(*, ranks=1, **arguments):
+        key = json.dumps([ranks, arguments], sort_keys=True)
+        if key not in known:
+            folder = tmp_path_factory.mktemp("undisturbed")
+            known[key] = ended(play(libraries, folder, ranks=ranks, **arguments))
+        return known[key]
+
+    return run
+
+
+def steps_of(folder):
+    return sorted(int(path.name.partition("-")[2]) for path in Path(folder, "out").glob("checkpoint-*"))
+
+
+@pytest.mark.parametrize(
+    "strike",
+    [
+        pytest.param((KILL, 17, "on_step_end"), id="in the middle of an epoch"),
+        pytest.param((KILL, 20, "on_step_end"), id="before the log, the evaluation and the save"),
+        pytest.param((KILL, 20, "on_evaluate"), id="between the evaluation and the save"),
+        pytest.param((KILL, 40, "on_evaluate"), id="at the last step"),
+        pytest.param((KILL, 40, "on_train_end"), id="when all is done"),
+        pytest.param((TERM, 19, "on_step_end"), id="stopped"),
+        pytest.param((TERM, 40, "on_step_end"), id="stopped at the last step"),
+    ],
+)
+def test_a_run_that_is_disturbed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, strike):
+    """Weights, log, loss, best model, metric and the states of callbacks; and it leaves the same checkpoints."""
+    wanted = undisturbed()
+    first = play(libraries, tmp_path, strike)
+    assert [one.kind for one in first] == ["died" if strike[0] == KILL else "returned"]
+    if strike[0] == TERM and strike[1] < trainers.STEPS:
+        (_, left), step = ended(first), strike[1] + 1
+        # It was saved at the end of the step that was under way, though the best one is another.
+        assert f"checkpoint-{step}" in left or f"checkpoint-{step - 1}" in left
+    assert ended(play(libraries, tmp_path)) == wanted
+    # Once more, after its end.
+    assert ended(play(libraries, tmp_path)) == wanted
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"gradient_accumulation_steps": 3, "max_steps": 20}, id="accumulation"),
+        pytest.param({"save_strategy": "epoch", "eval_strategy": "epoch"}, id="epochs"),
+        pytest.param({"save_strategy": "best", "metric_for_best_model": "eval_loss"}, id="best"),
+        pytest.param(
+            {"load_best_model_at_end": False, "eval_strategy": "no", "save_total_limit": 2, "save_steps": 4}, id="plain"
+        ),
+    ],
+)
+def test_with_other_arguments(libraries, undisturbed, tmp_path, arguments):
+    wanted = undisturbed(**arguments)
+    at = arguments.get("max_steps", trainers.STEPS) * 2 // 3
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, at, "on_step_end"), **arguments)] == ["died"]
+    assert ended(play(libraries, tmp_path, **arguments)) == wanted
+    assert ended(play(libraries, tmp_path, **arguments)) == wanted
+
+
+@pytest.mark.parametrize(
+    "arguments", [{}, {"gradient_accumulation_steps": 2, "max_steps": 20}], ids=["", "accumulation"]
+)
+def test_two_ranks(libraries, undisturbed, tmp_path, arguments):
+    """Each evaluates a part of the rows; the log of the first one is saved."""
+    wanted = undisturbed(ranks=2, **arguments)
+    at = arguments.get("max_steps", trainers.STEPS) * 2 // 3
+    strike = (KILL, at, "on_step_end")
+    assert [one.kind for one in play(libraries, tmp_path, strike, ranks=2, **arguments)] == ["died"] * 2
+    assert ended(play(libraries, tmp_path, ranks=2, **arguments)) == wanted
+
+
+def test_a_checkpoint_is_a_model_and_all_of_the_training(libraries, tmp_path):
+    ended(play(libraries, tmp_path, save_total_limit=None))
+    path = tmp_path / "out" / "checkpoint-40"
+    assert steps_of(tmp_path) == list(range(5, 41, 5))
+    assert fastckpt.verify(path).ok
+    model = AutoModelForCausalLM.from_pretrained(path)
+    stored = load_file(path / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in stored.items())
+    assert {"config.json", "generation_config.json", "trainer_state.json", "training_args.bin"} <= {
+        one.name for one in path.iterdir()
+    }
+    state = fastckpt.load(path)
+    assert sorted(state) == ["model", "optimizer", "scheduler"]
+    assert fastckpt.distributed.load_per_rank(path).keys() == {"random", "counted"}
+
+
+def test_the_newest_that_verifies_is_taken(libraries, undisturbed, tmp_path):
+    arguments = {"save_total_limit": None}
+    wanted = undisturbed(**arguments)
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 27, "on_step_end"), **arguments)] == ["died"]
+    assert steps_of(tmp_path) == [5, 10, 15, 20, 25]
+    shard = next((tmp_path / "out" / "checkpoint-25" / "training").glob("*.safetensors"))
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    (tmp_path / "out" / "checkpoint-20" / "model.safetensors").unlink()
+    (tmp_path / "out" / "checkpoint-99").mkdir()  # of a Trainer that was killed
+    summary, left = ended(play(libraries, tmp_path, **arguments))
+    assert (summary, left) == (wanted[0], [*wanted[1], "checkpoint-99"])
+    told = (tmp_path / "log.txt").read_text()
+    assert "checkpoint-25 is damaged" in told
+    assert "checkpoint-20 is damaged" in told
+
+
+def test_a_model_alone(libraries, tmp_path):
+    arguments = {"save_only_model": True, "load_best_model_at_end": False, "save_total_limit": None}
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), **arguments)] == ["died"]
+    assert sorted(fastckpt.load(tmp_path / "out" / "checkpoint-15")) == ["model"]
+    ended(play(libraries, tmp_path, **arguments))
+    assert "has the model only" in (tmp_path / "log.txt").read_text()
+
+
+def test_without_the_line_all_is_as_before_and_its_checkpoints_are_taken(libraries, undisturbed, tmp_path):
+    arguments = {"save_total_limit": None}
+    outcomes = play(libraries, tmp_path, (KILL, 17, "on_step_end"), installed=False, resume=None, **arguments)
+    assert [one.kind for one in outcomes] == ["died"]
+    assert (tmp_path / "out" / "checkpoint-15" / "optimizer.pt").exists()
+    summary, _ = ended(play(libraries, tmp_path, **arguments))
+    # The Trainer's own checkpoint lacks the loss since the last line of the log, and what callbacks counted.
+    assert summary["weights"] == undisturbed(**arguments)[0]["weights"]
+    assert not (tmp_path / "out" / "checkpoint-15" / "fastckpt.json").exists()
+    assert (tmp_path / "out" / "checkpoint-20" / "fastckpt.json").exists()
+
+
+def test_what_the_door_does_not_do_is_left_to_the_trainer(libraries, tmp_path):
+    ended(play(libraries, tmp_path, save_on_each_node=True, max_steps=5))
+    assert (tmp_path / "out" / "checkpoint-5" / "optimizer.pt").exists()
+    assert "with save_on_each_node, the Trainer saves as it does without fastckpt" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_who_reads_a_checkpoint_at_once_finds_it(libraries, tmp_path, background):
+    """Training waits for it; and where nobody does, only if it was told to."""
+    with libraries.group(1, backend="") as group:
+        (found,) = group.run(trainers.readers, str(tmp_path), background=background, timeout=120)
+    assert found == {"on_save": [True] * 2, "push": [True] * 2, "neither": [not background] * 2}
+
+
+def test_a_save_that_fails_ends_the_training(libraries, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoint-10").touch()
+    (outcome,) = play(libraries, tmp_path, save_total_limit=None)
+    assert outcome.kind == "raised"
+    assert outcome.raised.kind == "FileExistsError"
+    assert "checkpoint-10" in outcome.raised.text
+    assert steps_of(tmp_path) == [5, 10]
+
+
+#: Each layer is spread over the ranks.
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
+}
+
+
+def test_fsdp2(libraries, undisturbed, tmp_path):
+    wanted = undisturbed(ranks=2, **FSDP2)
+    assert wanted[0]["spread"]
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **FSDP2)] == ["died"] * 2
+    assert ended(play(libraries, tmp_path, ranks=2, **FSDP2)) == wanted
+    # One process goes on with what they left, all of it.
+    (tmp_path / "out").rename(tmp_path / "two")
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **FSDP2)] == ["died"] * 2
+    summary, _ = ended(play(libraries, tmp_path))
+    assert (summary["step"], summary["spread"]) == (trainers.STEPS, False)
+    assert summary["log"][:5] == wanted[0]["log"][:5]
+    assert "random states of ranks are not restored" in (tmp_path / "log.txt").read_text()

@@ -1,0 +1,206 @@
+"""A small training by transformers' Trainer, that a test may end at any point, and what it leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+from pathlib import Path
+
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+from transformers import (
+    EarlyStoppingCallback,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_callback import ExportableState
+
+import fastckpt
+from fastckpt.integrations import transformers as door
+
+STEPS = 40
+ROWS = 84
+#: What each run has in the tests, unless it says otherwise: all that a save has to bear in mind.
+ARGUMENTS = {
+    "max_steps": STEPS,
+    "per_device_train_batch_size": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 3,
+    "eval_strategy": "steps",
+    "eval_steps": 5,
+    "save_steps": 5,
+    "save_total_limit": 1,
+    "load_best_model_at_end": True,
+    "enable_jit_checkpoint": True,
+    "report_to": "none",
+    "disable_tqdm": True,
+    "use_cpu": True,
+}
+#: What differs between two equal runs.
+_TIMES = ("runtime", "per_second")
+
+
+class Counter(TrainerCallback, ExportableState):
+    """Counts the steps of the whole run, over restarts."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_step_end(self, *_, **__):
+        self.steps += 1
+
+    def state(self):
+        return {"args": {}, "attributes": {"steps": self.steps}}
+
+
+class Strike(TrainerCallback):
+    """Sends this process a signal when a step comes to one of these points."""
+
+    def __init__(self, number, step, point):
+        self.step = step
+        setattr(self, point, lambda _, state, __, **___: self.strike(number, state.global_step))
+
+    def strike(self, number, step):
+        if step == self.step:
+            if number == signal.SIGKILL:
+                fastckpt.background.drain()  # there shall be something to go on from
+            os.kill(os.getpid(), number)
+
+
+def model_of(seed=0):
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=100,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        attention_dropout=0.1,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def trainer_of(folder, callbacks=(), **arguments):
+    """A Trainer in a folder, with callbacks that have a state."""
+    rows = torch.randint(100, (ROWS, 16), generator=torch.Generator().manual_seed(0))
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    given = {**ARGUMENTS, **arguments}
+    stopping = [EarlyStoppingCallback(20)] if given["load_best_model_at_end"] else []
+    return Trainer(
+        model_of(),
+        TrainingArguments(str(folder), **given),
+        train_dataset=data,
+        eval_dataset=data[:12],
+        callbacks=[Counter(), *stopping, *callbacks],
+    )
+
+
+def summary(trainer, result):
+    """What two equal runs have in common."""
+    weights, spread = hashlib.sha256(), False
+    for name, value in sorted(trainer.model.state_dict().items()):
+        spread |= hasattr(value, "full_tensor")
+        whole = value.full_tensor() if spread else value
+        weights.update(name.encode() + whole.detach().numpy().tobytes())
+    log = [
+        {key: one[key] for key in one if not any(word in key for word in _TIMES)} for one in trainer.state.log_history
+    ]
+    for key in ("train_loss", "total_flos"):
+        del log[-1][key]
+    return {
+        "weights": weights.hexdigest(),
+        "spread": spread,
+        "log": log,
+        # Added up in another order.
+        "loss": round(result.training_loss, 9),
+        "best": trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name,
+        "metric": trainer.state.best_metric,
+        "counted": next(one.steps for one in trainer.callback_handler.callbacks if isinstance(one, Counter)),
+        "step": trainer.state.global_step,
+    }
+
+
+def spread_on_the_cpu():
+    """Have accelerate use FSDP2 on the CPU, too, where it takes ranks for DDP whatever it was told."""
+    init = AcceleratorState.__init__
+
+    def with_fsdp(self, *args, fsdp_plugin=None, **more):
+        init(self, *args, fsdp_plugin=fsdp_plugin, **more)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = DistributedType.FSDP, fsdp_plugin
+
+    AcceleratorState.__init__ = with_fsdp
+
+
+def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, **arguments):
+    """Run a program of a Trainer with the one added line.
+
+    Args:
+        folder: where it runs.
+        strike: signal, step and point at which this process gets it.
+        resume: as for ``Trainer.train``.
+        installed: whether the line is there.
+        wait: seconds for which the Trainer waits after SIGTERM.
+        **arguments: of ``TrainingArguments``.
+
+    Returns:
+        The summary, and the checkpoints that are left.
+    """
+    folder = Path(folder)
+    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
+    torch.set_num_threads(1)
+    logging.getLogger("fastckpt").addHandler(logging.FileHandler(folder / "log.txt"))
+    if installed:
+        door.install()
+    if arguments.get("fsdp"):
+        spread_on_the_cpu()
+    trainer = trainer_of(folder / "out", [Strike(*strike)] if strike else [], **arguments)
+    for one in trainer.callback_handler.callbacks:
+        manager = getattr(one, "jit_manager", None)
+        if manager is not None:
+            manager.kill_wait = wait
+    result = trainer.train(resume_from_checkpoint=resume)
+    return summary(trainer, result), sorted(path.name for path in (folder / "out").iterdir())
+
+
+def readers(folder, *, background):
+    """Train with somebody who reads each checkpoint as soon as it was saved: what they find.
+
+    Args:
+        folder: where it runs.
+        background: of ``install``.
+
+    Returns:
+        For ``on_save`` and for the push to the hub, whether the checkpoint was there; and whether it was there when a
+        Trainer without such readers had saved it.
+    """
+    found = {"on_save": [], "push": [], "neither": []}
+
+    def is_there(trainer, who):
+        found[who].append(Path(trainer.args.output_dir, f"checkpoint-{trainer.state.global_step}").is_dir())
+
+    class Reader(TrainerCallback):
+        def on_save(self, *_, **__):
+            is_there(trainer, "on_save")
+
+    door.install(io=fastckpt.IO(bandwidth_limit="100kB"), background=background)
+    arguments = {"max_steps": 10, "load_best_model_at_end": False, "save_total_limit": None}
+    trainer = trainer_of(folder + "/on_save", [Reader()], **arguments)
+    trainer.train()
+    trainer = trainer_of(folder + "/push", **arguments)
+    trainer.args.push_to_hub = True
+    trainer._push_from_checkpoint = lambda _: is_there(trainer, "push")
+    trainer._finish_current_push = lambda: None
+    trainer.train()
+    trainer = trainer_of(folder + "/neither", **arguments)
+    save = trainer._save_checkpoint
+    trainer._save_checkpoint = lambda *given: (save(*given), is_there(trainer, "neither"))
+    trainer.train()
+    return found
