@@ -317,3 +317,28 @@ def test_a_file_of_somebody_else_is_not_replaced(name, tmp_path, save):
     (tmp_path / "c" / name).rename(tmp_path / "c" / "training_args.bin")
     save({"model": {"w": ONE}, "o": TWO}, tmp_path / "c")
     assert (tmp_path / "c" / "training_args.bin").read_bytes() == b"mine"
+
+
+def test_an_adapter_has_the_file_that_peft_looks_for(tmp_path):
+    """Under the key ``adapter_model``, with all that concerns the files of a model."""
+    state = {"adapter_model": {"a.lora_A": torch.ones(2, 3), "b": torch.zeros(2)}, "optimizer": {"m": torch.ones(3)}}
+    files = fastckpt.Files(model_key="adapter_model")
+    for _ in range(2):
+        fastckpt.save(state, tmp_path / "c", files=files)
+    found = sorted(path.relative_to(tmp_path / "c").as_posix() for path in (tmp_path / "c").rglob("*.safetensors"))
+    assert found == ["adapter_model.safetensors", "training/training.safetensors"]
+    assert safetensors.torch.load_file(tmp_path / "c" / found[0]).keys() == {"a.lora_A", "b"}
+    assert same(fastckpt.load(tmp_path / "c"), state)
+    # Several files, a base, and none of the adapter as the model.
+    small = fastckpt.Files(model_key="adapter_model", shard_size=24)
+    fastckpt.save(state, tmp_path / "d", files=small)
+    assert (tmp_path / "d" / "adapter_model-00001-of-00002.safetensors").exists()
+    assert same(fastckpt.load(tmp_path / "d"), state)
+    fastckpt.save(state, tmp_path / "d", files=files, base=tmp_path / "c")
+    assert same(fastckpt.load(tmp_path / "d"), state)
+    fastckpt.save(state, tmp_path / "d", files=fastckpt.Files(model_key=None))
+    assert [path.name for path in (tmp_path / "d").rglob("*.safetensors")] == ["model.safetensors"]
+    fastckpt.save(state, tmp_path / "d", files=small)
+    assert not (tmp_path / "d" / "model.safetensors").exists()
+    for name in "cd":
+        fastckpt.remove(tmp_path / name)  # nothing of others' is in them

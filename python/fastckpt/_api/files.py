@@ -30,7 +30,8 @@ class Files:
             split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors`` under
             the names that they have inside it, everything else to files in ``training/``, so that Hugging Face's
-            readers open the directory directly. ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and
+            readers open the directory directly (under ``adapter_model`` to ``adapter_model*.safetensors``, for PEFT's
+            readers). ``auto`` takes the first of ``model``, ``module``, ``state_dict`` and
             ``model_state_dict`` that leads to a mapping with tensors in it, unless another outer key makes names that
             start like its own (``model.ema`` beside ``model``); without one, or with None, the whole state is written
             as the model.

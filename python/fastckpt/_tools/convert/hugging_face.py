@@ -80,7 +80,7 @@ def write(
         if number in chosen:
             continue
         shard = shards[stored[number].shard]
-        if shard.file.startswith("model") if keys is None else patterns.first(name) is not None:
+        if "/" not in shard.file if keys is None else patterns.first(name) is not None:
             _refuse_unfit(source, stored[number], part=number in parts)
             chosen[number] = name.removeprefix(shard.prefix)
     if not chosen and keys:

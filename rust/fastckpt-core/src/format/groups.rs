@@ -4,6 +4,8 @@
 pub const RESERVED_NAME: &str = "__metadata__";
 /// The group of files that Hugging Face's readers look for.
 pub const MODEL: &str = "model";
+/// The name of that group where the model is an adapter, which PEFT's readers look for.
+pub const ADAPTER: &str = "adapter_model";
 /// The group of everything else, if the model is separate.
 pub const TRAINING: &str = "training";
 
@@ -33,7 +35,8 @@ pub fn beside(prefix: &str, training: &str) -> Vec<Group> {
         without: without.to_owned(),
     };
     let rest = (!prefix.is_empty() || !training.is_empty()).then(|| group(TRAINING, "", ""));
-    [group(MODEL, prefix, training)].into_iter().chain(rest).collect()
+    let model = if prefix.strip_suffix('.') == Some(ADAPTER) { ADAPTER } else { MODEL };
+    [group(model, prefix, training)].into_iter().chain(rest).collect()
 }
 
 impl Group {
@@ -53,20 +56,24 @@ pub(super) fn shard_name(group: &str, index: usize, count: usize) -> String {
     } else {
         format!("{group}-{:05}-of-{count:05}.safetensors", index + 1)
     };
-    if group == MODEL { file } else { format!("{group}/{file}") }
+    if group == TRAINING { format!("{group}/{file}") } else { file }
 }
 
 /// Whether `name` is one that `shard_name` gives.
 #[must_use]
 pub fn is_shard_name(name: &str) -> bool {
-    let (group, file) = name.split_once('/').unwrap_or((MODEL, name));
     let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-    let rest = file.strip_prefix(group).and_then(|rest| rest.strip_suffix(".safetensors"));
-    (group == TRAINING || !name.contains('/'))
-        && rest.is_some_and(|rest| {
+    let is_of = |group: &str, file: &str| {
+        let rest = file.strip_prefix(group).and_then(|rest| rest.strip_suffix(".safetensors"));
+        rest.is_some_and(|rest| {
             let numbers = rest.strip_prefix('-').and_then(|rest| rest.split_once("-of-"));
             rest.is_empty() || numbers.is_some_and(|(index, count)| digits(index) && digits(count))
         })
+    };
+    match name.split_once('/') {
+        Some((directory, file)) => directory == TRAINING && is_of(TRAINING, file),
+        None => is_of(MODEL, name) || is_of(ADAPTER, name),
+    }
 }
 
 /// The file name in `name`, the name of a shard in a manifest: a plain name, or one in the directory [`TRAINING`].
@@ -84,14 +91,18 @@ mod tests {
 
     #[test]
     fn only_names_that_a_plan_gives_are_those_of_shards() {
-        let sound = ["model.safetensors", "training/training.safetensors"];
+        let sound = ["model.safetensors", "adapter_model.safetensors", "training/training.safetensors"];
         assert!(sound.iter().all(|name| is_shard_name(name)));
-        for (group, index, count) in [(MODEL, 0, 2), (TRAINING, 7, 8), (TRAINING, 99_999, 100_000)] {
+        for (group, index, count) in
+            [(MODEL, 0, 2), (ADAPTER, 1, 2), (TRAINING, 7, 8), (TRAINING, 99_999, 100_000)]
+        {
             let name = shard_name(group, index, count);
             assert!(is_shard_name(&name) && plain_name(&name).is_some(), "{name}");
         }
         for name in [
             "training.safetensors",
+            "adapter.safetensors",
+            "training/adapter_model.safetensors",
             "model/model.safetensors",
             "training/model.safetensors",
             "training/training/training.safetensors",
@@ -111,6 +122,15 @@ mod tests {
             (plain_name("x"), plain_name("training/x"), plain_name("training")),
             (Some("x"), Some("x"), Some("training"))
         );
+    }
+
+    #[test]
+    fn an_adapter_has_files_of_its_own_name() {
+        let names = |prefix| of(prefix).iter().map(|group| group.name.clone()).collect::<Vec<_>>();
+        assert_eq!(names("adapter_model."), [ADAPTER, TRAINING]);
+        for prefix in ["model.", "adapter_model", "my_adapter_model.", "adapter_model.default."] {
+            assert_eq!(names(prefix), [MODEL, TRAINING], "{prefix}");
+        }
     }
 
     #[test]
