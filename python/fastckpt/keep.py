@@ -59,6 +59,9 @@ class Last:
     Args:
         count: how many.
 
+    Raises:
+        ValueError: an argument is out of range.
+
     Example:
         >>> from fastckpt.keep import Last, Saved
         >>> Last(2).kept([Saved(step=step, created=0.0) for step in (10, 20, 30)], now=0.0)
@@ -86,6 +89,9 @@ class Best:
         count: how many.
         metric: the name of the metric, as in ``Manager.save(..., metrics={"loss": 1.5})``.
         mode: ``min`` if less is better, or ``max``. Of equal ones the later is better.
+
+    Raises:
+        ValueError: an argument is out of range.
 
     Example:
         >>> from fastckpt.keep import Best, Saved
@@ -126,6 +132,9 @@ class Every:
         steps: keep each whose step is a multiple of this.
         time: keep the first, and then each that began at least this long after the last one kept: seconds, or a string
             with a unit (``"30min"``, ``"6h"``). Give one of the two.
+
+    Raises:
+        ValueError: an argument is out of range.
 
     Example:
         >>> from fastckpt.keep import Every, Saved
@@ -171,6 +180,9 @@ class Younger:
         age: seconds, or ``"2h"``. Times are by the clocks of the hosts that saved, so a stopped run does not age. Where
             the newest one's host has a clock that is ahead, all others seem older by that; the one before it stays.
 
+    Raises:
+        ValueError: an argument is out of range.
+
     Example:
         >>> from fastckpt.keep import Saved, Younger
         >>> saved = [Saved(step=step, created=3600.0 * step) for step in range(6)]
@@ -207,6 +219,9 @@ class Steps:
 
     Args:
         steps: their numbers.
+
+    Raises:
+        ValueError: an argument is out of range.
 
     Example:
         >>> from fastckpt.keep import Saved, Steps

@@ -73,6 +73,9 @@ class Every:
         steps: at each multiple of this, or at the first step beyond it if the loop counts in larger strides.
         time: this long after the last save began: seconds, or a string with a unit (``"10min"``). Give one of the two.
 
+    Raises:
+        ValueError: an argument is out of range.
+
     Example:
         >>> import fastckpt
         >>> manager = fastckpt.Manager("runs/gpt", save_when=fastckpt.when.Every(steps=100))
@@ -102,6 +105,9 @@ class Steps:
 
     Args:
         steps: their numbers.
+
+    Raises:
+        ValueError: an argument is out of range.
 
     Example:
         >>> import fastckpt
@@ -139,6 +145,9 @@ class Continuously:
         apart: at least this long after the last save began: seconds, or a string with a unit; None for no least
             distance.
 
+    Raises:
+        ValueError: an argument is out of range.
+
     Example:
         >>> import fastckpt
         >>> manager = fastckpt.Manager("runs/gpt", save_when=fastckpt.when.Continuously(apart="1h"))
@@ -174,6 +183,9 @@ class Auto:
         mttf: mean time to failure of the whole job: seconds, or a string with a unit (``"90min"``, ``"6h"``). None for
             50,000 h per process of the job, as MLCommons assumes of an accelerator.
         overhead: the share of the time that saves may cost, between 0 and 1.
+
+    Raises:
+        ValueError: an argument is out of range.
 
     Example:
         >>> import fastckpt
