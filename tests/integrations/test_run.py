@@ -39,7 +39,6 @@ def test_the_program_takes_the_place_of_the_command(tmp_path):
 
 def test_a_framework_gets_its_door_when_it_is_imported_also_in_a_child(tmp_path):
     """What is not imported costs nothing."""
-    (tmp_path / "child.py").write_text("import transformers.trainer; print(transformers.Trainer.train.__module__)")
     child = "subprocess.run([sys.executable, '-W', 'ignore', 'child.py'], check=True)"
     (tmp_path / "p.py").write_text(f"import subprocess, sys; {child}; print('fastckpt' in sys.modules)")
     source = "import fastckpt.integrations.transformers as d; print(d._installed.options is not None, flush=True)"
@@ -78,6 +77,17 @@ def test_without_its_package(tmp_path):
     done = run(tmp_path, "--", "true", path=str(tmp_path))
     assert done.returncode == 2
     assert 'pip install "fastckpt-io[run]"' in done.stderr
+
+
+def test_a_framework_that_a_door_does_not_fit_saves_by_itself(tmp_path):
+    """Another version of it, for instance: the program goes on, and says so."""
+    (tmp_path / "transformers").mkdir()
+    (tmp_path / "transformers" / "__init__.py").write_text("__version__ = '3.0'")
+    (tmp_path / "transformers" / "trainer.py").write_text("")
+    (tmp_path / "p.py").write_text("import transformers.trainer; print('on')")
+    done = run(tmp_path, "--", "p.py", path=str(tmp_path))
+    assert (done.returncode, done.stdout) == (0, "on\n")
+    assert done.stderr.startswith("fastckpt run: transformers 3.0 saves as it does without fastckpt: ImportError")
 
 
 def test_a_training_of_others(tmp_path):

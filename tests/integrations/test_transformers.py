@@ -6,14 +6,15 @@ import json
 import signal
 from pathlib import Path
 
+import peft
 import pytest
 import torch
+import trainer_kills
 import trainers
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fastckpt
-from harness import groups
 
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
@@ -21,8 +22,7 @@ KILL, TERM = signal.SIGKILL, signal.SIGTERM
 @pytest.fixture(scope="module")
 def libraries():
     """Makes groups of processes that have imported transformers."""
-    modules = "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate"
-    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
+    with trainer_kills.forge() as forge:
         yield forge
 
 
@@ -116,6 +116,49 @@ def test_two_ranks(libraries, undisturbed, tmp_path, arguments):
     assert ended(play(libraries, tmp_path, ranks=2, **arguments)) == wanted
 
 
+EPOCHS = {"eval_strategy": "epoch", "logging_strategy": "epoch", "save_total_limit": None}
+
+
+@pytest.mark.parametrize(
+    ("strike", "arguments"),
+    [
+        pytest.param((TERM, 22, "on_step_end"), {"save_strategy": "best"}, id="best"),
+        pytest.param((TERM, 14, "on_step_end"), {"save_strategy": "epoch", **EPOCHS}, id="epochs"),
+        pytest.param((TERM, 20, "on_step_end"), {"save_strategy": "epoch", **EPOCHS}, id="at the end of an epoch"),
+        pytest.param(
+            (KILL, 21, "on_epoch_end"), {"save_steps": 21, **EPOCHS}, id="a step's save at the end of an epoch"
+        ),
+        pytest.param((KILL, 40, "on_train_end"), {"save_steps": 40, **EPOCHS}, id="the last step"),
+    ],
+)
+def test_a_stop_keeps_what_belongs_to_an_epoch(libraries, undisturbed, tmp_path, strike, arguments):
+    """The epoch's line of the log, evaluation and save come at its end, and once."""
+    arguments = {"load_best_model_at_end": False, "metric_for_best_model": "eval_loss", **arguments}
+    wanted = undisturbed(**arguments)
+    (first,) = play(libraries, tmp_path, strike, **arguments)
+    if strike[0] == TERM:
+        # At the end of the step that was under way, or of the next one.
+        assert max(steps_of(tmp_path)) == first.value[0]["step"]
+        assert strike[1] <= first.value[0]["step"] <= strike[1] + 1
+    summary, left = ended(play(libraries, tmp_path, **arguments))
+    assert summary == wanted[0]
+    assert {*wanted[1]} <= {*left}  # the stop's is there in addition
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({"patience": 1, "learning_rate": 0.5, "save_total_limit": None}, id="early"),
+        pytest.param({"max_steps": -1, "num_train_epochs": 2}, id="epochs"),
+    ],
+)
+def test_a_run_that_has_ended_takes_no_further_step(libraries, undisturbed, tmp_path, arguments):
+    wanted = undisturbed(**arguments)
+    assert (wanted[0]["step"] < trainers.STEPS) == ("patience" in arguments)
+    for _ in range(2):
+        assert ended(play(libraries, tmp_path, **arguments)) == wanted
+
+
 def test_a_checkpoint_is_a_model_and_all_of_the_training(libraries, tmp_path):
     ended(play(libraries, tmp_path, save_total_limit=None))
     path = tmp_path / "out" / "checkpoint-40"
@@ -148,6 +191,67 @@ def test_the_newest_that_verifies_is_taken(libraries, undisturbed, tmp_path):
     told = (tmp_path / "log.txt").read_text()
     assert "checkpoint-25 is damaged" in told
     assert "checkpoint-20 is damaged" in told
+
+
+@pytest.mark.parametrize("what", ["the Trainer's state", "the manifest", "a directory in the way"])
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(libraries, undisturbed, tmp_path, what):
+    arguments = {"save_total_limit": None}
+    wanted = undisturbed(**arguments)
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 27, "on_step_end"), **arguments)] == ["died"]
+    path = tmp_path / "out" / "checkpoint-25"
+    if what == "the Trainer's state":
+        file = path / "trainer_state.json"
+        file.write_text(file.read_text().replace('"global_step": 25', '"global_step": 26'))
+    elif what == "the manifest":
+        (path / "fastckpt.json").write_bytes((path / "fastckpt.json").read_bytes()[:-9])
+    else:
+        (path / "fastckpt.json").unlink()  # as of a Trainer that was killed in its save
+        (path / "trainer_state.json").unlink()
+    assert ended(play(libraries, tmp_path, **arguments)) == wanted
+    told = (tmp_path / "log.txt").read_text()
+    assert ("checkpoint-25 is damaged" in told) == (what != "a directory in the way")
+    assert fastckpt.verify(path).ok
+
+
+def test_what_others_write_into_a_checkpoint_goes_with_it(libraries, undisturbed, tmp_path):
+    arguments = {"load_best_model_at_end": False, "save_total_limit": 2}
+    assert ended(play(libraries, tmp_path, writes=True, **arguments)) == undisturbed(**arguments)
+    assert (tmp_path / "out" / "checkpoint-40" / "notes").is_dir()
+
+
+def test_a_buffer_that_differs_between_ranks_is_the_first_ones(libraries, undisturbed, tmp_path):
+    """DDP lets each rank change its own until the next step, when that of the first rank is sent to all."""
+    wanted = undisturbed(ranks=2, local=True)
+    strike = (KILL, 17, "on_step_end")
+    assert [one.kind for one in play(libraries, tmp_path, strike, ranks=2, local=True)] == ["died"] * 2
+    assert ended(play(libraries, tmp_path, ranks=2, local=True)) == wanted
+    assert "model.mean" in (tmp_path / "log.txt").read_text()
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")  # peft's call
+@pytest.mark.parametrize("adapter", trainers.ADAPTERS)
+def test_an_adapter(libraries, undisturbed, tmp_path, adapter):
+    """It is saved alone, under the names of PEFT, which opens it; and one that lacks a tensor is refused."""
+    arguments = {"adapter": adapter, "save_total_limit": None, "load_best_model_at_end": adapter == "lora"}
+    wanted = undisturbed(**arguments)
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), **arguments)] == ["died"]
+    assert ended(play(libraries, tmp_path, **arguments)) == wanted
+    path = tmp_path / "out" / "checkpoint-40"
+    assert (path / "adapter_model.safetensors").exists()
+    assert not (path / "model.safetensors").exists()
+    model = peft.PeftModel.from_pretrained(trainers.model_of(), path)
+    stored = load_file(path / "adapter_model.safetensors")
+    found = peft.get_peft_model_state_dict(model)
+    assert found.keys() == stored.keys()
+    assert all(torch.equal(found[name], stored[name]) for name in stored)
+    # A checkpoint of another adapter.
+    state = fastckpt.load(path)
+    name = next(iter(state["adapter_model"]))
+    del state["adapter_model"][name]
+    fastckpt.save(state, path, files=fastckpt.Files(model_key="adapter_model"))
+    (outcome,) = play(libraries, tmp_path, resume=str(path), **arguments)
+    assert outcome.raised.kind == "StructureMismatchError"
+    assert name in outcome.raised.text
 
 
 def test_a_model_alone(libraries, tmp_path):
@@ -194,26 +298,28 @@ def test_a_save_that_fails_ends_the_training(libraries, tmp_path):
     assert steps_of(tmp_path) == [5, 10]
 
 
-#: Each layer is spread over the ranks.
-FSDP2 = {
-    "fsdp": True,
-    "fsdp_config": {
-        "version": 2,
-        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
-        "state_dict_type": "SHARDED_STATE_DICT",
-    },
-}
-
-
 def test_fsdp2(libraries, undisturbed, tmp_path):
-    wanted = undisturbed(ranks=2, **FSDP2)
+    wanted = undisturbed(ranks=2, **trainer_kills.FSDP2)
     assert wanted[0]["spread"]
-    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **FSDP2)] == ["died"] * 2
-    assert ended(play(libraries, tmp_path, ranks=2, **FSDP2)) == wanted
+    assert [
+        one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **trainer_kills.FSDP2)
+    ] == ["died"] * 2
+    assert ended(play(libraries, tmp_path, ranks=2, **trainer_kills.FSDP2)) == wanted
     # One process goes on with what they left, all of it.
     (tmp_path / "out").rename(tmp_path / "two")
-    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **FSDP2)] == ["died"] * 2
+    assert [
+        one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), ranks=2, **trainer_kills.FSDP2)
+    ] == ["died"] * 2
     summary, _ = ended(play(libraries, tmp_path))
     assert (summary["step"], summary["spread"]) == (trainers.STEPS, False)
     assert summary["log"][:5] == wanted[0]["log"][:5]
     assert "random states of ranks are not restored" in (tmp_path / "log.txt").read_text()
+
+
+def test_killed_at_random_moments(libraries, tmp_path):
+    """``trainer_kills.py`` does it as often as one likes."""
+    kills = 0
+    for more in trainer_kills.campaign(libraries, tmp_path, seed=5):
+        kills += more
+        if kills >= 4:
+            break

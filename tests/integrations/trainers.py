@@ -6,8 +6,11 @@ import hashlib
 import logging
 import os
 import signal
+import threading
+import time
 from pathlib import Path
 
+import peft
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -59,6 +62,13 @@ class Counter(TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"steps": self.steps}}
 
 
+class Writer(TrainerCallback):
+    """Puts a directory of its own into each checkpoint."""
+
+    def on_save(self, args, state, _, **__):
+        Path(args.output_dir, f"checkpoint-{state.global_step}", "notes").mkdir()
+
+
 class Strike(TrainerCallback):
     """Sends this process a signal when a step comes to one of these points."""
 
@@ -87,14 +97,40 @@ def model_of(seed=0):
     return LlamaForCausalLM(config)
 
 
-def trainer_of(folder, callbacks=(), **arguments):
-    """A Trainer in a folder, with callbacks that have a state."""
+#: Adapters of PEFT: what is made of the model.
+ADAPTERS = {
+    "lora": lambda: peft.LoraConfig(
+        r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], modules_to_save=["norm"]
+    ),
+    "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+}
+
+
+def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, **arguments):
+    """A Trainer in a folder, with callbacks that have a state.
+
+    Args:
+        folder: where it saves.
+        callbacks: more of them.
+        patience: of early stopping.
+        adapter: which of :data:`ADAPTERS` is trained.
+        local: whether the model has a buffer that each rank changes in a way of its own, as BatchNorm does.
+        **arguments: of ``TrainingArguments``.
+    """
     rows = torch.randint(100, (ROWS, 16), generator=torch.Generator().manual_seed(0))
     data = [{"input_ids": row, "labels": row} for row in rows]
     given = {**ARGUMENTS, **arguments}
-    stopping = [EarlyStoppingCallback(20)] if given["load_best_model_at_end"] else []
+    stopping = [EarlyStoppingCallback(patience)] if given["load_best_model_at_end"] else []
+    model = model_of() if adapter is None else peft.get_peft_model(model_of(), ADAPTERS[adapter]())
+    if local:
+        model.register_buffer("mean", torch.zeros(3))
+
+        def change(*_):
+            model.mean.add_(1 + int(os.environ["RANK"]))
+
+        model.register_forward_hook(change)
     return Trainer(
-        model_of(),
+        model,
         TrainingArguments(str(folder), **given),
         train_dataset=data,
         eval_dataset=data[:12],
@@ -139,7 +175,7 @@ def spread_on_the_cpu():
     AcceleratorState.__init__ = with_fsdp
 
 
-def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, **arguments):
+def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=False, **arguments):
     """Run a program of a Trainer with the one added line.
 
     Args:
@@ -148,7 +184,8 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, **argum
         resume: as for ``Trainer.train``.
         installed: whether the line is there.
         wait: seconds for which the Trainer waits after SIGTERM.
-        **arguments: of ``TrainingArguments``.
+        writes: whether a callback writes into each checkpoint.
+        **arguments: of :func:`trainer_of`.
 
     Returns:
         The summary, and the checkpoints that are left.
@@ -161,7 +198,8 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, **argum
         door.install()
     if arguments.get("fsdp"):
         spread_on_the_cpu()
-    trainer = trainer_of(folder / "out", [Strike(*strike)] if strike else [], **arguments)
+    callbacks = [*([Writer()] if writes else []), *([Strike(*strike)] if strike else [])]
+    trainer = trainer_of(folder / "out", callbacks, **arguments)
     for one in trainer.callback_handler.callbacks:
         manager = getattr(one, "jit_manager", None)
         if manager is not None:
@@ -204,3 +242,14 @@ def readers(folder, *, background):
     trainer._save_checkpoint = lambda *given: (save(*given), is_there(trainer, "neither"))
     trainer.train()
     return found
+
+
+def train_at_random(folder, seconds, **arguments):
+    """The same, killed after so many seconds."""
+
+    def kill():
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    return train(folder, **arguments)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 import re
@@ -11,16 +12,42 @@ from typing import TYPE_CHECKING, Any
 
 import fastckpt
 from fastckpt._portable.limits import MANIFEST
+from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
 LOG = logging.getLogger("fastckpt")
+#: The key of metadata under which the digests of files beside the weights are.
+_DIGESTS = "digests"
 
 
 def is_ours(path: Any) -> bool:
     """Whether this is the path of a checkpoint that fastckpt wrote."""
     return isinstance(path, (str, os.PathLike)) and Path(path, MANIFEST).is_file()
+
+
+def digests(files: Mapping[str, str]) -> dict[str, Any]:
+    """Metadata by which :func:`is_sound` knows these files again, which the checksums of a checkpoint do not cover."""
+    return {_DIGESTS: {name: hashlib.sha256(text.encode()).hexdigest() for name, text in files.items()}}
+
+
+def is_sound(path: str) -> bool:
+    """Whether a checkpoint of fastckpt is undamaged, and the files beside the weights that it has digests of."""
+    try:
+        with fastckpt.open(path) as checkpoint:
+            known = (checkpoint.metadata or {}).get(_DIGESTS, {})
+        found = {name: hashlib.sha256(Path(path, name).read_bytes()).hexdigest() for name in known}
+        return found == known and fastckpt.verify(path).ok
+    except (CheckpointError, OSError):
+        return False
+
+
+def holds_remains(path: str) -> bool:
+    """Whether there is a directory with parts of a checkpoint that is none, or is damaged: a save to it is refused."""
+    entries = list(Path(path).iterdir()) if Path(path).is_dir() else []
+    parts = any(one.is_dir() or one.name == MANIFEST or ".safetensors" in one.name for one in entries)
+    return parts and not is_sound(path)
 
 
 def newest_first(files: Iterable[Path]) -> list[str]:
@@ -32,21 +59,37 @@ def newest_first(files: Iterable[Path]) -> list[str]:
 def newest_that_verifies(paths: Iterable[str]) -> str | None:
     """The first of these checkpoints that is not damaged, as far as fastckpt wrote them."""
     for path in paths:
-        if not is_ours(path) or fastckpt.verify(path).ok:
+        if not is_ours(path) or is_sound(path):
             return path
         LOG.warning("fastckpt: %s is damaged, and the checkpoint before it is taken: fastckpt verify tells more", path)
     return None
 
 
 def keep(limit: int | None, protected: set[str | None], paths: Sequence[str]) -> None:
-    """Of these checkpoints, the oldest first, remove those beyond a number, but none that is protected.
-
-    Each goes at once, so that a kill leaves none that looks newer than it is.
-    """
+    """Of these checkpoints, the oldest first, remove those beyond a number, but none that is protected."""
     others = [path for path in paths if path not in protected]
     beyond = 0 if limit is None or limit <= 0 else max(0, len(paths) - limit)
     for path in others[:beyond]:
-        if is_ours(path):
-            fastckpt.remove(path, force=True)
-        else:
-            shutil.rmtree(path, ignore_errors=True)
+        remove(path)
+
+
+def remove(path: str) -> None:
+    """Remove a directory, whoever wrote it, and whatever else is in it; what cannot be removed stays.
+
+    It goes at once, so that a kill leaves nothing that looks like a newer checkpoint.
+    """
+    try:
+        fastckpt.remove(path, force=True)
+    except (CheckpointError, OSError):
+        aside = move_aside(path)
+        if aside is not None:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def move_aside(path: str) -> Path | None:
+    """Take what lies at ``path`` out of the way; its new place, or None where there is nothing, or it has to stay."""
+    aside = Path(path).with_name(f".{Path(path).name}.aside-{os.getpid()}")
+    try:
+        return Path(path).rename(aside)
+    except OSError:
+        return None

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
+import importlib.util
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -19,21 +20,35 @@ def _import_the_next() -> None:
     """Import the ``sitecustomize`` that this one hides."""
     here = Path(__file__).parent
     sys.path[:] = [entry for entry in sys.path if Path(entry) != here]
-    ours = sys.modules.pop("sitecustomize", None)
-    with contextlib.suppress(ImportError):
+    ours = sys.modules.pop("sitecustomize")
+    try:
         importlib.import_module("sitecustomize")
-    if ours is not None:
-        sys.modules.setdefault("sitecustomize", ours)
+    except Exception as error:  # noqa: BLE001 - as Python does, which goes on without it
+        if getattr(error, "name", None) != "sitecustomize":
+            traceback.print_exc()
+    sys.modules.setdefault("sitecustomize", ours)
+
+
+def _tell(framework: str, why: object) -> None:
+    sys.stderr.write(f"fastckpt run: {framework} saves as it does without fastckpt: {why}\n")
 
 
 def _install(module: Any) -> None:
-    importlib.import_module(f"fastckpt.integrations.{_DOORS[module.__name__]}").install()
+    try:
+        importlib.import_module(f"fastckpt.integrations.{_DOORS[module.__name__]}").install()
+    except Exception as error:  # noqa: BLE001 - the program goes on, and its user is told
+        framework = sys.modules[module.__name__.partition(".")[0]]
+        _tell(f"{framework.__name__} {getattr(framework, '__version__', '')}", repr(error))
 
 
 _import_the_next()
-# A Python without wrapt is none that fastckpt was installed into.
-with contextlib.suppress(ImportError):
-    import wrapt
+for _name in _DOORS:
+    _framework = _name.partition(".")[0]
+    # The program may run in an environment without fastckpt, or without what it needs here.
+    _lacking = [_one for _one in ("fastckpt", "wrapt") if importlib.util.find_spec(_one) is None]
+    if not _lacking:
+        import wrapt
 
-    for _name in _DOORS:
         wrapt.register_post_import_hook(_install, _name)
+    elif importlib.util.find_spec(_framework) is not None:
+        _tell(_framework, f"{sys.executable} has no {_lacking[0]}")

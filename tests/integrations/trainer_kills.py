@@ -1,0 +1,95 @@
+"""Kills trainings at random moments and starts them again, and holds what they leave against undisturbed ones.
+
+    PYTHONPATH=tests python tests/integrations/trainer_kills.py --kills 200 --seed 1
+
+Each run goes on until it ends by itself. ``--ranks 2`` takes two ranks, with FSDP2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import trainers
+
+from harness import groups
+
+MODULES = "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate"
+#: Each layer is spread over the ranks.
+FSDP2 = {
+    "fsdp": True,
+    "fsdp_config": {
+        "version": 2,
+        "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
+        "state_dict_type": "SHARDED_STATE_DICT",
+    },
+}
+
+
+def forge():
+    """Makes groups of processes that have imported transformers."""
+    return groups.forge(env={"FASTCKPT_TEST_IMPORT": MODULES, "PYTHONWARNINGS": "ignore"})
+
+
+def until_it_ends(
+    libraries: groups.Forge, folder: Path, draw: random.Random, longest: float, ranks: int, **arguments: Any
+) -> tuple[int, Any]:
+    """Start a training again and again, each time killed within ``longest`` seconds; how often, and what it leaves."""
+    folder.mkdir(exist_ok=True)
+    kills = 0
+    while True:
+        with libraries.group(ranks, backend="") as group:
+            group.start(trainers.train_at_random, str(folder), draw.uniform(0, longest), **arguments)
+            outcomes = group.outcomes(240)
+        if all(one.kind == "returned" for one in outcomes):
+            return kills, outcomes[0].value
+        # One that has lost another rank may say so before its own end.
+        if not any(one.kind == "died" for one in outcomes):
+            raise AssertionError([one.raised and one.raised.trace for one in outcomes])
+        kills += 1
+
+
+def campaign(libraries: groups.Forge, place: Path, seed: int, ranks: int = 1, **arguments: Any) -> Iterator[int]:
+    """Trainings that are killed, one after another; yields the kills of each.
+
+    Raises:
+        AssertionError: one left something else than the undisturbed training, or could not go on.
+    """
+    draw = random.Random(seed)
+    (place / "whole").mkdir()
+    with libraries.group(ranks, backend="") as group:
+        found = group.run(trainers.train, str(place / "whole"), timeout=240, **arguments)[0]
+    for number in range(sys.maxsize):
+        kills, left = until_it_ends(libraries, place / str(number), draw, 6.0, ranks, **arguments)
+        assert left == found, f"training {number} of seed {seed}: {json.dumps([left, found])}"
+        yield kills
+
+
+def main() -> int:
+    """Run the campaign, and print what comes of it."""
+    parser = argparse.ArgumentParser(
+        description="Kill trainings at random moments, and see whether they end all the same."
+    )
+    parser.add_argument("--kills", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--ranks", type=int, default=1)
+    options = parser.parse_args()
+    arguments = FSDP2 if options.ranks > 1 else {}
+    kills = runs = 0
+    with forge() as libraries, tempfile.TemporaryDirectory() as place:
+        for more in campaign(libraries, Path(place), options.seed, options.ranks, **arguments):
+            kills, runs = kills + more, runs + 1
+            print(f"{runs} trainings, killed {kills} times: 0 wrong", flush=True)
+            if kills >= options.kills:
+                return 0
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
