@@ -64,9 +64,11 @@ def campaign(libraries: groups.Forge, place: Path, seed: int, ranks: int = 1, **
     draw = random.Random(seed)
     (place / "whole").mkdir()
     with libraries.group(ranks, backend="") as group:
-        found = group.run(trainers.train, str(place / "whole"), timeout=240, **arguments)[0]
+        group.start(trainers.train, str(place / "whole"), **arguments)
+        (whole, *_) = group.outcomes(240)
+    found = whole.value
     for number in range(sys.maxsize):
-        kills, left = until_it_ends(libraries, place / str(number), draw, 6.0, ranks, **arguments)
+        kills, left = until_it_ends(libraries, place / str(number), draw, 1.2 * whole.seconds, ranks, **arguments)
         assert left == found, f"training {number} of seed {seed}: {json.dumps([left, found])}"
         yield kills
 

@@ -37,8 +37,9 @@ def _install(module: Any) -> None:
     try:
         importlib.import_module(f"fastckpt.integrations.{_DOORS[module.__name__]}").install()
     except Exception as error:  # noqa: BLE001 - the program goes on, and its user is told
-        framework = sys.modules[module.__name__.partition(".")[0]]
-        _tell(f"{framework.__name__} {getattr(framework, '__version__', '')}", repr(error))
+        framework = module.__name__.partition(".")[0]
+        version = getattr(importlib.import_module(framework), "__version__", "")
+        _tell(f"{framework} {version}", repr(error))
 
 
 _import_the_next()
