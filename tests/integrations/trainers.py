@@ -205,7 +205,8 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=
         if manager is not None:
             manager.kill_wait = wait
     result = trainer.train(resume_from_checkpoint=resume)
-    return summary(trainer, result), sorted(path.name for path in (folder / "out").iterdir())
+    # A kill in a removal leaves a hidden directory, which `fastckpt clean` removes.
+    return summary(trainer, result), sorted(path.name for path in (folder / "out").glob("[!.]*"))
 
 
 def readers(folder, *, background):
