@@ -126,8 +126,8 @@ class Owner:
     def _of_another_class(self, theirs: dict[Any, Any], mine: dict[Any, Any]) -> str | None:
         """Why ``theirs`` is not a state of this object's class, or None.
 
-        torch takes it in silence, or raises when tensors are filled already. Each has keys that the other lacks; other
-        versions of one class add public keys only, and drop private ones.
+        torch takes it in silence, or raises when tensors are filled already. Of two classes each has public keys that
+        the other lacks; of two versions of one class, only one has.
         """
         theirs_only, mine_only = (
             sorted(key for key in there.keys() - here.keys() if isinstance(key, str) and _is_of_the_class(key))

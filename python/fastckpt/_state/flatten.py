@@ -212,7 +212,7 @@ class _Flattener:
         """Note an object with a state of its own."""
         flat = self.flat
         flat.objects.append((flat.places.at(self.stack), value))
-        # Asking for its state may change an object: a data loader starts its workers. A scheduler has none to fill.
+        # Asking for its state may change an object: a data loader starts its workers. A scheduler has no tensors.
         return stateful(value) if torch_kind(value) in {"module", "optimizer"} else "null"
 
     def describe_type(self, kind: type) -> Describe:

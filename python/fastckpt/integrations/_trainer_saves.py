@@ -84,9 +84,14 @@ def _left_to_trainer(trainer: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
+def unwrapped(trainer: Any, model: Any = None) -> Any:
+    """The module itself, without DDP and ``torch.compile`` around it."""
+    return trainer.accelerator.unwrap_model(trainer.model if model is None else model, keep_torch_compile=False)
+
+
 def model_of(trainer: Any, model: Any = None) -> dict[str, Any]:
     """The model that is saved and loaded, by its key: of PEFT the adapter alone, by the names of its own file."""
-    bare = trainer.accelerator.unwrap_model(trainer.model if model is None else model, keep_torch_compile=False)
+    bare = unwrapped(trainer, model)
     if not hasattr(bare, "peft_config"):
         return {"model": bare}
     from peft import get_peft_model_state_dict  # noqa: PLC0415 - where it is in use

@@ -23,7 +23,7 @@ from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 
 from ._directory import LOG, is_ours, newest_first, newest_that_verifies
-from ._trainer_saves import SAVING, begin, model_of, run_of, stop, training_of
+from ._trainer_saves import SAVING, begin, model_of, run_of, stop, training_of, unwrapped
 
 __all__ = ["install"]
 
@@ -120,8 +120,7 @@ def _load_from_checkpoint(_: Any, theirs: Any, trainer: Any, path: str, model: A
         from peft import set_peft_model_state_dict  # noqa: PLC0415 - where it is in use
 
         # Some adapters give copies of their tensors.
-        bare = trainer.accelerator.unwrap_model(trainer.model if model is None else model, keep_torch_compile=False)
-        set_peft_model_state_dict(bare, part["adapter_model"])
+        set_peft_model_state_dict(unwrapped(trainer, model), part["adapter_model"])
 
 
 def _load_optimizer_and_scheduler(_: Any, theirs: Any, trainer: Any, path: str | None) -> None:
