@@ -21,14 +21,21 @@ DIRECTORIES = {
     "DeepSpeed, one step": ["mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_optim_states.pt"],
     "Orbax": ["_CHECKPOINT_METADATA", "_METADATA", "d/", "manifest.ocdbt", "ocdbt.process_0/"],
     "transformers": ["config.json", "pytorch_model-00001-of-00002.bin", "pytorch_model.bin.index.json"],
-    "safetensors": ["adapter_config.json", "adapter_model.safetensors", "README.md"],
+    "safetensors": ["params.json", "consolidated.safetensors", "README.md"],
     "safetensors, of diffusers": ["config.json", "diffusion_pytorch_model.safetensors"],
+}
+
+#: Directories of other programs whose files have names of ours.
+NAMESAKES = {
+    "a model": ["config.json", "model.safetensors"],
+    "a model in parts": ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"],
+    "an adapter": ["adapter_config.json", "adapter_model.safetensors", "README.md"],
 }
 
 
 def lay(path, kind):
     path.mkdir(parents=True)
-    for name in DIRECTORIES[kind]:
+    for name in {**DIRECTORIES, **NAMESAKES}[kind]:
         if name.endswith("/"):
             (path / name).mkdir()
             (path / name / "inside").write_text("theirs")
@@ -101,7 +108,14 @@ def refusal(error):
     return "\n".join(texts)
 
 
-@pytest.mark.parametrize("kind", DIRECTORIES)
+def who_wrote(kind):
+    """A pattern for the end of the refusal."""
+    if kind in NAMESAKES:
+        return "and is not a checkpoint of fastckpt: choose another name"
+    return f"which {kind.partition(',')[0]} wrote: choose another name"
+
+
+@pytest.mark.parametrize("kind", [*DIRECTORIES, *NAMESAKES])
 @pytest.mark.parametrize("way", WAYS)
 def test_no_save_goes_into_a_directory_of_another_program(tmp_path, way, kind):
     path = lay(tmp_path / "run" / "step-7", kind)
@@ -110,7 +124,7 @@ def test_no_save_goes_into_a_directory_of_another_program(tmp_path, way, kind):
     with pytest.raises(BaseException, match=r"(?s).") as raised:
         WAYS[way](path)
     text = refusal(raised.value)
-    assert f"which {kind.partition(',')[0]} wrote: choose another name" in text, text
+    assert re.search(who_wrote(kind), text), text
     assert re.search("it holds `[^`]+`", text), text
     assert contents(path) == before
     assert not list(path.parent.glob(".step-7*"))
@@ -140,13 +154,13 @@ def test_what_is_expected_to_be_a_checkpoint_is_named(tmp_path):
 def test_a_copy_to_an_object_store_is_refused_alike(tmp_path):
     pytest.importorskip("obstore")
     fastckpt.save(STATE, tmp_path / "source")
-    for number, (kind, names) in enumerate(DIRECTORIES.items()):
+    for number, (kind, names) in enumerate({**DIRECTORIES, **NAMESAKES}.items()):
         url = f"memory://foreign-{tmp_path.name}-{number}/step-7"
         objects = s3.objects(url)
         for name in names:
             objects.write(name + "inside" * name.endswith("/"), iter([b"theirs"]), 6, None)
         there = objects.sizes()
-        with pytest.raises(FileExistsError, match=f"which {kind.partition(',')[0]} wrote: choose another name"):
+        with pytest.raises(FileExistsError, match=who_wrote(kind)):
             fastckpt.copy(tmp_path / "source", url, overwrite=True)
         assert objects.sizes() == there
         objects.remove(there)

@@ -64,3 +64,19 @@ def test_what_counts_as_ours(tmp_path):
         assert _directory.is_ours(path)
     for other in (tmp_path, None, True, False, tmp_path / "nothing"):
         assert not _directory.is_ours(other)
+
+
+def test_what_was_moved_aside_goes_with_the_next_sweep(steps, tmp_path):
+    _directory.move_aside(steps[3])
+    _directory.move_aside(str(tmp_path / "nothing"))
+    (tmp_path / ".checkpoint-7.aside-1").mkdir()  # by a process that was killed
+    (tmp_path / ".checkpoint-7.aside-1" / "optimizer.pt").touch()
+    (tmp_path / "runs").mkdir()
+    aside = [path.name for path in tmp_path.glob(".*")]
+    assert len(aside) == 2
+    assert any(name.startswith(".checkpoint-4.aside-") for name in aside)
+    _directory.sweep(str(tmp_path))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        *(f"checkpoint-{step}" for step in (1, 2, 3, 5)),
+        "runs",
+    ]

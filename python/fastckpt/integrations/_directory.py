@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import shutil
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -81,15 +82,17 @@ def remove(path: str) -> None:
     try:
         fastckpt.remove(path, force=True)
     except (CheckpointError, OSError):
-        aside = move_aside(path)
-        if aside is not None:
-            shutil.rmtree(aside, ignore_errors=True)
+        move_aside(path)
+        sweep(str(Path(path).parent))
 
 
-def move_aside(path: str) -> Path | None:
-    """Take what lies at ``path`` out of the way; its new place, or None where there is nothing, or it has to stay."""
-    aside = Path(path).with_name(f".{Path(path).name}.aside-{os.getpid()}")
-    try:
-        return Path(path).rename(aside)
-    except OSError:
-        return None
+def move_aside(path: str) -> None:
+    """Take what lies at ``path`` out of the way, until :func:`sweep`; what cannot be moved stays."""
+    with suppress(OSError):
+        Path(path).rename(Path(path).with_name(f".{Path(path).name}.aside-{os.getpid()}"))
+
+
+def sweep(directory: str) -> None:
+    """Remove what was moved aside in a directory, also by a process that was killed."""
+    for path in Path(directory).glob(".*.aside-*"):
+        shutil.rmtree(path, ignore_errors=True)

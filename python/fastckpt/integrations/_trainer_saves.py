@@ -21,7 +21,7 @@ from transformers.utils.import_utils import is_sagemaker_mp_enabled, is_torch_xl
 import fastckpt
 from fastckpt import Files, distributed
 
-from ._directory import LOG, digests, holds_remains, keep, move_aside, remove
+from ._directory import LOG, digests, holds_remains, keep, move_aside, sweep
 
 #: What the Trainer adds up for the next line of its log and for its result, and does not save itself.
 _COUNTED = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
@@ -118,13 +118,12 @@ def _files(trainer: Any) -> dict[str, bytes]:
         return {one.name: one.read_bytes() for one in found if one.is_file()}
 
 
-def _beside(trainer: Any, path: str, told: dict[str, str]) -> tuple[dict[str, bytes | str], Path | None]:
-    """What lies beside the weights, ``told`` among it; and what lay at ``path`` and was moved aside."""
+def _beside(trainer: Any) -> dict[str, bytes]:
+    """What lies beside the weights."""
     run = run_of(trainer)
     if run.files is None:
         run.files = _files(trainer)
-    # A save of the Trainer's own that was killed, or a damaged checkpoint.
-    return {**run.files, **told}, move_aside(path) if holds_remains(path) else None
+    return run.files
 
 
 def _states_of_callbacks(trainer: Any) -> dict[str, Any]:
@@ -152,7 +151,9 @@ def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: 
         state.best_model_checkpoint = best
     state.stateful_callbacks.update(_states_of_callbacks(trainer))
     told = {_trainer.TRAINER_STATE_NAME: json.dumps(asdict(state), indent=2) + "\n"}
-    beside, aside = _beside(trainer, path, told) if trainer.is_world_process_zero() else ({}, None)
+    first = trainer.is_world_process_zero()
+    if first and holds_remains(path):  # of a save of the Trainer's own that was killed, or of a damaged checkpoint
+        move_aside(path)
     parts = model_of(trainer)
     ended = trainer.control.should_training_stop and not run.stopped and state.global_step < state.max_steps
     run.pending = distributed.save_async(
@@ -164,7 +165,7 @@ def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: 
             "counted": {name: getattr(trainer, name) for name in _COUNTED if hasattr(trainer, name)},
         },
         metadata={"step": state.global_step, "ended": ended, **digests(told)},
-        files=Files(beside, model_key=next(iter(parts))),
+        files=Files({**_beside(trainer), **told} if first else {}, model_key=next(iter(parts))),
         io=options["io"],
     )
     run.saved = state.global_step
@@ -173,8 +174,7 @@ def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: 
     def rotate() -> None:
         if args.should_save:
             keep(limit, protected, _utils.sort_checkpoints(directory, use_mtime=True))
-        if aside is not None:
-            remove(str(aside))
+            sweep(directory)
 
     run.rotate = rotate
     reads = any(type(one).on_save is not TrainerCallback.on_save for one in trainer.callback_handler.callbacks)
