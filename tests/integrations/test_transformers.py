@@ -207,9 +207,11 @@ def test_a_damaged_checkpoint_is_passed_over_and_replaced(libraries, undisturbed
     else:
         (path / "fastckpt.json").unlink()  # as of a Trainer that was killed in its save
         (path / "trainer_state.json").unlink()
-    assert ended(play(libraries, tmp_path, **arguments)) == wanted
+    # A program that takes the directory with the highest number, as Axolotl; and one whose arguments are text.
+    resume = str(path) if what == "a directory in the way" else "True"
+    assert ended(play(libraries, tmp_path, resume=resume, **arguments)) == wanted
     told = (tmp_path / "log.txt").read_text()
-    assert ("checkpoint-25 is damaged" in told) == (what != "a directory in the way")
+    assert f"checkpoint-25 is {'not whole' if what == 'a directory in the way' else 'damaged'}" in told
     assert fastckpt.verify(path).ok
 
 
@@ -252,6 +254,13 @@ def test_an_adapter(libraries, undisturbed, tmp_path, adapter):
     (outcome,) = play(libraries, tmp_path, resume=str(path), **arguments)
     assert outcome.raised.kind == "StructureMismatchError"
     assert name in outcome.raised.text
+
+
+def test_a_trainer_that_loads_random_states_itself(libraries, undisturbed, tmp_path):
+    """It would find none, and the dropout of a resumed run would be another."""
+    arguments = {"kind": trainers.OwnLoader}
+    assert [one.kind for one in play(libraries, tmp_path, (KILL, 17, "on_step_end"), **arguments)] == ["died"]
+    assert ended(play(libraries, tmp_path, **arguments)) == undisturbed()
 
 
 def test_a_model_alone(libraries, tmp_path):
@@ -319,7 +328,7 @@ def test_fsdp2(libraries, undisturbed, tmp_path):
 def test_killed_at_random_moments(libraries, tmp_path):
     """``trainer_kills.py`` does it as often as one likes."""
     kills = 0
-    for more in trainer_kills.campaign(libraries, tmp_path, seed=5):
+    for more in trainer_kills.campaign(libraries, trainers.train, tmp_path, seed=5):
         kills += more
         if kills >= 4:
             break

@@ -2,7 +2,7 @@
 
     PYTHONPATH=tests python tests/integrations/trainer_kills.py --kills 200 --seed 1
 
-Each run goes on until it ends by itself. ``--ranks 2`` takes two ranks, with FSDP2.
+Each run goes on until it ends by itself. ``--ranks 2`` takes two ranks, with FSDP2; ``--trl`` the command ``trl sft``.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ import json
 import random
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import fine_tuning
 import trainers
 
 from harness import groups
 
 MODULES = "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate"
+TRL = "datasets,trl.scripts.sft,trl.trainer.sft_trainer"
 #: Each layer is spread over the ranks.
 FSDP2 = {
     "fsdp": True,
@@ -32,20 +34,27 @@ FSDP2 = {
 }
 
 
-def forge():
-    """Makes groups of processes that have imported transformers."""
-    return groups.forge(env={"FASTCKPT_TEST_IMPORT": MODULES, "PYTHONWARNINGS": "ignore"})
+def forge(*more: str) -> Any:
+    """Makes groups of processes that have imported transformers, and more."""
+    modules = ",".join([MODULES, *more])
+    return groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"})
 
 
 def until_it_ends(
-    libraries: groups.Forge, folder: Path, draw: random.Random, longest: float, ranks: int, **arguments: Any
+    libraries: groups.Forge,
+    run: Callable[..., Any],
+    folder: Path,
+    draw: random.Random,
+    longest: float,
+    ranks: int,
+    **arguments: Any,
 ) -> tuple[int, Any]:
     """Start a training again and again, each time killed within ``longest`` seconds; how often, and what it leaves."""
     folder.mkdir(exist_ok=True)
     kills = 0
     while True:
         with libraries.group(ranks, backend="") as group:
-            group.start(trainers.train_at_random, str(folder), draw.uniform(0, longest), **arguments)
+            group.start(trainers.killed_after, draw.uniform(0, longest), run, str(folder), **arguments)
             outcomes = group.outcomes(240)
         if all(one.kind == "returned" for one in outcomes):
             return kills, outcomes[0].value
@@ -55,8 +64,18 @@ def until_it_ends(
         kills += 1
 
 
-def campaign(libraries: groups.Forge, place: Path, seed: int, ranks: int = 1, **arguments: Any) -> Iterator[int]:
+def campaign(
+    libraries: groups.Forge, run: Callable[..., Any], place: Path, seed: int, ranks: int = 1, **arguments: Any
+) -> Iterator[int]:
     """Trainings that are killed, one after another; yields the kills of each.
+
+    Args:
+        libraries: of :func:`forge`.
+        run: the program, as :func:`trainers.train`.
+        place: a folder for them.
+        seed: what is drawn with.
+        ranks: of each training.
+        **arguments: of the program.
 
     Raises:
         AssertionError: one left something else than the undisturbed training, or could not go on.
@@ -64,11 +83,11 @@ def campaign(libraries: groups.Forge, place: Path, seed: int, ranks: int = 1, **
     draw = random.Random(seed)
     (place / "whole").mkdir()
     with libraries.group(ranks, backend="") as group:
-        group.start(trainers.train, str(place / "whole"), **arguments)
+        group.start(run, str(place / "whole"), **arguments)
         (whole, *_) = group.outcomes(240)
     found = whole.value
     for number in range(sys.maxsize):
-        kills, left = until_it_ends(libraries, place / str(number), draw, 1.2 * whole.seconds, ranks, **arguments)
+        kills, left = until_it_ends(libraries, run, place / str(number), draw, 1.2 * whole.seconds, ranks, **arguments)
         assert left == found, f"training {number} of seed {seed}: {json.dumps([left, found])}"
         yield kills
 
@@ -81,11 +100,15 @@ def main() -> int:
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--ranks", type=int, default=1)
+    parser.add_argument("--trl", action="store_true")
     options = parser.parse_args()
-    arguments = FSDP2 if options.ranks > 1 else {}
     kills = runs = 0
-    with forge() as libraries, tempfile.TemporaryDirectory() as place:
-        for more in campaign(libraries, Path(place), options.seed, options.ranks, **arguments):
+    with forge(*([TRL] if options.trl else [])) as libraries, tempfile.TemporaryDirectory() as folder:
+        place, run, arguments = Path(folder), trainers.train, FSDP2 if options.ranks > 1 else {}
+        if options.trl:
+            fine_tuning.write_material(place)
+            run, arguments = fine_tuning.tune, {"material": folder}
+        for more in campaign(libraries, run, place, options.seed, options.ranks, **arguments):
             kills, runs = kills + more, runs + 1
             print(f"{runs} trainings, killed {kills} times: 0 wrong", flush=True)
             if kills >= options.kills:

@@ -106,7 +106,14 @@ ADAPTERS = {
 }
 
 
-def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, **arguments):
+class OwnLoader(Trainer):
+    """Looks for random states in a way of its own, as Axolotl's does."""
+
+    def _load_rng_state(self, checkpoint):
+        assert not Path(checkpoint, "rng_state.pth").exists()
+
+
+def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, kind=Trainer, **arguments):
     """A Trainer in a folder, with callbacks that have a state.
 
     Args:
@@ -114,6 +121,7 @@ def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, 
         callbacks: more of them.
         patience: of early stopping.
         adapter: which of :data:`ADAPTERS` is trained.
+        kind: of Trainer.
         local: whether the model has a buffer that each rank changes in a way of its own, as BatchNorm does.
         **arguments: of ``TrainingArguments``.
     """
@@ -129,7 +137,7 @@ def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, 
             model.mean.add_(1 + int(os.environ["RANK"]))
 
         model.register_forward_hook(change)
-    return Trainer(
+    return kind(
         model,
         TrainingArguments(str(folder), **given),
         train_dataset=data,
@@ -138,8 +146,8 @@ def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, 
     )
 
 
-def summary(trainer, result):
-    """What two equal runs have in common."""
+def found(trainer, folder):
+    """What two equal runs have in common at their ends: what they trained and noted, and the checkpoints they leave."""
     weights, spread = hashlib.sha256(), False
     for name, value in sorted(trainer.model.state_dict().items()):
         spread |= hasattr(value, "full_tensor")
@@ -148,19 +156,21 @@ def summary(trainer, result):
     log = [
         {key: one[key] for key in one if not any(word in key for word in _TIMES)} for one in trainer.state.log_history
     ]
-    for key in ("train_loss", "total_flos"):
-        del log[-1][key]
-    return {
+    del log[-1]["total_flos"]
+    loss = log[-1].pop("train_loss")
+    trained = {
         "weights": weights.hexdigest(),
         "spread": spread,
         "log": log,
         # Added up in another order.
-        "loss": round(result.training_loss, 9),
+        "loss": round(loss, 9),
         "best": trainer.state.best_model_checkpoint and Path(trainer.state.best_model_checkpoint).name,
         "metric": trainer.state.best_metric,
-        "counted": next(one.steps for one in trainer.callback_handler.callbacks if isinstance(one, Counter)),
+        "counted": [one.steps for one in trainer.callback_handler.callbacks if isinstance(one, Counter)],
         "step": trainer.state.global_step,
     }
+    # A kill in a removal leaves a hidden directory, which `fastckpt clean` removes.
+    return trained, sorted(path.name for path in (folder / "out").glob("checkpoint-*"))
 
 
 def spread_on_the_cpu():
@@ -188,7 +198,7 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=
         **arguments: of :func:`trainer_of`.
 
     Returns:
-        The summary, and the checkpoints that are left.
+        As :func:`found`.
     """
     folder = Path(folder)
     os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
@@ -204,9 +214,8 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=
         manager = getattr(one, "jit_manager", None)
         if manager is not None:
             manager.kill_wait = wait
-    result = trainer.train(resume_from_checkpoint=resume)
-    # A kill in a removal leaves a hidden directory, which `fastckpt clean` removes.
-    return summary(trainer, result), sorted(path.name for path in (folder / "out").glob("[!.]*"))
+    trainer.train(resume_from_checkpoint=resume)
+    return found(trainer, folder)
 
 
 def readers(folder, *, background):
@@ -245,12 +254,12 @@ def readers(folder, *, background):
     return found
 
 
-def train_at_random(folder, seconds, **arguments):
-    """The same, killed after so many seconds."""
+def killed_after(seconds, run, folder, **arguments):
+    """Run a program in a folder, in a process that is killed after so many seconds."""
 
     def kill():
         time.sleep(seconds)
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=kill, daemon=True).start()
-    return train(folder, **arguments)
+    return run(folder, **arguments)

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fastckpt
+from fastckpt._foreign import writer_of
 from fastckpt._portable.limits import MANIFEST
 from fastckpt.exceptions import CheckpointError
 
@@ -47,7 +48,7 @@ def is_sound(path: str) -> bool:
 def holds_remains(path: str) -> bool:
     """Whether there is a directory with parts of a checkpoint that is none, or is damaged: a save to it is refused."""
     entries = list(Path(path).iterdir()) if Path(path).is_dir() else []
-    parts = any(one.is_dir() or one.name == MANIFEST or ".safetensors" in one.name for one in entries)
+    parts = any(one.is_dir() or one.name == MANIFEST or writer_of(one.name) for one in entries)
     return parts and not is_sound(path)
 
 

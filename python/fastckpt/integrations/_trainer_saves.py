@@ -5,9 +5,12 @@ Each function replaces the method of its name, and gets the options of ``install
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import sys
 import tempfile
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,9 @@ from fastckpt import Files, distributed
 
 from ._directory import LOG, digests, holds_remains, keep, move_aside, sweep
 
-#: What the Trainer adds up for the next line of its log and for its result, and does not save itself.
+#: What the Trainer adds up for the next line of its log and for its result, and does not save itself; and TRL's.
 _COUNTED = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
+_COUNTED_BY_TRL = ("_metrics", "_total_train_tokens")
 #: How copies of ranks are compared: DDP lets buffers differ (BatchNorm's), and goes on with those of the first rank.
 _RANKS = distributed.Ranks(on_difference="warn")
 
@@ -135,6 +139,12 @@ def _states_of_callbacks(trainer: Any) -> dict[str, Any]:
     return {name: states[0] if len(states) == 1 else states for name, states in found.items()}
 
 
+def _counted(trainer: Any) -> dict[str, Any]:
+    is_of_trl = any(one.__module__.startswith("trl.") for one in type(trainer).__mro__)
+    names = (*_COUNTED, *_COUNTED_BY_TRL) if is_of_trl else _COUNTED
+    return {name: getattr(trainer, name) for name in names if hasattr(trainer, name)}
+
+
 def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: Any, trial: Any) -> None:
     run, args, state = run_of(trainer), trainer.args, trainer.state
     if (reason := _left_to_trainer(trainer)) is not None:
@@ -162,7 +172,7 @@ def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: 
         ranks=_RANKS,
         per_rank={
             "random": fastckpt.randomness(),
-            "counted": {name: getattr(trainer, name) for name in _COUNTED if hasattr(trainer, name)},
+            "counted": _counted(trainer),
         },
         metadata={"step": state.global_step, "ended": ended, **digests(told)},
         files=Files({**_beside(trainer), **told} if first else {}, model_key=next(iter(parts))),
@@ -178,11 +188,26 @@ def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: 
 
     run.rotate = rotate
     reads = any(type(one).on_save is not TrainerCallback.on_save for one in trainer.callback_handler.callbacks)
-    own = type(trainer)._save_checkpoint is not _trainer.Trainer._save_checkpoint
-    if reads or own or args.push_to_hub or not options["background"]:
+    if reads or not saves_last(type(trainer)) or args.push_to_hub or not options["background"]:
         finish(trainer)
     if args.push_to_hub:
         trainer._push_from_checkpoint(path)
+
+
+def saves_last(trainers: type) -> bool:
+    """Whether the classes of a trainer that have a ``_save_checkpoint`` of their own do nothing after the Trainer's."""
+    own = [vars(one)["_save_checkpoint"] for one in trainers.__mro__ if "_save_checkpoint" in vars(one)]
+    for function in own[:-1]:
+        if function.__module__ == "axolotl.core.trainers.base":
+            continue  # it frees memory
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(function))).body
+        except (OSError, TypeError, SyntaxError):
+            return False
+        last = ast.unparse(tree.body[-1]) if isinstance(tree, ast.FunctionDef) else ""
+        if not last.removeprefix("return ").startswith("super()._save_checkpoint("):
+            return False
+    return True
 
 
 def finish(trainer: Any) -> None:

@@ -8,6 +8,7 @@ Each ``checkpoint-N`` is one checkpoint, and a model for ``from_pretrained`` (do
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,28 @@ def _candidates(directory: str) -> list[str]:
     return newest_first(Path(directory).glob(f"{_utils.PREFIX_CHECKPOINT_DIR}-*/{_trainer.TRAINER_STATE_NAME}"))
 
 
+def newest_of(trainer: Any) -> str | None:
+    """The newest checkpoint of a Trainer that verifies; all ranks call it."""
+    found = [newest_that_verifies(_candidates(trainer.args.output_dir)) if trainer.is_world_process_zero() else None]
+    newest: list[str | None] = broadcast_object_list(found)
+    return newest[0]
+
+
+def _asks_for_newest(trainer: Any, given: Any) -> bool:
+    """Whether ``train`` was to find out itself where to go on.
+
+    A command line can give text alone. A program that takes the last directory may come upon that of a killed save.
+    """
+    if not isinstance(given, (str, Path)):
+        return given is True
+    path = Path(given)
+    begun = path.parent == Path(trainer.args.output_dir) and path.name.startswith(_utils.PREFIX_CHECKPOINT_DIR)
+    if begun and path.is_dir() and not (path / _trainer.TRAINER_STATE_NAME).exists():
+        LOG.warning("fastckpt: %s is not whole, and the newest checkpoint that is undamaged is taken", path)
+        return True
+    return str(given).lower() == "true" and not path.exists()
+
+
 def _last_checkpoint(_: Any, __: Any, folder: str) -> str | None:
     """The newest whose files are there in full; what is in them is verified when it is read."""
     damaged = {Path(one.path) for one in fastckpt.list(folder) if one.damage is not None}
@@ -78,15 +101,19 @@ def _last_checkpoint(_: Any, __: Any, folder: str) -> str | None:
 
 def _train(_: Any, theirs: Any, trainer: Any, resume_from_checkpoint: Any = None, *args: Any, **more: Any) -> Any:
     run = begin(trainer)
-    if resume_from_checkpoint is True:
-        first = trainer.is_world_process_zero()
-        found = [newest_that_verifies(_candidates(trainer.args.output_dir)) if first else None]
-        (resume_from_checkpoint,) = broadcast_object_list(found)
-    if is_ours(resume_from_checkpoint):
-        run.resumed = resume_from_checkpoint
-        with fastckpt.open(run.resumed) as checkpoint:
-            run.ended = bool((checkpoint.metadata or {}).get("ended"))
-    return theirs(trainer, resume_from_checkpoint, *args, **more)
+    if _asks_for_newest(trainer, resume_from_checkpoint):
+        resume_from_checkpoint = newest_of(trainer)
+    if not is_ours(resume_from_checkpoint):
+        return theirs(trainer, resume_from_checkpoint, *args, **more)
+    run.resumed = resume_from_checkpoint
+    with fastckpt.open(run.resumed) as checkpoint:
+        run.ended = bool((checkpoint.metadata or {}).get("ended"))
+    # Also in place of a subclass's own (Axolotl's), which looks for the Trainer's file.
+    trainer._load_rng_state = partial(_restore_counted, trainer)
+    try:
+        return theirs(trainer, run.resumed, *args, **more)
+    finally:
+        del trainer._load_rng_state
 
 
 def _run_epoch(_: Any, theirs: Any, trainer: Any, *args: Any, **more: Any) -> Any:
@@ -136,10 +163,8 @@ def _load_optimizer_and_scheduler(_: Any, theirs: Any, trainer: Any, path: str |
         LOG.warning("fastckpt: %s has the model only: the optimizer and the schedule begin anew", path)
 
 
-def _load_rng_state(_: Any, theirs: Any, trainer: Any, path: str | None) -> None:
-    if path is None or not is_ours(path):
-        theirs(trainer, path)
-        return
+def _restore_counted(trainer: Any, path: str) -> None:
+    """Restore random states, and what the Trainer adds up."""
     try:
         own = distributed.load_per_rank(path)
         fastckpt.randomness().load_state_dict(own["random"])
@@ -147,8 +172,8 @@ def _load_rng_state(_: Any, theirs: Any, trainer: Any, path: str | None) -> None
         LOG.warning("fastckpt: random states of ranks are not restored: %s", error)
         own = distributed.load_per_rank(path, rank=0)
     for name, value in own["counted"].items():
-        before = getattr(trainer, name)
-        setattr(trainer, name, value.to(before.device) if hasattr(before, "device") else value)
+        device = getattr(getattr(trainer, name, None), "device", None)
+        setattr(trainer, name, value if device is None else value.to(device))
     run_of(trainer).restored = True
 
 
@@ -157,7 +182,7 @@ def _load_best_model(_: Any, theirs: Any, trainer: Any) -> None:
     trainer._load_from_checkpoint(path, trainer.model) if is_ours(path) else theirs(trainer)
 
 
-_RESUMING = (_run_epoch, _load_callback_state, _load_from_checkpoint, _load_optimizer_and_scheduler, _load_rng_state)
+_RESUMING = (_run_epoch, _load_callback_state, _load_from_checkpoint, _load_optimizer_and_scheduler)
 #: What is replaced, and by what.
 _OURS: list[tuple[Any, str, Any]] = [
     (_trainer.Trainer, "train", _train),

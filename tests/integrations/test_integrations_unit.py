@@ -1,13 +1,15 @@
-"""What all doors need of a directory of checkpoints."""
+"""Units of the doors: what they need of a directory of checkpoints, and which trainers may save in the background."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+import trl
+from transformers import Trainer
 
 import fastckpt
-from fastckpt.integrations import _directory
+from fastckpt.integrations import _directory, _trainer_saves
 
 
 @pytest.fixture
@@ -80,3 +82,47 @@ def test_what_was_moved_aside_goes_with_the_next_sweep(steps, tmp_path):
         *(f"checkpoint-{step}" for step in (1, 2, 3, 5)),
         "runs",
     ]
+
+
+class Plain(Trainer):
+    """Adds nothing."""
+
+
+class Before(Trainer):
+    """Does something first, as most do."""
+
+    def _save_checkpoint(self, model, trial):
+        self.noted = model
+        return super()._save_checkpoint(model, trial)
+
+
+class After(Before):
+    """Reads the checkpoint."""
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial)
+        self.noted = trial
+
+
+class Below(After):
+    """Is one that reads it."""
+
+
+@pytest.mark.parametrize(("kind", "last"), [(Plain, True), (Before, True), (After, False), (Below, False)])
+def test_which_trainers_do_nothing_after_a_save(kind, last):
+    assert _trainer_saves.saves_last(kind) == last
+
+
+def test_a_trainer_without_source_may_do_anything():
+    made = {}
+    exec("def _save_checkpoint(self, model, trial):\n    super()._save_checkpoint(model, trial)", made)
+    assert not _trainer_saves.saves_last(type("Made", (Trainer,), {"_save_checkpoint": made["_save_checkpoint"]}))
+    assert not _trainer_saves.saves_last(type("Lambda", (Trainer,), {"_save_checkpoint": lambda *_: None}))
+
+
+def test_trainers_that_do_nothing_after_a_save_go_on_in_the_background():
+    """GRPO's writes a file into the checkpoint then, so that it waits."""
+    names = [name for name in trl.__all__ if name.endswith("Trainer")]
+    found = {name: _trainer_saves.saves_last(getattr(trl, name)) for name in names}
+    assert found["SFTTrainer"]
+    assert [name for name in found if not found[name]] == ["GRPOTrainer"]

@@ -1,0 +1,285 @@
+"""torchtitan saves and resumes through fastckpt; it decides itself when it saves (docs/guides/torchtitan.md).
+
+A run has ``checkpoint=FastckptManager.Config(enable=True, interval=500)`` in its configuration.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Literal, cast
+
+from torchtitan.components.checkpointer.base import DATALOADER, MODEL
+from torchtitan.components.checkpointer.dcp import CheckpointManager
+
+import fastckpt
+from fastckpt import distributed
+from fastckpt._files import TORCH_METADATA
+from fastckpt.exceptions import CheckpointError
+
+from ._directory import LOG, holds_remains, move_aside, newest_that_verifies, sweep
+
+__all__ = ["FastckptManager"]
+
+#: The member of metadata that marks checkpoints of this door, and what it has.
+_MARK, _MODEL_ONLY, _HUGGING_FACE = "torchtitan", "model_only", "hugging_face"
+
+
+class FastckptManager(CheckpointManager):  # type: ignore[misc]
+    """A checkpoint manager of torchtitan, which keeps its checkpoints by a :class:`fastckpt.Manager`.
+
+    The fields of its ``Config`` are those of torchtitan's own manager and mean the same, but for ``async_mode``, and
+    one more:
+
+    - ``async_mode``: ``"async"``, the default, goes on once the state was copied; ``"async_with_pinned_mem"`` at once,
+      and the next optimizer's step waits for the copy; ``"disabled"`` waits until the checkpoint is durable.
+    - ``hugging_face``: whether tensors of the model have Hugging Face's names and layout in each checkpoint, where
+      torchtitan's adapter for the model keeps all of them; where it does not, a warning says so.
+
+    A run goes on from the newest checkpoint that verifies and has more than the model. ``initial_load_path`` may be a
+    checkpoint of this manager, of torch.distributed.checkpoint, or of Hugging Face.
+
+    Args:
+        config: its ``Config``.
+        parts: as for torchtitan's own manager.
+
+    Raises:
+        ValueError: the folder is a URL; or ``last_save_in_hf`` without an adapter.
+
+    Example:
+        >>> from fastckpt.integrations.torchtitan import FastckptManager
+        >>> checkpoint = FastckptManager.Config(enable=True, interval=500)
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(CheckpointManager.Config):  # type: ignore[misc]
+        """torchtitan's fields, and one more."""
+
+        async_mode: Literal["disabled", "async", "async_with_pinned_mem"] = "async"
+        """Whether training goes on while a checkpoint is written."""
+
+        hugging_face: bool = True
+        """Whether tensors of the model have Hugging Face's names and layout, where an adapter keeps all of them."""
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        # Without what its own asynchronous modes and removals need.
+        super().__init__(replace(cast("Any", config), async_mode="disabled", keep_latest_k=0), **parts)
+        if not self.enable:
+            return
+        self.keep_latest_k = config.keep_latest_k
+        self._wants_hugging_face = config.hugging_face
+        self._manager = fastckpt.Manager(
+            self.folder,
+            ranks=distributed.Ranks(on_difference="warn"),
+            name="step-{step}",
+            keep=config.keep_latest_k or None,
+            async_save=config.async_mode != "disabled",
+            read_only=self.load_only,
+            save_options={
+                "io": fastckpt.IO(lazy=config.async_mode == "async_with_pinned_mem"),
+                "files": fastckpt.Files(model_key=MODEL),
+            },
+        )
+        self._ranks = self._manager._ranks
+
+    def __del__(self) -> None:
+        """Nothing: the end of an object is no place to wait for other ranks."""
+
+    def _close(self) -> None:
+        # torchtitan closes it in a handler, too: then the others may not come.
+        self._manager.__exit__(*sys.exc_info())
+
+    # Saving.
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:  # noqa: FBT001, FBT002 - torchtitan's interface
+        if not self._should_save(curr_step, last_step):
+            return False
+        self.maybe_wait_for_saving()
+        model_only = last_step and self.last_save_model_only
+        hugging_face = self.last_save_in_hf if model_only and self.last_save_in_hf else self._adapts
+        state = self._state([MODEL] if model_only else self._parts(), hugging_face=hugging_face, exports=model_only)
+        if DATALOADER in state:
+            state[DATALOADER] = {key: state[DATALOADER][key] for key in self._loader_keys if key in state[DATALOADER]}
+        path = self._manager.path(curr_step)
+        if self._ranks.leads and holds_remains(path):  # of torchtitan's own manager, or of a damaged checkpoint
+            move_aside(path)
+        self.save_future: Any = self._manager.save(
+            curr_step,
+            state,
+            force=True,
+            metadata={_MARK: {_MODEL_ONLY: model_only, _HUGGING_FACE: hugging_face}},
+            per_rank=None if model_only else {"random": fastckpt.randomness()},
+        )
+        if last_step:
+            self.maybe_wait_for_saving()
+        return True
+
+    def _maybe_wait_for_staging(self) -> None:
+        """Nothing: what changes the state waits for the copy."""
+
+    def _wait_for_saving(self) -> None:
+        self._manager.wait()
+        self.save_future = None
+        if self._ranks.leads:
+            sweep(self.folder)
+
+    @cached_property
+    def _loader_keys(self) -> list[str]:
+        """The keys of the loader's state that this rank saves.
+
+        Stages of a pipeline have the key of one loader, and each its own value: it has a random number of the process.
+        """
+        told = self._ranks.each(sorted(self.states[DATALOADER].state_dict()))
+        return [key for key in told[self._ranks.rank] if not any(key in keys for keys in told[: self._ranks.rank])]
+
+    # Loading.
+
+    def _load(self, step: int = -1) -> bool:
+        ours, number, hugging_face = self._ranks.first("load", partial(self._choose, step))
+        if not ours:
+            # What torchtitan's own manager wrote, perhaps while fastckpt was installed below it; or what a run begins
+            # with.
+            with fastckpt.dcp.install():
+                return bool(super()._load(step if number is None else number))
+        model_only, own = number == 0, []
+
+        def restore(**how: Any) -> str:
+            found = self._manager.restore(step=number, **how)
+            assert found is not None  # noqa: S101 - it is there
+            own.append(found.per_rank)
+            return found.path
+
+        self._fill(self._states_to_load(model_only), restore, hugging_face=hugging_face, casts=model_only)
+        if own[0] is not None and not model_only:
+            fastckpt.randomness().load_state_dict(own[0]["random"])
+        return True
+
+    def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:  # noqa: FBT001 - torchtitan's interface
+        """Load what a run begins with, as torchtitan's own manager does, or what this one wrote.
+
+        Args:
+            state_dict: the states that are to be loaded, those of the model among them under its own names.
+            checkpoint_id: the directory.
+            from_hf: whether it has Hugging Face's files and is read as such.
+            from_quantized: whether those are quantised.
+
+        Raises:
+            CheckpointError: it is damaged, or lacks a tensor.
+            Exception: what torch raises for its own checkpoints, and for Hugging Face's.
+        """
+        mark = None if from_hf else _mark_of(checkpoint_id)
+        if mark is None:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+
+        def load(**how: Any) -> str:
+            distributed.load(checkpoint_id, **how)
+            return checkpoint_id
+
+        self._fill(state_dict, load, hugging_face=mark[_HUGGING_FACE], casts=True)
+
+    def _choose(self, step: int) -> tuple[bool, int | None, bool]:
+        """What to load: whether this manager wrote it; its step; and whether it has Hugging Face's names.
+
+        No step stands for the newest that verifies, or, of another's, for what torchtitan finds.
+        """
+        path = self._manager.path
+        steps = self._manager.steps()
+        marks = {number: mark for number in steps if (mark := _mark_of(path(number))) is not None}
+        if step != -1:
+            return (True, step, marks[step][_HUGGING_FACE]) if step in marks else (False, step, False)
+        whole = [number for number in marks if number > 0 and not marks[number][_MODEL_ONLY]]
+        theirs = [number for number in steps if number not in marks and Path(path(number), TORCH_METADATA).is_file()]
+        if max(theirs, default=-1) > max(whole, default=-1):
+            return False, theirs[-1], False
+        if not whole and marks.keys() - {0}:
+            raise ValueError(
+                f"load: {path(max(marks))} is the end of a run, and has the model alone: give it as initial_load_path "
+                "of a run with another folder"
+            )
+        if not marks:
+            return False, None, False
+        if whole == steps:
+            return True, None, marks[whole[-1]][_HUGGING_FACE]
+        # The manager would also try what has the model alone.
+        sound = newest_that_verifies(path(number) for number in reversed(whole))
+        number = next((one for one in whole if path(one) == sound), 0 if 0 in marks else whole[-1])
+        return True, number, marks[number][_HUGGING_FACE]
+
+    # States.
+
+    @cached_property
+    def _adapts(self) -> bool:
+        """Whether tensors have Hugging Face's names and layout: if the adapter keeps all of them on all ranks."""
+        if self.sd_adapter is None or not self._wants_hugging_face:
+            return False
+        reasons = [reason for reason in self._ranks.each(self._lost()) if reason is not None]
+        if reasons and self._ranks.leads:
+            LOG.warning(
+                "fastckpt: checkpoints have torchtitan's names of tensors: Hugging Face's adapter %s", reasons[0]
+            )
+        return not reasons
+
+    def _lost(self) -> str | None:
+        """Why this rank cannot do with the adapter: some know a part of the names, or not each way to shard."""
+        state = self.states[MODEL].state_dict()
+        try:
+            back = self.sd_adapter.from_hf(self.sd_adapter.to_hf(state))
+        except Exception as error:  # noqa: BLE001 - each has errors of its own
+            return f"fails: {error!r}"
+        lost = sorted(state.keys() - back.keys())
+        return f"drops {len(lost)} of them, among them {lost[0]}" if lost else None
+
+    def _parts(self) -> list[str]:
+        """The keys of what is saved."""
+        return [key for key, value in self.states.items() if hasattr(value, "state_dict")]
+
+    def _state(self, keys: Collection[str], *, hugging_face: bool, exports: bool = False) -> dict[str, Any]:
+        """The states under these keys; the model's tensors are cast if it ``exports`` them."""
+        state = {key: self.states[key].state_dict() for key in keys}
+        if exports:
+            model = state[MODEL]
+            state[MODEL] = {
+                name: model[name].to(self.export_dtype) if _is_float(model[name]) else model[name] for name in model
+            }
+        if hugging_face and MODEL in state:
+            state[MODEL] = self.sd_adapter.to_hf(state[MODEL])
+        return state
+
+    def _fill(self, wanted: Collection[str], load: Callable[..., str], *, hugging_face: bool, casts: bool) -> None:
+        """Have ``load``, which returns the path, fill the model and what else is ``wanted``.
+
+        The model's tensors may have other dtypes in the checkpoint if it ``casts``.
+        """
+        keys = [key for key in self._parts() if key == MODEL or key in wanted]
+        state = self._state([key for key in keys if key != DATALOADER], hugging_face=hugging_face)
+        model = {f"{MODEL}.{name}": value.dtype for name, value in state[MODEL].items() if _is_float(value)}
+        path = load(into=state, keys=[*state], dtype=model if casts else None)
+        if DATALOADER in keys:  # each rank looks for its own key in it
+            state |= distributed.load(path, keys=DATALOADER)
+        if hugging_face:
+            state[MODEL] = self.sd_adapter.from_hf(state[MODEL])
+        for key in keys:
+            self.states[key].load_state_dict(state[key])
+
+
+def _is_float(value: Any) -> bool:
+    """Whether it is a tensor of floating-point numbers."""
+    return hasattr(value, "is_floating_point") and bool(value.is_floating_point())
+
+
+def _mark_of(path: str) -> Mapping[str, bool] | None:
+    """What this manager noted about a checkpoint; None if it did not write it, or it is damaged."""
+    try:
+        with fastckpt.open(path) as checkpoint:
+            mark = (checkpoint.metadata or {}).get(_MARK)
+    except (CheckpointError, OSError):
+        return None
+    return mark if isinstance(mark, Mapping) else None
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

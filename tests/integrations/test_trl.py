@@ -1,0 +1,48 @@
+"""TRL's ``sft`` below ``fastckpt run``: the command of somebody else, killed and started again."""
+
+from __future__ import annotations
+
+import sys
+
+import fine_tuning
+import pytest
+import trainer_kills
+from test_run import run
+
+import fastckpt
+
+
+@pytest.fixture(scope="module")
+def material(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("material")
+    fine_tuning.write_material(folder)
+    return folder
+
+
+def test_the_command(tmp_path, material):
+    """Through accelerate's launcher, as its user calls it; it goes on from where it was, told so in text."""
+    for steps in (5, 10):
+        command = fine_tuning.command_of(material, tmp_path / "out", max_steps=steps, load_best_model_at_end=False)
+        trl_itself = "import sys; from trl.cli.main import main; sys.exit(main())"
+        done = run(
+            tmp_path,
+            *("--", sys.executable, "-c", trl_itself, "sft", *command),
+            PYTHONWARNINGS="ignore",
+            HF_HUB_OFFLINE="1",
+            HF_DATASETS_CACHE=str(tmp_path / "cache"),
+        )
+        assert done.returncode == 0, done.stderr
+        assert fastckpt.verify(tmp_path / "out" / f"checkpoint-{steps}").ok
+        assert "'loss'" in done.stdout
+    # The second one took five steps.
+    assert done.stdout.count("'loss'") == 2
+
+
+def test_killed_at_random_moments(tmp_path, material):
+    """Its log has what TRL counts itself: tokens, and averages since the last line."""
+    kills = 0
+    with trainer_kills.forge(trainer_kills.TRL) as libraries:
+        for more in trainer_kills.campaign(libraries, fine_tuning.tune, tmp_path, seed=3, material=str(material)):
+            kills += more
+            if kills >= 2:
+                break
