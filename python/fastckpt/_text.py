@@ -70,4 +70,4 @@ def suggest(name: str, names: Sequence[str]) -> str:
     import difflib  # noqa: PLC0415 - for an error only
 
     close = difflib.get_close_matches(name, names[:_KNOWN], n=3, cutoff=0.5)
-    return f"; there are {', '.join(map(repr, close))}" if close else f" of the {len(names)}"
+    return f"; similar: {', '.join(map(repr, close))}" if close else f" of the {len(names)}"

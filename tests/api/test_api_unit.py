@@ -96,7 +96,7 @@ def test_an_argument_that_there_is_not_is_an_error_with_what_there_is(door, tmp_
     arguments = (tmp_path / "c",) if loads or isinstance(function, type) else ({"w": torch.ones(1)}, tmp_path / "c")
     for like in ("strict", "registry") if loads else ("overwrite", "metadata"):
         name = like[:-1]
-        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; there are '{like}'"):
+        with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'; similar: '{like}'"):
             function(*arguments, **{name: True})
     assert not (tmp_path / "c").exists()
 

@@ -125,7 +125,7 @@ def test_one_tensor(path):
         assert checkpoint["n"].dtype == ">i4"
         assert checkpoint["blob"] == b"q" * 5000
         assert torch.equal(checkpoint["sparse.values"], torch.ones(2))
-        with pytest.raises(KeyError, match=r"no tensor 'sparse.value'; there are 'sparse.values'"):
+        with pytest.raises(KeyError, match=r"no tensor 'sparse.value'; similar: 'sparse.values'"):
             checkpoint["sparse.value"]
         with pytest.raises(KeyError):
             checkpoint.info("nothing")

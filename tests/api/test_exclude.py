@@ -221,7 +221,7 @@ def test_no_warning_of_a_class_that_is_left_out(tmp_path, monkeypatch, recwarn):
 def test_patterns_that_do_not_fit(tmp_path, way):
     state = {"model": {"w": W}, "step": 1}
     name = way.__name__
-    with pytest.raises(KeyError, match=rf"{name}: exclude: 'modle\.\*' matches nothing; there are 'model\.w'"):
+    with pytest.raises(KeyError, match=rf"{name}: exclude: 'modle\.\*' matches nothing; similar: 'model\.w'"):
         way(state, tmp_path / "c", exclude=["step", "modle.*"])
     with pytest.raises(TypeError, match=f"{name}: exclude must be a pattern or a sequence of patterns, not 3"):
         way(state, tmp_path / "c", exclude=3)

@@ -474,9 +474,9 @@ def test_what_torch_calls_device(tree):
 
 
 def test_keys_that_match_nothing(tree):
-    with pytest.raises(KeyError, match=r"'modle\.w' matches nothing; there are 'model\.w'"):
+    with pytest.raises(KeyError, match=r"'modle\.w' matches nothing; similar: 'model\.w'"):
         fastckpt.load(tree, keys=["model.*", "modle.w"])
-    with pytest.raises(KeyError, match=r"'modle' matches nothing; there are 'model'"):
+    with pytest.raises(KeyError, match=r"'modle' matches nothing; similar: 'model'"):
         fastckpt.load(tree, keys="modle")
     with pytest.raises(KeyError, match=r"'Model\.w' matches nothing"):
         fastckpt.load(tree, keys="Model.w")

@@ -269,7 +269,7 @@ def test_two_keys_that_become_one(saved):
 
 def test_arguments_of_renaming(saved):
     path = saved({"weight": 1})
-    with pytest.raises(KeyError, match="load: rename: there is no key 'wieght'; there are 'weight'"):
+    with pytest.raises(KeyError, match="load: rename: there is no key 'wieght'; similar: 'weight'"):
         fastckpt.load(path, rename={"wieght": "w"})
     assert fastckpt.load(path, rename={"wieght": "w"}, strict=False) == {"weight": 1}
     for wrong in ({"a": 1}, 5):
@@ -367,7 +367,7 @@ def test_patterns_of_dtypes(saved):
     ]
     # Patterns see the whole checkpoint: what they match need not be loaded.
     assert fastckpt.load(path, keys="fc.*", dtype={"norm.*": "float16"})["fc"]["w"].dtype is torch.float32
-    with pytest.raises(KeyError, match=r"load: dtype: 'nrom\.\*' matches nothing; there are 'norm\.w'"):
+    with pytest.raises(KeyError, match=r"load: dtype: 'nrom\.\*' matches nothing; similar: 'norm\.w'"):
         fastckpt.load(path, dtype={"nrom.*": "float16"})
     fastckpt.load(path, dtype={"nrom.*": "float16"}, strict=False)
 

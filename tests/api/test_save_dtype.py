@@ -274,7 +274,7 @@ def test_what_is_no_dtype(tmp_path, way):
     for wrong in ("int8", torch.int8, int, "q", {"*": "int8"}, lambda _: 3):
         with pytest.raises(ValueError, match=rf"{name}: dtype must be a floating-point dtype"):
             way({"w": torch.ones(2)}, tmp_path / "c", dtype=wrong)
-    with pytest.raises(KeyError, match=rf"{name}: dtype: 'modle\.\*' matches nothing; there are 'model\.w'"):
+    with pytest.raises(KeyError, match=rf"{name}: dtype: 'modle\.\*' matches nothing; similar: 'model\.w'"):
         way({"model": {"w": torch.ones(2)}}, tmp_path / "c", dtype={"modle.*": "float16"})
     with pytest.raises(TypeError, match=rf"{name}: dtype: a pattern must be a string, not 3"):
         way({"w": torch.ones(2)}, tmp_path / "c", dtype={3: "float16"})

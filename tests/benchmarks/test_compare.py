@@ -159,6 +159,14 @@ def test_unchanged_writes_what_has_changed(script):
     assert "| same |" in printed
 
 
+def test_doors_stand_beside_their_frameworks(script):
+    if importlib.util.find_spec("torchtitan") is None:
+        needs.missing("torchtitan (scripts/setup)")
+    document, printed = script("doors.py", "--size", "0.04", "--markdown", spawns=True)
+    assert all(seconds > 0 for each in document.values() for seconds in each.values())
+    assert printed.count("| with fastckpt | ") == len(document) / 2 == 3
+
+
 @pytest.mark.root
 def test_a_loop_device_is_gone_when_the_run_is_terminated(tmp_path):
     needs.root()

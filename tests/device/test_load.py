@@ -145,7 +145,7 @@ class TestPlacement(OnDevice):
         }
         loaded = fastckpt.load(path, keys="model.*", device={"model.w": None, "optimizer.*": "cpu", "*": DEVICE})
         assert [value.device.type for value in loaded["model"].values()] == ["cpu", KIND]
-        with devices.raises(KeyError, r"load: device: 'modle\.\*' matches nothing; there are 'model\.w'"):
+        with devices.raises(KeyError, r"load: device: 'modle\.\*' matches nothing; similar: 'model\.w'"):
             fastckpt.load(path, device={"modle.*": "cpu"})
         fastckpt.load(path, device={"modle.*": "cpu"}, strict=False)
 

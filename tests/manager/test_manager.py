@@ -68,7 +68,7 @@ def test_a_run_is_saved_kept_and_restored(tmp_path, async_save):
 
 def test_restore_checks_its_arguments_before_there_is_anything_to_restore(tmp_path):
     manager = fastckpt.Manager(tmp_path / "run")
-    with pytest.raises(TypeError, match="restore: unexpected keyword argument 'keyz'; there are 'keys'"):
+    with pytest.raises(TypeError, match="restore: unexpected keyword argument 'keyz'; similar: 'keys'"):
         manager.restore(keyz="w")
     with pytest.raises(ValueError, match="restore: framework"):
         manager.restore(framework="jax")

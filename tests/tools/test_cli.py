@@ -285,7 +285,7 @@ def test_ls_with_a_pattern(capsys: pytest.CaptureFixture[str], checkpoint: Path)
     assert document["bytes"] == 8192 + 1024
     status, out, err = call(capsys, "ls", checkpoint, "layer.0.wieght")
     assert (status, out) == (2, "")
-    assert "'layer.0.wieght' matches no tensor; there are 'layer.0.weight'" in err
+    assert "'layer.0.wieght' matches no tensor; similar: 'layer.0.weight'" in err
 
 
 # -- verify ------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,247 @@
+"""How long training stands, until a checkpoint is durable, and for a resume: frameworks alone, and with the doors.
+
+    python benchmarks/doors.py --size 1 --rounds 5 --markdown
+
+Each framework saves a Llama with Adam's moments in single precision by its own code, and by that of its door
+(:mod:`fastckpt.integrations`), in turn, in one process and one run:
+
+- **stands**: seconds until the framework's call of its save returns, and training goes on.
+- **durable**: seconds until the checkpoint is. The frameworks sync nothing themselves, so an fsync of every file and
+  directory is added for them.
+- **resume**: seconds that the framework's loading of model, optimizer and schedule takes, from the disk: the page cache
+  of the checkpoint is dropped before.
+
+Medians; the first round is left out. GB is 10^9 bytes. It needs what ``scripts/setup`` installs.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import time
+import warnings
+from contextlib import ExitStack, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torchtitan.components.checkpointer import CheckpointManager
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+
+import fastckpt
+from bench import GB
+from bench.device import drop_caches, fsync_tree
+from bench.options import parser, working_directory
+from fastckpt.integrations.torchtitan import FastckptManager
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Callable
+    from pathlib import Path
+
+#: Bytes per parameter: itself, and two moments.
+PER_PARAMETER = 12
+
+
+def llama(size: int) -> LlamaForCausalLM:
+    """Return a model of about ``size`` bytes with its moments, at least 35 MB."""
+    width, words = 1024 if size >= GB // 2 else 256, 8192
+    per_layer = (4 + 9) * width * width * PER_PARAMETER
+    config = LlamaConfig(
+        vocab_size=words,
+        hidden_size=width,
+        intermediate_size=3 * width,
+        num_hidden_layers=max(1, (size - words * width * PER_PARAMETER) // per_layer),
+        num_attention_heads=16,
+        tie_word_embeddings=True,
+    )
+    return LlamaForCausalLM(config)
+
+
+def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Change every tensor: what is as in the checkpoint before is not written again."""
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+class Transformers:
+    """transformers' Trainer."""
+
+    def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
+        arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none", save_total_limit=2)
+        self.trainer = Trainer(llama(size), arguments)
+        self.trainer.create_optimizer_and_scheduler(100)
+        self.folder, self.ours, self.number = folder, ours, 0
+
+    def train(self) -> None:
+        """Take a step."""
+        train(self.trainer.model, self.trainer.optimizer)
+
+    def _door(self) -> Any:
+        return fastckpt.integrations.transformers.install() if self.ours else nullcontext()
+
+    def _path(self) -> Path:
+        return self.folder / f"checkpoint-{self.number}"
+
+    def save(self) -> Callable[[], None]:
+        """Save, and return what waits until that is durable."""
+        self.number += 1
+        self.trainer.state.global_step = self.number
+        with self._door():
+            self.trainer._save_checkpoint(self.trainer.model, None)  # noqa: SLF001 - what the Trainer calls
+        return fastckpt.background.drain if self.ours else lambda: fsync_tree(self._path())
+
+    def forget(self) -> None:
+        """Drop the last checkpoint from the page cache."""
+        drop_caches(self._path())
+
+    def load(self) -> None:
+        """Load the last checkpoint."""
+        with self._door():
+            self.trainer._load_from_checkpoint(str(self._path()))  # noqa: SLF001 - what the Trainer calls
+            self.trainer._load_optimizer_and_scheduler(str(self._path()))  # noqa: SLF001 - what the Trainer calls
+
+
+class Optimizers:
+    """The optimizer as torchtitan has it."""
+
+    def __init__(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.model, self.optimizer = model, optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its state by the names of parameters."""
+        return get_optimizer_state_dict(self.model, self.optimizer)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take such a state."""
+        set_optimizer_state_dict(self.model, self.optimizer, state)
+
+
+class Torchtitan:
+    """A checkpoint manager of torchtitan."""
+
+    def __init__(self, folder: Path, size: int, *, manager: Any, mode: str) -> None:
+        model = llama(size)
+        optimizer = torch.optim.AdamW(model.parameters())
+        config = manager.Config(enable=True, folder="run", interval=1, keep_latest_k=2, async_mode=mode)
+        self.manager = config.build(
+            dataloader=None,
+            model_parts=[model],
+            optimizers=Optimizers(model, optimizer),
+            lr_schedulers=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+            states={},
+            sd_adapter=None,
+            base_folder=str(folder),
+        )
+        self.model, self.optimizer = model, optimizer
+        self.folder, self.syncs, self.number = folder / "run", manager is CheckpointManager, 0
+
+    def train(self) -> None:
+        """Take a step."""
+        train(self.model, self.optimizer)
+
+    def _path(self) -> Path:
+        return self.folder / f"step-{self.number}"
+
+    def save(self) -> Callable[[], None]:
+        """Save, and return what waits until that is durable."""
+        self.number += 1
+        self.manager.save(self.number)
+
+        def wait() -> None:
+            self.manager.maybe_wait_for_saving()
+            if self.syncs:
+                fsync_tree(self._path())
+
+        return wait
+
+    def forget(self) -> None:
+        """Drop the last checkpoint from the page cache."""
+        drop_caches(self._path())
+
+    def load(self) -> None:
+        """Load the last checkpoint."""
+        self.manager.load(self.number)
+
+
+#: Frameworks, and how each is made; behind the bar what saves.
+CONTENDERS: dict[str, Callable[[Path, int], Any]] = {
+    "transformers' Trainer": lambda place, size: Transformers(place, size, ours=False),
+    "transformers' Trainer | fastckpt": lambda place, size: Transformers(place, size, ours=True),
+    "torchtitan, disabled": lambda place, size: Torchtitan(place, size, manager=CheckpointManager, mode="disabled"),
+    "torchtitan, disabled | fastckpt": lambda place, size: Torchtitan(
+        place, size, manager=FastckptManager, mode="disabled"
+    ),
+    "torchtitan, async": lambda place, size: Torchtitan(place, size, manager=CheckpointManager, mode="async"),
+    "torchtitan, async | fastckpt": lambda place, size: Torchtitan(place, size, manager=FastckptManager, mode="async"),
+}
+
+
+def measured(contender: Any) -> dict[str, float]:
+    """Save and load once."""
+    contender.train()
+    began = time.perf_counter()
+    wait = contender.save()
+    stands = time.perf_counter() - began
+    wait()
+    durable = time.perf_counter() - began
+    contender.forget()
+    began = time.perf_counter()
+    contender.load()
+    return {"stands": stands, "durable": durable, "resume": time.perf_counter() - began}
+
+
+def measure(place: Path, size: int, rounds: int) -> dict[str, dict[str, float]]:
+    """Return the medians of each contender."""
+    contenders = {}
+    for number, (name, make) in enumerate(CONTENDERS.items()):
+        (place / str(number)).mkdir()
+        contenders[name] = make(place / str(number), size)
+    samples: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
+    names = [*contenders]
+    for number in range(rounds + 1):
+        for name in names[number % len(names) :] + names[: number % len(names)]:
+            sample = measured(contenders[name])
+            if number:
+                samples[name].append(sample)
+            print(f"{number}: {name}: {sample}", file=sys.stderr)
+    return {
+        name: {key: statistics.median(one[key] for one in each) for key in each[0]} for name, each in samples.items()
+    }
+
+
+def markdown(found: dict[str, dict[str, float]]) -> str:
+    """Return a table."""
+    lines = ["| | stands, s | durable, s | resume, s |", "|---|---:|---:|---:|"]
+    for name, each in found.items():
+        framework, _, ours = name.partition(" | ")
+        cells = [f"{each[key]:.2f}" for key in ("stands", "durable", "resume")]
+        if ours:
+            cells = [f"{cell} ({each[key] / found[framework][key]:.2f})" for cell, key in zip(cells, each, strict=True)]
+        lines.append(f"| {'with fastckpt' if ours else framework} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Measure."""
+    made = parser(__doc__)
+    made.add_argument("--size", type=float, default=1.0, help="GB of state of each framework (default: 1)")
+    options: argparse.Namespace = made.parse_args()
+    warnings.filterwarnings("ignore")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        place = stack.enter_context(working_directory(options, "doors-"))
+        found = measure(place, int(options.size * GB), options.rounds)
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    print(markdown(found) if options.markdown else json.dumps(found, indent=2))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
