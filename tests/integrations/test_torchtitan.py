@@ -128,8 +128,9 @@ def test_one_process_goes_on(forge, tmp_path):
 def test_the_newest_that_verifies(forge, straight, tmp_path):
     play(forge, tmp_path, 5)
     (tmp_path / "run" / "step-5" / "model.safetensors").write_bytes(b"damaged")
-    with pytest.warns(RuntimeWarning, match="step-5 cannot be loaded and is skipped"):
-        assert begun(play(forge, tmp_path)) == (4, straight)
+    (tmp_path / "run" / "step-4" / "fastckpt.json").write_bytes(b"damaged")
+    told = [*(f"step-{step} cannot be loaded and is skipped" for step in (4, 5)), "is left behind"]
+    assert begun(play(forge, tmp_path, told=told)) == (3, straight)
 
 
 def test_the_newest_that_verifies_before_the_last_step(forge, straight, tmp_path):
@@ -138,7 +139,7 @@ def test_the_newest_that_verifies_before_the_last_step(forge, straight, tmp_path
     assert begun(play(forge, tmp_path, **config)) == (0, straight)
     (tmp_path / "run" / "step-6" / "model.safetensors").write_bytes(b"damaged")
     assert begun(
-        play(forge, tmp_path, told=["step-6 is damaged", "step 7 of an earlier run is left behind"], **config)
+        play(forge, tmp_path, told=["step-6 cannot be loaded", "step 7 of an earlier run is left behind"], **config)
     ) == (5, straight)
     assert fastckpt.verify(tmp_path / "run" / "step-6").ok
 
@@ -148,7 +149,7 @@ def test_a_seed_where_all_else_is_damaged(forge, tmp_path):
         group.run(seed, tmp_path, timeout=120)
     play(forge, tmp_path, 1)
     (tmp_path / "run" / "step-1" / "model.safetensors").write_bytes(b"damaged")
-    assert begun(play(forge, tmp_path, 0, told=["step-1 is damaged"], load_only=True))[0] == 0
+    assert begun(play(forge, tmp_path, 0, told=["step-1 cannot be loaded"], load_only=True))[0] == 0
 
 
 def test_a_step_is_chosen(forge, tmp_path):
@@ -279,3 +280,30 @@ def test_a_llama_is_one_of_hugging_face(forge, tmp_path):
     )
     state = load_file(tmp_path / "run" / "step-1" / "model.safetensors")
     LlamaForCausalLM(config).load_state_dict(state)
+
+
+def test_a_run_that_went_back_goes_on_from_where_it_went(forge, straight, tmp_path):
+    """The steps that it left behind are higher, and a seed lies beside them."""
+    with forge.group(1) as group:
+        group.run(seed, tmp_path, timeout=120)
+    play(forge, tmp_path, 5, load=-1)
+    told = ["step 5 of an earlier run is left behind"]
+    with forge.group(2) as group:
+        group.start(titan.train, tmp_path, STEPS, "ours", load=2, dies=4, async_mode="disabled", told=told)
+        assert [one.kind for one in group.outcomes(240)] == ["died"] * 2
+    assert begun(play(forge, tmp_path, 3))[0] == 3
+
+
+def test_names_change_where_the_newest_is_damaged(forge, straight, tmp_path):
+    play(forge, tmp_path, 4, adapter="whole", hugging_face=False)
+    play(forge, tmp_path, 5, adapter="whole")
+    (tmp_path / "run" / "step-5" / "model.safetensors").write_bytes(b"damaged")
+    told = ["step-5 cannot be loaded"]
+    assert begun(play(forge, tmp_path, adapter="whole", told=told)) == (4, straight)
+
+
+def test_what_a_killed_first_save_leaves_is_no_step(forge, tmp_path):
+    left = tmp_path / "run" / ".step-5.tmp-0123456789abcdef-0"
+    left.mkdir(parents=True)
+    (left / "model.safetensors.index.json").write_text("{}")
+    assert begun(play(forge, tmp_path, 1))[0] == 0

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import fastckpt
 from fastckpt._foreign import writer_of
 from fastckpt._portable.limits import MANIFEST
-from fastckpt.exceptions import CheckpointError
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
@@ -41,15 +41,20 @@ def is_sound(path: str) -> bool:
             known = (checkpoint.metadata or {}).get(_DIGESTS, {})
         found = {name: hashlib.sha256(Path(path, name).read_bytes()).hexdigest() for name in known}
         return found == known and fastckpt.verify(path).ok
-    except (CheckpointError, OSError):
+    except (CorruptCheckpointError, NotACheckpointError, OSError):
         return False
 
 
 def holds_remains(path: str) -> bool:
-    """Whether there is a directory with parts of a checkpoint that is none, or is damaged: a save to it is refused."""
+    """Whether there is a directory with parts of a checkpoint that is none: a save to it is refused."""
     entries = list(Path(path).iterdir()) if Path(path).is_dir() else []
-    parts = any(one.is_dir() or one.name == MANIFEST or writer_of(one.name) for one in entries)
-    return parts and not is_sound(path)
+    if not any(one.is_dir() or one.name == MANIFEST or writer_of(one.name) for one in entries):
+        return False
+    try:
+        fastckpt.open(path).close()
+    except (CorruptCheckpointError, NotACheckpointError, FileNotFoundError):
+        return True
+    return False
 
 
 def newest_first(files: Iterable[Path]) -> list[str]:

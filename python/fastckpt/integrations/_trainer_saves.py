@@ -25,6 +25,7 @@ import fastckpt
 from fastckpt import Files, distributed
 
 from ._directory import LOG, digests, holds_remains, keep, move_aside, sweep
+from ._last_save import LastSave
 
 #: What the Trainer adds up for the next line of its log and for its result, and does not save itself; and TRL's.
 _COUNTED = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged")
@@ -36,9 +37,6 @@ _RANKS = distributed.Ranks(on_difference="warn")
 class Run:
     """One call of ``train``."""
 
-    #: Its last save, a PendingSave; and what removes older ones once that is durable.
-    pending: Any = None
-    rotate: Any = None
     #: The checkpoint that it goes on from, if fastckpt wrote that; and whether that was the end of its training.
     resumed: Any = None
     ended = False
@@ -52,6 +50,9 @@ class Run:
     due = False
     #: Whether SIGTERM has ended it.
     stopped = False
+
+    def __init__(self) -> None:
+        self.last_save = LastSave()
 
 
 _runs: WeakKeyDictionary[Any, Run] = WeakKeyDictionary()
@@ -166,7 +167,7 @@ def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: 
         move_aside(path)
     parts = model_of(trainer)
     ended = trainer.control.should_training_stop and not run.stopped and state.global_step < state.max_steps
-    run.pending = distributed.save_async(
+    pending = distributed.save_async(
         {**parts, **({} if args.save_only_model else training_of(trainer))},
         path,
         ranks=_RANKS,
@@ -186,7 +187,7 @@ def _save_checkpoint(options: dict[str, Any], theirs: Any, trainer: Any, model: 
             keep(limit, protected, _utils.sort_checkpoints(directory, use_mtime=True))
             sweep(directory)
 
-    run.rotate = rotate
+    run.last_save.begin(pending, rotate)
     reads = any(type(one).on_save is not TrainerCallback.on_save for one in trainer.callback_handler.callbacks)
     if reads or not saves_last(type(trainer)) or args.push_to_hub or not options["background"]:
         finish(trainer)
@@ -212,11 +213,7 @@ def saves_last(trainers: type) -> bool:
 
 def finish(trainer: Any) -> None:
     """Wait until the last save is durable, and remove what it replaces."""
-    run = run_of(trainer)
-    pending, run.pending = run.pending, None
-    if pending is not None:
-        pending.result()
-        run.rotate()
+    run_of(trainer).last_save.finish()
 
 
 def _maybe_log_save_evaluate(_: Any, theirs: Any, trainer: Any, *args: Any, **more: Any) -> None:

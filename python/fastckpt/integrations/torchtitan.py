@@ -18,12 +18,15 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager
 import fastckpt
 from fastckpt import distributed
 from fastckpt._files import TORCH_METADATA
-from fastckpt.exceptions import CheckpointError
+from fastckpt._paths import is_url
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError, RanksError
 
-from ._directory import LOG, holds_remains, move_aside, newest_that_verifies, sweep
+from ._directory import LOG, holds_remains, move_aside, sweep
 
 __all__ = ["FastckptManager"]
 
+#: After these an older checkpoint is tried, if no rank has another error: ranks that are well hear of a RanksError.
+_DAMAGE = (CorruptCheckpointError, NotACheckpointError, RanksError)
 #: The member of metadata that marks checkpoints of this door, and what it has.
 _MARK, _MODEL_ONLY, _HUGGING_FACE = "torchtitan", "model_only", "hugging_face"
 
@@ -138,16 +141,30 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     # Loading.
 
     def _load(self, step: int = -1) -> bool:
-        ours, number, hugging_face = self._ranks.first("load", partial(self._choose, step))
+        candidates = self._ranks.first("load", partial(self._candidates, step))
+        for candidate in candidates:
+            try:
+                return self._load_one(*candidate)
+            except CheckpointError as error:  # noqa: PERF203 - a load takes longer
+                if candidate is candidates[-1] or not all(self._ranks.each(isinstance(error, _DAMAGE))):
+                    raise
+                if self._ranks.leads:
+                    path = self._manager.path(candidate[0])
+                    LOG.warning("fastckpt: %s cannot be loaded and is skipped: %s", path, error)
+        return self._load_theirs(step)
+
+    def _load_theirs(self, step: int) -> bool:
+        """Load what torchtitan's own manager wrote, perhaps while fastckpt was installed below it."""
+        with fastckpt.dcp.install():
+            return bool(super()._load(step))
+
+    def _load_one(self, step: int, ours: bool, hugging_face: bool) -> bool:  # noqa: FBT001 - a candidate
         if not ours:
-            # What torchtitan's own manager wrote, perhaps while fastckpt was installed below it; or what a run begins
-            # with.
-            with fastckpt.dcp.install():
-                return bool(super()._load(step if number is None else number))
-        model_only, own = number == 0, []
+            return self._load_theirs(step)
+        model_only, own = step == 0, []
 
         def restore(**how: Any) -> str:
-            found = self._manager.restore(step=number, **how)
+            found = self._manager.restore(step=step, **how)
             assert found is not None  # noqa: S101 - it is there
             own.append(found.per_rank)
             return found.path
@@ -156,6 +173,10 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         if own[0] is not None and not model_only:
             fastckpt.randomness().load_state_dict(own[0]["random"])
         return True
+
+    def _find_load_step(self, folder: str = "") -> int:  # noqa: ARG002 - torchtitan's interface
+        """None: :meth:`_candidates` has found all that there are."""
+        return -1
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:  # noqa: FBT001 - torchtitan's interface
         """Load what a run begins with, as torchtitan's own manager does, or what this one wrote.
@@ -170,7 +191,8 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
             CheckpointError: it is damaged, or lacks a tensor.
             Exception: what torch raises for its own checkpoints, and for Hugging Face's.
         """
-        mark = None if from_hf else _mark_of(checkpoint_id)
+        is_torchs = from_hf or is_url(checkpoint_id)
+        mark = None if is_torchs else self._ranks.first("load: mark", partial(_mark_of, checkpoint_id))
         if mark is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -181,33 +203,30 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
         self._fill(state_dict, load, hugging_face=mark[_HUGGING_FACE], casts=True)
 
-    def _choose(self, step: int) -> tuple[bool, int | None, bool]:
-        """What to load: whether this manager wrote it; its step; and whether it has Hugging Face's names.
+    def _candidates(self, step: int) -> list[tuple[int, bool, bool]]:
+        """What may be loaded, the best first: steps, whether this manager wrote them, and with Hugging Face's names.
 
-        No step stands for the newest that verifies, or, of another's, for what torchtitan finds.
+        Of this manager's those of the branch that saved last, as everywhere; torchtitan's own; and a seed if there is
+        nothing else.
         """
-        path = self._manager.path
-        steps = self._manager.steps()
-        marks = {number: mark for number in steps if (mark := _mark_of(path(number))) is not None}
+        manager, steps = self._manager, self._manager.steps()
+        marks = {number: mark for number in steps if (mark := _mark_of(manager.path(number))) is not None}
         if step != -1:
-            return (True, step, marks[step][_HUGGING_FACE]) if step in marks else (False, step, False)
-        whole = [number for number in marks if number > 0 and not marks[number][_MODEL_ONLY]]
-        theirs = [number for number in steps if number not in marks and Path(path(number), TORCH_METADATA).is_file()]
-        if max(theirs, default=-1) > max(whole, default=-1):
-            return False, theirs[-1], False
-        if not whole and marks.keys() - {0}:
+            return [(step, step in marks, step in marks and marks[step][_HUGGING_FACE])]
+        branch = manager._catalogue.own(manager._catalogue.entries(marks))
+        whole = [number for number in branch if number > 0 and not marks[number][_MODEL_ONLY]]
+        theirs = [
+            number for number in steps if number not in marks and Path(manager.path(number), TORCH_METADATA).is_file()
+        ]
+        found = [(number, True, marks[number][_HUGGING_FACE]) for number in whole]
+        found += [(number, False, False) for number in theirs]
+        if not found and marks.keys() - {0}:
             raise ValueError(
-                f"load: {path(max(marks))} is the end of a run, and has the model alone: give it as initial_load_path "
-                "of a run with another folder"
+                f"load: {manager.path(max(marks))} is the end of a run, and has the model alone: give it as "
+                "initial_load_path of a run with another folder"
             )
-        if not marks:
-            return False, None, False
-        if whole == steps:
-            return True, None, marks[whole[-1]][_HUGGING_FACE]
-        # The manager would also try what has the model alone.
-        sound = newest_that_verifies(path(number) for number in reversed(whole))
-        number = next((one for one in whole if path(one) == sound), 0 if 0 in marks else whole[-1])
-        return True, number, marks[number][_HUGGING_FACE]
+        seed = [(0, True, marks[0][_HUGGING_FACE])] if 0 in marks and not theirs else []
+        return sorted(found, reverse=True) + seed
 
     # States.
 
@@ -256,8 +275,8 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         """
         keys = [key for key in self._parts() if key == MODEL or key in wanted]
         state = self._state([key for key in keys if key != DATALOADER], hugging_face=hugging_face)
-        model = {f"{MODEL}.{name}": value.dtype for name, value in state[MODEL].items() if _is_float(value)}
-        path = load(into=state, keys=[*state], dtype=model if casts else None)
+        dtypes = {f"{MODEL}.{name}": value.dtype for name, value in state[MODEL].items() if _is_float(value)}
+        path = load(into=state, keys=[*state], dtype=(lambda tensor: dtypes.get(tensor.name)) if casts else None)
         if DATALOADER in keys:  # each rank looks for its own key in it
             state |= distributed.load(path, keys=DATALOADER)
         if hugging_face:
@@ -272,11 +291,14 @@ def _is_float(value: Any) -> bool:
 
 
 def _mark_of(path: str) -> Mapping[str, bool] | None:
-    """What this manager noted about a checkpoint; None if it did not write it, or it is damaged."""
+    """What this manager noted about a checkpoint; None if it did not write it, or if that cannot be told any more."""
     try:
         with fastckpt.open(path) as checkpoint:
             mark = (checkpoint.metadata or {}).get(_MARK)
-    except (CheckpointError, OSError):
+    except CorruptCheckpointError as error:
+        LOG.warning("fastckpt: %s cannot be loaded and is skipped: %s", path, error)
+        return None
+    except (NotACheckpointError, FileNotFoundError):
         return None
     return mark if isinstance(mark, Mapping) else None
 

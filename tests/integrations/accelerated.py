@@ -1,0 +1,144 @@
+"""A training loop on accelerate, as its examples have it, that a test may end at any point, and what it leaves."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import signal
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
+from torch import nn
+
+import fastckpt
+from fastckpt.integrations import accelerate as door
+
+STEPS, ROWS, BATCH = 40, 64, 4
+SCHEDULES = {
+    "functions": lambda optimizer, total: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 - at / total),
+    "cosine": torch.optim.lr_scheduler.CosineAnnealingLR,
+}
+
+
+class Progress:
+    """Where the program is, and what it has seen."""
+
+    def __init__(self):
+        self.step, self.losses, self.rows = 0, [], []
+
+    def state_dict(self):
+        return vars(self).copy()
+
+    def load_state_dict(self, state):
+        vars(self).update(state)
+
+
+def spread_on_the_cpu():
+    """Have accelerate use FSDP2 on the CPU, too; see :func:`trainers.spread_on_the_cpu`."""
+    import trainers
+
+    trainers.spread_on_the_cpu()
+
+
+def train(
+    folder,
+    strike=None,
+    *,
+    last=STEPS,
+    accumulation=1,
+    seedable=True,
+    skips=False,
+    schedule="functions",
+    fsdp=False,
+    installed=True,
+    background=True,
+    limit=2,
+):
+    """Run the loop in a folder, from the newest checkpoint there.
+
+    Args:
+        folder: where it runs.
+        strike: a step; this process is killed after it, and before its save.
+        last: the step to end at.
+        accumulation: batches of a step.
+        seedable: whether the order of rows comes from a seed; otherwise from a generator.
+        skips: whether the program skips the batches that it took itself, as accelerate's examples do.
+        schedule: which of :data:`SCHEDULES`.
+        fsdp: whether the model is spread over the ranks.
+        installed: whether the door is.
+        background: of ``install``.
+        limit: of checkpoints that are kept.
+
+    Returns:
+        What two equal runs have in common at their ends, and the checkpoints that are left.
+    """
+    folder = Path(folder)
+    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
+    torch.set_num_threads(1)
+    logging.getLogger("fastckpt").addHandler(logging.FileHandler(folder / "log.txt"))
+    if installed:
+        door.install(background=background)
+    if fsdp:
+        spread_on_the_cpu()
+    accelerator = Accelerator(
+        cpu=True,
+        gradient_accumulation_steps=accumulation,
+        fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None,
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable, data_seed=0 if seedable else None),
+        project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=limit),
+    )
+    set_seed(0)
+    inputs = torch.randn(ROWS, 16)
+    rows = torch.utils.data.TensorDataset(torch.arange(ROWS), inputs, inputs.sum(1, keepdim=True))
+    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, shuffle=True)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    scheduler = SCHEDULES[schedule](optimizer, STEPS * accelerator.num_processes)
+    model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    set_seed(1, device_specific=True)
+    progress = Progress()
+    accelerator.register_for_checkpointing(progress)
+    resumes = any((folder / "checkpoints").glob("checkpoint_*"))
+    if resumes:
+        accelerator.load_state()
+    began = progress.step
+    skip = progress.step * accumulation % len(loader) if skips else 0
+    while progress.step < last:
+        for seen, x, y in accelerator.skip_first_batches(loader, skip) if skip else loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            progress.rows += accelerator.gather(seen).tolist()
+            if not accelerator.sync_gradients:
+                continue
+            progress.step += 1
+            progress.losses.append(accelerator.gather(loss.detach()).mean().item())
+            if progress.step == strike:
+                fastckpt.background.drain()  # there shall be something to go on from
+                os.kill(os.getpid(), signal.SIGKILL)
+            if progress.step % 5 == 0:
+                accelerator.save_state()
+            if progress.step == last:
+                break
+        skip = 0
+    rate = scheduler.get_last_lr()
+    weights, spread = digest(accelerator.unwrap_model(model))
+    accelerator.end_training()
+    found = {"weights": weights, "spread": spread, "losses": progress.losses, "rows": progress.rows, "rate": rate}
+    return began, found, sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def digest(model):
+    """A digest of the weights, and whether ranks have parts of them."""
+    weights, spread = hashlib.sha256(), False
+    for name, value in sorted(model.state_dict().items()):
+        spread |= hasattr(value, "full_tensor")
+        whole = value.full_tensor() if spread else value
+        weights.update(name.encode() + whole.detach().numpy().tobytes())
+    return weights.hexdigest(), spread
