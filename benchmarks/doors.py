@@ -6,12 +6,15 @@ Each framework saves a Llama with Adam's moments in single precision by its own 
 (:mod:`fastckpt.integrations`), in turn, in one process and one run:
 
 - **stands**: seconds until the framework's call of its save returns, and training goes on.
-- **durable**: seconds until the checkpoint is. The frameworks sync nothing themselves, so an fsync of every file and
-  directory is added for them.
+- **durable**: seconds until the checkpoint is. For the frameworks, an fsync of every file and directory is added:
+  transformers syncs nothing, and torch.distributed.checkpoint its files alone. For the doors, the removal of the oldest
+  checkpoint is in it.
 - **resume**: seconds that the framework's loading of model, optimizer and schedule takes, from the disk: the page cache
-  of the checkpoint is dropped before.
+  of the checkpoint is dropped before. Of torchtitan's it is that of a step that was asked for.
 
-Medians; the first round is left out. GB is 10^9 bytes. It needs what ``scripts/setup`` installs.
+Every tensor changes before each save. torchtitan has no adapter, so that tensors have its own names. Medians; the first
+round is left out; the page cache finds memory that is backed (benchmarks/README.md). GB is 10^9 bytes. It needs what
+``scripts/setup`` installs.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 import fastckpt
 from bench import GB
-from bench.device import drop_caches, fsync_tree
+from bench.device import back_memory, drop_caches, fsync_tree
 from bench.options import parser, working_directory
 from fastckpt.integrations.torchtitan import FastckptManager
 
@@ -181,22 +184,24 @@ CONTENDERS: dict[str, Callable[[Path, int], Any]] = {
 }
 
 
-def measured(contender: Any) -> dict[str, float]:
+def measured(contender: Any, size: int) -> dict[str, float]:
     """Save and load once."""
     contender.train()
+    back_memory(int(2.25 * size))
     began = time.perf_counter()
     wait = contender.save()
     stands = time.perf_counter() - began
     wait()
     durable = time.perf_counter() - began
     contender.forget()
+    back_memory(int(2.25 * size))
     began = time.perf_counter()
     contender.load()
     return {"stands": stands, "durable": durable, "resume": time.perf_counter() - began}
 
 
-def measure(place: Path, size: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Return the medians of each contender."""
+def measure(place: Path, size: int, rounds: int) -> dict[str, list[dict[str, float]]]:
+    """Return the samples of each contender."""
     contenders = {}
     for number, (name, make) in enumerate(CONTENDERS.items()):
         (place / str(number)).mkdir()
@@ -205,17 +210,18 @@ def measure(place: Path, size: int, rounds: int) -> dict[str, dict[str, float]]:
     names = [*contenders]
     for number in range(rounds + 1):
         for name in names[number % len(names) :] + names[: number % len(names)]:
-            sample = measured(contenders[name])
+            sample = measured(contenders[name], size)
             if number:
                 samples[name].append(sample)
             print(f"{number}: {name}: {sample}", file=sys.stderr)
-    return {
+    return samples
+
+
+def markdown(samples: dict[str, list[dict[str, float]]]) -> str:
+    """Return a table of medians."""
+    found = {
         name: {key: statistics.median(one[key] for one in each) for key in each[0]} for name, each in samples.items()
     }
-
-
-def markdown(found: dict[str, dict[str, float]]) -> str:
-    """Return a table."""
     lines = ["| | stands, s | durable, s | resume, s |", "|---|---:|---:|---:|"]
     for name, each in found.items():
         framework, _, ours = name.partition(" | ")

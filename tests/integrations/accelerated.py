@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import torch
+import trainers
 from accelerate import Accelerator
 from accelerate.utils import DataLoaderConfiguration, FullyShardedDataParallelPlugin, ProjectConfiguration, set_seed
 from torch import nn
@@ -27,7 +28,7 @@ class Progress:
     """Where the program is, and what it has seen."""
 
     def __init__(self):
-        self.step, self.losses, self.rows = 0, [], []
+        self.batches, self.step, self.losses, self.rows = 0, 0, [], []
 
     def state_dict(self):
         return vars(self).copy()
@@ -36,26 +37,19 @@ class Progress:
         vars(self).update(state)
 
 
-def spread_on_the_cpu():
-    """Have accelerate use FSDP2 on the CPU, too; see :func:`trainers.spread_on_the_cpu`."""
-    import trainers
-
-    trainers.spread_on_the_cpu()
-
-
 def train(
     folder,
     strike=None,
     *,
     last=STEPS,
     accumulation=1,
-    seedable=True,
-    skips=False,
     schedule="functions",
     fsdp=False,
     installed=True,
     background=True,
     limit=2,
+    stateful=False,
+    registered=1,
 ):
     """Run the loop in a folder, from the newest checkpoint there.
 
@@ -64,16 +58,16 @@ def train(
         strike: a step; this process is killed after it, and before its save.
         last: the step to end at.
         accumulation: batches of a step.
-        seedable: whether the order of rows comes from a seed; otherwise from a generator.
-        skips: whether the program skips the batches that it took itself, as accelerate's examples do.
         schedule: which of :data:`SCHEDULES`.
         fsdp: whether the model is spread over the ranks.
         installed: whether the door is.
         background: of ``install``.
         limit: of checkpoints that are kept.
+        stateful: whether the loader has a state; otherwise the program skips the batches that it took.
+        registered: how many objects are.
 
     Returns:
-        What two equal runs have in common at their ends, and the checkpoints that are left.
+        The step that it began with, what two equal runs have in common at their ends, and the checkpoints there.
     """
     folder = Path(folder)
     os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
@@ -82,56 +76,83 @@ def train(
     if installed:
         door.install(background=background)
     if fsdp:
-        spread_on_the_cpu()
+        trainers.spread_on_the_cpu()
     accelerator = Accelerator(
         cpu=True,
         gradient_accumulation_steps=accumulation,
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None,
-        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=seedable, data_seed=0 if seedable else None),
+        dataloader_config=DataLoaderConfiguration(
+            use_seedable_sampler=True, data_seed=0, use_stateful_dataloader=stateful
+        ),
         project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=limit),
     )
     set_seed(0)
     inputs = torch.randn(ROWS, 16)
     rows = torch.utils.data.TensorDataset(torch.arange(ROWS), inputs, inputs.sum(1, keepdim=True))
-    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, shuffle=True)
+    # A generator of its own: a loader that goes on in the middle of an epoch would take one more number from torch's.
+    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, shuffle=True, generator=torch.Generator())
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = SCHEDULES[schedule](optimizer, STEPS * accelerator.num_processes)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     set_seed(1, device_specific=True)
     progress = Progress()
-    accelerator.register_for_checkpointing(progress)
-    resumes = any((folder / "checkpoints").glob("checkpoint_*"))
-    if resumes:
+    accelerator.register_for_checkpointing(progress, *(Progress() for _ in range(registered - 1)))
+    if any((folder / "checkpoints").glob("checkpoint_*")):
         accelerator.load_state()
     began = progress.step
-    skip = progress.step * accumulation % len(loader) if skips else 0
+
+    def batches():
+        epoch, skip = divmod(progress.batches, len(loader))
+        while True:
+            loader.set_epoch(epoch)
+            yield from accelerator.skip_first_batches(loader, skip) if skip and not stateful else loader
+            epoch, skip = epoch + 1, 0
+
+    taken = batches()
     while progress.step < last:
-        for seen, x, y in accelerator.skip_first_batches(loader, skip) if skip else loader:
-            with accelerator.accumulate(model):
-                loss = nn.functional.mse_loss(model(x), y)
-                accelerator.backward(loss)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-            progress.rows += accelerator.gather(seen).tolist()
-            if not accelerator.sync_gradients:
-                continue
-            progress.step += 1
-            progress.losses.append(accelerator.gather(loss.detach()).mean().item())
-            if progress.step == strike:
-                fastckpt.background.drain()  # there shall be something to go on from
-                os.kill(os.getpid(), signal.SIGKILL)
-            if progress.step % 5 == 0:
-                accelerator.save_state()
-            if progress.step == last:
-                break
-        skip = 0
+        seen, x, y = next(taken)
+        with accelerator.accumulate(model):
+            loss = nn.functional.mse_loss(model(x), y)
+            accelerator.backward(loss)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+        progress.batches += 1
+        progress.rows += accelerator.gather(seen).tolist()
+        if not accelerator.sync_gradients:
+            continue
+        progress.step += 1
+        progress.losses.append(accelerator.gather(loss.detach()).mean().item())
+        if progress.step == strike:
+            fastckpt.background.drain()  # there shall be something to go on from
+            os.kill(os.getpid(), signal.SIGKILL)
+        if progress.step % 5 == 0:
+            accelerator.save_state()
     rate = scheduler.get_last_lr()
     weights, spread = digest(accelerator.unwrap_model(model))
     accelerator.end_training()
     found = {"weights": weights, "spread": spread, "losses": progress.losses, "rows": progress.rows, "rate": rate}
     return began, found, sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def refused(folder):
+    """Save into directories that are in use: a named one, and one whose number is next. Returns the errors."""
+    folder = Path(folder)
+    door.install(background=False)
+    naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    named, numbered = Accelerator(cpu=True), Accelerator(cpu=True, project_config=naming)
+    errors = []
+    for accelerator, name in ((named, "used"), (numbered, "checkpoints/checkpoint_0")):
+        accelerator.prepare(nn.Linear(2, 2))
+        (folder / name / "logs").mkdir(parents=True)
+        (folder / name / "logs" / "events").write_text("mine")
+        try:
+            accelerator.save_state(str(folder / name))
+        except (OSError, ValueError) as error:
+            errors.append(str(error))
+    named.save_state(str(folder / "free"))
+    return errors
 
 
 def digest(model):

@@ -53,12 +53,10 @@ def undisturbed(libraries, tmp_path_factory):
     "arguments",
     [
         pytest.param({}, id="plain"),
-        pytest.param({"seedable": False}, id="a generator"),
+        pytest.param({"stateful": True}, id="a stateful loader"),
         pytest.param({"accumulation": 3}, id="accumulation"),
-        pytest.param({"skips": True}, id="skips itself"),
         pytest.param({"schedule": "cosine", "background": False}, id="cosine"),
         pytest.param({"ranks": 2}, id="two ranks"),
-        pytest.param({"ranks": 2, "seedable": False}, id="two ranks, a generator"),
         pytest.param({"ranks": 2, "fsdp": True}, id="fsdp2"),
     ],
 )
@@ -75,26 +73,22 @@ def test_a_loop_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, t
     assert (began, found) == (accelerated.STEPS, [*wanted])
 
 
-@pytest.mark.parametrize("schedule", accelerated.SCHEDULES)
-@pytest.mark.parametrize(("before", "last", "after"), [(2, 5, 1), (1, 10, 2)])
-def test_another_number_of_processes_goes_on(libraries, tmp_path, schedule, before, last, after):
-    """No row of the epoch comes again or is left out, and the schedule ends with the run."""
-    ended(play(libraries, tmp_path, ranks=before, last=last, schedule=schedule))
-    began, found, _ = ended(play(libraries, tmp_path, ranks=after, schedule=schedule))
-    assert began == last
-    epoch = found["rows"][: accelerated.ROWS]
-    assert sorted(epoch) == list(range(accelerated.ROWS))
-    assert found["rate"][0] == pytest.approx(0, abs=1e-9)
-    assert "random states of processes are not restored" in (tmp_path / "log.txt").read_text()
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
+def test_another_number_of_processes_goes_on(libraries, tmp_path, before, after):
+    _, found, _ = ended(play(libraries, tmp_path, ranks=before, last=10))
+    began, again, _ = ended(play(libraries, tmp_path, ranks=after, last=10))
+    assert (began, again["weights"]) == (10, found["weights"])
+    assert "random states and loaders of processes are not restored" in (tmp_path / "log.txt").read_text()
 
 
-def test_the_newest_that_verifies(libraries, undisturbed, tmp_path):
+def test_the_newest_that_verifies_is_taken_and_the_damaged_one_replaced(libraries, undisturbed, tmp_path):
     killed(libraries, tmp_path, 22)
-    shard = tmp_path / "checkpoints" / "checkpoint_3" / "model.safetensors"
-    shard.write_bytes(shard.read_bytes()[:-1])
-    began, *found = ended(play(libraries, tmp_path))
-    assert (began, found) == (15, [*undisturbed()])
+    path = tmp_path / "checkpoints" / "checkpoint_3"
+    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
+    began, *found = ended(play(libraries, tmp_path, limit=None))
+    assert (began, found[0]) == (15, undisturbed()[0])
     assert "checkpoint_3 is damaged" in (tmp_path / "log.txt").read_text()
+    assert fastckpt.verify(path).ok
 
 
 def test_a_checkpoint_is_one_of_fastckpt(libraries, tmp_path):
@@ -103,14 +97,35 @@ def test_a_checkpoint_is_one_of_fastckpt(libraries, tmp_path):
     assert sorted(one.name for one in path.parent.iterdir()) == [f"checkpoint_{number}" for number in range(8)]
     assert fastckpt.verify(path).ok
     state = fastckpt.load(path)
-    assert sorted(state) == ["model", "optimizer", "registered"]
+    assert sorted(state) == ["model", "optimizer", "registered", "scheduler"]
     assert state["registered"]["step"] == accelerated.STEPS
 
 
-def test_checkpoints_of_accelerate_are_taken(libraries, undisturbed, tmp_path):
-    """It saves the loaders' places and the schedule's pace by itself no better than without the door."""
-    killed(libraries, tmp_path, 12, installed=False)
-    assert (tmp_path / "checkpoints" / "checkpoint_1" / "optimizer.bin").exists()
-    began, found, _ = ended(play(libraries, tmp_path))
-    assert began == 10
-    assert found["losses"][:10] == undisturbed()[0]["losses"][:10]
+def test_another_number_of_registered_objects_is_an_error(libraries, tmp_path):
+    ended(play(libraries, tmp_path, last=5))
+    (outcome,) = play(libraries, tmp_path, registered=2)
+    assert outcome.raised.kind == "RuntimeError"
+    assert "has 1 registered objects, and 2 are registered" in outcome.raised.text
+
+
+def test_checkpoints_of_accelerate_are_taken_and_stay_until_newer_ones_are_there(libraries, undisturbed, tmp_path):
+    killed(libraries, tmp_path, 22, installed=False, limit=None)
+    folder = tmp_path / "checkpoints"
+    assert (folder / "checkpoint_3" / "optimizer.bin").exists()
+    (folder / "checkpoint_best").mkdir()
+    killed(libraries, tmp_path, 27, limit=3)
+    assert (tmp_path / "checkpoints" / "checkpoint_4" / "fastckpt.json").exists()
+    assert not (folder / "checkpoint_3" / "fastckpt.json").exists()
+    began, found, left = ended(play(libraries, tmp_path, limit=3))
+    assert (began, found) == (25, undisturbed()[0])
+    assert left == [*(f"checkpoint_{number}" for number in (5, 6, 7)), "checkpoint_best"]
+
+
+def test_a_directory_in_use_is_left_alone(libraries, tmp_path):
+    with libraries.group(1, backend="") as group:
+        ((named, numbered),) = group.run(accelerated.refused, str(tmp_path), timeout=120)
+    assert "logs" in named
+    assert "checkpoint_0 exists: set project_configuration.iteration" in numbered
+    for name in ("used", "checkpoints/checkpoint_0"):
+        assert (tmp_path / name / "logs" / "events").read_text() == "mine"
+    assert fastckpt.verify(tmp_path / "free").ok

@@ -307,3 +307,14 @@ def test_what_a_killed_first_save_leaves_is_no_step(forge, tmp_path):
     left.mkdir(parents=True)
     (left / "model.safetensors.index.json").write_text("{}")
     assert begun(play(forge, tmp_path, 1))[0] == 0
+
+
+def test_where_all_are_damaged_nothing_begins_anew(forge, tmp_path):
+    play(forge, tmp_path, 2)
+    for step in (1, 2):
+        (tmp_path / "run" / f"step-{step}" / "fastckpt.json").write_bytes(b"damaged")
+    with forge.group(1) as group:
+        group.start(titan.train, tmp_path, STEPS, "ours")
+        (outcome,) = group.outcomes(120)
+    assert outcome.raised.kind == "CorruptCheckpointError"
+    assert steps_of(tmp_path) == [1, 2]

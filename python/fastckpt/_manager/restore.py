@@ -224,13 +224,17 @@ class Loader:
         """
         own = None
         if error is not None:
-            gone = isinstance(error, FileNotFoundError)
-            damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError))
-            skips = damaged or (isinstance(error, OSError) and (far or gone or error.errno in _DAMAGE))
+            gone, skips = isinstance(error, FileNotFoundError), is_damage(error) or (far and isinstance(error, OSError))
             own = [self.ranks.host, type(error).__name__, str(error), skips, gone]
         said = self.ranks.each(own)
         failures = [_Failure(rank, *of) for rank, of in enumerate(said) if of is not None]
         return [one for one in failures if one.kind != RanksError.__name__] or failures
+
+
+def is_damage(error: Exception) -> bool:
+    """Whether an older checkpoint may be intact where this one cannot be loaded."""
+    damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError, FileNotFoundError))
+    return damaged or (isinstance(error, OSError) and error.errno in _DAMAGE)
 
 
 class _Failure(NamedTuple):

@@ -12,16 +12,16 @@ class LastSave:
     """A save in the background, and what follows once it is durable."""
 
     def __init__(self) -> None:
-        self._pending: Any = None
-        self._then: Callable[[], None] = lambda: None
+        self._save: tuple[Any, Callable[[], None]] | None = None
 
     def begin(self, pending: Any, then: Callable[[], None]) -> None:
         """It has begun, after the one before had ended."""
-        self._pending, self._then = pending, then
+        self._save = pending, then
 
     def finish(self) -> None:
         """Wait until it is durable, and do what follows; raises what it raises."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
+        save, self._save = self._save, None
+        if save is not None:
+            pending, then = save
             pending.result()
-            self._then()
+            then()

@@ -18,15 +18,14 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager
 import fastckpt
 from fastckpt import distributed
 from fastckpt._files import TORCH_METADATA
+from fastckpt._manager.restore import is_damage
 from fastckpt._paths import is_url
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError, RanksError
 
-from ._directory import LOG, holds_remains, move_aside, sweep
+from ._directory import LOG, holds_remains, is_ours, move_aside, sweep
 
 __all__ = ["FastckptManager"]
 
-#: After these an older checkpoint is tried, if no rank has another error: ranks that are well hear of a RanksError.
-_DAMAGE = (CorruptCheckpointError, NotACheckpointError, RanksError)
 #: The member of metadata that marks checkpoints of this door, and what it has.
 _MARK, _MODEL_ONLY, _HUGGING_FACE = "torchtitan", "model_only", "hugging_face"
 
@@ -145,8 +144,10 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         for candidate in candidates:
             try:
                 return self._load_one(*candidate)
-            except CheckpointError as error:  # noqa: PERF203 - a load takes longer
-                if candidate is candidates[-1] or not all(self._ranks.each(isinstance(error, _DAMAGE))):
+            except (CheckpointError, OSError) as error:  # noqa: PERF203 - a load takes longer
+                # A rank that is well hears of another's failure by a RanksError.
+                goes_on = self._ranks.each(isinstance(error, RanksError) or is_damage(error))
+                if candidate is candidates[-1] or not all(goes_on):
                     raise
                 if self._ranks.leads:
                     path = self._manager.path(candidate[0])
@@ -226,6 +227,10 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
                 "initial_load_path of a run with another folder"
             )
         seed = [(0, True, marks[0][_HUGGING_FACE])] if 0 in marks and not theirs else []
+        if not found and not seed and any(is_ours(manager.path(number)) for number in steps):
+            raise CorruptCheckpointError(
+                f"load: {manager.directory}: no checkpoint can be loaded (to start anew, move them away)"
+            )
         return sorted(found, reverse=True) + seed
 
     # States.
