@@ -48,6 +48,18 @@ def test_a_framework_gets_its_door_when_it_is_imported_also_in_a_child(tmp_path)
     assert done.stdout == "True\nFalse\n"
 
 
+def test_a_program_on_accelerate(tmp_path):
+    (tmp_path / "p.py").write_text(
+        "import accelerate, torch\n"
+        "accelerator = accelerate.Accelerator(cpu=True)\n"
+        "accelerator.prepare(torch.nn.Linear(2, 2))\n"
+        "accelerator.save_state('step-1')\n"
+    )
+    done = run(tmp_path, "--", "p.py", PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, done.stderr
+    assert fastckpt.verify(tmp_path / "step-1").ok
+
+
 def test_the_sitecustomize_of_the_environment_is_imported_too(tmp_path):
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text("MINE = 5")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 #: Doors, by the module whose import they follow.
-_DOORS = {"transformers.trainer": "transformers"}
+_DOORS = {"accelerate.accelerator": "accelerate", "transformers.trainer": "transformers"}
 
 
 def _import_the_next() -> None:
