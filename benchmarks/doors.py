@@ -2,15 +2,15 @@
 
     python benchmarks/doors.py --size 1 --rounds 5 --markdown
 
-Each framework saves a Llama with Adam's moments in single precision by its own code, and by that of its door
-(:mod:`fastckpt.integrations`), in turn, in one process and one run:
+Each framework saves the same Llama with Adam's moments, in single precision, with its own code and with its door
+(:mod:`fastckpt.integrations`). They take turns in one process and one run:
 
 - **stands**: seconds until the framework's call of its save returns, and training goes on.
 - **durable**: seconds until the checkpoint is. For the frameworks, an fsync of every file and directory is added:
   transformers syncs nothing, and torch.distributed.checkpoint its files alone. For the doors, the removal of the oldest
   checkpoint is in it.
 - **resume**: seconds that the framework's loading of model, optimizer and schedule takes, from the disk: the page cache
-  of the checkpoint is dropped before. Of torchtitan's it is that of a step that was asked for.
+  of the checkpoint is dropped before. torchtitan is asked for a certain step.
 
 Every tensor changes before each save. torchtitan has no adapter, so that tensors have its own names. Medians; the first
 round is left out; the page cache finds memory that is backed (benchmarks/README.md). GB is 10^9 bytes. It needs what

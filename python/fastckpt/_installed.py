@@ -7,7 +7,7 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
     from types import TracebackType
 
 
@@ -25,8 +25,10 @@ class Installed:
         options = self._options
         return options[-1] if options else None
 
-    def begin(self, options: Any) -> Installation:
-        """A new installation, whose ``options`` are in effect from now on."""
+    def begin(self, options: Any, replaced: Iterable[tuple[Any, str, Callable[..., Any]]] = ()) -> Installation:
+        """A new installation, whose ``options`` are in effect from now on; for ``replaced`` see :meth:`replace`."""
+        for owner, name, ours in replaced:
+            self.replace(owner, name, ours)
         with self._lock:
             made = Installation(self, options)
             self._options.append(options)

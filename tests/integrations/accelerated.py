@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 import signal
 from pathlib import Path
 
+import runs
 import torch
 import trainers
 from accelerate import Accelerator
@@ -69,10 +68,7 @@ def train(
     Returns:
         The step that it began with, what two equal runs have in common at their ends, and the checkpoints there.
     """
-    folder = Path(folder)
-    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
-    torch.set_num_threads(1)
-    logging.getLogger("fastckpt").addHandler(logging.FileHandler(folder / "log.txt"))
+    folder = runs.begin(folder)
     if installed:
         door.install(background=background)
     if fsdp:
@@ -130,7 +126,7 @@ def train(
         if progress.step % 5 == 0:
             accelerator.save_state()
     rate = scheduler.get_last_lr()
-    weights, spread = digest(accelerator.unwrap_model(model))
+    weights, spread = runs.digest(accelerator.unwrap_model(model))
     accelerator.end_training()
     found = {"weights": weights, "spread": spread, "losses": progress.losses, "rows": progress.rows, "rate": rate}
     return began, found, sorted(path.name for path in (folder / "checkpoints").iterdir())
@@ -153,13 +149,3 @@ def refused(folder):
             errors.append(str(error))
     named.save_state(str(folder / "free"))
     return errors
-
-
-def digest(model):
-    """A digest of the weights, and whether ranks have parts of them."""
-    weights, spread = hashlib.sha256(), False
-    for name, value in sorted(model.state_dict().items()):
-        spread |= hasattr(value, "full_tensor")
-        whole = value.full_tensor() if spread else value
-        weights.update(name.encode() + whole.detach().numpy().tobytes())
-    return weights.hexdigest(), spread

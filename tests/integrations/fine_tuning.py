@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 from pathlib import Path
 
-import torch
+import runs
 import trainers
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -61,9 +60,7 @@ def tune(folder, material, **options):
     import trl
     from trl.scripts import sft
 
-    folder = Path(folder)
-    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
-    torch.set_num_threads(1)
+    folder = runs.begin(folder)
     datasets.config.HF_DATASETS_CACHE = folder / "cache"
     door.install()
     made = []

@@ -2,33 +2,16 @@
 
 from __future__ import annotations
 
-import json
+from functools import partial
 
 import accelerated
 import pytest
-import trainer_kills
+import runs
+from runs import ended
 
 import fastckpt
 
-
-@pytest.fixture(scope="module")
-def libraries():
-    """Makes groups of processes that have imported accelerate."""
-    with trainer_kills.forge() as forge:
-        yield forge
-
-
-def play(libraries, folder, strike=None, *, ranks=1, **arguments):
-    folder.mkdir(exist_ok=True)
-    with libraries.group(ranks, backend="") as group:
-        group.start(accelerated.train, str(folder), strike, **arguments)
-        return group.outcomes(120)
-
-
-def ended(outcomes):
-    """The step that it began with, what it trained and what it left, where it ended well on all ranks."""
-    assert all(one.kind == "returned" for one in outcomes), outcomes
-    return outcomes[0].value
+play = partial(runs.play, accelerated.train)
 
 
 def killed(libraries, folder, strike, *, ranks=1, **arguments):
@@ -37,16 +20,8 @@ def killed(libraries, folder, strike, *, ranks=1, **arguments):
 
 @pytest.fixture(scope="module")
 def undisturbed(libraries, tmp_path_factory):
-    """How a loop ends that nothing disturbs, by its arguments."""
-    known = {}
-
-    def run(*, ranks=1, **arguments):
-        key = json.dumps([ranks, arguments], sort_keys=True)
-        if key not in known:
-            known[key] = ended(play(libraries, tmp_path_factory.mktemp("undisturbed"), ranks=ranks, **arguments))[1:]
-        return known[key]
-
-    return run
+    """How a run ends that nothing disturbs, by its arguments."""
+    return runs.undisturbed(accelerated.train, libraries, tmp_path_factory.mktemp)
 
 
 @pytest.mark.parametrize(
@@ -62,7 +37,7 @@ def undisturbed(libraries, tmp_path_factory):
 )
 def test_a_loop_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, arguments):
     """Weights, losses, rows in their order, and the rate; and it leaves the same checkpoints."""
-    wanted = undisturbed(**arguments)
+    wanted = undisturbed(**arguments)[1:]
     assert wanted[0]["spread"] == arguments.get("fsdp", False)
     for strike in (13, 22):  # in the middle of an epoch; and one more
         killed(libraries, tmp_path, strike, **arguments)
@@ -86,7 +61,7 @@ def test_the_newest_that_verifies_is_taken_and_the_damaged_one_replaced(librarie
     path = tmp_path / "checkpoints" / "checkpoint_3"
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
     began, *found = ended(play(libraries, tmp_path, limit=None))
-    assert (began, found[0]) == (15, undisturbed()[0])
+    assert (began, found[0]) == (15, undisturbed()[1])
     assert "checkpoint_3 is damaged" in (tmp_path / "log.txt").read_text()
     assert fastckpt.verify(path).ok
 
@@ -117,7 +92,7 @@ def test_checkpoints_of_accelerate_are_taken_and_stay_until_newer_ones_are_there
     assert (tmp_path / "checkpoints" / "checkpoint_4" / "fastckpt.json").exists()
     assert not (folder / "checkpoint_3" / "fastckpt.json").exists()
     began, found, left = ended(play(libraries, tmp_path, limit=3))
-    assert (began, found) == (25, undisturbed()[0])
+    assert (began, found) == (25, undisturbed()[1])
     assert left == [*(f"checkpoint_{number}" for number in (5, 6, 7)), "checkpoint_best"]
 
 

@@ -2,57 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import signal
+from functools import partial
 from pathlib import Path
 
 import peft
 import pytest
+import runs
 import torch
 import trainer_kills
 import trainers
+from runs import ended
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fastckpt
 
+play = partial(runs.play, trainers.train)
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 
 @pytest.fixture(scope="module")
-def libraries():
-    """Makes groups of processes that have imported transformers."""
-    with trainer_kills.forge() as forge:
-        yield forge
-
-
-def play(libraries, folder, strike=None, *, ranks=1, **arguments):
-    """Run the program in a folder on so many ranks, and say how it ended on each."""
-    folder.mkdir(exist_ok=True)
-    with libraries.group(ranks, backend="") as group:
-        group.start(trainers.train, str(folder), strike, **arguments)
-        return group.outcomes(120)
-
-
-def ended(outcomes):
-    """What it left, where it ended well on all ranks."""
-    assert all(one.kind == "returned" for one in outcomes), outcomes
-    return outcomes[0].value
-
-
-@pytest.fixture(scope="module")
 def undisturbed(libraries, tmp_path_factory):
-    """What a run leaves that nothing disturbs, by its arguments."""
-    known = {}
-
-    def run(*, ranks=1, **arguments):
-        key = json.dumps([ranks, arguments], sort_keys=True)
-        if key not in known:
-            folder = tmp_path_factory.mktemp("undisturbed")
-            known[key] = ended(play(libraries, folder, ranks=ranks, **arguments))
-        return known[key]
-
-    return run
+    """How a run ends that nothing disturbs, by its arguments."""
+    return runs.undisturbed(trainers.train, libraries, tmp_path_factory.mktemp)
 
 
 def steps_of(folder):

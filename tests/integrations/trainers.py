@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
 import os
 import signal
 import threading
@@ -11,6 +9,7 @@ import time
 from pathlib import Path
 
 import peft
+import runs
 import torch
 from accelerate.state import AcceleratorState
 from accelerate.utils import DistributedType
@@ -148,18 +147,14 @@ def trainer_of(folder, callbacks=(), *, patience=20, local=False, adapter=None, 
 
 def found(trainer, folder):
     """What two equal runs have in common at their ends: what they trained and noted, and the checkpoints they leave."""
-    weights, spread = hashlib.sha256(), False
-    for name, value in sorted(trainer.model.state_dict().items()):
-        spread |= hasattr(value, "full_tensor")
-        whole = value.full_tensor() if spread else value
-        weights.update(name.encode() + whole.detach().numpy().tobytes())
+    weights, spread = runs.digest(trainer.model)
     log = [
         {key: one[key] for key in one if not any(word in key for word in _TIMES)} for one in trainer.state.log_history
     ]
     del log[-1]["total_flos"]
     loss = log[-1].pop("train_loss")
     trained = {
-        "weights": weights.hexdigest(),
+        "weights": weights,
         "spread": spread,
         "log": log,
         # Added up in another order.
@@ -200,10 +195,7 @@ def train(folder, strike=None, *, resume=True, installed=True, wait=0.0, writes=
     Returns:
         As :func:`found`.
     """
-    folder = Path(folder)
-    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
-    torch.set_num_threads(1)
-    logging.getLogger("fastckpt").addHandler(logging.FileHandler(folder / "log.txt"))
+    folder = runs.begin(folder)
     if installed:
         door.install()
     if arguments.get("fsdp"):

@@ -93,7 +93,7 @@ def remove(path: str) -> None:
 
 
 def move_aside(path: str) -> None:
-    """Take what lies at ``path`` out of the way, until :func:`sweep`; what cannot be moved stays."""
+    """Give ``path`` a hidden name, under which :func:`sweep` removes it. If it cannot be renamed, it stays."""
     with suppress(OSError):
         Path(path).rename(Path(path).with_name(f".{Path(path).name}.aside-{os.getpid()}"))
 

@@ -124,7 +124,7 @@ def _files(trainer: Any) -> dict[str, bytes]:
 
 
 def _beside(trainer: Any) -> dict[str, bytes]:
-    """What lies beside the weights."""
+    """The files beside the weights."""
     run = run_of(trainer)
     if run.files is None:
         run.files = _files(trainer)

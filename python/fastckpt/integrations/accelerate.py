@@ -54,17 +54,15 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
 
     Raises:
         TypeError: ``io`` is neither.
-        ValueError: there is no such engine.
+        ValueError: ``io`` names an unknown engine.
 
     Example:
         >>> import fastckpt
         >>> with fastckpt.integrations.accelerate.install():
         ...     pass  # accelerator.save_state("runs/step-100")
     """
-    options = {"io": check_io("install", io), "background": background}
-    for ours in (_save_state, _load_state, _end_training):
-        _installed.replace(_accelerator.Accelerator, ours.__name__[1:], ours)
-    return _installed.begin(options)
+    ours = ((_accelerator.Accelerator, one.__name__[1:], one) for one in (_save_state, _load_state, _end_training))
+    return _installed.begin({"io": check_io("install", io), "background": background}, ours)
 
 
 def _left_to_accelerate(accelerator: Any) -> str | None:
@@ -79,8 +77,8 @@ def _left_to_accelerate(accelerator: Any) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _of_first(accelerator: Any, find: Callable[[], Any]) -> Any:
-    """What the first process finds."""
+def of_first(accelerator: Any, find: Callable[[], Any]) -> Any:
+    """What ``find`` returns on the first process; all processes call it."""
     found: list[Any] = broadcast_object_list([find() if accelerator.is_main_process else None])
     return found[0]
 
@@ -96,7 +94,7 @@ def _automatic(folder: Path) -> list[str]:
 
 
 def _state(accelerator: Any) -> dict[str, Any]:
-    """What is saved, and loaded into, by keys as accelerate numbers its files."""
+    """The state to save or to load into. Its keys are numbered as accelerate numbers its files."""
     unwrap, scaler = accelerator.unwrap_model, accelerator.scaler
     kinds = {
         "model": [unwrap(model, keep_torch_compile=False) for model in accelerator._models],
@@ -128,7 +126,7 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
     if automatic:
         output_dir = Path(accelerator.project_dir, "checkpoints", f"{_NAME}{accelerator.save_iteration}")
     path = Path(output_dir).expanduser()
-    if automatic and _of_first(accelerator, lambda: path.exists() and (is_sound(str(path)) or not is_ours(path))):
+    if automatic and of_first(accelerator, lambda: path.exists() and (is_sound(str(path)) or not is_ours(path))):
         raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to a number that is free")
 
     def rotate() -> None:
@@ -169,7 +167,7 @@ def _load_state(_: Any, theirs: Any, accelerator: Any, input_dir: Any = None, *a
     automatic = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
     if automatic:
         folder = Path(accelerator.project_dir, "checkpoints")
-        input_dir = _of_first(accelerator, lambda: newest_that_verifies(reversed(_automatic(folder))))
+        input_dir = of_first(accelerator, lambda: newest_that_verifies(reversed(_automatic(folder))))
     path = None if input_dir is None else str(Path(input_dir).expanduser())
     if path is not None and is_ours(path):
         _load(accelerator, path)

@@ -18,8 +18,8 @@ __all__ = ["Plugin"]
 class Plugin(BasePlugin):  # type: ignore[misc]
     """Installs the door of transformers' Trainer (:func:`fastckpt.integrations.transformers.install`).
 
-    With ``auto_resume_from_checkpoints`` a run goes on from the newest checkpoint that verifies; without the plugin
-    Axolotl takes the directory with the highest number, whatever is in it.
+    With ``auto_resume_from_checkpoints``, a run resumes from the newest checkpoint that verifies. Without the plugin,
+    Axolotl takes the directory with the highest number, even if it is damaged or empty.
     """
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:

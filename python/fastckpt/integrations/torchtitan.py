@@ -33,8 +33,8 @@ _MARK, _MODEL_ONLY, _HUGGING_FACE = "torchtitan", "model_only", "hugging_face"
 class FastckptManager(CheckpointManager):  # type: ignore[misc]
     """A checkpoint manager of torchtitan, which keeps its checkpoints by a :class:`fastckpt.Manager`.
 
-    The fields of its ``Config`` are those of torchtitan's own manager and mean the same, but for ``async_mode``, and
-    one more:
+    Its ``Config`` has the fields of torchtitan's own manager, with the same meaning. ``async_mode`` differs, and
+    ``hugging_face`` is new:
 
     - ``async_mode``: ``"async"``, the default, goes on once the state was copied; ``"async_with_pinned_mem"`` at once,
       and the next optimizer's step waits for the copy; ``"disabled"`` waits until the checkpoint is durable.
@@ -101,7 +101,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
             return False
         self.maybe_wait_for_saving()
         model_only = last_step and self.last_save_model_only
-        hugging_face = self.last_save_in_hf if model_only and self.last_save_in_hf else self._adapts
+        hugging_face = (model_only and self.last_save_in_hf) or self._adapts
         state = self._state([MODEL] if model_only else self._parts(), hugging_face=hugging_face, exports=model_only)
         if DATALOADER in state:
             state[DATALOADER] = {key: state[DATALOADER][key] for key in self._loader_keys if key in state[DATALOADER]}

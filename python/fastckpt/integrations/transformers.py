@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from accelerate.utils import broadcast_object_list
 from transformers import trainer as _trainer
 from transformers import trainer_utils as _utils
 from transformers.trainer_callback import ExportableState
@@ -25,6 +24,7 @@ from fastckpt._installed import Installation, Installed
 
 from ._directory import LOG, is_ours, newest_first, newest_that_verifies
 from ._trainer_saves import SAVING, begin, model_of, run_of, stop, training_of, unwrapped
+from .accelerate import of_first
 
 __all__ = ["install"]
 
@@ -53,17 +53,14 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
 
     Raises:
         TypeError: ``io`` is neither.
-        ValueError: there is no such engine.
+        ValueError: ``io`` names an unknown engine.
 
     Example:
         >>> import fastckpt
         >>> with fastckpt.integrations.transformers.install(io=fastckpt.IO(bandwidth_limit="1GB/s")):
         ...     pass  # trainer.train(resume_from_checkpoint=True)
     """
-    options = {"io": check_io("install", io), "background": background}
-    for owner, name, ours in _OURS:
-        _installed.replace(owner, name, ours)
-    return _installed.begin(options)
+    return _installed.begin({"io": check_io("install", io), "background": background}, _OURS)
 
 
 def _candidates(directory: str) -> list[str]:
@@ -73,9 +70,10 @@ def _candidates(directory: str) -> list[str]:
 
 def newest_of(trainer: Any) -> str | None:
     """The newest checkpoint of a Trainer that verifies; all ranks call it."""
-    found = [newest_that_verifies(_candidates(trainer.args.output_dir)) if trainer.is_world_process_zero() else None]
-    newest: list[str | None] = broadcast_object_list(found)
-    return newest[0]
+    newest: str | None = of_first(
+        trainer.accelerator, lambda: newest_that_verifies(_candidates(trainer.args.output_dir))
+    )
+    return newest
 
 
 def _asks_for_newest(trainer: Any, given: Any) -> bool:

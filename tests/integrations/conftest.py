@@ -1,0 +1,13 @@
+"""What the tests of doors share."""
+
+from __future__ import annotations
+
+import pytest
+import trainer_kills
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """Makes groups of processes that have imported transformers and accelerate."""
+    with trainer_kills.forge() as forge:
+        yield forge

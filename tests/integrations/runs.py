@@ -1,0 +1,57 @@
+"""Runs of a training program: how one begins, how a test plays it, and what two equal ones have in common."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+
+
+def begin(folder):
+    """Be a process of torchrun in a folder, whose log keeps what fastckpt says; return the folder."""
+    folder = Path(folder)
+    os.environ.update(LOCAL_WORLD_SIZE=os.environ["WORLD_SIZE"], TORCHELASTIC_RUN_ID="door")
+    torch.set_num_threads(1)
+    logging.getLogger("fastckpt").addHandler(logging.FileHandler(folder / "log.txt"))
+    return folder
+
+
+def digest(model):
+    """A digest of the weights, and whether ranks have parts of them."""
+    weights, spread = hashlib.sha256(), False
+    for name, value in sorted(model.state_dict().items()):
+        spread |= hasattr(value, "full_tensor")
+        whole = value.full_tensor() if spread else value
+        weights.update(name.encode() + whole.detach().numpy().tobytes())
+    return weights.hexdigest(), spread
+
+
+def play(program, libraries, folder, strike=None, *, ranks=1, **arguments):
+    """Run a program in a folder on so many ranks, and say how it ended on each."""
+    folder.mkdir(exist_ok=True)
+    with libraries.group(ranks, backend="") as group:
+        group.start(program, str(folder), strike, **arguments)
+        return group.outcomes(120)
+
+
+def ended(outcomes):
+    """What it returned on the first rank, where it ended well on all."""
+    assert all(one.kind == "returned" for one in outcomes), outcomes
+    return outcomes[0].value
+
+
+def undisturbed(program, libraries, make_folder):
+    """A function of a program's arguments: what it returns where nothing disturbs it; each run is made once."""
+    known = {}
+
+    def run(*, ranks=1, **arguments):
+        key = json.dumps([ranks, arguments], sort_keys=True)
+        if key not in known:
+            known[key] = ended(play(program, libraries, make_folder("undisturbed"), ranks=ranks, **arguments))
+        return known[key]
+
+    return run
