@@ -220,6 +220,21 @@ def test_parent_that_cannot_be_made_or_synced(children, parent, tmp_path, call):
     assert not path.exists()
 
 
+@pytest.mark.parametrize("error", [errno.ENOENT, errno.ESTALE])
+def test_a_workspace_that_another_machine_sweeps_as_it_is_made_is_made_again(children, parent, tmp_path, error):
+    """Mutant: only a directory that is already there is made under another name."""
+    child = children.start("save_held", path=str(parent / "step"), index=1, nbytes=SMALL, env={"FASTCKPT_TOP": "0"})
+    child.next()
+    fault = strace.injection("mkdirat", f"error={errno.errorcode[error]}", 1)
+    with strace.attached(child.pid, tmp_path / "log", "mkdirat", fault) as trace:
+        child.go()
+        end = child.outcome()
+        assert not isinstance(end, zygote.Raised), end
+        assert [call.injected for call in trace.calls()] == [True, False]
+    assert whole(parent / "step", SMALL) == 1
+    assert manifest.listing(parent) == ["step"]
+
+
 # --- kills ---------------------------------------------------------------------------------------------------------
 
 

@@ -72,7 +72,9 @@ impl Workspace {
             turn += 1;
             let temporary = workspace_name(&name);
             match fs::mkdirat(&parent, &temporary, Mode::from_raw_mode(0o777)) {
-                Err(Errno::EXIST) if turn < TURNS => continue,
+                // A FUSE daemon and an NFS server look at what they have just made, and a sweep of another machine may
+                // have removed it by then.
+                Err(Errno::EXIST | Errno::NOENT | Errno::STALE) if turn < TURNS => continue,
                 other => other.map_err(failed)?,
             }
             match furnish(parent.as_fd(), &temporary, old.as_ref()) {
