@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 PEERS = tuple(name for name in registry() if bars.is_peer(name))
-CHECKED = ("auto", "uring", "threads", "slabs", "zero-copy", "mmap-only")
+CHECKED = ("auto", "uring", "threads", "slabs", "zero-copy", "mmap-only", "torch-file")
 # A short run is a noisy one; it is also cheap.
 SMALL_ROUNDS = 5
 

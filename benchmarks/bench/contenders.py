@@ -130,6 +130,28 @@ class Torch(Contender):
         return self.torch.load(path / "state.pt", weights_only=True)
 
 
+class TorchFile(Torch):
+    """``torch.save`` and ``torch.load`` with the file objects of fastckpt: torch's format, and fastckpt's checksum."""
+
+    title = "torch.save, fastckpt.open_write"
+
+    def __init__(self) -> None:
+        super().__init__()
+        from fastckpt.integrations import torch as door
+
+        self.door = door
+
+    def save(self, state: Any, path: Path) -> Notes:
+        path.mkdir()
+        with self.door.install():
+            self.torch.save(state, path / "state.pt")
+        return {}
+
+    def load(self, path: Path) -> Any:
+        with self.door.install():
+            return super().load(path)
+
+
 class Safetensors(Contender):
     """``safetensors.torch.save_file`` and ``load_file``."""
 
@@ -311,6 +333,7 @@ def registry() -> dict[str, type[Contender]]:
         "savez": Savez,
         "safetensors.numpy": SafetensorsNumpy,
         "fastckpt": Fastckpt,
+        "fastckpt.torch": TorchFile,
     }
 
 
@@ -333,6 +356,7 @@ VARIANTS = {
     "mmap-only": Spec(
         "fastckpt:mmap-only", {"mmap": True, "verify": False}, title="fastckpt, IO(mmap=True, verify=False)"
     ),
+    "torch-file": Spec("fastckpt.torch"),
 }
 
 # Another build of fastckpt, beside the one that is installed; its ``site`` is still to be filled in.

@@ -44,6 +44,8 @@ if TYPE_CHECKING:
     from fastckpt import types as types
     from fastckpt import when as when
     from fastckpt._api.copy import copy as copy
+    from fastckpt._api.single_file import open_read as open_read
+    from fastckpt._api.single_file import open_write as open_write
     from fastckpt._background.save_async import save_async
     from fastckpt._manager.manager import Manager
 
@@ -77,6 +79,8 @@ logging.getLogger("fastckpt").addHandler(LastWord())
 #: Imported on first use: what few programs need, and what imports torch.
 _LATER = {
     "copy": "_api.copy",
+    "open_read": "_api.single_file",
+    "open_write": "_api.single_file",
     "save_async": "_background.save_async",
     "Manager": "_manager.manager",
 }
@@ -97,7 +101,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> Sequence[str]:
     """The public names: for completion."""
-    return sorted([*__all__, *_MODULES, "copy", "list", "open"])
+    return sorted([*__all__, *_MODULES, "copy", "list", "open", "open_read", "open_write"])
 
 
 def _warn_of_debug_build() -> None:

@@ -48,6 +48,7 @@ __all__ = [
     "Replicas",
     "SaveOptions",
     "Share",
+    "SingleFile",
     "Snapshot",
     "Spread",
     "StoredShard",
@@ -94,6 +95,7 @@ RankSave = for_linux("RankSave")
 Replicas = for_linux("Replicas")
 SaveOptions = for_linux("SaveOptions")
 Share = for_linux("Share")
+SingleFile = for_linux("SingleFile")
 Snapshot = for_linux("Snapshot")
 Spread = for_linux("Spread")
 check_target = for_linux("check_target")

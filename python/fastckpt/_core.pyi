@@ -275,6 +275,25 @@ class Gathering:
     def give_up(self) -> None:
         """Remove the gathered files."""
 
+@final
+class SingleFile:
+    """A file that will appear at ``path`` whole and durable. ValueError after ``publish`` or ``discard``.
+
+    With ``direct``, writes bypass the page cache where the file system allows that.
+    """
+
+    def __new__(cls, path: str, direct: bool) -> SingleFile: ...
+    def is_direct(self) -> bool:
+        """Whether they do."""
+    def reserve(self, start: int, end: int) -> None:
+        """Allocate these bytes, so that threads write them at once."""
+    def write(self, offset: int, address: int, nbytes: int) -> int:
+        """As :meth:`Gathering.write`."""
+    def publish(self, nbytes: int, crc: int) -> bool:
+        """Give the file its path: its first bytes, which have this CRC-64. Return whether that is kept with it."""
+    def discard(self) -> None:
+        """Remove it."""
+
 def leftovers(directory: str) -> list[Leftover]:
     """The entries of ``directory`` under temporary names."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from fastckpt._api.checkpoint import Checkpoint, Composed, Origin, TensorHandle
 from fastckpt._api.manage import Leftover, ListedCheckpoint
 from fastckpt._api.reports import CopyReport, Damage, LoadReport, SaveReport, VerifyReport
+from fastckpt._api.single_file import WritableFile
 from fastckpt._api.tensor_info import TensorInfo
 from fastckpt._background.pending import PendingSave, SaveProgress
 from fastckpt._manager.checkpoints import ManagedCheckpoint
@@ -27,6 +28,7 @@ __all__ = [
     "TensorHandle",
     "TensorInfo",
     "VerifyReport",
+    "WritableFile",
 ]
 
 

@@ -316,6 +316,14 @@ def save_now(channel: Channel, *, path: str, index: int, nbytes: int, **options:
     fastckpt.save(numbered(index, nbytes), path, **grouped(options))
 
 
+def write_file(channel: Channel, *, path: str, fill: int, nbytes: int, io: str = "auto") -> None:
+    """Wait for the word, then write a file of ``nbytes`` bytes ``fill`` by ``fastckpt.open_write``."""
+    channel.send({"report": "ready"})
+    channel.receive()
+    with fastckpt.open_write(path, io=io) as file:
+        file.write(bytes([fill]) * nbytes)
+
+
 def save_repeatedly(channel: Channel, *, path: str, count: int, nbytes: int, **options: Any) -> None:
     """Save the states from 1 to ``count`` to one path."""
     for index in range(1, count + 1):

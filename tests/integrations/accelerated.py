@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import runs
 import torch
@@ -15,6 +16,7 @@ from torch import nn
 
 import fastckpt
 from fastckpt.integrations import accelerate as door
+from harness.rot import rot
 
 STEPS, ROWS, BATCH = 40, 64, 4
 SCHEDULES = {
@@ -132,10 +134,110 @@ def train(
     return began, found, sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
-def refused(folder):
+class Values:
+    """A registered object with any state."""
+
+    def __init__(self, state):
+        self.state = state
+
+    def state_dict(self):
+        return self.state
+
+    def load_state_dict(self, state):
+        self.state = state
+
+
+def made(folder, *registered):
+    """An accelerator with automatic names, and what it has prepared."""
+    accelerator = Accelerator(
+        cpu=True, project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
+    )
+    model = accelerator.unwrap_model(accelerator.prepare(nn.Linear(4, 3)))
+    accelerator.register_for_checkpointing(*registered)
+    return accelerator, model
+
+
+def own_values(folder):
+    """Save and load a registered object that differs by process. Returns what each process gets."""
+    door.install()
+    accelerator, _ = made(folder, values := Values(None))
+    rank = accelerator.process_index
+    values.state = {"seen": {f"row-{rank}": rank}, "losses": [0.5] * (rank + 1), "mean": torch.ones(rank + 2)}
+    accelerator.save_state()
+    values.state = None
+    accelerator.load_state()
+    return {**values.state, "mean": values.state["mean"].tolist()}
+
+
+def damaged(folder):
+    """Load where each checkpoint is damaged. Returns the error."""
+    with door.install(background=False):
+        accelerator, _ = made(folder)
+        for number in range(2):
+            accelerator.save_state()
+            path = Path(folder, "checkpoints", f"checkpoint_{number}", "model.safetensors")
+            rot(path, path.stat().st_size - 1)
+        try:
+            accelerator.load_state()
+        except fastckpt.CorruptCheckpointError as error:
+            return str(error)
+
+
+def loaded_otherwise(folder):
+    """Load with a hook, into another dtype, and with parameters that the checkpoint lacks. Returns what came of it."""
+    path, seen = str(Path(folder, "c")), []
+    with door.install(background=False):
+        accelerator, model = made(folder)
+        accelerator.project_configuration.automatic_checkpoint_naming = False
+        accelerator.save_state(path)
+        weight = model.weight.detach().clone()
+        model.to(torch.float64)
+        nn.init.zeros_(model.weight)
+        hook = accelerator.register_load_state_pre_hook(lambda models, where: seen.append((len(models), where)))
+        accelerator.load_state(path)
+        seen.append(torch.equal(model.weight, weight.double()))
+        hook.remove()
+        accelerator.register_load_state_pre_hook(lambda models, _: models.clear())
+        nn.init.zeros_(model.weight)
+        accelerator.load_state(path)
+        seen.append(model.weight.any().item())
+        accelerator._load_model_state_pre_hook.clear()
+        model.extra = nn.Parameter(torch.ones(2))
+        for strict in (True, False):
+            try:
+                accelerator.load_state(path, strict=strict)
+                seen.append(torch.equal(model.weight, weight.double()))
+            except fastckpt.StructureMismatchError:  # noqa: PERF203
+                seen.append("differs")
+    return path, seen
+
+
+def at_the_end(folder):
+    """End training after a save in the background that fails. Returns what was raised, and whether trackers ended."""
+    with door.install():
+        accelerator, _ = made(folder)
+        ended = []
+        accelerator.trackers = [SimpleNamespace(finish=lambda: ended.append(True))]
+        accelerator.save_state()
+        door._last_saves[accelerator]._save[0].result()
+        door._last_saves[accelerator].begin(Failing(), None)
+        try:
+            accelerator.end_training()
+        except OSError as error:
+            return str(error), ended
+
+
+class Failing:
+    """A save in the background that fails."""
+
+    def result(self):
+        raise OSError("the disk is gone")
+
+
+def refused(folder, *, background=False):
     """Save into directories that are in use: a named one, and one whose number is next. Returns the errors."""
     folder = Path(folder)
-    door.install(background=False)
+    door.install(background=background)
     naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True)
     named, numbered = Accelerator(cpu=True), Accelerator(cpu=True, project_config=naming)
     errors = []
@@ -148,4 +250,5 @@ def refused(folder):
         except (OSError, ValueError) as error:
             errors.append(str(error))
     named.save_state(str(folder / "free"))
+    named.end_training()
     return errors

@@ -10,6 +10,7 @@ import runs
 from runs import ended
 
 import fastckpt
+from harness.rot import rot
 
 play = partial(runs.play, accelerated.train)
 
@@ -59,10 +60,10 @@ def test_another_number_of_processes_goes_on(libraries, tmp_path, before, after)
 def test_the_newest_that_verifies_is_taken_and_the_damaged_one_replaced(libraries, undisturbed, tmp_path):
     killed(libraries, tmp_path, 22)
     path = tmp_path / "checkpoints" / "checkpoint_3"
-    (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-1])
+    rot(path / "model.safetensors", (path / "model.safetensors").stat().st_size - 1)
     began, *found = ended(play(libraries, tmp_path, limit=None))
     assert (began, found[0]) == (15, undisturbed()[1])
-    assert "checkpoint_3 is damaged" in (tmp_path / "log.txt").read_text()
+    assert "checkpoint_3 cannot be loaded and is skipped" in (tmp_path / "log.txt").read_text()
     assert fastckpt.verify(path).ok
 
 
@@ -96,9 +97,36 @@ def test_checkpoints_of_accelerate_are_taken_and_stay_until_newer_ones_are_there
     assert left == [*(f"checkpoint_{number}" for number in (5, 6, 7)), "checkpoint_best"]
 
 
-def test_a_directory_in_use_is_left_alone(libraries, tmp_path):
-    with libraries.group(1, backend="") as group:
-        ((named, numbered),) = group.run(accelerated.refused, str(tmp_path), timeout=120)
+def once(libraries, function, folder, ranks=1, **options):
+    """What a function returns on each rank."""
+    with libraries.group(ranks, backend="gloo" if ranks > 1 else "") as group:
+        return group.run(function, str(folder), timeout=120, **options)
+
+
+def test_what_is_registered_may_differ_by_process(libraries, tmp_path):
+    """As with accelerate, the main process's state is saved, and comes back on all."""
+    wanted = {"seen": {"row-0": 0}, "losses": [0.5], "mean": [1.0, 1.0]}
+    assert once(libraries, accelerated.own_values, tmp_path, 2) == [wanted, wanted]
+
+
+def test_nothing_is_loaded_where_all_are_damaged(libraries, tmp_path):
+    """Mutant: accelerate loads the newest, which it does not know to be damaged."""
+    (error,) = once(libraries, accelerated.damaged, tmp_path)
+    assert "checkpoint_0" in error
+
+
+def test_hooks_dtypes_and_strict(libraries, tmp_path):
+    ((path, seen),) = once(libraries, accelerated.loaded_otherwise, tmp_path)
+    assert seen == [(1, path), True, False, "differs", True]
+
+
+def test_training_ends_although_the_last_save_failed(libraries, tmp_path):
+    assert once(libraries, accelerated.at_the_end, tmp_path) == [("the disk is gone", [True])]
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_directory_in_use_is_left_alone(libraries, tmp_path, background):
+    ((named, numbered),) = once(libraries, accelerated.refused, tmp_path, background=background)
     assert "logs" in named
     assert "checkpoint_0 exists: set project_configuration.iteration" in numbered
     for name in ("used", "checkpoints/checkpoint_0"):

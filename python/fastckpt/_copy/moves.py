@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 from collections import deque
 from concurrent.futures import FIRST_EXCEPTION, CancelledError, ThreadPoolExecutor, wait
+from contextlib import suppress
 from threading import Lock
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -25,10 +26,21 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 
+#: Bytes of a huge page.
+_HUGE = 2 << 20
+
 
 def memory_of(nbytes: int) -> Bytes:
-    """New memory that begins at a page."""
-    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
+    """New memory that begins at a page, a huge one if it is as large: a device takes those in few stretches."""
+    if nbytes < _HUGE or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8)
+    # Python's default is shared memory, which has none of them.
+    mapped = mmap.mmap(-1, nbytes + _HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # a kernel without them
+        mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapped, np.uint8)
+    begin = -memory.ctypes.data % _HUGE
+    return memory[begin : begin + nbytes]
 
 
 class UnreadableError(Exception):

@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from accelerate import accelerator as _accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import DistributedType, gather_object, recursively_apply
 
 import fastckpt
-from fastckpt import distributed
+from fastckpt import _core, distributed
 from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 
-from ._directory import LOG, is_ours, is_sound, keep, newest_that_verifies
+from ._directory import LOG, first_that_loads, is_ours, is_sound, keep
 from ._last_save import LastSave
+from ._processes import of_first
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Collection
 
 __all__ = ["install"]
 
@@ -33,13 +34,17 @@ _last_saves: WeakKeyDictionary[Any, LastSave] = WeakKeyDictionary()
 _LEFT = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 #: How a directory is named automatically, before its number.
 _NAME = "checkpoint_"
+#: The key of registered objects in the state, and the member of metadata that has ``accelerator.step``.
+_REGISTERED, _STEP = "registered", "accelerate.step"
 
 
 def install(*, io: Any = "auto", background: bool = True) -> Installation:
     """Have ``Accelerator.save_state`` and ``load_state`` of this program go through fastckpt.
 
     What accelerate saves is saved: models, optimizers, schedules, the gradient scaler, registered objects, and of each
-    process its random states and stateful loaders. Processes save together. With ``automatic_checkpoint_naming``,
+    process its random states and stateful loaders. Processes save together, so each of them has to call; of schedules,
+    the scaler and registered objects, the main process's are saved. Classes in the state of a registered object come
+    back as such if they are declared (:func:`fastckpt.register_type`). With ``automatic_checkpoint_naming``,
     ``load_state()`` takes the newest checkpoint that verifies, ``save_state`` counts on from it, and ``total_limit``
     removes old ones after the new one is durable. With DeepSpeed, Megatron-LM, XLA, FSDP1, hooks for saving, and
     ``save_on_each_node``, accelerate saves itself, and a warning says so.
@@ -65,26 +70,30 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
     return _installed.begin({"io": check_io("install", io), "background": background}, ours)
 
 
+def _other_engine(accelerator: Any) -> str | None:
+    """What holds the state in a form of its own, which accelerate itself has to save and load; or None."""
+    kind = accelerator.distributed_type
+    if kind in _LEFT:
+        return str(kind)
+    return "FSDP1" if kind == DistributedType.FSDP and not accelerator.is_fsdp2 else None
+
+
 def _left_to_accelerate(accelerator: Any) -> str | None:
     """Why accelerate saves this state itself, or None."""
-    kind = accelerator.distributed_type
-    reasons = {
-        str(kind): kind in _LEFT,
-        "FSDP1": kind == DistributedType.FSDP and not accelerator.is_fsdp2,
-        "hooks for saving": bool(accelerator._save_model_state_pre_hook),
-        "save_on_each_node": accelerator.project_configuration.save_on_each_node,
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
-
-
-def of_first(accelerator: Any, find: Callable[[], Any]) -> Any:
-    """What ``find`` returns on the first process; all processes call it."""
-    found: list[Any] = broadcast_object_list([find() if accelerator.is_main_process else None])
-    return found[0]
+    if accelerator._save_model_state_pre_hook:
+        return "hooks for saving"
+    if accelerator.project_configuration.save_on_each_node:
+        return "save_on_each_node"
+    return _other_engine(accelerator)
 
 
 def _number(path: str) -> int:
     return int(Path(path).name.removeprefix(_NAME))
+
+
+def _folder(accelerator: Any) -> Path:
+    """Where the checkpoints lie that are named automatically."""
+    return Path(accelerator.project_dir, "checkpoints")
 
 
 def _automatic(folder: Path) -> list[str]:
@@ -93,21 +102,49 @@ def _automatic(folder: Path) -> list[str]:
     return sorted(map(str, named), key=_number)
 
 
-def _state(accelerator: Any) -> dict[str, Any]:
-    """The state to save or to load into. Its keys are numbered as accelerate numbers its files."""
+def _state(accelerator: Any, models: Collection[Any]) -> dict[str, Any]:
+    """The state to save or to load into, with these of its models. Keys are numbered as accelerate's files are."""
     unwrap, scaler = accelerator.unwrap_model, accelerator.scaler
     kinds = {
-        "model": [unwrap(model, keep_torch_compile=False) for model in accelerator._models],
+        "model": [
+            unwrap(model, keep_torch_compile=False) if any(model is one for one in models) else None
+            for model in accelerator._models
+        ],
         "optimizer": [getattr(one, "optimizer", one) for one in accelerator._optimizers],
         "scheduler": [getattr(one, "scheduler", one) for one in accelerator._schedulers],
         "scaler": [] if scaler is None else [scaler],
-        "registered": accelerator._custom_objects,
+        _REGISTERED: accelerator._custom_objects,
     }
     return {
         kind if number == 0 else f"{kind}_{number}": value
         for kind, values in kinds.items()
         for number, value in enumerate(values)
+        if value is not None
     }
+
+
+def _own_part(accelerator: Any) -> dict[str, Any]:
+    """The state that this process saves: accelerate has the main process alone save what is not spread."""
+    state = _state(accelerator, accelerator._models)
+    if accelerator.is_main_process:
+        return state
+    return {
+        key: value
+        for key, value in state.items()
+        if key.startswith(("model", "optimizer")) or _is_spread(value.state_dict())
+    }
+
+
+def _is_spread(state: Any) -> bool:
+    """Whether tensors in a state are parts of ones that lie on several processes."""
+    found = []
+
+    def look(tensor: Any) -> Any:
+        found.append(hasattr(tensor, "device_mesh"))
+        return tensor
+
+    recursively_apply(look, state)
+    return any(found)
 
 
 def _stateful(accelerator: Any) -> list[Any]:
@@ -116,30 +153,34 @@ def _stateful(accelerator: Any) -> list[Any]:
 
 
 def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = None, *args: Any, **more: Any) -> Any:
+    _finish(accelerator)
     reason = _left_to_accelerate(accelerator)
     if reason is not None:
         LOG.warning("fastckpt: with %s, accelerate saves as it does without fastckpt", reason)
         return theirs(accelerator, output_dir, *args, **more)
-    _finish(accelerator)
     naming, first = accelerator.project_configuration, accelerator.is_main_process
     automatic, limit = naming.automatic_checkpoint_naming, naming.total_limit
     if automatic:
-        output_dir = Path(accelerator.project_dir, "checkpoints", f"{_NAME}{accelerator.save_iteration}")
-    path = Path(output_dir).expanduser()
-    if automatic and of_first(accelerator, lambda: path.exists() and (is_sound(str(path)) or not is_ours(path))):
-        raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to a number that is free")
+        path = _folder(accelerator) / f"{_NAME}{accelerator.save_iteration}"
+        if of_first(accelerator, lambda: path.exists() and (is_sound(str(path)) or not is_ours(path))):
+            raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to a number that is free")
+    else:
+        path = Path(output_dir).expanduser()
+    if first:
+        # The save itself is in the background, and a program may end without asking how it went.
+        _core.check_target(str(path.absolute()), True)
 
     def rotate() -> None:
         if first and automatic:
             keep(limit, {str(path)}, _automatic(path.parent))
 
     pending = distributed.save_async(
-        _state(accelerator),
+        _own_part(accelerator),
         path,
         ranks=distributed.Ranks(on_difference="warn"),
+        metadata={_STEP: accelerator.step},
         per_rank={
             "random": fastckpt.randomness(),
-            "step": accelerator.step,
             "loaders": [one.state_dict() for one in _stateful(accelerator)],
         },
         files=fastckpt.Files(model_key="model") if accelerator._models else None,
@@ -158,42 +199,79 @@ def _finish(accelerator: Any) -> None:
 
 
 def _end_training(_: Any, theirs: Any, accelerator: Any) -> None:
+    try:
+        _finish(accelerator)
+    finally:
+        theirs(accelerator)
+
+
+def _load_state(
+    options: Any,
+    theirs: Any,
+    accelerator: Any,
+    input_dir: Any = None,
+    load_kwargs: Any = None,
+    **more: Any,
+) -> None:
     _finish(accelerator)
-    theirs(accelerator)
+
+    def load(path: str) -> str:
+        if is_ours(path):
+            _load(accelerator, path, strict=more.get("strict", True), io=options["io"])
+        else:
+            theirs(accelerator, path, load_kwargs, **more)
+        return path
+
+    if input_dir is not None:
+        load(str(Path(input_dir).expanduser()))
+        return
+    automatic = accelerator.project_configuration.automatic_checkpoint_naming
+    paths = of_first(accelerator, lambda: _automatic(_folder(accelerator))[::-1]) if automatic else []
+    if not paths:
+        theirs(accelerator, None, load_kwargs, **more)
+        return
+    taken = first_that_loads(paths, load, lambda said: gather_object([said]), leads=accelerator.is_main_process)
+    accelerator.project_configuration.iteration = _number(taken) + 1
 
 
-def _load_state(_: Any, theirs: Any, accelerator: Any, input_dir: Any = None, *args: Any, **more: Any) -> None:
-    _finish(accelerator)
-    automatic = input_dir is None and accelerator.project_configuration.automatic_checkpoint_naming
-    if automatic:
-        folder = Path(accelerator.project_dir, "checkpoints")
-        input_dir = of_first(accelerator, lambda: newest_that_verifies(reversed(_automatic(folder))))
-    path = None if input_dir is None else str(Path(input_dir).expanduser())
-    if path is not None and is_ours(path):
-        _load(accelerator, path)
-    else:
-        theirs(accelerator, input_dir, *args, **more)
-    if automatic and path is not None:
-        accelerator.project_configuration.iteration = _number(path) + 1
-
-
-def _load(accelerator: Any, path: str) -> None:
-    state = _state(accelerator)
+def _load(accelerator: Any, path: str, *, strict: bool, io: Any) -> None:
+    engine = _other_engine(accelerator)
+    if engine is not None:
+        raise RuntimeError(
+            f"load_state: {path} is a checkpoint of fastckpt, and with {engine} accelerate has to load itself: nothing "
+            "was loaded"
+        )
+    models = [*accelerator._models]
+    for hook in accelerator._load_model_state_pre_hook.values():
+        hook(models, path)  # it takes out the models that it loads itself
+    state = _state(accelerator, models)
     with fastckpt.open(path) as checkpoint:
-        saved = [key for key in checkpoint.structure if key.startswith("registered")]
+        saved = [key for key in checkpoint.structure if key.startswith(_REGISTERED)]
+        step = (checkpoint.metadata or {}).get(_STEP)
+    if step is None:
+        raise RuntimeError(f"load_state: {path} was not saved by save_state: use fastckpt.load")
     if len(saved) != len(accelerator._custom_objects):
         raise RuntimeError(
             f"load_state: {path} has {len(saved)} registered objects, and {len(accelerator._custom_objects)} are "
             "registered (register_for_checkpointing): nothing was loaded"
         )
-    distributed.load(path, into=state, keys=[*state])
+    # torch's own loads of a model cast, too.
+    dtypes = {
+        f"{key}.{name}": tensor.dtype
+        for key, module in state.items()
+        if key.startswith("model")
+        for name, tensor in module.state_dict().items()
+        if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
+    }
+    distributed.load(
+        path, into=state, keys=[*state], strict=strict, dtype=lambda tensor: dtypes.get(tensor.name), io=io
+    )
+    accelerator.step = step
     try:
         own = distributed.load_per_rank(path)
     except ValueError as error:
         LOG.warning("fastckpt: random states and loaders of processes are not restored: %s", error)
-        accelerator.step = distributed.load_per_rank(path, rank=0)["step"]
         return
-    accelerator.step = own["step"]
     for loader, loaded in zip(_stateful(accelerator), own["loaders"], strict=False):
         loader.load_state_dict(loaded)
     fastckpt.randomness().load_state_dict(own["random"])

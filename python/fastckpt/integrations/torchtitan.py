@@ -18,11 +18,10 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager
 import fastckpt
 from fastckpt import distributed
 from fastckpt._files import TORCH_METADATA
-from fastckpt._manager.restore import is_damage
 from fastckpt._paths import is_url
-from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError, RanksError
+from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
-from ._directory import LOG, holds_remains, is_ours, move_aside, sweep
+from ._directory import LOG, first_that_loads, holds_remains, is_ours, move_aside, sweep
 
 __all__ = ["FastckptManager"]
 
@@ -141,17 +140,14 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
     def _load(self, step: int = -1) -> bool:
         candidates = self._ranks.first("load", partial(self._candidates, step))
-        for candidate in candidates:
-            try:
-                return self._load_one(*candidate)
-            except (CheckpointError, OSError) as error:  # noqa: PERF203 - a load takes longer
-                # A rank that is well hears of another's failure by a RanksError.
-                goes_on = self._ranks.each(isinstance(error, RanksError) or is_damage(error))
-                if candidate is candidates[-1] or not all(goes_on):
-                    raise
-                if self._ranks.leads:
-                    path = self._manager.path(candidate[0])
-                    LOG.warning("fastckpt: %s cannot be loaded and is skipped: %s", path, error)
+        if candidates:
+            return first_that_loads(
+                candidates,
+                lambda candidate: self._load_one(*candidate),
+                self._ranks.each,
+                leads=self._ranks.leads,
+                path_of=lambda candidate: self._manager.path(candidate[0]),
+            )
         return self._load_theirs(step)
 
     def _load_theirs(self, step: int) -> bool:

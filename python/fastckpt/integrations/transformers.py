@@ -23,8 +23,8 @@ from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 
 from ._directory import LOG, is_ours, newest_first, newest_that_verifies
+from ._processes import of_first
 from ._trainer_saves import SAVING, begin, model_of, run_of, stop, training_of, unwrapped
-from .accelerate import of_first
 
 __all__ = ["install"]
 

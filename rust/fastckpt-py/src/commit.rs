@@ -58,7 +58,7 @@ struct Leftover {
 }
 
 /// Runs `call` without the GIL and maps its error.
-fn detached<T: Send>(
+pub(crate) fn detached<T: Send>(
     py: Python<'_>,
     call: impl FnOnce() -> fastckpt_core::error::Result<T> + Send,
 ) -> PyResult<T> {
@@ -73,8 +73,8 @@ struct Gathering(RwLock<Option<commit::Gathering>>);
 #[pyclass(frozen, module = "fastckpt._core")]
 struct Incoming(RwLock<Option<commit::Incoming>>);
 
-fn ended() -> PyErr {
-    PyValueError::new_err("this copy, or this file of it, has ended")
+pub(crate) fn ended() -> PyErr {
+    PyValueError::new_err("this copy, or this file, has ended")
 }
 
 impl Gathering {
@@ -94,7 +94,7 @@ impl Gathering {
 }
 
 /// What `cell` holds. From now on it holds nothing.
-fn taken<T: Send + Sync>(py: Python<'_>, cell: &RwLock<Option<T>>) -> PyResult<T> {
+pub(crate) fn taken<T: Send + Sync>(py: Python<'_>, cell: &RwLock<Option<T>>) -> PyResult<T> {
     py.detach(|| cell.write().unwrap_or_else(PoisonError::into_inner).take()).ok_or_else(ended)
 }
 

@@ -19,6 +19,7 @@ mod reader;
 mod report;
 mod save;
 mod share;
+mod single;
 mod snapshot;
 mod store;
 mod telemetry;
@@ -34,6 +35,7 @@ fn core(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add("PLAN", fastckpt_core::share::PLAN)?;
     save::register(module)?;
     commit::register(module)?;
+    single::register(module)?;
     probe::register(module)?;
     hashes::register(module)?;
     checksum::register(module)?;

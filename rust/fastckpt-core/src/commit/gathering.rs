@@ -4,7 +4,6 @@
 use std::ffi::{OsStr, OsString};
 use std::fs::File;
 use std::io;
-use std::ops::Range;
 use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -16,6 +15,7 @@ use rustix::rand::{GetRandomFlags, getrandom};
 
 use super::content::{TORCH_METADATA, files};
 use super::directory::{Id, TURNS, entries, id, id_of, open_child, refresh};
+use super::incoming::Incoming;
 use super::leftovers::sweep;
 use super::locks::{Reach, reach};
 use super::names::gathering_name;
@@ -25,8 +25,8 @@ use super::unfinished::{LOCK, throw_away};
 use super::workspace::Workspace;
 use crate::error::{Error, Result};
 use crate::format::groups::plain_name;
-use crate::format::{checksum, manifest};
-use crate::sys::file::{DataFile, Located, PAGE, open_regular};
+use crate::format::manifest;
+use crate::sys::file::{Located, open_regular};
 use crate::sys::fork::Note;
 use crate::sys::lock;
 use crate::sys::memory::Bytes;
@@ -51,14 +51,6 @@ pub struct Gathering {
     manifest: Vec<u8>,
     /// All processes that gather here share its lock.
     lock: (Note, File),
-}
-
-/// A file that is being copied.
-#[derive(Debug)]
-pub struct Incoming {
-    name: String,
-    file: DataFile,
-    nbytes: u64,
 }
 
 impl Gathering {
@@ -132,32 +124,19 @@ impl Gathering {
     /// Makes a new file of `nbytes` bytes, to be filled.
     pub fn begin(&self, nbytes: u64) -> Result<Incoming> {
         let name = part_name();
-        let path = self.path_of(&name);
-        let made = DataFile::create(self.directory.as_fd(), &name, nbytes, &mut || true)
-            .and_then(|()| DataFile::open_write(self.directory.as_fd(), &name, true));
-        let file = made.map_err(|error| {
+        Incoming::create(self.directory.as_fd(), &name, nbytes, true).map_err(|error| {
             self.unlink(&name);
-            Error::io("create", &path)(error)
-        })?;
-        Ok(Incoming { name, file, nbytes })
+            Error::io("create", &self.path_of(&name))(error)
+        })
     }
 
-    /// Writes `bytes` at `offset` and returns their CRC-64/NVME. Direct I/O writes the aligned part.
+    /// Writes `bytes` at `offset`, within the length of the file, and returns their CRC-64/NVME.
     pub fn write(&self, incoming: &Incoming, offset: u64, bytes: Bytes<'_>) -> Result<u64> {
-        let sum = checksum::of_memory(bytes);
         let fits = offset.checked_add(bytes.len() as u64).is_some_and(|end| end <= incoming.nbytes);
         if !fits {
             return Err(Error::Invalid(format!("copy: {} bytes do not fit at {offset}", bytes.len())));
         }
-        let page = PAGE as usize;
-        let aligned = offset.is_multiple_of(PAGE) && bytes.address().is_multiple_of(page);
-        let whole = if aligned { bytes.len() / page * page } else { 0 };
-        let part = |range: Range<usize>| bytes.part(range.start, range.len()).unwrap_or_default();
-        incoming
-            .put(offset, part(0..whole), true)
-            .and_then(|()| incoming.put(offset + whole as u64, part(whole..bytes.len()), false))
-            .map_err(Error::io("write", &self.path_of(&incoming.name)))?;
-        Ok(sum)
+        incoming.write(offset, bytes).map_err(Error::io("write", &self.path_of(&incoming.name)))
     }
 
     /// Makes a file that is filled durable, and gives it its name.
@@ -234,28 +213,6 @@ impl Gathering {
     }
 }
 
-impl Incoming {
-    fn put(&self, mut offset: u64, mut bytes: Bytes<'_>, direct: bool) -> io::Result<()> {
-        while !bytes.is_empty() {
-            // After a short write, the rest may not be aligned.
-            let direct = direct && self.file.is_direct() && offset.is_multiple_of(PAGE);
-            match self.file.write_at(direct, &[bytes], offset) {
-                Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(done) => {
-                    offset += done as u64;
-                    bytes = bytes.part(done, bytes.len() - done).unwrap_or_default();
-                }
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) if direct && error.raw_os_error() == Some(libc::EINVAL) => {
-                    self.file.refuse_direct();
-                }
-                Err(error) => return Err(error),
-            }
-        }
-        Ok(())
-    }
-}
-
 /// A new name for a file that is not whole, different from those of all other processes.
 fn part_name() -> String {
     static COUNT: AtomicU64 = AtomicU64::new(0);
@@ -321,6 +278,8 @@ mod tests {
     use crate::commit::clean::{leftovers, remove_leftover};
     use crate::commit::leftovers::State;
     use crate::commit::tests::{checkpoint, content, names};
+    use crate::format::checksum;
+    use crate::sys::file::PAGE;
 
     use super::*;
 

@@ -7,8 +7,8 @@
 //! the rename.
 //!
 //! The modules build on one another in this order: `locks`, `owner`, `names`, `directory`, `parents`, `content`;
-//! `recovery`, `leftovers` and `unfinished`; `target`; `workspace`, `carry`, `takeover`; `gathering`; and, for users,
-//! `clean`, `remove`, `list`.
+//! `recovery`, `leftovers` and `unfinished`; `target`; `workspace`, `carry`, `takeover`; `incoming`; `gathering`, `single`;
+//! and, for users, `clean`, `remove`, `list`.
 
 mod carry;
 mod clean;
@@ -16,6 +16,7 @@ mod content;
 mod directory;
 mod foreign;
 mod gathering;
+mod incoming;
 mod leftovers;
 mod list;
 mod locks;
@@ -24,6 +25,7 @@ mod owner;
 mod parents;
 mod recovery;
 mod remove;
+mod single;
 mod takeover;
 mod target;
 mod unfinished;
@@ -31,13 +33,15 @@ mod workspace;
 
 pub use self::clean::{Leftover, leftovers, remove_leftover};
 pub(crate) use self::directory::refresh;
-pub use self::gathering::{Gathering, Incoming};
+pub use self::gathering::Gathering;
+pub use self::incoming::Incoming;
 pub use self::leftovers::State;
 pub use self::list::{Listed, list};
 pub use self::locks::Reach;
 pub(crate) use self::locks::reach;
 pub use self::recovery::open_checkpoint;
 pub use self::remove::remove;
+pub use self::single::SingleFile;
 pub use self::takeover::{Displaced, Published};
 pub use self::target::check;
 pub use self::workspace::Workspace;

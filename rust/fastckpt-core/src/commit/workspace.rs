@@ -64,6 +64,18 @@ impl Workspace {
         let (parent_path, name) = split_target(target)?;
         let parent = open_or_make(&parent_path)?;
         let old = look(parent.as_fd(), &name, target, overwrite)?;
+        Self::begin((parent, parent_path), name, target, overwrite, old)
+    }
+
+    /// Sweeps leftovers of dead writers in `parent`, and creates the temporary directory there, for what will be called
+    /// `name`.
+    pub(super) fn begin(
+        (parent, parent_path): (OwnedFd, PathBuf),
+        name: OsString,
+        target: &Path,
+        overwrite: bool,
+        old: Option<Old>,
+    ) -> Result<Self> {
         sweep(parent.as_fd());
         sweep_finished(parent.as_fd());
         let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);

@@ -1,6 +1,7 @@
 //! Files of a checkpoint, opened relative to a directory, with and without the page cache.
 
 use std::io::{self, IoSliceMut};
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, IntoRawFd as _, OwnedFd};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -191,17 +192,22 @@ const STEP: u64 = 256 << 20;
 /// How often an allocation is retried after a signal interrupted it.
 const INTERRUPTIONS: usize = 8;
 
-/// Allocates `len` bytes for a new file, `step` by `step`, as long as `go_on` returns true.
-fn allocate(fd: BorrowedFd<'_>, len: u64, step: u64, go_on: &mut dyn FnMut() -> bool) -> io::Result<()> {
-    let (mut at, mut interrupted) = (0, 0);
-    while at < len {
-        let part = step.min(len - at);
+/// Allocates the bytes of `range` for a new file, `step` by `step`, as long as `go_on` returns true.
+fn allocate(
+    fd: BorrowedFd<'_>,
+    range: Range<u64>,
+    step: u64,
+    go_on: &mut dyn FnMut() -> bool,
+) -> io::Result<()> {
+    let (mut at, mut interrupted) = (range.start, 0);
+    while at < range.end {
+        let part = step.min(range.end - at);
         match fs::fallocate(fd, FallocateFlags::empty(), at, part) {
             Ok(()) => at += part,
             Err(Errno::INTR) if interrupted < INTERRUPTIONS => interrupted += 1,
             // This file system cannot allocate, or signals keep interrupting it. At least make the size final.
             Err(Errno::OPNOTSUPP | Errno::NOSYS | Errno::INVAL | Errno::INTR) => {
-                return Ok(retry_on_intr(|| fs::ftruncate(fd, len))?);
+                return Ok(retry_on_intr(|| fs::ftruncate(fd, range.end))?);
             }
             Err(error) => return Err(error.into()),
         }
@@ -252,7 +258,12 @@ impl DataFile {
         let file = Located::make(directory, name)?;
         let mode = Mode::from_raw_mode(0o666);
         let fd = retry_on_intr(|| fs::openat(file.directory(), file.name, flags, mode))?;
-        allocate(fd.as_fd(), len, STEP, go_on)
+        allocate(fd.as_fd(), 0..len, STEP, go_on)
+    }
+
+    /// Allocates the bytes of `range`, which may extend the file.
+    pub fn reserve(&self, range: Range<u64>) -> io::Result<()> {
+        allocate(self.cached.as_fd(), range, STEP, &mut || true)
     }
 
     fn pair(
@@ -521,10 +532,10 @@ mod tests {
             asked += 1;
             asked < 3
         };
-        let error = allocate(file.as_fd(), 10 << 20, 1 << 20, &mut go_on).unwrap_err();
+        let error = allocate(file.as_fd(), 0..10 << 20, 1 << 20, &mut go_on).unwrap_err();
         assert_eq!((error.kind(), asked, len()), (io::ErrorKind::Interrupted, 3, 3 << 20));
-        allocate(file.as_fd(), (10 << 20) + 5, 1 << 20, &mut || true).unwrap();
+        allocate(file.as_fd(), 5 << 20..(10 << 20) + 5, 1 << 20, &mut || true).unwrap();
         assert_eq!(len(), (10 << 20) + 5);
-        allocate(file.as_fd(), 0, 1 << 20, &mut || false).unwrap();
+        allocate(file.as_fd(), 0..0, 1 << 20, &mut || false).unwrap();
     }
 }

@@ -1,0 +1,372 @@
+"""Files in any format, such as torch's own: written so that they are whole and durable, read back with a check."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import errno
+import io
+import os
+import sys
+import warnings
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from queue import SimpleQueue
+from threading import Event, RLock
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fastckpt import _core, _crc64
+from fastckpt._copy.moves import memory_of
+from fastckpt._copy.pace import BLOCK, THREADS, Pace
+from fastckpt._paths import AnyPath, path_of
+from fastckpt.exceptions import CorruptCheckpointError
+
+from .io import IO, Engine, bytes_per_second, check_io
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from typing_extensions import Buffer
+
+#: The extended attribute in which the core keeps the checksum of such a file, with its length and its time.
+_CHECKSUM = "user.fastckpt.crc64nvme"
+#: Threads that write, as many as those of a save with blocking calls.
+_THREADS = 12
+#: Bytes that are allocated ahead: few enough that the blocks on their way keep the device busy meanwhile.
+_AHEAD = 64 << 20
+
+
+def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
+    """Open a file for writing that appears at its path whole and durable, or not at all.
+
+    It takes bytes in any format, front to back: whatever writes to a file object can write to it, as ``torch.save``.
+    Threads write large blocks past the page cache. When the file is closed, it is made durable and replaces what is at
+    ``path`` in one step. If the ``with`` block fails, or the process is killed, ``path`` stays as it was. A checksum of
+    the file is kept beside its bytes, in an extended attribute, where the file system has those: see
+    :func:`fastckpt.open_read`.
+
+    Args:
+        path: the path of the file. Directories above it are made. A symbolic link is followed. A file that is there
+            passes its mode on.
+        io: how bytes are written: an engine, or an :class:`IO` with ``threads``, by default 12, and
+            ``bandwidth_limit``. ``uring`` is as ``threads`` here.
+
+    Returns:
+        The file: a context manager with ``write``, ``writelines``, ``tell``, ``close`` and ``discard``. It cannot
+        seek, and has no ``fileno``.
+
+    Raises:
+        FileExistsError: ``path`` is a directory, or no regular file.
+        NotImplementedError: this installation has no compiled core.
+        OSError: the storage failed; ``direct`` was asked for, and is refused.
+        ValueError: ``path`` is a URL, or an argument is out of range.
+
+    Example:
+        >>> import fastckpt
+        >>> with fastckpt.open_write("notes.bin") as file:
+        ...     _ = file.write(b"whole or not at all")
+        >>> with fastckpt.open_read("notes.bin") as file:
+        ...     file.read(5)
+        b'whole'
+    """
+    how = check_io("open_write", io)
+    if how.engine == "auto" and (engine := os.environ.get("FASTCKPT_IO")):
+        how = replace(how, engine=check_io("environment variable FASTCKPT_IO", engine).engine)
+    return WritableFile(os.path.realpath(path_of("open_write", path)), how)
+
+
+def open_read(path: AnyPath, *, verify: bool = True) -> io.BufferedReader:
+    """Open a file for reading, after its bytes were compared with the checksum of :func:`fastckpt.open_write`.
+
+    The bytes that are compared are in the page cache afterwards, as far as there is memory. A file without a checksum
+    is opened as it is: one of another program, one that was changed since, and a copy that leaves out extended
+    attributes (``cp`` without ``-a``, object stores).
+
+    Args:
+        path: the path of the file.
+        verify: compare; without it, this is ``open(path, "rb")``.
+
+    Returns:
+        The file, as Python's own :func:`open` returns it.
+
+    Raises:
+        CorruptCheckpointError: the bytes are not those that were written.
+        OSError: there is no such file, or the storage failed.
+        ValueError: ``path`` is a URL.
+
+    Example:
+        >>> import fastckpt
+        >>> with fastckpt.open_write("notes.bin") as file:
+        ...     _ = file.write(b"bytes")
+        >>> with fastckpt.open_read("notes.bin") as file:
+        ...     file.read()
+        b'bytes'
+    """
+    name = path_of("open_read", path)
+    file = builtins.open(name, "rb")  # noqa: SIM115, PTH123 - it is returned
+    try:
+        if verify:
+            _compare(file.fileno(), name)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+class WritableFile(io.BufferedIOBase):
+    """What :func:`fastckpt.open_write` returns. Threads may write to it, one after the other.
+
+    Attributes:
+        name: the path of the file.
+        mode: ``wb``.
+    """
+
+    mode = "wb"
+
+    def __init__(self, path: str, how: IO) -> None:
+        self.name = path
+        self._process = os.getpid()
+        self._file = _core.SingleFile(path, how.engine != "buffered")
+        if how.engine == "direct" and not self._file.is_direct():
+            self._file.discard()
+            raise OSError(errno.EINVAL, "open_write: direct I/O is refused here", path)
+        self._pace = Pace(bytes_per_second(how), None, None)
+        self._block = self._pace.block
+        limited = how.bandwidth_limit is not None
+        threads = how.threads or (self._pace.threads if limited else _THREADS)
+        self._pool = ThreadPoolExecutor(threads, "fastckpt")
+        # Memory for a block each; None until it is needed. Two more than threads: one is being filled.
+        self._memories: SimpleQueue[Any] = SimpleQueue()
+        for _ in range(threads + 2):
+            self._memories.put(None)
+        self._lock = RLock()
+        self._at = 0
+        self._allocated = 0
+        # The memory of the block that `_at` is in, and by the start of each block on its way its sum and length.
+        self._memory: Any = None
+        self._sums: dict[int, tuple[int, int]] = {}
+        self._error: BaseException | None = None
+
+    def writable(self) -> bool:
+        """True."""
+        return True
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+        return self._at
+
+    def flush(self) -> None:
+        """Do nothing: bytes are durable when the file is closed."""
+
+    def write(self, data: Buffer, /) -> int:
+        """Write all bytes of ``data``, which may change once this returns.
+
+        Args:
+            data: a bytes-like object.
+
+        Returns:
+            Their number.
+
+        Raises:
+            OSError: the storage failed, at this write or at an earlier one.
+            TypeError: it is no bytes-like object.
+            ValueError: the file is closed, or belongs to the process that this one was forked from.
+        """
+        view = memoryview(data)
+        source = np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8) if view.nbytes else _NOTHING
+        with self._lock:
+            self._check()
+            begin = 0
+            while begin < len(source):
+                inside = self._at % self._block
+                if not inside and len(source) - begin >= self._block:
+                    begin += self._write_blocks(source[begin:])
+                    continue
+                if not inside:
+                    self._memory = self._take()
+                part = source[begin : begin + self._block - inside]
+                np.copyto(self._memory[inside : inside + len(part)], part)
+                begin += len(part)
+                self._at += len(part)
+                if not self._at % self._block:
+                    memory, self._memory = self._memory, None
+                    self._begin(memory, self._at - self._block, self._block)
+        return len(source)
+
+    def close(self) -> None:
+        """Make the file durable, and give it its path. Once more does nothing.
+
+        Raises:
+            OSError: the storage failed; ``path`` is as it was.
+            ValueError: the file belongs to the process that this one was forked from.
+        """
+        with self._lock:
+            if self.closed:
+                return
+            self._check()
+            try:
+                inside = self._at % self._block
+                if inside:
+                    self._begin(self._memory, self._at - inside, inside)
+                self._pool.shutdown()
+                self._check()
+                sums = (self._sums[start] for start in sorted(self._sums))
+                self._file.publish(self._at, _crc64.joined(_crc64.of(b""), sums))
+            except BaseException:
+                self.discard()
+                raise
+            super().close()
+
+    def discard(self) -> None:
+        """Close the file without giving it its path: what is there stays. Does nothing to one that is closed."""
+        with self._lock:
+            if self.closed:
+                return
+            super().close()
+            if os.getpid() != self._process:
+                return
+            self._pace.halt()
+            self._pool.shutdown(cancel_futures=True)
+            with contextlib.suppress(ValueError):  # it was to be published
+                self._file.discard()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def __del__(self) -> None:
+        if not hasattr(self, "_error") or self.closed:
+            return
+        if os.getpid() == self._process:
+            warnings.warn(
+                f"open_write: {self.name} was not closed, so nothing was written there: use it in a with statement",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        self.discard()
+
+    def _check(self) -> None:
+        if self.closed:
+            raise ValueError(f"open_write: {self.name} is closed")
+        if os.getpid() != self._process:
+            raise ValueError(f"open_write: {self.name} belongs to the process that this one was forked from")
+        if self._error is not None:
+            raise self._error
+
+    def _take(self) -> Any:
+        """Memory for a block, once a thread is done with it."""
+        memory = self._memories.get()
+        if memory is None:
+            memory = memory_of(self._block)
+        if self._error is not None:
+            self._memories.put(memory)
+            raise self._error
+        return memory
+
+    def _write_blocks(self, source: Any) -> int:
+        """Write the whole blocks that ``source`` begins with; the threads copy them. Returns their length."""
+        copied: list[None] = []
+        told, count = Event(), 0
+        try:
+            for begin in range(0, len(source) - self._block + 1, self._block):
+                memory = self._take()
+                self._begin(memory, self._at, self._block, (source[begin : begin + self._block], copied, told))
+                self._at += self._block
+                count += 1
+        finally:
+            _wait(copied, told, count)
+        return count * self._block
+
+    def _begin(self, memory: Any, start: int, nbytes: int, source: Any = None) -> None:
+        """Have a thread write a block."""
+        if start + nbytes > self._allocated:
+            self._allocate(start + nbytes)
+        self._pool.submit(self._move, memory, start, nbytes, source)
+
+    def _move(self, memory: Any, start: int, nbytes: int, source: Any) -> None:
+        """Copy the bytes of a block to its memory, unless they are there, and write it."""
+        try:
+            if source is not None:
+                part, copied, told = source
+                try:
+                    np.copyto(memory, part)
+                finally:
+                    del part
+                    copied.append(None)
+                    told.set()
+            if self._error is None:
+                self._pace.wait(nbytes)
+                self._sums[start] = (self._file.write(start, memory.ctypes.data, nbytes), nbytes)
+        except BaseException as error:  # noqa: BLE001 - the next call raises it
+            self._error = self._error or error
+        finally:
+            self._memories.put(memory)
+
+    def _allocate(self, end: int) -> None:
+        # The last block of a file is not followed by anything.
+        ahead = _AHEAD if end % self._block == 0 else 0
+        try:
+            self._file.reserve(self._allocated, end + ahead)
+            self._allocated = end + ahead
+        except OSError:
+            # Perhaps there is room for what is written, and none ahead.
+            self._allocated = sys.maxsize
+
+
+_NOTHING = np.empty(0, np.uint8)
+
+
+def _wait(copied: list[None], told: Event, count: int) -> None:
+    """Return when all blocks were copied, also after an interrupt: their memory is the caller's."""
+    interrupt: BaseException | None = None
+    while len(copied) < count:
+        try:
+            told.wait()
+            told.clear()
+        except BaseException as error:  # noqa: BLE001, PERF203 - it is raised below
+            interrupt = error
+    if interrupt is not None:
+        raise interrupt
+
+
+def _compare(file: int, path: str) -> None:
+    """Raise CorruptCheckpointError if the file has other bytes than the checksum kept with it."""
+    try:
+        words = os.getxattr(file, _CHECKSUM).decode("ascii").split()
+    except (AttributeError, OSError):  # no extended attributes in this system, or here
+        return
+    about = os.fstat(file)
+    seconds, nanoseconds = divmod(about.st_mtime_ns, 10**9)
+    if len(words) != 3 or words[1:] != [str(about.st_size), f"{seconds}.{nanoseconds:09}"]:  # noqa: PLR2004
+        return
+
+    def sum_of(start: int) -> tuple[int, int]:
+        memory = memories.get()
+        try:
+            data = memory[: min(BLOCK, about.st_size - start)]
+            done = 0
+            while done < len(data):
+                got = os.preadv(file, [data[done:]], start + done)
+                if not got:
+                    break
+                done += got
+            return _crc64.of(data[:done]), done
+        finally:
+            memories.put(memory)
+
+    memories: SimpleQueue[Any] = SimpleQueue()
+    for _ in range(THREADS):
+        memories.put(memory_of(BLOCK))
+    with ThreadPoolExecutor(THREADS, "fastckpt") as pool:
+        found = _crc64.to_hex(_crc64.joined(_crc64.of(b""), pool.map(sum_of, range(0, about.st_size, BLOCK))))
+    if found != words[0]:
+        raise CorruptCheckpointError(
+            f"open_read: {path} is damaged: the checksum of its bytes is {found}, and was {words[0]} when it was "
+            "written; use another copy, or verify=False to read it as it is"
+        )

@@ -1,0 +1,111 @@
+"""``torch.save`` and ``torch.load`` of a path write and read files that are whole, durable and checked.
+
+    fastckpt.integrations.torch.install()
+
+The files are torch's own, and any program reads them (docs/guides/plain.md).
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+
+import torch  # noqa: TID251 - the framework of this door
+
+import fastckpt
+from fastckpt._api.io import check_io
+from fastckpt._installed import Installation, Installed
+from fastckpt._paths import is_url
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+__all__ = ["install"]
+
+_installed = Installed()
+
+
+def install(*, io: Any = "auto", verify: bool = True) -> Installation:
+    """Have ``torch.save`` and ``torch.load`` of a path go through :func:`fastckpt.open_write` and ``open_read``.
+
+    A saved file is in torch's format, and appears at its path whole and durable, or not at all. Threads write it past
+    the page cache. torch's CRC-32, which slows it down and which ``torch.load`` never looks at, is left out; fastckpt's
+    checksum is kept beside the bytes, and ``torch.load`` compares it. Calls with file objects, pipes and devices go to
+    torch as they are, and so do files without that checksum.
+
+    Args:
+        io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.
+        verify: whether ``torch.load`` reads and compares all bytes first, also with ``mmap=True``.
+
+    Returns:
+        A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
+
+    Raises:
+        TypeError: ``io`` is neither.
+        ValueError: ``io`` names an unknown engine.
+
+    Example:
+        >>> import fastckpt, torch
+        >>> with fastckpt.integrations.torch.install():
+        ...     torch.save({"step": 7}, "state.pt")
+        ...     torch.load("state.pt")
+        {'step': 7}
+    """
+    places = ((owner, name) for owner in (torch.serialization, torch) for name in ("save", "load"))
+    ours = [(owner, name, _save if name == "save" else _load) for owner, name in places]
+    return _installed.begin({"io": check_io("install", io), "verify": bool(verify)}, ours)
+
+
+def _is_file(f: Any) -> bool:
+    """Whether a call names a regular file, or nothing yet."""
+    if not isinstance(f, (str, os.PathLike)) or is_url(os.fspath(f)):
+        return False
+    try:
+        return stat.S_ISREG(Path(f).stat().st_mode)
+    except FileNotFoundError:
+        return True
+    except OSError:  # torch says what is wrong
+        return False
+
+
+def _save(options: dict[str, Any], theirs: Callable[..., Any], obj: Any, f: Any, *args: Any, **more: Any) -> None:
+    if not _is_file(f) or not Path(f).absolute().parent.is_dir():
+        # torch makes no directories: it says that there is none.
+        theirs(obj, f, *args, **more)
+        return
+    with fastckpt.open_write(f, io=options["io"]) as file, _unsummed:
+        theirs(obj, file, *args, **more)
+
+
+def _load(options: dict[str, Any], theirs: Callable[..., Any], f: Any, *args: Any, **more: Any) -> Any:
+    if options["verify"] and _is_file(f) and Path(f).exists():
+        fastckpt.open_read(f).close()
+    return theirs(f, *args, **more)
+
+
+class _Unsummed:
+    """Inside, torch computes no CRC-32. Its switch is one for all threads."""
+
+    def __init__(self) -> None:
+        self._lock = Lock()
+        self._inside = 0
+        self._before = True
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = torch.serialization.get_crc32_options()
+                torch.serialization.set_crc32_options(False)
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside:
+                torch.serialization.set_crc32_options(self._before)
+
+
+_unsummed = _Unsummed()

@@ -1,0 +1,104 @@
+//! One file that appears at its path whole and durable, or not at all. It is written in a workspace beside the path,
+//! and leaves it by a rename: what a killed process leaves is swept like any workspace.
+
+use std::os::fd::{AsFd as _, BorrowedFd};
+use std::path::Path;
+
+use rustix::fs::{self, AtFlags, FileType, Mode, Timespec, Timestamps, UTIME_NOW, XattrFlags};
+use rustix::io::{Errno, retry_on_intr};
+
+use super::directory::sync;
+use super::incoming::Incoming;
+use super::parents::open_or_make;
+use super::target::split_target;
+use super::workspace::Workspace;
+use crate::error::{Error, Result};
+use crate::sys::memory::Bytes;
+
+/// The name of the file in its workspace.
+const DATA: &str = "data";
+/// The extended attribute with the checksum of the file.
+const CHECKSUM: &str = "user.fastckpt.crc64nvme";
+
+/// A file that is being written.
+#[derive(Debug)]
+pub struct SingleFile {
+    // In this order: the file is closed before its workspace is removed.
+    file: Incoming,
+    workspace: Workspace,
+    /// The mode of the file that it replaces.
+    mode: Option<Mode>,
+}
+
+impl SingleFile {
+    /// Makes a new file for `target`, with direct I/O or through the page cache. The file that is there stays as it is.
+    pub fn create(target: &Path, direct: bool) -> Result<Self> {
+        let (parent_path, name) = split_target(target)?;
+        let parent = open_or_make(&parent_path)?;
+        let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
+        let mode = match fs::statat(&parent, &name, AtFlags::SYMLINK_NOFOLLOW) {
+            Err(Errno::NOENT) => None,
+            Err(error) => return Err(Error::io("look at", target)(error)),
+            Ok(stat) => match FileType::from_raw_mode(stat.st_mode) {
+                FileType::RegularFile => Some(Mode::from_raw_mode(stat.st_mode)),
+                FileType::Directory => return Err(exists("it is a directory, not a file")),
+                FileType::Symlink => {
+                    return Err(exists("it is a symbolic link: save to the path it points to"));
+                }
+                _ => return Err(exists("it is not a regular file")),
+            },
+        };
+        let workspace = Workspace::begin((parent, parent_path), name, target, true, None)?;
+        let file = Incoming::create(workspace.directory(), DATA, 0, direct)
+            .map_err(Error::io("create", &workspace.path_of(DATA)))?;
+        Ok(Self { file, workspace, mode })
+    }
+
+    /// Whether its writes bypass the page cache.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.file.file.is_direct()
+    }
+
+    /// Allocates the bytes from `start` to `end`, so that writes there need not extend the file, one after the other.
+    pub fn reserve(&self, start: u64, end: u64) -> Result<()> {
+        let reserved = self.file.file.reserve(start..end);
+        reserved.map_err(Error::io("allocate", &self.workspace.path_of(DATA)))
+    }
+
+    /// Writes `bytes` at `offset` and returns their CRC-64/NVME. Whole pages at a page bypass the page cache.
+    pub fn write(&self, offset: u64, bytes: Bytes<'_>) -> Result<u64> {
+        self.file.write(offset, bytes).map_err(Error::io("write", &self.workspace.path_of(DATA)))
+    }
+
+    /// Gives the file its path, durably: the first `nbytes` bytes of it, whose CRC-64/NVME is `sum`. Returns whether
+    /// the file system keeps that sum with it.
+    pub fn publish(self, nbytes: u64, sum: u64) -> Result<bool> {
+        let Self { workspace, file: Incoming { file, .. }, mode } = self;
+        let (path, fd) = (workspace.path_of(DATA), file.fd(false));
+        retry_on_intr(|| fs::ftruncate(fd, nbytes)).map_err(Error::io("truncate", &path))?;
+        if let Some(mode) = mode {
+            // This fails if the file system has no modes.
+            let _ = fs::fchmod(fd, mode);
+        }
+        let kept = keep_sum(fd, nbytes, sum).is_ok();
+        file.sync().map_err(Error::io("sync", &path))?;
+        // NFS and FUSE keep an open file under another name when it is replaced later.
+        drop(file);
+        fs::renameat(workspace.directory(), DATA, &workspace.parent, &workspace.name)
+            .map_err(Error::io("give the finished file its name,", &workspace.target))?;
+        sync(workspace.parent.as_fd()).map_err(Error::io("sync the directory of", &workspace.target))?;
+        Ok(kept)
+    }
+}
+
+/// Keeps the checksum of a file in an extended attribute, with the file's length and the time of its last change: a
+/// program that writes to the file later changes that time, and the checksum is void.
+fn keep_sum(fd: BorrowedFd<'_>, nbytes: u64, sum: u64) -> rustix::io::Result<()> {
+    let now = Timespec { tv_sec: 0, tv_nsec: UTIME_NOW };
+    fs::futimens(fd, &Timestamps { last_access: now, last_modification: now })?;
+    // Some file systems round it.
+    let stat = fs::fstat(fd)?;
+    let value = format!("{sum:016x} {nbytes} {}.{:09}", stat.st_mtime, stat.st_mtime_nsec);
+    fs::fsetxattr(fd, CHECKSUM, value.as_bytes(), XattrFlags::empty())
+}
