@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastckpt.integrations import accelerate as accelerate
     from fastckpt.integrations import axolotl as axolotl
+    from fastckpt.integrations import lightning as lightning
     from fastckpt.integrations import torch as torch
     from fastckpt.integrations import torchtitan as torchtitan
     from fastckpt.integrations import transformers as transformers
 
-__all__ = ["accelerate", "axolotl", "torch", "torchtitan", "transformers"]
+__all__ = ["accelerate", "axolotl", "lightning", "torch", "torchtitan", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

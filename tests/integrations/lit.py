@@ -1,0 +1,116 @@
+"""A training by Lightning's Trainer that a test may end at any point, and what it leaves."""
+
+from __future__ import annotations
+
+import os
+import signal
+import warnings
+from pathlib import Path
+
+import runs
+import torch
+from torch import nn
+
+STEPS, EPOCH = 36, 8
+
+
+def module():
+    """A model with dropout, which logs its loss."""
+    import lightning
+
+    class Regression(lightning.LightningModule):
+        def __init__(self, width=16):
+            super().__init__()
+            self.save_hyperparameters()
+            self.net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1))
+
+        def training_step(self, batch, batch_idx):  # noqa: ARG002 - Lightning's interface
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+            self.log("loss", loss, sync_dist=True)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+    return Regression
+
+
+def train(folder, strike=None, *, last=STEPS, installed=True, background=True, save_last=True):
+    """Train in a folder, from the last checkpoint there.
+
+    Args:
+        folder: where it runs.
+        strike: a step; this process is killed after it, and before its save.
+        last: the step to end at.
+        installed: whether fastckpt is.
+        background: of ``CheckpointIO``.
+        save_last: of ``ModelCheckpoint``.
+
+    Returns:
+        The step that it began with, what two equal runs have in common at their ends, and the checkpoints there.
+    """
+    import lightning
+    from lightning.pytorch.callbacks import ModelCheckpoint
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
+
+    from fastckpt.integrations import lightning as door
+
+    folder = runs.begin(folder)
+    warnings.simplefilter("ignore")
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    lightning.seed_everything(0)
+    inputs = torch.randn(8 * EPOCH * ranks, 16)
+    rows = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader = StatefulDataLoader(rows, batch_size=8, sampler=StatefulDistributedSampler(rows, ranks, rank))
+    model = module()(width=32)
+    lightning.seed_everything(1 + rank)
+    found = {"losses": []}
+
+    class Watch(lightning.Callback):
+        def on_train_start(self, trainer, _module):
+            found["began"] = trainer.global_step
+
+        def on_train_batch_end(self, trainer, _module, outputs, _batch, _batch_idx):
+            found["losses"].append(outputs["loss"].item())
+            if trainer.global_step == strike:
+                trainer.strategy.checkpoint_io.teardown()  # there shall be something to go on from
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    checkpoints = ModelCheckpoint(
+        folder / "checkpoints", "{step}", "loss", save_top_k=2, every_n_train_steps=5, save_last=save_last
+    )
+    trainer = lightning.Trainer(
+        max_steps=last,
+        accelerator="cpu",
+        devices=ranks,
+        callbacks=[Watch(), door.RandomStates(), checkpoints],
+        plugins=[door.CheckpointIO(background=background)] if installed else [],
+        use_distributed_sampler=False,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    there = any((folder / "checkpoints").glob("last*.ckpt"))
+    trainer.fit(model, loader, ckpt_path="last" if there else None)
+    weights, _ = runs.digest(model)
+    return (
+        found.get("began"),
+        {
+            "weights": weights,
+            "losses": found["losses"][-1:],
+            "best": [Path(checkpoints.best_model_path).name, float(checkpoints.best_model_score)],
+        },
+        sorted(path.name for path in (folder / "checkpoints").iterdir()),
+    )
+
+
+def load(folder, name):
+    """Load a checkpoint as Lightning's users do. Returns its width, and the digest of its weights."""
+    from fastckpt.integrations import lightning as door
+
+    with door.install():
+        loaded = module().load_from_checkpoint(Path(folder, "checkpoints", name))
+    return loaded.hparams.width, runs.digest(loaded)[0]

@@ -1,0 +1,198 @@
+"""Lightning with the plugin: a training that is killed and started again ends as one that nothing disturbed."""
+
+from __future__ import annotations
+
+from functools import partial
+from types import SimpleNamespace
+
+import lit
+import pytest
+import runs
+import torch
+from runs import ended
+
+import fastckpt
+from fastckpt.integrations.lightning import CheckpointIO
+from harness import groups
+from harness.rot import rot
+
+play = partial(runs.play, lit.train)
+
+
+@pytest.fixture(scope="module")
+def libraries():
+    """Makes groups of processes that have imported Lightning."""
+    modules = "harness.member,lightning,torchdata.stateful_dataloader"
+    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
+        yield forge
+
+
+@pytest.fixture(scope="module")
+def undisturbed(libraries, tmp_path_factory):
+    """How a run ends that nothing disturbs, by its arguments."""
+    return runs.undisturbed(lit.train, libraries, tmp_path_factory.mktemp)
+
+
+def killed(libraries, folder, strike, *, ranks=1, **arguments):
+    assert [one.kind for one in play(libraries, folder, strike, ranks=ranks, **arguments)] == ["died"] * ranks
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({}, id="plain"),
+        pytest.param({"background": False}, id="not in the background"),
+        pytest.param({"ranks": 2}, id="two ranks"),
+    ],
+)
+def test_a_training_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, arguments):
+    """Weights, loss, the best model and its score; and it leaves the same checkpoints."""
+    began, *wanted = undisturbed(**arguments)
+    assert began == 0
+    for strike in (13, 22):  # in the middle of an epoch
+        killed(libraries, tmp_path, strike, **arguments)
+    began, *found = ended(play(libraries, tmp_path, **arguments))
+    assert (began, found) == (20, wanted)
+    for path in (tmp_path / "checkpoints").iterdir():
+        assert fastckpt.verify(path).ok
+
+
+def test_it_is_what_lightning_does_by_itself(libraries, undisturbed):
+    """The same training, the same decisions, the same names."""
+    assert undisturbed(installed=False) == undisturbed()
+
+
+def test_where_the_last_is_a_link_it_goes_on_as_lightning_does(libraries, tmp_path):
+    """The link is one to the last of the best, and not to the last."""
+    ends = []
+    for name, installed in (("ours", True), ("theirs", False)):
+        arguments = {"save_last": "link", "installed": installed}
+        for strike in (13, 22):
+            killed(libraries, tmp_path / name, strike, **arguments)
+        ends.append(ended(play(libraries, tmp_path / name, **arguments)))
+    assert ends[0] == ends[1]
+    assert (tmp_path / "ours" / "checkpoints" / "last.ckpt").is_symlink()
+
+
+def test_a_checkpoint_is_one_of_fastckpt(libraries, undisturbed, tmp_path):
+    ended(play(libraries, tmp_path))
+    path = tmp_path / "checkpoints" / "last.ckpt"
+    assert {"model.safetensors", "fastckpt.json"} <= {one.name for one in path.iterdir()}
+    assert "net.0.weight" in fastckpt.load(path, keys="state_dict")["state_dict"]
+    with libraries.group(1, backend="") as group:
+        ((width, weights),) = group.run(lit.load, str(tmp_path), "last.ckpt")
+    assert width == 32
+    state = fastckpt.load(path)["state_dict"]
+    module = torch.nn.Module()
+    module.state_dict = lambda: state
+    assert weights == runs.digest(module)[0]
+
+
+def test_a_run_of_lightning_goes_on(libraries, undisturbed, tmp_path):
+    """What torch wrote is read, and stays until what replaces it is durable."""
+    killed(libraries, tmp_path, 22, installed=False)
+    folder = tmp_path / "checkpoints"
+    assert (folder / "last.ckpt").is_file()
+    began, *found = ended(play(libraries, tmp_path))
+    assert (began, found) == (20, list(undisturbed()[1:]))
+    assert fastckpt.verify(folder / "last.ckpt").ok
+
+
+def test_a_damaged_checkpoint_is_an_error(libraries, tmp_path):
+    killed(libraries, tmp_path, 22)
+    path = tmp_path / "checkpoints" / "last.ckpt" / "model.safetensors"
+    rot(path, path.stat().st_size - 1)
+    (outcome,) = play(libraries, tmp_path)
+    assert outcome.raised.kind == "CorruptCheckpointError"
+
+
+# --- the plugin by itself ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch):
+    """A plugin whose saves end when the test says so; and those saves."""
+    saves = []
+
+    class Save:
+        def __init__(self, state, path):
+            self.error, self.state, self.path = None, state, path
+            saves.append(self)
+
+        def add_done_callback(self, function):
+            self.function = function
+
+        def done(self):
+            return self.error is not None or self.path is None
+
+        def progress(self):
+            return SimpleNamespace(phase="failed" if self.error is not None else "done")
+
+        def result(self):
+            if self.error is not None:
+                raise self.error
+            if self.path is not None:
+                fastckpt.save(self.state, self.path)
+                self.path = None
+                self.function(self)
+
+    monkeypatch.setattr(fastckpt, "save_async", lambda state, path, **_: Save(state, path))
+    return CheckpointIO(), saves
+
+
+def test_nothing_goes_before_what_was_saved_before_it_is_durable(slow, tmp_path):
+    """Mutant: removals are carried out at once."""
+    plugin, saves = slow
+    for number in range(3):
+        plugin.save_checkpoint({"epoch": number}, tmp_path / f"{number}.ckpt")
+        if number:
+            plugin.remove_checkpoint(tmp_path / f"{number - 1}.ckpt")
+    saves[0].result()
+    plugin.remove_checkpoint(tmp_path / "nothing.ckpt")
+    assert [path.name for path in tmp_path.iterdir()] == ["0.ckpt"]
+    saves[1].result()
+    assert [path.name for path in tmp_path.iterdir()] == ["1.ckpt"], "it goes as soon as it may"
+    assert plugin.load_checkpoint(tmp_path / "2.ckpt") == {"epoch": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["2.ckpt"]
+
+
+def test_the_first_checkpoint_of_a_directory_is_waited_for(slow, tmp_path):
+    """Lightning puts links beside it, and has no other moment to make the directory."""
+    plugin, _ = slow
+    for number, is_there in enumerate((True, False)):
+        plugin.save_checkpoint({}, tmp_path / "run" / f"{number}.ckpt")
+        assert (tmp_path / "run" / f"{number}.ckpt").exists() == is_there
+
+
+def test_what_a_failed_save_was_to_replace_stays(slow, tmp_path):
+    plugin, saves = slow
+    plugin.save_checkpoint({"epoch": 0}, tmp_path / "0.ckpt")
+    plugin.teardown()
+    plugin.save_checkpoint({"epoch": 1}, tmp_path / "1.ckpt")
+    plugin.remove_checkpoint(tmp_path / "0.ckpt")
+    saves[1].error = OSError("the disk is gone")
+    with pytest.raises(OSError, match="the disk is gone"):
+        plugin.save_checkpoint({"epoch": 2}, tmp_path / "2.ckpt")
+    plugin.teardown()
+    assert plugin.load_checkpoint(tmp_path / "0.ckpt") == {"epoch": 0}
+
+
+def test_files_of_torch_and_other_places_are_as_without_it(tmp_path):
+    plugin = CheckpointIO(background=False)
+    torch.save({"epoch": 1}, tmp_path / "torch.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "torch.ckpt") == {"epoch": 1}
+    plugin.save_checkpoint({"epoch": 2}, "memory://run/2.ckpt")
+    assert plugin.load_checkpoint("memory://run/2.ckpt") == {"epoch": 2}
+    plugin.remove_checkpoint("memory://run/2.ckpt")
+    plugin.save_checkpoint({"epoch": 3}, tmp_path / "torch.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "torch.ckpt", map_location="cpu") == {"epoch": 3}
+    assert [path.name for path in tmp_path.iterdir()] == ["torch.ckpt"]
+    for gone in ("memory://run/2.ckpt", tmp_path / "nothing"):
+        with pytest.raises(FileNotFoundError):
+            plugin.load_checkpoint(gone)
+    with pytest.raises(TypeError, match="storage_options"):
+        plugin.save_checkpoint({}, tmp_path / "c.ckpt", {"any": 1})
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError):
+        plugin.save_checkpoint({"loss": open}, tmp_path / "c.ckpt")
+    with pytest.raises(ValueError, match="CheckpointIO: io must be one of"):
+        CheckpointIO(io="fast")
