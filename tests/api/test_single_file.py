@@ -10,7 +10,12 @@ import os
 import random
 import signal
 import stat
+import subprocess
+import sys
+import threading
+import time
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -114,6 +119,15 @@ def test_a_limit_of_the_bandwidth_holds(parent, data):
     assert (parent / "file").read_bytes() == data
 
 
+def test_memory_is_the_callers_again_once_a_write_returns(parent, data):
+    """Mutant: a block keeps a view of it."""
+    memory = bytearray(data)
+    with fastckpt.open_write(parent / "file") as file:
+        file.write(memory)
+        memory.clear()
+    assert (parent / "file").read_bytes() == data
+
+
 # --- whole or not at all -------------------------------------------------------------------------------------------
 
 
@@ -140,6 +154,110 @@ def test_the_path_stays_as_it_is_until_the_file_is_closed(parent, data):
         file.write(b"late")
 
 
+def test_nobody_sees_more_of_a_file_while_it_is_replaced(parent):
+    path = parent / "file"
+    path.touch()
+    path.chmod(0o4640)
+    with fastckpt.open_write(path) as file:
+        file.write(b"secret")
+        (hidden,) = parent.glob(".*")
+        assert stat.S_IMODE(hidden.stat().st_mode) == 0o700
+    assert stat.S_IMODE(path.stat().st_mode) == 0o640, "as a write clears it, it runs as nobody else"
+
+
+@pytest.mark.root
+def test_a_write_protected_file_stays(children):
+    with mounts.public_directory() as directory:
+        path = directory / "file"
+        path.write_text("old")
+        os.chown(path, 65534, 65534)
+        path.chmod(0o444)
+        child = children.start("write_file", path=str(path), fill=1, nbytes=5, user=True)
+        child.next()
+        child.go()
+        end = child.outcome()
+        assert isinstance(end, zygote.Raised)
+        assert (end.kind, end.errno) == ("PermissionError", errno.EACCES)
+        assert path.read_text() == "old"
+        assert names(directory) == ["file"]
+
+
+def test_a_write_that_fails_is_the_end_of_the_file(parent, data, monkeypatch):
+    """Mutant: whoever ignores it closes a file with a hole."""
+    file = fastckpt.open_write(parent / "file")
+    real = np.copyto
+
+    def fail(*args):
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        real(*args)
+
+    monkeypatch.setattr(np, "copyto", fail)
+    with pytest.raises(KeyboardInterrupt):
+        file.write(data)
+    monkeypatch.undo()
+    for call in (lambda: file.write(b"more"), file.close):
+        with pytest.raises(KeyboardInterrupt):
+            call()
+    assert names(parent) == []
+    file.close()  # once more does nothing
+
+
+@pytest.mark.parametrize("message", ["can't start new thread", "cannot schedule new futures after shutdown"])
+def test_without_threads_the_caller_writes(parent, data, monkeypatch, message):
+    """As while the interpreter ends. A block may be queued all the same. Mutant: it is written twice, or never."""
+    queued = []
+
+    def submit(pool, *call):
+        if message.startswith("can't"):
+            queued.append(call)
+        raise RuntimeError(message)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", submit)
+    with fastckpt.open_write(parent / "file", io=fastckpt.IO(threads=1)) as file:
+        file.write(data)
+        for move, block in queued:
+            move(block)
+    assert (parent / "file").read_bytes() == data
+    fastckpt.open_read(parent / "file").close()
+
+
+def test_a_file_is_written_while_the_interpreter_ends(parent):
+    program = """
+import atexit, sys, fastckpt
+
+def late():
+    with fastckpt.open_write(sys.argv[1]) as file:
+        file.write(bytes(20_000_000))
+    fastckpt.open_read(sys.argv[1]).close()
+
+atexit.register(late)
+fastckpt.open_write(sys.argv[1]).discard()
+"""
+    subprocess.run([sys.executable, "-c", program, parent / "file"], check=True, timeout=60)
+    assert (parent / "file").stat().st_size == 20_000_000
+
+
+def test_a_discard_ends_a_write(parent, data):
+    """By another thread, or a signal handler. Mutant: the write waits for blocks that nobody copies."""
+    for nbytes in (3 << 16, len(data)):  # as many blocks as there is memory for, and more
+        file = fastckpt.open_write(parent / "file", io=fastckpt.IO(threads=1, bandwidth_limit="100kB"))
+        ended = []
+
+        def work(file=file, nbytes=nbytes, ended=ended):
+            with pytest.raises(ValueError, match="was discarded"):
+                file.write(data[:nbytes])
+            ended.append(True)
+
+        writer = threading.Thread(target=work, daemon=True)
+        writer.start()
+        time.sleep(0.3)
+        file.discard()
+        writer.join(30)
+        assert ended == [True]
+    assert names(parent) == []
+
+
 def test_a_new_file_has_the_mode_of_others(parent):
     write(parent / "file", b"new")
     (parent / "other").touch()
@@ -147,9 +265,13 @@ def test_a_new_file_has_the_mode_of_others(parent):
 
 
 def test_a_file_that_nobody_closes_is_nothing_and_says_so(parent):
-    with pytest.warns(RuntimeWarning, match="was not closed"):
-        fastckpt.open_write(parent / "file").write(b"new")
-    assert names(parent) == []
+    for nbytes in (3, 3 * BLOCK):
+        with pytest.warns(RuntimeWarning, match="was not closed") as caught:  # noqa: PT031 - once it warns
+            fastckpt.open_write(parent / "file").write(bytes(nbytes))
+            while not caught:  # the last block may be on its way
+                time.sleep(0.01)
+        while names(parent):
+            time.sleep(0.01)
 
 
 def test_where_it_lies(parent):
@@ -159,6 +281,12 @@ def test_where_it_lies(parent):
     write(parent / "link", b"followed")
     assert (parent / "link").is_symlink()
     assert (parent / "a" / "b" / "file").read_bytes() == b"followed"
+    (parent / "a" / "c").mkdir()
+    (parent / "up").symlink_to("a/c")
+    write(parent / "up" / ".." / "b" / "file", b"above what it points to")
+    assert (parent / "a" / "b" / "file").read_bytes() == b"above what it points to"
+    fastckpt.open_read(f"{parent}/up/../b/file").close()
+    (parent / "up").unlink()
     os.mkfifo(parent / "pipe")
     for name, why in (("a", "a directory"), ("pipe", "not a regular file")):
         with pytest.raises(FileExistsError, match=why):

@@ -316,8 +316,10 @@ def save_now(channel: Channel, *, path: str, index: int, nbytes: int, **options:
     fastckpt.save(numbered(index, nbytes), path, **grouped(options))
 
 
-def write_file(channel: Channel, *, path: str, fill: int, nbytes: int, io: str = "auto") -> None:
-    """Wait for the word, then write a file of ``nbytes`` bytes ``fill`` by ``fastckpt.open_write``."""
+def write_file(channel: Channel, *, path: str, fill: int, nbytes: int, io: str = "auto", user: bool = False) -> None:
+    """Wait for the word, then write ``nbytes`` bytes ``fill`` by ``fastckpt.open_write``; perhaps as a ``user``."""
+    if user:
+        drop_privileges()
     channel.send({"report": "ready"})
     channel.receive()
     with fastckpt.open_write(path, io=io) as file:

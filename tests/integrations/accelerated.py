@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import os
 import signal
 from pathlib import Path
@@ -167,6 +168,28 @@ def own_values(folder):
     values.state = None
     accelerator.load_state()
     return {**values.state, "mean": values.state["mean"].tolist()}
+
+
+def alone(folder, kind, raised):
+    """Load where the second process alone cannot read its part of the newer of two checkpoints."""
+    door.install(background=False)
+    accelerator, _ = made(folder, values := Values(None))
+    for number in range(2):
+        values.state = {"number": number}
+        accelerator.save_state()
+    real = door.distributed.load_per_rank
+
+    def load_per_rank(path):
+        if path.endswith("_1") and accelerator.process_index == 1:
+            raise getattr(builtins, kind, getattr(fastckpt, kind, None))(raised)
+        return real(path)
+
+    door.distributed.load_per_rank = load_per_rank
+    try:
+        accelerator.load_state()
+    except (RuntimeError, fastckpt.CheckpointError) as error:
+        return type(error).__name__, str(error)
+    return values.state
 
 
 def damaged(folder):

@@ -115,6 +115,17 @@ def test_nothing_is_loaded_where_all_are_damaged(libraries, tmp_path):
     assert "checkpoint_0" in error
 
 
+def test_what_happens_to_one_process_is_known_to_all(libraries, tmp_path):
+    """Mutant: a process that is well goes on, and its next collective call meets the other's question."""
+    found = once(libraries, accelerated.alone, tmp_path / "damage", 2, kind="CorruptCheckpointError", raised="rotten")
+    assert found == [{"number": 0}, {"number": 0}]
+    well, ill = once(libraries, accelerated.alone, tmp_path / "other", 2, kind="RuntimeError", raised="out of memory")
+    assert ill == ("RuntimeError", "out of memory")
+    assert well[0] == "RanksError"
+    assert "rank 1" in well[1]
+    assert "RuntimeError: out of memory" in well[1]
+
+
 def test_hooks_dtypes_and_strict(libraries, tmp_path):
     ((path, seen),) = once(libraries, accelerated.loaded_otherwise, tmp_path)
     assert seen == [(1, path), True, False, "differs", True]

@@ -105,6 +105,21 @@ def test_what_is_no_path_of_a_file_goes_to_torch(state, tmp_path):
     assert [*tmp_path.iterdir()] == []
 
 
+def test_what_a_new_file_would_not_be_is_torchs(state, tmp_path):
+    """A file with two names keeps both; and a save without data goes back in its file."""
+    path, other = tmp_path / "state.pt", tmp_path / "other.pt"
+    path.write_text("old")
+    os.link(path, other)
+    with door.install():
+        torch.save(state, path)
+        assert same(state, torch.load(other))
+        with torch.serialization.skip_data():
+            torch.save(state, tmp_path / "plan.pt")
+        torch.save(state, tmp_path / "new.pt")
+    kept = [one.name for one in tmp_path.iterdir() if "user.fastckpt.crc64nvme" in os.listxattr(one)]
+    assert kept == ["new.pt"]
+
+
 def test_a_save_inside_of_another_leaves_its_sums_off(tmp_path):
     """As one of another thread does. Mutant: each save switches torch's sums on again as it ends."""
     seen = []

@@ -20,18 +20,23 @@ import numpy as np
 from fastckpt import _core, _crc64
 from fastckpt._copy.moves import memory_of
 from fastckpt._copy.pace import BLOCK, THREADS, Pace
-from fastckpt._paths import AnyPath, path_of
+from fastckpt._paths import AnyPath, refuse_url, text_of
 from fastckpt.exceptions import CorruptCheckpointError
 
 from .io import IO, Engine, bytes_per_second, check_io
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from types import TracebackType
 
     from typing_extensions import Buffer
 
 #: The extended attribute in which the core keeps the checksum of such a file, with its length and its time.
 _CHECKSUM = "user.fastckpt.crc64nvme"
+#: Errors of files and file systems without it.
+_WITHOUT = (errno.ENODATA, errno.ENOTSUP, errno.ENOSYS)
+#: Seconds between two looks whether something has failed.
+_LOOK = 0.1
 #: Threads that write, as many as those of a save with blocking calls.
 _THREADS = 12
 #: Bytes that are allocated ahead: few enough that the blocks on their way keep the device busy meanwhile.
@@ -51,7 +56,7 @@ def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
         path: the path of the file. Directories above it are made. A symbolic link is followed. A file that is there
             passes its mode on.
         io: how bytes are written: an engine, or an :class:`IO` with ``threads``, by default 12, and
-            ``bandwidth_limit``. ``uring`` is as ``threads`` here.
+            ``bandwidth_limit``, with which they are fewer. ``uring`` is as ``threads`` here.
 
     Returns:
         The file: a context manager with ``write``, ``writelines``, ``tell``, ``close`` and ``discard``. It cannot
@@ -59,6 +64,7 @@ def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
 
     Raises:
         FileExistsError: ``path`` is a directory, or no regular file.
+        PermissionError: the file at ``path`` is write-protected.
         NotImplementedError: this installation has no compiled core.
         OSError: the storage failed; ``direct`` was asked for, and is refused.
         ValueError: ``path`` is a URL, or an argument is out of range.
@@ -74,7 +80,7 @@ def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
     how = check_io("open_write", io)
     if how.engine == "auto" and (engine := os.environ.get("FASTCKPT_IO")):
         how = replace(how, engine=check_io("environment variable FASTCKPT_IO", engine).engine)
-    return WritableFile(os.path.realpath(path_of("open_write", path)), how)
+    return WritableFile(os.path.realpath(_local("open_write", path)), how)
 
 
 def open_read(path: AnyPath, *, verify: bool = True) -> io.BufferedReader:
@@ -104,7 +110,7 @@ def open_read(path: AnyPath, *, verify: bool = True) -> io.BufferedReader:
         ...     file.read()
         b'bytes'
     """
-    name = path_of("open_read", path)
+    name = _local("open_read", path)
     file = builtins.open(name, "rb")  # noqa: SIM115, PTH123 - it is returned
     try:
         if verify:
@@ -113,6 +119,13 @@ def open_read(path: AnyPath, *, verify: bool = True) -> io.BufferedReader:
         file.close()
         raise
     return file
+
+
+def _local(operation: str, path: AnyPath) -> str:
+    """A path as the system takes it: ``..`` behind a symbolic link is above what that points to."""
+    text = text_of(operation, path)
+    refuse_url(operation, text)
+    return text
 
 
 class WritableFile(io.BufferedIOBase):
@@ -129,9 +142,7 @@ class WritableFile(io.BufferedIOBase):
         self.name = path
         self._process = os.getpid()
         self._file = _core.SingleFile(path, how.engine != "buffered")
-        if how.engine == "direct" and not self._file.is_direct():
-            self._file.discard()
-            raise OSError(errno.EINVAL, "open_write: direct I/O is refused here", path)
+        self._strict = how.engine == "direct"
         self._pace = Pace(bytes_per_second(how), None, None)
         self._block = self._pace.block
         limited = how.bandwidth_limit is not None
@@ -142,12 +153,18 @@ class WritableFile(io.BufferedIOBase):
         for _ in range(threads + 2):
             self._memories.put(None)
         self._lock = RLock()
+        self._writing = False
         self._at = 0
         self._allocated = 0
-        # The memory of the block that `_at` is in, and by the start of each block on its way its sum and length.
+        # The memory of the block that `_at` is in, and by the start of each written block its sum and length.
         self._memory: Any = None
         self._sums: dict[int, tuple[int, int]] = {}
         self._error: BaseException | None = None
+        try:
+            self._check_direct()
+        except OSError:
+            self.discard()
+            raise
 
     def writable(self) -> bool:
         """True."""
@@ -171,48 +188,46 @@ class WritableFile(io.BufferedIOBase):
 
         Raises:
             OSError: the storage failed, at this write or at an earlier one.
+            RuntimeError: a signal handler writes to the file that it has interrupted a write to.
             TypeError: it is no bytes-like object.
             ValueError: the file is closed, or belongs to the process that this one was forked from.
         """
         view = memoryview(data)
         source = np.frombuffer(view if view.c_contiguous else view.tobytes(), np.uint8) if view.nbytes else _NOTHING
-        with self._lock:
-            self._check()
-            begin = 0
-            while begin < len(source):
-                inside = self._at % self._block
-                if not inside and len(source) - begin >= self._block:
-                    begin += self._write_blocks(source[begin:])
-                    continue
-                if not inside:
-                    self._memory = self._take()
-                part = source[begin : begin + self._block - inside]
-                np.copyto(self._memory[inside : inside + len(part)], part)
-                begin += len(part)
-                self._at += len(part)
-                if not self._at % self._block:
-                    memory, self._memory = self._memory, None
-                    self._begin(memory, self._at - self._block, self._block)
+        with self._alone():
+            if self._error is not None:
+                raise self._error
+            try:
+                self._writing = True
+                self._append(source)
+            except BaseException as error:
+                # The bytes of the file are no longer those that the caller believes it has written.
+                self._error = self._error or error
+                raise
+            finally:
+                self._writing = False
         return len(source)
 
     def close(self) -> None:
         """Make the file durable, and give it its path. Once more does nothing.
 
         Raises:
-            OSError: the storage failed; ``path`` is as it was.
+            OSError: the storage failed; ``path`` is as it was, or has the new file, which may not be durable.
+            RuntimeError: a signal handler closes the file that it has interrupted a write to.
             ValueError: the file belongs to the process that this one was forked from.
         """
-        with self._lock:
-            if self.closed:
-                return
-            self._check()
+        if self.closed:
+            return
+        with self._alone():
             try:
                 inside = self._at % self._block
-                if inside:
-                    self._begin(self._memory, self._at - inside, inside)
+                if inside and self._error is None:
+                    self._begin(_Block(self._memory, self._at - inside, inside))
                 self._pool.shutdown()
-                self._check()
-                sums = (self._sums[start] for start in sorted(self._sums))
+                if self._error is not None:
+                    raise self._error  # noqa: TRY301 - it discards, too
+                self._check_direct()
+                sums = [self._sums[start] for start in sorted(self._sums)]
                 self._file.publish(self._at, _crc64.joined(_crc64.of(b""), sums))
             except BaseException:
                 self.discard()
@@ -221,16 +236,16 @@ class WritableFile(io.BufferedIOBase):
 
     def discard(self) -> None:
         """Close the file without giving it its path: what is there stays. Does nothing to one that is closed."""
-        with self._lock:
-            if self.closed:
-                return
-            super().close()
-            if os.getpid() != self._process:
-                return
-            self._pace.halt()
-            self._pool.shutdown(cancel_futures=True)
-            with contextlib.suppress(ValueError):  # it was to be published
-                self._file.discard()
+        if self.closed:
+            return
+        super().close()
+        if os.getpid() != self._process:
+            return
+        self._error = self._error or ValueError(f"open_write: {self.name} was discarded")
+        self._pace.halt()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        with contextlib.suppress(ValueError):  # it was to be published
+            self._file.discard()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -251,13 +266,38 @@ class WritableFile(io.BufferedIOBase):
             )
         self.discard()
 
-    def _check(self) -> None:
-        if self.closed:
-            raise ValueError(f"open_write: {self.name} is closed")
-        if os.getpid() != self._process:
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Inside, no other thread writes to the file or closes it."""
+        if os.getpid() != self._process:  # first: another thread may have held the lock when this process was forked
             raise ValueError(f"open_write: {self.name} belongs to the process that this one was forked from")
-        if self._error is not None:
-            raise self._error
+        with self._lock:
+            if self.closed:
+                raise ValueError(f"open_write: {self.name} is closed")
+            if self._writing:
+                raise RuntimeError(f"open_write: {self.name}: a signal handler has interrupted a write to it")
+            yield
+
+    def _check_direct(self) -> None:
+        if self._strict and not self._file.is_direct():
+            raise OSError(errno.EINVAL, "open_write: direct I/O is refused here: use io='auto'", self.name)
+
+    def _append(self, source: Any) -> None:
+        begin = 0
+        while begin < len(source):
+            inside = self._at % self._block
+            if not inside and len(source) - begin >= self._block:
+                begin += self._write_blocks(source[begin:])
+                continue
+            if not inside:
+                self._memory = self._take()
+            part = source[begin : begin + self._block - inside]
+            np.copyto(self._memory[inside : inside + len(part)], part)
+            begin += len(part)
+            self._at += len(part)
+            if not self._at % self._block:
+                memory, self._memory = self._memory, None
+                self._begin(_Block(memory, self._at - self._block, self._block))
 
     def _take(self) -> Any:
         """Memory for a block, once a thread is done with it."""
@@ -271,38 +311,43 @@ class WritableFile(io.BufferedIOBase):
 
     def _write_blocks(self, source: Any) -> int:
         """Write the whole blocks that ``source`` begins with; the threads copy them. Returns their length."""
-        copied: list[None] = []
-        told, count = Event(), 0
+        blocks: list[_Block] = []
         try:
             for begin in range(0, len(source) - self._block + 1, self._block):
-                memory = self._take()
-                self._begin(memory, self._at, self._block, (source[begin : begin + self._block], copied, told))
+                block = _Block(self._take(), self._at, self._block, source[begin : begin + self._block])
+                blocks.append(block)
                 self._at += self._block
-                count += 1
+                self._begin(block)
+            for block in blocks:
+                while not block.copied.wait(_LOOK):
+                    if self._error is not None:
+                        raise self._error
         finally:
-            _wait(copied, told, count)
-        return count * self._block
+            # The memory is the caller's again: after an error, too, no thread may copy from it.
+            for block in blocks:
+                block.give_back()
+        return len(blocks) * self._block
 
-    def _begin(self, memory: Any, start: int, nbytes: int, source: Any = None) -> None:
+    def _begin(self, block: _Block) -> None:
         """Have a thread write a block."""
-        if start + nbytes > self._allocated:
-            self._allocate(start + nbytes)
-        self._pool.submit(self._move, memory, start, nbytes, source)
-
-    def _move(self, memory: Any, start: int, nbytes: int, source: Any) -> None:
-        """Copy the bytes of a block to its memory, unless they are there, and write it."""
+        if block.start + block.nbytes > self._allocated:
+            self._allocate(block.start + block.nbytes)
         try:
-            if source is not None:
-                part, copied, told = source
-                try:
-                    np.copyto(memory, part)
-                finally:
-                    del part
-                    copied.append(None)
-                    told.set()
+            self._pool.submit(self._move, block)
+        except RuntimeError:  # no thread can be started: the interpreter is ending
+            self._move(block)
+
+    def _move(self, block: _Block) -> None:
+        """Copy the bytes of a block to its memory, unless they are there, and write it; of several calls, one does."""
+        memory = block.claim()
+        if memory is None:
+            return
+        try:
+            block.copy(memory)
             if self._error is None:
-                self._pace.wait(nbytes)
-                self._sums[start] = (self._file.write(start, memory.ctypes.data, nbytes), nbytes)
+                self._pace.wait(block.nbytes)
+                sum_ = self._file.write(block.start, memory.ctypes.data, block.nbytes)
+                self._sums[block.start] = (sum_, block.nbytes)
         except BaseException as error:  # noqa: BLE001 - the next call raises it
             self._error = self._error or error
         finally:
@@ -319,31 +364,62 @@ class WritableFile(io.BufferedIOBase):
             self._allocated = sys.maxsize
 
 
-_NOTHING = np.empty(0, np.uint8)
+class _Block:
+    """A block on its way, with memory of its own, and perhaps with the caller's memory that it is a copy of.
 
+    Attributes:
+        start: its place in the file.
+        nbytes: its length.
+        copied: set when the caller's memory is no longer needed.
+    """
 
-def _wait(copied: list[None], told: Event, count: int) -> None:
-    """Return when all blocks were copied, also after an interrupt: their memory is the caller's."""
-    interrupt: BaseException | None = None
-    while len(copied) < count:
+    def __init__(self, memory: Any, start: int, nbytes: int, source: Any = None) -> None:
+        self.start = start
+        self.nbytes = nbytes
+        self.copied = Event()
+        # Whoever takes the memory has the block.
+        self._memory = [memory]
+        self._source = [] if source is None else [source]
+
+    def claim(self) -> Any:
+        """Its memory, for the first caller; None for all others."""
         try:
-            told.wait()
-            told.clear()
-        except BaseException as error:  # noqa: BLE001, PERF203 - it is raised below
-            interrupt = error
-    if interrupt is not None:
-        raise interrupt
+            return self._memory.pop()
+        except IndexError:
+            return None
+
+    def copy(self, memory: Any) -> None:
+        """Copy what the caller has."""
+        try:
+            if self._source:
+                np.copyto(memory, self._source[0])
+        finally:
+            self._source.clear()
+            self.copied.set()
+
+    def give_back(self) -> None:
+        """Return when no thread reads the caller's memory any more, and none will, whatever interrupts this."""
+        if self.claim() is not None:
+            self._source.clear()
+            return
+        interrupt: BaseException | None = None
+        while not self.copied.is_set():
+            try:
+                self.copied.wait()
+            except BaseException as error:  # noqa: BLE001, PERF203 - it is raised below
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 def _compare(file: int, path: str) -> None:
     """Raise CorruptCheckpointError if the file has other bytes than the checksum kept with it."""
-    try:
-        words = os.getxattr(file, _CHECKSUM).decode("ascii").split()
-    except (AttributeError, OSError):  # no extended attributes in this system, or here
-        return
     about = os.fstat(file)
-    seconds, nanoseconds = divmod(about.st_mtime_ns, 10**9)
-    if len(words) != 3 or words[1:] != [str(about.st_size), f"{seconds}.{nanoseconds:09}"]:  # noqa: PLR2004
+    kept = _kept(file, about)
+    if kept is None:
         return
 
     def sum_of(start: int) -> tuple[int, int]:
@@ -363,10 +439,30 @@ def _compare(file: int, path: str) -> None:
     memories: SimpleQueue[Any] = SimpleQueue()
     for _ in range(THREADS):
         memories.put(memory_of(BLOCK))
+    starts = range(0, about.st_size, BLOCK)
     with ThreadPoolExecutor(THREADS, "fastckpt") as pool:
-        found = _crc64.to_hex(_crc64.joined(_crc64.of(b""), pool.map(sum_of, range(0, about.st_size, BLOCK))))
-    if found != words[0]:
+        try:
+            sums = [*pool.map(sum_of, starts)]
+        except RuntimeError:  # no thread can be started: the interpreter is ending
+            sums = [*map(sum_of, starts)]
+    found = _crc64.to_hex(_crc64.joined(_crc64.of(b""), sums))
+    if found != kept and _kept(file, os.fstat(file)) == kept:  # nobody wrote to it meanwhile
         raise CorruptCheckpointError(
-            f"open_read: {path} is damaged: the checksum of its bytes is {found}, and was {words[0]} when it was "
+            f"open_read: {path} is damaged: the checksum of its bytes is {found}, and was {kept} when it was "
             "written; use another copy, or verify=False to read it as it is"
         )
+
+
+def _kept(file: int, about: os.stat_result) -> str | None:
+    """The checksum that is kept with a file, if nobody has written to it since."""
+    if not hasattr(os, "getxattr"):  # not Linux
+        return None
+    try:
+        words = os.getxattr(file, _CHECKSUM).decode("ascii", "replace").split()
+    except OSError as error:
+        if error.errno in _WITHOUT:
+            return None
+        raise
+    seconds, nanoseconds = divmod(about.st_mtime_ns, 10**9)
+    is_sound = len(words) == 3 and words[1:] == [str(about.st_size), f"{seconds}.{nanoseconds:09}"]  # noqa: PLR2004
+    return words[0] if is_sound else None

@@ -9,19 +9,15 @@ import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import fastckpt
 from fastckpt._foreign import writer_of
-from fastckpt._manager.restore import is_damage
 from fastckpt._portable.limits import MANIFEST
-from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError, RanksError
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-_T = TypeVar("_T")
-_R = TypeVar("_R")
+    from collections.abc import Iterable, Mapping, Sequence
 
 LOG = logging.getLogger("fastckpt")
 #: The key of metadata under which the digests of files beside the weights are.
@@ -74,38 +70,6 @@ def newest_that_verifies(paths: Iterable[str]) -> str | None:
             return path
         LOG.warning("fastckpt: %s is damaged, and the checkpoint before it is taken: fastckpt verify tells more", path)
     return None
-
-
-def first_that_loads(
-    candidates: Sequence[_T],
-    load: Callable[[_T], _R],
-    each: Callable[[bool], list[bool]],
-    *,
-    leads: bool,
-    path_of: Callable[[_T], str] = str,
-) -> _R:
-    """What ``load`` returns for the first candidate that is not damaged; all ranks call it together.
-
-    Args:
-        candidates: the best first, at least one.
-        load: loads one of them.
-        each: gives what all ranks say.
-        leads: whether this rank tells of those that are passed over.
-        path_of: the path of a candidate.
-
-    Raises:
-        Exception: the error of the last one, or one that is not about damage.
-    """
-    for candidate in candidates[:-1]:
-        try:
-            return load(candidate)
-        except (CheckpointError, OSError) as error:  # noqa: PERF203 - a load takes longer
-            # A rank that is well hears of another's failure by a RanksError.
-            if not all(each(isinstance(error, RanksError) or is_damage(error))):
-                raise
-            if leads:
-                LOG.warning("fastckpt: %s cannot be loaded and is skipped: %s", path_of(candidate), error)
-    return load(candidates[-1])
 
 
 def keep(limit: int | None, protected: set[str | None], paths: Sequence[str]) -> None:

@@ -1,33 +1,66 @@
-"""Questions that the first process of a program on accelerate answers for all."""
+"""The processes of a program on accelerate, and what they decide together."""
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor, wait
-from typing import TYPE_CHECKING, Any
+import os
+from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakKeyDictionary
 
-from accelerate.utils import broadcast_object_list
+from fastckpt._manager.crew import Crew
+from fastckpt._manager.restore import is_damage
+from fastckpt.exceptions import RankFailure, RanksError
+
+from ._directory import LOG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
-#: Seconds after which the first process says that it is still looking: a broadcast may take ten minutes by default, and
-#: to verify a checkpoint may take longer.
-_BEAT = 60.0
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+_crews: WeakKeyDictionary[Any, Crew] = WeakKeyDictionary()
 
 
-def of_first(accelerator: Any, find: Callable[[], Any]) -> Any:
-    """What ``find`` returns, or raises, on the first process; all processes call it."""
-    if accelerator.num_processes == 1:
-        return find()
-    with ThreadPoolExecutor(1) as pool:
-        looking = pool.submit(find) if accelerator.is_main_process else None
-        while True:
-            said: list[Any] = [None, None, None]
-            if looking is not None and wait([looking], _BEAT).done:
-                error = looking.exception()
-                said = [True, error, None if error else looking.result()]
-            ended, error, found = broadcast_object_list(said)
-            if ended:
-                if error is not None:
-                    raise error
-                return found
+def crew_of(accelerator: Any) -> Crew:
+    """The processes of an ``Accelerator``; all of them ask for it together for the first time."""
+    if accelerator not in _crews:
+        _crews[accelerator] = Crew(None, os.getcwd())  # noqa: PTH109 - a text
+    return _crews[accelerator]
+
+
+def first_that_loads(
+    candidates: Sequence[_T], load: Callable[[_T], _R], crew: Crew, path_of: Callable[[_T], str] = str
+) -> _R:
+    """What ``load`` returns for the first candidate that is not damaged; all ranks call it together.
+
+    Args:
+        candidates: the best first, at least one.
+        load: loads one of them.
+        crew: the ranks.
+        path_of: the path of a candidate.
+
+    Raises:
+        RanksError: other ranks failed with the last one, or not for damage.
+        Exception: this rank did.
+    """
+    for candidate in candidates:
+        error, loaded = None, None
+        try:
+            loaded = load(candidate)
+        except Exception as caught:  # noqa: BLE001 - raised below; the other ranks have to hear of it
+            error = caught
+        # A rank that is well may have heard of another's failure.
+        skips = isinstance(error, RanksError) or (error is not None and is_damage(error))
+        said = crew.each(None if error is None else [crew.host, f"{type(error).__name__}: {error}", skips])
+        failed = {rank: one for rank, one in enumerate(said) if one is not None}
+        if not failed:
+            return loaded  # type: ignore[return-value]
+        if candidate is candidates[-1] or not all(skips for _, _, skips in failed.values()):
+            if error is not None:
+                raise error
+            failures = tuple(RankFailure(rank, host, f"failed: {why}") for rank, (host, why, _) in failed.items())
+            raise RanksError(f"load: {path_of(candidate)}: {'; '.join(map(str, failures))}", failures)
+        if crew.leads:
+            why = min(failed.items())[1][1]
+            LOG.warning("fastckpt: %s cannot be loaded and is skipped: %s", path_of(candidate), why)
+    raise ValueError("load: no candidates")

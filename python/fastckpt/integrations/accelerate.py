@@ -7,21 +7,23 @@ Each directory of ``save_state`` is one checkpoint (docs/guides/accelerate.md).
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from accelerate import accelerator as _accelerator
-from accelerate.utils import DistributedType, gather_object, recursively_apply
+from accelerate.utils import DistributedType
+from torch.utils import _pytree  # noqa: TID251 - accelerate's states are torch's
 
 import fastckpt
 from fastckpt import _core, distributed
 from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 
-from ._directory import LOG, first_that_loads, is_ours, is_sound, keep
+from ._directory import LOG, is_ours, is_sound, keep
 from ._last_save import LastSave
-from ._processes import of_first
+from ._processes import crew_of, first_that_loads
 
 if TYPE_CHECKING:
     from collections.abc import Collection
@@ -137,14 +139,7 @@ def _own_part(accelerator: Any) -> dict[str, Any]:
 
 def _is_spread(state: Any) -> bool:
     """Whether tensors in a state are parts of ones that lie on several processes."""
-    found = []
-
-    def look(tensor: Any) -> Any:
-        found.append(hasattr(tensor, "device_mesh"))
-        return tensor
-
-    recursively_apply(look, state)
-    return any(found)
+    return any(hasattr(one, "device_mesh") for one in _pytree.tree_leaves(state))
 
 
 def _stateful(accelerator: Any) -> list[Any]:
@@ -160,15 +155,10 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
         return theirs(accelerator, output_dir, *args, **more)
     naming, first = accelerator.project_configuration, accelerator.is_main_process
     automatic, limit = naming.automatic_checkpoint_naming, naming.total_limit
-    if automatic:
-        path = _folder(accelerator) / f"{_NAME}{accelerator.save_iteration}"
-        if of_first(accelerator, lambda: path.exists() and (is_sound(str(path)) or not is_ours(path))):
-            raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to a number that is free")
-    else:
-        path = Path(output_dir).expanduser()
-    if first:
-        # The save itself is in the background, and a program may end without asking how it went.
-        _core.check_target(str(path.absolute()), True)
+    name = f"{_NAME}{accelerator.save_iteration}"
+    path = _folder(accelerator) / name if automatic else Path(output_dir).expanduser()
+    # The save itself is in the background, and a program may end without asking how it went.
+    crew_of(accelerator).first("save_state", partial(_check_target, path, automatic=automatic))
 
     def rotate() -> None:
         if first and automatic:
@@ -193,6 +183,13 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
     return path
 
 
+def _check_target(path: Path, *, automatic: bool) -> None:
+    """Refuse a directory that is in use."""
+    if automatic and path.exists() and (is_sound(str(path)) or not is_ours(path)):
+        raise ValueError(f"save_state: {path} exists: set project_configuration.iteration to a number that is free")
+    _core.check_target(str(path.absolute()), True)
+
+
 def _finish(accelerator: Any) -> None:
     if accelerator in _last_saves:
         _last_saves[accelerator].finish()
@@ -214,47 +211,54 @@ def _load_state(
     **more: Any,
 ) -> None:
     _finish(accelerator)
+    crew = crew_of(accelerator)
 
     def load(path: str) -> str:
-        if is_ours(path):
-            _load(accelerator, path, strict=more.get("strict", True), io=options["io"])
-        else:
+        about = crew.first("load_state: about", partial(_about, path))
+        if about is None:
             theirs(accelerator, path, load_kwargs, **more)
+        else:
+            _load(accelerator, path, about, strict=more.get("strict", True), io=options["io"])
         return path
 
     if input_dir is not None:
-        load(str(Path(input_dir).expanduser()))
+        first_that_loads([str(Path(input_dir).expanduser())], load, crew)
         return
     automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    paths = of_first(accelerator, lambda: _automatic(_folder(accelerator))[::-1]) if automatic else []
+    paths = crew.first("load_state", lambda: _automatic(_folder(accelerator))[::-1]) if automatic else []
     if not paths:
         theirs(accelerator, None, load_kwargs, **more)
         return
-    taken = first_that_loads(paths, load, lambda said: gather_object([said]), leads=accelerator.is_main_process)
-    accelerator.project_configuration.iteration = _number(taken) + 1
+    accelerator.project_configuration.iteration = _number(first_that_loads(paths, load, crew)) + 1
 
 
-def _load(accelerator: Any, path: str, *, strict: bool, io: Any) -> None:
-    engine = _other_engine(accelerator)
+def _about(path: str) -> tuple[int, int | None] | None:
+    """The number of registered objects in a checkpoint, and ``accelerator.step``; None if fastckpt did not write it."""
+    if not is_ours(path):
+        return None
+    with fastckpt.open(path) as checkpoint:
+        registered = sum(key.startswith(_REGISTERED) for key in checkpoint.structure)
+        return registered, (checkpoint.metadata or {}).get(_STEP)
+
+
+def _load(accelerator: Any, path: str, about: tuple[int, int | None], *, strict: bool, io: Any) -> None:
+    (registered, step), engine = about, _other_engine(accelerator)
     if engine is not None:
         raise RuntimeError(
             f"load_state: {path} is a checkpoint of fastckpt, and with {engine} accelerate has to load itself: nothing "
             "was loaded"
         )
+    if step is None:
+        raise RuntimeError(f"load_state: {path} was not saved by save_state: use fastckpt.load")
+    if registered != len(accelerator._custom_objects):
+        raise RuntimeError(
+            f"load_state: {path} has {registered} registered objects, and {len(accelerator._custom_objects)} are "
+            "registered (register_for_checkpointing): nothing was loaded"
+        )
     models = [*accelerator._models]
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, path)  # it takes out the models that it loads itself
     state = _state(accelerator, models)
-    with fastckpt.open(path) as checkpoint:
-        saved = [key for key in checkpoint.structure if key.startswith(_REGISTERED)]
-        step = (checkpoint.metadata or {}).get(_STEP)
-    if step is None:
-        raise RuntimeError(f"load_state: {path} was not saved by save_state: use fastckpt.load")
-    if len(saved) != len(accelerator._custom_objects):
-        raise RuntimeError(
-            f"load_state: {path} has {len(saved)} registered objects, and {len(accelerator._custom_objects)} are "
-            "registered (register_for_checkpointing): nothing was loaded"
-        )
     # torch's own loads of a model cast, too.
     dtypes = {
         f"{key}.{name}": tensor.dtype

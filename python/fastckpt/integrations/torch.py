@@ -2,7 +2,7 @@
 
     fastckpt.integrations.torch.install()
 
-The files are torch's own, and any program reads them (docs/guides/plain.md).
+The files are torch's own (docs/files.md).
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
 
     A saved file is in torch's format, and appears at its path whole and durable, or not at all. Threads write it past
     the page cache. torch's CRC-32, which slows it down and which ``torch.load`` never looks at, is left out; fastckpt's
-    checksum is kept beside the bytes, and ``torch.load`` compares it. Calls with file objects, pipes and devices go to
-    torch as they are, and so do files without that checksum.
+    checksum is kept beside the bytes, and ``torch.load`` compares it. torch itself writes to file objects, pipes and
+    devices, into files that have several names or another owner, and where no file can be made; it reads files without
+    that checksum.
 
     Args:
         io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.
@@ -60,20 +61,34 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
 
 
 def _is_file(f: Any) -> bool:
-    """Whether a call names a regular file, or nothing yet."""
+    """Whether a call names a regular file."""
+    try:
+        return isinstance(f, (str, os.PathLike)) and stat.S_ISREG(Path(f).stat().st_mode)
+    except OSError:  # there is nothing, or torch says what is wrong
+        return False
+
+
+def _may_replace(f: Any) -> bool:
+    """Whether a call names a file that may be replaced by a new one, or nothing yet, where one may be made.
+
+    torch writes into the file that is there. With other names, or another owner, that is not the same.
+    """
     if not isinstance(f, (str, os.PathLike)) or is_url(os.fspath(f)):
         return False
+    path = os.path.realpath(f)
+    if not os.access(Path(path).parent, os.R_OK | os.W_OK | os.X_OK):  # or it is missing
+        return False
     try:
-        return stat.S_ISREG(Path(f).stat().st_mode)
+        about = os.lstat(path)
     except FileNotFoundError:
         return True
-    except OSError:  # torch says what is wrong
-        return False
+    own = about.st_nlink == 1 and about.st_uid == os.geteuid() and not os.path.ismount(path)
+    return stat.S_ISREG(about.st_mode) and own and os.access(path, os.W_OK)
 
 
 def _save(options: dict[str, Any], theirs: Callable[..., Any], obj: Any, f: Any, *args: Any, **more: Any) -> None:
-    if not _is_file(f) or not Path(f).absolute().parent.is_dir():
-        # torch makes no directories: it says that there is none.
+    skips = getattr(getattr(torch.serialization, "_serialization_tls", None), "skip_data", False)  # it seeks
+    if skips or not _may_replace(f):
         theirs(obj, f, *args, **more)
         return
     with fastckpt.open_write(f, io=options["io"]) as file, _unsummed:
@@ -81,7 +96,7 @@ def _save(options: dict[str, Any], theirs: Callable[..., Any], obj: Any, f: Any,
 
 
 def _load(options: dict[str, Any], theirs: Callable[..., Any], f: Any, *args: Any, **more: Any) -> Any:
-    if options["verify"] and _is_file(f) and Path(f).exists():
+    if options["verify"] and _is_file(f):
         fastckpt.open_read(f).close()
     return theirs(f, *args, **more)
 
@@ -93,6 +108,12 @@ class _Unsummed:
         self._lock = Lock()
         self._inside = 0
         self._before = True
+
+    def forget(self) -> None:
+        """Begin anew, with torch's switch as it was."""
+        if self._inside:
+            torch.serialization.set_crc32_options(self._before)
+        self._lock, self._inside = Lock(), 0
 
     def __enter__(self) -> None:
         with self._lock:
@@ -109,3 +130,5 @@ class _Unsummed:
 
 
 _unsummed = _Unsummed()
+# A child has none of the threads that were inside.
+os.register_at_fork(after_in_child=_unsummed.forget)

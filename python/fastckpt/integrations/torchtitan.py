@@ -21,7 +21,8 @@ from fastckpt._files import TORCH_METADATA
 from fastckpt._paths import is_url
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
-from ._directory import LOG, first_that_loads, holds_remains, is_ours, move_aside, sweep
+from ._directory import LOG, holds_remains, is_ours, move_aside, sweep
+from ._processes import first_that_loads
 
 __all__ = ["FastckptManager"]
 
@@ -144,9 +145,8 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
             return first_that_loads(
                 candidates,
                 lambda candidate: self._load_one(*candidate),
-                self._ranks.each,
-                leads=self._ranks.leads,
-                path_of=lambda candidate: self._manager.path(candidate[0]),
+                self._ranks,
+                lambda candidate: self._manager.path(candidate[0]),
             )
         return self._load_theirs(step)
 

@@ -23,7 +23,7 @@ from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 
 from ._directory import LOG, is_ours, newest_first, newest_that_verifies
-from ._processes import of_first
+from ._processes import crew_of
 from ._trainer_saves import SAVING, begin, model_of, run_of, stop, training_of, unwrapped
 
 __all__ = ["install"]
@@ -70,10 +70,9 @@ def _candidates(directory: str) -> list[str]:
 
 def newest_of(trainer: Any) -> str | None:
     """The newest checkpoint of a Trainer that verifies; all ranks call it."""
-    newest: str | None = of_first(
-        trainer.accelerator, lambda: newest_that_verifies(_candidates(trainer.args.output_dir))
+    return crew_of(trainer.accelerator).first(
+        "resume", lambda: newest_that_verifies(_candidates(trainer.args.output_dir))
     )
-    return newest
 
 
 def _asks_for_newest(trainer: Any, given: Any) -> bool:

@@ -73,24 +73,19 @@ struct Gathering(RwLock<Option<commit::Gathering>>);
 #[pyclass(frozen, module = "fastckpt._core")]
 struct Incoming(RwLock<Option<commit::Incoming>>);
 
-pub(crate) fn ended() -> PyErr {
+fn ended() -> PyErr {
     PyValueError::new_err("this copy, or this file, has ended")
 }
 
-impl Gathering {
-    /// Runs `call` with the open object.
-    fn open<T: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&commit::Gathering) -> fastckpt_core::error::Result<T> + Send,
-    ) -> PyResult<T> {
-        py.detach(|| {
-            let gathering = self.0.read().unwrap_or_else(PoisonError::into_inner);
-            gathering.as_ref().map(call)
-        })
+/// Runs `call` with what `held` holds.
+pub(crate) fn opened<T: Send + Sync, R: Send>(
+    py: Python<'_>,
+    held: &RwLock<Option<T>>,
+    call: impl FnOnce(&T) -> fastckpt_core::error::Result<R> + Send,
+) -> PyResult<R> {
+    py.detach(|| held.read().unwrap_or_else(PoisonError::into_inner).as_ref().map(call))
         .ok_or_else(ended)?
         .map_err(|error| to_python(&error, &Raised::default()))
-    }
 }
 
 /// What `cell` holds. From now on it holds nothing.
@@ -107,15 +102,15 @@ impl Gathering {
     }
 
     fn path(&self, py: Python<'_>) -> PyResult<OsString> {
-        self.open(py, |gathering| Ok(gathering.path().into_os_string()))
+        opened(py, &self.0, |gathering| Ok(gathering.path().into_os_string()))
     }
 
     fn held(&self, py: Python<'_>) -> PyResult<Vec<(String, u64)>> {
-        self.open(py, commit::Gathering::held)
+        opened(py, &self.0, commit::Gathering::held)
     }
 
     fn begin(&self, py: Python<'_>, nbytes: u64) -> PyResult<Incoming> {
-        let incoming = self.open(py, |gathering| gathering.begin(nbytes))?;
+        let incoming = opened(py, &self.0, |gathering| gathering.begin(nbytes))?;
         Ok(Incoming(RwLock::new(Some(incoming))))
     }
 
@@ -128,7 +123,7 @@ impl Gathering {
         nbytes: usize,
     ) -> PyResult<u64> {
         let bytes = summed(address, nbytes);
-        self.open(py, |gathering| {
+        opened(py, &self.0, |gathering| {
             let file = file.0.read().unwrap_or_else(PoisonError::into_inner);
             file.as_ref().map(|file| gathering.write(file, offset, bytes)).transpose()
         })?
@@ -137,23 +132,23 @@ impl Gathering {
 
     fn keep(&self, py: Python<'_>, file: &Incoming, name: &str) -> PyResult<()> {
         let file = taken(py, &file.0)?;
-        self.open(py, |gathering| gathering.keep(file, name))
+        opened(py, &self.0, |gathering| gathering.keep(file, name))
     }
 
     fn drop(&self, py: Python<'_>, file: &Incoming) -> PyResult<()> {
         let file = taken(py, &file.0)?;
-        self.open(py, |gathering| {
+        opened(py, &self.0, |gathering| {
             gathering.drop_part(file);
             Ok(())
         })
     }
 
     fn link(&self, py: Python<'_>, source: PathBuf, name: &str, expected: (u64, u64)) -> PyResult<()> {
-        self.open(py, |gathering| gathering.link(&source, name, expected))
+        opened(py, &self.0, |gathering| gathering.link(&source, name, expected))
     }
 
     fn publish(&self, py: Python<'_>, files: Vec<(String, u64)>) -> PyResult<Vec<String>> {
-        self.open(py, |gathering| gathering.publish(files))
+        opened(py, &self.0, |gathering| gathering.publish(files))
     }
 
     fn close(&self, py: Python<'_>) {

@@ -1,31 +1,17 @@
 //! `_core.SingleFile`.
 
 use std::path::PathBuf;
-use std::sync::{PoisonError, RwLock};
+use std::sync::RwLock;
 
 use fastckpt_core::commit;
 use pyo3::prelude::*;
 
 use crate::buffers::summed;
-use crate::commit::{detached, ended, taken};
-use crate::error::{Raised, to_python};
+use crate::commit::{detached, opened, taken};
 
 /// See `_core.pyi`.
 #[pyclass(frozen, module = "fastckpt._core")]
 struct SingleFile(RwLock<Option<commit::SingleFile>>);
-
-impl SingleFile {
-    /// Runs `call` with the open file.
-    fn open<T: Send>(
-        &self,
-        py: Python<'_>,
-        call: impl FnOnce(&commit::SingleFile) -> fastckpt_core::error::Result<T> + Send,
-    ) -> PyResult<T> {
-        py.detach(|| self.0.read().unwrap_or_else(PoisonError::into_inner).as_ref().map(call))
-            .ok_or_else(ended)?
-            .map_err(|error| to_python(&error, &Raised::default()))
-    }
-}
 
 #[pymethods]
 impl SingleFile {
@@ -35,16 +21,16 @@ impl SingleFile {
     }
 
     fn is_direct(&self, py: Python<'_>) -> PyResult<bool> {
-        self.open(py, |file| Ok(file.is_direct()))
+        opened(py, &self.0, |file| Ok(file.is_direct()))
     }
 
     fn reserve(&self, py: Python<'_>, start: u64, end: u64) -> PyResult<()> {
-        self.open(py, |file| file.reserve(start, end))
+        opened(py, &self.0, |file| file.reserve(start, end))
     }
 
     fn write(&self, py: Python<'_>, offset: u64, address: usize, nbytes: usize) -> PyResult<u64> {
         let bytes = summed(address, nbytes);
-        self.open(py, |file| file.write(offset, bytes))
+        opened(py, &self.0, |file| file.write(offset, bytes))
     }
 
     fn publish(&self, py: Python<'_>, nbytes: u64, crc: u64) -> PyResult<bool> {

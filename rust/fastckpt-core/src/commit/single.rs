@@ -1,14 +1,17 @@
 //! One file that appears at its path whole and durable, or not at all. It is written in a workspace beside the path,
 //! and leaves it by a rename: what a killed process leaves is swept like any workspace.
 
-use std::os::fd::{AsFd as _, BorrowedFd};
+use std::collections::BTreeSet;
+use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
+use std::sync::{Mutex, PoisonError};
 
-use rustix::fs::{self, AtFlags, FileType, Mode, Timespec, Timestamps, UTIME_NOW, XattrFlags};
+use rustix::fs::{self, Access, AtFlags, FileType, Mode, Timespec, Timestamps, UTIME_NOW, XattrFlags};
 use rustix::io::{Errno, retry_on_intr};
 
-use super::directory::sync;
+use super::directory::{Id, id, sync};
 use super::incoming::Incoming;
+use super::leftovers::sweep;
 use super::parents::open_or_make;
 use super::target::split_target;
 use super::workspace::Workspace;
@@ -40,7 +43,7 @@ impl SingleFile {
             Err(Errno::NOENT) => None,
             Err(error) => return Err(Error::io("look at", target)(error)),
             Ok(stat) => match FileType::from_raw_mode(stat.st_mode) {
-                FileType::RegularFile => Some(Mode::from_raw_mode(stat.st_mode)),
+                FileType::RegularFile => Some(Mode::from_raw_mode(stat.st_mode & 0o777)),
                 FileType::Directory => return Err(exists("it is a directory, not a file")),
                 FileType::Symlink => {
                     return Err(exists("it is a symbolic link: save to the path it points to"));
@@ -48,7 +51,17 @@ impl SingleFile {
                 _ => return Err(exists("it is not a regular file")),
             },
         };
-        let workspace = Workspace::begin((parent, parent_path), name, target, true, None)?;
+        if mode.is_some() {
+            // A rename asks only the directory.
+            fs::accessat(&parent, &name, Access::WRITE_OK, AtFlags::EACCESS)
+                .map_err(Error::io("replace the write-protected file", target))?;
+        }
+        if is_new(&parent) {
+            sweep(parent.as_fd());
+        }
+        // Nobody sees bytes of a file that the one that it replaces would not show.
+        let hidden = mode.map(|_| 0);
+        let workspace = Workspace::begin((parent, parent_path), name, target, true, (None, hidden))?;
         let file = Incoming::create(workspace.directory(), DATA, 0, direct)
             .map_err(Error::io("create", &workspace.path_of(DATA)))?;
         Ok(Self { file, workspace, mode })
@@ -77,11 +90,12 @@ impl SingleFile {
         let Self { workspace, file: Incoming { file, .. }, mode } = self;
         let (path, fd) = (workspace.path_of(DATA), file.fd(false));
         retry_on_intr(|| fs::ftruncate(fd, nbytes)).map_err(Error::io("truncate", &path))?;
+        // Before the mode, which may take away the right to do so.
+        let kept = keep_sum(fd, nbytes, sum).is_ok();
         if let Some(mode) = mode {
             // This fails if the file system has no modes.
             let _ = fs::fchmod(fd, mode);
         }
-        let kept = keep_sum(fd, nbytes, sum).is_ok();
         file.sync().map_err(Error::io("sync", &path))?;
         // NFS and FUSE keep an open file under another name when it is replaced later.
         drop(file);
@@ -90,6 +104,13 @@ impl SingleFile {
         sync(workspace.parent.as_fd()).map_err(Error::io("sync the directory of", &workspace.target))?;
         Ok(kept)
     }
+}
+
+/// Whether this process has not been here yet: of many small files in one directory, the first one sweeps.
+fn is_new(directory: &OwnedFd) -> bool {
+    static KNOWN: Mutex<BTreeSet<Id>> = Mutex::new(BTreeSet::new());
+    let Ok(stat) = fs::fstat(directory) else { return true };
+    KNOWN.lock().unwrap_or_else(PoisonError::into_inner).insert(id(&stat))
 }
 
 /// Keeps the checksum of a file in an extended attribute, with the file's length and the time of its last change: a

@@ -16,7 +16,7 @@ use super::leftovers::{remove, sweep};
 use super::locks::orders_names;
 use super::names::{Kind, Temporary, workspace_name};
 use super::parents::open_or_make;
-use super::target::{Old, look, split_target};
+use super::target::{look, split_target};
 use super::unfinished::sweep_finished;
 use crate::error::{Error, Result, Visible};
 use crate::format::manifest;
@@ -64,20 +64,24 @@ impl Workspace {
         let (parent_path, name) = split_target(target)?;
         let parent = open_or_make(&parent_path)?;
         let old = look(parent.as_fd(), &name, target, overwrite)?;
-        Self::begin((parent, parent_path), name, target, overwrite, old)
+        sweep(parent.as_fd());
+        sweep_finished(parent.as_fd());
+        let about = (old.as_ref().map(|old| old.id), old.as_ref().map(|old| old.mode));
+        let made = Self::begin((parent, parent_path), name, target, overwrite, about);
+        // Only now may another directory have its id.
+        drop(old);
+        made
     }
 
-    /// Sweeps leftovers of dead writers in `parent`, and creates the temporary directory there, for what will be called
-    /// `name`.
+    /// Creates the temporary directory in `parent`, for what will be called `name`. Given are the id and the mode of
+    /// what is there.
     pub(super) fn begin(
         (parent, parent_path): (OwnedFd, PathBuf),
         name: OsString,
         target: &Path,
         overwrite: bool,
-        old: Option<Old>,
+        (before, mode): (Option<Id>, Option<u32>),
     ) -> Result<Self> {
-        sweep(parent.as_fd());
-        sweep_finished(parent.as_fd());
         let failed = |error: Errno| Error::io("create a temporary directory in", &parent_path)(error);
         let mut turn = 0;
         loop {
@@ -89,7 +93,7 @@ impl Workspace {
                 Err(Errno::EXIST | Errno::NOENT | Errno::STALE) if turn < TURNS => continue,
                 other => other.map_err(failed)?,
             }
-            match furnish(parent.as_fd(), &temporary, old.as_ref()) {
+            match furnish(parent.as_fd(), &temporary, mode) {
                 Ok((directory, id, manifest)) => {
                     return Ok(Self {
                         parent,
@@ -103,8 +107,8 @@ impl Workspace {
                         overwrite,
                         own: Some(Own {
                             manifest: (Note::new(manifest.as_fd()), manifest),
-                            before: old.as_ref().map(|old| old.id),
-                            mode: old.map(|old| old.mode),
+                            before,
+                            mode,
                             process: std::process::id(),
                             sealed: None,
                         }),
@@ -265,17 +269,17 @@ impl Drop for Workspace {
     }
 }
 
-/// Opens a new workspace, denies access to everyone to whom `old` denies it, and creates its manifest, empty and
+/// Opens a new workspace, denies access to everyone to whom `mode` denies it, and creates its manifest, empty and
 /// locked.
 fn furnish(
     parent: BorrowedFd<'_>,
     temporary: &OsStr,
-    old: Option<&Old>,
+    mode: Option<u32>,
 ) -> rustix::io::Result<(OwnedFd, Id, File)> {
     let directory = open_child(parent, temporary)?;
-    if let Some(old) = old {
+    if let Some(mode) = mode {
         // This fails if the file system has no modes.
-        let _ = fs::fchmod(&directory, Mode::from_raw_mode(old.mode | OWNER));
+        let _ = fs::fchmod(&directory, Mode::from_raw_mode(mode | OWNER));
     }
     let manifest = create(directory.as_fd(), manifest::FILE)?;
     match lock::take(&manifest) {
