@@ -66,6 +66,21 @@ def test_a_run_is_saved_kept_and_restored(tmp_path, async_save):
     assert again.should_save(9)
 
 
+def test_the_steps_that_remain(tmp_path):
+    with fastckpt.Manager(tmp_path) as manager:
+        assert list(manager.remaining(3)) == [1, 2, 3]
+        for step in manager.remaining(3):
+            manager.save(step, {"step": step}, force=True)
+    for step, left in ((None, [4, 5]), (2, [3, 4, 5])):
+        manager = fastckpt.Manager(tmp_path)
+        manager.restore(step=step)
+        assert list(manager.remaining(5)) == left
+        assert list(manager.remaining(2)) == []
+    for last in (-1, 2.5, True):
+        with pytest.raises(ValueError, match="remaining: step must be a non-negative integer"):
+            manager.remaining(last)
+
+
 def test_restore_checks_its_arguments_before_there_is_anything_to_restore(tmp_path):
     manager = fastckpt.Manager(tmp_path / "run")
     with pytest.raises(TypeError, match="restore: unexpected keyword argument 'keyz'; similar: 'keys'"):

@@ -130,6 +130,7 @@ class Manager:
         self._local, self._remote, self._ranks, self._keep = local, far, crew, policies
         self._catalogue = local.catalogue
         self._read_only = bool(read_only)
+        self._restored = 0
         self._process = os.getpid()
         crew.begin(
             {
@@ -409,6 +410,7 @@ class Manager:
             self._ranks.first("restore: discard_newer", partial(self._discard_beyond, found))
         self._local.damaged.update(number for number, _ in found.skipped)
         self._saves.resume(found.step, found.path, found.lineage)
+        self._restored = found.step
         told = options.get("io")
         if isinstance(told, IO):
             give_report(told, found.report)
@@ -443,6 +445,32 @@ class Manager:
             The directory, absolute.
         """
         return self._local.place.path_of(step)
+
+    def remaining(self, last: int) -> range:
+        """The steps that are left of a run: those after the one that was restored, up to ``last`` itself.
+
+        Args:
+            last: the step at which the run ends.
+
+        Returns:
+            Steps, rising. All from 1 on where nothing was restored, none where the run had ended.
+
+        Raises:
+            ValueError: ``last`` is no non-negative integer.
+
+        Example:
+            >>> import fastckpt
+            >>> state = {"step": 0}
+            >>> with fastckpt.Manager("runs/toy", save_when=2) as manager:
+            ...     found = manager.restore(into=state)
+            ...     for step in manager.remaining(4):
+            ...         state["step"] = step
+            ...         if manager.should_save(step):
+            ...             manager.save(step, state)
+            >>> manager.steps()
+            [2, 4]
+        """
+        return range(self._restored + 1, step_of("remaining", last) + 1)
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, rising; by the names of the directories, without a look inside."""

@@ -155,6 +155,9 @@ class CheckpointIO(TorchCheckpointIO):
 
         Args:
             path: its directory, or a file.
+
+        Raises:
+            OSError: the storage failed.
         """
         if is_url(str(path)):
             super().remove_checkpoint(path)
@@ -210,7 +213,16 @@ class RandomStates(Callback):
         self._own: Any = None
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Add the states of all processes; all of them call it."""
+        """Add the states of all processes; Lightning calls it on each.
+
+        Args:
+            trainer: the ``Trainer``.
+            pl_module: its module.
+            checkpoint: what is saved.
+
+        Raises:
+            RuntimeError: another process does not answer.
+        """
         state = fastckpt.randomness().state_dict()
         # Without arrays, torch loads it from a file of its own, too.
         name, keys, *rest = state["numpy"]
@@ -222,7 +234,13 @@ class RandomStates(Callback):
         checkpoint[_RANDOM] = states
 
     def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Keep this process's state until training begins."""
+        """Keep this process's state until training begins.
+
+        Args:
+            trainer: the ``Trainer``.
+            pl_module: its module.
+            checkpoint: what was loaded.
+        """
         states = checkpoint.get(_RANDOM, [])
         if len(states) == trainer.world_size:
             self._own = states[trainer.global_rank]
@@ -234,7 +252,12 @@ class RandomStates(Callback):
             )
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Restore it."""
+        """Restore it.
+
+        Args:
+            trainer: the ``Trainer``.
+            pl_module: its module.
+        """
         if self._own is not None:
             name, keys, *rest = self._own["numpy"]
             state = {**self._own, "numpy": (name, keys.numpy().astype("uint32"), *rest)}
