@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import io
 import json
 import logging
 import os
+import runpy
+import sys
+import warnings
 from pathlib import Path
 
 import torch
@@ -55,3 +60,13 @@ def undisturbed(program, libraries, make_folder):
         return known[key]
 
     return run
+
+
+def script(folder, path, *arguments):
+    """Run a program in a folder, as from a command line; return what it prints."""
+    os.chdir(begin(folder))
+    sys.argv = [path, *arguments]
+    warnings.simplefilter("ignore")
+    with contextlib.redirect_stdout(io.StringIO()) as told:
+        runpy.run_path(path, run_name="__main__")
+    return told.getvalue()

@@ -1,0 +1,39 @@
+"""The programs of examples/doors: each goes on where it was, and is short."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import runs
+
+PROGRAMS = sorted(Path(__file__).parents[2].joinpath("examples", "doors").glob("*.py"))
+
+
+def left(folder):
+    """What a program has left, and when it was written."""
+    return {path: path.stat().st_mtime_ns for path in folder.joinpath("runs").rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=[program.stem for program in PROGRAMS])
+def test_a_program_goes_on_where_it_was(libraries, tmp_path, program):
+    """Again after its end, it does nothing; with more steps, it goes on."""
+
+    def run(steps):
+        with libraries.group(1, backend="") as group:
+            (told,) = group.run(runs.script, str(tmp_path), str(program), str(steps), timeout=120)
+        return told.splitlines()[-1], left(tmp_path)
+
+    told, first = run(20)
+    assert (told, run(20)) == ("ended at step 20", (told, first))
+    told, then = run(40)
+    assert told == "ended at step 40"
+    assert max(then.values()) > max(first.values())
+
+
+def test_there_is_one_for_each_door_and_none_is_long():
+    assert [program.stem for program in PROGRAMS] == [
+        *("accelerate_loop", "lightning_trainer", "plain_loop", "torch_files", "trainer")
+    ]
+    for program in PROGRAMS:
+        assert len(program.read_text().splitlines()) <= 40, program
