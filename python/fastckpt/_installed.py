@@ -59,7 +59,8 @@ class Installed:
                 options = self.options
                 return theirs(*args, **kwargs) if options is None else ours(options, theirs, *args, **kwargs)
 
-            setattr(owner, name, call)
+            is_static = isinstance(vars(owner).get(name), staticmethod)
+            setattr(owner, name, staticmethod(call) if is_static else call)
 
 
 class Installation:

@@ -142,7 +142,10 @@ def test_docstrings_tell_arguments_and_results():
 _NEVER_RAISE = {
     *("fastckpt.Manager.path", "fastckpt.Manager.steady", "fastckpt.when.Auto.interval"),
     "fastckpt.types.PendingSave.add_done_callback",
-    *(f"fastckpt.integrations.lightning.RandomStates.{name}" for name in ("on_load_checkpoint", "on_train_start")),
+    *(
+        f"fastckpt.integrations.lightning.RandomStates.{name}"
+        for name in ("on_fit_start", "on_load_checkpoint", "on_train_start", "setup")
+    ),
     *(f"fastckpt.types.{kind}.scalars" for kind in ("LoadReport", "SaveReport", "VerifyReport")),
 }
 

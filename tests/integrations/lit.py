@@ -37,7 +37,17 @@ def module():
     return Regression
 
 
-def train(folder, strike=None, *, last=STEPS, installed=True, background=True, save_last=True):
+def train(
+    folder,
+    strike=None,
+    *,
+    last=STEPS,
+    installed=True,
+    background=True,
+    save_last=True,
+    second=False,
+    epochs=False,
+):
     """Train in a folder, from the last checkpoint there.
 
     Args:
@@ -47,6 +57,8 @@ def train(folder, strike=None, *, last=STEPS, installed=True, background=True, s
         installed: whether fastckpt is.
         background: of ``CheckpointIO``.
         save_last: of ``ModelCheckpoint``.
+        second: whether there is another ``ModelCheckpoint``, with the same names.
+        epochs: whether it saves at the ends of epochs, and the loader has no state.
 
     Returns:
         The step that it began with, what two equal runs have in common at their ends, and the checkpoints there.
@@ -79,14 +91,16 @@ def train(folder, strike=None, *, last=STEPS, installed=True, background=True, s
                 trainer.strategy.checkpoint_io.teardown()  # there shall be something to go on from
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    checkpoints = ModelCheckpoint(
-        folder / "checkpoints", "{step}", "loss", save_top_k=2, every_n_train_steps=5, save_last=save_last
-    )
+    when = {} if epochs else {"every_n_train_steps": 5}
+    checkpoints = ModelCheckpoint(folder / "checkpoints", "{step}", "loss", save_top_k=2, save_last=save_last, **when)
+    more = [ModelCheckpoint(folder / "checkpoints", "{step}", **when)] if second else []
+    if epochs:
+        loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
     trainer = lightning.Trainer(
         max_steps=last,
         accelerator="cpu",
         devices=ranks,
-        callbacks=[Watch(), door.RandomStates(), checkpoints],
+        callbacks=[Watch(), door.RandomStates(), checkpoints, *more],
         plugins=[door.CheckpointIO(background=background)] if installed else [],
         use_distributed_sampler=False,
         logger=False,

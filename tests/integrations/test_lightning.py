@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import pickle
 from functools import partial
 from types import SimpleNamespace
 
@@ -9,10 +11,13 @@ import lit
 import pytest
 import runs
 import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import FSDPStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerFn, TrainerState
 from runs import ended
 
 import fastckpt
-from fastckpt.integrations.lightning import CheckpointIO
+from fastckpt.integrations.lightning import CheckpointIO, RandomStates
 from harness import groups
 from harness.rot import rot
 
@@ -57,21 +62,59 @@ def test_a_training_that_is_killed_ends_as_one_that_is_not(libraries, undisturbe
         assert fastckpt.verify(path).ok
 
 
-def test_it_is_what_lightning_does_by_itself(libraries, undisturbed):
-    """The same training, the same decisions, the same names."""
-    assert undisturbed(installed=False) == undisturbed()
+@pytest.mark.parametrize("arguments", [{}, {"second": True}, {"epochs": True}], ids=["plain", "two", "epochs"])
+def test_it_is_what_lightning_does_by_itself(libraries, undisturbed, arguments):
+    """The same training, the same decisions, the same names, also of checkpoints that are on their way."""
+    assert undisturbed(installed=False, **arguments) == undisturbed(**arguments)
 
 
-def test_where_the_last_is_a_link_it_goes_on_as_lightning_does(libraries, tmp_path):
-    """The link is one to the last of the best, and not to the last."""
+def test_random_states_are_those_of_the_run_that_loads_them():
+    """Mutant: a later fit gets those of a checkpoint that was validated."""
+    states, saved = RandomStates(), {}
+    trainer = SimpleNamespace(world_size=1, global_rank=0, state=TrainerState())
+    states.on_save_checkpoint(trainer, None, saved)
+    for fn, restored in ((TrainerFn.VALIDATING, False), (TrainerFn.FITTING, True)):
+        trainer.state.fn = fn
+        states.setup(trainer, None, "fit")
+        states.on_load_checkpoint(trainer, None, saved)
+        torch.manual_seed(77)
+        before = torch.get_rng_state()
+        trainer.state.fn = TrainerFn.FITTING
+        states.on_fit_start(trainer, None)
+        assert torch.equal(before, torch.get_rng_state()) != restored
+    states.setup(trainer, None, "fit")
+    before = torch.get_rng_state()
+    states.on_fit_start(trainer, None)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+def test_a_plugin_goes_to_other_processes(tmp_path):
+    plugin = pickle.loads(pickle.dumps(CheckpointIO(background=False)))
+    plugin.save_checkpoint({"epoch": 1}, tmp_path / "c.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "c.ckpt") == {"epoch": 1}
+
+
+def test_strategies_that_read_files_of_torch_write_them(tmp_path):
+    class First(FSDPStrategy):
+        is_global_zero = True
+
+    strategy = First.__new__(First)
+    strategy._checkpoint_io = CheckpointIO()
+    Strategy.save_checkpoint(strategy, {"epoch": 1}, tmp_path / "c.ckpt")
+    CheckpointIO().save_checkpoint({"epoch": 2}, tmp_path / "hpc_ckpt_1.ckpt")
+    assert [torch.load(tmp_path / name)["epoch"] for name in ("c.ckpt", "hpc_ckpt_1.ckpt")] == [1, 2]
+
+
+@pytest.mark.parametrize("arguments", [{"save_last": "link"}, {"epochs": True}], ids=["link", "epochs"])
+def test_it_goes_on_as_lightning_does(libraries, tmp_path, arguments):
+    """A link is to the last of the best, not to the last; from the end of an epoch, one without batches begins."""
     ends = []
     for name, installed in (("ours", True), ("theirs", False)):
-        arguments = {"save_last": "link", "installed": installed}
         for strike in (13, 22):
-            killed(libraries, tmp_path / name, strike, **arguments)
-        ends.append(ended(play(libraries, tmp_path / name, **arguments)))
+            killed(libraries, tmp_path / name, strike, installed=installed, **arguments)
+        ends.append(ended(play(libraries, tmp_path / name, installed=installed, **arguments)))
     assert ends[0] == ends[1]
-    assert (tmp_path / "ours" / "checkpoints" / "last.ckpt").is_symlink()
+    assert (tmp_path / "ours" / "checkpoints" / "last.ckpt").is_symlink() == ("save_last" in arguments)
 
 
 def test_a_checkpoint_is_one_of_fastckpt(libraries, undisturbed, tmp_path):
@@ -116,7 +159,7 @@ def slow(monkeypatch):
 
     class Save:
         def __init__(self, state, path):
-            self.error, self.state, self.path = None, state, path
+            self.error, self.state, self.path, self.process = None, state, path, os.getpid()
             saves.append(self)
 
         def add_done_callback(self, function):
@@ -144,9 +187,12 @@ def test_nothing_goes_before_what_was_saved_before_it_is_durable(slow, tmp_path)
     """Mutant: removals are carried out at once."""
     plugin, saves = slow
     for number in range(3):
-        plugin.save_checkpoint({"epoch": number}, tmp_path / f"{number}.ckpt")
+        with plugin._in_background():
+            plugin.save_checkpoint({"epoch": number}, tmp_path / f"{number}.ckpt")
         if number:
             plugin.remove_checkpoint(tmp_path / f"{number - 1}.ckpt")
+    there = [plugin._is_there(str(tmp_path / name), os.path.exists) for name in ("0.ckpt", "2.ckpt", "3.ckpt")]
+    assert there == [False, True, False], "as without a background"
     saves[0].result()
     plugin.remove_checkpoint(tmp_path / "nothing.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["0.ckpt"]
@@ -160,17 +206,32 @@ def test_the_first_checkpoint_of_a_directory_is_waited_for(slow, tmp_path):
     """Lightning puts links beside it, and has no other moment to make the directory."""
     plugin, _ = slow
     for number, is_there in enumerate((True, False)):
-        plugin.save_checkpoint({}, tmp_path / "run" / f"{number}.ckpt")
+        with plugin._in_background():
+            plugin.save_checkpoint({}, tmp_path / "run" / f"{number}.ckpt")
         assert (tmp_path / "run" / f"{number}.ckpt").exists() == is_there
+
+
+def test_a_link_is_never_to_what_is_not_there(slow, tmp_path):
+    """Mutant: a run that is killed while the save is on its way begins anew."""
+    plugin, _ = slow
+    strategy = SimpleNamespace(checkpoint_io=plugin, barrier=lambda: None)
+    trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
+    with plugin._in_background():
+        plugin.save_checkpoint({"epoch": 0}, tmp_path / "0.ckpt")
+    assert not (tmp_path / "0.ckpt").exists()
+    ModelCheckpoint._link_checkpoint(trainer, str(tmp_path / "0.ckpt"), str(tmp_path / "last.ckpt"))
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert fastckpt.load(tmp_path / "last.ckpt") == {"epoch": 0}
 
 
 def test_what_a_failed_save_was_to_replace_stays(slow, tmp_path):
     plugin, saves = slow
     plugin.save_checkpoint({"epoch": 0}, tmp_path / "0.ckpt")
-    plugin.teardown()
-    plugin.save_checkpoint({"epoch": 1}, tmp_path / "1.ckpt")
+    assert (tmp_path / "0.ckpt").exists(), "what ModelCheckpoint does not save is there at once"
+    with plugin._in_background():
+        plugin.save_checkpoint({"epoch": 1}, tmp_path / "1.ckpt")
     plugin.remove_checkpoint(tmp_path / "0.ckpt")
-    saves[1].error = OSError("the disk is gone")
+    saves[0].error = OSError("the disk is gone")
     with pytest.raises(OSError, match="the disk is gone"):
         plugin.save_checkpoint({"epoch": 2}, tmp_path / "2.ckpt")
     plugin.teardown()

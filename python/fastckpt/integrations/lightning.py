@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from threading import RLock
@@ -14,25 +16,30 @@ from typing import TYPE_CHECKING, Any
 
 import torch  # noqa: TID251 - Lightning's processes are torch's
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.core import saving as _saving
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from lightning.pytorch.trainer.states import TrainerStatus
 
 import fastckpt
+from fastckpt._api import in_flight
 from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 from fastckpt._paths import is_url
 
 from ._directory import LOG, is_ours, remove
+from ._random_states import RandomStates
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
 __all__ = ["CheckpointIO", "RandomStates", "install"]
 
 _installed = Installed()
-#: Saves under way at a time: ``save_last`` saves twice at one step.
+#: Saves under way at a time, unless the caller says: ``save_last`` saves twice at one step.
 _IN_FLIGHT = 2
-_RANDOM = "fastckpt.random"
+#: How Lightning names what it saves before Slurm requeues a job: it takes digits of hidden names for versions.
+_REQUEUED = "hpc_ckpt_"
 
 
 def install() -> Installation:
@@ -48,29 +55,87 @@ def install() -> Installation:
         >>> with fastckpt.integrations.lightning.install():
         ...     pass  # Module.load_from_checkpoint("runs/epoch=3-step=400.ckpt")
     """
-    return _installed.begin({}, [(_saving, "pl_load", _load)])
+    ours = ((ModelCheckpoint, one.__name__, one) for one in (_save_checkpoint, _link_checkpoint))
+    others = ((ModelCheckpoint, "file_exists", _file_exists), (Strategy, "save_checkpoint", _save_by_strategy))
+    return _installed.begin({}, [(_saving, "pl_load", _load), *ours, *others])
+
+
+def _plugin_of(trainer: Any) -> CheckpointIO | None:
+    plugin = trainer.strategy.checkpoint_io
+    return plugin if isinstance(plugin, CheckpointIO) else None
 
 
 def _load(_: Any, theirs: Callable[..., Any], path: Any, map_location: Any = None, **more: Any) -> Any:
-    return _read(path, map_location) if is_ours(path) else theirs(path, map_location, **more)
+    if isinstance(path, (str, os.PathLike)) and not is_url(os.fspath(path)):
+        in_flight.wait_for_paths(_absolute(path))
+    return _read(path, map_location, "auto") if is_ours(path) else theirs(path, map_location, **more)
 
 
-def _read(path: Any, map_location: Any) -> Any:
+def _save_checkpoint(_: Any, theirs: Callable[..., Any], checkpoints: Any, trainer: Any, filepath: str) -> None:
+    """What ``ModelCheckpoint`` saves while training goes on is saved in the background."""
+    plugin = _plugin_of(trainer)
+    if plugin is None or trainer.state.status == TrainerStatus.INTERRUPTED:
+        theirs(checkpoints, trainer, filepath)
+        return
+    if any(getattr(logger, "_log_model", False) for logger in trainer.loggers):
+        LOG.warning("fastckpt: loggers upload files alone, and none of these checkpoints")
+    with plugin._in_background():
+        theirs(checkpoints, trainer, filepath)
+
+
+def _file_exists(_: Any, theirs: Callable[..., Any], checkpoints: Any, filepath: str, trainer: Any) -> bool:
+    """What is on its way exists, and what is to be removed does not."""
+    plugin = _plugin_of(trainer)
+    if plugin is None:
+        return bool(theirs(checkpoints, filepath, trainer))
+    there = trainer.is_global_zero and plugin._is_there(filepath, checkpoints._fs.exists)
+    return bool(trainer.strategy.reduce_boolean_decision(there, all=False))
+
+
+def _link_checkpoint(_: Any, theirs: Callable[..., Any], trainer: Any, filepath: str, linkpath: str) -> None:
+    """A link is to a checkpoint that is there."""
+    plugin = _plugin_of(trainer)
+    if plugin is not None:
+        plugin.teardown()
+    theirs(trainer, filepath, linkpath)
+
+
+def _save_by_strategy(
+    _: Any, theirs: Callable[..., Any], strategy: Any, checkpoint: Any, filepath: Any, storage_options: Any = None
+) -> None:
+    """Strategies that read files of torch alone write such files."""
+    if isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)) and isinstance(strategy.checkpoint_io, CheckpointIO):
+        if strategy.is_global_zero:
+            TorchCheckpointIO.save_checkpoint(strategy.checkpoint_io, checkpoint, filepath, storage_options)
+    else:
+        theirs(strategy, checkpoint, filepath, storage_options)
+
+
+def _read(path: Any, map_location: Any, io: Any) -> Any:
     """The state in a checkpoint; on the host, if functions or dicts say where tensors go."""
     named = isinstance(map_location, (str, torch.device))
-    return fastckpt.load(path, device=str(map_location) if named else None)
+    # A save has warned of classes that come back as plain values.
+    plain = fastckpt.Registry(undeclared="plain")
+    return fastckpt.load(path, device=str(map_location) if named else None, registry=plain, io=io)
+
+
+def _absolute(path: Any) -> str:
+    return str(Path(path).absolute())
 
 
 class CheckpointIO(TorchCheckpointIO):
     """A plugin of Lightning's ``Trainer`` and ``Fabric``: each checkpoint is a directory of fastckpt.
 
-    A save returns once the state was copied to the host: training goes on, and no memory of the device is needed. A
-    checkpoint is there whole and durable, or not at all. One that Lightning removes goes after what was saved before is
-    durable. Loads wait for saves. Files of torch and URLs are read and written as without the plugin. With the
-    strategies FSDP and ModelParallel, Lightning goes by torch.distributed.checkpoint: :func:`fastckpt.dcp.install`.
+    What ``ModelCheckpoint`` saves while training goes on is saved in the background: training stands until the state
+    was copied to the host, which takes no memory of the device. All else (``trainer.save_checkpoint``, ``Fabric``) is
+    there when the call returns. A checkpoint is there whole and durable, or not at all; one that Lightning removes goes
+    after what was saved before is durable. Files of torch and URLs are read and written as without the plugin. With the
+    strategies FSDP and ModelParallel, Lightning writes files of torch, or goes by torch.distributed.checkpoint
+    (:func:`fastckpt.dcp.install`). It is not to be wrapped in Lightning's ``AsyncCheckpointIO``.
 
     Args:
-        io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
+        io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. ``max_in_flight`` is 2 unless it is an
+            ``IO``.
         background: whether saves return before they are durable. The end of ``fit`` waits for them.
 
     Raises:
@@ -84,8 +149,14 @@ class CheckpointIO(TorchCheckpointIO):
 
     def __init__(self, *, io: Any = "auto", background: bool = True) -> None:
         how = check_io("CheckpointIO", io)
-        self._io = replace(how, max_in_flight=max(how.max_in_flight, _IN_FLIGHT))
-        self._background = background
+        self.__setstate__((how if how is io else replace(how, max_in_flight=_IN_FLIGHT), background))
+
+    def __getstate__(self) -> tuple[fastckpt.IO, bool]:
+        return self._io, self._background
+
+    def __setstate__(self, state: tuple[fastckpt.IO, bool]) -> None:
+        self._io, self._background = state
+        self._behind = False
         self._saves: list[Any] = []
         # Paths to remove, each with the saves before it. A save that ends removes some, in its own thread.
         self._beyond: list[tuple[list[Any], str]] = []
@@ -97,43 +168,55 @@ class CheckpointIO(TorchCheckpointIO):
 
         Args:
             checkpoint: the state.
-            path: its directory. A file that is there, which torch wrote, gets ``.torch`` before the suffix of its name,
-                until the new checkpoint is durable.
+            path: its directory. A file of torch or a link that is there is replaced when the checkpoint is durable.
             storage_options: None.
 
         Raises:
-            OSError: the storage failed at an earlier save.
+            OSError: the storage failed, at an earlier save, too.
             TypeError: there are ``storage_options``.
             UnsupportedTypeError: the state holds an object that is no tensor and no plain value.
         """
-        if storage_options is not None or is_url(str(path)):
+        if storage_options is not None or is_url(str(path)) or Path(path).name.startswith(_REQUEUED):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         self._settle()
-        path = Path(path)
+        target = _absolute(path)
         with self._lock:
-            self._beyond = [(saves, beyond) for saves, beyond in self._beyond if beyond != str(path)]
-        aside = None
-        if path.is_symlink():  # save_last="link" of an earlier run
-            path.unlink()
-        elif path.is_file():
-            aside = path.rename(path.with_suffix(f".torch{path.suffix}"))
-        files = fastckpt.Files(model_key="state_dict") if checkpoint.get("state_dict") else None
-        save = fastckpt.save_async(checkpoint, path, files=files, io=self._io)
-        self._saves.append(save)
-        save.add_done_callback(self._tidy)
-        if aside is not None:
-            self.remove_checkpoint(aside)
+            self._beyond = [(saves, beyond) for saves, beyond in self._beyond if beyond != target]
+        how: dict[str, Any] = {"io": self._io}
+        if checkpoint.get("state_dict"):
+            how["files"] = fastckpt.Files(model_key="state_dict")
+        in_the_way = Path(target).is_symlink() or Path(target).is_file()
         # Lightning puts links and lists of models beside the first checkpoint, and expects its directory to be there.
-        self._settle(wait=not self._background or not path.parent.is_dir())
+        if self._behind and self._background and Path(target).parent.is_dir() and not in_the_way:
+            save = fastckpt.save_async(checkpoint, target, **how)
+            save.add_done_callback(self._tidy)
+            self._saves.append(save)
+            return
+        self._settle(wait=True)
+        if not in_the_way:
+            fastckpt.save(checkpoint, target, **how)
+            return
+        # Under a name that Lightning, too, takes for the last one, until the other one has gone.
+        new = Path(target).with_suffix(f".new{Path(target).suffix}")
+        fastckpt.save(checkpoint, new, **how)
+        Path(target).unlink()
+        new.rename(target)
 
-    def load_checkpoint(self, path: Any, map_location: Any = None, weights_only: bool | None = None) -> dict[str, Any]:  # noqa: FBT001 - Lightning's interface
+    def load_checkpoint(
+        self,
+        path: Any,
+        map_location: Any = None,
+        weights_only: bool | None = None,  # noqa: FBT001 - Lightning's interface
+        **more: Any,
+    ) -> dict[str, Any]:
         """Load a checkpoint.
 
         Args:
             path: its directory, or a file of torch.
             map_location: where tensors go: a device or its name; otherwise they stay on the host.
             weights_only: for files of torch; nothing of a checkpoint of fastckpt is executed.
+            more: for files of torch.
 
         Returns:
             The state.
@@ -145,9 +228,11 @@ class CheckpointIO(TorchCheckpointIO):
         """
         self._settle(wait=True)
         if is_ours(path):
-            loaded: dict[str, Any] = _read(path, map_location)
+            loaded: dict[str, Any] = _read(path, map_location, self._io)
         else:
-            loaded = super().load_checkpoint(path, map_location, weights_only)
+            given = {"map_location": map_location, "weights_only": weights_only}
+            more |= {name: value for name, value in given.items() if value is not None}
+            loaded = super().load_checkpoint(path, **more)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -163,7 +248,7 @@ class CheckpointIO(TorchCheckpointIO):
             super().remove_checkpoint(path)
         else:
             with self._lock:
-                self._beyond.append(([*self._saves], str(path)))
+                self._beyond.append(([*self._saves], _absolute(path)))
             self._tidy()
 
     def teardown(self) -> None:
@@ -174,8 +259,29 @@ class CheckpointIO(TorchCheckpointIO):
         """
         self._settle(wait=True)
 
+    @contextmanager
+    def _in_background(self) -> Iterator[None]:
+        """Inside, saves are in the background."""
+        self._behind = True
+        try:
+            yield
+        finally:
+            self._behind = False
+
+    def _is_there(self, path: str, exists: Callable[[str], bool]) -> bool:
+        """Whether a path would exist without a background."""
+        if is_url(path):
+            return exists(path)
+        target = _absolute(path)
+        with self._lock:
+            if any(beyond == target for _, beyond in self._beyond):
+                return False
+        return exists(path) or any(save.path == target for save in self._saves)
+
     def _settle(self, *, wait: bool = False) -> None:
         """Raise what a save raised that has ended."""
+        # A process that was forked has none.
+        self._saves = [save for save in self._saves if save.process == os.getpid()]
         while self._saves and (wait or self._saves[0].done()):
             self._saves.pop(0).result()
         self._tidy()
@@ -197,72 +303,6 @@ def _remove(path: Path) -> None:
         path.unlink()
     elif path.exists():
         remove(str(path))
-
-
-class RandomStates(Callback):
-    """A callback of Lightning's ``Trainer`` that saves what each process draws next, which Lightning does not.
-
-    With it and a loader that has a state, a run that was killed in the middle of an epoch ends as one that was not.
-
-    Example:
-        >>> from fastckpt.integrations.lightning import RandomStates
-        >>> callbacks = [RandomStates()]  # Trainer(callbacks=callbacks)
-    """
-
-    def __init__(self) -> None:
-        self._own: Any = None
-
-    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Add the states of all processes; Lightning calls it on each.
-
-        Args:
-            trainer: the ``Trainer``.
-            pl_module: its module.
-            checkpoint: what is saved.
-
-        Raises:
-            RuntimeError: another process does not answer.
-        """
-        state = fastckpt.randomness().state_dict()
-        # Without arrays, torch loads it from a file of its own, too.
-        name, keys, *rest = state["numpy"]
-        states = [{**state, "numpy": (name, torch.from_numpy(keys.astype("int64")), *rest)}]
-        if trainer.world_size > 1:
-            gathered: list[Any] = [None] * trainer.world_size
-            torch.distributed.all_gather_object(gathered, states[0])
-            states = gathered
-        checkpoint[_RANDOM] = states
-
-    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
-        """Keep this process's state until training begins.
-
-        Args:
-            trainer: the ``Trainer``.
-            pl_module: its module.
-            checkpoint: what was loaded.
-        """
-        states = checkpoint.get(_RANDOM, [])
-        if len(states) == trainer.world_size:
-            self._own = states[trainer.global_rank]
-        else:
-            LOG.warning(
-                "fastckpt: random states are not restored: the checkpoint has those of %d processes, and there are %d",
-                len(states),
-                trainer.world_size,
-            )
-
-    def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
-        """Restore it.
-
-        Args:
-            trainer: the ``Trainer``.
-            pl_module: its module.
-        """
-        if self._own is not None:
-            name, keys, *rest = self._own["numpy"]
-            state = {**self._own, "numpy": (name, keys.numpy().astype("uint32"), *rest)}
-            fastckpt.randomness().load_state_dict(state)
-            self._own = None
 
 
 def __dir__() -> list[str]:
