@@ -32,6 +32,7 @@ __all__ = [
     "Replicas",
     "SaveOptions",
     "Share",
+    "SingleFile",
     "Snapshot",
     "Spread",
     "StoredShard",

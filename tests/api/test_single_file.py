@@ -166,6 +166,19 @@ def test_nobody_sees_more_of_a_file_while_it_is_replaced(parent):
 
 
 @pytest.mark.root
+def test_the_group_stays(parent):
+    """That of a directory which passes its own on, and that of the file that is replaced."""
+    os.chown(parent, -1, 1234)
+    parent.chmod(0o2775)
+    for number in range(2):
+        write(parent / "file", b"%d" % number)
+        assert (parent / "file").stat().st_gid == 1234
+    os.chown(parent / "file", -1, 4321)
+    write(parent / "file", b"more")
+    assert (parent / "file").stat().st_gid == 4321
+
+
+@pytest.mark.root
 def test_a_write_protected_file_stays(children):
     with mounts.public_directory() as directory:
         path = directory / "file"

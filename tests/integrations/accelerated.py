@@ -163,6 +163,7 @@ def own_values(folder):
     door.install()
     accelerator, _ = made(folder, values := Values(None))
     rank = accelerator.process_index
+    os.chdir(Path(folder, f"scratch-{rank}"))
     values.state = {"seen": {f"row-{rank}": rank}, "losses": [0.5] * (rank + 1), "mean": torch.ones(rank + 2)}
     accelerator.save_state()
     values.state = None

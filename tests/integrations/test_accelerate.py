@@ -105,6 +105,8 @@ def once(libraries, function, folder, ranks=1, **options):
 
 def test_what_is_registered_may_differ_by_process(libraries, tmp_path):
     """As with accelerate, the main process's state is saved, and comes back on all."""
+    for rank in range(2):
+        (tmp_path / f"scratch-{rank}").mkdir()
     wanted = {"seen": {"row-0": 0}, "losses": [0.5], "mean": [1.0, 1.0]}
     assert once(libraries, accelerated.own_values, tmp_path, 2) == [wanted, wanted]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,8 @@ import trl
 from transformers import Trainer
 
 import fastckpt
-from fastckpt.integrations import _directory, _trainer_saves
+from fastckpt._manager import crew
+from fastckpt.integrations import _directory, _processes, _trainer_saves
 
 
 @pytest.fixture
@@ -126,3 +128,20 @@ def test_trainers_that_do_nothing_after_a_save_go_on_in_the_background():
     found = {name: _trainer_saves.saves_last(getattr(trl, name)) for name in names}
     assert found["SFTTrainer"]
     assert [name for name in found if not found[name]] == ["GRPOTrainer"]
+
+
+class Asking:
+    """In the place of an ``Accelerator``."""
+
+
+def slow_first():
+    """Ask the first process what takes it longer than others may be silent."""
+    ranks = fastckpt.distributed.Ranks(timeout=0.5)
+    _processes.Crew = lambda _, directory: crew.Crew(ranks, directory)
+    return _processes.crew_of(Asking()).first("slow", lambda: time.sleep(1.5) or 7)
+
+
+def test_the_first_process_may_take_its_time(libraries):
+    """Mutant: those that it has not met give it up."""
+    with libraries.group(2, backend="gloo") as group:
+        assert group.run(slow_first) == [7, 7]

@@ -219,6 +219,7 @@ class WritableFile(io.BufferedIOBase):
         if self.closed:
             return
         with self._alone():
+            self._writing = True  # nobody adds to it any more
             try:
                 inside = self._at % self._block
                 if inside and self._error is None:
@@ -324,8 +325,9 @@ class WritableFile(io.BufferedIOBase):
                         raise self._error
         finally:
             # The memory is the caller's again: after an error, too, no thread may copy from it.
-            for block in blocks:
-                block.give_back()
+            interrupts = [interrupt for block in blocks if (interrupt := block.give_back()) is not None]
+        if interrupts:
+            raise interrupts[0]
         return len(blocks) * self._block
 
     def _begin(self, block: _Block) -> None:
@@ -397,19 +399,18 @@ class _Block:
             self._source.clear()
             self.copied.set()
 
-    def give_back(self) -> None:
-        """Return when no thread reads the caller's memory any more, and none will, whatever interrupts this."""
+    def give_back(self) -> BaseException | None:
+        """Return when no thread reads the caller's memory any more, and none will; what has interrupted this."""
         if self.claim() is not None:
             self._source.clear()
-            return
+            return None
         interrupt: BaseException | None = None
         while not self.copied.is_set():
             try:
                 self.copied.wait()
             except BaseException as error:  # noqa: BLE001, PERF203 - it is raised below
                 interrupt = error
-        if interrupt is not None:
-            raise interrupt
+        return interrupt
 
 
 _NOTHING = np.empty(0, np.uint8)

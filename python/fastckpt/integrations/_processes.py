@@ -24,7 +24,9 @@ _crews: WeakKeyDictionary[Any, Crew] = WeakKeyDictionary()
 def crew_of(accelerator: Any) -> Crew:
     """The processes of an ``Accelerator``; all of them ask for it together for the first time."""
     if accelerator not in _crews:
-        _crews[accelerator] = Crew(None, os.getcwd())  # noqa: PTH109 - a text
+        # Working directories may differ by process.
+        crew = _crews[accelerator] = Crew(None, os.sep)
+        crew.begin({})  # who has not met the others would not wait for the first one's answer
     return _crews[accelerator]
 
 
@@ -50,12 +52,13 @@ def first_that_loads(
         except Exception as caught:  # noqa: BLE001 - raised below; the other ranks have to hear of it
             error = caught
         # A rank that is well may have heard of another's failure.
-        skips = isinstance(error, RanksError) or (error is not None and is_damage(error))
+        skips = "heard" if isinstance(error, RanksError) else error is not None and is_damage(error)
         said = crew.each(None if error is None else [crew.host, f"{type(error).__name__}: {error}", skips])
         failed = {rank: one for rank, one in enumerate(said) if one is not None}
         if not failed:
             return loaded  # type: ignore[return-value]
-        if candidate is candidates[-1] or not all(skips for _, _, skips in failed.values()):
+        verdicts = {skips for _, _, skips in failed.values()}
+        if candidate is candidates[-1] or not all(verdicts) or True not in verdicts:
             if error is not None:
                 raise error
             failures = tuple(RankFailure(rank, host, f"failed: {why}") for rank, (host, why, _) in failed.items())

@@ -72,7 +72,7 @@ class RandomStates(Callback):
             return
         self._own = states[trainer.global_rank]
         progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
-        self._again = not progress.get("is_last_batch", False)
+        self._again |= not progress.get("is_last_batch", False)
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:  # noqa: ARG002
         """Forget what another run has loaded.
@@ -82,7 +82,7 @@ class RandomStates(Callback):
             pl_module: its module.
             stage: of Lightning.
         """
-        self._own = None
+        self._own, self._again = None, False
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002
         """Restore it before loaders draw the order of an epoch.
@@ -91,6 +91,7 @@ class RandomStates(Callback):
             trainer: the ``Trainer``.
             pl_module: its module.
         """
+        self._again |= self._own is None  # some strategies load later
         self._restore()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:  # noqa: ARG002

@@ -120,7 +120,7 @@ def _read(path: Any, map_location: Any, io: Any) -> Any:
 
 
 def _absolute(path: Any) -> str:
-    return str(Path(path).absolute())
+    return str(os.path.abspath(path))  # noqa: PTH100 - as the handle of a save has it
 
 
 class CheckpointIO(TorchCheckpointIO):

@@ -34,8 +34,8 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
     A saved file is in torch's format, and appears at its path whole and durable, or not at all. Threads write it past
     the page cache. torch's CRC-32, which slows it down and which ``torch.load`` never looks at, is left out; fastckpt's
     checksum is kept beside the bytes, and ``torch.load`` compares it. torch itself writes to file objects, pipes and
-    devices, into files that have several names or another owner, and where no file can be made; it reads files without
-    that checksum.
+    devices, into files that have several names, another owner or an ACL, and where no file can be made; it reads files
+    without that checksum.
 
     Args:
         io: how bytes are written: a :class:`fastckpt.IO`, or the name of an engine.
@@ -83,7 +83,14 @@ def _may_replace(f: Any) -> bool:
     except FileNotFoundError:
         return True
     own = about.st_nlink == 1 and about.st_uid == os.geteuid() and not os.path.ismount(path)
-    return stat.S_ISREG(about.st_mode) and own and os.access(path, os.W_OK)
+    return stat.S_ISREG(about.st_mode) and own and os.access(path, os.W_OK) and not _has_acl(path)
+
+
+def _has_acl(path: str) -> bool:
+    try:
+        return "system.posix_acl_access" in os.listxattr(path)
+    except OSError:  # the file system has none
+        return False
 
 
 def _save(options: dict[str, Any], theirs: Callable[..., Any], obj: Any, f: Any, *args: Any, **more: Any) -> None:
@@ -131,4 +138,5 @@ class _Unsummed:
 
 _unsummed = _Unsummed()
 # A child has none of the threads that were inside.
-os.register_at_fork(after_in_child=_unsummed.forget)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_unsummed.forget)

@@ -6,7 +6,7 @@ use std::os::fd::{AsFd as _, BorrowedFd, OwnedFd};
 use std::path::Path;
 use std::sync::{Mutex, PoisonError};
 
-use rustix::fs::{self, Access, AtFlags, FileType, Mode, Timespec, Timestamps, UTIME_NOW, XattrFlags};
+use rustix::fs::{self, Access, AtFlags, FileType, Gid, Mode, Timespec, Timestamps, UTIME_NOW, XattrFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{Id, id, sync};
@@ -29,8 +29,8 @@ pub struct SingleFile {
     // In this order: the file is closed before its workspace is removed.
     file: Incoming,
     workspace: Workspace,
-    /// The mode of the file that it replaces.
-    mode: Option<Mode>,
+    /// The permissions and the group of the file that it replaces.
+    old: Option<(Mode, Gid)>,
 }
 
 impl SingleFile {
@@ -39,11 +39,13 @@ impl SingleFile {
         let (parent_path, name) = split_target(target)?;
         let parent = open_or_make(&parent_path)?;
         let exists = |why: &str| Error::Exists { path: target.to_path_buf(), why: why.to_owned() };
-        let mode = match fs::statat(&parent, &name, AtFlags::SYMLINK_NOFOLLOW) {
+        let old = match fs::statat(&parent, &name, AtFlags::SYMLINK_NOFOLLOW) {
             Err(Errno::NOENT) => None,
             Err(error) => return Err(Error::io("look at", target)(error)),
             Ok(stat) => match FileType::from_raw_mode(stat.st_mode) {
-                FileType::RegularFile => Some(Mode::from_raw_mode(stat.st_mode & 0o777)),
+                FileType::RegularFile => {
+                    Some((Mode::from_raw_mode(stat.st_mode & 0o777), Gid::from_raw(stat.st_gid)))
+                }
                 FileType::Directory => return Err(exists("it is a directory, not a file")),
                 FileType::Symlink => {
                     return Err(exists("it is a symbolic link: save to the path it points to"));
@@ -51,7 +53,7 @@ impl SingleFile {
                 _ => return Err(exists("it is not a regular file")),
             },
         };
-        if mode.is_some() {
+        if old.is_some() {
             // A rename asks only the directory.
             fs::accessat(&parent, &name, Access::WRITE_OK, AtFlags::EACCESS)
                 .map_err(Error::io("replace the write-protected file", target))?;
@@ -59,12 +61,13 @@ impl SingleFile {
         if is_new(&parent) {
             sweep(parent.as_fd());
         }
-        // Nobody sees bytes of a file that the one that it replaces would not show.
-        let hidden = mode.map(|_| 0);
+        // Nobody sees bytes of a file that the one that it replaces would not show. A directory may pass its group on.
+        let inherited = fs::fstat(&parent).map_or(0, |stat| stat.st_mode & 0o2000);
+        let hidden = old.map(|_| inherited);
         let workspace = Workspace::begin((parent, parent_path), name, target, true, (None, hidden))?;
         let file = Incoming::create(workspace.directory(), DATA, 0, direct)
             .map_err(Error::io("create", &workspace.path_of(DATA)))?;
-        Ok(Self { file, workspace, mode })
+        Ok(Self { file, workspace, old })
     }
 
     /// Whether its writes bypass the page cache.
@@ -87,12 +90,16 @@ impl SingleFile {
     /// Gives the file its path, durably: the first `nbytes` bytes of it, whose CRC-64/NVME is `sum`. Returns whether
     /// the file system keeps that sum with it.
     pub fn publish(self, nbytes: u64, sum: u64) -> Result<bool> {
-        let Self { workspace, file: Incoming { file, .. }, mode } = self;
+        let Self { workspace, file: Incoming { file, .. }, old } = self;
         let (path, fd) = (workspace.path_of(DATA), file.fd(false));
         retry_on_intr(|| fs::ftruncate(fd, nbytes)).map_err(Error::io("truncate", &path))?;
         // Before the mode, which may take away the right to do so.
         let kept = keep_sum(fd, nbytes, sum).is_ok();
-        if let Some(mode) = mode {
+        if let Some((mode, group)) = old {
+            let same = fs::fstat(fd).is_ok_and(|stat| stat.st_gid == group.as_raw());
+            // What one group was allowed, another one is not.
+            let mode =
+                if same || fs::fchown(fd, None, Some(group)).is_ok() { mode } else { mode - Mode::RWXG };
             // This fails if the file system has no modes.
             let _ = fs::fchmod(fd, mode);
         }
