@@ -9,11 +9,13 @@ import io
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from queue import SimpleQueue
 from threading import Event, RLock
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import Any
 
 import numpy as np
 
@@ -24,12 +26,6 @@ from fastckpt._paths import AnyPath, refuse_url, text_of
 from fastckpt.exceptions import CorruptCheckpointError
 
 from .io import IO, Engine, bytes_per_second, check_io
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from types import TracebackType
-
-    from typing_extensions import Buffer
 
 #: The extended attribute in which the core keeps the checksum of such a file, with its length and its time.
 _CHECKSUM = "user.fastckpt.crc64nvme"
@@ -177,7 +173,7 @@ class WritableFile(io.BufferedIOBase):
     def flush(self) -> None:
         """Do nothing: bytes are durable when the file is closed."""
 
-    def write(self, data: Buffer, /) -> int:
+    def write(self, data: Any, /) -> int:
         """Write all bytes of ``data``, which may change once this returns.
 
         Args:
