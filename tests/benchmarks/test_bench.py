@@ -118,13 +118,19 @@ def test_all_bars_of_a_disk():
     results = everything(1.0, 2.0)
     for name, cpu in (("fastckpt:slabs", 0.29), ("fastckpt:zero-copy", 0.17)):
         results[name] = {"save": {"cpu_seconds_per_gigabyte": cpu}}
+    results["fastckpt.torch"] = {"save": {"of_raw": 0.85}}
     results["fastckpt"]["save"]["extra_megabytes"] = 134.0
     results["fastckpt"]["load"]["extra_megabytes"] = results["fastckpt"]["into"]["extra_megabytes"] = 67.0
     assert [str(bar) for bar in bars.disk_bars(results) if not bar.met] == []
     results["fastckpt:slabs"]["save"]["cpu_seconds_per_gigabyte"] = 0.31
+    results["fastckpt.torch"]["save"]["of_raw"] = 0.84
     results["fastckpt"]["into"]["extra_megabytes"] = 68.0
     missed = [bar.what for bar in bars.disk_bars(results) if not bar.met]
-    assert missed == ["save: CPU seconds per GB, fastckpt:slabs", "into: memory over the state, MB"]
+    assert missed == [
+        "save: ratio to the raw device, fastckpt.torch",
+        "save: CPU seconds per GB, fastckpt:slabs",
+        "into: memory over the state, MB",
+    ]
 
 
 def test_hot_loads_are_held_against_those_that_do_the_same():
