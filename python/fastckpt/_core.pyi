@@ -290,8 +290,8 @@ class SingleFile:
         """Allocate these bytes, so that threads write them at once."""
     def write(self, offset: int, address: int, nbytes: int) -> int:
         """As :meth:`Gathering.write`."""
-    def publish(self, nbytes: int, crc: int) -> bool:
-        """Give the file its path: its first bytes, which have this CRC-64. Return whether that is kept with it."""
+    def publish(self, nbytes: int, crc: int) -> None:
+        """Give the file its path: its first bytes, which have this CRC-64. That is kept with it where possible."""
     def discard(self) -> None:
         """Remove it."""
 

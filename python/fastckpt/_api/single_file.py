@@ -9,6 +9,7 @@ import io
 import os
 import sys
 import warnings
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -22,6 +23,7 @@ import numpy as np
 from fastckpt import _core, _crc64
 from fastckpt._copy.moves import memory_of
 from fastckpt._copy.pace import BLOCK, THREADS, Pace
+from fastckpt._copy.sources import Item, Summed
 from fastckpt._paths import AnyPath, refuse_url, text_of
 from fastckpt.exceptions import CorruptCheckpointError
 
@@ -33,7 +35,7 @@ _CHECKSUM = "user.fastckpt.crc64nvme"
 _WITHOUT = (errno.ENODATA, errno.ENOTSUP, errno.ENOSYS)
 #: Seconds between two looks whether something has failed.
 _LOOK = 0.1
-#: Threads that write, as many as those of a save with blocking calls.
+#: Threads that write: as many as a save with blocking calls has.
 _THREADS = 12
 #: Bytes that are allocated ahead: few enough that the blocks on their way keep the device busy meanwhile.
 _AHEAD = 64 << 20
@@ -42,11 +44,11 @@ _AHEAD = 64 << 20
 def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
     """Open a file for writing that appears at its path whole and durable, or not at all.
 
-    It takes bytes in any format, front to back: whatever writes to a file object can write to it, as ``torch.save``.
-    Threads write large blocks past the page cache. When the file is closed, it is made durable and replaces what is at
-    ``path`` in one step. If the ``with`` block fails, or the process is killed, ``path`` stays as it was. A checksum of
-    the file is kept beside its bytes, in an extended attribute, where the file system has those: see
-    :func:`fastckpt.open_read`.
+    It takes bytes in any format, front to back. Anything that writes to a file object, such as ``torch.save``, can
+    write to it. Threads write large blocks past the page cache. When the file is closed, it is made durable and
+    replaces what is at ``path`` in one step. If the ``with`` block fails, or the process is killed, ``path`` stays as
+    it was. A checksum of the file is kept beside its bytes, in an extended attribute, where the file system has those:
+    see :func:`fastckpt.open_read`.
 
     Args:
         path: the path of the file. Directories above it are made. A symbolic link is followed. A file that is there
@@ -125,7 +127,7 @@ def _local(operation: str, path: AnyPath) -> str:
 
 
 class WritableFile(io.BufferedIOBase):
-    """What :func:`fastckpt.open_write` returns. Threads may write to it, one after the other.
+    """What :func:`fastckpt.open_write` returns. Several threads may write to it; one write ends before the next begins.
 
     Attributes:
         name: the path of the file.
@@ -185,7 +187,7 @@ class WritableFile(io.BufferedIOBase):
         Raises:
             OSError: the storage failed, at this write or at an earlier one.
             RuntimeError: a signal handler writes to the file that it has interrupted a write to.
-            TypeError: it is no bytes-like object.
+            TypeError: ``data`` is not a bytes-like object.
             ValueError: the file is closed, or belongs to the process that this one was forked from.
         """
         view = memoryview(data)
@@ -197,7 +199,7 @@ class WritableFile(io.BufferedIOBase):
                 self._writing = True
                 self._append(source)
             except BaseException as error:
-                # The bytes of the file are no longer those that the caller believes it has written.
+                # The file no longer holds what the caller believes it has written.
                 self._error = self._error or error
                 raise
             finally:
@@ -215,7 +217,7 @@ class WritableFile(io.BufferedIOBase):
         if self.closed:
             return
         with self._alone():
-            self._writing = True  # nobody adds to it any more
+            self._writing = True  # from here on, no write is accepted
             try:
                 inside = self._at % self._block
                 if inside and self._error is None:
@@ -419,30 +421,30 @@ def _compare(file: int, path: str) -> None:
     if kept is None:
         return
 
-    def sum_of(start: int) -> tuple[int, int]:
+    summed = Summed(path, Item(path, about.st_size, kept, is_shard=False), BLOCK)
+
+    def sum_of(number: int) -> None:
+        start, nbytes = summed.blocks[number]
         memory = memories.get()
         try:
-            data = memory[: min(BLOCK, about.st_size - start)]
-            done = 0
-            while done < len(data):
-                got = os.preadv(file, [data[done:]], start + done)
-                if not got:
-                    break
+            done, got = 0, 1
+            while got and done < nbytes:
+                got = os.preadv(file, [memory[done:nbytes]], start + done)
                 done += got
-            return _crc64.of(data[:done]), done
+            summed.put(number, _crc64.of(memory[:done]))
         finally:
             memories.put(memory)
 
     memories: SimpleQueue[Any] = SimpleQueue()
     for _ in range(THREADS):
         memories.put(memory_of(BLOCK))
-    starts = range(0, about.st_size, BLOCK)
+    numbers = range(len(summed.blocks))
     with ThreadPoolExecutor(THREADS, "fastckpt") as pool:
         try:
-            sums = [*pool.map(sum_of, starts)]
+            deque(pool.map(sum_of, numbers), 0)
         except RuntimeError:  # no thread can be started: the interpreter is ending
-            sums = [*map(sum_of, starts)]
-    found = _crc64.to_hex(_crc64.joined(_crc64.of(b""), sums))
+            deque(map(sum_of, numbers), 0)
+    found = summed.found()
     if found != kept and _kept(file, os.fstat(file)) == kept:  # nobody wrote to it meanwhile
         raise CorruptCheckpointError(
             f"open_read: {path} is damaged: the checksum of its bytes is {found}, and was {kept} when it was "

@@ -1,4 +1,4 @@
-"""The processes of a program on accelerate, and what they decide together."""
+"""What the processes of a program decide together."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ impl SingleFile {
         opened(py, &self.0, |file| file.write(offset, bytes))
     }
 
-    fn publish(&self, py: Python<'_>, nbytes: u64, crc: u64) -> PyResult<bool> {
+    fn publish(&self, py: Python<'_>, nbytes: u64, crc: u64) -> PyResult<()> {
         let file = taken(py, &self.0)?;
         detached(py, || file.publish(nbytes, crc))
     }

@@ -87,14 +87,14 @@ impl SingleFile {
         self.file.write(offset, bytes).map_err(Error::io("write", &self.workspace.path_of(DATA)))
     }
 
-    /// Gives the file its path, durably: the first `nbytes` bytes of it, whose CRC-64/NVME is `sum`. Returns whether
-    /// the file system keeps that sum with it.
-    pub fn publish(self, nbytes: u64, sum: u64) -> Result<bool> {
+    /// Gives the file its path, durably: the first `nbytes` bytes of it, whose CRC-64/NVME is `sum`. That sum is kept
+    /// with it where the file system can.
+    pub fn publish(self, nbytes: u64, sum: u64) -> Result<()> {
         let Self { workspace, file: Incoming { file, .. }, old } = self;
         let (path, fd) = (workspace.path_of(DATA), file.fd(false));
         retry_on_intr(|| fs::ftruncate(fd, nbytes)).map_err(Error::io("truncate", &path))?;
         // Before the mode, which may take away the right to do so.
-        let kept = keep_sum(fd, nbytes, sum).is_ok();
+        let _ = keep_sum(fd, nbytes, sum);
         if let Some((mode, group)) = old {
             let same = fs::fstat(fd).is_ok_and(|stat| stat.st_gid == group.as_raw());
             // What one group was allowed, another one is not.
@@ -109,7 +109,7 @@ impl SingleFile {
         fs::renameat(workspace.directory(), DATA, &workspace.parent, &workspace.name)
             .map_err(Error::io("give the finished file its name,", &workspace.target))?;
         sync(workspace.parent.as_fd()).map_err(Error::io("sync the directory of", &workspace.target))?;
-        Ok(kept)
+        Ok(())
     }
 }
 
