@@ -33,7 +33,14 @@ if os.environ.get("FASTCKPT_TEST_TORCH"):
 
 # A child that has given up its privileges cannot read /root's interpreter any more: what is imported late is
 # imported here.
-for late in ("tqdm", "gzip", "fastckpt.tools", "fastckpt._tools.doctor.facts", "fastckpt._tools.doctor.findings"):
+for late in (
+    "tqdm",
+    "gzip",
+    "fastckpt.tools",
+    "fastckpt._api.single_file",
+    "fastckpt._tools.doctor.facts",
+    "fastckpt._tools.doctor.findings",
+):
     importlib.import_module(late)
 numbered(0, 4096)
 SMALL = 1 << 18
