@@ -43,9 +43,10 @@ from fastckpt._ranks.ranks import Ranks, check_ranks
 from fastckpt._ranks.session import session
 from fastckpt._state.registry import Registry
 from fastckpt._tensors.ranges import range_of
+from fastckpt._tensors.rank_part import Part
 from fastckpt._tensors.spreads import Spreads
 
-__all__ = ["Ranks", "load", "load_per_rank", "save", "save_async"]
+__all__ = ["Part", "Ranks", "load", "load_per_rank", "save", "save_async"]
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -68,15 +69,15 @@ def save(
     last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
 
     Args:
-        state: as for :func:`fastckpt.save`, with DTensors in it, whose bytes go from each rank to their place. Tensors
-            and values that several ranks have must be equal on them (see :class:`Ranks`), and these ranks share the
-            work. Mappings may have keys that only some ranks have, as the stages of a pipeline do. The state must not
-            change meanwhile.
+        state: as for :func:`fastckpt.save`, with DTensors, ShardedTensors and each :class:`Part` in it, whose bytes go
+            from each rank to their place. Tensors and values that several ranks have must be equal on them (see
+            :class:`Ranks`), and these ranks share the work. Mappings may have keys that only some ranks have, as the
+            stages of a pipeline do. The state must not change meanwhile.
         path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
         ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
             :class:`Ranks`, with a timeout and how copies of a tensor are compared.
-        per_rank: a state that is this rank's own: random states, the position of a data loader. No DTensors.
-            :func:`load_per_rank` gives it back.
+        per_rank: a state that is this rank's own: random states, the position of a data loader. It has no tensors
+            that are spread over ranks. :func:`load_per_rank` gives it back.
         metadata: the first rank's is written; other ranks may pass none, or a different one, except for ``step``.
         {options}
 
@@ -234,10 +235,11 @@ def load(
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
             which each rank reads its own request.
-        into: as for :func:`fastckpt.load`, with DTensors in it: each rank fills its part of them, and gets the values
-            of all ranks. It may contain objects, too: modules, and optimizers, whose state is spread like their
-            parameters; any other object gets its state with whole tensors. Ranks may want different tensors, as the
-            stages of a pipeline do. With None every rank gets the whole state, in plain tensors.
+        into: as for :func:`fastckpt.load`, with DTensors, ShardedTensors and each :class:`Part` in it: each rank fills
+            its part of them, and gets the values of all ranks. It may contain objects, too: modules, and optimizers,
+            whose state is spread like their parameters; any other object gets its state with whole tensors. Ranks may
+            want different tensors, as the stages of a pipeline do. With None every rank gets the whole state, in plain
+            tensors.
         ranks: the ranks that load together, as for :func:`save`.
         {options}
 

@@ -446,6 +446,6 @@ def test_tensors_of_several_processes(name):
         from torch.distributed._shard.sharded_tensor import ShardedTensor
 
     kind = {"DTensor": DTensor, "ShardedTensor": ShardedTensor}[name]
-    remedy = {"DTensor": "fastckpt.distributed.save", "ShardedTensor": "full_state_dict=True"}[name]
-    with pytest.raises(Unsupported, match=rf"a {name} is spread over processes.*{remedy}"):
+    remedy = {"DTensor": "full_tensor", "ShardedTensor": "full_state_dict=True"}[name]
+    with pytest.raises(Unsupported, match=rf"a {name} is spread over processes: fastckpt.distributed.save.*{remedy}"):
         _torch.describe_of(kind)

@@ -45,13 +45,19 @@ MESHES = [
 @dataclass(frozen=True)
 class Spread:
     """Who holds a tensor: the ranks from ``first`` on, in a mesh of this shape (in the other order where it is turned);
-    with ``placements=None`` each of them has it whole, as a plain tensor. ``gaps``: between the elements in memory."""
+    with ``placements=None`` each of them has it whole, as a plain tensor. ``gaps``: between the elements in memory.
+
+    ``parts``: not as DTensors but as Parts, unless they are strided; the other ranks give empty ones. With
+    ``cuts`` each has a flat range, from one of these to the next, in shares of all elements, and ``more`` of them."""
 
     first: int
     mesh: tuple[int, ...]
     turned: bool
     placements: tuple[tuple[str, int, int], ...] | None
     gaps: bool
+    parts: bool
+    cuts: tuple[float, ...] | None
+    more: int
 
 
 @dataclass(frozen=True)
@@ -136,11 +142,17 @@ def _with_gaps(tensor: torch.Tensor) -> torch.Tensor:
 
 def _held(drawn: Drawn, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor] | None:
     """What this rank has of the tensor, and the bits that it must have; None where it has nothing."""
+    if spread.cuts is not None:
+        return _flat(whole(drawn), spread, fill)
     count = math.prod(spread.mesh)
     mesh = None if spread.placements is None else _mesh(spread.first, spread.mesh, spread.turned)
-    if not spread.first <= dist.get_rank() < spread.first + count:
-        return None
     full = whole(drawn)
+    if not spread.first <= dist.get_rank() < spread.first + count:
+        if not spread.parts or spread.placements is None:
+            return None
+        # Where the others have DTensors, an empty part is no harm.
+        nothing = torch.empty((0,), dtype=full.dtype)
+        return fastckpt.distributed.Part.flat(nothing, of=full.shape, start=0), nothing
     placements = None if spread.placements is None else [_placement(*each) for each in spread.placements]
     wanted = full if mesh is None or placements is None else _part(full, mesh, placements)
     local = wanted.clone() if fill else torch.zeros_like(wanted)
@@ -148,8 +160,32 @@ def _held(drawn: Drawn, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor] 
         local = _with_gaps(local)
     if mesh is None:
         return local, wanted
+    if spread.parts and not any(isinstance(each, _StridedShard) for each in placements or ()):
+        return fastckpt.distributed.Part(local, of=full.shape, at=_box(full, mesh, placements or [])), wanted
     made = DTensor.from_local(local, mesh, placements, run_check=False, shape=full.shape, stride=full.stride())
     return made, wanted
+
+
+def _flat(full: torch.Tensor, spread: Spread, fill: bool) -> tuple[Any, torch.Tensor]:
+    """The flat range of this rank."""
+    at = dist.get_rank() - spread.first
+    ends = [round(cut * full.numel()) for cut in (0, *(spread.cuts or ()), 1)]
+    start, stop = (ends[at], min(ends[at + 1] + spread.more, full.numel())) if 0 <= at < len(ends) - 1 else (0, 0)
+    wanted = full.reshape(-1)[start:stop].clone()
+    local = wanted.clone() if fill else torch.zeros_like(wanted)
+    return fastckpt.distributed.Part.flat(local, of=full.shape, start=start), wanted
+
+
+def _box(full: torch.Tensor, mesh: DeviceMesh, placements: list[Any]) -> tuple[int, ...]:
+    """Where the part of this rank begins, which is a box."""
+    numbers = torch.arange(full.numel()).reshape(full.shape)
+    part = _part(numbers, mesh, placements)
+    if not part.numel():
+        return (0,) * full.ndim
+    at = tuple(int(each) for each in torch.unravel_index(part.reshape(-1)[0], full.shape)) if full.ndim else ()
+    box = tuple(slice(begin, begin + size) for begin, size in zip(at, part.shape, strict=True))
+    assert torch.equal(numbers[box], part)
+    return at
 
 
 def _state(tensors: list[Drawn], which: str, fill: bool) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
@@ -191,7 +227,8 @@ def _load(path: str, size: int, tensors: list[Drawn]) -> list[str]:
     wrong = [] if (loaded["step"], loaded["note"]) == (7, ["a", None]) else ["values"]
     for name, bits in wanted.items():
         held = into["model"][name]
-        local = held.to_local() if isinstance(held, DTensor) else held
+        part = isinstance(held, fastckpt.distributed.Part)
+        local = held.to_local() if isinstance(held, DTensor) else held.tensor if part else held
         if _bits(local) != _bits(bits) or loaded["model"][name] is not held:
             wrong.append(name)
     return wrong
@@ -214,8 +251,20 @@ def spreads(draw: st.DrawFn, size: int, dims: int) -> Spread:
             placements.append(
                 ("strided" if strided else kind.replace("strided", "shard"), dim, factor if strided else 0)
             )
+    cuts = None
+    if not draw(st.integers(0, 3)):
+        cuts = tuple(
+            sorted(draw(st.lists(st.floats(0, 1), min_size=math.prod(mesh) - 1, max_size=math.prod(mesh) - 1)))
+        )
     return Spread(
-        first, mesh, draw(st.booleans()), None if placements is None else tuple(placements), draw(st.booleans())
+        first,
+        mesh,
+        draw(st.booleans()),
+        None if placements is None else tuple(placements),
+        draw(st.booleans()),
+        draw(st.booleans()),
+        cuts,
+        draw(st.sampled_from([0, 0, 1, 5000])),
     )
 
 

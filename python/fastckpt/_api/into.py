@@ -478,9 +478,8 @@ class Into:
             asked.add(mine.tie)
             self._fill(entry.item.token[1], given)
             if _is_torch(given):
-                self.filled.append(given.value)
-                if mine.local is not None:
-                    self.filled.append(mine.local.memory)
+                found = (given.value,) if mine.local is None else (mine.local.whole, mine.local.memory)
+                self.filled += [one for one in found if one is not None]
 
     def _like_parameter(self, item: Found) -> Occurrence | None:
         """For the state of an optimizer: a new tensor that is spread like the parameter that it belongs to.

@@ -28,7 +28,7 @@ from fastckpt import _core
 from fastckpt._state.collector import paused
 from fastckpt._state.groups import split_model
 from fastckpt._state.unflatten import is_tensor
-from fastckpt._tensors.spread import Spread
+from fastckpt._tensors.spread import Spread, pieces_of
 
 from .describe import table_of
 from .differences import Differences, Path
@@ -62,6 +62,7 @@ class Holding(NamedTuple):
     nbytes: int
 
 
+_ALL = slice(None)
 #: The prefix of the names of the tensors of ``per_rank``.
 PER_RANK = "per_rank."
 
@@ -93,25 +94,31 @@ class JobState:
         self.structure: str | None = None
         self.metadata: str | None = None
         self.per_rank: str | None = None
-        #: By the index in ``held``: the number in ``sources``.
-        self._numbers: list[int] = []
+        #: By the index in ``held``: the number in ``sources``, and the part of that.
+        self._sources: list[tuple[int, slice]] = []
 
-    def hold(self, tensor: int, part: int, address: int, nbytes: int, number: int) -> None:
-        """Note a memory of this rank; ``number`` is that in ``sources``, where it has no address."""
+    def hold(self, tensor: int, part: int, address: int, nbytes: int, number: int, within: slice = _ALL) -> None:
+        """Note a memory of this rank: where it has no address, the bytes ``within`` of that number in ``sources``."""
         if nbytes:
             self.held.append(Holding(tensor, part, address, nbytes))
-            self._numbers.append(number)
+            self._sources.append((number, within))
 
     def fill(self, ranges: Sequence[Range]) -> None:
         """The core's callback for memories without an address: their index is that in ``held``."""
         assert self.sources is not None  # noqa: S101 - what was copied has addresses
-        numbers = self._numbers
-        self.sources.fill([(numbers[index], start, address, nbytes) for index, start, address, nbytes in ranges])
+        found = self._sources
+        self.sources.fill(
+            [
+                (found[index][0], (found[index][1].start or 0) + start, address, nbytes)
+                for index, start, address, nbytes in ranges
+            ]
+        )
 
     def sum(self, index: int) -> int | None:
         """The sum of such a memory, by the index in ``held``, if a device computes it."""
         assert self.sources is not None  # noqa: S101 - as above
-        return self.sources.sum(self._numbers[index])
+        number, within = self._sources[index]
+        return self.sources.sum(number) if within == _ALL else None
 
     @property
     def pulled(self) -> int:
@@ -308,9 +315,15 @@ class Agreement:
                 continue
             spread = flat.spreads.get(index, 0)
             wanted = request.spreads[spread - 1] if spread else None
+            pieces = pieces_of(wanted, tensor.capacity)
             for number in mine:
                 part = where.part(tensors[number].spreads, wanted)
-                job.hold(number, part, tensor.address, tensor.capacity, index)
+                if len(pieces) == 1:
+                    job.hold(number, part, tensor.address, tensor.capacity, index)
+                    continue
+                for more, (start, stop) in enumerate(pieces):
+                    address = tensor.address and tensor.address + start
+                    job.hold(number, part + more, address, stop - start, index, slice(start, stop))
 
     def _settle_extras(self, job: JobState, parts: list[bytes]) -> None:
         """Add the tensors that each rank has alone."""
@@ -372,6 +385,8 @@ def _list_of(extras: list[Any], first: dict[int, int], size: int) -> str:
 
 def core_spread(spread: Spread) -> _core.Spread:
     """A spread as the core takes it."""
+    if spread.boxes is not None:
+        return _core.Spread.boxes(list(zip(spread.ranks, spread.boxes, strict=True)))
     if spread.mesh:
         return _core.Spread.mesh(spread.ranks, spread.mesh, spread.placements)
     return _core.Spread.ranks(spread.ranks)

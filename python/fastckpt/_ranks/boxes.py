@@ -10,7 +10,7 @@ import numpy as np
 
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
-from fastckpt._tensors.spread import part_of
+from fastckpt._tensors.spread import part_of, pieces_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -41,17 +41,20 @@ class Boxed:
         self.requests: list[_core.ReadRequest] = []
         self.drain: Drain | None = None
         self._drain = drain
-        # The numbers of demands, by that of the request; and the ones that have to be read first, and are drained
-        # afterwards.
-        self._numbers: dict[int, int] = {}
+        # The numbers of demands, by that of the request, and where in the memory of the demand that begins; and the
+        # ones that have to be read first, and are drained afterwards.
+        self._numbers: dict[int, tuple[int, int]] = {}
         self._later: list[tuple[int, Any]] = []
         for number, demand in enumerate(demands):
             if not demand.nbytes:
                 continue
             tensor = stored[demand.tensor]
             shape = tensor.shape if tensor.logical is None else tensor.logical.shape
-            whole = demand.spread == 0
-            ranges = None if whole else part_of(shape, spreads[demand.spread - 1], rank)
+            spread = spreads[demand.spread - 1] if demand.spread else None
+            if spread is not None and spread.boxes is not None:
+                self._ask_boxes(number, demand, spread)
+                continue
+            ranges = None if spread is None else part_of(shape, spread, rank)
             if ranges is None or all(part == [(0, size)] for part, size in zip(ranges, shape, strict=True)):
                 self._ask(number, demand, None)
             elif all(len(part) == 1 for part in ranges):
@@ -59,9 +62,16 @@ class Boxed:
             else:
                 self._ask_parts(number, demand, ranges, tensor.nbytes // math.prod(shape))
 
-    def _ask(self, number: int, demand: Demand, box: list[tuple[int, int, int]] | None) -> None:
+    def _ask_boxes(self, number: int, demand: Demand, spread: Spread) -> None:
+        pieces = pieces_of(spread, demand.nbytes)
+        for box, (start, stop) in zip(spread.boxes or (), pieces, strict=True):
+            steps = demand.strides if len(pieces) == 1 else None
+            own = demand._replace(address=demand.address and demand.address + start, nbytes=stop - start, strides=steps)
+            self._ask(number, own, [(begin, end, 1) for begin, end in box], start)
+
+    def _ask(self, number: int, demand: Demand, box: list[tuple[int, int, int]] | None, within: int = 0) -> None:
         if not demand.address:
-            self._numbers[len(self.requests)] = number
+            self._numbers[len(self.requests)] = number, within
             self.drain = self._take
         self.requests.append(
             _core.ReadRequest(demand.tensor, demand.address, demand.nbytes, box=box, strides=demand.strides)
@@ -69,8 +79,10 @@ class Boxed:
 
     def _take(self, ranges: Sequence[Range]) -> None:
         """The core's callback."""
-        numbers = self._numbers
-        self._drain([(numbers[request], start, address, nbytes) for request, start, address, nbytes in ranges])
+        found = self._numbers
+        self._drain(
+            [(found[request][0], found[request][1] + start, at, nbytes) for request, start, at, nbytes in ranges]
+        )
 
     def _ask_parts(self, number: int, demand: Demand, ranges: list[Ranges], itemsize: int) -> None:
         """Several boxes that are adjacent in the memory of the demand."""

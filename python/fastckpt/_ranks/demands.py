@@ -24,6 +24,7 @@ import numpy as np
 from fastckpt._api.destinations import Targets, Whole
 from fastckpt._api.prepare import Prepared, prepare
 from fastckpt._state.collector import paused
+from fastckpt._tensors.spread import pieces_of
 from fastckpt._tensors.spreads import Spreads
 from fastckpt._text import count
 from fastckpt.exceptions import StructureMismatchError
@@ -243,8 +244,8 @@ class Shared:
         self.wanted = wanted
         self.spreads = spreads
         self.requests: list[Request] = []
-        #: By the index in ``requests``: the number of the demand.
-        self._numbers: list[int] = []
+        #: By the index in ``requests``: the number of the demand, and where in its memory the request begins.
+        self._numbers: list[tuple[int, int]] = []
         parts = Parts(spreads, demands.rank)
         position = {tensor: index for index, (tensor, _) in enumerate(wanted)}
         self._targets = targets = demands.targets
@@ -252,19 +253,26 @@ class Shared:
         for index, (tensor, spread, address, nbytes, strides) in enumerate(targets.demands):
             wish = demands.spreads[spread - 1] if spread else None
             # How many equal ones have come before: a rank can want a tensor that is stored once several times.
-            alike = (tensor, spread if wish is not None and wish.mesh else 0)
+            alike = (tensor, 0 if wish is None or wish.is_whole else spread if wish.boxes is None else -1)
             before = seen.get(alike, 0)
-            seen[alike] = before + 1
+            pieces = pieces_of(wish, nbytes)
+            seen[alike] = before + len(pieces)
             if nbytes:
                 at = position[tensor]
                 part = parts.part(wanted[at][1], wish, before)
-                self.requests.append(Request(at, part, address, nbytes, strides))
-                self._numbers.append(index)
+                for more, (start, stop) in enumerate(pieces):
+                    place = address and address + start
+                    self.requests.append(
+                        Request(at, part + more, place, stop - start, strides if len(pieces) == 1 else None)
+                    )
+                    self._numbers.append((index, start))
 
     def drain(self, ranges: Sequence[Range]) -> None:
         """The core's callback for requests without an address."""
-        numbers = self._numbers
-        self._targets.drain([(numbers[index], start, address, nbytes) for index, start, address, nbytes in ranges])
+        found = self._numbers
+        self._targets.drain(
+            [(found[index][0], found[index][1] + start, address, nbytes) for index, start, address, nbytes in ranges]
+        )
 
 
 class Wanting:
@@ -368,7 +376,7 @@ def _holders(variants: Sequence[tuple[list[Spread], list[int]]], numbers: tuple[
         seen: dict[Spread | None, int] = {}
         for number in numbers:
             spread = spreads[number - 1] if number else None
-            alike = spread if spread is not None and spread.mesh else None
+            alike = None if spread is None or spread.is_whole else spread
             out.append(Holder(spread, seen.get(alike, 0), ranks))
             seen[alike] = seen.get(alike, 0) + 1
     return out

@@ -142,11 +142,13 @@ class Parts:
 
     def part(self, numbers: tuple[int, ...], wanted: Spread | None, before: int = 0) -> int:
         """The number of the part that the rank has as ``wanted``, or whole; the next one after ``before`` such."""
-        if wanted is not None and not wanted.mesh:
+        if wanted is not None and wanted.boxes is not None:  # the last spread has all boxes, in the order of memory
+            return sum(self.inside[number] and self.spreads[number].boxes is None for number in numbers) + before
+        if wanted is not None and wanted.is_whole:
             wanted = None
         known = self._known.get((numbers, wanted, before))
         if known is None:
             mine = [self.spreads[number] for number in numbers if self.inside[number]]
-            like = [at for at, one in enumerate(mine) if (not one.mesh if wanted is None else one == wanted)]
+            like = [at for at, one in enumerate(mine) if (one.is_whole if wanted is None else one == wanted)]
             known = self._known[numbers, wanted, before] = like[before]
         return known

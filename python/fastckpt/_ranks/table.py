@@ -116,17 +116,22 @@ def digest(data: bytes) -> str:
 
 def encode_spreads(spreads: Sequence[Spread]) -> bytes:
     """Spreads as bytes. Ranks at equal steps, as meshes have them, take no room of their own."""
-    return json.dumps(
-        [[_steps(spread), spread.mesh, spread.placements] for spread in spreads], separators=(",", ":")
-    ).encode()
+    told = [
+        [_steps(spread), spread.mesh, spread.placements] if spread.boxes is None else [spread.ranks, spread.boxes]
+        for spread in spreads
+    ]
+    return json.dumps(told, separators=(",", ":")).encode()
 
 
 def decode_spreads(data: bytes) -> list[Spread]:
     """What :func:`encode_spreads` made."""
-    return [
-        Spread(_ranks(ranks), tuple(mesh), tuple((kind, dim, factor) for kind, dim, factor in placements))
-        for ranks, mesh, placements in json.loads(data)
-    ]
+    return list(starmap(_spread, json.loads(data)))
+
+
+def _spread(ranks: list[Any], mesh: list[Any], placements: list[Any] | None = None) -> Spread:
+    if placements is None:
+        return Spread(tuple(ranks), boxes=tuple(tuple((begin, end) for begin, end in box) for box in mesh))
+    return Spread(_ranks(ranks), tuple(mesh), tuple((kind, dim, factor) for kind, dim, factor in placements))
 
 
 def _steps(spread: Spread) -> list[Any]:

@@ -9,6 +9,7 @@ up.
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._state.collector import paused
@@ -103,9 +104,12 @@ class SpreadLists:
         """The number of the list of these parts."""
         whole: dict[int, set[int]] = {}
         said: dict[tuple[Spread, int], set[int]] = {}
+        boxed: list[Spread] = []
         for spread, before, ranks in holders:
             if spread is None:
                 whole.setdefault(before, set()).update(ranks)
+            elif spread.boxes is not None:
+                boxed.append(spread)
             else:
                 said.setdefault((spread, before), set()).update(ranks)
         for before, ranks_ in whole.items():
@@ -116,11 +120,12 @@ class SpreadLists:
             absent = [rank for rank in spread.ranks if rank not in sayers]
             if absent and missing is None:
                 missing = (spread, sorted(absent))
-            number = self._spreads.get(spread)
-            if number is None:
-                number = self._spreads[spread] = len(self.spreads)
-                self.spreads.append(spread)
-            numbers.append(number)
+            numbers.append(self._number(spread))
+        if boxed:
+            # Equal boxes of several ranks in one spread are copies; a rank's own keep their order.
+            pairs = [pair for one in boxed for pair in zip(one.ranks, one.boxes or (), strict=True)]
+            pairs.sort(key=itemgetter(0))
+            numbers.append(self._number(Spread(tuple(rank for rank, _ in pairs), boxes=tuple(box for _, box in pairs))))
         key = tuple(numbers)
         known = self._lists.get(key)
         if known is None or missing is not None:
@@ -131,6 +136,13 @@ class SpreadLists:
             else:
                 self.without[known] = missing
         return known
+
+    def _number(self, spread: Spread) -> int:
+        number = self._spreads.get(spread)
+        if number is None:
+            number = self._spreads[spread] = len(self.spreads)
+            self.spreads.append(spread)
+        return number
 
 
 def holders_of(variant: Variant, number: int) -> list[Holder]:

@@ -15,6 +15,8 @@ import numpy as np
 from fastckpt import _core
 from fastckpt._tensors import memory as _memory
 from fastckpt._tensors.described import THROUGH, Describe, Parts, Stored, Tensor, Unsupported
+from fastckpt._tensors.rank_part import Part
+from fastckpt._tensors.spreads import refuse_part
 from fastckpt.exceptions import UnsupportedTypeError
 
 from . import hashes as _hashes
@@ -224,6 +226,8 @@ class _Flattener:
         return found
 
     def look_up(self, kind: type) -> Describe | None:
+        if kind is Part and self.spreads is None:
+            return refuse_part
         # A registration by the program or by fastckpt comes before what the type looks like.
         codec = self.types.by_class(kind)
         if codec is None:
@@ -312,8 +316,9 @@ class _Flattener:
         if local is None:
             nbytes = value.nbytes
         else:
-            flat.wholes[index] = value
-            flat.spreads[index], value, nbytes = local
+            flat.spreads[index], value, nbytes, whole = local
+            if whole is not None:
+                flat.wholes[index] = whole
         name = unique(self.names, self.place_name(frame))
         flat.tensors.append(Tensor(name, dtype, shape, address, nbytes, logical))
         flat.keep.append(value)

@@ -44,11 +44,13 @@ class OwnPart(NamedTuple):
         spread: the number of its spread, from 1 on.
         memory: the local tensor.
         nbytes: the size of that.
+        whole: the DTensor that it belongs to, if it does: torch counts changes on either of the two.
     """
 
     spread: int
     memory: Any
     nbytes: int
+    whole: Any = None
 
 
 class Stored(NamedTuple):

@@ -1,5 +1,7 @@
 """DTensors: which ranks hold them, and the local memory of this one. Imports torch; differences of its versions here.
 
+The same for a ShardedTensor, as FSDP1 makes them.
+
 From torch 2.6 to 2.15: ``_StridedShard`` was a ``Shard`` and is a class of its own since; specs have a ``shard_order``
 since 2.9, which can express strided shards. FSDP over tensor parallelism makes strided shards: the mesh's last
 dimension cuts first, and the strided one cuts the rest. So do ``redistribute`` and ``full_tensor`` of torch; torch's
@@ -18,6 +20,7 @@ from torch.distributed.tensor.placement_types import Partial, Replicate, Shard, 
 
 from . import torch as _torch
 from .described import Describe, OwnPart, Stored, Unsupported, steps
+from .rank_part import Part
 from .spread import REPLICATE, Placement, Spread, in_order, local_shape, orders_of
 
 if TYPE_CHECKING:
@@ -127,7 +130,7 @@ class DTensors:
             )
         flags = ("p" if getattr(value, "_is_param", False) else "") + ("g" if value.requires_grad else "")
         try:
-            return _stored(local, shape, known.number, flags)
+            return _stored(value, local, known.number, flags)
         except RuntimeError as error:
             raise Unsupported(f"its memory cannot be reached: {error}") from error
 
@@ -153,6 +156,20 @@ class DTensors:
             known = self._known[key] = _Known([], number, local_shape(shape, spread, self.rank))
         known.hold.append(placements)
         return known
+
+
+def part_of_sharded(value: Any) -> Part:
+    """The part of a ShardedTensor that this rank has."""
+    shards = value.local_shards()
+    if len(shards) > 1:
+        raise Unsupported(
+            f"a ShardedTensor with {len(shards)} shards on one rank cannot be stored: give each as a "
+            "fastckpt.distributed.Part under a name of its own"
+        )
+    shape = tuple(value.size())
+    if not shards:
+        return Part(torch.empty((0,) * len(shape), dtype=value.dtype), of=shape, at=(0,) * len(shape))
+    return Part(shards[0].tensor, of=shape, at=shards[0].metadata.shard_offsets)
 
 
 def _placement(value: Any, dimensions: int) -> Placement:
@@ -186,8 +203,8 @@ def _arrived(local: Any) -> Tensor:
     return local  # type: ignore[no-any-return]
 
 
-def _stored(local: Tensor, shape: tuple[int, ...], number: int, flags: str) -> Stored:
-    dtype = local.dtype
+def _stored(value: DTensor, local: Tensor, number: int, flags: str) -> Stored:
+    dtype, shape = local.dtype, value.shape
     known = _torch._STORED.get(dtype)
     if known is None or local.layout is not _strided or local.is_nested:
         raise Unsupported(
@@ -221,5 +238,5 @@ def _stored(local: Tensor, shape: tuple[int, ...], number: int, flags: str) -> S
         _torch._HEAD,
         _torch._TAILS[flags] if host else f',"{flags}","{local.device.type}"]',
         mover,
-        OwnPart(number, local, nbytes),
+        OwnPart(number, local, nbytes, value),
     )

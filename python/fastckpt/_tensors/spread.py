@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 Placement: TypeAlias = "tuple[str, int, int]"
 #: Ranges of one dimension, in the order of local memory.
 Ranges: TypeAlias = "list[tuple[int, int]]"
+#: For each dimension the first index, and one past the last.
+Box: TypeAlias = "tuple[tuple[int, int], ...]"
 
 REPLICATE: Placement = ("replicate", 0, 0)
 
@@ -21,14 +23,22 @@ class Spread(NamedTuple):
     """The ranks of a group that hold a tensor.
 
     Attributes:
-        ranks: ascending where each has it whole, else in row-major order over the mesh.
+        ranks: ascending where each has it whole, else in row-major order over the mesh; the rank of each of ``boxes``.
         mesh: the size of each dimension of the mesh; empty where each of ``ranks`` has the tensor whole.
         placements: one for each dimension of the mesh.
+        boxes: where ranks have explicit boxes, these. Those of one rank follow each other in its memory, which is
+            contiguous if there are several. The spread that a rank makes itself has its own boxes only.
     """
 
     ranks: tuple[int, ...]
     mesh: tuple[int, ...] = ()
     placements: tuple[Placement, ...] = ()
+    boxes: tuple[Box, ...] | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether each of its ranks has the tensor whole."""
+        return not self.mesh and self.boxes is None
 
 
 def simplest(ranks: Sequence[int], mesh: Sequence[int], placements: Sequence[Placement]) -> Spread:
@@ -126,6 +136,15 @@ def part_of(shape: Sequence[int], spread: Spread, rank: int) -> list[Ranges] | N
             index = at // math.prod(spread.mesh[number + 1 :]) % size
             ranges[placement[1]] = _applied(ranges[placement[1]], placement, size, index)
     return ranges
+
+
+def pieces_of(spread: Spread | None, nbytes: int) -> list[tuple[int, int]]:
+    """The ranges of a rank's memory of ``nbytes`` bytes that hold its parts, given the spread that it made."""
+    if spread is None or spread.boxes is None or len(spread.boxes) == 1:
+        return [(0, nbytes)]
+    sizes = [math.prod(end - begin for begin, end in box) for box in spread.boxes]
+    ends = [nbytes * end // sum(sizes) for end in itertools.accumulate(sizes)]
+    return list(zip([0, *ends], ends, strict=False))
 
 
 def local_shape(shape: Sequence[int], spread: Spread, rank: int) -> tuple[int, ...] | None:

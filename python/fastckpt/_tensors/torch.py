@@ -345,16 +345,16 @@ def safe_types() -> list[type]:
     ]
 
 
-_GATHERED = (
-    "torch.distributed.checkpoint.state_dict.get_state_dict gives a whole state of plain tensors, with "
-    "StateDictOptions(full_state_dict=True, cpu_offload=True)"
+_SPREAD = (
+    "is spread over processes: fastckpt.distributed.save, called by all of them, saves its shards, and "
+    "fastckpt.distributed.load fills it; one process alone can save"
 )
 _TRACED = "is part of a trace or a transform and has no data of its own: save outside the trace or transform"
 #: torch's own tensor subclasses that cannot be stored, by name, and why.
 _REFUSED = {
-    "DTensor": "is spread over processes: fastckpt.distributed.save, called by all of them, saves its shards, and "
-    "fastckpt.distributed.load fills it; one process alone can save its full_tensor()",
-    "ShardedTensor": f"is spread over processes: {_GATHERED}",
+    "DTensor": f"{_SPREAD} its full_tensor()",
+    "ShardedTensor": f"{_SPREAD} what get_state_dict of torch.distributed.checkpoint.state_dict gives with "
+    "StateDictOptions(full_state_dict=True, cpu_offload=True)",
     "AsyncCollectiveTensor": "may not have arrived yet: call its wait(), and store the result",
     "FakeTensor": "has no data",
     "FunctionalTensor": _TRACED,

@@ -1,0 +1,140 @@
+"""A tensor of one rank that is a part of a larger one, where no DTensor says so."""
+
+from __future__ import annotations
+
+import math
+import operator
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from .spread import Box
+
+
+class Part:
+    """A tensor that is a part of a larger one, the rest of which other ranks have.
+
+    It says for a plain tensor what a DTensor says of itself: of which tensor it is which elements. In the state of
+    :func:`fastckpt.distributed.save`, it stands where the whole tensor would stand, which is what the checkpoint holds.
+    In ``into=`` of :func:`fastckpt.distributed.load`, its tensor is filled with these elements, however the tensor was
+    cut when it was saved.
+
+    All ranks together must have every element. What several ranks have must be equal (see
+    :class:`fastckpt.distributed.Ranks`). A rank that has none of it may leave it out, or give an empty tensor, which
+    spares the ranks a comparison of their names.
+
+    Args:
+        tensor: the elements that this rank has: a dense ``torch.Tensor`` on any device, and no DTensor.
+        of: the shape of the whole tensor.
+        at: for each dimension the index in the whole tensor at which ``tensor`` begins.
+
+    Attributes:
+        tensor: as given.
+        shape: the shape of the whole tensor.
+        boxes: the elements of the whole tensor: for each box and dimension the first index, and one past the last. They
+            follow each other in ``tensor``, each in row-major order.
+
+    Raises:
+        TypeError: ``of`` or ``at`` holds something else than integers.
+        ValueError: the tensor does not lie in the whole one.
+
+    Example:
+        >>> import fastckpt.distributed as together, torch
+        >>> rows = together.Part(torch.ones(2, 3), of=(4, 3), at=(2, 0))  # of this rank; another has rows 0 and 1
+        >>> rows.boxes
+        (((2, 4), (0, 3)),)
+    """
+
+    __slots__ = ("boxes", "shape", "tensor")
+
+    def __init__(self, tensor: Any, *, of: Iterable[int], at: Iterable[int]) -> None:
+        self.tensor = tensor
+        self.shape = _integers("Part", "of", of)
+        begins = _integers("Part", "at", at)
+        local = tuple(tensor.shape)
+        if not len(local) == len(begins) == len(self.shape):
+            raise ValueError(
+                f"Part: a tensor of {len(local)} dimensions, at= with {len(begins)} and of= with {len(self.shape)}: "
+                "give one number for each dimension of the tensor"
+            )
+        if any(begin + size > whole for begin, size, whole in zip(begins, local, self.shape, strict=True)):
+            raise ValueError(
+                f"Part: a tensor of the shape {list(local)} at {list(begins)} does not lie in one of the shape "
+                f"{list(self.shape)}"
+            )
+        box = tuple((begin, begin + size) for begin, size in zip(begins, local, strict=True))
+        self.boxes: tuple[Box, ...] = (box,) if math.prod(local) else ()
+
+    @classmethod
+    def flat(cls, tensor: Any, *, of: Iterable[int], start: int) -> Part:
+        """A range of the elements of a tensor, in row-major order: as ZeRO and FSDP1 cut flattened parameters.
+
+        Args:
+            tensor: the elements, one-dimensional and contiguous.
+            of: the shape of the whole tensor.
+            start: the number of the first of them among all elements of the whole tensor.
+
+        Returns:
+            The part.
+
+        Raises:
+            TypeError: ``of`` or ``start`` holds something else than integers.
+            ValueError: the tensor is not one-dimensional and contiguous, or does not lie in the whole one.
+
+        Example:
+            >>> import fastckpt.distributed as together, torch
+            >>> together.Part.flat(torch.ones(5), of=(4, 3), start=2).boxes
+            (((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1)))
+        """
+        shape = _integers("Part.flat", "of", of)
+        (first,) = _integers("Part.flat", "start", (start,))
+        if len(tensor.shape) != 1 or not tensor.is_contiguous():
+            raise ValueError(
+                "Part.flat: the tensor must be one-dimensional and contiguous: give a view of the flat memory, or "
+                "use Part(tensor, of=, at=)"
+            )
+        size = tensor.shape[0]
+        if first + size > math.prod(shape):
+            raise ValueError(
+                f"Part.flat: {size} elements from number {first} on do not lie in a tensor of the shape {list(shape)}, "
+                f"which has {math.prod(shape)}"
+            )
+        self = cls.__new__(cls)
+        self.tensor, self.shape, self.boxes = tensor, shape, tuple(_boxes(shape, first, first + size))
+        return self
+
+    def __repr__(self) -> str:
+        boxes = ", ".join(f"[{', '.join(f'{begin}:{end}' for begin, end in box)}]" for box in self.boxes)
+        return f"<Part {boxes or 'without elements'} of a tensor of the shape {list(self.shape)}>"
+
+
+def _integers(what: str, name: str, values: Iterable[int]) -> tuple[int, ...]:
+    try:
+        found = tuple(map(operator.index, values))
+    except TypeError as error:
+        raise TypeError(f"{what}: {name} must hold integers, not {values!r}") from error
+    if any(value < 0 for value in found):
+        raise ValueError(f"{what}: {name} must not be negative, as in {list(found)}")
+    return found
+
+
+def _boxes(shape: Sequence[int], start: int, stop: int) -> list[Box]:
+    """The elements ``[start, stop)`` of a tensor, in row-major order, as boxes."""
+    if start == stop:
+        return []
+    if not shape:
+        return [()]
+    row = math.prod(shape[1:])
+    first, last = start // row, (stop - 1) // row
+    if first == last:
+        return _under(first, _boxes(shape[1:], start - first * row, stop - first * row))
+    head = _under(first, _boxes(shape[1:], start % row, row)) if start % row else []
+    tail = _under(last, _boxes(shape[1:], 0, stop - last * row)) if stop % row else []
+    low, high = first + bool(head), last + (not tail)
+    middle: list[Box] = [((low, high), *((0, size) for size in shape[1:]))] if low < high else []
+    return head + middle + tail
+
+
+def _under(index: int, boxes: Iterable[Box]) -> list[Box]:
+    return [((index, index + 1), *box) for box in boxes]
