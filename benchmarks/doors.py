@@ -24,11 +24,15 @@ import statistics
 import sys
 import time
 import warnings
+from abc import ABC, abstractmethod
 from contextlib import ExitStack, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import ProjectConfiguration
+from lightning.fabric import Fabric
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torchtitan.components.checkpointer import CheckpointManager
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
@@ -71,18 +75,46 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-class Transformers:
+class Contender(ABC):
+    """A framework with its model, and the checkpoints that it has written to a folder.
+
+    Attributes:
+        number: that of the last checkpoint, from 1 on.
+    """
+
+    def __init__(self, folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.folder, self.model, self.optimizer, self.number = folder, model, optimizer, 0
+
+    def train(self) -> None:
+        """Take a step."""
+        train(self.model, self.optimizer)
+
+    def forget(self) -> None:
+        """Drop the last checkpoint from the page cache."""
+        drop_caches(self._path())
+
+    @abstractmethod
+    def _path(self) -> Path:
+        """The last checkpoint."""
+
+    @abstractmethod
+    def save(self) -> Callable[[], None]:
+        """Save, and return what waits until that is durable."""
+
+    @abstractmethod
+    def load(self) -> None:
+        """Load the last checkpoint."""
+
+
+class Transformers(Contender):
     """transformers' Trainer."""
 
     def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
         arguments = TrainingArguments(str(folder), use_cpu=True, report_to="none", save_total_limit=2)
         self.trainer = Trainer(llama(size), arguments)
         self.trainer.create_optimizer_and_scheduler(100)
-        self.folder, self.ours, self.number = folder, ours, 0
-
-    def train(self) -> None:
-        """Take a step."""
-        train(self.trainer.model, self.trainer.optimizer)
+        super().__init__(folder, self.trainer.model, self.trainer.optimizer)
+        self.ours = ours
 
     def _door(self) -> Any:
         return fastckpt.integrations.transformers.install() if self.ours else nullcontext()
@@ -91,22 +123,77 @@ class Transformers:
         return self.folder / f"checkpoint-{self.number}"
 
     def save(self) -> Callable[[], None]:
-        """Save, and return what waits until that is durable."""
         self.number += 1
         self.trainer.state.global_step = self.number
         with self._door():
             self.trainer._save_checkpoint(self.trainer.model, None)  # noqa: SLF001 - what the Trainer calls
         return fastckpt.background.drain if self.ours else lambda: fsync_tree(self._path())
 
-    def forget(self) -> None:
-        """Drop the last checkpoint from the page cache."""
-        drop_caches(self._path())
-
     def load(self) -> None:
-        """Load the last checkpoint."""
         with self._door():
             self.trainer._load_from_checkpoint(str(self._path()))  # noqa: SLF001 - what the Trainer calls
             self.trainer._load_optimizer_and_scheduler(str(self._path()))  # noqa: SLF001 - what the Trainer calls
+
+
+class Accelerate(Contender):
+    """``save_state`` and ``load_state`` of accelerate."""
+
+    def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
+        model = llama(size)
+        optimizer = torch.optim.AdamW(model.parameters())
+        naming = ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=2)
+        self.accelerator = Accelerator(cpu=True, project_config=naming)
+        self.accelerator.prepare(model, optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0))
+        super().__init__(folder, model, optimizer)
+        self.ours = ours
+
+    def _door(self) -> Any:
+        return fastckpt.integrations.accelerate.install() if self.ours else nullcontext()
+
+    def _path(self) -> Path:
+        return self.folder / "checkpoints" / f"checkpoint_{self.number - 1}"
+
+    def save(self) -> Callable[[], None]:
+        self.number += 1
+        with self._door():
+            self.accelerator.save_state()
+        return fastckpt.background.drain if self.ours else lambda: fsync_tree(self._path())
+
+    def load(self) -> None:
+        with self._door():
+            self.accelerator.load_state(str(self._path()))
+
+
+class Lightning(Contender):
+    """``save`` and ``load`` of Lightning's Fabric. The last but one is removed, as ``ModelCheckpoint`` does."""
+
+    def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
+        model = llama(size)
+        optimizer = torch.optim.AdamW(model.parameters())
+        plugins = [fastckpt.integrations.lightning.CheckpointIO()] if ours else []
+        self.fabric = Fabric(accelerator="cpu", devices=1, plugins=plugins)
+        super().__init__(folder, *self.fabric.setup(model, optimizer))
+        self.ours = ours
+
+    def _path(self) -> Path:
+        return self.folder / f"{self.number}.ckpt"
+
+    def save(self) -> Callable[[], None]:
+        self.number += 1
+        self.fabric.save(self._path(), {"model": self.model, "optimizer": self.optimizer})
+
+        def wait() -> None:
+            fastckpt.background.drain()
+            if not self.ours:
+                fsync_tree(self.folder)
+            if self.number > 1:
+                before = self._path().with_stem(str(self.number - 1))
+                self.fabric.strategy.checkpoint_io.remove_checkpoint(before)
+
+        return wait
+
+    def load(self) -> None:
+        self.fabric.load(self._path(), {"model": self.model, "optimizer": self.optimizer})
 
 
 class Optimizers:
@@ -124,7 +211,7 @@ class Optimizers:
         set_optimizer_state_dict(self.model, self.optimizer, state)
 
 
-class Torchtitan:
+class Torchtitan(Contender):
     """A checkpoint manager of torchtitan."""
 
     def __init__(self, folder: Path, size: int, *, manager: Any, mode: str) -> None:
@@ -140,18 +227,13 @@ class Torchtitan:
             sd_adapter=None,
             base_folder=str(folder),
         )
-        self.model, self.optimizer = model, optimizer
-        self.folder, self.syncs, self.number = folder / "run", manager is CheckpointManager, 0
-
-    def train(self) -> None:
-        """Take a step."""
-        train(self.model, self.optimizer)
+        super().__init__(folder / "run", model, optimizer)
+        self.syncs = manager is CheckpointManager
 
     def _path(self) -> Path:
         return self.folder / f"step-{self.number}"
 
     def save(self) -> Callable[[], None]:
-        """Save, and return what waits until that is durable."""
         self.number += 1
         self.manager.save(self.number)
 
@@ -162,19 +244,18 @@ class Torchtitan:
 
         return wait
 
-    def forget(self) -> None:
-        """Drop the last checkpoint from the page cache."""
-        drop_caches(self._path())
-
     def load(self) -> None:
-        """Load the last checkpoint."""
         self.manager.load(self.number)
 
 
 #: Frameworks, and how each is made; behind the bar what saves.
-CONTENDERS: dict[str, Callable[[Path, int], Any]] = {
+CONTENDERS: dict[str, Callable[[Path, int], Contender]] = {
     "transformers' Trainer": lambda place, size: Transformers(place, size, ours=False),
     "transformers' Trainer | fastckpt": lambda place, size: Transformers(place, size, ours=True),
+    "accelerate": lambda place, size: Accelerate(place, size, ours=False),
+    "accelerate | fastckpt": lambda place, size: Accelerate(place, size, ours=True),
+    "Lightning": lambda place, size: Lightning(place, size, ours=False),
+    "Lightning | fastckpt": lambda place, size: Lightning(place, size, ours=True),
     "torchtitan, disabled": lambda place, size: Torchtitan(place, size, manager=CheckpointManager, mode="disabled"),
     "torchtitan, disabled | fastckpt": lambda place, size: Torchtitan(
         place, size, manager=FastckptManager, mode="disabled"
@@ -184,7 +265,7 @@ CONTENDERS: dict[str, Callable[[Path, int], Any]] = {
 }
 
 
-def measured(contender: Any, size: int) -> dict[str, float]:
+def measured(contender: Contender, size: int) -> dict[str, float]:
     """Save and load once."""
     contender.train()
     back_memory(int(2.25 * size))
