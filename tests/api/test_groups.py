@@ -319,6 +319,32 @@ def test_a_file_of_somebody_else_is_not_replaced(name, tmp_path, save):
     assert (tmp_path / "c" / "training_args.bin").read_bytes() == b"mine"
 
 
+def test_an_adapter_beside_a_model_is_somebody_else_s(tmp_path):
+    """It is carried over and copied as other files are; beside an adapter of ours, such a file was left."""
+    path, name = tmp_path / "c", "adapter_model.safetensors"
+    fastckpt.save({"w": ONE}, path)
+    (path / name).write_bytes(b"mine")
+    fastckpt.save({"w": TWO}, path)
+    assert (path / name).read_bytes() == b"mine"
+    assert fastckpt.list(tmp_path)[0].bytes == sum(each.stat().st_size for each in path.iterdir()) - 4
+    fastckpt.copy(path, tmp_path / "d")
+    assert (tmp_path / "d" / name).read_bytes() == b"mine"
+    with pytest.raises(
+        fastckpt.exceptions.CheckpointError, match=f"it holds `{name}`, which is not part of the checkpoi"
+    ):
+        fastckpt.remove(path)
+    # A shard of this name takes its place; and what a checkpoint has left goes.
+    files = fastckpt.Files(model_key="adapter_model")
+    fastckpt.save({"adapter_model": {"w": ONE}}, path, files=files)
+    assert same(fastckpt.load(path), {"adapter_model": {"w": ONE}})
+    (path / "adapter_model-00001-of-00002.safetensors").write_bytes(b"left")
+    fastckpt.copy(path, tmp_path / "e")
+    fastckpt.save({"w": TWO}, path)
+    for kept in (path, tmp_path / "e"):
+        assert [each.name for each in kept.glob("adapter_model*")] == ([] if kept == path else [name])
+    fastckpt.remove(path)
+
+
 def test_an_adapter_has_the_file_that_peft_looks_for(tmp_path):
     """Under the key ``adapter_model``, with all that concerns the files of a model."""
     state = {"adapter_model": {"a.lora_A": torch.ones(2, 3), "b": torch.zeros(2)}, "optimizer": {"m": torch.ones(3)}}

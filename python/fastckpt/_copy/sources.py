@@ -16,7 +16,7 @@ from fastckpt._files import TORCH_METADATA
 from fastckpt._paths import is_url
 from fastckpt._portable.files import open_inside
 from fastckpt._portable.limits import MANIFEST, TRAINING
-from fastckpt._portable.listing import is_shard
+from fastckpt._portable.listing import ADAPTER, is_shard
 from fastckpt._portable.manifest import corrupt
 from fastckpt._stores.layout import Layout
 from fastckpt._stores.objects import Objects
@@ -98,11 +98,14 @@ def _is_beside(name: str, shards: Sequence[Item]) -> bool:
     """Whether a file belongs to a checkpoint whose manifest does not name it.
 
     Any other name that begins with a dot belongs to a file system, to a tool, or to something unfinished. A shard that
-    the manifest does not name was left by a save into this directory (docs/format.md, 1).
+    the manifest does not name was left by a save into this directory (docs/format.md, 1); but beside shards of a
+    `model`, an adapter is somebody else's.
     """
     if name.removeprefix(f"{TRAINING}/").startswith(".") and name != TORCH_METADATA:
         return False
-    return name != MANIFEST and not is_shard(name) and all(name != one.name for one in shards)
+    groups = [one.name for one in shards] if name.startswith(ADAPTER) else [ADAPTER]
+    left = is_shard(name) and any(group.startswith(ADAPTER) for group in groups)
+    return name != MANIFEST and not left and all(name != one.name for one in shards)
 
 
 class _Directory:

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 #: What saves and removals give to directories while they work (docs/format.md, 6.1).
 _TEMPORARY = re.compile(r"\..+\.(?:(?:tmp|del)-.+-[0-9a-fA-F]{8}|old-.+-[0-9a-fA-F]{10})").fullmatch
-_SHARD = re.compile(rf"(?:(?:adapter_)?model|{TRAINING}/{TRAINING})(?:-\d{{5,}}-of-\d{{5,}})?\.safetensors").fullmatch
+#: How the model's shards are called where the model is an adapter, up to their number.
+ADAPTER = "adapter_model"
+_SHARD = re.compile(rf"(?:model|{ADAPTER}|{TRAINING}/{TRAINING})(?:-\d{{5,}}-of-\d{{5,}})?\.safetensors").fullmatch
 #: Hugging Face's index of the model's shards.
 INDEX = "model.safetensors.index.json"
 

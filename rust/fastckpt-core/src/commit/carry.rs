@@ -23,12 +23,13 @@ impl Workspace {
     pub(super) fn carry_over(&self, old: BorrowedFd<'_>) -> Result<bool> {
         let path = &self.target;
         let mut brought = false;
-        for (file, kind) in files(old).map_err(Error::io("list", path))?.all {
-            let ours = is_ours(file.to_bytes()) || is_remnant(&file) || in_training(&file).is_some();
-            if ours || self.was_given(file.to_bytes()) || kind != FileType::RegularFile {
+        let found = files(old).map_err(Error::io("list", path))?;
+        for (file, kind) in &found.all {
+            let ours = found.has_own(file) || is_remnant(file) || in_training(file).is_some();
+            if ours || self.has_new(file) || *kind != FileType::RegularFile {
                 continue;
             }
-            match self.bring(old, &file) {
+            match self.bring(old, file) {
                 Ok(new) => brought |= new,
                 Err(error) if error.raw_os_error() == Some(libc::ENOENT) => {} // removed meanwhile
                 Err(error) => return Err(Error::io("carry files over from", path)(error)),
@@ -37,10 +38,14 @@ impl Workspace {
         Ok(brought)
     }
 
-    /// Whether the caller gave this save a file called `name`.
-    fn was_given(&self, name: &[u8]) -> bool {
+    /// Whether this save has a file called `name` of its own: one that it was given, or a shard.
+    fn has_new(&self, name: &CStr) -> bool {
         let sealed = self.own.as_ref().and_then(|own| own.sealed.as_ref());
-        sealed.is_some_and(|files| files.iter().any(|(file, _)| file.as_bytes() == name))
+        let given =
+            sealed.is_some_and(|files| files.iter().any(|(file, _)| file.as_bytes() == name.to_bytes()));
+        given
+            || (is_ours(name.to_bytes())
+                && fs::statat(self.directory(), name, AtFlags::SYMLINK_NOFOLLOW).is_ok())
     }
 
     /// Carries over one file. It replaces an older version of the file.

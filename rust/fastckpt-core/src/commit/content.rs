@@ -8,7 +8,7 @@ use rustix::fs::{self, AtFlags, FileType};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::{entries, open_child, sync};
-use crate::format::groups::{self, TRAINING};
+use crate::format::groups::{self, ADAPTER, MODEL, TRAINING};
 use crate::format::{index, manifest};
 use crate::sys::file::open_regular;
 
@@ -28,6 +28,14 @@ impl Files {
     /// Whether it holds nothing.
     pub(super) fn is_empty(&self) -> bool {
         self.all.is_empty() && self.training.is_none()
+    }
+
+    /// Whether fastckpt wrote `file`, which is one of them. A model's shards have one of two names: beside `model`, an
+    /// adapter is somebody else's.
+    pub(super) fn has_own(&self, file: &CStr) -> bool {
+        let is_named = |group, file: &CStr| file.to_str().is_ok_and(|file| groups::is_named(group, file));
+        let foreign = || is_named(ADAPTER, file) && self.all.iter().any(|(other, _)| is_named(MODEL, other));
+        is_ours(file.to_bytes()) && !foreign()
     }
 
     /// Whether it holds nothing but regular files.
@@ -70,7 +78,7 @@ pub(super) fn sync_names(directory: BorrowedFd<'_>) -> rustix::io::Result<bool> 
     sync(directory)
 }
 
-/// Whether fastckpt writes files called `name` in a checkpoint.
+/// Whether fastckpt writes files called `name` in some checkpoint.
 pub(super) fn is_ours(name: &[u8]) -> bool {
     let Ok(name) = std::str::from_utf8(name) else { return false };
     groups::is_shard_name(name) || [manifest::FILE, index::FILE, TORCH_METADATA].contains(&name)

@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{self, AtFlags, FileType};
 
-use super::content::{files, is_ours};
+use super::content::files;
 use super::directory::{TURNS, entries, id, id_of, open_child, refresh};
 use super::names::{Kind, Temporary};
 use super::recovery::{Free, is_free, taken_aside};
@@ -87,13 +87,14 @@ fn look(parent: BorrowedFd<'_>, found: &OsStr, name: &OsStr, directory: &Path) -
 
 /// The size of our files in a directory, and its manifest; nothing if there is no manifest.
 fn look_inside(directory: BorrowedFd<'_>, path: &Path) -> Option<(u64, Result<Head>)> {
-    let files = files(directory).ok()?.all;
-    let ours = files.iter().filter(|(file, kind)| *kind == FileType::RegularFile && is_ours(file.to_bytes()));
+    let files = files(directory).ok()?;
+    let ours = files.all.iter().filter(|(file, kind)| *kind == FileType::RegularFile && files.has_own(file));
     let bytes = ours.filter_map(|(file, _)| {
         u64::try_from(fs::statat(directory, file, AtFlags::SYMLINK_NOFOLLOW).ok()?.st_size).ok()
     });
     let bytes = bytes.sum();
     files
+        .all
         .iter()
         .any(|(file, _)| file.to_bytes() == manifest::FILE.as_bytes())
         .then(|| (bytes, head(directory, path)))

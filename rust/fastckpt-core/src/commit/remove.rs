@@ -8,7 +8,7 @@ use std::path::Path;
 use rustix::fs::{self, FileType};
 use rustix::io::Errno;
 
-use super::content::{files, has_magic, is_ours, is_remnant};
+use super::content::{Files, files, has_magic, is_remnant};
 use super::directory::{TURNS, id, id_of, open_child, refresh, split, sync};
 use super::leftovers::{claim, destroy, sweep, unclaim};
 use super::names::{Kind, Temporary, workspace_name};
@@ -16,15 +16,18 @@ use super::recovery::{Free, is_free, taken_aside};
 use crate::error::{Error, Result};
 use crate::sys::file::open_directory;
 
+/// Whether the directory with these files stays because of one of them.
+type StaysWith<'a> = &'a dyn Fn(&Files, &CStr) -> bool;
+
 /// Durably removes the checkpoint at `path`, and leftovers of it under other names from killed saves. It does not wait
 /// for readers: a process that is reading the checkpoint finds its files missing.
 ///
 /// Files that are not part of the checkpoint make this an error. Plain ones are removed as well if they are among
 /// `more`, which are names, or all with `force`.
 pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
-    let stays_with = |file: &CStr| {
-        let name = file.to_bytes();
-        !force && !is_ours(name) && !is_remnant(file) && !more.iter().any(|one| one.as_bytes() == name)
+    let stays_with = |files: &Files, file: &CStr| {
+        let listed = || more.iter().any(|one| one.as_bytes() == file.to_bytes());
+        !force && !files.has_own(file) && !is_remnant(file) && !listed()
     };
     let missing = || Error::io("remove", path)(io::Error::from_raw_os_error(libc::ENOENT));
     let (parent_path, name) =
@@ -58,12 +61,7 @@ pub fn remove(path: &Path, more: &[String], force: bool) -> Result<()> {
 }
 
 /// Removes the checkpoint at `found`. Returns whether it existed.
-fn take(
-    parent: BorrowedFd<'_>,
-    found: &OsStr,
-    path: &Path,
-    stays_with: &dyn Fn(&CStr) -> bool,
-) -> Result<bool> {
+fn take(parent: BorrowedFd<'_>, found: &OsStr, path: &Path, stays_with: StaysWith<'_>) -> Result<bool> {
     let directory = match open_child(parent, found) {
         Err(Errno::NOENT | Errno::STALE) => return Ok(false),
         Err(Errno::LOOP | Errno::NOTDIR) => {
@@ -104,19 +102,20 @@ fn stays(path: &Path, why: &str) -> Error {
 }
 
 /// Refuses a directory that is not a checkpoint, that holds anything but plain files, or one that it `stays_with`.
-fn examine(directory: BorrowedFd<'_>, path: &Path, stays_with: &dyn Fn(&CStr) -> bool) -> Result<()> {
+fn examine(directory: BorrowedFd<'_>, path: &Path, stays_with: StaysWith<'_>) -> Result<()> {
     if !has_magic(directory).map_err(Error::io("open the manifest of", path))? {
         return Err(stays(path, "it is not a checkpoint of fastckpt"));
     }
-    for (file, kind) in files(directory).map_err(Error::io("list", path))?.all {
+    let found = files(directory).map_err(Error::io("list", path))?;
+    for (file, kind) in &found.all {
         let what = file.to_string_lossy();
-        if kind != FileType::RegularFile {
+        if *kind != FileType::RegularFile {
             return Err(stays(
                 path,
                 &format!("it holds `{what}`, which is not a plain file: move that elsewhere first"),
             ));
         }
-        if stays_with(&file) {
+        if stays_with(&found, file) {
             let why = format!(
                 "it holds `{what}`, which is not part of the checkpoint: move that elsewhere, or give force=True"
             );

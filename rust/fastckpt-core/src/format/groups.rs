@@ -62,18 +62,21 @@ pub(super) fn shard_name(group: &str, index: usize, count: usize) -> String {
 /// Whether `name` is one that `shard_name` gives.
 #[must_use]
 pub fn is_shard_name(name: &str) -> bool {
-    let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
-    let is_of = |group: &str, file: &str| {
-        let rest = file.strip_prefix(group).and_then(|rest| rest.strip_suffix(".safetensors"));
-        rest.is_some_and(|rest| {
-            let numbers = rest.strip_prefix('-').and_then(|rest| rest.split_once("-of-"));
-            rest.is_empty() || numbers.is_some_and(|(index, count)| digits(index) && digits(count))
-        })
-    };
     match name.split_once('/') {
-        Some((directory, file)) => directory == TRAINING && is_of(TRAINING, file),
-        None => is_of(MODEL, name) || is_of(ADAPTER, name),
+        Some((directory, file)) => directory == TRAINING && is_named(TRAINING, file),
+        None => is_named(MODEL, name) || is_named(ADAPTER, name),
     }
+}
+
+/// Whether `file` is named as the shards of a group are, in their directory.
+#[must_use]
+pub fn is_named(group: &str, file: &str) -> bool {
+    let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    let rest = file.strip_prefix(group).and_then(|rest| rest.strip_suffix(".safetensors"));
+    rest.is_some_and(|rest| {
+        let numbers = rest.strip_prefix('-').and_then(|rest| rest.split_once("-of-"));
+        rest.is_empty() || numbers.is_some_and(|(index, count)| digits(index) && digits(count))
+    })
 }
 
 /// The file name in `name`, the name of a shard in a manifest: a plain name, or one in the directory [`TRAINING`].
