@@ -106,6 +106,69 @@ def test_elements_of_several_ranks_are_compared(forge, tmp_path, replicas):
     assert not (tmp_path / "c").exists()
 
 
+class _Parts:
+    """An object whose state is made of Parts, which nobody keeps."""
+
+    def __init__(self, count, fill):
+        self.tensors = [torch.full((4,), float(fill + number)) for number in range(count)]
+
+    def state_dict(self):
+        return {f"w{number}": Part(tensor, of=(4,), at=(0,)) for number, tensor in enumerate(self.tensors)}
+
+
+def test_parts_that_a_state_makes_anew_are_tensors_of_their_own(tmp_path):
+    """Mutant: a part is taken for the one that was in its place in memory before."""
+    objects = {f"o{number}": _Parts(5, 10 * number) for number in range(20)}
+    assert fastckpt.distributed.save(objects, tmp_path / "c").tensors == 100
+    loaded = fastckpt.load(tmp_path / "c")
+    assert all(
+        torch.equal(loaded[name][f"w{number}"], tensor)
+        for name, value in objects.items()
+        for number, tensor in enumerate(value.tensors)
+    )
+
+
+def test_parts_over_the_same_memory_are_tied(tmp_path):
+    values = WHOLE.clone()
+    state = {name: Part(values, of=SHAPE, at=(0, 0)) for name in "ab"}
+    assert fastckpt.distributed.save(state, tmp_path / "c").tensors == 1
+    values.zero_()
+    fastckpt.distributed.load(tmp_path / "c", into=state)
+    assert torch.equal(values, WHOLE)
+
+
+def _excluded(path):
+    """One rank has one more Part, behind the others, which is left out."""
+    rank = dist.get_rank()
+    state = {"w": _range()} | ({"x": _range()} if rank == 0 else {})
+    fastckpt.distributed.save(state, path, exclude="x", ranks=Ranks(timeout=30))
+
+
+def test_a_part_of_one_rank_is_left_out(forge, tmp_path):
+    with forge.group(4) as group:
+        group.run(_excluded, tmp_path / "c")
+    assert torch.equal(fastckpt.load(tmp_path / "c")["w"], WHOLE)
+
+
+class _Wrapping(torch.nn.Module):
+    """A module whose state has a Part in the place of its parameter."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(WHOLE.clone())
+
+    def state_dict(self, **_):
+        return {"weight": Part(self.weight.detach(), of=SHAPE, at=(0, 0))}
+
+
+def test_a_module_that_makes_parts_is_not_filled_in_part(tmp_path):
+    module, other = _Wrapping(), torch.zeros(2)
+    fastckpt.distributed.save({"model": module, "other": torch.ones(2)}, tmp_path / "c")
+    with pytest.raises(fastckpt.exceptions.StructureMismatchError, match=r"give its state_dict\(\) in its place"):
+        fastckpt.distributed.load(tmp_path / "c", into={"model": module, "other": other})
+    assert not other.any()
+
+
 def test_one_part_in_two_places_is_one_tensor(tmp_path):
     part = Part(WHOLE, of=SHAPE, at=(0, 0))
     report = fastckpt.distributed.save({"a": part, "b": part}, tmp_path / "c")
@@ -186,6 +249,8 @@ def test_unchanged_parts_are_taken_over(forge, tmp_path):
         (lambda: Part.flat(WHOLE[:, 0], of=SHAPE, start=0), ValueError, "one-dimensional and contiguous"),
         (lambda: Part.flat(WHOLE[0], of=SHAPE, start=29), ValueError, "7 elements from number 29 on"),
         (lambda: Part.flat(WHOLE[0], of=SHAPE, start="a"), TypeError, "start must hold integers"),
+        (lambda: Part.flat(WHOLE[0].numpy(), of=SHAPE, start=0), TypeError, "must be a torch.Tensor, not ndarray"),
+        (lambda: Part(WHOLE, of=(2**62, 7), at=(0, 0)), ValueError, "is too large"),
     ],
 )
 def test_what_is_no_part(make, kind, text):
@@ -195,24 +260,34 @@ def test_what_is_no_part(make, kind, text):
 
 def test_one_process_alone_takes_none(tmp_path):
     part = Part(WHOLE, of=SHAPE, at=(0, 0))
-    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"\['w'\]: it is a Part: fastckpt\.distributed"):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"\['w'\]: a Part belongs into the state"):
         fastckpt.save({"w": part}, tmp_path / "c")
     fastckpt.save({"w": WHOLE}, tmp_path / "c")
-    with pytest.raises(fastckpt.exceptions.StructureMismatchError, match=r"\['w'\]: cannot be filled: it is a Part"):
+    with pytest.raises(fastckpt.exceptions.StructureMismatchError, match=r"\['w'\]: cannot be filled: a Part belongs"):
         fastckpt.load(tmp_path / "c", into={"w": part})
 
 
-def test_only_a_dense_tensor_is_part_of_another(tmp_path):
-    part = Part(WHOLE.to_sparse(), of=SHAPE, at=(0, 0))
-    with pytest.raises(
-        fastckpt.exceptions.UnsupportedTypeError,
-        match=r"\['w'\]: the tensor of a Part must be a dense torch.Tensor, not torch.sparse_coo",
-    ):
-        fastckpt.distributed.save({"w": part}, tmp_path / "c")
+@pytest.mark.parametrize("value", [WHOLE.to_sparse(), torch.ones(1, 7).expand(5, 7)])
+def test_only_a_dense_tensor_is_part_of_another(value, tmp_path):
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match=r"\['w'\]: the tensor of a Part must be plain"):
+        fastckpt.distributed.save({"w": Part(value, of=SHAPE, at=(0, 0))}, tmp_path / "c")
+
+
+@pytest.mark.parametrize("other", [torch.zeros(34), torch.zeros(70)[::2], torch.zeros(7, 5)])
+def test_a_part_whose_tensor_is_another_now(other, tmp_path):
     part = Part.flat(WHOLE.reshape(-1).clone(), of=SHAPE, start=0)
-    part.tensor.resize_(3)
-    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="another size than when"):
-        fastckpt.distributed.save({"w": part}, tmp_path / "c")
+    fastckpt.distributed.save({"w": part}, tmp_path / "c")
+    part.tensor = other
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="another shape, or other strides, than when"):
+        fastckpt.distributed.save({"w": part}, tmp_path / "d")
+    with pytest.raises(fastckpt.exceptions.StructureMismatchError, match="another shape, or other strides, than when"):
+        fastckpt.distributed.load(tmp_path / "c", into={"w": part})
+
+
+def test_a_part_belongs_into_the_state(tmp_path):
+    part = Part(WHOLE, of=SHAPE, at=(0, 0))
+    with pytest.raises(fastckpt.exceptions.UnsupportedTypeError, match="a Part belongs into the state"):
+        fastckpt.distributed.save({}, tmp_path / "c", per_rank={"w": part})
 
 
 def test_the_shape_of_the_whole_is_that_of_the_checkpoint(tmp_path):

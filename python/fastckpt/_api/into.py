@@ -291,6 +291,9 @@ class Into:
             return False
         tie = None if given is None or given.stored is None else given.stored.tie
         new = not owner.is_fillable(part, tie)
+        local = None if given is None or given.stored is None else given.stored.local
+        if new and owner.kind == "module" and local is not None and local.whole is None:
+            self._mismatch(item, "a part of a tensor that its module makes anew: give its state_dict() in its place")
         if owner.kind == "optimizer" and not new:
             assert given is not None  # noqa: S101 - it has a tie
             # A tensor that does not fit is not filled: the optimizer gets a new one.

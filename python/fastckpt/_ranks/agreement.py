@@ -14,9 +14,10 @@ For a save (loads do the same with :class:`.demands.Wanting`):
 offers and answers are bytes. Arrivals can travel inside of another value: ``combine_arrivals`` takes a list of them.
 ``decide`` and ``unite`` run on the coordinator; the structure, which only that needs, does not travel.
 
-What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and the
-coordinator gets one of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the
-manifest) travel up, one by one, and its tensors as lists; equal lists are sent only once.
+What it costs: a rank sends its own table once, compressed, where tables differ (about 10 bytes a tensor), and its
+spreads: a few of meshes, and one for each :class:`fastckpt.distributed.Part` (about 16 bytes). The coordinator gets one
+of each kind. ``per_rank=`` never makes tables differ: its structures (which all go into the manifest) travel up, one by
+one, and its tensors as lists; equal lists are sent only once.
 """
 
 from __future__ import annotations
@@ -198,7 +199,9 @@ class Agreement:
         """For ranks with equal main tables: for each number of a spread, the list of what ranks hold."""
         variant = Variant(self.table, spreads)
         made = SpreadLists(self.size)
-        lists = [made.add(holders_of(variant, number)) for number in range(1 + len(spreads[0][0]))]
+        # Ranks may have left out tensors of others: their spreads are numbered behind those that all have, or between.
+        used = {kind.spread for kind in variant.table.kinds} | {0}
+        lists = [made.add(holders_of(variant, number if number in used else 0)) for number in range(1 + max(used))]
         differences = Differences(self.operation)
         for number, found in enumerate(lists):
             if found in made.without:
@@ -209,7 +212,8 @@ class Agreement:
                 path = Path(None, variant.table.names[index])
                 differences.absent(path, spread.ranks, absent, "on every rank of a mesh, save all its tensors")
         differences.raise_any()
-        return [json.dumps([[made.lists[each] for each in lists]]).encode(), encode_spreads(made.spreads)]
+        answer = json.dumps([[made.lists[each] for each in lists]]).encode()
+        return [compressed(answer), compressed(encode_spreads(made.spreads))]
 
     def _unite_tables(self, variants: dict[str, Variant]) -> list[bytes]:
         """For ranks with different main tables: the tensors of the union, and the place of each rank's own in it."""
@@ -233,7 +237,7 @@ class Agreement:
         }
         head = [united.spread_lists, [tensor.name for tensor in tensors], kinds, others, prefix]
         data = packed(json.dumps(head, separators=(",", ":")).encode(), kind.astype("<u4").tobytes())
-        return [compressed(data), encode_spreads(united.spreads)]
+        return [compressed(data), compressed(encode_spreads(united.spreads))]
 
     def _unite_extras(self, extras: list[Any], blobs: dict[str, bytes]) -> list[bytes]:
         """The tensors of ranks alone: lists of tensors, and the ranks that have each."""
@@ -251,9 +255,11 @@ class Agreement:
         what, _ = verdict
         main, cuts, *extras = [b"", b""] if answer is None else unpacked(answer)
         if what == TABLES:
-            job = self._settle_tables(expanded(main), decode_spreads(cuts))
+            job = self._settle_tables(expanded(main), decode_spreads(expanded(cuts)))
+        elif what == CUTS:
+            job = self._settle_own(json.loads(expanded(main))[0], decode_spreads(expanded(cuts)))
         else:
-            job = self._settle_own(json.loads(main)[0] if what == CUTS else None, decode_spreads(cuts) if cuts else [])
+            job = self._settle_own(None, [])
         if self.rank == 0:
             job.structure = self._structure or self.request.flat.structure()
             job.metadata = self.request.metadata.structure()

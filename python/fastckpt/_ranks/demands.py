@@ -353,7 +353,7 @@ class Wanting:
                     Path(None, name), spread.ranks, absent, "on every rank of a mesh, pass all its tensors in into="
                 )
         differences.raise_any()
-        return packed(compressed(_encode(lists, made.lists)), encode_spreads(made.spreads))
+        return packed(compressed(_encode(lists, made.lists)), compressed(encode_spreads(made.spreads)))
 
     @paused()
     def settle(self, _: list[Any], answer: bytes | None) -> Shared:
@@ -362,7 +362,9 @@ class Wanting:
         if answer is not None:
             main, cuts = unpacked(answer)
             lists, kinds = _decode(expanded(main))
-            return Shared([(tensor, kinds[kind]) for tensor, kind in lists.items()], decode_spreads(cuts), local)
+            return Shared(
+                [(tensor, kinds[kind]) for tensor, kind in lists.items()], decode_spreads(expanded(cuts)), local
+            )
         everyone = list(range(local.size))
         made = SpreadLists(local.size)
         every = [made.add(_holders([(local.spreads, everyone)], spreads)) for spreads in local.kinds]

@@ -47,7 +47,7 @@ class Told(NamedTuple):
             sent[main] = compressed(self.main)
         if what != EQUAL:
             classes[f"{main} {cuts}"] = [self.rank]
-            sent[cuts] = self.cuts
+            sent[cuts] = compressed(self.cuts)
         return _offer(classes, extras, sent)
 
 
@@ -123,7 +123,7 @@ def classes_of(
     out: dict[str, list[tuple[list[Spread], list[int]]]] = {}
     for name, ranks in sorted(classes.items(), key=lambda one: min(one[1])):
         main, cuts = name.split()
-        out.setdefault(main, []).append((decode_spreads(blobs[cuts]), sorted(ranks)))
+        out.setdefault(main, []).append((decode_spreads(expanded(blobs[cuts])), sorted(ranks)))
     return out
 
 

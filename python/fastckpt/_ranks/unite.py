@@ -36,7 +36,8 @@ _TENSORS = (
     "get_optimizer_state_dict)"
 )
 _DTENSORS = (
-    "give DTensors the same dtype and global shape on all ranks (for uneven parts, from_local needs shape= and stride=)"
+    "give DTensors and Parts the same dtype and global shape on all ranks, also if they are empty there (for uneven "
+    "parts, from_local needs shape= and stride=)"
 )
 _PER_RANK = "pass values that belong to one rank as per_rank= of fastckpt.distributed.save"
 

@@ -226,8 +226,8 @@ class _Flattener:
         return found
 
     def look_up(self, kind: type) -> Describe | None:
-        if kind is Part and self.spreads is None:
-            return refuse_part
+        if issubclass(kind, Part):
+            return (self.spreads and self.spreads.describe_of(kind)) or refuse_part
         # A registration by the program or by fastckpt comes before what the type looks like.
         codec = self.types.by_class(kind)
         if codec is None:

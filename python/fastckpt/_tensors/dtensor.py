@@ -163,13 +163,18 @@ def part_of_sharded(value: Any) -> Part:
     shards = value.local_shards()
     if len(shards) > 1:
         raise Unsupported(
-            f"a ShardedTensor with {len(shards)} shards on one rank cannot be stored: give each as a "
-            "fastckpt.distributed.Part under a name of its own"
+            f"a ShardedTensor with {len(shards)} shards on one rank cannot be stored: give each rank one shard of it"
         )
     shape = tuple(value.size())
-    if not shards:
-        return Part(torch.empty((0,) * len(shape), dtype=value.dtype), of=shape, at=(0,) * len(shape))
-    return Part(shards[0].tensor, of=shape, at=shards[0].metadata.shard_offsets)
+    try:
+        if shards:
+            return Part(shards[0].tensor, of=shape, at=shards[0].metadata.shard_offsets)
+        # On the device of the others: ranks compare it.
+        placed = [shard.placement for shard in value.metadata().shards_metadata]
+        device = placed[0].device().type if placed and placed[0] is not None else "cpu"
+        return Part.flat(torch.empty(0, dtype=value.dtype, device=device), of=shape, start=0)
+    except (TypeError, ValueError) as error:
+        raise Unsupported(f"a ShardedTensor that cannot be stored: {error}") from error
 
 
 def _placement(value: Any, dimensions: int) -> Placement:

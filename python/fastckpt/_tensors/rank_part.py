@@ -12,6 +12,9 @@ if TYPE_CHECKING:
     from .spread import Box
 
 
+_LARGEST = 2**63
+
+
 class Part:
     """A tensor that is a part of a larger one, the rest of which other ranks have.
 
@@ -25,7 +28,8 @@ class Part:
     spares the ranks a comparison of their names.
 
     Args:
-        tensor: the elements that this rank has: a dense ``torch.Tensor`` on any device, and no DTensor.
+        tensor: the elements that this rank has: a dense ``torch.Tensor`` on any device, and no DTensor. Its dtype, and
+            whether it is a ``Parameter``, are the same on all ranks, also if it is empty.
         of: the shape of the whole tensor.
         at: for each dimension the index in the whole tensor at which ``tensor`` begins.
 
@@ -36,7 +40,7 @@ class Part:
             follow each other in ``tensor``, each in row-major order.
 
     Raises:
-        TypeError: ``of`` or ``at`` holds something else than integers.
+        TypeError: ``of`` or ``at`` holds something else than integers, or ``tensor`` is none.
         ValueError: the tensor does not lie in the whole one.
 
     Example:
@@ -50,7 +54,7 @@ class Part:
 
     def __init__(self, tensor: Any, *, of: Iterable[int], at: Iterable[int]) -> None:
         self.tensor = tensor
-        self.shape = _integers("Part", "of", of)
+        self.shape = _shape("Part", tensor, of)
         begins = _integers("Part", "at", at)
         local = tuple(tensor.shape)
         if not len(local) == len(begins) == len(self.shape):
@@ -79,7 +83,7 @@ class Part:
             The part.
 
         Raises:
-            TypeError: ``of`` or ``start`` holds something else than integers.
+            TypeError: ``of`` or ``start`` holds something else than integers, or ``tensor`` is none.
             ValueError: the tensor is not one-dimensional and contiguous, or does not lie in the whole one.
 
         Example:
@@ -87,7 +91,7 @@ class Part:
             >>> together.Part.flat(torch.ones(5), of=(4, 3), start=2).boxes
             (((0, 1), (2, 3)), ((1, 2), (0, 3)), ((2, 3), (0, 1)))
         """
-        shape = _integers("Part.flat", "of", of)
+        shape = _shape("Part.flat", tensor, of)
         (first,) = _integers("Part.flat", "start", (start,))
         if len(tensor.shape) != 1 or not tensor.is_contiguous():
             raise ValueError(
@@ -107,6 +111,16 @@ class Part:
     def __repr__(self) -> str:
         boxes = ", ".join(f"[{', '.join(f'{begin}:{end}' for begin, end in box)}]" for box in self.boxes)
         return f"<Part {boxes or 'without elements'} of a tensor of the shape {list(self.shape)}>"
+
+
+def _shape(what: str, tensor: Any, of: Iterable[int]) -> tuple[int, ...]:
+    """The shape of the whole tensor."""
+    if not hasattr(tensor, "untyped_storage"):
+        raise TypeError(f"{what}: the first argument must be a torch.Tensor, not {type(tensor).__name__}")
+    shape = _integers(what, "of", of)
+    if math.prod(shape) >= _LARGEST:
+        raise ValueError(f"{what}: a tensor of the shape {list(shape)} is too large")
+    return shape
 
 
 def _integers(what: str, name: str, values: Iterable[int]) -> tuple[int, ...]:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from .described import Describe
     from .dtensor import DTensors
+    from .spread import Box
 
 
 class Spreads:
@@ -37,10 +38,12 @@ class Spreads:
         self.device_numbers = device_numbers
         self._rank = rank
         self._known: DTensors | None = None
+        #: Parts without elements, which must not be taken for others that get their place in memory.
+        self._empty: list[object] = []
 
     def describe_of(self, kind: type) -> Describe | None:
         """How to describe a type of such tensors; None for any other type."""
-        if kind is Part:
+        if issubclass(kind, Part):
             return lambda part: self._describe_part(part, part)
         if kind.__name__ == "ShardedTensor" and kind.__module__.startswith("torch."):
             return self._describe_sharded
@@ -61,26 +64,49 @@ class Spreads:
     def _describe_part(self, value: Part, owner: object) -> Stored:
         from . import torch as _torch  # noqa: PLC0415 - imports torch
 
-        local = value.tensor
+        local, boxes = value.tensor, value.boxes
         describe = _torch.describe_of(type(local))
         stored = None if describe is None else describe(local)
         if type(stored) is not Stored:
-            what = getattr(local, "layout", None) if describe is not None else type(local).__name__
-            raise Unsupported(f"the tensor of a Part must be a dense torch.Tensor, not {what}")
-        if sum(prod(end - begin for begin, end in box) for box in value.boxes) != local.numel():
-            raise Unsupported(f"its tensor has another size than when {value!r} was made of it")
+            raise Unsupported(
+                f"the tensor of a Part must be plain and dense, with memory for each element: {_kind(local)}"
+            )
+        if not _is_laid_out(local, boxes):
+            raise Unsupported(f"its tensor has another shape, or other strides, than when {value!r} was made of it")
         # One for each: other ranks have other boxes, and their numbers must be the same.
-        self.found.append(Spread((self._rank,) * len(value.boxes), boxes=value.boxes))
+        self.found.append(Spread((self._rank,) * len(boxes), boxes=boxes))
+        if boxes:
+            storage = local.untyped_storage()._cdata  # noqa: SLF001 - the storage of a state is alive as long as it is
+            tie: Any = (storage, local.storage_offset(), local.dtype, local.stride(), value.shape, boxes)
+        else:
+            # It has no memory by which it could be told from another.
+            self._empty.append(owner)
+            tie = id(owner)
         logical = stored.logical
         return stored._replace(
-            # Empty ones have no memory by which they could be told apart.
-            tie=(Part, id(owner)),
+            tie=(Part, tie),
             shape=value.shape if logical is None else (prod(value.shape) * local.itemsize,),
             logical=None if logical is None else (logical[0], value.shape),
             local=OwnPart(len(self.found), local, local.nbytes),
         )
 
 
+def _is_laid_out(local: Any, boxes: Sequence[Box]) -> bool:
+    """Whether a tensor has the shape of a box, or these boxes one after another."""
+    sizes = [tuple(end - begin for begin, end in box) for box in boxes]
+    if len(sizes) == 1 and tuple(local.shape) == sizes[0]:
+        return True
+    flat = local.ndim == 1 and local.is_contiguous()
+    return local.numel() == sum(map(prod, sizes)) and (flat or not sizes)
+
+
+def _kind(value: Any) -> str:
+    layout = str(getattr(value, "layout", ""))
+    return f"it is a {type(value).__name__}" + (f" of layout {layout}" if layout not in {"", "torch.strided"} else "")
+
+
 def refuse_part(_: Part) -> Stored:
-    """Describe a part where no ranks are."""
-    raise Unsupported("it is a Part: fastckpt.distributed.save and load, called by all ranks, take it")
+    """Describe a part where no ranks save or load it."""
+    raise Unsupported(
+        "a Part belongs into the state of fastckpt.distributed.save, or into= of its load, which all ranks call"
+    )
