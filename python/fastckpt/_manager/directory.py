@@ -118,7 +118,7 @@ class Directory:
         """Pin the checkpoint of a step, durably."""
         with Path(self.path_of(step) + PIN).open("ab") as file:
             os.fsync(file.fileno())
-        _sync(self.path)
+        sync_directory(self.path)
 
     def is_pinned(self, step: int) -> bool:
         """Whether there is a pin, as of now."""
@@ -128,7 +128,7 @@ class Directory:
         """Take the pin off."""
         with contextlib.suppress(FileNotFoundError):
             Path(self.path_of(step) + PIN).unlink()
-        _sync(self.path)
+        sync_directory(self.path)
 
     def remove(self, step: int, files: Collection[str]) -> str:
         """Remove the checkpoint of a step; files of others are moved into a directory beside it first.
@@ -154,8 +154,8 @@ class Directory:
                 Path(aside, name).parent.mkdir(exist_ok=True)
                 Path(path, name).rename(Path(aside, name))
             for inside in {str(Path(aside, name).parent) for name in strange} | {aside}:
-                _sync(inside)
-            _sync(self.path)
+                sync_directory(inside)
+            sync_directory(self.path)
         # A pin that is set at this moment stays.
         remove(path, files=files)
         return f"{', '.join(strange)} are now in {aside}" if strange else ""
@@ -234,7 +234,8 @@ class Directory:
         """No process continues the copy of a step. :meth:`sweep_copies` finds its leftovers."""
 
 
-def _sync(path: str) -> None:
+def sync_directory(path: str) -> None:
+    """Make the names in a directory durable; Windows opens none, and journals their changes."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY)

@@ -16,10 +16,11 @@ if TYPE_CHECKING:
     from fastckpt.integrations import axolotl as axolotl
     from fastckpt.integrations import lightning as lightning
     from fastckpt.integrations import torch as torch
+    from fastckpt.integrations import torch_checkpointing as torch_checkpointing
     from fastckpt.integrations import torchtitan as torchtitan
     from fastckpt.integrations import transformers as transformers
 
-__all__ = ["accelerate", "axolotl", "lightning", "torch", "torchtitan", "transformers"]
+__all__ = ["accelerate", "axolotl", "lightning", "torch", "torch_checkpointing", "torchtitan", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

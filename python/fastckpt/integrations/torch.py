@@ -98,7 +98,7 @@ def _save(options: dict[str, Any], theirs: Callable[..., Any], obj: Any, f: Any,
     if skips or not _may_replace(f):
         theirs(obj, f, *args, **more)
         return
-    with fastckpt.open_write(f, io=options["io"]) as file, _unsummed:
+    with fastckpt.open_write(f, io=options["io"]) as file, unsummed:
         theirs(obj, file, *args, **more)
 
 
@@ -136,7 +136,7 @@ class _Unsummed:
                 torch.serialization.set_crc32_options(self._before)
 
 
-_unsummed = _Unsummed()
+unsummed = _Unsummed()
 # A child has none of the threads that were inside.
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_unsummed.forget)
+    os.register_at_fork(after_in_child=unsummed.forget)

@@ -1,0 +1,89 @@
+"""torch_checkpointing's files become whole and durable, and are compared with their checksums when they are read.
+
+CheckpointManager.Config(storage_config=fastckpt.integrations.torch_checkpointing.StorageConfig())
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch_checkpointing.storage import base_storage, filesystem
+
+import fastckpt
+from fastckpt._api.io import check_io
+from fastckpt._manager.directory import sync_directory
+
+from .torch import unsummed
+
+__all__ = ["StorageConfig"]
+
+
+@dataclass
+class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
+    """Local files by :func:`fastckpt.open_write`, and directories and renames that are durable.
+
+    Args:
+        io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. Unless it has ``verify=False``, a file is
+            read in full and compared with its checksum each time that it is opened.
+
+    Raises:
+        TypeError: ``io`` is neither.
+        ValueError: ``io`` names an unknown engine.
+
+    Example:
+        >>> from fastckpt.integrations.torch_checkpointing import StorageConfig
+        >>> config = StorageConfig(io="buffered")  # CheckpointManager.Config(storage_config=config)
+    """
+
+    io: Any = "auto"
+
+    def __post_init__(self) -> None:
+        self.io = check_io("StorageConfig", self.io)
+
+    def create_storage(self) -> Any:
+        """The storage; torch_checkpointing calls it, also in the process that writes in the background."""
+        return _Storage(self)
+
+
+class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
+    #: Many threads compare a file when it is opened; what is left is to copy it from the page cache.
+    mmap_fill_workers = 1
+
+    def __init__(self, config: StorageConfig) -> None:
+        super().__init__(filesystem.LocalFileSystemStorageConfig())
+        self._io = config.io
+
+    def stream_read(self, path: Path, _: Any = None) -> Any:
+        return fastckpt.open_read(path, verify=self._io.verify)
+
+    def stream_write(self, path: Path) -> Any:
+        return fastckpt.open_write(path, io=self._io)
+
+    @contextmanager
+    def get_write_stream(self, path: Path, _: object) -> Iterator[Any]:
+        with self.stream_write(path) as file, unsummed:
+            yield file
+
+    def write(self, path: Path, data: Any) -> None:
+        with self.stream_write(path) as file:
+            file.write(data)
+
+    def mkdir(self, path: Path, recursive: bool = True) -> None:  # noqa: FBT001, FBT002 - their interface
+        missing = [one for one in (Path(path), *Path(path).parents) if not one.exists()]
+        super().mkdir(path, recursive)
+        for one in missing:
+            sync_directory(str(one.parent))
+
+    def rename(self, src_path: Path, dst_path: Path, *_: Any, **__: Any) -> None:
+        try:
+            os.rename(src_path, dst_path)  # noqa: PTH104
+        except OSError as error:
+            what = f"rename {src_path}: {error.strerror} (only an empty directory, or a file by a file, is replaced)"
+            raise type(error)(error.errno, what, str(dst_path)) from error
+        for parent in {Path(dst_path).parent, Path(src_path).parent}:
+            sync_directory(str(parent))
