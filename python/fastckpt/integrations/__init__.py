@@ -15,12 +15,24 @@ if TYPE_CHECKING:
     from fastckpt.integrations import accelerate as accelerate
     from fastckpt.integrations import axolotl as axolotl
     from fastckpt.integrations import lightning as lightning
+    from fastckpt.integrations import ray as ray
     from fastckpt.integrations import torch as torch
     from fastckpt.integrations import torch_checkpointing as torch_checkpointing
     from fastckpt.integrations import torchtitan as torchtitan
     from fastckpt.integrations import transformers as transformers
+    from fastckpt.integrations import vllm as vllm
 
-__all__ = ["accelerate", "axolotl", "lightning", "torch", "torch_checkpointing", "torchtitan", "transformers"]
+__all__ = [
+    "accelerate",
+    "axolotl",
+    "lightning",
+    "ray",
+    "torch",
+    "torch_checkpointing",
+    "torchtitan",
+    "transformers",
+    "vllm",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,0 +1,50 @@
+"""vLLM serves the model of a checkpoint, and every byte of it is verified (docs/guides/vllm.md).
+
+vllm serve runs/gpt/step-00001000 --load-format fastckpt
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import fastckpt
+
+__all__ = ["register"]
+
+
+def register() -> None:
+    """Register the load format ``fastckpt``; vLLM calls this in each of its processes, by an entry point.
+
+    Example:
+        >>> from fastckpt.integrations.vllm import register  # of the group vllm.general_plugins
+    """
+    from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader  # noqa: PLC0415 - it calls
+
+    @register_model_loader("fastckpt")
+    class FastckptModelLoader(DefaultModelLoader):  # type: ignore[misc]
+        """vLLM's own loader, which also finds out whether weights are missing, with our weights."""
+
+        def download_model(self, model_config: Any) -> None:
+            fastckpt.open(model_config.model).close()
+
+        def get_all_weights(self, model_config: Any, model: Any) -> Iterator[tuple[str, Any]]:
+            if getattr(model, "secondary_weights", ()):
+                raise ValueError(f"load format fastckpt: {type(model).__name__} takes weights of several models")
+            self.counter_before_loading_weights = time.perf_counter()
+            yield from _weights(model_config.model)
+
+
+def _weights(path: str) -> Iterator[tuple[str, Any]]:
+    """The weights of the model in a checkpoint, under Hugging Face's names, layer by layer as the model has them."""
+    # The ranks of a node read the same.
+    with fastckpt.open(path, io="buffered") as checkpoint:
+        prefixes = {shard.file: shard.prefix for shard in checkpoint._shards if "/" not in shard.file}
+        names = [name for name in checkpoint if checkpoint.info(name).shard in prefixes]
+        if not names:
+            raise ValueError(
+                f"load format fastckpt: {path} holds no tensors of a model: save with Files(model_key=...)"
+            )
+        for name in names:
+            yield name.removeprefix(prefixes[checkpoint.info(name).shard]), checkpoint[name]

@@ -1,0 +1,82 @@
+"""A run of Ray Train on this machine, with two workers: it is preempted, ends, and goes on as another program.
+
+    PYTHONPATH=tests:tests/integrations python tests/integrations/ray_by_hand.py
+
+It takes two minutes, and ``ray[train]`` (2.60), which the tests do not have.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ray
+import ray.train
+from ray.train.torch import TorchTrainer
+
+
+def drain():
+    """Tell Ray that this node goes in ten minutes."""
+    from ray.core.generated import autoscaler_pb2
+
+    address = ray.get_runtime_context().gcs_address
+    reason = autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline = int(time.time() * 1000) + 600_000
+    node = ray.get_runtime_context().get_node_id()
+    print("drains:", ray._raylet.GcsClient(address=address).drain_node(node, reason, "test", deadline))
+
+
+def train(config):
+    import torch
+
+    import fastckpt
+    from fastckpt.integrations.ray import preempted, report
+
+    context = ray.train.get_context()
+    leads = context.get_world_rank() == 0
+    state = {"weight": torch.zeros(1000)}
+    saved = []
+    with fastckpt.Manager(f"{context.get_storage().experiment_fs_path}/steps", save_when=5) as manager:
+        found = manager.restore(into=state)
+        began, waited = found.step if found else 0, 0.0
+        for step in range(began + 1, config["steps"] + 1):
+            state["weight"] += 1
+            if step == config["drains"] and leads:
+                drain()
+            if step > config["drains"] > 0:
+                time.sleep(0.5)
+            before = time.perf_counter()
+            news = preempted()
+            waited += time.perf_counter() - before
+            if manager.save(step, state, force=news):
+                saved.append((step, news))
+            report({"step": step, "began": began, "saved": saved, "ms": 1000 * waited / (step - began)}, manager)
+    report({"step": step, "began": began, "saved": saved, "weight": float(state["weight"][0])}, manager)
+
+
+def main():
+    with tempfile.TemporaryDirectory() as place:
+        ray.init(num_cpus=2, include_dashboard=False)
+        for steps, drains in ((12, 0), (45, 13)):
+            trainer = TorchTrainer(
+                train,
+                train_loop_config={"steps": steps, "drains": drains},
+                scaling_config=ray.train.ScalingConfig(num_workers=2, resources_per_worker={"CPU": 0.5}),
+                run_config=ray.train.RunConfig(
+                    storage_path=place,
+                    name="run",
+                    checkpoint_config=ray.train.CheckpointConfig(num_to_keep=2),
+                ),
+            )
+            result = trainer.fit()
+            print("metrics:", result.metrics)
+            print("checkpoint:", result.checkpoint)
+            print("there:", sorted(one.name for one in Path(place, "run", "steps").iterdir()))
+        ray.shutdown()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

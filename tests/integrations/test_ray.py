@@ -1,0 +1,85 @@
+"""Ray Train's door against a stand-in with Ray's interface: ray_by_hand.py runs it in Ray itself."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+
+import fastckpt
+from fastckpt.integrations import ray as door
+
+
+class Train(types.ModuleType):
+    """``ray.train`` of one worker, as far as the door calls it."""
+
+    CheckpointUploadMode = types.SimpleNamespace(NO_UPLOAD="NO_UPLOAD")
+
+    def __init__(self):
+        super().__init__("ray.train")
+        self.rank, self.known, self.news, self.reported = 0, None, None, []
+
+    def Checkpoint(self, path):  # noqa: N802
+        return types.SimpleNamespace(path=str(path))
+
+    def get_context(self):
+        return types.SimpleNamespace(get_world_rank=lambda: self.rank)
+
+    def get_checkpoint(self):
+        return self.known
+
+    def get_preemption_info(self):
+        return self.news
+
+    def report(self, metrics, checkpoint=None, *, checkpoint_upload_mode="SYNC"):
+        assert checkpoint_upload_mode == "NO_UPLOAD"
+        self.known = checkpoint or self.known
+        self.reported.append((metrics["step"], checkpoint and checkpoint.path))
+
+
+@pytest.fixture
+def train(monkeypatch):
+    made, package = Train(), types.ModuleType("ray")
+    package.train = made
+    monkeypatch.setitem(sys.modules, "ray", package)
+    monkeypatch.setitem(sys.modules, "ray.train", made)
+    return made
+
+
+def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
+    """Mutant: it is reported again, and Ray removes it with the older of the two."""
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    with fastckpt.Manager(tmp_path / "link" / "steps", save_when=3) as manager:
+        for step in range(1, 8):
+            if manager.save(step, {"weight": torch.ones(3)}):
+                manager.wait()
+            door.report({"step": step}, manager)
+    paths = [str(tmp_path / "steps" / f"step-{step:08d}") for step in (3, 6)]
+    assert train.reported == [(1, None), (2, None), (3, paths[0]), (4, None), (5, None), (6, paths[1]), (7, None)]
+    # After a restart, Ray knows the last one, by another path perhaps; after the end of the block, too.
+    train.known.path = str(tmp_path / "link" / "steps" / "step-00000006")
+    door.report({"step": 8}, manager)
+    train.rank, train.known = 1, None
+    door.report({"step": 9}, manager)
+    assert train.reported[-2:] == [(8, None), (9, None)]
+
+
+def test_one_side_alone_removes_checkpoints(train, tmp_path):
+    with (
+        fastckpt.Manager(tmp_path, keep=2) as manager,
+        pytest.raises(ValueError, match=r"report: .*leave out keep=, and give Ray num_to_keep"),
+    ):
+        door.report({"step": 1}, manager)
+    assert train.reported == []
+
+
+def test_each_news_of_a_preemption_is_told_once(train, tmp_path):
+    saved = []
+    with fastckpt.Manager(tmp_path, save_when=100) as manager:
+        for step in range(1, 8):
+            train.news = {3: {"deadline_ms": 1}, 6: {"deadline_ms": 2}}.get(step, train.news)
+            if manager.save(step, {"weight": torch.ones(3)}, force=door.preempted()):
+                saved.append(step)
+    assert saved == [3, 6]

@@ -1,0 +1,112 @@
+"""vLLM's loader against a stand-in with the interface of vLLM's: vLLM itself needs a GPU, and has NOT been run."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import fastckpt
+from fastckpt.integrations import vllm as door
+from harness.rot import rot
+
+LOADERS = "vllm.model_executor.model_loader"
+
+
+class DefaultModelLoader:
+    """What the door relies on, as the main branch of November 2026 has it."""
+
+    def __init__(self, load_config):
+        self.load_config = load_config
+        self.counter_before_loading_weights = 0.0
+
+    def load_weights(self, model, model_config):
+        loaded = model.load_weights(self.get_all_weights(model_config, model))
+        assert self.counter_before_loading_weights > 0
+        missing = {name for name, _ in model.named_parameters()} - loaded
+        if missing:
+            raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")
+
+
+class Model(LlamaForCausalLM):
+    """Takes weights as vLLM's models do."""
+
+    def load_weights(self, weights):
+        parameters, self.order = dict(self.named_parameters()), []
+        for name, weight in weights:
+            assert weight.device.type == "cpu"
+            parameters[name].data.copy_(weight)
+            self.order.append(name)
+        return {*self.order}
+
+
+@pytest.fixture
+def loader(monkeypatch):
+    """The loader, as vLLM makes it."""
+    known = {}
+
+    def register_model_loader(name):
+        return lambda kind: known.setdefault(name, kind)
+
+    interface = {"DefaultModelLoader": DefaultModelLoader, "register_model_loader": register_model_loader}
+    parts = LOADERS.split(".")
+    for number in range(len(parts)):
+        monkeypatch.setitem(sys.modules, ".".join(parts[: number + 1]), types.ModuleType(parts[number]))
+    vars(sys.modules[LOADERS]).update(interface)
+    door.register()
+    door.register()
+    return known["fastckpt"](None)
+
+
+def model_of(seed):
+    torch.manual_seed(seed)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 11, "num_attention_heads": 2}
+    return Model(LlamaConfig(vocab_size=32, **sizes)).eval()
+
+
+def config_of(path):
+    return types.SimpleNamespace(model=str(path))
+
+
+def state_of(model):
+    return {"model": model.state_dict(), "optimizer": {"moment": torch.ones(5)}, "step": 7}
+
+
+def test_a_training_state_becomes_a_model(loader, tmp_path):
+    """In the order of the layers, which is not that of the files. Mutant: that of the files."""
+    one, other = model_of(1), model_of(2)
+    fastckpt.save(state_of(one), tmp_path / "c", files=fastckpt.Files(shard_size="20kB"))
+    assert len(fastckpt.open(tmp_path / "c").shards) > 3
+    loader.download_model(config_of(tmp_path / "c"))
+    loader.load_weights(other, config_of(tmp_path / "c"))
+    for name, weight in one.state_dict().items():
+        assert torch.equal(other.state_dict()[name], weight), name
+    assert other.order == [name for name, _ in one.named_parameters()]
+    # Once more, with what is there then.
+    fastckpt.save(state_of(model_of(3)), tmp_path / "c")
+    loader.load_weights(other, config_of(tmp_path / "c"))
+    assert torch.equal(other.lm_head.weight, model_of(3).lm_head.weight)
+
+
+def test_what_is_damaged_missing_or_no_model_is_refused(loader, tmp_path):
+    one = model_of(1)
+    state = state_of(one)
+    fastckpt.save(state, tmp_path / "damaged")
+    rot(tmp_path / "damaged" / "model.safetensors", 6000)
+    with pytest.raises(fastckpt.CorruptCheckpointError, match="damaged"):
+        loader.load_weights(model_of(2), config_of(tmp_path / "damaged"))
+    with pytest.raises(FileNotFoundError, match="nothing"):
+        loader.download_model(config_of(tmp_path / "nothing"))
+    del state["model"]["model.norm.weight"]
+    fastckpt.save(state, tmp_path / "incomplete")
+    with pytest.raises(ValueError, match=r"not initialized from checkpoint: \{'model.norm.weight'\}"):
+        loader.load_weights(model_of(2), config_of(tmp_path / "incomplete"))
+    fastckpt.save({"step": 7}, tmp_path / "none")
+    with pytest.raises(ValueError, match=r"none holds no tensors of a model"):
+        loader.load_weights(model_of(2), config_of(tmp_path / "none"))
+    one.secondary_weights = ["another"]
+    with pytest.raises(ValueError, match="Model takes weights of several models"):
+        loader.load_weights(one, config_of(tmp_path / "damaged"))
