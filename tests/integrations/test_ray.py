@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -19,7 +20,7 @@ class Train(types.ModuleType):
 
     def __init__(self):
         super().__init__("ray.train")
-        self.rank, self.known, self.news, self.reported = 0, None, None, []
+        self.rank, self.known, self.news, self.reported = 0, [], None, []
 
     def Checkpoint(self, path):  # noqa: N802
         return types.SimpleNamespace(path=str(path))
@@ -27,15 +28,15 @@ class Train(types.ModuleType):
     def get_context(self):
         return types.SimpleNamespace(get_world_rank=lambda: self.rank)
 
-    def get_checkpoint(self):
-        return self.known
+    def get_all_reported_checkpoints(self):
+        return [types.SimpleNamespace(checkpoint=self.Checkpoint(path)) for path in self.known]
 
     def get_preemption_info(self):
         return self.news
 
     def report(self, metrics, checkpoint=None, *, checkpoint_upload_mode="SYNC"):
         assert checkpoint_upload_mode == "NO_UPLOAD"
-        self.known = checkpoint or self.known
+        self.known += [checkpoint.path] if checkpoint else []
         self.reported.append((metrics["step"], checkpoint and checkpoint.path))
 
 
@@ -45,6 +46,7 @@ def train(monkeypatch):
     package.train = made
     monkeypatch.setitem(sys.modules, "ray", package)
     monkeypatch.setitem(sys.modules, "ray.train", made)
+    importlib.reload(door)  # it is another process
     return made
 
 
@@ -58,12 +60,32 @@ def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
             door.report({"step": step}, manager)
     paths = [str(tmp_path / "steps" / f"step-{step:08d}") for step in (3, 6)]
     assert train.reported == [(1, None), (2, None), (3, paths[0]), (4, None), (5, None), (6, paths[1]), (7, None)]
-    # After a restart, Ray knows the last one, by another path perhaps; after the end of the block, too.
-    train.known.path = str(tmp_path / "link" / "steps" / "step-00000006")
+    # After a restart, Ray knows those, by another path perhaps; another worker reports none.
+    importlib.reload(door)
+    train.known = [str(tmp_path / "link" / "steps" / "step-00000006")]
     door.report({"step": 8}, manager)
-    train.rank, train.known = 1, None
+    importlib.reload(door)
+    train.rank, train.known = 1, []
     door.report({"step": 9}, manager)
     assert train.reported[-2:] == [(8, None), (9, None)]
+
+
+def test_a_run_that_goes_back_reports_no_path_again(train, tmp_path):
+    """Mutant: what it saves anew, Ray removes with what was there before."""
+    state = {"weight": torch.ones(3)}
+    with fastckpt.Manager(tmp_path) as manager:
+        for step in (1, 2, 3):
+            manager.save(step, state)
+            manager.wait()
+            door.report({"step": step}, manager)
+        manager.restore(step=1)
+        importlib.reload(door)
+        for step in (2, 3, 4):
+            manager.save(step, state, force=True)
+            manager.wait()
+            door.report({"step": step}, manager)
+    assert len(train.known) == 4
+    assert {*train.known} == {str(path.resolve()) for path in tmp_path.glob("step-*")}
 
 
 def test_one_side_alone_removes_checkpoints(train, tmp_path):

@@ -89,6 +89,15 @@ def test_save_load_and_no_place_is_taken_twice(tmp_path):
     assert load(tmp_path, 1)
 
 
+def test_a_file_that_cannot_be_written_to_its_end_is_not_there(tmp_path):
+    """Mutant: the stream is closed after an error as after its end."""
+    manager = manager_of()
+    with pytest.raises((AttributeError, TypeError), match=r"lambda|pickle"):
+        manager.save(f"{tmp_path}/step-1", {"own": [torch.ones(3), lambda: 0]})
+    manager.close()
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*")] == ["tmp_step-1"]
+
+
 def test_damage_is_noticed_unless_nobody_wants_to_know(tmp_path):
     save(tmp_path, 1)
     for name in ("model_0.pt", "own_0.pt"):

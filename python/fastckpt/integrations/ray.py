@@ -7,7 +7,8 @@ from typing import Any
 
 __all__ = ["preempted", "report"]
 
-#: What Ray has said in this process.
+#: Checkpoints that Ray knows, and what it has said of preemptions, in this process.
+_known: set[Path] = set()
 _heard: list[Any] = []
 
 
@@ -30,11 +31,15 @@ def report(metrics: dict[str, Any], manager: Any) -> None:
 
     if manager.policies:
         raise ValueError("report: Ray ends a run whose checkpoints are gone: leave out keep=, and give Ray num_to_keep")
-    step = manager.latest() if train.get_context().get_world_rank() == 0 else None
-    path, known = step and Path(manager.path(step)).resolve(), train.get_checkpoint()
-    # Twice, and Ray would remove it for the first of them.
-    is_new = path and not (known and Path(known.path).resolve() == path)
-    checkpoint = train.Checkpoint(path) if is_new else None
+    checkpoint, leads = None, train.get_context().get_world_rank() == 0
+    if leads and (step := manager.latest()) is not None:
+        path = Path(manager.path(step)).resolve()
+        if not _known:
+            _known.update(Path(one.checkpoint.path).resolve() for one in train.get_all_reported_checkpoints())
+        # One that Ray knows twice, it would remove for the older of the two.
+        if path not in _known:
+            _known.add(path)
+            checkpoint = train.Checkpoint(path)
     train.report(metrics, checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)
 
 
