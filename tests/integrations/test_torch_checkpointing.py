@@ -26,6 +26,7 @@ from torch_checkpointing import (  # noqa: E402
 )
 from torch_checkpointing.default_resharder import DefaultResharder  # noqa: E402
 from torch_checkpointing.staging import CheckpointStagerConfig  # noqa: E402
+from torch_checkpointing.storage.base_storage import ReadArgs  # noqa: E402
 
 from fastckpt.integrations.torch_checkpointing import StorageConfig  # noqa: E402
 
@@ -172,6 +173,22 @@ def test_the_table_of_renames(tmp_path):
                     storage.rename(source, target)
                 assert raised.value.filename == str(target)
                 assert files(tmp_path) == before
+
+
+def test_its_interface_by_keywords(tmp_path):
+    storage = StorageConfig("buffered").create_storage()
+    storage.mkdir(path=str(tmp_path / "a" / "b"), recursive=True)
+    path = tmp_path / "a" / "b" / "file"
+    storage.write(path=path, data=bytearray(b"one"))
+    with storage.get_write_stream(path=path, data=None) as file:
+        file.write(b"two")
+    with storage.stream_read(path=path, read_args=ReadArgs(pre_read_full_file=False, direct_io=True)) as file:
+        assert file.seek(1) == 1
+        assert file.readinto(memory := bytearray(5)) == 2
+    assert bytes(memory[:2]) == b"wo"
+    assert storage.read(path) == b"two"
+    with pytest.raises(ValueError, match="StorageConfig: io must be one of"):
+        StorageConfig("fast")
 
 
 @pytest.mark.slow

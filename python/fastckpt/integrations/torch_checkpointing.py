@@ -58,14 +58,14 @@ class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
         super().__init__(filesystem.LocalFileSystemStorageConfig())
         self._io = config.io
 
-    def stream_read(self, path: Path, _: Any = None) -> Any:
+    def stream_read(self, path: Path, read_args: Any = None) -> Any:  # noqa: ARG002 - their interface
         return fastckpt.open_read(path, verify=self._io.verify)
 
     def stream_write(self, path: Path) -> Any:
         return fastckpt.open_write(path, io=self._io)
 
     @contextmanager
-    def get_write_stream(self, path: Path, _: object) -> Iterator[Any]:
+    def get_write_stream(self, path: Path, data: object) -> Iterator[Any]:  # noqa: ARG002
         with self.stream_write(path) as file, unsummed:
             yield file
 
