@@ -41,6 +41,7 @@ def train(config):
     with fastckpt.Manager(f"{context.get_storage().experiment_fs_path}/steps", save_when=5) as manager:
         found = manager.restore(into=state)
         began, waited = found.step if found else 0, 0.0
+        step = began
         for step in range(began + 1, config["steps"] + 1):
             state["weight"] += 1
             if step == config["drains"] and leads:

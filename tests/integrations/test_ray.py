@@ -17,19 +17,24 @@ class Train(types.ModuleType):
     """``ray.train`` of one worker, as far as the door calls it."""
 
     CheckpointUploadMode = types.SimpleNamespace(NO_UPLOAD="NO_UPLOAD")
+    CheckpointConsistencyMode = types.SimpleNamespace(COMMITTED="COMMITTED")
 
-    def __init__(self):
+    def __init__(self, run):
         super().__init__("ray.train")
         self.rank, self.known, self.news, self.reported = 0, [], None, []
+        self.storage = types.SimpleNamespace(experiment_fs_path=str(run), storage_filesystem=object())
 
-    def Checkpoint(self, path):  # noqa: N802
-        return types.SimpleNamespace(path=str(path))
+    def Checkpoint(self, path, filesystem):  # noqa: N802
+        assert filesystem is self.storage.storage_filesystem
+        assert path.startswith(f"{self.storage.experiment_fs_path}/"), "Ray goes by the text"
+        return types.SimpleNamespace(path=path)
 
     def get_context(self):
-        return types.SimpleNamespace(get_world_rank=lambda: self.rank)
+        return types.SimpleNamespace(get_world_rank=lambda: self.rank, get_storage=lambda: self.storage)
 
-    def get_all_reported_checkpoints(self):
-        return [types.SimpleNamespace(checkpoint=self.Checkpoint(path)) for path in self.known]
+    def get_all_reported_checkpoints(self, *, consistency_mode):
+        assert consistency_mode == "COMMITTED"
+        return [types.SimpleNamespace(checkpoint=types.SimpleNamespace(path=path)) for path in self.known]
 
     def get_preemption_info(self):
         return self.news
@@ -41,8 +46,9 @@ class Train(types.ModuleType):
 
 
 @pytest.fixture
-def train(monkeypatch):
-    made, package = Train(), types.ModuleType("ray")
+def train(monkeypatch, tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
+    made, package = Train(tmp_path / "link"), types.ModuleType("ray")
     package.train = made
     monkeypatch.setitem(sys.modules, "ray", package)
     monkeypatch.setitem(sys.modules, "ray.train", made)
@@ -52,17 +58,16 @@ def train(monkeypatch):
 
 def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
     """Mutant: it is reported again, and Ray removes it with the older of the two."""
-    (tmp_path / "link").symlink_to(tmp_path, target_is_directory=True)
-    with fastckpt.Manager(tmp_path / "link" / "steps", save_when=3) as manager:
+    with fastckpt.Manager(tmp_path / "steps", save_when=3) as manager:
         for step in range(1, 8):
             if manager.save(step, {"weight": torch.ones(3)}):
                 manager.wait()
             door.report({"step": step}, manager)
-    paths = [str(tmp_path / "steps" / f"step-{step:08d}") for step in (3, 6)]
+    paths = [str(tmp_path / "link" / "steps" / f"step-{step:08d}") for step in (3, 6)]
     assert train.reported == [(1, None), (2, None), (3, paths[0]), (4, None), (5, None), (6, paths[1]), (7, None)]
     # After a restart, Ray knows those, by another path perhaps; another worker reports none.
     importlib.reload(door)
-    train.known = [str(tmp_path / "link" / "steps" / "step-00000006")]
+    train.known = [str(tmp_path / "steps" / "step-00000006")]
     door.report({"step": 8}, manager)
     importlib.reload(door)
     train.rank, train.known = 1, []
@@ -73,7 +78,7 @@ def test_each_checkpoint_is_reported_once_when_it_is_durable(train, tmp_path):
 def test_a_run_that_goes_back_reports_no_path_again(train, tmp_path):
     """Mutant: what it saves anew, Ray removes with what was there before."""
     state = {"weight": torch.ones(3)}
-    with fastckpt.Manager(tmp_path) as manager:
+    with fastckpt.Manager(tmp_path / "steps") as manager:
         for step in (1, 2, 3):
             manager.save(step, state)
             manager.wait()
@@ -85,7 +90,33 @@ def test_a_run_that_goes_back_reports_no_path_again(train, tmp_path):
             manager.wait()
             door.report({"step": step}, manager)
     assert len(train.known) == 4
-    assert {*train.known} == {str(path.resolve()) for path in tmp_path.glob("step-*")}
+    assert {*train.known} == {str(path) for path in tmp_path.glob("link/steps/step-*")}
+
+
+def test_what_was_not_restored_is_not_reported(train, tmp_path):
+    """Damaged, or left behind: Ray would remove a good one for it."""
+    state = {"weight": torch.ones(3)}
+    with fastckpt.Manager(tmp_path / "steps") as manager:
+        for step in (1, 2):
+            state["weight"] += 1
+            manager.save(step, state)
+            manager.wait()
+    (tmp_path / "steps" / "step-00000002" / "model.safetensors").write_bytes(b"")
+    importlib.reload(door)
+    with fastckpt.Manager(tmp_path / "steps") as manager:
+        with pytest.warns(RuntimeWarning, match="cannot be loaded"):
+            assert manager.restore(into=state).step == 1
+        door.report({"step": 1}, manager)
+        manager.save(2, state, force=True)
+        manager.wait()
+        door.report({"step": 2}, manager)
+    importlib.reload(door)
+    with fastckpt.Manager(tmp_path / "steps") as manager:
+        manager.restore(into=state)
+        train.known = []
+        door.report({"step": 3}, manager)
+    path = str(tmp_path / "link" / "steps" / "step-00000002")
+    assert train.reported == [(1, None), (2, path), (3, path)]
 
 
 def test_one_side_alone_removes_checkpoints(train, tmp_path):

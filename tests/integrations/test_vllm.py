@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,18 +20,15 @@ LOADERS = "vllm.model_executor.model_loader"
 
 
 class DefaultModelLoader:
-    """What the door relies on, as the main branch of November 2026 has it."""
+    """What the door relies on, as the main branch of November 2026 has it; not what it says of missing weights."""
 
     def __init__(self, load_config):
         self.load_config = load_config
         self.counter_before_loading_weights = 0.0
 
     def load_weights(self, model, model_config):
-        loaded = model.load_weights(self.get_all_weights(model_config, model))
+        model.load_weights(self.get_all_weights(model_config, model))
         assert self.counter_before_loading_weights > 0
-        missing = {name for name, _ in model.named_parameters()} - loaded
-        if missing:
-            raise ValueError(f"Following weights were not initialized from checkpoint: {missing}")
 
 
 class Model(LlamaForCausalLM):
@@ -40,7 +40,6 @@ class Model(LlamaForCausalLM):
             assert weight.device.type == "cpu"
             parameters[name].data.copy_(weight)
             self.order.append(name)
-        return {*self.order}
 
 
 @pytest.fixture
@@ -49,7 +48,7 @@ def loader(monkeypatch):
     known = {}
 
     def register_model_loader(name):
-        return lambda kind: known.setdefault(name, kind)
+        return lambda kind: known.update({name: kind}) or kind
 
     interface = {"DefaultModelLoader": DefaultModelLoader, "register_model_loader": register_model_loader}
     parts = LOADERS.split(".")
@@ -91,7 +90,21 @@ def test_a_training_state_becomes_a_model(loader, tmp_path):
     assert torch.equal(other.lm_head.weight, model_of(3).lm_head.weight)
 
 
-def test_what_is_damaged_missing_or_no_model_is_refused(loader, tmp_path):
+def test_vllm_finds_the_format(loader):
+    """By the entry point that the package declares."""
+    text = Path(__file__).parents[2].joinpath("pyproject.toml").read_text(encoding="utf-8")
+    (target,) = re.findall(r'"vllm\.general_plugins"\]\nfastckpt = "(.+)"', text)
+    module, _, name = target.partition(":")
+    assert getattr(importlib.import_module(module), name) is door.register
+
+
+def test_an_older_vllm_starts(monkeypatch):
+    for name in ("vllm", "vllm.model_executor", LOADERS):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    door.register()
+
+
+def test_what_is_damaged_or_no_model_is_refused(loader, tmp_path):
     one = model_of(1)
     state = state_of(one)
     fastckpt.save(state, tmp_path / "damaged")
@@ -100,10 +113,6 @@ def test_what_is_damaged_missing_or_no_model_is_refused(loader, tmp_path):
         loader.load_weights(model_of(2), config_of(tmp_path / "damaged"))
     with pytest.raises(FileNotFoundError, match="nothing"):
         loader.download_model(config_of(tmp_path / "nothing"))
-    del state["model"]["model.norm.weight"]
-    fastckpt.save(state, tmp_path / "incomplete")
-    with pytest.raises(ValueError, match=r"not initialized from checkpoint: \{'model.norm.weight'\}"):
-        loader.load_weights(model_of(2), config_of(tmp_path / "incomplete"))
     fastckpt.save({"step": 7}, tmp_path / "none")
     with pytest.raises(ValueError, match=r"none holds no tensors of a model"):
         loader.load_weights(model_of(2), config_of(tmp_path / "none"))

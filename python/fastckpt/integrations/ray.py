@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
+import fastckpt
+
 __all__ = ["preempted", "report"]
 
-#: Checkpoints that Ray knows, and what it has said of preemptions, in this process.
+#: Checkpoints that Ray knows, and what it has said of preemptions, in this process; and when that began.
 _known: set[Path] = set()
 _heard: list[Any] = []
+_began = time.time()
 
 
 def report(metrics: dict[str, Any], manager: Any) -> None:
     """``ray.train.report``, with the newest durable checkpoint of a manager if Ray does not know it yet.
 
-    Nothing is copied, and no save is waited for. All workers call it, as they do ``ray.train.report``.
+    Nothing is copied, and no save is waited for. All workers call it, as they do ``ray.train.report``. A checkpoint
+    counts if this run has restored it, or saved it since it was started: others may be damaged, or left behind.
 
     Args:
         metrics: as for ``ray.train.report``.
@@ -31,16 +36,26 @@ def report(metrics: dict[str, Any], manager: Any) -> None:
 
     if manager.policies:
         raise ValueError("report: Ray ends a run whose checkpoints are gone: leave out keep=, and give Ray num_to_keep")
-    checkpoint, leads = None, train.get_context().get_world_rank() == 0
-    if leads and (step := manager.latest()) is not None:
-        path = Path(manager.path(step)).resolve()
+    context, checkpoint = train.get_context(), None
+    if context.get_world_rank() == 0 and (step := manager.latest()) is not None:
+        path, storage = Path(manager.path(step)).resolve(), context.get_storage()
         if not _known:
-            _known.update(Path(one.checkpoint.path).resolve() for one in train.get_all_reported_checkpoints())
+            mode = train.CheckpointConsistencyMode.COMMITTED
+            known = train.get_all_reported_checkpoints(consistency_mode=mode)
+            _known.update(Path(one.checkpoint.path).resolve() for one in known)
         # One that Ray knows twice, it would remove for the older of the two.
-        if path not in _known:
+        if path not in _known and (step == manager.remaining(step).start - 1 or _is_new(path)):
+            # Ray goes by the text of the path, with the links that the run's own has.
+            inside = path.relative_to(Path(storage.experiment_fs_path).resolve())
+            checkpoint = train.Checkpoint(f"{storage.experiment_fs_path}/{inside}", storage.storage_filesystem)
             _known.add(path)
-            checkpoint = train.Checkpoint(path)
     train.report(metrics, checkpoint, checkpoint_upload_mode=train.CheckpointUploadMode.NO_UPLOAD)
+
+
+def _is_new(path: Path) -> bool:
+    """Whether a checkpoint was saved since this process began."""
+    with fastckpt.open(path) as checkpoint:
+        return checkpoint.origin.created >= _began
 
 
 def preempted() -> bool:

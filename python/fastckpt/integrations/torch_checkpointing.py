@@ -5,6 +5,7 @@ CheckpointManager.Config(storage_config=fastckpt.integrations.torch_checkpointin
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from torch_checkpointing.storage import base_storage, filesystem
 import fastckpt
 from fastckpt._api.io import check_io
 from fastckpt._manager.directory import sync_directory
+from fastckpt._paths import refuse_url
 
 from .torch import unsummed
 
@@ -29,7 +31,8 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. Unless it has ``verify=False``, a file is
-            read in full and compared with its checksum each time that it is opened.
+            read in full and compared with its checksum each time that it is opened. A ``bandwidth_limit`` is that of
+            each file, of which torch_checkpointing writes several at a time.
 
     Raises:
         TypeError: ``io`` is neither.
@@ -74,6 +77,7 @@ class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
             file.write(data)
 
     def mkdir(self, path: Path, recursive: bool = True) -> None:  # noqa: FBT001, FBT002 - their interface
+        refuse_url("mkdir", os.fspath(path))
         missing = [one for one in (Path(path), *Path(path).parents) if not one.exists()]
         super().mkdir(path, recursive)
         for one in missing:
@@ -83,7 +87,9 @@ class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
         try:
             os.rename(src_path, dst_path)  # noqa: PTH104
         except OSError as error:
-            what = f"rename {src_path}: {error.strerror} (only an empty directory, or a file by a file, is replaced)"
-            raise type(error)(error.errno, what, str(dst_path)) from error
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EISDIR):
+                raise
+            what = f"rename {src_path}: only an empty directory, or a file by a file, is replaced"
+            raise FileExistsError(errno.EEXIST, what, str(dst_path)) from error
         for parent in {Path(dst_path).parent, Path(src_path).parent}:
             sync_directory(str(parent))

@@ -5,6 +5,7 @@ vllm serve runs/gpt/step-00001000 --load-format fastckpt
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -17,14 +18,20 @@ __all__ = ["register"]
 def register() -> None:
     """Register the load format ``fastckpt``; vLLM calls this in each of its processes, by an entry point.
 
+    In a vLLM without these loaders it does nothing: vLLM would not start for an error of it.
+
     Example:
         >>> from fastckpt.integrations.vllm import register  # of the group vllm.general_plugins
     """
-    from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader  # noqa: PLC0415 - it calls
+    try:
+        from vllm.model_executor.model_loader import DefaultModelLoader, register_model_loader  # noqa: PLC0415 - it calls
+    except ImportError as error:
+        logging.getLogger("fastckpt").info("fastckpt: no load format for this vLLM: %s", error)
+        return
 
     @register_model_loader("fastckpt")
     class FastckptModelLoader(DefaultModelLoader):  # type: ignore[misc]
-        """vLLM's own loader, which also finds out whether weights are missing, with our weights."""
+        """vLLM's own loader, with our weights."""
 
         def download_model(self, model_config: Any) -> None:
             fastckpt.open(model_config.model).close()
