@@ -69,6 +69,9 @@ TELL_OF_END = "fastckpt._background.pending:PendingSave._call_back"
 TRY_NICE, TRIED_NICE = "fastckpt._core:try_nice", "fastckpt._background.nice:_tried"
 #: What ``import`` starts the child by that looks at a file of torch's.
 LOOK = "fastckpt._tools.convert.pickled:subprocess"
+#: A file of safetensors is opened, and its tensors are compared with their checksums.
+OPEN_TENSORS = "fastckpt.integrations._safe_open:_open"
+CHECK_TENSORS = "fastckpt.integrations._shard:Shard.check"
 #: What the page for the monitor is told of.
 WARN = "fastckpt._core:warn"
 

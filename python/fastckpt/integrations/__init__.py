@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fastckpt.integrations import axolotl as axolotl
     from fastckpt.integrations import lightning as lightning
     from fastckpt.integrations import ray as ray
+    from fastckpt.integrations import safetensors as safetensors
     from fastckpt.integrations import torch as torch
     from fastckpt.integrations import torch_checkpointing as torch_checkpointing
     from fastckpt.integrations import torchtitan as torchtitan
@@ -27,6 +28,7 @@ __all__ = [
     "axolotl",
     "lightning",
     "ray",
+    "safetensors",
     "torch",
     "torch_checkpointing",
     "torchtitan",

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from fastckpt._safetensors_header import LONGEST
 from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
     from pathlib import Path
     from types import ModuleType
 
-#: Bytes that a safetensors header may have, by its format; an index names no more tensors.
-HEADER = 100_000_000
+#: Bytes that a safetensors header may have; an index names no more tensors.
+HEADER = LONGEST
 MANIFEST = "fastckpt.json"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 import fastckpt
+from fastckpt._safetensors_header import text_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of, place_of
 from fastckpt._tools.scratch import scratch
@@ -120,17 +121,14 @@ def check_growth(source: Path, written: int) -> None:
 
 def _header(order: Sequence[tuple[str, Any]], dtypes: Mapping[Any, tuple[str, int]], source: Path) -> bytes:
     """Return the header of a safetensors file that holds these tensors in this order, padded to 8 bytes."""
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
+    described = []
     for name, tensor in order:
         dtype, values = dtypes[tensor.dtype]
-        shape = list(tensor.shape)
+        shape = [*tensor.shape]
         if values != 1:
             shape[-1] *= values
-        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + tensor.nbytes]}
-        at += tensor.nbytes
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
+        described.append((name, dtype, shape, tensor.nbytes))
+    text = text_of(described, {"__metadata__": {"format": "pt"}})
     if len(text) > HEADER:
         raise _too_many_names(source)
     return text

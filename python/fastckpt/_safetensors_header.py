@@ -1,0 +1,28 @@
+"""The header of a safetensors file."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Mapping, Sequence
+
+#: Bytes that it may have, by the format.
+LONGEST = 100_000_000
+
+
+def text_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], head: Mapping[str, Any]) -> bytes:
+    """The text of a header, padded to 8 bytes.
+
+    Args:
+        tensors: name, dtype, shape and bytes of each, in the order of their data.
+        head: what comes before them: ``__metadata__``.
+    """
+    header = dict(head)
+    at = 0
+    for name, dtype, shape, nbytes in tensors:
+        header[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [at, at + nbytes]}
+        at += nbytes
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    return text + b" " * (-len(text) % 8)
