@@ -196,6 +196,16 @@ def test_a_header_that_is_too_long_is_refused(tmp_path):
     assert not path.exists()
 
 
+def test_installed_it_leaves_what_a_link_points_to(tmp_path):
+    """Such as a cache's file, which others have."""
+    door.save_file({"w": torch.ones(2)}, tmp_path / "blob")
+    (tmp_path / "link").symlink_to("blob")
+    with door.install():
+        safetensors.torch.save_file({"w": torch.zeros(2)}, tmp_path / "link")
+    assert door.load_file(tmp_path / "blob")["w"].all()
+    assert not door.load_file(tmp_path / "link")["w"].any()
+
+
 def test_what_is_no_file_is_not_replaced(tmp_path):
     with door.install():
         for path in (tmp_path, Path(os.devnull)):
@@ -478,13 +488,13 @@ def test_a_plan_that_does_not_fit_is_refused(tensors, tmp_path):
     file = door.safe_open(path, "pt")
     for plan, error, text in (
         ({"x": None}, SafetensorError, "does not contain tensor x"),
-        ({"scalar.torch.float32": slice(0, 1)}, SafetensorError, "0-d"),
-        ({"b.torch.int8": slice(0, 2, 2)}, SafetensorError, "slice of step 1"),
-        ({"b.torch.int8": slice(0, 2, 0)}, SafetensorError, "slice of step 1"),
-        ({"b.torch.int8": 3}, SafetensorError, "None or a slice"),
-        ({"b.torch.int8": slice(0, 5)}, SafetensorError, "out of range of its 4 rows"),
-        ({"b.torch.int8": slice(-5, None)}, SafetensorError, "out of range"),
-        ({"b.torch.int8": slice("a", None)}, SafetensorError, "slice of step 1"),
+        ({"scalar.torch.float32": slice(0, 1)}, SafetensorError, "give None, or a slice of step 1"),
+        ({"b.torch.int8": slice(0, 2, 2)}, SafetensorError, "give None, or a slice of step 1"),
+        ({"b.torch.int8": slice(0, 2, 0)}, SafetensorError, "give None, or a slice of step 1"),
+        ({"b.torch.int8": 3}, SafetensorError, "give None, or a slice of step 1"),
+        ({"b.torch.int8": slice(0, 5)}, SafetensorError, "give None, or a slice of step 1"),
+        ({"b.torch.int8": slice(-5, None)}, SafetensorError, "give None, or a slice of step 1"),
+        ({"b.torch.int8": slice("a", None)}, SafetensorError, "give None, or a slice of step 1"),
         ({}, SafetensorError, "no tensors"),
         (["b.torch.int8"], TypeError, "must be a dict"),
     ):
@@ -547,23 +557,6 @@ def test_damage_reaches_who_asks_for_the_tensor(state, checkpoint):
 
 
 @pytest.mark.usefixtures("none_left")
-def test_a_file_that_is_cut_off_meanwhile_is_an_error(tmp_path, monkeypatch):
-    path = tmp_path / "m.safetensors"
-    door.save_file({"w": torch.ones(1000), "v": torch.ones(1000)}, path)
-    made, length = torch.empty_like, path.stat().st_size
-
-    def cut_off(like):
-        os.truncate(path, length - 100)
-        return made(like)
-
-    with door.safe_open(path, "pt") as file:
-        monkeypatch.setattr(torch, "empty_like", cut_off)
-        with file.prefetch() as loader:
-            with pytest.raises(fastckpt.CorruptCheckpointError, match="ends within 'w': it was truncated"):
-                loader.take("w")
-            assert loader.take("v").all()
-
-
 @pytest.mark.usefixtures("none_left")
 def test_closing_ends_the_reads(checkpoint, held, monkeypatch):
     """The thread ends after what it reads; who waits for more is told."""
@@ -646,41 +639,6 @@ def test_a_loader_belongs_to_its_process(checkpoint):
             finally:
                 os._exit(status)
         assert os.waitpid(child, 0)[1] == 0
-
-
-def test_the_end_of_the_program_ends_the_reads(checkpoint, tmp_path):
-    """The threads end after what they are at; they neither read on nor keep the program."""
-    fastckpt.save({f"w{number}": torch.ones(4) for number in range(100)}, tmp_path / "many")
-    code = f"""
-import atexit, threading, time
-from fastckpt.integrations import safetensors as door
-from harness import points
-read = []
-def held(real):
-    def check(shard, names, threads=None):
-        read.append(names)
-        while len(read) > 1 and threading.main_thread().is_alive():
-            time.sleep(0.01)
-        return real(shard, names, threads)
-    return check
-points.replace(points.CHECK_TENSORS, held)
-loader = door.safe_open({str(tmp_path / "many" / "model.safetensors")!r}, "pt").prefetch(threads=3)
-def late():
-    try:
-        list(loader)
-    except Exception as error:
-        print(type(error).__name__, error)
-waiting = threading.Thread(target=late)
-waiting.start()
-atexit.register(lambda: print("read", len(read)))
-"""
-    environment = zygote.environment()
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=WAIT, env=environment, check=True
-    )
-    assert "SafetensorError prefetch: " in done.stdout
-    assert "the program ends" in done.stdout
-    assert int(re.search(r"read (\d+)", done.stdout)[1]) <= 4
 
 
 def test_to_cuda_safetensors_fetches_where_it_can(checkpoint):

@@ -17,7 +17,6 @@ from ._shard import Shard
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
-    from io import FileIO
 
 
 def _identity(file: Any) -> tuple[int, int] | None:
@@ -77,8 +76,8 @@ class safe_open:  # noqa: N801 - its name in safetensors
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._theirs.__exit__(*error)  # fails while another thread reads
         self._shard = None
-        self._theirs.__exit__(*error)
 
     def get_tensor(self, name: str) -> Any:
         """A tensor.
@@ -107,12 +106,17 @@ class safe_open:  # noqa: N801 - its name in safetensors
             CorruptCheckpointError: bytes are not those that were written.
             ReplacedCheckpointError: another file has taken the path of this one, which was to be compared as a whole.
         """
-        names = self._theirs.keys()
-        if self._shard is not None:
-            self._shard.check(names)
+        names, shard = self._theirs.keys(), self._shard
+        if shard is not None:
+            shard.check(names)
         elif self._verify:
-            with fastckpt.open_read(self._path) as file:
-                self._check_identity(file.fileno())
+            try:
+                file = fastckpt.open_read(self._path)
+            except FileNotFoundError:  # it has no name any more
+                file = None
+            if file is not None:
+                with file:
+                    self._check_identity(file.fileno())
         return self._theirs.get_tensors()
 
     def get_slice(self, name: str) -> Any:
@@ -127,8 +131,8 @@ class safe_open:  # noqa: N801 - its name in safetensors
         Raises:
             safetensors.SafetensorError: there is no such tensor, or the file is closed.
         """
-        found = self._theirs.get_slice(name)
-        return found if self._shard is None else _Slice(found, partial(self._shard.check, [name]))
+        found, shard = self._theirs.get_slice(name), self._shard
+        return found if shard is None else _Slice(found, partial(shard.check, [name]))
 
     def prefetch(self, plan: Any = None, *, device: Any = None, threads: int = 8) -> Any:
         """Begin to read torch tensors in the background.
@@ -169,19 +173,16 @@ class safe_open:  # noqa: N801 - its name in safetensors
             self._check(plan)
             return self._theirs.prefetch(plan, device=target, threads=threads)
         # The handle may be closed before all has been read.
-        check = None if self._shard is None else partial(self._shard.check, threads=1)
+        shard = self._shard
+        check = None if shard is None else partial(shard.check, threads=1)
         lazy = _open(self._path, "pt")
         self._check_identity(self._path)
-        return _prefetch.begin(lazy, plan, self._reopened, check, target, threads)
+        return _prefetch.begin(lazy, plan, check, target, threads)
 
     def _check(self, names: Iterable[str]) -> None:
-        if self._shard is not None:
-            self._shard.check(names)
-
-    def _reopened(self) -> FileIO:
-        file = open(self._path, "rb", buffering=0)  # noqa: SIM115, PTH123 - it is returned
-        self._check_identity(file.fileno())
-        return file
+        shard = self._shard
+        if shard is not None:
+            shard.check(names)
 
     def _check_identity(self, file: str | int) -> None:
         if _identity(file) != self._file:

@@ -7,6 +7,7 @@ Or, for programs that call the package itself: ``fastckpt.integrations.safetenso
 
 from __future__ import annotations
 
+import os
 from types import ModuleType
 from typing import Any
 
@@ -61,10 +62,12 @@ def _safe_open(options: dict[str, Any], _: Any, *given: Any, **more: Any) -> saf
 def _serialize_file(
     options: dict[str, Any], theirs: Any, tensor_dict: Any, filename: Any, metadata: Any = None
 ) -> None:
-    if isinstance(tensor_dict, dict) and all(isinstance(one, TensorSpec) for one in tensor_dict.values()):
+    specs = isinstance(tensor_dict, dict) and all(isinstance(one, TensorSpec) for one in tensor_dict.values())
+    # safetensors itself says what is wrong, and puts a file in the place of a link: what that points to is others'.
+    if specs and not os.path.islink(filename):  # noqa: PTH114 - safetensors has other words for what is no path
         write(tensor_dict, filename, metadata, options["io"])
     else:
-        theirs(tensor_dict, filename, metadata)  # it says what is wrong
+        theirs(tensor_dict, filename, metadata)
 
 
 def save_file(tensors: Any, filename: Any, metadata: dict[str, str] | None = None, *, io: Any = "auto") -> None:
