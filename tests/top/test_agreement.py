@@ -316,7 +316,7 @@ def test_a_full_disk_between_two_looks(train, place):
         rank.save(small / "step-300", 16 * MB, step=300)
         assert rank.told() == {"errno": 28}
         model = monitor.look()
-        assert model.main.sentence.words[0] == "ENOSPC in step-300: the old checkpoint is unchanged"
+        assert model.main.sentence.words[0] == "ENOSPC in step-300: nothing was replaced"
         assert "rank 0 save failed: ENOSPC" in [event.text for event in model.events]
         late = Monitor(place, MB).look()
         assert late.main.sentence == model.main.sentence

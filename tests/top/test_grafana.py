@@ -93,11 +93,14 @@ def test_the_panels_have_places_of_their_own():
         taken |= cells
 
 
-def test_the_alert_of_the_guide_asks_for_what_is_written(written):
-    (alert,) = re.findall(r"^    (time\(\) - .*)$", GUIDE, re.MULTILINE)
+@pytest.mark.parametrize(("begin", "groups"), [("time()", {"instance"}), ("max by", {"instance", "job_name", "rank"})])
+def test_the_alerts_of_the_guide_ask_for_what_is_written(written, begin, groups):
+    (alert,) = re.findall(rf"^    ({re.escape(begin)} .*)$", GUIDE, re.MULTILINE)
     metrics, grouped = asked(alert)
-    assert grouped == {"instance"}
-    assert all(name in written and labels <= written[name] for name, labels in metrics.items())
+    assert grouped == groups
+    for name, labels in metrics.items():
+        assert name in written
+        assert labels | groups <= written[name] | ADDED
 
 
 def test_the_command_of_the_guide_writes_the_file(producer, top, tmp_path):

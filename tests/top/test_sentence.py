@@ -165,7 +165,7 @@ def test_a_failure_between_two_looks():
     look(model, 1.0, rank)
     rank.op(0, Phase.FAILED, start=1.2, end=1.3, error=28).named("step-300", 300)
     look(model, 2.0, rank)
-    assert said(model) == ("bad", "ENOSPC in step-300: the old checkpoint is unchanged", 0)
+    assert said(model) == ("bad", "ENOSPC in step-300: nothing was replaced", 0)
 
 
 def test_a_load_that_failed_touches_no_checkpoint():

@@ -99,7 +99,9 @@ class Events:
             return
         group.told_end = True
         op = node_op(group, look)
-        if not op.failed:
+        if op.empty:
+            self._add("info", f"{derive.title(group)} done in {op.elapsed_s:.1f} s: {phrases.nothing(op)}", look.real)
+        elif not op.failed:
             share = text.percent(derive.share(op.average, op.target))
             speed = f"{text.rate(op.average)} GB/s, {share} of target"
             words = f"{derive.title(group)} done: {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {speed}"

@@ -6,7 +6,7 @@ import re
 import time
 from typing import TYPE_CHECKING, Final, TextIO
 
-from fastckpt_top import text
+from fastckpt_top import phrases, text
 from fastckpt_top.rows import NodeOp, Row, ThreadRow, Verdict
 
 if TYPE_CHECKING:
@@ -121,6 +121,8 @@ def ended_text(op: NodeOp) -> str:
     name = f"{op.kind} {op.label}".strip()
     if op.verdict is Verdict.FAILED:
         return f"{name} {op.phase} at {text.percent(_share(op.done, op.total))}"
+    if op.empty:
+        return f"{name} in {op.elapsed_s:.1f} s, {phrases.nothing(op)}"
     return f"{name} {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {text.rate(op.average)} GB/s"
 
 
@@ -134,8 +136,8 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(model.real))
     alive = f"{node.alive} of {node.ranks} processes alive"
     several = len(model.jobs) > 1
-    targets = "" if several else f"  {_target(node.target, node.gpus)}"
-    lines = [f"fastckpt-top  {node.host}  {when}  {alive}{targets}"]
+    target = "".join(f"  {_target(job.target, job.gpus)}" for job in model.jobs if not several)
+    lines = [f"fastckpt-top  {node.host}  {when}  {alive}{target}"]
     for job in model.jobs:
         if several:
             alive = f"{job.alive} of {job.ranks} processes alive"
@@ -150,12 +152,18 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
                 lines.append(_row_line(row))
                 lines += [_thread_line(thread) for thread in row.threads if row.running]
     lines += [f"! {name}" for name in node.fallbacks]
-    if model.others:
-        what = "processes of other launches" if model.others > 1 else "process of another launch"
-        how = "`debug ls` names them, `debug clean --yes` removes them after 10 minutes"
-        lines.append(f"- {model.others} {what} died before that: {how}")
+    lines += _others(model)
     lines += [f"! {path}: {reason}" for path, reason in model.problems]
     return "".join(_narrow(line.rstrip(), glyphs) + "\n" for line in lines)
+
+
+def _others(model: Model) -> list[str]:
+    """The line about the dead that are neither shown nor judged, if there are any."""
+    if not model.others:
+        return []
+    what = "processes of other launches" if model.others > 1 else "process of another launch"
+    how = "`debug ls` names them, `debug clean --yes` removes them after 10 minutes"
+    return [f"- {model.others} {what} died before that: {how}"]
 
 
 _FIGURES: Final = re.compile(r"\d+(\.\d+)?")
@@ -183,6 +191,8 @@ def _op_summary(op: NodeOp) -> str:
     words = f"{op.phase} in {op.elapsed_s:.1f} s"
     if op.running:
         words = f"{op.phase} {text.percent(op.progress)}, ETA {text.clock(op.eta_s)}, now {now}"
+    if op.empty:
+        return f"{op.kind} {op.label}: {phrases.nothing(op)}, {words}"
     amount = f"{text.size(op.done)} of {text.size(op.total)} GB"
     average = f"average {' of '.join(text.rates(op.average, op.target))} GB/s"
     verdict = f"({text.percent(_share(op.average, op.target))}): {op.verdict.value}"
@@ -214,7 +224,8 @@ def check(model: Model, percent: float) -> tuple[bool | None, str]:
         percent: Of the target, that the average must reach.
 
     Returns:
-        Whether all do (None if there is no operation), and a line an operation.
+        Whether all do (None if there is no operation), and a line an operation, then one about the dead that are not
+        judged.
     """
     running = {op.job_key for op in model.ops if op.running}
     judged = [op for op in model.ops if op.running or op.job_key not in running]
@@ -224,18 +235,21 @@ def check(model: Model, percent: float) -> tuple[bool | None, str]:
     good = True
     words = []
     for op in judged:
-        fine = op.failed == 0 and op.average is not None and op.average * 100 >= percent * op.target
+        reached = op.average is not None and op.average * 100 >= percent * op.target
+        fine = op.failed == 0 and (op.empty or reached)
         good &= fine
         share = text.percent(_share(op.average, op.target))
         state = "running" if op.running else op.phase
         result = "ok" if fine else "FAILED" if op.failed else "BELOW TARGET"
         figures = f"{' of '.join(text.rates(op.average, op.target))} GB/s, {share} (want {percent:g}%)"
-        target = f"target {op.target_name} x {text.count(op.gpus, 'GPU')}"
+        target = f", target {op.target_name} x {text.count(op.gpus, 'GPU')}"
+        if op.empty:
+            figures, target = phrases.nothing(op), ""
         name = f"{_named(op.job_key, model)} {op.kind} {op.label}".strip()
         told = op.sentence if op.running or op.failed else None
         why = f"; {told.words[0]}" if told is not None and told.level != "info" else ""
-        words.append(f"{result}: {name} ({state}): {figures}, {target}{why}")
-    return good, "\n".join(words)
+        words.append(f"{result}: {name} ({state}): {figures}{target}{why}")
+    return good, "\n".join([*words, *_others(model)])
 
 
 def _narrow(line: str, glyphs: text.Glyphs) -> str:

@@ -33,7 +33,7 @@ LINGER_S: Final = 30.0
 POST_MORTEM_S: Final = 600.0
 """How long one that died in an operation does, seconds after the file was last touched."""
 GROUPS: Final = 16
-"""Ended operations that are kept."""
+"""Ended operations that are kept at least."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,7 @@ class Model:
         self._ops: dict[tuple[str, int], OpTrack] = {}
         self._groups: list[Group] = []
         self._living: set[tuple[int, str, int, int]] = set()
+        self._at_work: set[str] = set()
         self._dead_jobs: set[str] = set()
 
     def update(self, snapshot: Snapshot) -> None:
@@ -126,8 +127,9 @@ class Model:
         self.past.add(snapshot.procs, self._groups, derive.name)
         look = self._look(snapshot)
         self._events.tell(self._groups, look)
-        self._prune()
+        self._at_work = {key for group in self._groups if group.running for key in group.members}
         self._set_aside(look)
+        self._prune()
         self._refresh_node(look)
         self._push_columns()
         self._refresh(look)
@@ -230,18 +232,16 @@ class Model:
             nearest.members[track.proc.key] = track
 
     def _prune(self) -> None:
-        """Forget ended operations beyond the last few, unless they are the last of a living process.
-
-        Dead ones are kept in addition: however many they are, those that ended well keep their place.
-        """
+        """Forget ended operations beyond the last few, unless they are the last of a job or of a living process."""
         ended = sorted((group for group in self._groups if not group.running), key=lambda group: group.end)
-        alive = {name for name, track in self._procs.items() if track.alive}
-        gone: set[int] = set()
-        for died in (False, True):
-            alike = [group for group in ended if any(track.died for track in group.members.values()) == died]
-            gone |= {id(group) for group in alike[:-GROUPS] if not alive & group.members.keys()}
-        if gone:
-            self._groups = [group for group in self._groups if id(group) not in gone]
+        last: dict[str, Group] = {}
+        for group in ended:
+            alive = [key for key in group.members if key in self._procs and self._procs[key].alive]
+            last |= dict.fromkeys(alive, group)
+            if alive or not self._is_past(group):
+                last[group.job] = group
+        kept = {id(group) for group in (*ended[-GROUPS:], *last.values())}
+        self._groups = [group for group in self._groups if group.running or id(group) in kept]
 
     def _set_aside(self, look: Look) -> None:
         """Find the jobs that died, and of which neither a process lives nor the end is the last of all."""
@@ -320,6 +320,8 @@ class Model:
             return False
         if proc.rank >= 0 and self._restarted(proc):
             return False
+        if proc.key in self._at_work:  # a save is shown with all of its ranks, until the last of them is done
+            return True
         if any(op.running for op in proc.operations):
             return track.died is not None or self.real - proc.touched < POST_MORTEM_S
         return track.died is not None and self.mono - track.died < LINGER_S

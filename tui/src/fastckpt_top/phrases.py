@@ -136,6 +136,11 @@ def still(op: NodeOp) -> list[str]:
     return [group for group, share in op.changed if share == 0]
 
 
+def nothing(op: NodeOp) -> str:
+    """The words for an operation that had no byte to move, as a save that linked every file."""
+    return f"nothing to {'write' if op.kind == 'save' else 'read'}"
+
+
 def seconds(span: float) -> str:
     """`12 s`, cut as the rows cut it."""
     words = text.ago(span)

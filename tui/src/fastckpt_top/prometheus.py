@@ -22,7 +22,7 @@ from fastckpt_top.segment import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
 
     from fastckpt_top.model import Model
     from fastckpt_top.rows import Job
@@ -31,7 +31,11 @@ if TYPE_CHECKING:
 
 _FAMILIES: Final = {
     "fastckpt_build_info": ("gauge", "Version of fastckpt and of its segment layout."),
-    "fastckpt_process_up": ("gauge", "1 if the process lives, 0 if it died."),
+    "fastckpt_process_up": ("gauge", "1 while the process lives; there is no sample once it has ended."),
+    "fastckpt_process_died": (
+        "gauge",
+        "1 if the process died in an operation and no other has its place, 0 while it lives or if it ended otherwise.",
+    ),
     "fastckpt_io_bytes_total": ("counter", "Bytes completed by the worker threads."),
     "fastckpt_io_requests_total": ("counter", "Requests completed by the worker threads."),
     "fastckpt_io_errors_total": ("counter", "Requests that failed."),
@@ -130,7 +134,8 @@ def render(model: Model) -> str:
     if snapshot is None:
         return page.text()
     names = _names(snapshot, model.job_of)
-    for proc in _one_per_rank(snapshot, names):
+    died = {row.proc_key for row in model.rows if row.state == "DEAD"}
+    for proc in _one_per_rank(snapshot, names, died):
         _process(page, proc, _who(proc, names[proc.key]))
     for job in model.jobs:
         _job(page, job, next((names[key] for key, other in model.job_of.items() if other == job.key), job.name))
@@ -148,24 +153,25 @@ def _names(snapshot: Snapshot, job_of: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _one_per_rank(snapshot: Snapshot, names: Mapping[str, str]) -> list[Proc]:
-    """Living processes, and dead ones whose place no process took: a restarted rank is one series, not two.
+def _one_per_rank(snapshot: Snapshot, names: Mapping[str, str], died: Collection[str]) -> list[Proc]:
+    """Living processes, and ended ones whose place no process took: a restarted rank is one series, not two.
 
     A place is the set of labels that distinguish the series. A restarted job is another job, with the same labels.
+    Without a rank, each process has a place of its own: of those that ended, the ones that are shown as `died` have it.
     """
 
     def place(proc: Proc) -> tuple[str, int, int]:
-        return names[proc.key], proc.rank, proc.header.gpu
+        return names[proc.key], proc.rank, proc.header.gpu if proc.rank >= 0 else proc.header.pid
 
     living = [proc for proc in snapshot.procs if proc.alive]
     places = {place(proc) for proc in living}
-    dead: dict[tuple[str, int, int], Proc] = {}
+    ended: dict[tuple[str, int, int], Proc] = {}
     for proc in snapshot.procs:
-        if not proc.alive and proc.rank >= 0 and place(proc) not in places:
-            other = dead.get(place(proc))
+        if not proc.alive and (proc.rank >= 0 or proc.key in died) and place(proc) not in places:
+            other = ended.get(place(proc))
             if other is None or other.header.mono0_ns < proc.header.mono0_ns:
-                dead[place(proc)] = proc
-    return sorted([*living, *dead.values()], key=lambda proc: (proc.rank, proc.header.pid))
+                ended[place(proc)] = proc
+    return sorted([*living, *ended.values()], key=lambda proc: (proc.rank, proc.header.pid))
 
 
 def _who(proc: Proc, job: str) -> dict[str, str]:
@@ -190,17 +196,17 @@ def _job(page: _Page, job: Job, name: str) -> None:
 def _process(page: _Page, proc: Proc, who: dict[str, str]) -> None:
     header, process = proc.header, proc.process
     page.put("fastckpt_build_info", {"version": header.version, "layout": f"{header.major}.{header.minor}"}, 1)
-    page.put("fastckpt_process_up", {**who, "pid": str(header.pid)}, int(proc.alive))
-    counts = {
-        ("save", "ok"): process.saves_ok,
-        ("save", "failed"): process.saves_failed,
-        ("load", "ok"): process.loads_ok,
-        ("load", "failed"): process.loads_failed,
-        ("verify", "ok"): process.verifies_ok,
-        ("verify", "failed"): process.verifies_failed,
-    }
-    for (op, result), value in counts.items():
-        page.put("fastckpt_operations_total", {**who, "op": op, "result": result}, value)
+    one = {**who, "pid": str(header.pid)}
+    if proc.alive:
+        page.put("fastckpt_process_up", one, 1)
+    page.put("fastckpt_process_died", one, int(not proc.alive and any(op.running for op in proc.operations)))
+    for op, ok, failed in (
+        ("save", process.saves_ok, process.saves_failed),
+        ("load", process.loads_ok, process.loads_failed),
+        ("verify", process.verifies_ok, process.verifies_failed),
+    ):
+        page.put("fastckpt_operations_total", {**who, "op": op, "result": "ok"}, ok)
+        page.put("fastckpt_operations_total", {**who, "op": op, "result": "failed"}, failed)
     page.put("fastckpt_saved_bytes_total", who, process.bytes_written)
     page.put("fastckpt_loaded_bytes_total", who, process.bytes_read)
     _threads(page, proc, who)

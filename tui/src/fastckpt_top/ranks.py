@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     Places: TypeAlias = Mapping[tuple[str, int], Proc]
 
 DONE_S: Final = 10.0
-"""How long a rank says DONE before it says IDLE, seconds."""
+"""How long a rank says DONE before it says IDLE, seconds, when the others are done too."""
 
 
 def places(look: Look) -> Places:
@@ -79,7 +79,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
     stalled = track.stalled(look.tracks[proc.key], look.mono) if proc.key in look.tracks else None
     rows = threads(track, target, look)
     histogram = track.histogram()
-    state = _state(track, stalled, look)
+    state = _state(track, group, stalled, look)
     judged = not track.running or (elapsed >= estimate.QUIET_S and op.phase not in PREPARING)
     wait = derive.awaits(proc, places)
     kind, share = ("peers", None) if wait else derive.row_wait(state, rows) if track.running else ("", None)
@@ -149,15 +149,15 @@ def worst(row: Row) -> float:
     return (2000.0 if row.straggler else 10.0) + 400.0 * short + 500.0 * left
 
 
-def _state(track: OpTrack, stalled: float | None, look: Look) -> str:
+def _state(track: OpTrack, group: Group, stalled: float | None, look: Look) -> str:
     op = track.op
     if track.died or op.phase == Phase.FAILED:
         return "DEAD" if track.died else "FAILED"
     if track.proc.waits_for is not None:
         return "WAIT"
     if not op.running:
-        recent = track.end is not None and look.mono - track.end < DONE_S
-        return "EXIT" if not track.proc.alive else "DONE" if recent else "IDLE"
+        recent = track.proc.alive and track.end is not None and look.mono - track.end < DONE_S
+        return "DONE" if group.running or recent else "IDLE" if track.proc.alive else "EXIT"
     if stalled is not None:
         return "STALL"
     verifying = op.kind == Kind.VERIFY and op.phase == Phase.READ

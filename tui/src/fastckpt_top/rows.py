@@ -337,6 +337,11 @@ class NodeOp:
     changed: tuple[tuple[str, float], ...] = ()
     sentence: Sentence | None = None
 
+    @property
+    def empty(self) -> bool:
+        """Whether it ended well and had no byte to move: then there is no speed to judge."""
+        return not (self.running or self.failed or self.total or self.done)
+
 
 @dataclass(frozen=True, slots=True)
 class Job:
@@ -430,6 +435,6 @@ class Checkpoint:
         return max(self.end - self.start, 1e-9)
 
     @property
-    def average(self) -> float:
-        """Bytes/s of all ranks."""
-        return self.bytes / self.seconds
+    def average(self) -> float | None:
+        """Bytes/s of all ranks; None if there was no byte to move."""
+        return self.bytes / self.seconds if self.bytes else None

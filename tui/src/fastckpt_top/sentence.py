@@ -65,6 +65,8 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
 
 def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
     """The ranks that hold up a running operation."""
+    if len(running) == 1 < op.ranks:
+        return _together(op, running)
     limited = [row for row in running if row.wait_kind == "limit"]
     if limited and len(limited) > _MOST * len(running) and op.verdict in (Verdict.LOW, Verdict.BAD):
         return _limited(op)
@@ -78,7 +80,7 @@ def cause(op: NodeOp, rows: Sequence[Row]) -> str:
     """The cause that holds a running operation back now, in the words for when it has ended; empty if there is none."""
     running = [row for row in rows if row.running]
     kind, _ = _shared(running)
-    if kind != "limit" and op.last:
+    if op.last and (kind != "limit" or len(running) == 1 < op.ranks):
         return f"held back by {op.last}"
     return _WAITED.get(kind, "")
 
@@ -99,17 +101,16 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
     row = failed[0] if failed else None
     known = row is not None and row.error not in ("", "failed")
     what = row.error if row is not None and known else f"{op.kind} failed"
-    unchanged, short = (": the old checkpoint is unchanged", ": old one unchanged") if op.kind == "save" else ("", "")
+    after = ": nothing was replaced" if op.kind == "save" else ""
     by = f"{phrases.names(failed)}: " if op.ranks > 1 and failed else ""
     where = f" in {op.label}" if op.label else ""
     reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
     return _made(
         "bad",
         row.key if row is not None else "",
-        f"{by}{what}{where}{reads}{unchanged}",
-        f"{what}{where}{reads}{unchanged}",
-        f"{what}{reads}{unchanged}",
-        f"{what}{reads}{short}",
+        f"{by}{what}{where}{reads}{after}",
+        f"{what}{where}{reads}{after}",
+        f"{what}{reads}{after}",
     )
 
 
@@ -132,7 +133,7 @@ def _stalled(rows: list[Row]) -> Sentence:
         )
     else:
         words = (
-            f"{who} {_has(same)} made no progress for {seconds}",
+            f"{who} {'has' if len(same) == 1 else 'have'} made no progress for {seconds}",
             f"{phrases.count(same)}: no progress for {seconds}",
         )
     return _made("bad", row.key, *words)
@@ -172,11 +173,12 @@ def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
 def _left(op: NodeOp, row: Row) -> Sentence:
     """All ranks have ended but one."""
     tail = phrases.fallback([row], named=False)
+    why = "its own bandwidth_limit" if row.wait_kind == "limit" else phrases.why(row)
     return _made(
         _level(op, row),
         row.key,
-        f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}" + (f"; {tail}" if tail else ""),
-        f"only {row.name} is left{phrases.colon(phrases.speed(row), phrases.why(row))}",
+        f"only {row.name} is left{phrases.colon(phrases.speed(row), why)}" + (f"; {tail}" if tail else ""),
+        f"only {row.name} is left{phrases.colon(phrases.speed(row), why)}",
         f"{row.name} is left{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
         *phrases.terse(row),
         f"only {row.name} is left",
@@ -187,7 +189,7 @@ def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
     """No rank is waited for."""
     if running and all(row.state == "STAGE" for row in running):
         done = "" if op.progress is None else f", {text.percent(op.progress).replace('%', ' %')}"
-        what = f"{_all(running, op)} {_copies(running)} the state into memory{done}"
+        what = f"{_all(running, op)} {'copies' if len(running) == 1 else 'copy'} the state into memory{done}"
         later = "; training goes on when that is done"
         return _made("info", "", f"{what}{later}", what, f"copies the state{done}")
     kind, those = _shared(running)
@@ -253,10 +255,12 @@ def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
         words = f"no tensor of the {' and of the '.join(still)} has changed"
         whole = f"{op.label or op.kind}: {words} since the save before"
         return _made("warn", "", whole, words, f"{' and '.join(still)} unchanged")
+    name = op.label or op.kind
+    if op.empty:
+        return _made("info", "", f"{name}: {phrases.nothing(op)}", phrases.nothing(op))
     if op.verdict is Verdict.QUIET:
         return None
     average, target = phrases.compared(op.average, op.target)
-    name = op.label or op.kind
     tail = phrases.fallback(rows, past=True)
     more = f"; {tail}" if tail else ""
     if op.verdict is Verdict.GOOD:
@@ -337,14 +341,6 @@ def _all(those: Sequence[Row], op: NodeOp) -> str:
     if op.ranks == 1 or len(those) == 1:
         return those[0].name
     return f"all {op.ranks} ranks" if len(those) == op.ranks else f"{len(those)} of {op.ranks} ranks"
-
-
-def _has(rows: Sequence[Row]) -> str:
-    return "has" if len(rows) == 1 else "have"
-
-
-def _copies(rows: Sequence[Row]) -> str:
-    return "copies" if len(rows) == 1 else "copy"
 
 
 def _made(level: str, row: str, *words: str) -> Sentence:
