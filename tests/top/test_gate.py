@@ -160,6 +160,22 @@ def test_a_job_that_ended_keeps_its_place_while_another_one_saves_often(saver, p
     assert check(model, 0)[0] is True
 
 
+def test_two_jobs_that_end_well_before_ones_eyes_are_both_judged(saver, place, tmp_path):
+    """Mutant: the first of them counts as one that died, for as long as its processes are shown after their end."""
+    model, feed = Model(), ShmFeed([str(place)])
+    for launch, job in ((1, "first"), (2, "second")):
+        one = saver(job, launch)
+        one.save(tmp_path / job)
+        model.update(feed.poll())
+        one.over()
+    eventually(lambda: model.update(feed.poll()) or not model.node.alive)
+    feed.close()
+    assert [job.name for job in model.jobs] == ["second", "first"]
+    assert (model.others, [row.state for row in model.rows]) == (0, ["EXIT", "EXIT"])
+    good, words = check(model, 0)
+    assert (good, [line.split(" ")[0] for line in words.splitlines()]) == (True, ["ok:", "ok:"])
+
+
 def test_a_save_that_linked_all_has_no_verdict(saver, place, top, tmp_path):
     """Mutants: it is below its target, in `--check`, in the sentence, or in the history."""
     one = saver("frozen", 1)

@@ -251,9 +251,9 @@ class Model:
         over = [group for group in self._groups if not group.running and group.job not in alive]
         last = max(over, key=lambda group: group.end, default=None)
         self._dead_jobs = set()
-        shown = [look.job_of[proc.key] for proc in look.procs if self._shown(proc)]
-        self._dead_jobs = {*shown} - alive - {"" if last is None else last.job}
-        self.others = sum(job in self._dead_jobs for job in shown)
+        died = [look.job_of[proc.key] for proc in look.procs if proc.died and self._shown(proc)]
+        self._dead_jobs = {*died} - alive - {"" if last is None else last.job}
+        self.others = sum(job in self._dead_jobs for job in died)
 
     def _push_columns(self) -> None:
         count = self._series.add(self.mono, self.node.save_rate, self.node.load_rate)
@@ -322,7 +322,7 @@ class Model:
             return False
         if proc.key in self._at_work:  # a save is shown with all of its ranks, until the last of them is done
             return True
-        if any(op.running for op in proc.operations):
+        if proc.died:
             return track.died is not None or self.real - proc.touched < POST_MORTEM_S
         return track.died is not None and self.mono - track.died < LINGER_S
 

@@ -199,7 +199,7 @@ def _process(page: _Page, proc: Proc, who: dict[str, str]) -> None:
     one = {**who, "pid": str(header.pid)}
     if proc.alive:
         page.put("fastckpt_process_up", one, 1)
-    page.put("fastckpt_process_died", one, int(not proc.alive and any(op.running for op in proc.operations)))
+    page.put("fastckpt_process_died", one, int(proc.died))
     for op, ok, failed in (
         ("save", process.saves_ok, process.saves_failed),
         ("load", process.loads_ok, process.loads_failed),

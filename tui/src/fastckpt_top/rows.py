@@ -340,7 +340,7 @@ class NodeOp:
     @property
     def empty(self) -> bool:
         """Whether it ended well and had no byte to move: then there is no speed to judge."""
-        return not (self.running or self.failed or self.total or self.done)
+        return not (self.running or self.failed or self.done)
 
 
 @dataclass(frozen=True, slots=True)

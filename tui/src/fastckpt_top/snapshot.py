@@ -50,6 +50,11 @@ class Proc:
         return min(self.process.group_rank, _MOST) if self.process.group else self.header.rank
 
     @property
+    def died(self) -> bool:
+        """Whether it ended in an operation."""
+        return not self.alive and any(op.running for op in self.operations)
+
+    @property
     def team(self) -> str:
         """The common fields of processes that do one operation together."""
         return f"group {self.process.group}" if self.process.group else f"job {self.header.job} {self.header.launch}"
