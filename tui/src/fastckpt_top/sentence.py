@@ -1,7 +1,8 @@
 """The sentence: the rank that holds an operation back, and why.
 
-The first of these that applies: a rank that died or failed; one that stalled; a bandwidth limit that most ranks wait
-for; the rank that the others wait for; the reason why the operation is below its target; a fallback; that all is well.
+The first of these that applies: a rank that died or failed; one that stalled; the only one left; a bandwidth limit that
+most ranks wait for; the rank that the others wait for; the reason why the operation is below its target; a fallback;
+that all is well.
 The level is `bad` if a person is needed, `warn` if the operation, or the rank that alone decides when it ends, is below
 its target, `info` for the rest.
 """
@@ -101,7 +102,8 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
     row = failed[0] if failed else None
     known = row is not None and row.error not in ("", "failed")
     what = row.error if row is not None and known else f"{op.kind} failed"
-    after = ": nothing was replaced" if op.kind == "save" else ""
+    well = [row for row in rows if not (row.running or row.error)]
+    after = ": nothing was replaced" if op.kind == "save" and not well else ""
     by = f"{phrases.names(failed)}: " if op.ranks > 1 and failed else ""
     where = f" in {op.label}" if op.label else ""
     reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
