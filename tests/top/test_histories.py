@@ -265,12 +265,19 @@ def check_jobs(world: World, model: Model, now: float) -> None:
 def check_series(world: World, model: Model, now: float) -> None:
     """A series belongs to the process that lives, not to the one that had the rank before, and not to another job's."""
     living = [process for process in world.processes if process.begin <= now < process.end]
+    samples = [one for family in text_string_to_metric_families(prometheus.render(model)) for one in family.samples]
     moved = {
         (sample.labels["job_name"], sample.labels["rank"]): sample.value
-        for family in text_string_to_metric_families(prometheus.render(model))
-        for sample in family.samples
+        for sample in samples
         if sample.name == "fastckpt_io_bytes_total"
     }
+    up = [int(sample.labels["pid"]) for sample in samples if sample.name == "fastckpt_process_up" and sample.value == 1]
+    assert sorted(up) == sorted(process.pid for process in living)
+    assert len(up) == sum(sample.name == "fastckpt_process_up" for sample in samples), "none for those that ended"
+    fallen = {one.pid for one in world.processes if one.end <= now and any(part.fate == "died" for part in one.parts)}
+    for sample in samples:
+        if sample.name == "fastckpt_process_died":
+            assert sample.value == (int(sample.labels["pid"]) in fallen), (sample.labels, now)
     for process in living:
         alike = {other.launch for other in living if other.job == process.job}
         name = process.job if len(alike) == 1 else model.job_of[f"process-{process.pid}"]
