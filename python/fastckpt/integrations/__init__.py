@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from fastckpt.integrations import accelerate as accelerate
     from fastckpt.integrations import axolotl as axolotl
+    from fastckpt.integrations import deepspeed as deepspeed
     from fastckpt.integrations import lightning as lightning
     from fastckpt.integrations import ray as ray
     from fastckpt.integrations import safetensors as safetensors
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = [
     "accelerate",
     "axolotl",
+    "deepspeed",
     "lightning",
     "ray",
     "safetensors",

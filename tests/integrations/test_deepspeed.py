@@ -1,0 +1,118 @@
+"""DeepSpeed with the door: what ZeRO has on any number of processes comes back on any other, to the last bit."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import zero
+from safetensors.torch import load_file
+
+import fastckpt
+from harness import groups
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Makes groups of processes that have imported DeepSpeed."""
+    # What the first engine imports, too.
+    later = (
+        "module_inject.auto_ep_layer",
+        "runtime.superoffload.superoffload_stage3",
+        "runtime.zero.muon.original_muon",
+    )
+    modules = ",".join(["harness.member", "fastckpt.integrations.deepspeed", *(f"deepspeed.{one}" for one in later)])
+    env = {"FASTCKPT_TEST_IMPORT": modules, "DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    with groups.forge(env=env) as forge:
+        yield forge
+
+
+def play(processes, ranks, folder, stage, dtype="bf16", **more):
+    with processes.group(ranks, backend="gloo") as group:
+        return group.run(zero.play, str(folder), stage, dtype, timeout=120, **more)
+
+
+@pytest.mark.parametrize(
+    ("stage", "dtype", "how"),
+    [
+        (1, "bf16", {}),
+        (2, "fp16", {"round_robin_gradients": True, "parameter_alignment": True}),
+        (3, "bf16", {}),
+        (3, "fp32", {}),
+        (1, "fp32", {}),
+        (1, "fp32 sums", {}),
+        (2, "bf16", {"offload_optimizer": {"device": "cpu"}}),
+        (3, "bf16", {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
+    ],
+)
+def test_saved_on_four_goes_on_on_four_two_and_one(processes, tmp_path, stage, dtype, how):
+    _, saved, losses, end = zip(*play(processes, 4, tmp_path, stage, dtype, save=3, **how), strict=True)
+    assert saved[0]["counters"][0] == 3
+    assert (tmp_path / "latest").read_text() == "global_step3"
+    for ranks in (4, 2, 1):
+        found = play(processes, ranks, tmp_path, stage, dtype, first=3, **how)
+        for rank, (back, loaded, again, last) in enumerate(found):
+            assert loaded == saved[0]
+            assert back == {"rank": rank if ranks == 4 else 0}
+            if ranks == 4:
+                assert (again, last) == (losses[rank], end[rank])
+
+
+def test_the_files_are_those_of_the_state(processes, tmp_path):
+    """Whatever the number of processes and the stage; the model's opens by itself, under its own names."""
+    _, saved, *_ = play(processes, 4, tmp_path, 3, save=2, last=2)[0]
+    for ranks, stage in ((2, 1), (1, 2), (2, 3)):
+        with processes.group(ranks, backend="gloo") as group:
+            assert group.run(zero.moved, str(tmp_path), stage, "again", timeout=120) == [saved] * ranks
+        first, again = (fastckpt.load(tmp_path / name) for name in ("global_step2", "again"))
+        assert repr(again["deepspeed"]) == repr(first["deepspeed"])
+        for name in ("model.safetensors", "training/training.safetensors"):
+            assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "global_step2" / name).read_bytes()
+    assert fastckpt.verify(tmp_path / "global_step2").ok
+    weights = load_file(tmp_path / "global_step2" / "model.safetensors")
+    model = zero.Model().bfloat16()
+    assert model.load_state_dict(weights, strict=False) == (["head.weight"], [])  # which is tied
+    for name, value in weights.items():
+        if name != "seen":
+            assert value.flatten().view(torch.uint8).tolist() == saved[name]
+    for key in ("fp32", "exp_avg", "exp_avg_sq"):
+        assert first["optimizer"][key]["up.weight"].flatten().view(torch.uint8).tolist() == saved[f"up.weight: {key}"]
+
+
+def test_what_is_not_supported_is_refused_before_anything_is_written(processes, tmp_path):
+    with processes.group(2, backend="gloo") as group:
+        said = group.run(zero.refused, str(tmp_path), timeout=120)[0]
+    for what in zero.OTHERS:
+        assert all(f"fastckpt does not support {what}" in one for one in said[what])
+    assert "states that are offloaded now (engine.reload_states)" in said["offloaded"][0]
+    assert "fastckpt has no use for custom_load_fn" in said["custom_load_fn"][0]
+    assert said["client_state"][0].startswith("UnsupportedTypeError")
+    assert "tensors of other sizes among" in said["other sizes"][0]
+    assert "optimizers other than those of ZeRO" in said["none of ZeRO"][0]
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["known", "latest"]
+    assert (tmp_path / "latest").read_text() == "known"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_part_is_loaded(processes, tmp_path, stage):
+    """Mutant: a layer that was frozen is trained from what it had before the load."""
+    with processes.group(2, backend="gloo") as group:
+        thin, thawed = group.run(zero.partly, str(tmp_path), stage, timeout=120)[0]
+    assert thin.startswith("StructureMismatchError")
+    assert "other groups of parameters" in thawed
+
+
+def test_checkpoints_of_deepspeed_are_loaded_by_it(processes, tmp_path):
+    with processes.group(2, backend="gloo") as group:
+        said = group.run(zero.theirs, str(tmp_path), timeout=120)[0]
+    assert said.startswith("FileExistsError")
+    assert (tmp_path / "global_step2" / "mp_rank_00_model_states.pt").is_file()
+
+
+def test_latest_names_what_is_durable(processes, tmp_path):
+    """A process that ends before it writes the name leaves both checkpoints, and the name of the first."""
+    with processes.group(2, backend="gloo") as group:
+        group.start(zero.twice, str(tmp_path), strike=groups.Strike(0, "fastckpt:open_write", nth=2))
+        assert [one.kind for one in group.outcomes(60, ranks=[0])] == ["died"]
+    assert (tmp_path / "latest").read_text() == "global_step2"
+    assert [fastckpt.verify(tmp_path / name).ok for name in ("global_step2", "global_step4")] == [True, True]
+    assert [found[1]["counters"][0] for found in play(processes, 2, tmp_path, 3, first=2, last=2)] == [2, 2]

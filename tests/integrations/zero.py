@@ -1,0 +1,287 @@
+"""A training on DeepSpeed, that a test may end and resume at any step, and what it has of a state."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import deepspeed
+import runs
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero import GatheredParameters
+from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+from torch import nn
+
+from fastckpt.integrations import deepspeed as door
+
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "zero_allow_untested_optimizer": True,
+    "zero_force_ds_cpu_optimizer": False,
+    "steps_per_print": 10**9,
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 5}},
+}
+DTYPES = {
+    "bf16": {"bf16": {"enabled": True}},
+    "fp32": {},
+    "fp16": {"fp16": {"enabled": True, "initial_scale_power": 17, "loss_scale_window": 2}},
+    "fp32 sums": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
+}
+
+
+class Model(nn.Module):
+    """Tied weights, a parameter of one element, one that gets no gradient, a frozen layer and a buffer."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+        self.up = nn.Linear(7, 13)
+        self.unused = nn.Linear(3, 3)
+        self.frozen = nn.Linear(13, 13).requires_grad_(False)
+        self.norm = nn.LayerNorm(13)
+        self.gain = nn.Parameter(torch.tensor([1.5]))
+        self.head = nn.Linear(7, 11, bias=False)
+        self.down = nn.Linear(13, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, rows):
+        self.seen += 1
+        return self.head(self.down(self.gain * self.norm(self.frozen(torch.relu(self.up(self.embed(rows)))))))
+
+
+def quiet():
+    """Have DeepSpeed compile nothing, and say little."""
+    os.environ.update(LOCAL_SIZE=os.environ["WORLD_SIZE"])
+    logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+    deepspeed.ops.__compatible_ops__ = {}
+
+
+def script(*arguments):
+    """Run a program, as :func:`runs.script` does."""
+    quiet()
+    return runs.script(*arguments)
+
+
+def begin(stage, dtype="bf16", *, model=Model, seed=0, **zero):
+    """An engine, with two groups of parameters."""
+    quiet()
+    deepspeed.init_distributed(dist_backend="gloo", verbose=False)
+    torch.manual_seed(seed)
+    made = model()
+    kinds = ([one for one in made.parameters() if (one.dim() > 1) == big] for big in (True, False))
+    groups = [{"params": own, "weight_decay": decay} for own, decay in zip(kinds, (0.1, 0.0), strict=True)]
+    config = {**CONFIG, **DTYPES[dtype], "zero_optimization": {"stage": stage, **zero}}
+    if stage == 3:
+        # Some parameters stay whole, and a group is in several pieces.
+        config["zero_optimization"] |= {"stage3_param_persistence_threshold": 10, "sub_group_size": 60}
+    optimizer = torch.optim.AdamW(groups, lr=1e-2)
+    return deepspeed.initialize(model=made, optimizer=optimizer, config=config)[0]
+
+
+def train(engine, last):
+    """Train to a step; return the losses."""
+    losses = []
+    while engine.global_steps < last:
+        drawn = torch.Generator().manual_seed(100 * dist.get_rank() + engine.global_steps)
+        rows = torch.randint(11, (4,), generator=drawn)
+        loss = nn.functional.cross_entropy(engine(rows).float(), rows)
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+def state(engine):
+    """Everything that shall come back, whole, by DeepSpeed's own way, which the door does not take."""
+    found, optimizer = {}, engine.optimizer
+    if hasattr(optimizer, "_lazy_init_hp_params_optimizer_state"):
+        # DeepSpeed does so in a step of the first group, before others have a state.
+        optimizer._hp_optimizer_states_linked = False
+        optimizer._lazy_init_hp_params_optimizer_state()
+    keys = sorted({key for one in optimizer.optimizer.state.values() for key in one} - {"step"})
+    for name, value in engine.module.named_parameters():
+        with GatheredParameters([value] if hasattr(value, "ds_id") else []):
+            found[name] = value.detach().clone()
+        if value.requires_grad:
+            found[f"{name}: fp32"] = safe_get_full_fp32_param(value).clone()
+            for key in keys:
+                found[f"{name}: {key}"] = safe_get_full_optimizer_state(value, key).clone()
+    found = {name: value.flatten().view(torch.uint8).tolist() for name, value in found.items()}
+    steps = {float(one["step"]) for one in optimizer.optimizer.state.values() if "step" in one}
+    scale = getattr(optimizer, "loss_scaler", None)
+    return found | {
+        "seen": int(engine.module.seen),
+        "steps": steps,
+        "counters": (engine.global_steps, engine.global_samples, engine.skipped_steps),
+        "rates": engine.get_lr(),
+        "schedule": engine.lr_scheduler.state_dict(),
+        "decay": [group["weight_decay"] for group in optimizer.param_groups],
+        "scale": dict(vars(scale)) if scale else None,
+    }
+
+
+def play(folder, stage, dtype="bf16", *, first=0, last=6, save=None, tag=None, **more):
+    """Train from a step that is loaded, or from the beginning.
+
+    Args:
+        folder: of the checkpoints.
+        stage: of ZeRO.
+        dtype: of :data:`DTYPES`.
+        first: the step that is loaded.
+        last: the step to end at.
+        save: the step to save.
+        tag: of the checkpoint.
+        **more: of the engine.
+
+    Returns:
+        What the program got back; the state when it was loaded or saved, the losses since then, and the last state.
+    """
+    with door.install():
+        engine = begin(stage, dtype, seed=first, **more)
+        back = None
+        if first:
+            path, back = engine.load_checkpoint(folder, tag)
+            assert Path(path).parent == Path(folder)
+        else:
+            train(engine, save)
+            assert engine.save_checkpoint(folder, tag, client_state={"rank": dist.get_rank()})
+        middle = state(engine)
+        losses = train(engine, last)
+        end = state(engine)
+        engine.destroy()
+    return back, middle, losses, end
+
+
+def message(call, *args, **more):
+    """What a call raises: its kind, and the text."""
+    try:
+        call(*args, **more)
+    except Exception as error:  # noqa: BLE001 - the test judges it
+        return f"{type(error).__name__}: {error}"
+    raise AssertionError("nothing was raised")
+
+
+#: What makes an engine one that is refused, by what the error says.
+OTHERS = {
+    "pipelines": ("pipeline_parallelism", True),
+    "mixtures of experts": ("has_moe_layers", True),
+    "tensor parallelism": ("seq_dp_world_size", 7),
+    "states on NVMe": ("zero_nvme_offload_optimizer", lambda: True),
+    "quantised weights": ("zero_quantized_weights", lambda: True),
+    "hierarchical partitions": ("zero_hpz_partition_size", lambda: 2),
+    "curricula and random layers": ("random_ltd_enabled", lambda: True),
+}
+
+
+def refused(folder):
+    """What is said of engines that are refused, and of tensors that do not go by elements."""
+    said = {}
+    with door.install():
+        engine = begin(2)
+        train(engine, 1)
+        engine.save_checkpoint(folder, "known")
+        for what, (name, value) in OTHERS.items():
+            before = getattr(engine, name)
+            setattr(engine, name, value)
+            said[what] = [
+                message(engine.save_checkpoint, folder, "x"),
+                message(engine.load_checkpoint, folder, "known"),
+            ]
+            setattr(engine, name, before)
+        engine.optimizer.offloaded_states.add("anything")
+        said["offloaded"] = [message(engine.save_checkpoint, folder, "x")]
+        engine.optimizer.offloaded_states.clear()
+        said["custom_load_fn"] = [message(engine.load_checkpoint, folder, "known", custom_load_fn=print)]
+        said["client_state"] = [message(engine.save_checkpoint, folder, "x", client_state={"it": object()})]
+        for held in engine.optimizer.optimizer.state.values():
+            held["map"] = torch.zeros(256)
+        said["other sizes"] = [message(engine.save_checkpoint, folder, "x")]
+        engine = begin(0, "fp32")
+        said["none of ZeRO"] = [message(engine.save_checkpoint, folder, "x")]
+    return said
+
+
+class Thawed(Model):
+    def __init__(self):
+        super().__init__()
+        self.frozen.requires_grad_(True)
+
+
+def partly(folder, stage):
+    """Loads of a part of what was saved."""
+    with door.install():
+        engine = begin(stage)
+        train(engine, 2)
+        whole = state(engine)
+        engine.save_checkpoint(folder, "whole")
+        engine.save_checkpoint(folder, "thin", save_latest=False, exclude_frozen_parameters=True)
+        weights = [name for name in whole if ": exp" not in name and ("." in name or "gain" in name)]
+
+        other = begin(stage, seed=1)
+        before = state(other)
+        other.load_checkpoint(folder, load_module_only=True)
+        alone = state(other)
+        assert {name: alone[name] for name in weights} == {name: whole[name] for name in weights}
+        assert {name: alone[name] for name in ("steps", "counters", "rates")} == {
+            name: before[name] for name in ("steps", "counters", "rates")
+        }
+        train(other, 3)  # what the optimizer has is what it goes on from
+        other.load_checkpoint(folder, load_optimizer_states=False, load_lr_scheduler_states=False)
+        found = state(other)
+        assert found["counters"] == whole["counters"]
+        assert found["schedule"] != whole["schedule"]
+        assert {name: found[name] for name in weights} == {name: whole[name] for name in weights}
+        other.load_checkpoint(folder)
+        assert state(other) == whole
+
+        other = begin(stage, seed=2)
+        said = [message(other.load_checkpoint, folder, "thin")]
+        own = state(other)["frozen.weight"]
+        other.load_checkpoint(folder, "thin", load_module_strict=False)
+        found = state(other)
+        assert found.pop("frozen.weight") == own != whole["frozen.weight"]
+        assert all(found[name] == whole[name] for name in found.keys() - {"frozen.bias"})
+
+        other = begin(stage, seed=3, model=Thawed)
+        said.append(message(other.load_checkpoint, folder))
+        other.load_checkpoint(folder, load_module_only=True)
+        found = state(other)
+        assert found["frozen.weight"] == whole["frozen.weight"]
+        with torch.no_grad():
+            thawed = torch.tensor(found["frozen.weight"], dtype=torch.uint8).view(torch.bfloat16).float()
+        assert found["frozen.weight: fp32"] == thawed.view(torch.uint8).tolist()
+    return said
+
+
+def theirs(folder):
+    """A checkpoint of DeepSpeed itself is loaded by it, and not replaced; where nothing is, it says so."""
+    engine = begin(1)
+    train(engine, 2)
+    engine.save_checkpoint(folder)
+    with door.install():
+        other = begin(1, seed=1)
+        assert other.load_checkpoint(folder)[0] is not None
+        assert other.global_steps == 2
+        assert other.load_checkpoint(f"{folder}/nothing") == (None, None)
+        return message(other.save_checkpoint, folder)
+
+
+def moved(folder, stage, tag):
+    """Load the newest one, and save it again at once."""
+    with door.install():
+        engine = begin(stage, seed=9)
+        _, back = engine.load_checkpoint(folder)
+        engine.save_checkpoint(folder, tag, client_state=back, save_latest=False)
+    return state(engine)
+
+
+def twice(folder):
+    """Save at step 2 and at step 4."""
+    with door.install():
+        engine = begin(3)
+        for step in (2, 4):
+            train(engine, step)
+            engine.save_checkpoint(folder)
