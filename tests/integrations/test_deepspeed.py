@@ -116,3 +116,12 @@ def test_latest_names_what_is_durable(processes, tmp_path):
     assert (tmp_path / "latest").read_text() == "global_step2"
     assert [fastckpt.verify(tmp_path / name).ok for name in ("global_step2", "global_step4")] == [True, True]
     assert [found[1]["counters"][0] for found in play(processes, 2, tmp_path, 3, first=2, last=2)] == [2, 2]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_accelerate_has_the_engine_save(processes, tmp_path, stage):
+    with processes.group(2, backend="") as group:
+        for first, again in group.run(zero.accelerated, str(tmp_path), stage, timeout=120):
+            assert first == again != []
+    assert fastckpt.verify(tmp_path / "pytorch_model").ok
+    assert (tmp_path / "random_states_0.pkl").is_file()

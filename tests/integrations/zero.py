@@ -10,6 +10,8 @@ import deepspeed
 import runs
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DeepSpeedPlugin
 from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
@@ -285,3 +287,34 @@ def twice(folder):
         for step in (2, 4):
             train(engine, step)
             engine.save_checkpoint(folder)
+
+
+def accelerated(folder, stage):
+    """accelerate's save_state and load_state, which leave the engine's part to DeepSpeed; the losses after each."""
+    quiet()
+    os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
+    zero = {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True, "bf16": {"enabled": True}}
+    config = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1, **zero}
+    with door.install():
+        accelerator = Accelerator(mixed_precision="bf16", deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        torch.manual_seed(0)
+        model = nn.Linear(7, 3)
+        rows = torch.utils.data.DataLoader(torch.randn(32, 7), batch_size=4)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer, rows = accelerator.prepare(model, optimizer, rows)
+
+        def losses():
+            found = []
+            for row in rows:
+                loss = model(row.bfloat16()).float().square().mean()
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+            return found
+
+        losses()
+        accelerator.save_state(folder)
+        after = losses()
+        accelerator.load_state(folder)
+        return after, losses()
