@@ -103,7 +103,7 @@ def _save_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more:
             _state(engine, frozen=not given["exclude_frozen_parameters"]),
             path,
             ranks=distributed.Ranks(on_difference="warn"),
-            per_rank=given["client_state"],
+            per_rank=given["client_state"] or {},
             files=fastckpt.Files(model_key="module"),
             io=options["io"],
         )
