@@ -48,7 +48,7 @@ def test_saved_on_four_goes_on_on_four_two_and_one(processes, tmp_path, stage, d
     _, saved, losses, end = zip(*play(processes, 4, tmp_path, stage, dtype, save=3, **how), strict=True)
     assert saved[0]["counters"][0] == 3
     assert (tmp_path / "latest").read_text() == "global_step3"
-    for ranks in (4, 2, 1):
+    for ranks in (4, 2, 1) if dtype == "bf16" else (4, 1):
         found = play(processes, ranks, tmp_path, stage, dtype, first=3, **how)
         for rank, (back, loaded, again, last) in enumerate(found):
             assert loaded == saved[0]
