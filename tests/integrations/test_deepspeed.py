@@ -88,10 +88,32 @@ def test_what_is_not_supported_is_refused_before_anything_is_written(processes, 
     assert "states that are offloaded now (engine.reload_states)" in said["offloaded"][0]
     assert "fastckpt has no use for custom_load_fn" in said["custom_load_fn"][0]
     assert said["client_state"][0].startswith("UnsupportedTypeError")
-    assert "tensors of other sizes among" in said["other sizes"][0]
+    for what in ("other sizes", "other dtypes"):
+        assert "tensors of other sizes or dtypes: ['exp_avg']" in said[what][0]
+    for what, key in (("copies", "gain"), ("others", "note")):
+        assert all(f"such as a copy ({key})" in one for one in said[what])
+    assert said["save_dir"][0].startswith("ValueError: save_checkpoint: save_dir is empty")
     assert "optimizers other than those of ZeRO" in said["none of ZeRO"][0]
     assert sorted(one.name for one in tmp_path.iterdir()) == ["known", "latest"]
     assert (tmp_path / "latest").read_text() == "known"
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_process_that_fails_ends_the_call_on_all(processes, tmp_path, stage):
+    """And leaves the engine as it was; buffers are the first one's, parameters are the same on all."""
+    undeclared = pytest.warns(RuntimeWarning, match=r"values of zero\.Note, which this program does not declare")
+    with processes.group(2, backend="gloo") as group, undeclared:
+        first, second = group.run(zero.disturbed, str(tmp_path), stage, timeout=120)
+    assert first[0] == "OSError: of one process alone"
+    assert second[0].startswith("RanksError: save_checkpoint: ")
+    assert "rank 0" in second[0]
+    assert first[1].startswith("RanksError: save_checkpoint: ")
+    assert "such as a copy (gain)" in second[1]
+    assert first[2].startswith("RanksError: load_checkpoint: ")
+    assert second[2] == "OSError: of one process alone"
+    assert all("frozen.weight" in one for one in (*first[3:], *second[3:]))
+    assert fastckpt.load(tmp_path / "first's")["module"]["seen"] == 2
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["first's", "global_step2", "latest"]
 
 
 @pytest.mark.parametrize("stage", [2, 3])

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
+from unittest import mock
 
 import deepspeed
 import runs
@@ -16,6 +20,7 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
+from fastckpt import distributed
 from fastckpt.integrations import deepspeed as door
 
 CONFIG = {
@@ -175,7 +180,41 @@ OTHERS = {
     "quantised weights": ("zero_quantized_weights", lambda: True),
     "hierarchical partitions": ("zero_hpz_partition_size", lambda: 2),
     "curricula and random layers": ("random_ltd_enabled", lambda: True),
+    "ZenFlow": ("optimizer.zenflow", True),
+    "Muon": ("optimizer.optimizer", type("MuonWithAuxAdam", (), {})()),
+    "deepspeed.linear": ("module.gain.ds_optim_param", True),
 }
+
+
+@contextmanager
+def changed(engine, path, value):
+    """Inside, something of an engine is another."""
+    *owners, name = path.split(".")
+    owner = reduce(getattr, owners, engine)
+    known, before = hasattr(owner, name), getattr(owner, name, None)
+    setattr(owner, name, value)
+    yield
+    if known:
+        setattr(owner, name, before)
+    else:
+        delattr(owner, name)
+
+
+@contextmanager
+def gives(model, **other):
+    """Inside, the model's state has other values, made from those that it has."""
+    hook = model.register_state_dict_post_hook(
+        lambda _, state, *__: state.update({name: make(state.get(name)) for name, make in other.items()})
+    )
+    yield
+    hook.remove()
+
+
+@dataclass
+class Note:
+    """Of a class that no program has declared."""
+
+    text: str
 
 
 def refused(folder):
@@ -186,23 +225,66 @@ def refused(folder):
         train(engine, 1)
         engine.save_checkpoint(folder, "known")
         for what, (name, value) in OTHERS.items():
-            before = getattr(engine, name)
-            setattr(engine, name, value)
-            said[what] = [
-                message(engine.save_checkpoint, folder, "x"),
-                message(engine.load_checkpoint, folder, "known"),
-            ]
-            setattr(engine, name, before)
+            with changed(engine, name, value):
+                said[what] = [
+                    message(engine.save_checkpoint, folder, "x"),
+                    message(engine.load_checkpoint, folder, "known"),
+                ]
+        for what, other in {"copies": {"gain": torch.clone}, "others": {"note": str}}.items():
+            with gives(engine.module, **other):
+                said[what] = [
+                    message(engine.save_checkpoint, folder, "x"),
+                    message(engine.load_checkpoint, folder, "known"),
+                ]
+        said["save_dir"] = [message(engine.save_checkpoint, "")]
         engine.optimizer.offloaded_states.add("anything")
         said["offloaded"] = [message(engine.save_checkpoint, folder, "x")]
         engine.optimizer.offloaded_states.clear()
         said["custom_load_fn"] = [message(engine.load_checkpoint, folder, "known", custom_load_fn=print)]
         said["client_state"] = [message(engine.save_checkpoint, folder, "x", client_state={"it": object()})]
         for held in engine.optimizer.optimizer.state.values():
-            held["map"] = torch.zeros(256)
+            held["exp_avg"] = held["exp_avg"].double()
+        said["other dtypes"] = [message(engine.save_checkpoint, folder, "x")]
+        for held in engine.optimizer.optimizer.state.values():
+            held["exp_avg"] = torch.zeros(256)
         said["other sizes"] = [message(engine.save_checkpoint, folder, "x")]
         engine = begin(0, "fp32")
         said["none of ZeRO"] = [message(engine.save_checkpoint, folder, "x")]
+    return said
+
+
+def disturbed(folder, stage):
+    """A training in which one process alone fails to save, and to load; what they said."""
+    calm = train(begin(stage), 4)
+
+    def fail(*_, **__):
+        raise OSError("of one process alone")
+
+    with door.install():
+        engine, first = begin(stage), dist.get_rank() == 0
+        losses = train(engine, 1)
+        with changed(engine, "lr_scheduler.state_dict", fail if first else None):
+            said = [message(engine.save_checkpoint, folder, "x")]
+        losses += train(engine, 2)
+        with gives(engine.module, **({} if first else {"gain": torch.clone})):
+            said.append(message(engine.save_checkpoint, folder, "x"))
+        with gives(engine.module, gain=torch.detach if stage < 3 else lambda value: value):
+            engine.save_checkpoint(folder, client_state={"note": Note("of step 2")})
+        losses += train(engine, 3)
+        before = state(engine)
+        with mock.patch.object(distributed, "load_per_rank", distributed.load_per_rank if first else fail):
+            said.append(message(engine.load_checkpoint, folder))
+        assert state(engine) == before
+        losses += train(engine, 4)
+        assert losses == calm
+        assert engine.load_checkpoint(folder)[1] == {"note": {"text": "of step 2"}}
+        assert engine.loaded_checkpoint_dp_world_size == dist.get_world_size()
+        with torch.no_grad():
+            engine.module.seen.add_(dist.get_rank())
+            engine.save_checkpoint(folder, "first's")
+            if stage < 3:
+                engine.module.frozen.weight.add_(dist.get_rank())
+                said.append(message(engine.save_checkpoint, folder, "x"))
     return said
 
 
@@ -216,7 +298,14 @@ def partly(folder, stage):
     """Loads of a part of what was saved."""
     with door.install():
         engine = begin(stage)
-        train(engine, 2)
+        engine.save_checkpoint(folder, "early")
+        losses = train(engine, 2)
+        other = begin(stage, seed=1)
+        other.load_checkpoint(folder)
+        assert not getattr(other.optimizer, "_hp_optimizer_states_linked", False)
+        assert train(other, 2) == losses
+
+        engine.optimizer.loss_scaler.cur_scale = 4.0
         whole = state(engine)
         engine.save_checkpoint(folder, "whole")
         engine.save_checkpoint(folder, "thin", save_latest=False, exclude_frozen_parameters=True)
@@ -235,9 +324,13 @@ def partly(folder, stage):
         found = state(other)
         assert found["counters"] == whole["counters"]
         assert found["schedule"] != whole["schedule"]
+        assert found["scale"]["cur_scale"] == 1
         assert {name: found[name] for name in weights} == {name: whole[name] for name in weights}
         other.load_checkpoint(folder)
         assert state(other) == whole
+        other.optimizer.loss_scaler = type("Other", (type(other.optimizer.loss_scaler),), {})(2)
+        other.load_checkpoint(folder)
+        assert other.optimizer.loss_scaler.cur_scale == 2
 
         other = begin(stage, seed=2)
         said = [message(other.load_checkpoint, folder, "thin")]

@@ -31,7 +31,11 @@ def crew_of(accelerator: Any) -> Crew:
 
 
 def first_that_loads(
-    candidates: Sequence[_T], load: Callable[[_T], _R], crew: Crew, path_of: Callable[[_T], str] = str
+    candidates: Sequence[_T],
+    load: Callable[[_T], _R],
+    crew: Crew,
+    path_of: Callable[[_T], str] = str,
+    operation: str = "load",
 ) -> _R:
     """What ``load`` returns for the first candidate that is not damaged; all ranks call it together.
 
@@ -40,6 +44,7 @@ def first_that_loads(
         load: loads one of them.
         crew: the ranks.
         path_of: the path of a candidate.
+        operation: for errors.
 
     Raises:
         RanksError: other ranks failed with the last one, or not for damage.
@@ -62,8 +67,13 @@ def first_that_loads(
             if error is not None:
                 raise error
             failures = tuple(RankFailure(rank, host, f"failed: {why}") for rank, (host, why, _) in failed.items())
-            raise RanksError(f"load: {path_of(candidate)}: {'; '.join(map(str, failures))}", failures)
+            raise RanksError(f"{operation}: {path_of(candidate)}: {'; '.join(map(str, failures))}", failures)
         if crew.leads:
             why = min(failed.items())[1][1]
             LOG.warning("fastckpt: %s cannot be loaded and is skipped: %s", path_of(candidate), why)
     raise ValueError("load: no candidates")
+
+
+def on_all(operation: str, path: Any, call: Callable[[], _R], crew: Crew) -> _R:
+    """What ``call`` returns, once it has on all ranks; if one fails, all of them raise."""
+    return first_that_loads([path], lambda _: call(), crew, operation=operation)

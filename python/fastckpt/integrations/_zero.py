@@ -28,7 +28,7 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 def check(operation: str, engine: Any) -> None:
     """Refuse an engine with a state that this module does not know."""
-    optimizer = engine.optimizer
+    optimizer, strangers = engine.optimizer, ", ".join(_strangers(engine.module))
     reasons = {
         "optimizers other than those of ZeRO 1, 2 and 3": type(optimizer) not in _PLACES,
         "pipelines": engine.pipeline_parallelism,
@@ -40,6 +40,10 @@ def check(operation: str, engine: Any) -> None:
         "quantised weights": engine.zero_quantized_weights() or engine.zero_quantized_nontrainable_weights(),
         "hierarchical partitions": engine.zero_hpz_partition_size() > 1,
         "curricula and random layers": engine.curriculum_learning_enabled() or engine.random_ltd_enabled(),
+        "ZenFlow": getattr(optimizer, "zenflow", False),
+        "Muon": "muon" in type(getattr(optimizer, "optimizer", None)).__name__.lower(),
+        "deepspeed.linear": any(hasattr(one, "ds_optim_param") for one in engine.module.parameters()),
+        f"state_dict() with what is no parameter or buffer of the model, such as a copy ({strangers})": strangers,
     }
     for reason, holds in reasons.items():
         if holds:
@@ -48,14 +52,25 @@ def check(operation: str, engine: Any) -> None:
             )
 
 
+def _strangers(model: Any) -> list[str]:
+    """The keys of the model's state that a load would fill without effect."""
+    own = [*model.parameters(), *model.buffers()]
+    # Parameters that ZeRO 3 has spread are empty: they have no place.
+    known = {*map(id, own), *((one.data_ptr(), one.shape) for one in own if not hasattr(one, "ds_id"))}
+    return [
+        name
+        for name, one in model.state_dict(keep_vars=True).items()
+        if not name.endswith("_extra_state")
+        and not (isinstance(one, torch.Tensor) and known.intersection((id(one), (one.data_ptr(), one.shape))))
+    ]
+
+
 @contextmanager
 def at_rest(engine: Any) -> Iterator[None]:
-    """Inside, ZeRO 3 has parts alone."""
+    """Inside, ZeRO 3 has parts alone. After an error, in which ranks may be gone, the next forward gathers the rest."""
     getattr(engine.optimizer, "checkpoint_event_prologue", int)()
-    try:
-        yield
-    finally:
-        getattr(engine.optimizer, "checkpoint_event_epilogue", int)()
+    yield
+    getattr(engine.optimizer, "checkpoint_event_epilogue", int)()
 
 
 def _own(param: Any) -> tuple[int, int, Any]:
@@ -93,7 +108,7 @@ def pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], Pa
                 yield name, number, weight, flat, partial(_part, at, start, size, param.shape)
 
 
-def module(engine: Any, *, frozen: bool = True) -> dict[str, Any]:
+def module(engine: Any, *, frozen: bool = True, buffers: bool = True) -> dict[str, Any]:
     """The model's state, with the parts of tensors that this process has."""
     found = engine.module.state_dict(keep_vars=True)
     # One for each, so that tied weights are seen to be tied.
@@ -101,7 +116,7 @@ def module(engine: Any, *, frozen: bool = True) -> dict[str, Any]:
     return {
         name: parts.get(id(one), one.detach() if isinstance(one, torch.Tensor) else one)
         for name, one in found.items()
-        if frozen or not isinstance(one, torch.nn.Parameter) or one.requires_grad
+        if (frozen or one.requires_grad if isinstance(one, torch.nn.Parameter) else buffers)
     }
 
 
@@ -112,9 +127,10 @@ def holders(engine: Any) -> dict[str, Any]:
 
 
 def numbers(engine: Any) -> dict[str, Any]:
-    """The owners of counters, and of the scale of losses, by name."""
+    """The owners of counters, and of the scale of losses, by name; those of another scaler have other names."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
-    return {**dict.fromkeys(_COUNTERS, engine), **{name: scaler for name in _SCALE if hasattr(scaler, name)}}
+    scale = {f"{type(scaler).__name__}.{name}": scaler for name in _SCALE if hasattr(scaler, name)}
+    return {**dict.fromkeys(_COUNTERS, engine), **scale}
 
 
 def restore(optimizer: Any, states: dict[Any, dict[str, Any]], options: list[dict[str, Any]]) -> None:
@@ -128,6 +144,7 @@ def restore(optimizer: Any, states: dict[Any, dict[str, Any]], options: list[dic
     base.load_state_dict({"state": {at: states[flat] for at, flat in enumerate(flats)}, "param_groups": groups})
     if is_spread:
         optimizer._clear_fp32_optimizer_param_groups()
-    else:  # parameters have views into the states
+    else:  # parameters have views into the states, since the first step
         optimizer._hp_optimizer_states_linked = False
-        optimizer._lazy_init_hp_params_optimizer_state()
+        if all(states[flat] for flat in flats):
+            optimizer._lazy_init_hp_params_optimizer_state()

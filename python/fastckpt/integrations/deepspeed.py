@@ -23,7 +23,7 @@ from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 
 from ._directory import is_ours
-from ._processes import crew_of
+from ._processes import crew_of, on_all
 from ._zero import at_rest, check, holders, module, numbers, pieces, restore
 
 __all__ = ["install"]
@@ -68,19 +68,21 @@ def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
         held = optimizer.optimizer.state.get(flat, {})
         # Weights that the optimizer updates in place have no second copy.
         flats = {_MASTER: flat} if flat.dtype != weight.dtype else {}
-        flats |= {key: value for key, value in held.items() if getattr(value, "shape", None) == flat.shape}
+        found = {key: value for key, value in held.items() if isinstance(value, torch.Tensor)}
+        flats |= {key: value for key, value in found.items() if (value.shape, value.dtype) == (flat.shape, flat.dtype)}
         rest = {key: value for key, value in held.items() if key not in flats}
-        if any(isinstance(value, torch.Tensor) and value.numel() > 1 for value in rest.values()):
-            raise NotImplementedError(f"save_checkpoint: the optimizer has tensors of other sizes among {[*rest]}")
+        if odd := [key for key in rest.keys() & found if found[key].numel() > 1 or found[key].shape == flat.shape]:
+            raise NotImplementedError(f"save_checkpoint: the optimizer has tensors of other sizes or dtypes: {odd}")
         for key, value in flats.items():
             tensors[key][name] = part(value)
         groups[number] |= {"tensors": [*flats], "rest": rest}
         groups[number]["params"].append(name)
-    state: dict[str, Any] = {"module": module(engine, frozen=frozen), "optimizer": dict(tensors)}
-    if torch.distributed.get_rank() == 0:
+    is_first = torch.distributed.get_rank() == 0
+    state: dict[str, Any] = {"module": module(engine, frozen=frozen, buffers=is_first), "optimizer": dict(tensors)}
+    if is_first:
         state[_ABOUT] = {
             "groups": groups,
-            "numbers": {name: getattr(owner, name) for name, owner in numbers(engine).items()},
+            "numbers": {name: getattr(owner, name.rpartition(".")[2]) for name, owner in numbers(engine).items()},
             "held": {name: holder.state_dict() for name, holder in holders(engine).items()},
         }
     return state
@@ -94,20 +96,21 @@ def _given(theirs: Any, *args: Any, **more: Any) -> dict[str, Any]:
 
 
 def _save_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more: Any) -> bool:
-    check("save_checkpoint", engine)
     given, crew = _given(theirs, engine, *args, **more), crew_of(engine)
+    if not given["save_dir"]:
+        raise ValueError("save_checkpoint: save_dir is empty: name the directory of the checkpoints")
     tag = f"global_step{engine.global_steps}" if given["tag"] is None else str(given["tag"])
     path = Path(given["save_dir"], tag).absolute()
+    on_all("save_checkpoint", path, partial(check, "save_checkpoint", engine), crew)
     with at_rest(engine):
+        make = partial(_state, engine, frozen=not given["exclude_frozen_parameters"])
         distributed.save(
-            _state(engine, frozen=not given["exclude_frozen_parameters"]),
+            on_all("save_checkpoint", path, make, crew),
             path,
-            ranks=distributed.Ranks(on_difference="warn"),
             per_rank=given["client_state"] or {},
             files=fastckpt.Files(model_key="module"),
             io=options["io"],
         )
-
     if given["save_latest"]:
         crew.first("save_checkpoint", partial(_tell, Path(given["save_dir"], "latest"), tag))
     return True
@@ -128,28 +131,39 @@ def _find(load_dir: Any, tag: Any = None, *_: Any, **__: Any) -> str | None:
 
 
 def _load_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more: Any) -> Any:
-    path = crew_of(engine).first("load_checkpoint", partial(_find, *args, **more))
+    path = (crew := crew_of(engine)).first("load_checkpoint", partial(_find, *args, **more))
     if path is None:
         return theirs(engine, *args, **more)
-    check("load_checkpoint", engine)
+    on_all("load_checkpoint", path, partial(check, "load_checkpoint", engine), crew)
     given, io = _given(theirs, engine, *args, **more), options["io"]
     if given["custom_load_fn"] is not None:
         raise NotImplementedError(f"load_checkpoint: {path}: fastckpt has no use for custom_load_fn")
     alone, strict = given["load_module_only"], given["load_module_strict"]
+    # All that may fail comes before the engine changes.
     about = distributed.load(path, keys=_ABOUT, io=io)[_ABOUT]
+    saved, client_state = on_all("load_checkpoint", path, partial(_client_state, path, crew), crew)
     with at_rest(engine):
         _load(engine, path, about["groups"], strict=strict, whole=given["load_optimizer_states"] and not alone, io=io)
+    engine.loaded_checkpoint_dp_world_size = saved
     if not alone:
+        engine.loaded_checkpoint_mp_world_size = 1
         for name, owner in numbers(engine).items():
-            setattr(owner, name, about["numbers"].get(name, getattr(owner, name)))
+            # The scale belongs to the optimizer.
+            if name in about["numbers"] and (owner is engine or given["load_optimizer_states"]):
+                setattr(owner, name.rpartition(".")[2], about["numbers"][name])
+        asked = {"lr_scheduler": given["load_lr_scheduler_states"], "grad_scaler": given["load_optimizer_states"]}
         for name, holder in holders(engine).items():
-            if name in about["held"] and (name != "lr_scheduler" or given["load_lr_scheduler_states"]):
+            if asked[name] and name in about["held"]:
                 holder.load_state_dict(about["held"][name])
-    try:
-        own = distributed.load_per_rank(path)
-    except ValueError:  # another number of processes has saved
-        own = None
-    return path, own or distributed.load_per_rank(path, rank=0)
+    return path, client_state
+
+
+def _client_state(path: str, crew: Any) -> tuple[int, Any]:
+    """How many processes have saved, and what this one gave then, or the first one."""
+    with fastckpt.open(path) as found:
+        saved = found.ranks
+    read = partial(distributed.load_per_rank, path, registry=fastckpt.Registry(undeclared="plain"))
+    return saved, (read(rank=crew.rank) if saved == crew.size else None) or read(rank=0)
 
 
 def _load(engine: Any, path: str, groups: list[dict[str, Any]], *, strict: bool, whole: bool, io: Any) -> None:
