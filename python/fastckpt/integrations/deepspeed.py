@@ -139,7 +139,7 @@ def _load_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more:
     if given["custom_load_fn"] is not None:
         raise NotImplementedError(f"load_checkpoint: {path}: fastckpt has no use for custom_load_fn")
     alone, strict = given["load_module_only"], given["load_module_strict"]
-    # All that may fail comes before the engine changes.
+    # What a process reads alone comes before the engine changes.
     about = distributed.load(path, keys=_ABOUT, io=io)[_ABOUT]
     saved, client_state = on_all("load_checkpoint", path, partial(_client_state, path, crew), crew)
     with at_rest(engine):
