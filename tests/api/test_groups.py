@@ -329,9 +329,7 @@ def test_an_adapter_beside_a_model_is_somebody_else_s(tmp_path):
     assert fastckpt.list(tmp_path)[0].bytes == sum(each.stat().st_size for each in path.iterdir()) - 4
     fastckpt.copy(path, tmp_path / "d")
     assert (tmp_path / "d" / name).read_bytes() == b"mine"
-    with pytest.raises(
-        fastckpt.exceptions.CheckpointError, match=f"it holds `{name}`, which is not part of the checkpoi"
-    ):
+    with pytest.raises(OSError, match=f"it holds `{name}`, which is not part of the checkpoint"):
         fastckpt.remove(path)
     # A shard of this name takes its place; and what a checkpoint has left goes.
     files = fastckpt.Files(model_key="adapter_model")

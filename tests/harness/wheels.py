@@ -45,7 +45,11 @@ def of_the_installed_package(directory: Path) -> Path:
         for path in sorted(_TREE.rglob("*"))
         if path.is_file() and "__pycache__" not in path.parts
     }
-    (script,) = re.findall(r'^fastckpt = "(.+)"$', (_ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE)
+    (script,) = re.findall(
+        r'^\[project.scripts\]\nfastckpt = "(.+)"$',
+        (_ROOT / "pyproject.toml").read_text(encoding="utf-8"),
+        re.MULTILINE,
+    )
     return write(directory, "fastckpt-io", fastckpt.__version__, files, f"fastckpt = {script}")
 
 

@@ -192,11 +192,17 @@ def test_its_interface_by_keywords(tmp_path):
 
 
 @pytest.mark.slow
-def test_its_process_in_the_background_writes_so_too(tmp_path):
+def save_in_the_background(folder):
     io = fastckpt.IO("buffered", threads=2)
     manager = manager_of(io, save=AsyncCheckpointSaverConfig(staging_config=STAGING))
-    manager.save(f"{tmp_path}/step-1", state(1)).result(timeout=120)
+    manager.save(f"{folder}/step-1", state(1)).result(timeout=120)
     manager.close()
+
+
+def test_its_process_in_the_background_writes_so_too(forge, tmp_path):
+    """In a process where no other test has set up a device."""
+    with forge.group(1) as group:
+        group.run(save_in_the_background, str(tmp_path), timeout=150)
     assert all(CHECKSUM in os.listxattr(tmp_path / name) for name in files(tmp_path))
     assert load(tmp_path, 1)
 

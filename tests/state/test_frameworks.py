@@ -396,7 +396,7 @@ def test_code_is_refused(value, back):
     assert back({"fn": value}, encode=lambda _: "code") == {"fn": "code"}
 
 
-@row("tensors without data (meta, fake), sharded tensors (DTensor)")
+@row("tensors without data (meta, fake), tensors that are spread over processes (DTensor, ShardedTensor, `Part`)")
 def test_tensors_without_data_are_refused(back, tmp_path):
     import torch.distributed as dist
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -93,8 +93,8 @@ class Loader:
 
 
 def is_cuda(device: Any) -> bool:
-    """Whether tensors go to a device of CUDA."""
-    return torch.device(device).type == "cuda"
+    """Whether tensors go to a device of CUDA, as safetensors takes a number."""
+    return isinstance(device, int) or torch.device(device).type == "cuda"
 
 
 def begin(
