@@ -12,10 +12,9 @@ In each round all read the same objects, and take turns to be first:
 ``--store http`` (the default) reads over HTTP from a server on loopback, as S3 gives objects
 (``bench/object_server.py``, in a process of its own, from the page cache). ``--store files`` has the client read files
 itself, without any network: there is nothing to wait for, and what a load adds counts most. All find memory that is
-backed (benchmarks/README.md). ``--url`` takes a place in
-a real store, of a checkpoint that is there. GB is 10^9 bytes; beside the speed stands the processor time of this
-process. ``--check`` exits with 1 when a load has less than 0.75 of the client's speed, or less than 0.9 with ``into=``,
-by the median over the rounds.
+backed (benchmarks/README.md). ``--url`` takes a place in a real store, of a checkpoint that is there. GB is 10^9 bytes;
+beside the speed stands the processor time of this process. ``--check`` exits with 1 when a load has less than 0.75 of
+the client's speed, or less than 0.9 with ``into=``, by the median over the rounds.
 """
 
 from __future__ import annotations
@@ -76,12 +75,13 @@ def measure(url: str, rounds: int) -> tuple[dict[str, list[float]], dict[str, li
     ways = {"client": lambda: read_all(place), "load": load}
     target = fastckpt.load(url)
     ways["into"] = lambda: load(into=target)
+    memory = int(MEMORY * sum(place.sizes().values()))
     samples: dict[str, list[float]] = {way: [] for way in ways}
     cpu: dict[str, list[float]] = {way: [] for way in ways}
     for number in range(-1, rounds):
         for turn in range(len(ways)):
             way = list(ways)[(number + turn) % len(ways)]
-            back_memory(int(MEMORY * sum(place.sizes().values())))
+            back_memory(memory)
             began, used = time.perf_counter(), time.process_time()
             size = ways[way]() / GB
             seconds, used = time.perf_counter() - began, time.process_time() - used
