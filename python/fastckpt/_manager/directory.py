@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from fastckpt._api.manage import leftovers, remove, remove_leftover, strange_in
+from fastckpt._durable import sync
 
 LATEST = "latest"
 #: A file of the run that is about to be renamed to its name.
@@ -118,7 +119,7 @@ class Directory:
         """Pin the checkpoint of a step, durably."""
         with Path(self.path_of(step) + PIN).open("ab") as file:
             os.fsync(file.fileno())
-        sync_directory(self.path)
+        sync(self.path)
 
     def is_pinned(self, step: int) -> bool:
         """Whether there is a pin, as of now."""
@@ -128,7 +129,7 @@ class Directory:
         """Take the pin off."""
         with contextlib.suppress(FileNotFoundError):
             Path(self.path_of(step) + PIN).unlink()
-        sync_directory(self.path)
+        sync(self.path)
 
     def remove(self, step: int, files: Collection[str]) -> str:
         """Remove the checkpoint of a step; files of others are moved into a directory beside it first.
@@ -154,8 +155,8 @@ class Directory:
                 Path(aside, name).parent.mkdir(exist_ok=True)
                 Path(path, name).rename(Path(aside, name))
             for inside in {str(Path(aside, name).parent) for name in strange} | {aside}:
-                sync_directory(inside)
-            sync_directory(self.path)
+                sync(inside)
+            sync(self.path)
         # A pin that is set at this moment stays.
         remove(path, files=files)
         return f"{', '.join(strange)} are now in {aside}" if strange else ""
@@ -232,14 +233,3 @@ class Directory:
 
     def forget(self, step: int) -> None:
         """No process continues the copy of a step. :meth:`sweep_copies` finds its leftovers."""
-
-
-def sync_directory(path: str) -> None:
-    """Make the names in a directory durable; Windows opens none, and journals their changes."""
-    if os.name != "posix":
-        return
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,7 +17,7 @@ from torch_checkpointing.storage import base_storage, filesystem
 
 import fastckpt
 from fastckpt._api.io import check_io
-from fastckpt._manager.directory import sync_directory
+from fastckpt._durable import sync
 from fastckpt._paths import refuse_url
 
 from .torch import unsummed
@@ -81,7 +81,7 @@ class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
         missing = [one for one in (Path(path), *Path(path).parents) if not one.exists()]
         super().mkdir(path, recursive)
         for one in missing:
-            sync_directory(str(one.parent))
+            sync(one.parent)
 
     def rename(self, src_path: Path, dst_path: Path, *_: Any, **__: Any) -> None:
         try:
@@ -92,4 +92,4 @@ class _Storage(filesystem.LocalFileSystemStorage):  # type: ignore[misc]
             what = f"rename {src_path}: only an empty directory, or a file by a file, is replaced"
             raise FileExistsError(errno.EEXIST, what, str(dst_path)) from error
         for parent in {Path(dst_path).parent, Path(src_path).parent}:
-            sync_directory(str(parent))
+            sync(parent)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
-import sys
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import fastckpt
+from fastckpt._durable import sync
 from fastckpt._safetensors_header import text_of
 from fastckpt._state.flatten import flatten
 from fastckpt._state.key_paths import part_of, place_of
@@ -48,14 +48,14 @@ def replacing(destination: Path) -> Iterator[Path]:
         temporary = directory / destination.name
         try:
             yield temporary
-            _fsync(temporary)
+            sync(temporary)
         except Exception as error:
             cause = system_error(error)
             if cause is None:
                 raise
             raise OSError(cause.errno, f"cannot write it: {cause.strerror}", str(destination)) from error
         temporary.replace(destination)
-    _fsync(destination.parent)
+    sync(destination.parent)
 
 
 def system_error(error: BaseException | None) -> OSError | None:
@@ -229,14 +229,3 @@ def _unused(name: str, taken: Mapping[str, Any]) -> str:
     while f"{name}~{number}" in taken:
         number += 1
     return f"{name}~{number}"
-
-
-def _fsync(path: Path) -> None:
-    """Make one file or directory durable; Windows opens no directories, and journals their changes."""
-    if sys.platform == "win32":
-        return
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -1,0 +1,21 @@
+"""Makes what Python has written durable: one file, or the names in one directory."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+
+def sync(path: str | os.PathLike[str]) -> None:
+    """Fsync a file or a directory. Windows opens no directories, and journals their changes.
+
+    Raises:
+        OSError: it cannot be opened, or the storage failed.
+    """
+    if sys.platform == "win32":
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
