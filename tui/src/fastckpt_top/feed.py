@@ -270,15 +270,15 @@ class ShmFeed:
             first = os.pread(file.fd, ops_end, 0)
             second = os.pread(file.fd, ops_end, 0)
             if process is None:
-                process = segment.decode_process(second)
+                process = segment.read(segment.Process, second, segment.PROCESS_OFFSET)
                 pending_threads = set(range(min(process.threads_used, header.thr_count)))
             for index in sorted(pending_ops):
                 at = header.op_off + index * header.op_stride
-                raw = second[at : at + segment.OPERATION_SIZE]
-                if raw != first[at : at + segment.OPERATION_SIZE]:
+                raw = second[at : at + segment.SIZES["operation"]]
+                if raw != first[at : at + segment.SIZES["operation"]]:
                     continue
                 old = old_ops.get(index)
-                op = old[1] if old and old[0] == raw else segment.decode_operation(raw, 0)
+                op = old[1] if old and old[0] == raw else segment.read(segment.Operation, raw)
                 if op.seq % 2 and file.alive:  # the dead were killed in the middle of a change, which stays as it is
                     continue
                 pending_ops.discard(index)
@@ -305,11 +305,11 @@ class ShmFeed:
         second = os.pread(file.fd, length, header.thr_off)
         for index in sorted(pending):
             at = index * header.thr_stride
-            raw = second[at : at + segment.THREAD_SIZE]
+            raw = second[at : at + segment.SIZES["thread"]]
             before = old.get(index)
-            thread = before[1] if before and before[0] == raw else segment.decode_thread(raw, 0)
-            raw_first = first[at : at + segment.THREAD_SIZE]
-            if raw != raw_first and not _plausible(segment.decode_thread(raw_first, 0), thread):
+            thread = before[1] if before and before[0] == raw else segment.read(segment.Thread, raw)
+            raw_first = first[at : at + segment.SIZES["thread"]]
+            if raw != raw_first and not _plausible(segment.read(segment.Thread, raw_first), thread):
                 continue
             pending.discard(index)
             if thread.op_id:
@@ -337,10 +337,10 @@ def _read_history(fd: int, header: segment.Header, head: int) -> tuple[segment.H
     records = []
     for number in range(max(0, head - header.hist_count), head) if header.hist_count else ():
         at = number % header.hist_count * header.hist_stride
-        raw = second[at : at + segment.HISTORY_SIZE]
-        if raw != first[at : at + segment.HISTORY_SIZE]:
+        raw = second[at : at + segment.SIZES["history"]]
+        if raw != first[at : at + segment.SIZES["history"]]:
             continue
-        record = segment.decode_history(raw, 0)
+        record = segment.read(segment.History, raw)
         if record.op_id:
             records.append(record)
     return tuple(records)

@@ -6,9 +6,9 @@ Input is not trusted: whatever the bytes are, decoding ends in a value or in `Ba
 from __future__ import annotations
 
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from enum import IntEnum
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fastckpt_top.text import clean
 
@@ -84,235 +84,85 @@ ENGINES: Final = {0: "unknown", 1: "uring", 2: "threads", 3: "buffered"}
 RESULTS: Final = {0: "unknown", 1: "ok", 2: "failed"}
 PHASES: Final = {0: "unknown"} | {p.value: p.name.lower() for p in Phase}
 THREAD_STATES: Final = {s.value: s.name.lower() for s in ThreadState}
-PROCESS_STATES: Final = {0: "idle", 1: "active", 2: "exiting"}
-
-# name, offset, struct code ("64s": char[64]; "16Q": u64[16])
-_Fields = tuple[tuple[str, int, str], ...]
-HEADER: Final[_Fields] = (
-    ("magic", 0x00, "8s"),
-    ("major", 0x08, "H"),
-    ("minor", 0x0A, "H"),
-    ("header_size", 0x0C, "I"),
-    ("total_size", 0x10, "I"),
-    ("endian_tag", 0x14, "I"),
-    ("features", 0x18, "Q"),
-    ("op_off", 0x20, "I"),
-    ("op_stride", 0x24, "I"),
-    ("op_count", 0x28, "I"),
-    ("thr_off", 0x2C, "I"),
-    ("thr_stride", 0x30, "I"),
-    ("thr_count", 0x34, "I"),
-    ("hist_off", 0x38, "I"),
-    ("hist_stride", 0x3C, "I"),
-    ("hist_count", 0x40, "I"),
-    ("generation", 0x44, "I"),
-    ("pid", 0x48, "I"),
-    ("uid", 0x4C, "I"),
-    ("start_ticks", 0x50, "Q"),
-    ("pid_ns", 0x58, "Q"),
-    ("mono0_ns", 0x60, "Q"),
-    ("real0_ns", 0x68, "Q"),
-    ("boot_id", 0x70, "16s"),
-    ("rank", 0x80, "i"),
-    ("local_rank", 0x84, "i"),
-    ("world", 0x88, "i"),
-    ("local_world", 0x8C, "i"),
-    ("gpu", 0x90, "i"),
-    ("numa", 0x94, "i"),
-    ("version", 0x98, "24s"),
-    ("job", 0xB0, "64s"),
-    ("launch", 0xF0, "Q"),
-    ("time_ns", 0xF8, "Q"),
-)
-PROCESS: Final[_Fields] = (
-    ("heartbeat", 0x00, "Q"),
-    ("state", 0x08, "Q"),
-    ("bytes_written", 0x10, "Q"),
-    ("bytes_read", 0x18, "Q"),
-    ("saves_ok", 0x20, "Q"),
-    ("saves_failed", 0x28, "Q"),
-    ("loads_ok", 0x30, "Q"),
-    ("loads_failed", 0x38, "Q"),
-    ("hist_head", 0x40, "Q"),
-    ("threads_used", 0x48, "Q"),
-    ("verifies_ok", 0x50, "Q"),
-    ("verifies_failed", 0x58, "Q"),
-    ("target_save", 0x60, "Q"),
-    ("target_load", 0x68, "Q"),
-    ("ops_unslotted", 0x70, "Q"),
-    ("group", 0x78, "Q"),
-    ("group_rank", 0x80, "I"),
-    ("group_size", 0x84, "I"),
-    ("waits_for", 0x88, "Q"),
-    ("changed_step", 0x90, "q"),
-    ("changed", 0x98, "Q"),
-    ("warned", 0xA0, "Q"),
-    ("warning", 0xA8, "64s"),
-)
-OPERATION: Final[_Fields] = (
-    ("seq", 0x00, "Q"),
-    ("op_id", 0x08, "Q"),
-    ("kind", 0x10, "I"),
-    ("phase", 0x14, "I"),
-    ("engine", 0x18, "I"),
-    ("flags", 0x1C, "I"),
-    ("fallback_errno", 0x20, "I"),
-    ("threads", 0x24, "I"),
-    ("bytes_total", 0x28, "Q"),
-    ("bytes_durable", 0x30, "Q"),
-    ("files_total", 0x38, "I"),
-    ("files_done", 0x3C, "I"),
-    ("t_start_mono_ns", 0x40, "Q"),
-    ("t_phase_mono_ns", 0x48, "Q"),
-    ("t_end_mono_ns", 0x50, "Q"),
-    ("st_dev", 0x58, "Q"),
-    ("step", 0x60, "q"),
-    ("block_size", 0x68, "I"),
-    ("queue_depth", 0x6C, "I"),
-    ("target", 0x70, "Q"),
-    ("error", 0x78, "Q"),
-    ("label", 0x80, "64s"),
-    ("path", 0xC0, "304s"),
-    ("bytes_staged", 0x1F0, "Q"),
-    ("bytes_to_stage", 0x1F8, "Q"),
-)
-THREAD: Final[_Fields] = (
-    ("bytes_ever", 0x00, "Q"),
-    ("requests", 0x08, "Q"),
-    ("bytes_submitted", 0x10, "Q"),
-    ("busy_ns", 0x18, "Q"),
-    ("source_wait_ns", 0x20, "Q"),
-    ("last_progress_mono_ns", 0x28, "Q"),
-    ("in_flight", 0x30, "I"),
-    ("state", 0x34, "I"),
-    ("op_slot", 0x38, "I"),
-    ("errors", 0x3C, "I"),
-    ("latency_sum_ns", 0x40, "Q"),
-    ("latency_max_ns", 0x48, "Q"),
-    ("retries", 0x50, "I"),
-    ("shorts", 0x54, "I"),
-    ("fsync_wait_ms", 0x58, "I"),
-    ("peer_wait_ms", 0x5C, "I"),
-    ("tid", 0x60, "I"),
-    ("cpu", 0x64, "I"),
-    ("op_id", 0x68, "Q"),
-    ("file", 0x70, "I"),
-    ("limit_wait_ms", 0x74, "I"),
-    ("bytes_op", 0x78, "Q"),
-    ("latency_hist", 0x80, "16Q"),
-)
-HISTORY: Final[_Fields] = (
-    ("op_id", 0x00, "Q"),
-    ("kind", 0x08, "I"),
-    ("result", 0x0C, "I"),
-    ("engine", 0x10, "I"),
-    ("threads", 0x14, "I"),
-    ("bytes", 0x18, "Q"),
-    ("t_start_real_ns", 0x20, "Q"),
-    ("dur_ns", 0x28, "Q"),
-    ("sync_ns", 0x30, "Q"),
-    ("peak_bps", 0x38, "Q"),
-    ("p50_us", 0x40, "I"),
-    ("p99_us", 0x44, "I"),
-    ("step", 0x48, "q"),
-    ("error", 0x50, "Q"),
-    ("flags", 0x58, "I"),
-    ("fallback_errno", 0x5C, "I"),
-    ("label", 0x60, "64s"),
-    ("path", 0xA0, "96s"),
-)
 SIZES: Final = {"header": 256, "process": 256, "operation": 512, "thread": 256, "history": 256}
-LAYOUT: Final = {"header": HEADER, "process": PROCESS, "operation": OPERATION, "thread": THREAD, "history": HISTORY}
+"""Bytes of an entry of each table."""
 
+T = TypeVar("T")
 _TYPES: Final = {"H": "u16", "I": "u32", "Q": "u64", "i": "i32", "q": "i64"}
 
 
-def _compile(fields: _Fields, size: int) -> struct.Struct:
-    parts = ["<"]
-    at = 0
-    for _, offset, code in fields:
-        if offset > at:
-            parts.append(f"{offset - at}x")
-        parts.append(code)
-        at = offset + struct.calcsize("<" + code)
-    parts.append(f"{size - at}x")
-    made = struct.Struct("".join(parts))
-    assert made.size == size  # noqa: S101  (a statement about the tables above, checked once at import)
-    return made
+def _at(offset: int, code: str) -> Any:
+    """A field, at so many bytes in its entry, of a type of `struct`: "64s" is char[64], "16s" an id, "16Q" u64[16]."""
+    default = "" if code.endswith("s") else (0,) * int(code[:-1]) if len(code) > 1 else 0
+    return field(default=default, metadata={"offset": offset, "code": code})
 
 
-_HEADER, _PROCESS, _OPERATION, _THREAD, _HISTORY = (_compile(LAYOUT[name], size) for name, size in SIZES.items())
-THREAD_SIZE: Final = SIZES["thread"]
-OPERATION_SIZE: Final = SIZES["operation"]
-HISTORY_SIZE: Final = SIZES["history"]
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Header:
     """The publishing process, and the places of the tables. Field by field as in docs/telemetry.md 5.1."""
 
-    major: int
-    minor: int
-    header_size: int
-    total_size: int
-    endian_tag: int
-    features: int
-    op_off: int
-    op_stride: int
-    op_count: int
-    thr_off: int
-    thr_stride: int
-    thr_count: int
-    hist_off: int
-    hist_stride: int
-    hist_count: int
-    generation: int
-    pid: int
-    uid: int
-    start_ticks: int
-    pid_ns: int
-    mono0_ns: int
-    real0_ns: int
-    boot_id: str
-    rank: int
-    local_rank: int
-    world: int
-    local_world: int
-    gpu: int
-    numa: int
-    version: str
-    job: str
-    launch: int
-    time_ns: int
+    major: int = _at(0x08, "H")
+    minor: int = _at(0x0A, "H")
+    header_size: int = _at(0x0C, "I")
+    total_size: int = _at(0x10, "I")
+    endian_tag: int = _at(0x14, "I")
+    features: int = _at(0x18, "Q")
+    op_off: int = _at(0x20, "I")
+    op_stride: int = _at(0x24, "I")
+    op_count: int = _at(0x28, "I")
+    thr_off: int = _at(0x2C, "I")
+    thr_stride: int = _at(0x30, "I")
+    thr_count: int = _at(0x34, "I")
+    hist_off: int = _at(0x38, "I")
+    hist_stride: int = _at(0x3C, "I")
+    hist_count: int = _at(0x40, "I")
+    generation: int = _at(0x44, "I")
+    pid: int = _at(0x48, "I")
+    uid: int = _at(0x4C, "I")
+    start_ticks: int = _at(0x50, "Q")
+    pid_ns: int = _at(0x58, "Q")
+    mono0_ns: int = _at(0x60, "Q")
+    real0_ns: int = _at(0x68, "Q")
+    boot_id: str = _at(0x70, "16s")
+    rank: int = _at(0x80, "i")
+    local_rank: int = _at(0x84, "i")
+    world: int = _at(0x88, "i")
+    local_world: int = _at(0x8C, "i")
+    gpu: int = _at(0x90, "i")
+    numa: int = _at(0x94, "i")
+    version: str = _at(0x98, "24s")
+    job: str = _at(0xB0, "64s")
+    launch: int = _at(0xF0, "Q")
+    time_ns: int = _at(0xF8, "Q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Process:
     """Totals of one process (docs/telemetry.md 5.2)."""
 
-    heartbeat: int = 0
-    state: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
-    saves_ok: int = 0
-    saves_failed: int = 0
-    loads_ok: int = 0
-    loads_failed: int = 0
-    hist_head: int = 0
-    threads_used: int = 0
-    verifies_ok: int = 0
-    verifies_failed: int = 0
-    target_save: int = 0
-    target_load: int = 0
-    ops_unslotted: int = 0
-    group: int = 0
-    group_rank: int = 0
-    group_size: int = 0
-    waits_for: int = 0
-    changed_step: int = 0
-    changed: int = 0
-    warned: int = 0
-    warning: str = ""
+    heartbeat: int = _at(0x00, "Q")
+    state: int = _at(0x08, "Q")
+    bytes_written: int = _at(0x10, "Q")
+    bytes_read: int = _at(0x18, "Q")
+    saves_ok: int = _at(0x20, "Q")
+    saves_failed: int = _at(0x28, "Q")
+    loads_ok: int = _at(0x30, "Q")
+    loads_failed: int = _at(0x38, "Q")
+    hist_head: int = _at(0x40, "Q")
+    threads_used: int = _at(0x48, "Q")
+    verifies_ok: int = _at(0x50, "Q")
+    verifies_failed: int = _at(0x58, "Q")
+    target_save: int = _at(0x60, "Q")
+    target_load: int = _at(0x68, "Q")
+    ops_unslotted: int = _at(0x70, "Q")
+    group: int = _at(0x78, "Q")
+    group_rank: int = _at(0x80, "I")
+    group_size: int = _at(0x84, "I")
+    waits_for: int = _at(0x88, "Q")
+    changed_step: int = _at(0x90, "q")
+    changed: int = _at(0x98, "Q")
+    warned: int = _at(0xA0, "Q")
+    warning: str = _at(0xA8, "64s")
 
     @property
     def shares(self) -> dict[str, float]:
@@ -325,31 +175,31 @@ class Process:
 class Operation:
     """One save, load or verify (docs/telemetry.md 5.3). Times in nanoseconds of the process's monotonic clock."""
 
-    seq: int
-    op_id: int
-    kind: int
-    phase: int
-    engine: int
-    flags: int
-    fallback_errno: int
-    threads: int
-    bytes_total: int
-    bytes_durable: int
-    files_total: int
-    files_done: int
-    t_start_mono_ns: int
-    t_phase_mono_ns: int
-    t_end_mono_ns: int
-    st_dev: int
-    step: int
-    block_size: int
-    queue_depth: int
-    target: int
-    error: int
-    label: str
-    path: str
-    bytes_staged: int = 0
-    bytes_to_stage: int = 0
+    seq: int = _at(0x00, "Q")
+    op_id: int = _at(0x08, "Q")
+    kind: int = _at(0x10, "I")
+    phase: int = _at(0x14, "I")
+    engine: int = _at(0x18, "I")
+    flags: int = _at(0x1C, "I")
+    fallback_errno: int = _at(0x20, "I")
+    threads: int = _at(0x24, "I")
+    bytes_total: int = _at(0x28, "Q")
+    bytes_durable: int = _at(0x30, "Q")
+    files_total: int = _at(0x38, "I")
+    files_done: int = _at(0x3C, "I")
+    t_start_mono_ns: int = _at(0x40, "Q")
+    t_phase_mono_ns: int = _at(0x48, "Q")
+    t_end_mono_ns: int = _at(0x50, "Q")
+    st_dev: int = _at(0x58, "Q")
+    step: int = _at(0x60, "q")
+    block_size: int = _at(0x68, "I")
+    queue_depth: int = _at(0x6C, "I")
+    target: int = _at(0x70, "Q")
+    error: int = _at(0x78, "Q")
+    label: str = _at(0x80, "64s")
+    path: str = _at(0xC0, "304s")
+    bytes_staged: int = _at(0x1F0, "Q")
+    bytes_to_stage: int = _at(0x1F8, "Q")
 
     @property
     def refused(self) -> tuple[str, ...]:
@@ -366,53 +216,53 @@ class Operation:
 class Thread:
     """One worker thread's slot (docs/telemetry.md 5.4)."""
 
-    bytes_ever: int
-    requests: int
-    bytes_submitted: int
-    busy_ns: int
-    source_wait_ns: int
-    last_progress_mono_ns: int
-    in_flight: int
-    state: int
-    op_slot: int
-    errors: int
-    latency_sum_ns: int
-    latency_max_ns: int
-    retries: int
-    shorts: int
-    fsync_wait_ms: int = 0
-    peer_wait_ms: int = 0
-    tid: int
-    cpu: int
-    op_id: int
-    file: int
-    limit_wait_ms: int
-    bytes_op: int
-    latency_hist: tuple[int, ...]
+    bytes_ever: int = _at(0x00, "Q")
+    requests: int = _at(0x08, "Q")
+    bytes_submitted: int = _at(0x10, "Q")
+    busy_ns: int = _at(0x18, "Q")
+    source_wait_ns: int = _at(0x20, "Q")
+    last_progress_mono_ns: int = _at(0x28, "Q")
+    in_flight: int = _at(0x30, "I")
+    state: int = _at(0x34, "I")
+    op_slot: int = _at(0x38, "I")
+    errors: int = _at(0x3C, "I")
+    latency_sum_ns: int = _at(0x40, "Q")
+    latency_max_ns: int = _at(0x48, "Q")
+    retries: int = _at(0x50, "I")
+    shorts: int = _at(0x54, "I")
+    fsync_wait_ms: int = _at(0x58, "I")
+    peer_wait_ms: int = _at(0x5C, "I")
+    tid: int = _at(0x60, "I")
+    cpu: int = _at(0x64, "I")
+    op_id: int = _at(0x68, "Q")
+    file: int = _at(0x70, "I")
+    limit_wait_ms: int = _at(0x74, "I")
+    bytes_op: int = _at(0x78, "Q")
+    latency_hist: tuple[int, ...] = _at(0x80, "16Q")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """One ended operation (docs/telemetry.md 5.5)."""
 
-    op_id: int
-    kind: int
-    result: int
-    engine: int
-    threads: int
-    bytes: int
-    t_start_real_ns: int
-    dur_ns: int
-    sync_ns: int
-    peak_bps: int
-    p50_us: int
-    p99_us: int
-    step: int
-    error: int
-    flags: int
-    fallback_errno: int
-    label: str
-    path: str
+    op_id: int = _at(0x00, "Q")
+    kind: int = _at(0x08, "I")
+    result: int = _at(0x0C, "I")
+    engine: int = _at(0x10, "I")
+    threads: int = _at(0x14, "I")
+    bytes: int = _at(0x18, "Q")
+    t_start_real_ns: int = _at(0x20, "Q")
+    dur_ns: int = _at(0x28, "Q")
+    sync_ns: int = _at(0x30, "Q")
+    peak_bps: int = _at(0x38, "Q")
+    p50_us: int = _at(0x40, "I")
+    p99_us: int = _at(0x44, "I")
+    step: int = _at(0x48, "q")
+    error: int = _at(0x50, "Q")
+    flags: int = _at(0x58, "I")
+    fallback_errno: int = _at(0x5C, "I")
+    label: str = _at(0x60, "64s")
+    path: str = _at(0xA0, "96s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -466,9 +316,7 @@ def decode_header(data: bytes, file_size: int) -> Header:
         raise BadSegment(
             f"segment layout {major}.{minor} needs {'a newer' if major > MAJOR else 'an older'} fastckpt-top"
         )
-    named = _named(HEADER, _HEADER, data, 0)
-    del named["magic"]
-    header = Header(**named)
+    header = read(Header, data)
     if file_size > MAX_SIZE:
         raise BadSegment(f"too large: {file_size} bytes")
     if header.generation == 0:
@@ -476,9 +324,9 @@ def decode_header(data: bytes, file_size: int) -> Header:
     if header.header_size < HEADER_SIZE or header.total_size > file_size:
         raise BadSegment(f"sizes: header {header.header_size}, total {header.total_size}, file {file_size}")
     for name, offset, stride, count, least in (
-        ("operations", header.op_off, header.op_stride, header.op_count, OPERATION_SIZE),
-        ("threads", header.thr_off, header.thr_stride, header.thr_count, THREAD_SIZE),
-        ("history", header.hist_off, header.hist_stride, header.hist_count, HISTORY_SIZE),
+        ("operations", header.op_off, header.op_stride, header.op_count, SIZES["operation"]),
+        ("threads", header.thr_off, header.thr_stride, header.thr_count, SIZES["thread"]),
+        ("history", header.hist_off, header.hist_stride, header.hist_count, SIZES["history"]),
     ):
         if stride < least or stride % 8 or offset % 8 or offset < TABLES_OFFSET:
             raise BadSegment(f"table of {name}: offset {offset}, stride {stride}")
@@ -487,40 +335,31 @@ def decode_header(data: bytes, file_size: int) -> Header:
     return header
 
 
-def decode_process(data: bytes, offset: int = PROCESS_OFFSET) -> Process:
-    """Decode the process block at `offset` of `data`.
+def read(kind: type[T], data: bytes, offset: int = 0) -> T:
+    """Decode one entry of a table.
+
+    Args:
+        kind: `Header`, `Process`, `Operation`, `Thread` or `History`.
+        data: Bytes of a segment.
+        offset: Where in them the entry begins.
+
+    Returns:
+        Numbers, cleaned strings, tuples for arrays, hexadecimal digits for ids.
 
     Raises:
         BadSegment: `data` is too short.
     """
-    return Process(**_named(PROCESS, _PROCESS, data, offset))
-
-
-def decode_operation(data: bytes, offset: int) -> Operation:
-    """Decode the operation slot at `offset` of `data`.
-
-    Raises:
-        BadSegment: `data` is too short.
-    """
-    return Operation(**_named(OPERATION, _OPERATION, data, offset))
-
-
-def decode_thread(data: bytes, offset: int) -> Thread:
-    """Decode the thread slot at `offset` of `data`.
-
-    Raises:
-        BadSegment: `data` is too short.
-    """
-    return Thread(**_named(THREAD, _THREAD, data, offset))
-
-
-def decode_history(data: bytes, offset: int) -> History:
-    """Decode the history record at `offset` of `data`.
-
-    Raises:
-        BadSegment: `data` is too short.
-    """
-    return History(**_named(HISTORY, _HISTORY, data, offset))
+    shape, names, texts = _SHAPES[kind]
+    if offset < 0 or offset + shape.size > len(data):
+        raise BadSegment(f"cut short: {len(data)} bytes, {offset + shape.size} needed")
+    values = list(shape.unpack_from(data, offset))
+    for index, code in texts:
+        raw: bytes = values[index]
+        values[index] = raw.hex() if code == "16s" else clean(raw.split(b"\0", 1)[0].decode("utf-8", "replace"))
+    last = len(names) - 1
+    if len(values) > len(names):  # an array, which is always the last field
+        values[last:] = [tuple(values[last:])]
+    return kind(**dict(zip(names, values, strict=True)))
 
 
 def decode(data: bytes) -> Segment:
@@ -536,10 +375,10 @@ def decode(data: bytes) -> Segment:
         BadSegment: The bytes are not a segment that can be read.
     """
     header = decode_header(data, len(data))
-    process = decode_process(data)
-    operations = [decode_operation(data, header.op_off + i * header.op_stride) for i in range(header.op_count)]
-    threads = [(i, decode_thread(data, header.thr_off + i * header.thr_stride)) for i in range(header.thr_count)]
-    history = [decode_history(data, header.hist_off + i * header.hist_stride) for i in range(header.hist_count)]
+    process = read(Process, data, PROCESS_OFFSET)
+    operations = [read(Operation, data, header.op_off + i * header.op_stride) for i in range(header.op_count)]
+    threads = [(i, read(Thread, data, header.thr_off + i * header.thr_stride)) for i in range(header.thr_count)]
+    history = [read(History, data, header.hist_off + i * header.hist_stride) for i in range(header.hist_count)]
     return Segment(
         header,
         process,
@@ -556,29 +395,31 @@ def layout() -> dict[str, dict[str, dict[str, int | str]]]:
         Table -> field -> `offset` in bytes (within the table's entry) and `type` as docs/telemetry.md writes it.
     """
     tables: dict[str, dict[str, dict[str, int | str]]] = {}
-    for table, fields in LAYOUT.items():
-        tables[table] = {name: {"offset": offset, "type": _type_name(name, code)} for name, offset, code in fields}
+    for table, kind in zip(SIZES, _KINDS, strict=True):
+        places = {one.name: one.metadata for one in fields(kind)}
+        tables[table] = {
+            name: {"offset": place["offset"], "type": _type_name(name, place["code"])} for name, place in places.items()
+        }
+    tables["header"]["magic"] = {"offset": 0, "type": f"u8[{len(MAGIC)}]"}
     return tables
 
 
 def _type_name(name: str, code: str) -> str:
     if code.endswith("s"):
-        return f"{'u8' if name in ('magic', 'boot_id') else 'char'}[{code[:-1]}]"
+        return f"{'u8' if name == 'boot_id' else 'char'}[{code[:-1]}]"
     return f"{_TYPES[code[-1]]}[{code[:-1]}]" if len(code) > 1 else _TYPES[code]
 
 
-def _named(fields: _Fields, shape: struct.Struct, data: bytes, offset: int) -> dict[str, Any]:
-    """Field -> value: numbers, cleaned strings, tuples for arrays, hexadecimal digits for ids."""
-    if offset < 0 or offset + shape.size > len(data):
-        raise BadSegment(f"cut short: {len(data)} bytes, {offset + shape.size} needed")
-    values = shape.unpack_from(data, offset)
-    named: dict[str, Any] = {}
-    for index, (name, _, code) in enumerate(fields):
-        if code.endswith("s"):
-            raw: bytes = values[index]
-            named[name] = raw.hex() if code == "16s" else clean(raw.split(b"\0", 1)[0].decode("utf-8", "replace"))
-        elif len(code) > 1:  # an array, which is always the last field
-            named[name] = tuple(values[index:])
-        else:
-            named[name] = values[index]
-    return named
+def _shape(kind: Any, size: int) -> tuple[struct.Struct, tuple[str, ...], tuple[tuple[int, str], ...]]:
+    """What `struct` reads of an entry, its fields, and number and code of those that are text."""
+    code, at = "<", 0
+    places = [(one.metadata["offset"], one.metadata["code"]) for one in fields(kind)]
+    for offset, own in places:
+        code += f"{offset - at}x{own}"
+        at = offset + struct.calcsize("<" + own)
+    texts = tuple((index, own) for index, (_, own) in enumerate(places) if own.endswith("s"))
+    return struct.Struct(f"{code}{size - at}x"), tuple(one.name for one in fields(kind)), texts
+
+
+_KINDS: Final = (Header, Process, Operation, Thread, History)
+_SHAPES: Final[dict[type, Any]] = {kind: _shape(kind, size) for kind, size in zip(_KINDS, SIZES.values(), strict=True)}
