@@ -177,18 +177,19 @@ def test_two_jobs_that_end_well_before_ones_eyes_are_both_judged(saver, place, t
 
 
 def test_a_save_that_linked_all_has_no_verdict(saver, place, top, tmp_path):
-    """Mutants: it is below its target, in `--check`, in the sentence, or in the history."""
-    one = saver("frozen", 1)
+    """Mutants: it is below its target, in `--check`, the sentence, or the history; the linked bytes are not told."""
+    one = saver("frozen", 1, size=30_000_000)
     written = [one.save(tmp_path / str(step), base=tmp_path / str(step - 1) if step else "") for step in range(4)]
     assert written[-1] == "0"
     judged = top("--check")
-    assert (judged.returncode, judged.stdout) == (0, "ok: save 3 (done): nothing to write\n")
+    assert (judged.returncode, judged.stdout) == (0, "ok: save 3 (done): nothing to write, 0.03 GB linked\n")
     shown = top("--once").stdout
-    assert "save 3: nothing to write, done in " in shown
-    assert "\n- 3: nothing to write\n" in shown
-    assert "nothing to write" in top("--count", 1).stdout
+    assert "save 3: nothing to write, 0.03 GB linked, done in " in shown
+    assert "\n- 3: nothing to write, 0.03 GB linked\n" in shown
+    assert "nothing to write, 0.03 GB linked" in top("--count", 1).stdout
     (op,) = once(place)["ops"]
-    assert (op["verdict"], op["sentence"]) == (None, {"level": "info", "text": "3: nothing to write"})
+    assert op["linked"] == 30_000_000
+    assert (op["verdict"], op["sentence"]) == (None, {"level": "info", "text": "3: nothing to write, 0.03 GB linked"})
     model, feed = Model(), ShmFeed([str(place)])
     model.update(feed.poll())
     feed.close()

@@ -127,6 +127,7 @@ fn fill(segment: &Segment) {
         (&operation.t_phase_mono_ns, 2_100_000_000),
         (&operation.st_dev, 65_024),
         (&operation.target, 1_500_000_000),
+        (&operation.bytes_linked, 250_000_000),
         (&operation.bytes_staged, 9_900_000_000),
         (&operation.bytes_to_stage, 9_999_999_000),
     ] {

@@ -256,6 +256,7 @@ def _node_op(op: NodeOp) -> Json:
         "gpus": op.gpus,
         "bytes": op.total,
         "done": op.done,
+        "linked": op.linked,
         "Bps": _number(op.rate),
         "avg_Bps": _number(op.average),
         "peak_Bps": _number(op.peak),

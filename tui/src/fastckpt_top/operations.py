@@ -66,6 +66,7 @@ def node_op(group: Group, look: Look) -> NodeOp:
         failed=failed,
         job_key=group.job,
         target_source=per_gpu.source,
+        linked=sum(track.op.bytes_linked for track in tracks),
         changed=() if running or group.kind != Kind.SAVE or failed else _changed(group),
     )
 

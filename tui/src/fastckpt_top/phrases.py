@@ -138,7 +138,8 @@ def still(op: NodeOp) -> list[str]:
 
 def nothing(op: NodeOp) -> str:
     """The words for an operation that had no byte to move, as a save that linked every file."""
-    return f"nothing to {'write' if op.kind == 'save' else 'read'}"
+    linked = f", {text.size(op.linked)} GB linked" if op.linked else ""
+    return f"nothing to {'write' if op.kind == 'save' else 'read'}{linked}"
 
 
 def seconds(span: float) -> str:

@@ -289,6 +289,7 @@ class NodeOp:
         gpus: GPUs that the target is multiplied by.
         total: Bytes in all.
         done: Bytes completed.
+        linked: Bytes of tensors in files that it took over from an earlier checkpoint.
         rate: Bytes/s of all ranks over the last second; None if none moves data.
         average: Bytes/s from the first rank's start to now, or to the last rank's end.
         peak: Largest `rate` seen.
@@ -336,6 +337,7 @@ class NodeOp:
     target_source: str = "default"
     changed: tuple[tuple[str, float], ...] = ()
     sentence: Sentence | None = None
+    linked: int = 0
 
     @property
     def empty(self) -> bool:

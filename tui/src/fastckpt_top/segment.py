@@ -197,7 +197,8 @@ class Operation:
     target: int = _at(0x70, "Q")
     error: int = _at(0x78, "Q")
     label: str = _at(0x80, "64s")
-    path: str = _at(0xC0, "304s")
+    path: str = _at(0xC0, "296s")
+    bytes_linked: int = _at(0x1E8, "Q")
     bytes_staged: int = _at(0x1F0, "Q")
     bytes_to_stage: int = _at(0x1F8, "Q")
 

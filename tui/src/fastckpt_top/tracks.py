@@ -164,10 +164,7 @@ class OpTrack:
         self.told_end = False
         self._state: tuple[int, ...] = ()
         if proc.same_clock and op.phase in (Phase.WRITE, Phase.READ):
-            latest = max(
-                [op.t_phase_mono_ns] + [t.last_progress_mono_ns for _, t in proc.threads if t.op_id == op.op_id]
-            )
-            self.changed = min(max(latest / 1e9, self.start), mono)
+            self.changed = min(max(_latest(proc, op) / 1e9, self.start), mono)
         if op.running and mono - self.start < _SEED_S:
             self.window.add(Sample(self.start, 0))
 
@@ -280,8 +277,4 @@ def _elapsed(proc: Proc, op: Operation, mono: float) -> float:
     """Seconds from an operation's start to now. Two clocks are only compared if they are the same clock."""
     if proc.same_clock:
         return max(mono - op.t_start_mono_ns / 1e9, 0.0)
-    latest = max(
-        [op.t_phase_mono_ns, op.t_end_mono_ns]
-        + [t.last_progress_mono_ns for _, t in proc.threads if t.op_id == op.op_id]
-    )
-    return max(latest - op.t_start_mono_ns, 0) / 1e9
+    return max(_latest(proc, op) - op.t_start_mono_ns, op.t_end_mono_ns - op.t_start_mono_ns, 0) / 1e9

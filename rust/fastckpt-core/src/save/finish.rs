@@ -87,6 +87,8 @@ pub(crate) fn finish(
         decode::check(&body)
             .map_err(|what| Error::Invalid(format!("no load would accept this save: {what}")))?;
     }
+    let reused = linked.linked();
+    operation.linked(reused.bytes);
     let synced = seal(&mut workspace, &body, files, unsynced, operation)?;
     let total = plan.written().map(|shard| shard.bytes).sum();
     // The rest is quick and cannot be stopped half-way.
@@ -101,7 +103,7 @@ pub(crate) fn finish(
         warnings: [linked.warnings.clone(), published.warnings()].concat(),
         shards: plan.shards.len(),
         tensors: plan.places.len(),
-        linked: linked.linked(),
+        linked: reused,
     };
     Ok((committed, displaced))
 }

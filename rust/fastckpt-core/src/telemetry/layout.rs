@@ -209,7 +209,8 @@ structures! {
         target: AtomicU64,
         error: AtomicU64,
         label: Text<8>,
-        path: Text<38>,
+        path: Text<37>,
+        bytes_linked: AtomicU64,
         bytes_staged: AtomicU64,
         bytes_to_stage: AtomicU64,
     }

@@ -136,7 +136,7 @@ impl Operation {
             for zero in [&slot.bytes_total, &slot.bytes_durable, &slot.t_end_mono_ns, &slot.error] {
                 zero.store(0, Relaxed);
             }
-            for zero in [&slot.bytes_staged, &slot.bytes_to_stage] {
+            for zero in [&slot.bytes_linked, &slot.bytes_staged, &slot.bytes_to_stage] {
                 zero.store(0, Relaxed);
             }
             slot.t_start_mono_ns.store(begin, Relaxed);
@@ -202,6 +202,11 @@ impl Operation {
             slot.phase.store(phase as u32, Relaxed);
             slot.t_phase_mono_ns.store(now, Relaxed);
         });
+    }
+
+    /// Files with `bytes` of tensors are taken over from an earlier checkpoint, not written.
+    pub(crate) fn linked(&self, bytes: u64) {
+        self.write(|slot| slot.bytes_linked.store(bytes, Relaxed));
     }
 
     /// The copy of a state of `total` bytes begins.
