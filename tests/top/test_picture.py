@@ -14,7 +14,6 @@ from pathlib import Path
 
 import fastckpt_top
 import pytest
-from fastckpt_top import picture
 from fastckpt_top.app import TopApp
 from fastckpt_top.replay import Replay
 from fastckpt_top.views.state import Ui
@@ -27,6 +26,9 @@ from harness import needs
 
 ROOT = Path(__file__).parents[2]
 TOOLS, DOCS = ROOT / "tui" / "tools", ROOT / "docs"
+sys.path.append(str(TOOLS))
+import svg as picture  # noqa: E402 - it is found only from here on
+
 SVG = "{http://www.w3.org/2000/svg}"
 THEME = TerminalTheme((0, 0, 0), (255, 255, 255), [(0, 0, 0)] * 8)
 IN_ANY_FONT = set("·…→←↑↓−×±≥≤–—°")  # noqa: RUF001  (meant)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fastckpt_top import picture
+import svg
 from fastckpt_top.app import TopApp
 from fastckpt_top.replay import Replay
 from fastckpt_top.views.state import Ui
@@ -71,7 +71,7 @@ def draw(recording: Path, size: tuple[int, int], keys: Sequence[str] = (), theme
         async with app.run_test(size=size) as pilot:
             await pilot.press(*keys)
             await pilot.pause()
-            return picture.of(app.canvas)
+            return svg.of(app.canvas)
 
     return asyncio.run(take())
 

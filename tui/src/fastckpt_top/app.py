@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 from textual import events
 from textual.app import App
 
-from fastckpt_top import config, picture, targets, text
+from fastckpt_top import config, targets, text
 from fastckpt_top.keys import ALL, BINDINGS, SCROLLING
 from fastckpt_top.record import Recording
 from fastckpt_top.replay import Replay, ReplayError
@@ -389,7 +389,7 @@ class TopApp(App[None]):
         """Save the screen as SVG and as text."""
         path = _file_name(".svg")
         try:
-            Path(path).write_text(picture.of(self.canvas), "utf-8")
+            Path(path).write_text(self.export_screenshot(title="fastckpt-top"), "utf-8")
             Path(path).with_suffix(".txt").write_text(self.canvas.screen_text, "utf-8")
         except OSError as error:
             self._say(f"cannot write {path}: {error.strerror}")

@@ -1,4 +1,4 @@
-"""A screen as SVG that looks alike in browsers, in an `<img>`, and in librsvg.
+"""A screen as SVG for the documents, that looks alike in browsers, in an `<img>`, and in librsvg.
 
 Text stays text. Characters that must join their neighbours without a seam are drawn: blocks, lines, braille dots. So
 are the marks, which few fonts have in the width of a cell. Nothing is fetched, and no font is needed: each character
