@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import svg
+
 from fastckpt_top.app import TopApp
 from fastckpt_top.replay import Replay
 from fastckpt_top.views.state import Ui
