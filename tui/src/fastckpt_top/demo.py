@@ -8,10 +8,10 @@ from __future__ import annotations
 import errno
 import math
 import time
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top import segment
 from fastckpt_top.segment import (
     FEATURE_HEARTBEAT,
     FLAG_DIRECT,
@@ -190,7 +190,6 @@ class DemoSource:
             block_size=BLOCK,
             queue_depth=8,
             target=TARGET_SAVE if save else TARGET_LOAD,
-            error=0,
             label=f"step-{step}",
             path=f"/mnt/nvme{rank % 4}/ckpt/llama70b/step-{step}",
         )
@@ -247,17 +246,13 @@ def _thread(
         in_flight=8 - (rank + index + int(tau * 2)) % 2 if moving else 0,
         state=2 if moving else 3 if syncing else 0,
         op_slot=0 if kind == Kind.SAVE else 1,
-        errors=0,
         latency_sum_ns=(number - 1) * _LATENCY_BEFORE_NS + done // BLOCK * latency_ns,
         latency_max_ns=latency_ns * 3,
-        retries=0,
-        shorts=0,
         fsync_wait_ms=int(((number - 1) * _SYNC_BEFORE_S + min(synced_s, sync_s)) * 1e3),
         tid=5400 + 10 * rank + index,
         cpu=12 * rank + index,
         op_id=number,
         file=int(8 * share),
-        limit_wait_ms=0,
         bytes_op=done,
         latency_hist=tuple(requests * count // 1000 for count in _LATENCY),
     )
@@ -267,27 +262,12 @@ def _thread(
 def _header(rank: int) -> Header:
     return Header(
         major=1,
-        minor=0,
-        header_size=256,
-        total_size=0x9000,
-        endian_tag=segment.ENDIAN_TAG,
         features=FEATURE_HEARTBEAT,
-        op_off=0x200,
-        op_stride=512,
-        op_count=7,
-        thr_off=0x1000,
-        thr_stride=256,
-        thr_count=64,
-        hist_off=0x5000,
-        hist_stride=256,
-        hist_count=64,
         generation=1,
         pid=5327 + 3 * rank,
         uid=1000,
         start_ticks=100_000 + rank,
         pid_ns=4026531836,
-        mono0_ns=0,
-        real0_ns=0,
         boot_id="00112233445566778899aabbccddeeff",
         rank=rank,
         local_rank=rank,
@@ -298,7 +278,6 @@ def _header(rank: int) -> Header:
         version="0.1.0",
         job="llama70b",
         launch=1,
-        time_ns=0,
     )
 
 
@@ -328,7 +307,6 @@ def _past(rank: int, cycle: int) -> tuple[History, ...]:
                     p50_us=5100,
                     p99_us=11_800,
                     step=step_of(number),
-                    error=0,
                     flags=FLAG_DIRECT | (FLAG_FALLBACK | FLAG_NO_RING if fell else 0),
                     fallback_errno=errno.EPERM if fell else 0,
                     label=f"step-{step_of(number)}",
@@ -340,6 +318,4 @@ def _past(rank: int, cycle: int) -> tuple[History, ...]:
 
 @lru_cache(maxsize=1024)
 def _shifted(record: History, real_zero: float) -> History:
-    values = {name: getattr(record, name) for name in History.__slots__}
-    values["t_start_real_ns"] = record.t_start_real_ns + int(real_zero * 1e9)
-    return History(**values)
+    return replace(record, t_start_real_ns=record.t_start_real_ns + int(real_zero * 1e9))

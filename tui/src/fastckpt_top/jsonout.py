@@ -8,13 +8,13 @@ order of docs/telemetry.md). Within `fastckpt-top/1` keys and array elements are
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from fastckpt_top import __version__
 from fastckpt_top.groups import remembered
 from fastckpt_top.rows import Event, Job, NodeOp, Row, Sentence, ThreadRow, Verdict
-from fastckpt_top.segment import HISTOGRAM_BUCKETS, Header, History, Operation, Process, Thread
+from fastckpt_top.segment import Header, History, Operation, Process, T, Thread
 from fastckpt_top.text import clean
 
 if TYPE_CHECKING:
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 SCHEMA: Final = "fastckpt-top/1"
 Json = dict[str, Any]
 
-_PROCESS: Final = tuple(f.name for f in fields(Process))
-_OPERATION: Final = tuple(f.name for f in fields(Operation))
-_THREAD: Final = tuple(f.name for f in fields(Thread))
-_HISTORY: Final = tuple(f.name for f in fields(History))
-_HEADER: Final = tuple(f.name for f in fields(Header))
+_FIELDS: Final[dict[type, dict[str, Any]]] = {
+    kind: {one.name: one.default for one in fields(kind)} for kind in (Header, Process, Operation, Thread, History)
+}
+"""Name and default, whose type all its values have, of each field."""
 
 
 def header_line(model: Model) -> Json:
@@ -158,32 +157,32 @@ def proc_values(
     """
     key = _text(proc["key"])
     if proc.get("header") is not None:
-        headers[key] = Header(**_named(_HEADER, [proc["header"][name] for name in _HEADER]))
-    process = Process(**_named(_PROCESS, proc["process"]))
-    operations = [Operation(**_named(_OPERATION, values)) for values in proc["operations"]]
-    threads = [(int(slot), Thread(**_named(_THREAD, values))) for slot, *values in proc["threads"]]
-    history = [History(**_named(_HISTORY, values)) for values in proc["history"]]
+        headers[key] = _made(Header, [proc["header"][name] for name in _FIELDS[Header]])
+    process = _made(Process, proc["process"])
+    operations = [_made(Operation, values) for values in proc["operations"]]
+    threads = [(int(slot), _made(Thread, values)) for slot, *values in proc["threads"]]
+    history = [_made(History, values) for values in proc["history"]]
     return headers[key], process, operations, threads, history
 
 
-_STRINGS: Final = ("boot_id", "version", "job", "label", "path", "warning")
-
-
-def _named(names: tuple[str, ...], values: list[Any]) -> Json:
-    """Field -> value, each of its type. Elements that a later minor version added are left out."""
-    if len(values) < len(names):
-        raise TypeError(f"expected {len(names)} values, found {len(values)}")
-    named: Json = {}
-    for name, value in zip(names, values, strict=False):
-        if name in _STRINGS:
-            named[name] = _text(value)
-        elif name == "latency_hist":
-            named[name] = tuple(int(count) for count in value[:HISTOGRAM_BUCKETS])
-            if len(named[name]) < HISTOGRAM_BUCKETS:
+def _made(kind: type[T], values: list[Any]) -> T:
+    """An entry of a table, each value of its type. Elements that a later minor version added are left out."""
+    known = _FIELDS[kind]
+    if len(values) < len(known):
+        raise TypeError(f"expected {len(known)} values, found {len(values)}")
+    made: Json = {}
+    for (name, default), value in zip(known.items(), values, strict=False):
+        if isinstance(default, tuple):
+            made[name] = tuple(int(count) for count in value[: len(default)])
+            if len(made[name]) < len(default):
                 raise TypeError("histogram cut short")
         else:
-            named[name] = int(value)
-    return named
+            made[name] = _text(value) if isinstance(default, str) else int(value)
+    return kind(**made)
+
+
+def _values(entry: Any) -> list[Any]:
+    return [getattr(entry, name) for name in _FIELDS[type(entry)]]
 
 
 def _text(value: object) -> str:
@@ -200,7 +199,7 @@ def _proc(proc: Proc, sent: _Sent) -> Json:
     header = None
     if proc.key not in sent.headers:
         sent.headers.add(proc.key)
-        header = {name: getattr(proc.header, name) for name in _HEADER}
+        header = asdict(proc.header)
     given = sent.history.get(proc.key, frozenset())
     history = [record for record in proc.history if record.op_id not in given]
     if history:
@@ -214,10 +213,10 @@ def _proc(proc: Proc, sent: _Sent) -> Json:
         "state": proc.state,
         "user": proc.user,
         "header": header,
-        "process": [getattr(proc.process, name) for name in _PROCESS],
-        "operations": [[getattr(op, name) for name in _OPERATION] for op in proc.operations],
-        "threads": [[slot, *(getattr(thread, name) for name in _THREAD)] for slot, thread in proc.threads],
-        "history": [[getattr(record, name) for name in _HISTORY] for record in history],
+        "process": _values(proc.process),
+        "operations": [_values(op) for op in proc.operations],
+        "threads": [[slot, *_values(thread)] for slot, thread in proc.threads],
+        "history": [_values(record) for record in history],
     }
 
 
