@@ -10,7 +10,7 @@ import stat
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from fastckpt_top import segment
 from fastckpt_top.processes import Kernel, user_of
@@ -21,6 +21,9 @@ from fastckpt_top.text import clean
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
+T = TypeVar("T", segment.Operation, segment.Thread, segment.History)
+Entries = dict[int, tuple[bytes, T]]
+"""Entries of a table by their index, with their bytes."""
 ATTEMPTS: Final = 5
 """How often a slot that changes while it is read is read again within one look."""
 PROBE_S: Final = 1.0
@@ -92,8 +95,8 @@ class _File:
     state: str = ""
     asked: float = -1e9
     progress: dict[int, int] = field(default_factory=dict)
-    operations: dict[int, tuple[bytes, segment.Operation]] = field(default_factory=dict)
-    threads: dict[int, tuple[bytes, segment.Thread]] = field(default_factory=dict)
+    operations: Entries[segment.Operation] = field(default_factory=dict)
+    threads: Entries[segment.Thread] = field(default_factory=dict)
     history: tuple[segment.History, ...] = ()
     hist_head: int = -1
     final: Proc | None = None
@@ -259,61 +262,56 @@ class ShmFeed:
         file.state = self._kernel.state(file.header, (file.device, file.inode), waiting, mono)
 
     def _read_slots(self, file: _File) -> segment.Process:
-        header = file.header
-        ops_end = max(header.op_off + header.op_stride * header.op_count, segment.TABLES_OFFSET)
-        pending_ops = set(range(header.op_count))
-        pending_threads: set[int] = set()
-        process: segment.Process | None = None
-        old_ops, old_threads = file.operations, file.threads
-        file.operations, file.threads = {}, {}
-        for _ in range(ATTEMPTS):
-            first = os.pread(file.fd, ops_end, 0)
-            second = os.pread(file.fd, ops_end, 0)
-            if process is None:
-                process = segment.read(segment.Process, second, segment.PROCESS_OFFSET)
-                pending_threads = set(range(min(process.threads_used, header.thr_count)))
-            for index in sorted(pending_ops):
-                at = header.op_off + index * header.op_stride
-                raw = second[at : at + segment.SIZES["operation"]]
-                if raw != first[at : at + segment.SIZES["operation"]]:
-                    continue
-                old = old_ops.get(index)
-                op = old[1] if old and old[0] == raw else segment.read(segment.Operation, raw)
-                if op.seq % 2 and file.alive:  # the dead were killed in the middle of a change, which stays as it is
-                    continue
-                pending_ops.discard(index)
-                if op.op_id:
-                    file.operations[index] = (raw, op)
-            self._read_threads(file, old_threads, pending_threads)
-            if not pending_ops and not pending_threads:
-                break
-        # Values that would not hold still are shown as of the tick before.
-        file.operations.update({index: old_ops[index] for index in pending_ops if index in old_ops})
-        file.threads.update({index: old_threads[index] for index in pending_threads if index in old_threads})
-        file.operations = dict(sorted(file.operations.items()))
-        file.threads = dict(sorted(file.threads.items()))
-        assert process is not None  # noqa: S101  (ATTEMPTS is not 0)
+        fd, header = file.fd, file.header
+        raw = os.pread(fd, segment.SIZES["process"], segment.PROCESS_OFFSET)
+        process = segment.read(segment.Process, raw)
+        used = min(process.threads_used, header.thr_count)
+
+        def still(first: bytes, second: bytes, op: segment.Operation) -> bool:
+            # The dead were killed in the middle of a change, which stays as it is.
+            return first == second and not (op.seq % 2 and file.alive)
+
+        def alike(first: bytes, second: bytes, thread: segment.Thread) -> bool:
+            return first == second or _plausible(segment.read(segment.Thread, first), thread)
+
+        table = (header.op_off, header.op_stride, header.op_count)
+        file.operations = _entries(segment.Operation, fd, table, file.operations, still)
+        file.threads = _entries(segment.Thread, fd, (header.thr_off, header.thr_stride, used), file.threads, alike)
         return process
 
-    @staticmethod
-    def _read_threads(file: _File, old: dict[int, tuple[bytes, segment.Thread]], pending: set[int]) -> None:
-        if not pending:
-            return
-        header = file.header
-        length = header.thr_stride * (max(pending) + 1)
-        first = os.pread(file.fd, length, header.thr_off)
-        second = os.pread(file.fd, length, header.thr_off)
-        for index in sorted(pending):
-            at = index * header.thr_stride
-            raw = second[at : at + segment.SIZES["thread"]]
-            before = old.get(index)
-            thread = before[1] if before and before[0] == raw else segment.read(segment.Thread, raw)
-            raw_first = first[at : at + segment.SIZES["thread"]]
-            if raw != raw_first and not _plausible(segment.read(segment.Thread, raw_first), thread):
-                continue
-            pending.discard(index)
-            if thread.op_id:
-                file.threads[index] = (raw, thread)
+
+def _entries(
+    kind: type[T], fd: int, table: tuple[int, int, int], old: Entries[T], holds: Callable[[bytes, bytes, T], bool]
+) -> Entries[T]:
+    """The entries of a table that are in use; one that does not hold still is shown as of the look before.
+
+    Args:
+        kind: Of the entries.
+        fd: The segment.
+        table: Its offset, stride and number of entries.
+        old: The entries of the look before.
+        holds: Whether two copies of an entry, one taken after the other, and what the second holds, are whole.
+    """
+    offset, stride, count = table
+    size = segment.SIZES[kind.__name__.lower()]
+    found: Entries[T] = {}
+    pending = list(range(count))
+    for _ in range(ATTEMPTS):
+        length = stride * pending[-1] + size if pending else 0
+        first, second = os.pread(fd, length, offset), os.pread(fd, length, offset)
+        moving = []
+        for index in pending:
+            at = slice(index * stride, index * stride + size)
+            raw, known = second[at], old.get(index)
+            entry = known[1] if known and known[0] == raw else segment.read(kind, raw)
+            if holds(first[at], raw, entry):
+                found[index] = (raw, entry)
+            else:
+                moving.append(index)
+        if not (pending := moving):
+            break
+    found |= {index: old[index] for index in pending if index in old}
+    return {index: pair for index, pair in sorted(found.items()) if pair[1].op_id}
 
 
 def _plausible(first: segment.Thread, second: segment.Thread) -> bool:
@@ -331,19 +329,10 @@ def _plausible(first: segment.Thread, second: segment.Thread) -> bool:
 
 
 def _read_history(fd: int, header: segment.Header, head: int) -> tuple[segment.History, ...]:
-    length = header.hist_stride * header.hist_count
-    first = os.pread(fd, length, header.hist_off)
-    second = os.pread(fd, length, header.hist_off)
-    records = []
-    for number in range(max(0, head - header.hist_count), head) if header.hist_count else ():
-        at = number % header.hist_count * header.hist_stride
-        raw = second[at : at + segment.SIZES["history"]]
-        if raw != first[at : at + segment.SIZES["history"]]:
-            continue
-        record = segment.read(segment.History, raw)
-        if record.op_id:
-            records.append(record)
-    return tuple(records)
+    ring = (header.hist_off, header.hist_stride, header.hist_count)
+    found = _entries(segment.History, fd, ring, {}, lambda first, second, _: first == second)
+    numbers = range(max(0, head - header.hist_count), head) if found else ()
+    return tuple(found[place][1] for number in numbers if (place := number % header.hist_count) in found)
 
 
 def is_locked(fd: int) -> bool | None:
