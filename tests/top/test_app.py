@@ -514,10 +514,11 @@ def test_a_broken_file_is_told_of_and_the_rest_is_kept(tmp_path, content, kept, 
     assert config.load(file) == ({**kept, "sort": "eta"}, problem if "value" not in problem and kept else "")
 
 
-def test_the_file_stands_where_the_environment_says(tmp_path):
-    assert config.path({"XDG_CONFIG_HOME": str(tmp_path)}) == tmp_path / "fastckpt" / "top.json"
-    home = Path("~/.config/fastckpt/top.json").expanduser()
-    assert config.path({}) == config.path({"XDG_CONFIG_HOME": "relative"}) == home
+def test_the_file_stands_where_the_environment_says(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    assert config.path() == tmp_path / "fastckpt" / "top.json"
+    monkeypatch.delenv("XDG_CONFIG_HOME")
+    assert config.path() == Path("~/.config/fastckpt/top.json").expanduser()
 
 
 @pytest.mark.parametrize(

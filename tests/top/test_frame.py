@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from fastckpt_top import text
 from fastckpt_top.model import Model
-from fastckpt_top.rows import Event, Sentence, Verdict
+from fastckpt_top.rows import Event, Sentence, Verdict, share
 from fastckpt_top.views import cells, footer, graph, help, history, operation
 from fastckpt_top.views.live import paint, share_out
-from fastckpt_top.views.paint import STYLES, VERDICT_STYLES, Frame, share
+from fastckpt_top.views.paint import STYLES, VERDICT_STYLES, Frame
 from fastckpt_top.views.state import LAYOUTS, SORTS, VIEWS, Ui
 from hypothesis import given, settings
 from hypothesis import strategies as st

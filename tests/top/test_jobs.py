@@ -193,7 +193,7 @@ def test_the_table_has_a_block_a_job_and_lines_name_theirs():
     assert [line.split("  ")[0] for line in shown.splitlines() if line.startswith("job ")] == ["job a:100", "job b:102"]
     assert shown.count("RANK GPU") == 2
     LineWriter(out := io.StringIO()).write(model)
-    assert sum(" a:100 save step-1 [W(2)]" in line for line in out.getvalue().splitlines()) == 1
+    assert sum(" a:100 save step-1: " in line for line in out.getvalue().splitlines()) == 1
     _, session = demo(4.0)
     session.tick()
     assert "\njob " not in lines.table(session.model), "one job needs no name"

@@ -188,9 +188,8 @@ def test_line_mode_where_there_is_no_terminal(producer, top):
     result = top("--count", 3, "-d", "0.3")
     assert (result.returncode, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("# time")
     assert any("started" in line for line in lines)
-    assert sum("save step-7 [W(1)]" in line for line in lines) == 3
+    assert sum("save step-7: " in line and "write" in line for line in lines) == 3
     assert "\x1b" not in result.stdout
 
 
@@ -225,14 +224,13 @@ def test_lines_are_quiet_while_idle_and_tell_events():
     for tick in range(80):
         clock.now = 100.0 + tick / 2
         session.tick()
-    lines = [line for line in out.getvalue().splitlines() if not line.startswith("#")]
+    lines = out.getvalue().splitlines()
     assert out.getvalue().isascii()
     assert sum("idle:" in line for line in lines) == 1
-    assert sum("save step-11800 [" in line for line in lines) > 40
+    assert sum("save step-11800: " in line for line in lines) > 40
     assert any("! rank 6 runs threads, not io_uring (EPERM: " in line for line in lines)
     assert any("- save step-11800 done: 319.2 GB in 24.4 s" in line for line in lines)
-    assert any("slow=rank 6:" in line for line in lines)
-    assert out.getvalue().count("# time") == 1 + (len(lines) - 1) // 20
+    assert any(line.endswith(", last: rank 6") for line in lines)
 
 
 def test_line_mode_gives_the_sentence_when_it_says_something_else():

@@ -155,7 +155,7 @@ def test_a_dumb_terminal_gets_lines(terminal, producer):
     producer()
     terminal.start("--count", "2", env="TERM=dumb")
     terminal.wait("EXIT=0")
-    assert "save step-7 [W(1)]" in terminal.screen()
+    assert "save step-7: " in terminal.screen()
 
 
 def test_inline_stays_under_the_prompt(terminal):

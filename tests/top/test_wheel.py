@@ -20,7 +20,7 @@ TUI = Path(__file__).parents[2] / "tui"
 
 
 def test_nothing_of_fastckpt_or_torch_is_imported():
-    allowed = {"fastckpt_top", "textual", "rich"} | sys.stdlib_module_names
+    allowed = {"fastckpt_top", "textual", "rich", "platformdirs"} | sys.stdlib_module_names
     for path in Path(fastckpt_top.__file__).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text("utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []

@@ -200,7 +200,7 @@ def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
     from fastckpt_top import config
     from fastckpt_top.app import TopApp
 
-    file = None if args.no_config else config.path(os.environ)
+    file = None if args.no_config else config.path()
     kept, problem = config.load(file) if file is not None else ({}, "")
     ui = Ui(interval=args.interval or kept.get("interval", interval), recording=args.record or "")
     ui.view = args.view or kept.get("view", ui.view)

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from platformdirs import user_config_path
+
+from fastckpt_top import console
 from fastckpt_top.views.graph import ZOOMS
 from fastckpt_top.views.state import LAYOUTS, SORTS, VIEWS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
+    from pathlib import Path
 
 _LARGEST: Final = 1 << 16
 """A larger file is none of ours, bytes."""
@@ -27,14 +27,9 @@ _VALID: Final[dict[str, Callable[[Any], bool]]] = {
 }
 
 
-def path(environ: Mapping[str, str]) -> Path:
-    """The file: `fastckpt/top.json` in XDG_CONFIG_HOME, which is ~/.config if it is unset or relative.
-
-    Args:
-        environ: The environment.
-    """
-    base = Path(environ.get("XDG_CONFIG_HOME", ""))
-    return (base if base.is_absolute() else Path("~/.config").expanduser()) / "fastckpt" / "top.json"
+def path() -> Path:
+    """The file: `fastckpt/top.json` in XDG_CONFIG_HOME, which is ~/.config if it is unset."""
+    return user_config_path("fastckpt") / "top.json"
 
 
 def load(file: Path) -> tuple[dict[str, Any], str]:
@@ -74,17 +69,9 @@ def remember(file: Path, key: str, value: object) -> str:
         Why it could not be written; empty if it was.
     """
     values = load(file)[0] | {key: value}
-    temporary = ""
     try:
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(prefix=".top-", suffix=".json", dir=file.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as opened:
-            json.dump(values, opened, indent=1)
-            opened.write("\n")
-        Path(temporary).replace(file)
+        console.replace(file, json.dumps(values, indent=1) + "\n")
     except OSError as error:
-        if temporary:
-            with contextlib.suppress(OSError):
-                Path(temporary).unlink()
         return f"cannot write {file}: {error.strerror or error}"
     return ""

@@ -1,12 +1,15 @@
-"""Output to the standard streams, and the exit codes."""
+"""Output to the standard streams and to files that others read, and the exit codes."""
 
 from __future__ import annotations
 
 import os
 import sys
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 OK: Final = 0
 BELOW: Final = 1
@@ -46,3 +49,18 @@ def close() -> None:
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stdout.fileno())
     os.close(null)
+
+
+def replace(path: Path, words: str) -> None:
+    """Replace a file at once, so that no reader finds half of it.
+
+    Raises:
+        OSError: It cannot be written.
+    """
+    beside = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(words, "utf-8")
+        beside.replace(path)
+    except OSError:
+        beside.unlink(missing_ok=True)
+        raise

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.rows import Row, ThreadRow, bottleneck
@@ -85,11 +84,6 @@ def ratio(part: float, whole: float) -> float | None:
     return min(max(part / whole, 0.0), 1.0) if whole > 0 else None
 
 
-def share(part: float | None, whole: float) -> float | None:
-    """A fraction, beyond 1 too; None where it makes no sense."""
-    return part / whole if part is not None and whole > 0 else None
-
-
 def latency(histogram: tuple[int, ...], share: float, threads: tuple[ThreadRow, ...]) -> float | None:
     """A percentile of a rank's latency, seconds."""
     return measured(percentile(histogram, share), max((thread.latency_max_s for thread in threads), default=0.0))
@@ -138,12 +132,6 @@ def phase(tracks: list[OpTrack]) -> str:
     if any(track.died for track in tracks):
         return "died"
     return "failed" if any(track.failed for track in tracks) else "done"
-
-
-def phase_counts(running: list[OpTrack]) -> str:
-    """Letter and number of ranks in each phase, the most frequent first: `W(7)F(1)`."""
-    counts = Counter(PHASES.get(track.op.phase, "?")[:1].upper() for track in running)
-    return "".join(f"{letter}({count})" for letter, count in counts.most_common())
 
 
 def order(proc: Proc) -> tuple[int, int, int]:

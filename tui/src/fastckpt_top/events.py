@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import derive, phrases, text
 from fastckpt_top.groups import errno_name
 from fastckpt_top.operations import node_op
-from fastckpt_top.rows import Event
+from fastckpt_top.rows import Event, share
 from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, KINDS, Kind
 
 if TYPE_CHECKING:
@@ -102,8 +102,8 @@ class Events:
         if op.empty:
             self._add("info", f"{derive.title(group)} done in {op.elapsed_s:.1f} s: {phrases.nothing(op)}", look.real)
         elif not op.failed:
-            share = text.percent(derive.share(op.average, op.target))
-            speed = f"{text.rate(op.average)} GB/s, {share} of target"
+            reached = text.percent(share(op.average, op.target))
+            speed = f"{text.rate(op.average)} GB/s, {reached} of target"
             words = f"{derive.title(group)} done: {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {speed}"
             self._add("info", words, look.real)
 
@@ -111,11 +111,11 @@ class Events:
         op = node_op(group, look)
         if op.changed and not group.told_change:
             group.told_change = True
-            shares = " and ".join(f"{_share(share)} of the {name}" for name, share in op.changed)
+            shares = " and ".join(f"{_changed(part)} of the {name}" for name, part in op.changed)
             self._add("warn" if phrases.still(op) else "info", f"{derive.title(group)}: {shares} changed", look.real)
 
 
-def _share(share: float) -> str:
+def _changed(share: float) -> str:
     """Percent; only zero is shown as 0."""
     return "nothing" if share == 0 else f"{100 * share:.3g} %"
 
@@ -132,8 +132,8 @@ def _obituary(track: OpTrack) -> str:
     kind = KINDS.get(track.op.kind, "operation")
     name = derive.name(track.proc)
     if track.died:
-        share = derive.share(track.done, track.op.bytes_total)
-        died = f"{name} pid {track.proc.header.pid} died in {kind} at {text.percent(share)}"
+        done = text.percent(share(track.done, track.op.bytes_total))
+        died = f"{name} pid {track.proc.header.pid} died in {kind} at {done}"
         together = track.op.kind == Kind.SAVE and track.proc.process.group
         return f"{died}: this checkpoint cannot be completed" if together else died
     return f"{name} {kind} failed: {errno_name(track.op.error) or 'see its log'}"

@@ -7,17 +7,19 @@ import time
 from typing import TYPE_CHECKING, Final, TextIO
 
 from fastckpt_top import phrases, text
-from fastckpt_top.rows import NodeOp, Row, ThreadRow, Verdict
+from fastckpt_top.rows import NodeOp, Row, ThreadRow, share
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
     from fastckpt_top.targets import Target
 
-HEAD_EVERY: Final = 20
 IDLE_EVERY_S: Final = 60.0
 """Without a running operation one line a minute is enough."""
-HEAD: Final = (
-    "# time     operation        phase(ranks) progress  done/total    GB/s now/target  of target  slowest rank  ETA"
+_FIGURES: Final = re.compile(r"\d+(\.\d+)?")
+_MARKS: Final = {"info": "-", "warn": "!", "bad": "x"}
+"""What stands before a sentence."""
+_TABLE_HEAD: Final = (
+    "RANK GPU      PID OP     STATE    GB/s    avg    of target   done GB  total GB    ETA  ENGINE     WAITS FOR"
 )
 
 
@@ -32,7 +34,6 @@ class LineWriter:
     def __init__(self, out: TextIO, glyphs: text.Glyphs = text.UNICODE) -> None:
         self._out = out
         self._glyphs = glyphs
-        self._count = 0
         self._idle_since: float | None = None
         self._events = 0
         self._said: dict[str, str] = {}
@@ -43,15 +44,12 @@ class LineWriter:
         running = [op for op in model.ops if op.running]
         if running:
             self._idle_since = None
-            lines += [op_line(op, model.real, _named(op.job_key, model)) for op in running]
+            lines += [f"{_time(model.real)} {_op_summary(op, _named(op.job_key, model))}" for op in running]
         elif self._idle_since is None or model.mono - self._idle_since >= IDLE_EVERY_S:
             self._idle_since = model.mono
-            lines.append(f"{_time(model.real)} {idle_text(model)}")
+            lines.append(f"{_time(model.real)} {_idle(model)}")
         lines += self._sentence_lines(model)
         for line in lines:
-            if self._count % HEAD_EVERY == 0:
-                self._out.write(HEAD + "\n")
-            self._count += 1
             self._out.write(_narrow(line, self._glyphs) + "\n")
         if lines:
             self._out.flush()
@@ -82,48 +80,19 @@ class LineWriter:
         return lines
 
 
-def op_line(op: NodeOp, real: float, job: str = "") -> str:
-    """One line on a running operation.
-
-    Args:
-        op: The operation.
-        real: Seconds since the epoch.
-        job: The name of its job; empty if that need not be shown.
-    """
-    name = f"{job} {op.kind} {op.label}".strip()
-    now = op.rate if op.rate is not None else op.average
-    target = f"{text.rate(now)}/{text.rate(op.target)}GB/s {text.percent(_share(now, op.target))}"
-    amount = f"{text.percent(op.progress)} {text.size(op.done)}/{text.size(op.total)}GB"
-    parts = [_time(real), name, f"[{op.phases}]", amount, target]
-    if op.last:
-        parts.append(f"slow={op.last}:{text.rate(op.last_rate)}")
-    parts.append(f"eta {text.clock(op.eta_s)}")
-    return " ".join(parts)
-
-
-def idle_text(model: Model) -> str:
+def _idle(model: Model) -> str:
     """The text while no operation runs."""
     if not model.node.ranks:
         return empty_text(model)
-    last = model.main
-    words = f"idle: {model.node.alive} {'process' if model.node.alive == 1 else 'processes'}"
-    return f"{words}; last {ended_text(last)}" if last is not None else words
+    last, alive = model.main, model.node.alive
+    words = f"idle: {alive} {'process' if alive == 1 else 'processes'}"
+    return f"{words}; last {_op_summary(last)}" if last is not None else words
 
 
 def empty_text(model: Model) -> str:
     """The text when there is no process."""
     what = f"process of job {model.job}" if model.job else "fastckpt process"
     return f"no {what} in {', '.join(model.places) or 'any directory'}"
-
-
-def ended_text(op: NodeOp) -> str:
-    """An ended operation in a few words."""
-    name = f"{op.kind} {op.label}".strip()
-    if op.verdict is Verdict.FAILED:
-        return f"{name} {op.phase} at {text.percent(_share(op.done, op.total))}"
-    if op.empty:
-        return f"{name} in {op.elapsed_s:.1f} s, {phrases.nothing(op)}"
-    return f"{name} {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {text.rate(op.average)} GB/s"
 
 
 def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
@@ -166,11 +135,6 @@ def _others(model: Model) -> list[str]:
     return [f"- {model.others} {what} died before that: {how}"]
 
 
-_FIGURES: Final = re.compile(r"\d+(\.\d+)?")
-_MARKS: Final = {"info": "-", "warn": "!", "bad": "x"}
-"""What stands before a sentence."""
-
-
 def _target(target: Target, gpus: int) -> str:
     per_gpu = f"{text.rate(target.save)} written, {text.rate(target.load)} read GB/s per GPU"
     return f"target {target.name}: {per_gpu}, {text.count(gpus, 'GPU')}"
@@ -181,22 +145,19 @@ def _named(key: str, model: Model) -> str:
     return key if len(model.jobs) > 1 else ""
 
 
-_TABLE_HEAD: Final = (
-    "RANK GPU      PID OP     STATE    GB/s    avg    of target   done GB  total GB    ETA  ENGINE     WAITS FOR"
-)
-
-
-def _op_summary(op: NodeOp) -> str:
-    now = text.rate(op.rate if op.rate is not None else op.average)
+def _op_summary(op: NodeOp, job: str = "") -> str:
+    """An operation in a line, with the name of its job where that must be shown."""
+    name = f"{job} {op.kind} {op.label}".strip()
     words = f"{op.phase} in {op.elapsed_s:.1f} s"
     if op.running:
+        now = text.rate(op.rate if op.rate is not None else op.average)
         words = f"{op.phase} {text.percent(op.progress)}, ETA {text.clock(op.eta_s)}, now {now}"
     if op.empty:
-        return f"{op.kind} {op.label}: {phrases.nothing(op)}, {words}"
+        return f"{name}: {phrases.nothing(op)}, {words}"
     amount = f"{text.size(op.done)} of {text.size(op.total)} GB"
     average = f"average {' of '.join(text.rates(op.average, op.target))} GB/s"
-    verdict = f"({text.percent(_share(op.average, op.target))}): {op.verdict.value}"
-    return f"{op.kind} {op.label}: {amount}, {words}, {average} {verdict}" + (f", last: {op.last}" if op.last else "")
+    verdict = f"({text.percent(share(op.average, op.target))}): {op.verdict.value}"
+    return f"{name}: {amount}, {words}, {average} {verdict}" + (f", last: {op.last}" if op.last else "")
 
 
 def _row_line(row: Row) -> str:
@@ -204,7 +165,7 @@ def _row_line(row: Row) -> str:
     parts = (
         f"{_int(row.rank):>4} {_int(row.gpu):>3} {row.pid:>8} {row.kind or '-':6} {row.state:6}",
         f"{text.rate(row.rate):>6} {text.rate(row.average):>6}",
-        f"{text.percent(_share(row.average, row.target)):>5} {row.verdict.value:6}",
+        f"{text.percent(share(row.average, row.target)):>5} {row.verdict.value:6}",
         f"{text.size(row.done if row.total else None):>9} {text.size(row.total or None):>9}",
         f"{text.clock(row.eta_s):>6}  {engine or '-':10} {row.wait or '-'}",
     )
@@ -238,10 +199,10 @@ def check(model: Model, percent: float) -> tuple[bool | None, str]:
         reached = op.average is not None and op.average * 100 >= percent * op.target
         fine = op.failed == 0 and (op.empty or reached)
         good &= fine
-        share = text.percent(_share(op.average, op.target))
+        percentage = text.percent(share(op.average, op.target))
         state = "running" if op.running else op.phase
         result = "ok" if fine else "FAILED" if op.failed else "BELOW TARGET"
-        figures = f"{' of '.join(text.rates(op.average, op.target))} GB/s, {share} (want {percent:g}%)"
+        figures = f"{' of '.join(text.rates(op.average, op.target))} GB/s, {percentage} (want {percent:g}%)"
         target = f", target {op.target_name} x {text.count(op.gpus, 'GPU')}"
         if op.empty:
             figures, target = phrases.nothing(op), ""
@@ -258,10 +219,6 @@ def _narrow(line: str, glyphs: text.Glyphs) -> str:
 
 def _time(real: float) -> str:
     return time.strftime("%H:%M:%S", time.localtime(real))
-
-
-def _share(part: float | None, whole: float) -> float | None:
-    return part / whole if part is not None and whole > 0 else None
 
 
 def _int(value: int | None) -> str:

@@ -60,8 +60,6 @@ def node_op(group: Group, look: Look) -> NodeOp:
         elapsed_s=max(elapsed, 0.0),
         started_real=min(track.start_real for track in tracks),
         last=derive.name(last.proc) if last else "",
-        last_rate=last.rate() if last else None,
-        phases=derive.phase_counts(running),
         verdict=Verdict.FAILED if failed else Verdict.QUIET if early else judge(average, target),
         failed=failed,
         job_key=group.job,

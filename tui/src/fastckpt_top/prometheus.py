@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from fastckpt_top import console
 from fastckpt_top.groups import errno_name
 from fastckpt_top.rows import LEVELS
 from fastckpt_top.segment import (
@@ -82,13 +82,7 @@ class Prometheus:
         Raises:
             OSError: It cannot be written.
         """
-        beside = Path(f"{self._path}.{os.getpid()}")
-        try:
-            beside.write_text(render(model), "utf-8")
-            beside.replace(self._path)
-        except OSError:
-            beside.unlink(missing_ok=True)
-            raise
+        console.replace(Path(self._path), render(model))
 
     def close(self) -> None:
         """The last state stays."""

@@ -7,6 +7,7 @@ import copy
 import gzip
 import json
 import time
+from bisect import bisect_right
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TextIO
 
@@ -290,12 +291,7 @@ class Replay:
         return Model(self._target, self._gpus, self._job)
 
     def _seek_time(self) -> None:
-        times = self.recording.times
-        low, high = 0, len(times) - 1
-        while low < high:  # the last tick that is not after the position
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if times[middle] <= self._position else (low, middle - 1)
-        self._seek_index(low)
+        self._seek_index(bisect_right(self.recording.times, self._position) - 1)  # the last that is not after it
 
     def _seek_index(self, index: int) -> None:
         index = min(max(index, 0), len(self.recording) - 1)

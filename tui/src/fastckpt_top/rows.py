@@ -41,6 +41,11 @@ def judge(average: float | None, target: float) -> Verdict:
     return Verdict.LOW if average / target >= LOW_FROM - 1e-9 else Verdict.BAD
 
 
+def share(part: float | None, whole: float) -> float | None:
+    """A fraction, beyond 1 too; None where it makes no sense."""
+    return part / whole if part is not None and whole > 0 else None
+
+
 @dataclass(frozen=True, slots=True)
 class Sentence:
     """The most important fact about an operation now, in words.
@@ -300,8 +305,6 @@ class NodeOp:
         elapsed_s: Seconds since the first rank's start, or the duration.
         started_real: Seconds since the epoch.
         last: The rank that the node waits for; empty if none is clearly behind.
-        last_rate: Its bytes/s.
-        phases: Letter and number of ranks in each phase, as in `W(7)F(1)`.
         verdict: The average against the target.
         failed: Ranks that failed or died.
         job_key: The job that it belongs to.
@@ -329,8 +332,6 @@ class NodeOp:
     elapsed_s: float
     started_real: float
     last: str
-    last_rate: float | None
-    phases: str
     verdict: Verdict
     failed: int
     job_key: str = ""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import unicodedata
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
+
+from rich.cells import cell_len, set_cell_size
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -137,29 +138,12 @@ def ascii_only(text: str) -> str:
 
 def width(text: str) -> int:
     """Terminal cells that a cleaned text takes."""
-    return len(text) if text.isascii() else _wide(text)
-
-
-@lru_cache(maxsize=4096)
-def _wide(text: str) -> int:
-    return sum(_cells(char) for char in text)
-
-
-@lru_cache(maxsize=4096)
-def _cells(char: str) -> int:
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+    return len(text) if text.isascii() else cell_len(text)
 
 
 def cut(text: str, cells: int) -> str:
-    """The longest beginning of `text` that fits into `cells` cells."""
-    if width(text) <= cells:
-        return text
-    used = 0
-    for index, char in enumerate(text):
-        used += _cells(char)
-        if used > cells:
-            return text[:index]
-    return text
+    """The beginning of `text` that fits into `cells` cells; a blank stands for half of a wide character."""
+    return text if width(text) <= cells else set_cell_size(text, max(cells, 0))
 
 
 def fit(text: str, cells: int, glyphs: Glyphs = UNICODE, *, right: bool = False) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import Row, ThreadRow, Verdict, judge
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, rate_style, share
+from fastckpt_top.rows import Row, ThreadRow, Verdict, judge, share
+from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, rate_style
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

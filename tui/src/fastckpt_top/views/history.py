@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import judge
+from fastckpt_top.rows import judge, share
 from fastckpt_top.views import cells
 from fastckpt_top.views.boxes import Block, inside, titled
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, share
+from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import Checkpoint, Event

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import Verdict
+from fastckpt_top.rows import Verdict, share
 from fastckpt_top.views import cells, footer
 from fastckpt_top.views.boxes import Block, box, boxed, by_rank, words
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, share
+from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import NodeOp

@@ -168,11 +168,6 @@ class Frame:
         return text.ascii_only(foreign) if self.glyphs is text.ASCII else foreign
 
 
-def share(part: float | None, whole: float) -> float | None:
-    """A fraction; None where it makes no sense."""
-    return part / whole if part is not None and whole > 0 else None
-
-
 def rate_style(fraction: float | None) -> str:
     """The colour of a live rate as a fraction of its target."""
     if fraction is None:
