@@ -60,8 +60,9 @@ class Model(nn.Module):
 
 
 def quiet():
-    """Have DeepSpeed compile nothing, and say little."""
+    """Have DeepSpeed compile nothing, and say little. It asks whether the processor computes in fp16; torch does on any."""
     os.environ.update(LOCAL_SIZE=os.environ["WORLD_SIZE"])
+    deepspeed.get_accelerator().is_fp16_supported = lambda: True
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     deepspeed.ops.__compatible_ops__ = {}
 
