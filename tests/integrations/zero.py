@@ -60,7 +60,7 @@ class Model(nn.Module):
 
 
 def quiet():
-    """Have DeepSpeed compile nothing, and say little. It asks whether the processor computes in fp16; torch does on any."""
+    """Have DeepSpeed compile nothing, and say little. It asks the processor for fp16, which torch computes on any."""
     os.environ.update(LOCAL_SIZE=os.environ["WORLD_SIZE"])
     deepspeed.get_accelerator().is_fp16_supported = lambda: True
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
