@@ -47,10 +47,11 @@ SLOW = 20_000
 class Saver:
     """A process that saves as it is told."""
 
-    def __init__(self, place, job, launch, rank=None, size=4_000_000):
+    def __init__(self, place, job, launch, rank=None, size=4_000_000, world=0):
         environment = os.environ | {"FASTCKPT_TOP_DIR": str(place), "FASTCKPT_JOB": job}
         environment |= {"SLURM_JOB_ID": str(launch), "SLURM_STEP_ID": "0"}
         environment |= {} if rank is None else {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment |= {"WORLD_SIZE": str(world)} if world else {}
         pipe = subprocess.PIPE
         command = [sys.executable, "-c", SAVER, str(size)]
         self.child = subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=environment)
@@ -284,6 +285,62 @@ def test_the_last_rank_of_a_save_is_named_with_its_own_limit_and_the_others_stay
     assert op["sentence"]["text"].startswith("only rank 2 is left: ")
     assert op["sentence"]["text"].endswith(" GB/s, its own bandwidth_limit")
     assert "only rank 2 is left" in top("--check").stdout
+
+
+def test_a_rank_that_has_not_begun_is_named_and_the_target_counts_it(saver, place, top, tmp_path):
+    """Mutants: the target shrinks; the others' bytes are all; the missing rank is not told, or still when it came."""
+    ranks = {rank: saver("job", 1, rank=rank, world=4) for rank in range(4)}
+
+    def begin(name, of, **options):
+        for rank in of:
+            ranks[rank].begin(tmp_path / str(rank) / name, **options)
+
+    def told(words):
+        return eventually(lambda: op if words in str((op := once(place)["ops"][0])["sentence"]) else None)
+
+    begin("slow", (0, 2, 3), limit=SLOW)
+    op = told("3 of 4 ranks are here; rank 1 has not begun")
+    assert (op["ranks"], op["missing"], op["gpus"], op["target_Bps"]) == (3, [1], 4, 4 * 0.75e9)
+    assert op["sentence"]["level"] == "warn"
+    assert (op["eta_s"], op["progress"] < 0.75) == (None, True)
+    assert "3 of 4 ranks are here; rank 1 has not begun" in top("--check").stdout
+    assert ", target light x 4 GPUs" in top("--check").stdout
+    begin("slow", (1,), limit=SLOW)
+    op = eventually(lambda: op if not (op := once(place)["ops"][0])["missing"] else None)
+    assert (op["ranks"], op["gpus"]) == (4, 4)
+    assert "begun" not in str(op["sentence"])
+    for one in ranks.values():
+        one.killed()
+    ranks = {rank: saver("again", 2, rank=rank, world=4) for rank in (0, 2, 3)}
+    for rank, one in ranks.items():
+        one.save(tmp_path / str(rank) / "done")
+        one.over()
+    op = once(place)["ops"][0]
+    assert (op["missing"], op["gpus"], op["phase"], op["progress"]) == ([1], 4, "done", 0.75)
+    assert op["sentence"] == {"level": "warn", "text": "done: 3 of 4 ranks took part; rank 1 did not"}
+    page = tmp_path / "x.prom"
+    assert top("--once", "-d", "0.1", "--prometheus", page).returncode == 0
+    families = text_string_to_metric_families(page.read_text())
+    target = [one for family in families for one in family.samples if one.name == "fastckpt_target_bytes_per_second"]
+    assert {one.value for one in target if one.labels["op"] == "save"} == {4 * 0.75e9}
+
+
+def test_ranks_are_missed_only_where_the_others_show_that_they_are_to_come():
+    """Rank 0 alone may save for all. Mutants: each rank of the machine is to come; those of other machines, too."""
+
+    def missing(*ranks, group=0, local=4, world=4):
+        procs = [Rank(rank).of(local_rank=rank % local, local_world=local, world=world) for rank in ranks]
+        for one in procs:
+            one.op(GB)
+            block = replace(one.proc.process, group=group, group_size=world, group_rank=one.proc.header.rank)
+            one.proc = replace(one.proc, process=block)
+        return look(Model(), 2.0, *procs).main.missing
+
+    assert missing(0) == missing(0, 1) == ()
+    assert missing(0, 1, 3) == (2,)
+    assert missing(0, group=5) == (1, 2, 3)
+    assert missing(4, 5, 7, local=4, world=8) == (6,)
+    assert missing(0, 1, 2, local=-1) == ()
 
 
 def test_who_is_left_is_what_held_a_save_back():

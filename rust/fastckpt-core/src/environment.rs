@@ -5,7 +5,7 @@
 use std::ffi::{OsStr, OsString};
 
 /// Every variable that the core knows.
-const NAMES: [&str; 17] = [
+const NAMES: [&str; 18] = [
     "FASTCKPT_BLOCK_SIZE",
     "FASTCKPT_IO",
     "FASTCKPT_JOB",
@@ -21,6 +21,7 @@ const NAMES: [&str; 17] = [
     "RANK",
     "SLURM_JOB_ID",
     "SLURM_STEP_ID",
+    "SLURM_STEP_NUM_NODES",
     "WORLD_SIZE",
     "XDG_RUNTIME_DIR",
 ];

@@ -20,6 +20,8 @@ TOGETHER_S: Final = 5.0
 """A rank that begins so long after the others have ended still belongs to their operation."""
 KEPT: Final = 500
 """Checkpoints that the history keeps."""
+MOST_RANKS: Final = 1024
+"""Ranks of one machine that are believed."""
 KNOWN: Final = 256
 """Records of a process that are remembered as taken in: several times what a segment holds."""
 
@@ -101,6 +103,21 @@ class Group:
     def failed(self) -> bool:
         """Whether a rank failed or died in it."""
         return any(track.failed for track in self.members.values())
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """The ranks of this machine that have not begun it (docs/telemetry.md 5.1).
+
+        A process group of all ranks, or more than half of the ranks here, show that the others are to come.
+        """
+        procs = [track.proc for track in self.members.values()]
+        header, process = procs[0].header, procs[0].process
+        local = min(header.local_world, header.world, MOST_RANKS)
+        together = process.group_size == header.world if process.group else 2 * len(procs) > local
+        first = 0 if local == header.world else header.rank - header.local_rank
+        if not 0 <= first <= header.rank or not together:
+            return ()
+        return tuple(sorted({*range(first, first + local)} - {proc.header.rank for proc in procs}))
 
     def takes(self, track: OpTrack) -> bool:
         """Whether another rank's operation is part of this one.

@@ -93,7 +93,7 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
         user=first.user or str(first.header.uid),
         ranks=len(alive) + len({row.proc_key for row in rows if row.state == "DEAD"}),
         alive=len(alive),
-        gpus=look.count_gpus(counted),
+        gpus=max(look.count_gpus(counted), *(op.gpus for op in ops if op.missing), 0),
         target=look.per_gpu(counted),
         active=bool(running),
         sentence=_foremost(running or ops[:1]),

@@ -252,6 +252,7 @@ def _node_op(op: NodeOp) -> Json:
         "running": op.running,
         "phase": op.phase,
         "ranks": op.ranks,
+        "missing": list(op.missing),
         "gpus": op.gpus,
         "bytes": op.total,
         "done": op.done,

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 def node_op(group: Group, look: Look) -> NodeOp:
     """The current state of an operation, without its sentence; updates the group's peak, GPUs, target, straggler."""
     tracks = list(group.members.values())
-    running = [track for track in tracks if track.running]
+    running, missing = [track for track in tracks if track.running], group.missing
     if running or not group.gpus:
         procs = {proc.key: proc for proc in look.procs if proc.alive and running and proc.team == group.team}
         procs |= {track.proc.key: track.proc for track in tracks}
-        group.gpus, group.ranks = look.count_gpus(procs.values()), count_ranks(procs.values())
+        absent = {*missing} - {proc.header.rank for proc in procs.values()}
+        group.ranks = count_ranks(procs.values()) + len(absent)
+        group.gpus = look.gpus if look.gpus is not None else group.ranks
     rates = [rate for track in running if (rate := track.rate()) is not None]
     rate = sum(rates) if rates else None
     elapsed = (look.mono if running else group.end) - group.start
@@ -55,8 +57,8 @@ def node_op(group: Group, look: Look) -> NodeOp:
         peak=group.peak,
         target=target,
         target_name=per_gpu.name,
-        progress=_progress(tracks, copying=phase == PHASES[Phase.STAGE], total=total),
-        eta_s=max(known) if known and len(known) == len(running) and not failed else None,
+        progress=_progress(tracks, copying=phase == PHASES[Phase.STAGE], total=total, missing=len(missing)),
+        eta_s=max(known) if known and len(known) == len(running) and not failed and not missing else None,
         elapsed_s=max(elapsed, 0.0),
         started_real=min(track.start_real for track in tracks),
         last=derive.name(last.proc) if last else "",
@@ -64,6 +66,7 @@ def node_op(group: Group, look: Look) -> NodeOp:
         failed=failed,
         job_key=group.job,
         target_source=per_gpu.source,
+        missing=missing,
         linked=sum(track.op.bytes_linked for track in tracks),
         changed=() if running or group.kind != Kind.SAVE or failed else _changed(group),
     )
@@ -76,9 +79,9 @@ def _changed(group: Group) -> tuple[tuple[str, float], ...]:
     return tuple(shares.items())
 
 
-def _progress(tracks: list[OpTrack], *, copying: bool, total: int) -> float | None:
+def _progress(tracks: list[OpTrack], *, copying: bool, total: int, missing: int) -> float | None:
     """Mean of the ranks, 0 to 1: of the copy into memory, or of all bytes to move; None while no size is known."""
     if not total and not (copying and any(track.op.bytes_to_stage for track in tracks)):
         return None
     parts = [derive.staged(track) if copying else derive.progress(track) for track in tracks]
-    return min(sum(part or 0.0 for part in parts) / len(parts), 1.0)
+    return min(sum(part or 0.0 for part in parts) / (len(parts) + missing), 1.0)

@@ -123,7 +123,12 @@ def share(rows: Sequence[Row]) -> str:
 
 def names(rows: Sequence[Row]) -> str:
     """`rank 3`, `rank 1, rank 2`, `12 ranks`."""
-    return ", ".join(row.name for row in rows) if len(rows) <= _NAMED else f"{len(rows)} ranks"
+    return some([row.name for row in rows])
+
+
+def some(ranks: Sequence[str]) -> str:
+    """Likewise, of the names of ranks."""
+    return ", ".join(ranks) if len(ranks) <= _NAMED else f"{len(ranks)} ranks"
 
 
 def count(rows: Sequence[Row]) -> str:

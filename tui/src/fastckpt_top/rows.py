@@ -291,6 +291,7 @@ class NodeOp:
         running: Whether any rank is still at it.
         phase: The least advanced phase of its running ranks; else `done`, `failed` or `died`.
         ranks: Ranks that take part.
+        missing: Ranks of this machine that have not begun it.
         gpus: GPUs that the target is multiplied by.
         total: Bytes in all.
         done: Bytes completed.
@@ -339,6 +340,7 @@ class NodeOp:
     changed: tuple[tuple[str, float], ...] = ()
     sentence: Sentence | None = None
     linked: int = 0
+    missing: tuple[int, ...] = ()
 
     @property
     def empty(self) -> bool:

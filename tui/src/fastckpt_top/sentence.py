@@ -1,8 +1,8 @@
 """The sentence: the rank that holds an operation back, and why.
 
-The first of these that applies: a rank that died or failed; one that stalled; the only one left; a bandwidth limit that
-most ranks wait for; the rank that the others wait for; the reason why the operation is below its target; a fallback;
-that all is well.
+The first of these that applies: a rank that died or failed; one that stalled; ranks that have not begun; the only one
+left; a bandwidth limit that most ranks wait for; the rank that the others wait for; the reason why the operation is
+below its target; a fallback; that all is well.
 The level is `bad` if a person is needed, `warn` if the operation, or the rank that alone decides when it ends, is below
 its target, `info` for the rest.
 """
@@ -61,7 +61,19 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
     stalled = [row for row in running if row.stalled_s is not None]
     if stalled:
         return _stalled(stalled)
-    return _slow(op, running) if op.elapsed_s >= QUIET_S else None
+    if op.elapsed_s < QUIET_S:
+        return None
+    return _missing(op) if op.missing else _slow(op, running)
+
+
+def _missing(op: NodeOp) -> Sentence:
+    """Ranks of this machine take no part."""
+    here = f"{op.ranks} of {text.count(op.ranks + len(op.missing), 'rank')}"
+    who = phrases.some([f"rank {rank}" for rank in op.missing])
+    if op.running:
+        late = f"{who} {'has' if len(op.missing) == 1 else 'have'} not begun"
+        return _made("warn", "", f"{here} {'is' if op.ranks == 1 else 'are'} here; {late}", late)
+    return _made("warn", "", f"{op.label or op.kind}: {here} took part; {who} did not", f"{here} took part")
 
 
 def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
@@ -257,6 +269,8 @@ def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
         words = f"no tensor of the {' and of the '.join(still)} has changed"
         whole = f"{op.label or op.kind}: {words} since the save before"
         return _made("warn", "", whole, words, f"{' and '.join(still)} unchanged")
+    if op.missing:
+        return _missing(op)
     name = op.label or op.kind
     if op.empty:
         return _made("info", "", f"{name}: {phrases.nothing(op)}", phrases.nothing(op))

@@ -378,9 +378,22 @@ fn start_ticks_of(process: &str) -> u64 {
     rest.split_whitespace().nth(19).and_then(|field| field.parse().ok()).unwrap_or(0)
 }
 
+fn number(environment: &Environment, name: &str) -> Option<i32> {
+    environment.text(name).and_then(|text| text.parse().ok())
+}
+
+/// The ranks of the job on this machine: the launcher's word, or all if they meet on this machine only; -1 unknown.
+pub(super) fn local_world(environment: &Environment) -> i32 {
+    let nodes = number(environment, "SLURM_STEP_NUM_NODES").unwrap_or(1);
+    let address = environment.text("MASTER_ADDR").unwrap_or("localhost");
+    let here = nodes == 1 && (matches!(address, "localhost" | "::1") || address.starts_with("127."));
+    let world = if here { number(environment, "WORLD_SIZE") } else { None };
+    number(environment, "LOCAL_WORLD_SIZE").or(world).unwrap_or(-1)
+}
+
 fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
     let size = |size: usize| size as u32;
-    let number = |name: &str| environment.text(name).and_then(|text| text.parse::<i32>().ok()).unwrap_or(-1);
+    let number = |name| number(environment, name).unwrap_or(-1);
     let inode = |path: &str| stat(path).map_or(0, |stat| stat.st_ino);
     header.magic.store(MAGIC, Relaxed);
     header.major.store(MAJOR, Relaxed);
@@ -411,7 +424,7 @@ fn fill_header(header: &Header, environment: &Environment, ticks: u64) {
     header.rank.store(number("RANK"), Relaxed);
     header.local_rank.store(number("LOCAL_RANK"), Relaxed);
     header.world.store(number("WORLD_SIZE"), Relaxed);
-    header.local_world.store(number("LOCAL_WORLD_SIZE"), Relaxed);
+    header.local_world.store(local_world(environment), Relaxed);
     header.gpu.store(number("LOCAL_RANK"), Relaxed);
     header.numa.store(-1, Relaxed);
     header.version.set(env!("CARGO_PKG_VERSION"));

@@ -243,6 +243,20 @@ fn a_slot_is_closed_after_its_record_and_while_nobody_can_take_it() {
 }
 
 #[test]
+fn the_ranks_of_a_machine_are_known_from_the_launcher_or_where_all_meet_on_it() {
+    let ranks = |set: &'static [(&'static str, &'static str)]| {
+        let value = move |name: &str| Some(set.iter().find(|(known, _)| *known == name)?.1.into());
+        process::local_world(&Environment::of(value))
+    };
+    assert_eq!(ranks(&[]), -1);
+    assert_eq!(ranks(&[("WORLD_SIZE", "16"), ("LOCAL_WORLD_SIZE", "8"), ("MASTER_ADDR", "127.0.0.1")]), 8);
+    assert_eq!(ranks(&[("WORLD_SIZE", "4")]), 4, "they meet in a file");
+    assert_eq!(ranks(&[("WORLD_SIZE", "4"), ("MASTER_ADDR", "127.0.0.1")]), 4);
+    assert_eq!(ranks(&[("WORLD_SIZE", "4"), ("MASTER_ADDR", "node-7")]), -1);
+    assert_eq!(ranks(&[("WORLD_SIZE", "4"), ("SLURM_STEP_NUM_NODES", "2")]), -1);
+}
+
+#[test]
 fn a_job_is_its_launcher() {
     let step = |number: &'static str| {
         Environment::of(move |name| match name {
