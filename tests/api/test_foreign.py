@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -61,10 +61,9 @@ def by_copy(path):
 def by_convert(path):
     source = path.parent / "source.safetensors"
     pytest.importorskip("safetensors.numpy").save_file(STATE, source)
-    command = [sys.executable, "-m", "fastckpt", "import", "--overwrite", str(source), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode != 0
-    raise FileExistsError(done.stderr)
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        assert cli.main(["import", "--overwrite", str(source), str(path)]) != 0
+    raise FileExistsError(said.getvalue())
 
 
 def by_dcp(path):

@@ -85,15 +85,14 @@ CONFIG = "[mypy]\nstrict = true\n" + "".join(f"[mypy-{name}.*]\nfollow_imports =
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("version", ["3.10", "3.11"])
-def test_a_program_under_mypy_strict(tmp_path, version):
+def test_a_program_under_mypy_strict(tmp_path):
     """Python 3.10 has no ``typing.Self``: what is imported from where it is not becomes Any without a word."""
     needs.package("mypy")
     program = tmp_path / "user.py"
     program.write_text(PROGRAM)
     (tmp_path / "mypy.ini").write_text(CONFIG)
     found = subprocess.run(
-        [sys.executable, "-m", "mypy", "--config-file=mypy.ini", f"--python-version={version}", str(program)],
+        [sys.executable, "-m", "mypy", "--config-file=mypy.ini", "--python-version=3.10", str(program)],
         capture_output=True,
         text=True,
         timeout=250,

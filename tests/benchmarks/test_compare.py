@@ -76,7 +76,9 @@ def test_another_build_takes_part(script, tmp_path_factory, options):
     told = there / "imported"
     with (there / "fastckpt" / "__init__.py").open("a") as package:
         package.write(f"\n__import__('pathlib').Path({str(told)!r}).touch()\n")
-    small = ("--size", "0.01", "--threads", "1") if options[0] == "scale.py" else ("--peers", "")
+    small = (
+        ("--size", "0.01", "--threads", "1") if options[0] == "scale.py" else ("--peers", "", "--operations", "save")
+    )
     document, printed = script(*options, *small, "--against", there, spawns=True)
     assert told.exists()
     (one,) = document["workloads"] if options[0] == "compare.py" else document["axes"]["threads"]

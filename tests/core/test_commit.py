@@ -521,8 +521,7 @@ def faulted_save(children, path, log, inject, **options):
     return end, calls, [call for call in calls if call.injected]
 
 
-@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
-@pytest.mark.parametrize("engine", ["uring", "threads"])
+@pytest.mark.parametrize(("engine", "error"), [("uring", "ENOSPC"), ("threads", "EIO")])
 def test_every_system_call_failing_once(children, parent, tmp_path, engine, error):
     """Mutants: a result that nobody looks at; an fsync tried again; cleaning up that cleans the wrong thing."""
     path = parent / "step"

@@ -100,18 +100,3 @@ def test_a_framework_that_a_door_does_not_fit_saves_by_itself(tmp_path):
     done = run(tmp_path, "--", "p.py", path=str(tmp_path))
     assert (done.returncode, done.stdout) == (0, "on\n")
     assert done.stderr.startswith("fastckpt run: transformers 3.0 saves as it does without fastckpt: ImportError")
-
-
-def test_a_training_of_others(tmp_path):
-    """Run again after its end, it has nothing to do."""
-    (tmp_path / "train.py").write_text(
-        f"import sys; sys.path.insert(0, {str(HERE)!r}); import trainers\n"
-        "trainer = trainers.trainer_of('out', max_steps=10, load_best_model_at_end=False)\n"
-        "trainer.train(resume_from_checkpoint=True)\n"
-        "print('steps', trainer.state.global_step - trainer._initial_global_step)"
-    )
-    for steps in (10, 0):
-        done = run(tmp_path, "--", "train.py", PYTHONWARNINGS="ignore")
-        assert done.returncode == 0, done.stderr
-        assert done.stdout.splitlines()[-1] == f"steps {steps}"
-    assert fastckpt.verify(tmp_path / "out" / "checkpoint-10").ok

@@ -19,30 +19,36 @@ def material(tmp_path_factory):
     return folder
 
 
-def test_the_command(tmp_path, material):
+@pytest.fixture(scope="module")
+def libraries():
+    with trainer_kills.forge(trainer_kills.TRL) as running:
+        yield running
+
+
+def test_the_command(tmp_path, libraries, material):
     """Through accelerate's launcher, as its user calls it; it goes on from where it was, told so in text."""
-    for steps in (5, 10):
-        command = fine_tuning.command_of(material, tmp_path / "out", max_steps=steps, load_best_model_at_end=False)
-        trl_itself = "import sys; from trl.cli.main import main; sys.exit(main())"
-        done = run(
-            tmp_path,
-            *("--", sys.executable, "-c", trl_itself, "sft", *command),
-            PYTHONWARNINGS="ignore",
-            HF_HUB_OFFLINE="1",
-            HF_DATASETS_CACHE=str(tmp_path / "cache"),
-        )
-        assert done.returncode == 0, done.stderr
-        assert fastckpt.verify(tmp_path / "out" / f"checkpoint-{steps}").ok
-        assert "'loss'" in done.stdout
-    # The second one took five steps.
+    with libraries.group(1, backend="") as group:
+        group.start(fine_tuning.tune, str(tmp_path), str(material), max_steps=5, load_best_model_at_end=False)
+        assert [one.kind for one in group.outcomes(120)] == ["returned"]
+    command = fine_tuning.command_of(material, tmp_path / "out", max_steps=10, load_best_model_at_end=False)
+    trl_itself = "import sys; from trl.cli.main import main; sys.exit(main())"
+    done = run(
+        tmp_path,
+        *("--", sys.executable, "-c", trl_itself, "sft", *command),
+        PYTHONWARNINGS="ignore",
+        HF_HUB_OFFLINE="1",
+        HF_DATASETS_CACHE=str(tmp_path / "cache"),
+    )
+    assert done.returncode == 0, done.stderr
+    assert fastckpt.verify(tmp_path / "out" / "checkpoint-10").ok
+    # It took five steps.
     assert done.stdout.count("'loss'") == 2
 
 
-def test_killed_at_random_moments(tmp_path, material):
+def test_killed_at_random_moments(tmp_path, libraries, material):
     """Its log has what TRL counts itself: tokens, and averages since the last line."""
     kills = 0
-    with trainer_kills.forge(trainer_kills.TRL) as libraries:
-        for more in trainer_kills.campaign(libraries, fine_tuning.tune, tmp_path, seed=3, material=str(material)):
-            kills += more
-            if kills >= 2:
-                break
+    for more in trainer_kills.campaign(libraries, fine_tuning.tune, tmp_path, seed=3, material=str(material)):
+        kills += more
+        if kills >= 2:
+            break

@@ -1,6 +1,11 @@
-"""The protocol under drawn delays, deaths, stops, losses and late starts: 10,000 runs, a seed each."""
+"""The protocol under drawn delays, deaths, stops, losses and late starts: 10,000 runs, a seed each.
+
+The gate takes each third of them; ``FASTCKPT_TEST_RUNS=all`` takes all.
+"""
 
 from __future__ import annotations
+
+import os
 
 import pytest
 
@@ -349,6 +354,10 @@ RUNS = {
 }
 
 
+#: The same seeds each time: what a third of them does not find in unchanged code, the others seldom do.
+STEP = 1 if os.environ.get("FASTCKPT_TEST_RUNS") == "all" else 3
+
+
 def broken(one_run, seed, **options):
     try:
         one_run(seed, **options)
@@ -357,9 +366,9 @@ def broken(one_run, seed, **options):
     return None
 
 
-def breaks(one_run, **options):
+def breaks(one_run, step=1, **options):
     """Return the first run that breaks a promise, None if there is none."""
-    return next(filter(None, (broken(one_run, seed, **options) for seed in range(RUNS[one_run]))), None)
+    return next(filter(None, (broken(one_run, seed, **options) for seed in range(0, RUNS[one_run], step))), None)
 
 
 def test_there_are_ten_thousand_runs():
@@ -369,7 +378,7 @@ def test_there_are_ten_thousand_runs():
 @pytest.mark.slow
 @pytest.mark.parametrize("one_run", RUNS, ids=lambda one_run: one_run.__name__[len("one_run_") :])
 def test_runs(one_run):
-    assert breaks(one_run) is None
+    assert breaks(one_run, STEP) is None
 
 
 # The rules of the protocol, each switched off: some run must then break a promise.

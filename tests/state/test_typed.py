@@ -12,7 +12,6 @@ import fractions
 import functools
 import io
 import json
-import os
 import random
 import subprocess
 import sys
@@ -32,7 +31,7 @@ import torch
 import fastckpt
 from fastckpt import CheckpointError, CorruptCheckpointError, Registry
 from fastckpt.exceptions import UnsupportedTypeError
-from harness import manifest, needs
+from harness import manifest, needs, programs
 from harness.same import same
 
 
@@ -617,7 +616,7 @@ SAVES = {
 
 
 @pytest.mark.parametrize("how", SAVES)
-def test_a_class_that_the_program_does_not_declare_is_warned_of_once(tmp_path, how):
+def test_a_class_that_the_program_does_not_declare_is_warned_of_once(tmp_path, children_with_torch, how):
     (tmp_path / "app.py").write_text("""
 import collections, dataclasses, enum
 @dataclasses.dataclass
@@ -653,9 +652,9 @@ for cls in classes:
 if {how!r} == "save":
     assert fastckpt.load(path) == state
 """
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    command = [sys.executable, "-c", program, str(tmp_path / "c")]
-    subprocess.run(command, check=True, timeout=120, env=environment)
+    (tmp_path / "program.py").write_text(program)
+    done = programs.run(children_with_torch, [tmp_path / "program.py", tmp_path / "c"])
+    assert done.returncode == 0, done.stderr
 
 
 @dataclasses.dataclass
