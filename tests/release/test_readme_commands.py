@@ -79,7 +79,7 @@ def test_options_of_the_monitor_are_there():
 
 
 def test_commands_of_the_shell_are_there(capsys):
-    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = (ROOT / "docs" / "calls.md").read_text(encoding="utf-8")
     (listed,) = re.findall(r"^- (`fastckpt info`(?:,\s+`\w+`)+):\s+from the\s+shell", text, re.MULTILINE)
     listed = listed.replace("`fastckpt ", "`")
     assert cli.main(["--help"]) == 0
