@@ -138,12 +138,14 @@ def test_views_help_and_threads():
         assert app.ui.help, "these scroll"
         assert not shown(app).startswith(" Keys\n")
         await pilot.press("t")
-        assert not app.ui.all_threads, "any other key closes the help and does nothing else"
+        assert app.ui.view == "live", "any other key closes the help and does nothing else"
         assert not app.ui.help
         await pilot.press("t")
         assert shown(app).count(" w0 ") > 1
-        await pilot.press("t", "down", "enter")
-        assert app.ui.expanded == {next(row.proc_key for row in app.session.model.rows if row.rank == 5)}
+        await pilot.press("1", "down", "enter")
+        assert "│ ◐    5 w0 " in shown(app).splitlines()[3], "the threads of the selected rank first"
+        await pilot.press("enter")
+        assert app.ui.view == "live"
 
     drive(app, steps, (120, 30))
 
@@ -155,14 +157,14 @@ def test_the_filter_is_typed_with_letters_that_are_keys_elsewhere():
         await pilot.press("slash", *"threadsqt")
         assert app.is_running
         assert app.ui.filter == "threadsqt"
-        assert not app.ui.all_threads
+        assert app.ui.view == "live"
         await pilot.press("backspace", "backspace", "enter")
         assert app.ui.filter == "threads"
         assert "1 rank · slowest first" in shown(app)
         await pilot.press("escape")
         assert "8 ranks · slowest first" in shown(app)
         await pilot.press("t")
-        assert app.ui.all_threads
+        assert app.ui.view == "threads"
 
     drive(app, steps, (100, 24))
 
@@ -465,7 +467,7 @@ def test_choices_are_remembered(tmp_path):
         assert not file.exists(), "nothing was chosen yet"
         await pilot.press("c", "plus", "3", "s", "z", "e")
         assert json.loads(file.read_text()) == {
-            "theme": app.theme, "interval": 1.0, "view": "history", "sort": "rank", "zoom": 120.0, "layout": "ranks",
+            "theme": app.theme, "interval": 1.0, "sort": "rank", "zoom": 120.0,
         }  # fmt: skip
 
     drive(app, steps)
@@ -499,8 +501,8 @@ def test_a_file_that_cannot_be_written_is_told_once_and_the_choice_holds(tmp_pat
         (b"[" * 60_000, {}, "it is not JSON"),
         (b"[1]", {}, "no JSON object"),
         (b'{"interval": true, "zoom": 60}', {"zoom": 60}, "interval: value ignored"),
-        (b'{"interval": NaN, "view": ["live"], "sort": "rank"}', {"sort": "rank"}, "interval, view: value ignored"),
-        (b'{"later": 1, "layout": "graph"}', {"layout": "graph"}, ""),
+        (b'{"interval": NaN, "zoom": ["live"], "sort": "rank"}', {"sort": "rank"}, "interval, zoom: value ignored"),
+        (b'{"later": 1, "view": "history", "sort": "eta"}', {"sort": "eta"}, ""),
     ],
 )
 def test_a_broken_file_is_told_of_and_the_rest_is_kept(tmp_path, content, kept, words):
@@ -524,10 +526,10 @@ def test_the_file_stands_where_the_environment_says(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ((), ("history", "rank", 2.0, "gruvbox", 300.0)),
+        ((), ("live", "rank", 2.0, "gruvbox", 300.0)),
         (
-            ("--view", "live", "--sort", "eta", "-d", "0.2", "--theme", "dracula"),
-            ("live", "eta", 0.2, "dracula", 300.0),
+            ("--view", "events", "--sort", "eta", "-d", "0.2", "--theme", "dracula"),
+            ("events", "eta", 0.2, "dracula", 300.0),
         ),
         (("--no-config",), ("live", "worst", 0.5, "", 0.0)),
     ],

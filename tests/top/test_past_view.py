@@ -43,14 +43,12 @@ def test_columns_of_the_past_stand_still_whatever_is_in_them():
         cols = history.columns(width)
         lines = [history.head(painted, cols).plain, *(history.line(painted, one, cols).plain for one in ones)]
         assert {text.width(line) for line in lines} == {width}
-        at = 1 + (cols.when + 1 if cols.when else 0)
+        at = cols.places()["kind"][0]
         assert [line[at : at + 8].split() for line in lines] == [
             ["OP"], ["save"], ["save"], ["verify"], ["save"], ["load"], ["save"]
         ]  # fmt: skip
-        at += 1 + history.KIND + 1 + cols.label
-        for size in (cols.size, cols.took, cols.rate, cols.percent):
-            assert all(line[at] == " " for line in lines) or not size, width
-            at += size + 1 if size else 0
+        for name, (start, _) in cols.places().items():
+            assert name not in ("size", "took", "rate", "percent") or all(line[start] == " " for line in lines), width
 
 
 def test_at_a_screen_of_120_columns_the_past_has_its_duration_and_its_share():

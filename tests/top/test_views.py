@@ -70,13 +70,9 @@ def test_the_other_views(replay, view, size):
     compare(f"{view}-{size[0]}x{size[1]}", screen(at(replay, MOMENTS["load"]), size, Ui(view=view)).plain)
 
 
-def test_all_threads_on_a_wide_screen(replay):
-    compare("threads-open-160x50", screen(at(replay, MOMENTS["save"]), (160, 50), Ui(all_threads=True)).plain)
-
-
 def test_ascii_is_ascii(replay):
     for size, view in itertools.product(SIZES, VIEWS):
-        shown = screen(at(replay, MOMENTS["save"]), size, Ui(view=view, all_threads=True), text.ASCII).plain
+        shown = screen(at(replay, MOMENTS["save"]), size, Ui(view=view), text.ASCII).plain
         assert shown.isascii()
     compare("ascii-80x24", screen(at(replay, MOMENTS["save"]), (80, 24), glyphs=text.ASCII).plain)
 
@@ -96,7 +92,7 @@ def test_each_line_is_as_wide_as_the_screen_at_every_size(replay, moment):
     for width, height in itertools.product(widths, (1, 2, 5, 6, 9, 10, 15, 16, 24, 60)):
         for ui in (
             Ui(),
-            Ui(all_threads=True, layout=LAYOUTS[(width + height) % 3]),
+            Ui(layout=LAYOUTS[(width + height) % 3]),
             Ui(view=VIEWS[1 + (width + height) % 3]),
             Ui(help=True),
         ):
@@ -109,11 +105,11 @@ def test_each_line_is_as_wide_as_the_screen_at_every_size(replay, moment):
 
 def test_the_selected_row_stays_on_the_screen(replay):
     model = at(replay, MOMENTS["save"])
-    ui = Ui(all_threads=True)
+    ui = Ui()
     for row in model.rows:
         ui.selected = row.key
         shown = screen(model, (80, 14), ui)
-        assert any(line.selected for line in shown.lines), row.name
+        assert any(line.selected for line in shown.lines) or f">r{row.rank} " in shown.plain, row.name
 
 
 def test_sorting_and_filters(replay):
@@ -181,7 +177,7 @@ def test_a_recording_replays_to_the_same_picture(recording):
             continue  # an idle tick, which is not recorded
         step_to(replay, replay.recording.times.index(model.mono))
         for view in VIEWS:
-            ours, theirs = (screen(m, (160, 50), Ui(view=view, all_threads=True)).plain for m in (model, replay.model))
+            ours, theirs = (screen(m, (160, 50), Ui(view=view)).plain for m in (model, replay.model))
             assert theirs == ours, f"tick {tick}, {view}"
         compared += 1
     assert compared > 60

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual import events
 from textual.app import App
+from textual.binding import Binding
 
 from fastckpt_top import config, targets, text
-from fastckpt_top.keys import ALL, BINDINGS, SCROLLING
+from fastckpt_top.keys import ALL, KEYS, REPLAY_KEYS, SCROLLING
 from fastckpt_top.record import Recording
 from fastckpt_top.replay import Replay, ReplayError
 from fastckpt_top.session import Live
@@ -67,7 +68,11 @@ class TopApp(App[None]):
 
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None  # else the hidden prompt takes the keys
-    BINDINGS: ClassVar[list[Any]] = list(BINDINGS)
+    BINDINGS: ClassVar[list[Any]] = [
+        Binding(key.keys, key.action, key.does, priority=key.keys.startswith(("ctrl+c", "tab", "shift")))
+        for key in (*KEYS, *REPLAY_KEYS)
+        if key.keys
+    ]
 
     def __init__(
         self,
@@ -247,17 +252,14 @@ class TopApp(App[None]):
         self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
 
     def action_expand(self) -> None:
-        """Show or hide the threads of the selected rank."""
-        row = self.ui.selection(self.ui.shown(self._model))
-        if row is not None:
-            self.ui.selected = row.key
-            self.ui.expanded ^= {row.proc_key}
-        self.canvas.repaint()
-
-    def action_all_threads(self) -> None:
-        """Show or hide the threads of all ranks."""
-        self.ui.all_threads = not self.ui.all_threads
-        self.ui.expanded.clear()
+        """Show the threads of the selected rank, and those of the others below, or go back."""
+        rows = self.ui.shown(self._model)
+        row = self.ui.selection(rows)
+        if self.ui.view == "threads" or row is None:
+            self.ui.view = "live"
+        else:
+            self.ui.view, self.ui.selected = "threads", row.key
+            self.ui.scroll["threads"] = sum(len(one.threads) for one in rows[: rows.index(row)])
         self.canvas.repaint()
 
     def action_active(self) -> None:
@@ -321,13 +323,11 @@ class TopApp(App[None]):
     def action_layout(self) -> None:
         """Show everything, no graph, or the graph alone."""
         self.ui.layout = LAYOUTS[(LAYOUTS.index(self.ui.layout) + 1) % len(LAYOUTS)]
-        self._remember("layout", self.ui.layout)
         self._say({"all": "everything", "ranks": "without the graph", "graph": "the graph alone"}[self.ui.layout])
 
     def action_view(self, name: str) -> None:
         """Change the view."""
         self.ui.view = name
-        self._remember("view", name)
         self.canvas.repaint()
 
     def action_next_view(self, by: int = 1) -> None:

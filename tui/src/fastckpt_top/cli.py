@@ -203,9 +203,9 @@ def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
     file = None if args.no_config else config.path()
     kept, problem = config.load(file) if file is not None else ({}, "")
     ui = Ui(interval=args.interval or kept.get("interval", interval), recording=args.record or "")
-    ui.view = args.view or kept.get("view", ui.view)
+    ui.view = args.view or ui.view
     ui.sort = args.sort or kept.get("sort", ui.sort)
-    ui.zoom_s, ui.layout = kept.get("zoom", ui.zoom_s), kept.get("layout", ui.layout)
+    ui.zoom_s = kept.get("zoom", ui.zoom_s)
     theme = args.theme or kept.get("theme", "")
     app = TopApp(session, ui, _glyphs(args), theme, args.duration, file, text.clean(problem))
     if args.theme and args.theme not in app.available_themes:

@@ -1,4 +1,7 @@
-"""Settings that the screen keeps from one run to the next: a small JSON file in the user's configuration directory."""
+"""Settings that the screen keeps from one run to the next: a small JSON file in the user's configuration directory.
+
+What the screen shows is none of them: each start shows the operation, its sentence and the ranks.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from platformdirs import user_config_path
 
 from fastckpt_top import console
 from fastckpt_top.views.graph import ZOOMS
-from fastckpt_top.views.state import LAYOUTS, SORTS, VIEWS
+from fastckpt_top.views.state import SORTS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,10 +23,8 @@ _LARGEST: Final = 1 << 16
 _VALID: Final[dict[str, Callable[[Any], bool]]] = {
     "theme": lambda value: isinstance(value, str),
     "interval": lambda value: type(value) in (int, float) and 0.1 <= value <= 60.0,  # noqa: PLR2004
-    "view": lambda value: value in VIEWS,
     "sort": lambda value: value in SORTS,
     "zoom": lambda value: value in ZOOMS,
-    "layout": lambda value: value in LAYOUTS,
 }
 
 

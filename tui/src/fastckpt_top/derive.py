@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from fastckpt_top.groups import Group
+    from fastckpt_top.segment import Thread
     from fastckpt_top.snapshot import Proc
     from fastckpt_top.tracks import OpTrack, ThreadTrack
 
@@ -23,9 +24,9 @@ _ORDER: Final = (Phase.PLAN, Phase.STAGE, Phase.READ, Phase.WRITE, Phase.FSYNC, 
 
 
 def thread_row(
-    index: int, slot: int, track: ThreadTrack, op: OpTrack, rate: float | None, target: float, floor: float
+    index: int, track: ThreadTrack, op: OpTrack, rate: float | None, target: float, floor: float, elapsed: float
 ) -> ThreadRow:
-    """The figures of a thread; `floor` is the rate, bytes/s, below which it is clearly behind."""
+    """The figures of a thread in an operation of so many seconds, which is behind below a rate of `floor` bytes/s."""
     last = track.last
     latency = busy = source = limit = fsync = peers = None
     ends = track.window.waits() if op.running and last.state != ThreadState.IDLE else None
@@ -45,11 +46,11 @@ def thread_row(
     histogram, largest = track.histogram(), last.latency_max_ns / 1e9
     return ThreadRow(
         index=index,
-        slot=slot,
         tid=last.tid,
         cpu=None if last.cpu == NONE_U32 else last.cpu,
-        state=thread_state(last.state, op),
+        state=thread_state(last, op),
         rate=rate,
+        average=last.bytes_op / elapsed if elapsed > 1e-3 and last.bytes_op else None,  # noqa: PLR2004
         done=last.bytes_op,
         in_flight=last.in_flight,
         latency_s=latency,
@@ -70,13 +71,13 @@ def thread_row(
     )
 
 
-def thread_state(state: int, op: OpTrack) -> str:
-    """`WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `PEERS`, `ERROR` or `IDLE`."""
+def thread_state(thread: Thread, op: OpTrack) -> str:
+    """As `ThreadRow.state`."""
     if not op.running:
-        return "ERROR" if state == ThreadState.ERROR else "IDLE"
-    if state == ThreadState.IO:
+        return "ERROR" if thread.state == ThreadState.ERROR else "DONE" if thread.bytes_op else "IDLE"
+    if thread.state == ThreadState.IO:
         return "WRITE" if op.op.kind == Kind.SAVE else "READ"
-    return THREAD_STATES.get(state, "?").upper()
+    return THREAD_STATES.get(thread.state, "?").upper()
 
 
 def ratio(part: float, whole: float) -> float | None:

@@ -324,6 +324,8 @@ def _thread(thread: ThreadRow) -> Json:
         "cpu": thread.cpu,
         "state": thread.state.lower(),
         "Bps": _number(thread.rate),
+        "avg_Bps": _number(thread.average),
+        "target_Bps": _number(thread.target),
         "bytes": thread.done,
         "inflight": thread.in_flight,
         "lat_us": _number(None if thread.latency_s is None else thread.latency_s * 1e6),

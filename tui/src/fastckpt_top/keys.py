@@ -1,57 +1,83 @@
-"""The action of each key, and which of them scroll the help."""
+"""The keys: what each does, and what the last line of the screen and the help say of it."""
 
 from __future__ import annotations
 
-from typing import Final
-
-from textual.binding import Binding
-
-from fastckpt_top.views.state import VIEWS
+from typing import Final, NamedTuple
 
 PAGE: Final = 10
 ALL: Final = 1_000_000
 """Lines of a page, and more than there are."""
 SCROLLING: Final = {"up": -1, "down": 1, "pageup": -PAGE, "pagedown": PAGE, "home": -ALL, "end": ALL}
 """Keys that scroll the help, and by how many lines."""
-BINDINGS: Final = (
-    Binding("ctrl+c,ctrl+q", "quit", "Quit", priority=True),
-    Binding("q", "quit", "Quit"),
-    Binding("ctrl+z", "suspend_process", "Suspend"),
-    Binding("question_mark,h,f1", "help", "Help"),
-    Binding("up", "move(-1)", "Up"),
-    Binding("down", "move(1)", "Down"),
-    Binding("pageup", f"move({-PAGE})", "Page up"),
-    Binding("pagedown", f"move({PAGE})", "Page down"),
-    Binding("home,g", "edge(-1)", "First"),
-    Binding("end,G", "edge(1)", "Last"),
-    Binding("left", "step(-1)", "Back"),
-    Binding("right", "step(1)", "Forward"),
-    Binding("less_than_sign", "sort(-1)", "Sort by column before"),
-    Binding("greater_than_sign,s", "sort(1)", "Sort"),
-    Binding("S", "reverse", "Reverse"),
-    Binding("enter", "expand", "Threads"),
-    Binding("t", "all_threads", "All threads"),
-    Binding("slash", "filter", "Filter"),
-    Binding("escape", "clear", "Clear"),
-    Binding("o", "active", "Active only"),
-    Binding("space", "pause", "Freeze"),
-    Binding("j", "job", "Next job"),
-    Binding("z", "zoom", "Zoom"),
-    Binding("c", "theme", "Colours"),
-    Binding("plus,equals_sign", "interval(2)", "Longer interval"),
-    Binding("minus", "interval(0.5)", "Shorter interval"),
-    Binding("T", "tier", "Tier"),
-    Binding("a", "mode", "Average"),
-    Binding("e", "layout", "Layout"),
-    Binding("tab", "next_view", "Next view", priority=True),
-    Binding("shift+tab", "next_view(-1)", "View before", priority=True),
-    *(Binding(str(index + 1), f"view('{name}')", name) for index, name in enumerate(VIEWS)),
-    Binding("r", "record", "Record"),
-    Binding("f12", "picture", "Screenshot"),
-    Binding("left_square_bracket", "replay('jump', -10.0)", "10 s back"),
-    Binding("right_square_bracket", "replay('jump', 10.0)", "10 s forward"),
-    Binding("comma", "replay('faster', -1)", "Half speed"),
-    Binding("full_stop", "replay('faster', 1)", "Double speed"),
-    Binding("colon", "goto", "Go to"),
+
+
+class Key(NamedTuple):
+    """A key.
+
+    Attributes:
+        keys: Textual's names of it and of others that do the same; empty if another entry has them.
+        action: What of `TopApp` it calls.
+        sign: How the user knows it.
+        does: What it does, for the help; empty if another entry's words are for both.
+        word: What it is called in the last line; empty if it is not there.
+    """
+
+    keys: str
+    action: str
+    sign: str = ""
+    does: str = ""
+    word: str = ""
+
+
+KEYS: Final = (
+    Key("q", "quit", "q", "quit, as Ctrl-C", "Quit"),
+    Key("enter", "expand", "Enter", "all threads of the selected rank; back", "Threads"),
+    Key("greater_than_sign,s", "sort(1)", "s", "sort by the next column; < by the one before", "Sort"),
+    Key("slash", "filter", "/", "filter by rank, pid, job, label, state", "Filter"),
+    Key("tab", "next_view(1)", "Tab", "the next of: ranks, threads, history, events", "View"),
+    Key("1", "view('live')", "1 2 3 4", "ranks, threads, history, events"),
+    Key("T", "tier", "T", "target: light, medium, high", "Target"),
+    Key("z", "zoom", "z", "graph of 1, 2, 5, 10 minutes", "Zoom"),
+    Key("space", "pause", "Space", "freeze the screen; recording goes on", "Freeze"),
+    Key("r", "record", "r", "start or stop recording", "Record"),
+    Key("e", "layout", "e", "everything, no graph, the graph alone", "Layout"),
+    Key("c", "theme", "c", "next theme of colours", "Colours"),
+    Key("a", "mode", "a", "rate now, average, GB done", "Average"),
+    Key("S", "reverse", "S", "sort the other way round", "Reverse"),
+    Key("o", "active", "o", "only ranks with a running operation", "Running"),
+    Key("plus,equals_sign", "interval(2)", "+", "look less often; - more often", "Interval"),
+    Key("f12", "picture", "F12", "the screen as SVG and text", "Picture"),
+    Key("j", "job", "j", "next job, where there are several"),
+    Key("escape", "clear", "Esc", "follow the slowest rank again; clear the filter"),
+    Key("up", "move(-1)", "Up Down PgUp PgDn Home End g G", "select a rank, or scroll"),
+    Key("ctrl+z", "suspend_process", "Ctrl-Z", "suspend; fg comes back"),
+    Key("question_mark,h,f1", "help", "?", "this page"),
+    Key("ctrl+c,ctrl+q", "quit"),
+    Key("shift+tab", "next_view(-1)"),
+    Key("2,t", "view('threads')"),
+    Key("3", "view('history')"),
+    Key("4", "view('events')"),
+    Key("less_than_sign", "sort(-1)"),
+    Key("minus", "interval(0.5)"),
+    Key("down", "move(1)"),
+    Key("pageup", f"move({-PAGE})"),
+    Key("pagedown", f"move({PAGE})"),
+    Key("home,g", "edge(-1)"),
+    Key("end,G", "edge(1)"),
 )
-"""Keys, what of `TopApp` they call, and its name."""
+"""The most important first."""
+REPLAY_KEYS: Final = (
+    Key("", "quit", "q", "quit", "Quit"),
+    Key("", "pause", "Space", "play, pause", "Play"),
+    Key("left", "step(-1)", "Left", "a tick back", "Back"),
+    Key("right", "step(1)", "Right", "a tick on", "On"),
+    Key("left_square_bracket", "replay('jump', -10.0)", "[", "10 s back", "10 s back"),
+    Key("right_square_bracket", "replay('jump', 10.0)", "]", "10 s on", "10 s on"),
+    Key("comma", "replay('faster', -1)", ",", "half the speed", "Slower"),
+    Key("full_stop", "replay('faster', 1)", ".", "twice the speed", "Faster"),
+    Key("colon", "goto", ":", "go to a time (mm:ss)", "Go to"),
+    Key("", "next_view(1)", "Tab", "the next view", "View"),
+    Key("", "zoom", "z", "graph of 1, 2, 5, 10 minutes", "Zoom"),
+    Key("", "edge(-1)", "Home End", "beginning, end"),
+)
+"""Those that mean something else, or matter more, in a replay."""

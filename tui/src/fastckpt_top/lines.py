@@ -173,8 +173,11 @@ def _row_line(row: Row) -> str:
 
 
 def _thread_line(thread: ThreadRow) -> str:
+    """A thread, in the columns of its rank: its rates against its share of the rank's target."""
     start = f"       w{thread.index:<3} {thread.tid:>8}        {thread.state:6} {text.rate(thread.rate):>6}"
-    return f"{start}{'':20}{text.size(thread.done):>9}{'':18}{thread.in_flight:>3} in flight  {thread.wait or '-'}"
+    reached = f"{text.rate(thread.average):>6} {text.percent(share(thread.average, thread.target)):>5}"
+    done = f"{text.size(thread.done):>9}{'':18}{thread.in_flight:>3} in flight"
+    return f"{start} {reached}{'':8}{done}  {thread.wait or '-'}"
 
 
 def check(model: Model, percent: float) -> tuple[bool | None, str]:

@@ -92,7 +92,7 @@ def _add_places(add: Callable[..., object]) -> None:
 
 def _add_screen(add: Callable[..., object]) -> None:
     """The look of the screen."""
-    add("--view", choices=VIEWS, help="first view (default: live, or the last one chosen)")
+    add("--view", choices=VIEWS, help="first view (default: live)")
     add("--sort", choices=SORTS, help="first order of the ranks (default: the slowest first, or the last one chosen)")
     add(
         "--theme",

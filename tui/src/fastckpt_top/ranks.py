@@ -166,16 +166,17 @@ def _state(track: OpTrack, group: Group, stalled: float | None, look: Look) -> s
 
 def threads(track: OpTrack, target: float, look: Look) -> tuple[ThreadRow, ...]:
     """The threads of a rank's operation, whose target is `target` bytes/s."""
-    slots = sorted(track.threads.items())
+    slots = [thread for _, thread in sorted(track.threads.items())]
+    elapsed = track.elapsed(look.mono)
     moving = track.running and track.op.phase in MOVING
     # A thread without further work shows no rate: the rest of it in the window would look like a slow disk.
-    busy = {slot for slot, thread in slots if moving and thread.last.state != ThreadState.IDLE}
-    rates = {slot: thread.window.rate() if slot in busy else None for slot, thread in slots}
-    known = [rate for rate in rates.values() if rate is not None]
-    late = len(known) > 1 and track.elapsed(look.mono) >= estimate.QUIET_S
+    busy = [moving and thread.last.state != ThreadState.IDLE for thread in slots]
+    rates = [thread.window.rate() if at_work else None for thread, at_work in zip(slots, busy, strict=True)]
+    known = [rate for rate in rates if rate is not None]
+    late = len(known) > 1 and elapsed >= estimate.QUIET_S
     floor = statistics.median(known) / estimate.BEHIND if late else 0.0
     share = target / len(slots) if slots else 0.0
     return tuple(
-        derive.thread_row(index, slot, thread, track, rates[slot], share, floor)
-        for index, (slot, thread) in enumerate(slots)
+        derive.thread_row(index, thread, track, rate, share, floor, elapsed)
+        for index, (thread, rate) in enumerate(zip(slots, rates, strict=True))
     )

@@ -22,7 +22,7 @@ class Verdict(Enum):
 
     GOOD = "ok"
     """At or above the target."""
-    LOW = "low"
+    LOW = "near"
     """At least 80 % of it."""
     BAD = "slow"
     """Less."""
@@ -67,11 +67,11 @@ class ThreadRow:
 
     Attributes:
         index: Number within the operation, from 0.
-        slot: Slot in the segment.
         tid: Thread id.
         cpu: CPU it last ran on; None unknown.
-        state: `WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `PEERS`, `ERROR`, `IDLE`.
+        state: `WRITE`, `READ`, `SOURCE`, `LIMIT`, `FSYNC`, `PEERS`, `ERROR`, `IDLE`, `DONE` in an ended operation.
         rate: Bytes/s over the last second; None unknown.
+        average: Bytes/s from the operation's start to now, or to its end; None if it has moved none.
         done: Bytes of this operation.
         in_flight: Requests.
         latency_s: Mean over the last second; None if nothing completed.
@@ -92,7 +92,6 @@ class ThreadRow:
     """
 
     index: int
-    slot: int
     tid: int
     cpu: int | None
     state: str
@@ -114,6 +113,7 @@ class ThreadRow:
     p99_s: float | None = None
     fsync: float | None = None
     peers: float | None = None
+    average: float | None = None
 
     @property
     def waits(self) -> dict[str, float]:

@@ -46,7 +46,15 @@ def inside(frame: Frame, width: int, height: int) -> tuple[bool, int, int]:
     return (True, width - SIDES, height - BORDERS) if framed else (False, width, height)
 
 
-def titled(frame: Frame, lines: list[Line], title: Line, note: Line, width: int, height: int) -> Block:
+def titled(
+    frame: Frame,
+    lines: list[Line],
+    title: Line,
+    note: Line,
+    width: int,
+    height: int,
+    foot: tuple[Line, Line] | None = None,
+) -> Block:
     """Some lines in a box, or, where the block gets none, below their title.
 
     Args:
@@ -56,9 +64,10 @@ def titled(frame: Frame, lines: list[Line], title: Line, note: Line, width: int,
         note: As for :func:`box`; without a box it is left out.
         width: Cells.
         height: Lines.
+        foot: As for :func:`box`; without a box it is left out.
     """
     if inside(frame, width, height)[0]:
-        return box(frame, Block(lines), title, note, width, height)
+        return box(frame, Block(lines), title, note, width, height, foot)
     made = [title, *lines]
     return Block([line.fill(width) for line in (*made, *(Line() for _ in range(height - len(made))))])
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.rows import Row, ThreadRow, Verdict, judge, share
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, rate_style
+from fastckpt_top.views.boxes import words
+from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,6 +23,8 @@ WAIT: Final = 12
 """Cells of a rate, a percentage, a state, and a wait with its share."""
 SHORT_WAIT: Final = 7
 """Cells of a wait without its share."""
+MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
+"""The head over rates, by what the user wants to see there."""
 TINY_WAITS: Final = {"source": "src", "limit": "lim", "fsync": "sync", "the last": "last"}
 """In four cells."""
 
@@ -72,7 +75,7 @@ WAIT_WORDS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """The rate that a row shows, and its reference.
+    """The rate that a rank or a thread shows, and its reference.
 
     Attributes:
         rate: Bytes/s; None unknown.
@@ -104,10 +107,16 @@ def figure(frame: Frame, row: Row) -> Figure:
     """
     live = frame.ui.mode == "current" and row.rate is not None and not running_out(row)
     shown = row.rate if live else row.average
-    verdict = row.verdict
-    if verdict not in (Verdict.FAILED, Verdict.QUIET):
-        verdict = judge(shown, row.target)
-    return Figure(shown, share(shown, row.target), live, verdict)
+    quiet = row.verdict in (Verdict.FAILED, Verdict.QUIET)
+    return Figure(shown, share(shown, row.target), live, row.verdict if quiet else judge(shown, row.target))
+
+
+def thread_figure(frame: Frame, thread: ThreadRow) -> Figure:
+    """The rate of a thread: the current one, or its average in the operation where there is none."""
+    live = frame.ui.mode == "current" and thread.rate is not None
+    shown = thread.rate if live else thread.average
+    verdict = Verdict.FAILED if thread.state == "ERROR" else judge(shown, thread.target)
+    return Figure(shown, share(shown, thread.target), live, verdict)
 
 
 def running_out(row: Row) -> bool:
@@ -115,11 +124,9 @@ def running_out(row: Row) -> bool:
     return row.running and any(thread.state == "IDLE" and thread.done for thread in row.threads)
 
 
-def amount(frame: Frame, rate: float | None, done: int, room: int = RATE, *, known: bool = True) -> str:
-    """Rate in GB/s, or bytes done in GB, as the user chose, at the right of so many cells."""
-    if frame.ui.mode != "total":
-        return f"{text.rate(rate):>{room}}"
-    return gb(done if known else None, room)
+def amount(frame: Frame, rate: float | None, done: int | None) -> str:
+    """Rate in GB/s, or bytes done in GB, as the user chose."""
+    return text.rate(rate) if frame.ui.mode != "total" else gb(done, RATE).strip()
 
 
 def gb(count: float | None, room: int) -> str:
@@ -169,7 +176,7 @@ def gauge(fraction: float | None, cells: int, style: str, glyphs: text.Glyphs) -
 
 
 def gauge_head(cells: int, target: float | None, glyphs: text.Glyphs) -> Line:
-    """The head over bars: 0, the mark, and the target in GB/s at the right of it where there is room.
+    """The head over bars: 0, the mark, and the target in GB/s at a side of it that has room for all of it.
 
     Args:
         cells: Width.
@@ -179,13 +186,9 @@ def gauge_head(cells: int, target: float | None, glyphs: text.Glyphs) -> Line:
     before, room = mark_at(cells), cells - mark_at(cells) - 1
     words = text.rate(target) if target else ""
     short = words.rstrip("0").rstrip(".") if "." in words else words
-    line = Line()
-    if before > text.width(short) + 2 > room + 2:  # at the left of the mark, where there is no room at its right
-        line.add("0" + f"{short:>{before - 1}}", "dim")
-        short = ""
-    else:
-        line.add("0".ljust(before)[:before], "dim")
-    return line.add(glyphs.mark, "target").add(f"{short:<{room}}"[:room], "dim")
+    left, right = (short, "") if room < len(short) < before - 1 else ("", short if len(short) <= room else "")
+    line = Line("0" + left.rjust(before - 1) if before > 1 else "0"[:before], "dim")
+    return line.add(glyphs.mark, "target").add(right.ljust(room), "dim")
 
 
 def spark(values: Sequence[float], cells: int, target: float, glyphs: text.Glyphs) -> str:
@@ -201,31 +204,61 @@ def level(fraction: float | None, glyphs: text.Glyphs) -> str:
     return glyphs.spark[1] if found == " " else found
 
 
-def threads(row: Row, cells: int, glyphs: text.Glyphs) -> Line:
-    """A cell a thread, as high as its share of its target. More threads than cells are grouped by the worst of them.
-
-    Args:
-        row: The rank.
-        cells: Width.
-        glyphs: The characters.
-    """
+def threads(frame: Frame, row: Row, cells: int) -> Line:
+    """A cell a thread, as high as its share of its target. More threads than cells are grouped by the worst of them."""
     line = Line()
     count = len(row.threads)
     shown = min(count, cells)
     for cell in range(shown):
         group = row.threads[cell * count // shown : (cell + 1) * count // shown]
-        if any(thread.state == "ERROR" for thread in group):
-            line.add(glyphs.dead, "bad")
-            continue
-        shares = [found for thread in group if (found := thread_share(thread)) is not None]
-        worst = min(shares, default=None) if row.running else None
-        line.add(level(worst, glyphs), rate_style(worst))
+        found = min((thread_figure(frame, thread) for thread in group), key=_worst)
+        failed = found.verdict is Verdict.FAILED
+        line.add(frame.glyphs.dead if failed else level(found.share, frame.glyphs), "bad" if failed else found.style)
     return line.fill(cells)
 
 
-def thread_share(thread: ThreadRow) -> float | None:
-    """A thread's rate as a share of its target; None where it has nothing to do."""
-    return share(thread.rate, thread.target)
+def _worst(figure: Figure) -> tuple[bool, float]:
+    """Sorts threads: those in error first, then the least share of the target, those without work last."""
+    return figure.verdict is not Verdict.FAILED, float("inf") if figure.share is None else figure.share
+
+
+def worst_first(frame: Frame, row: Row) -> list[ThreadRow]:
+    """The threads of a rank, the one that holds it up first."""
+    return sorted(row.threads, key=lambda thread: _worst(thread_figure(frame, thread)))
+
+
+def thread_target(rows: Sequence[Row]) -> str:
+    """`3.00 / 4 = 0.75`: what each thread of these ranks should reach, where that is the same for all."""
+    asked = {(row.target, len(row.threads)) for row in rows if row.threads and row.target}
+    if len(asked) != 1:
+        return ""
+    ((target, count),) = asked
+    return f"{text.rate(target)} / {count} = {text.rate(target / count)}"
+
+
+def slowest_thread(frame: Frame, row: Row, width: int) -> Line:
+    """`rank 6 w2: 0.31 of 0.38 GB/s 82% disk 98%`: the thread that is furthest below its share of the target."""
+    if not row.threads:
+        return Line()
+    thread = worst_first(frame, row)[0]
+    found = thread_figure(frame, thread)
+    if found.share is None:
+        return Line()
+    rate, target = text.rates(found.rate, thread.target)
+    name, percentage = f"{row.name} w{thread.index}", text.percent(found.share)
+    return Line(
+        words(
+            (
+                f"slowest thread: {name}, {rate} of {target} GB/s {percentage} {thread.wait}".rstrip(),
+                f"{name}: {rate} of {target} GB/s {percentage} {thread.wait}".rstrip(),
+                f"{name}: {rate}/{target} {percentage}",
+                f"w{thread.index} {percentage}",
+                "",
+            ),
+            width,
+        ),
+        found.mark_style,
+    )
 
 
 def state(row: Row) -> str:
@@ -246,29 +279,29 @@ def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Lin
     """
     short = room < WAIT
     style = "dim"
-    words = row.wait
+    said = row.wait
     if row.stalled_s is not None:
         lasting = text.ago(row.stalled_s)
         what = {"STOP": "stopped", "STUCK": "storage"}.get(state(row), "silent")
-        words, style = lasting if short and stated else f"{what} {lasting}", "bad"
+        said, style = lasting if short and stated else f"{what} {lasting}", "bad"
         if short and not stated:
-            words = state(row)
+            said = state(row)
     elif row.error or row.state == "DEAD":
-        words, style = row.error or "died", "bad"
-    elif row.straggler and not words:
-        words = "the last"
-    elif short and words.startswith("rank "):
-        words = f"r{words[5:]}"
+        said, style = row.error or "died", "bad"
+    elif row.straggler and not said:
+        said = "the last"
+    elif short and said.startswith("rank "):
+        said = f"r{said[5:]}"
     elif short:
-        words = words.partition(" ")[0]
-    if not words and not stated:
-        words = state(row).lower()
+        said = said.partition(" ")[0]
+    if not said and not stated:
+        said = state(row).lower()
     if room < SHORT_WAIT - 1:
-        words = TINY_WAITS.get(words, words)
-    if style == "dim" and (row.straggler or words.startswith(("source", "limit"))):
+        said = TINY_WAITS.get(said, said)
+    if style == "dim" and (row.straggler or said.startswith(("source", "limit"))):
         style = "low"
     mark = "!" if flag and row.fallback else ""
-    return Line(text.cut(words, room - len(mark)), style).add(mark, "low").fill(room)
+    return Line(text.cut(said, room - len(mark)), style).add(mark, "low").fill(room)
 
 
 def thread_wait(thread: ThreadRow, cells: int, glyphs: text.Glyphs) -> Line:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
+from fastckpt_top.keys import KEYS, REPLAY_KEYS
 from fastckpt_top.rows import LEVELS
 from fastckpt_top.views.boxes import boxed, words
 from fastckpt_top.views.paint import Frame, Line
@@ -12,37 +13,6 @@ from fastckpt_top.views.paint import Frame, Line
 if TYPE_CHECKING:
     from fastckpt_top.rows import Event, Job
 
-KEYS: Final = (
-    ("q", "Quit", "quit"),
-    ("Enter", "Threads", "expand"),
-    ("s", "Sort", "sort"),
-    ("/", "Filter", "filter"),
-    ("Tab", "View", "next_view"),
-    ("T", "Target", "tier"),
-    ("z", "Zoom", "zoom"),
-    ("Space", "Freeze", "pause"),
-    ("r", "Record", "record"),
-    ("e", "Layout", "layout"),
-    ("c", "Colours", "theme"),
-    ("a", "Average", "mode"),
-    ("t", "All threads", "all_threads"),
-    ("o", "Running", "active"),
-    ("+/-", "Interval", "interval(2)"),
-    ("F12", "Picture", "picture"),
-)
-REPLAY_KEYS: Final = (
-    ("q", "Quit", "quit"),
-    ("Space", "Play", "pause"),
-    ("Left", "Back", "step(-1)"),
-    ("Right", "On", "step(1)"),
-    ("[", "10 s back", "replay('jump', -10.0)"),
-    ("]", "10 s on", "replay('jump', 10.0)"),
-    (",", "Slower", "replay('faster', -1)"),
-    (".", "Faster", "replay('faster', 1)"),
-    (":", "Go to", "goto"),
-    ("Tab", "View", "next_view"),
-    ("z", "Zoom", "zoom"),
-)
 EVENT_SHOWN_S: Final = 60.0
 """How long a warning is shown, seconds."""
 
@@ -52,11 +22,11 @@ def keys(frame: Frame) -> tuple[Line, list[tuple[int, int, str]]]:
 
     Help is at the end, after a sign where keys are left out, so that users see where the others are.
     """
-    shown = list(KEYS if frame.live else REPLAY_KEYS)
+    shown = [(key.sign, key.word, key.action) for key in (KEYS if frame.live else REPLAY_KEYS) if key.word]
     if len(frame.model.jobs) > 1:
         shown.insert(1, ("j", "Next job", "job"))
     if not frame.model.node.ranks:
-        shown = [key for key in shown if key[2] in ("quit", "next_view", "theme")]
+        shown = [key for key in shown if key[2] in ("quit", "next_view(1)", "theme")]
     last, sign = ("?", "Help", "help"), ""
     while shown and sum(len(key) + len(word) + 3 for key, word, _ in (*shown, last)) + len(sign) > frame.width:
         shown.pop()

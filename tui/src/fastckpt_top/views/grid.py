@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.views import cells
 from fastckpt_top.views.boxes import Block
@@ -12,22 +13,58 @@ if TYPE_CHECKING:
     from fastckpt_top.rows import Row
 
 
-def cell(rank: int) -> int:
-    """Cells of one rank, whose longest name has so many: mark, selection, name, level, percentage, fallback."""
-    return 2 + 1 + rank + 2 + cells.PERCENT + 1
+MOST: Final = 8
+"""Cells for the threads of a rank, at most."""
 
 
-def across(rank: int, width: int) -> int:
-    """How many ranks are shown side by side.
+@dataclass(frozen=True, slots=True)
+class Size:
+    """The size of a grid.
 
-    Args:
+    Attributes:
         rank: Cells of the longest name.
+        threads: Cells for the threads of a rank; 1 for the rank as a whole.
+        percent: Cells of its share in percent; 0 if it is left out.
         width: Cells of a line.
     """
-    return max(width // cell(rank), 1)
+
+    rank: int
+    threads: int
+    percent: int
+    width: int
+
+    @property
+    def cell(self) -> int:
+        """Cells of one rank: mark, selection, name, threads, percentage, fallback."""
+        return 2 + 1 + self.rank + 1 + self.threads + self.percent + 1
+
+    @property
+    def across(self) -> int:
+        """How many ranks are shown side by side."""
+        return max(self.width // self.cell, 1)
+
+    def lines(self, ranks: int) -> int:
+        """Lines that so many ranks take."""
+        return -(-ranks // self.across)
 
 
-def block(frame: Frame, rows: list[Row], chosen: Row | None, rank: int, width: int, height: int) -> tuple[Block, int]:
+def size(rows: list[Row], rank: int, width: int, height: int) -> Size:
+    """The size with a cell for each thread, or one for some of them, if that leaves room for all ranks.
+
+    Args:
+        rows: The ranks.
+        rank: Cells of the longest name.
+        width: Cells of a line.
+        height: Lines.
+    """
+    most = max(1, min(max((len(row.threads) for row in rows), default=1), MOST))
+    few = min(most, 4)
+    tried = ((most, cells.PERCENT), (few, cells.PERCENT), (few, 0))
+    sizes = [Size(rank, threads, percent, width) for threads, percent in tried]
+    return next((one for one in sizes if one.lines(len(rows)) <= height), sizes[-1])
+
+
+def block(frame: Frame, rows: list[Row], chosen: Row | None, size: Size, height: int) -> tuple[Block, int]:
     """A grid of ranks, in their order from top to bottom and then from left to right.
 
     If it does not hold them all, it shows the part with the selected one; the worst if none is selected.
@@ -36,45 +73,44 @@ def block(frame: Frame, rows: list[Row], chosen: Row | None, rank: int, width: i
         frame: The frame to paint.
         rows: The ranks.
         chosen: The selected one.
-        rank: Cells of the longest name.
-        width: Cells of a line.
+        size: Of the grid.
         height: Lines.
 
     Returns:
         The grid, and how many ranks it shows.
     """
-    wide = across(rank, width)
-    high = min(height, -(-len(rows) // wide))
-    page = wide * high
+    high = min(height, size.lines(len(rows)))
+    page = size.across * high
     if page <= 0:
         return Block(), 0
     at = next((index for index, row in enumerate(rows) if row is chosen), 0)
     part = rows[at // page * page :][:page]
     made = Block()
-    size = cell(rank)
     for y in range(high):
         line = Line()
-        for x in range(wide):
-            if x * high + y >= len(part):
-                break
-            row = part[x * high + y]
+        for row in part[y::high]:
             start = line.width
-            line.extend(_rank(frame, row, rank, selected=row is chosen))
-            made.actions.append((y, start, start + size - 1, f"select({row.key!r})"))
-        made.lines.append(line.fill(width))
+            line.extend(_rank(frame, row, size, selected=row is chosen))
+            made.actions.append((y, start, start + size.cell - 1, f"select({row.key!r})"))
+        made.lines.append(line.fill(size.width))
     return made, len(part)
 
 
-def _rank(frame: Frame, row: Row, rank: int, *, selected: bool) -> Line:
-    """`▼>r48 ▃  58%!`: its mark, its share of the target as a level and a number, and whether it fell back."""
+def _rank(frame: Frame, row: Row, size: Size, *, selected: bool) -> Line:
+    """`▼>r48 ▃▃▂▃  58%!`: its mark, its threads' shares or its own, its share in percent, and whether it fell back."""
     found = cells.figure(frame, row)
     line = Line(frame.glyph(found.verdict), found.mark_style).add(frame.glyphs.select if selected else " ", "key")
     name = cells.name(row) if row.rank is None else f"r{row.rank}"
-    line.add(f"{name:>{rank + 1}}", "key" if selected else "strong" if row.straggler else "text")
+    line.add(f"{name:>{size.rank + 1}}", "key" if selected else "strong" if row.straggler else "text")
     state = cells.state(row)
     if cells.STATE_STYLES.get(state) == "bad":
-        line.add(f" {state:>{cells.PERCENT + 1}}", "bad")
+        room = size.percent + size.threads
+        line.add(f" {state[:room]:>{room}}", "bad")
     else:
-        line.add(" ").add(cells.level(found.share, frame.glyphs), found.style)
-        line.add(cells.percent(found.share), found.style)
+        line.add(" ")
+        if size.threads == 1:
+            line.add(cells.level(found.share, frame.glyphs), found.style)
+        else:
+            line.extend(cells.threads(frame, row, size.threads))
+        line.add(cells.percent(found.share) if size.percent else "", found.style)
     return line.add("!" if row.fallback else " ", "low")

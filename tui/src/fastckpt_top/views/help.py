@@ -5,56 +5,27 @@ from __future__ import annotations
 import textwrap
 from typing import Final
 
+from fastckpt_top.keys import KEYS, REPLAY_KEYS, Key
 from fastckpt_top.views import cells
 from fastckpt_top.views.paint import Frame, Line, scrolled
 
-_KEYS: Final = (
-    ("1 2 3 4 Tab", "live, threads, history, events; the next of them"),
-    ("Up Down PgUp PgDn Home End g G", "select a rank, or scroll"),
-    ("Esc", "follow the slowest rank again; clear the filter"),
-    ("Enter", "threads of the selected rank in the table"),
-    ("t", "threads of all ranks in the table"),
-    ("s < > S", "sort by the next column, the one before; reverse"),
-    ("/", "filter by rank, pid, job, label, state"),
-    ("o", "only ranks with a running operation"),
-    ("j", "next job, where there are several"),
-    ("a", "rate now, average, GB done"),
-    ("T", "target: light, medium, high"),
-    ("z", "graph of 1, 2, 5, 10 minutes"),
-    ("e", "everything, no graph, the graph alone"),
-    ("c", "next theme of colours"),
-    ("Space", "freeze the screen; recording goes on"),
-    ("+ -", "look less or more often"),
-    ("r", "start or stop recording"),
-    ("F12", "picture: SVG and text"),
-    ("Ctrl-Z", "suspend; fg comes back"),
-    ("q Ctrl-C", "quit"),
-)
-_REPLAY: Final = (
-    ("Space", "play, pause"),
-    ("Left Right", "a tick back, forward"),
-    ("[ ]", "10 s back, forward"),
-    (", .", "half, double speed"),
-    (":", "go to a time (mm:ss)"),
-    ("Home End", "beginning, end"),
-)
 _TOP: Final = (
     ("done", "bytes written or read, of all; the full bar is 100 %"),
     ("speed", "average of the operation so far, its target, and the share of it"),
     ("now peak", "rate of all ranks in the last second, and the largest one seen"),
-    ("gone took", "time since the first rank began; time in all"),
+    ("elapsed took", "time since the first rank began; time in all"),
     ("ETA", "until the last rank's bytes are durable"),
-    ("OK LOW SLOW", "verdict on the average: from 100 %, from 80 %, below 80 % of the target"),
+    ("OK NEAR SLOW", "verdict on the average: from 100 %, from 80 %, below 80 % of the target"),
     ("FAILED", "a rank died or failed; the sentence below says which"),
     ("3 of 4 ranks", "so many processes of the job live"),
     ("high 3.00 GB/s", "name of the target and what it asks of each GPU; custom ones have no name"),
     ("0.5 s", "time between two looks"),
 )
 _TABLE: Final = (
-    ("RK GPU PID", "rank, index of its GPU, process"),
+    ("RANK GPU PID", "rank, index of its GPU, process"),
     ("GB/s %", "rate of the last second, or the average where that says nothing; share of the rank's target"),
     ("last 4 s", "the rates of the last seconds, one column each half second"),
-    ("THRD", "a cell for each thread, as high as its share of its target"),
+    ("THREADS", "a cell for each thread, as high as its share of its target: that of the rank by its threads"),
     ("DONE ETA", "share of the bytes that are done; time until they are durable"),
     ("ENGINE", "uring, threads (of pwrite or pread), buffer (page cache); ! after a fallback"),
     ("THR TID", "thread, and its number in ps"),
@@ -96,8 +67,8 @@ def _page(frame: Frame) -> list[Line]:
     )
     rows: list[Line] = []
     if not frame.live:
-        rows += _section(frame, "Keys of a replay", _REPLAY)
-    rows += _section(frame, "Keys", _KEYS)
+        rows += _section(frame, "Keys of a replay", _explained(REPLAY_KEYS))
+    rows += _section(frame, "Keys", _explained(KEYS))
     rows += [Line(" Signs", "title"), *(_sign(frame, *sign) for sign in signs), Line()]
     rows += _section(frame, "The box at the top", _TOP)
     rows += _section(frame, "Ranks, threads, history", _TABLE)
@@ -106,6 +77,10 @@ def _page(frame: Frame) -> list[Line]:
     rows.append(Line(" GB is 10^9 bytes, MiB 2^20. A label in the graph is what the", "dim"))
     rows.append(Line(" upper edge of its line stands for.", "dim"))
     return rows
+
+
+def _explained(keys: tuple[Key, ...]) -> tuple[tuple[str, str], ...]:
+    return tuple((key.sign, key.does) for key in keys if key.does)
 
 
 def _sign(frame: Frame, glyph: str, style: str, what: str) -> Line:

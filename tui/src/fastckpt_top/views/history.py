@@ -3,101 +3,52 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import judge, share
+from fastckpt_top.rows import Verdict, judge, share
 from fastckpt_top.views import cells
 from fastckpt_top.views.boxes import Block, inside, titled
+from fastckpt_top.views.columns import Column, Columns
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import Checkpoint, Event
 
-KIND: Final = 6
-SIZE: Final = 7
-TOOK: Final = 6
-SHORT_LABEL: Final = 5
 TIGHT: Final = 36
 """In narrower lists a cell or two are taken from the figures, so that the duration fits."""
-LONG_LABEL: Final = 28
-OPTIONAL: Final = (
-    ("percent", cells.PERCENT),
-    ("took", TOOK),
-    ("when", 8),
-    ("size", SIZE),
-    ("peak", cells.RATE),
-    ("fsync", TOOK),
-    ("p99", 7),
-    ("bar", 12),
-    ("engines", 18),
-)
+OPTIONAL: Final = ("percent", "took", "when", "size", "peak", "fsync", "p99", "bar", "engines")
 """Columns that may be missing, the most important first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The width of each column of ended operations, without the blank before it; 0 if it is left out."""
-
-    width: int
-    label: int
-    rate: int
-    percent: int
-    took: int
-    when: int
-    size: int
-    peak: int
-    fsync: int
-    p99: int
-    bar: int
-    engines: int
-
-
 def columns(width: int) -> Columns:
-    """Choose the columns for lines of so many cells. They depend on nothing else, so that they do not move."""
-    tight = {"percent": cells.PERCENT - 1, "took": TOOK - 2} if width < TIGHT else {}
-    rate = cells.RATE - 1 if tight else cells.RATE
-    left = width - 1 - 1 - KIND - 1 - SHORT_LABEL - 1 - rate
-    chosen = {column: 0 for column, _ in OPTIONAL}
-    for column, wanted in OPTIONAL:
-        size = tight.get(column, wanted)
-        if size + 1 > left:
-            break
-        chosen[column] = size
-        left -= size + 1
-    label = SHORT_LABEL + min(max(left, 0), LONG_LABEL - SHORT_LABEL)
-    if chosen["bar"]:
-        chosen["bar"] += min(max(width - 1 - 1 - KIND - 1 - label - 1 - rate - _sum(chosen), 0), 24)
-    return Columns(width, label, rate, **chosen)
-
-
-def _sum(chosen: dict[str, int]) -> int:
-    return sum(size + 1 for size in chosen.values() if size)
+    """Choose the columns for lines of so many cells."""
+    tight = width < TIGHT
+    every = (
+        Column("when", "WHEN", 8),
+        Column("kind", "OP", 6),
+        Column("label", "LABEL", 5, most=28),
+        Column("size", "GB", 7, right=True),
+        Column("took", "TOOK" if tight else "TOOK s", 4 if tight else 6, right=True),
+        Column("rate", "GB/s", cells.RATE - tight, right=True),
+        Column("percent", "%", cells.PERCENT - tight, right=True),
+        Column("peak", "peak", cells.RATE, right=True),
+        Column("fsync", "fsync", 6, right=True),
+        Column("p99", "p99 ms", 7, right=True),
+        Column("bar", "", 12, most=36),
+        Column("engines", "ENGINES", 18),
+    )
+    return Columns(every, OPTIONAL, width)
 
 
 def head(frame: Frame, cols: Columns) -> Line:
     """The head of a list of ended operations."""
-    line = Line(" ")
-    for word, size, right in (
-        ("WHEN", cols.when, False),
-        ("OP", KIND, False),
-        ("LABEL" if cols.label < len("CHECKPOINT") else "CHECKPOINT", cols.label, False),
-        ("GB", cols.size, True),
-        ("TOOK s"[: cols.took].strip(), cols.took, True),
-        ("GB/s", cols.rate, True),
-        ("%", cols.percent, True),
-        ("peak", cols.peak, True),
-        ("fsync", cols.fsync, True),
-        ("p99 ms", cols.p99, True),
-    ):
-        if size:
-            line.add(f" {word:>{size}}" if right else f" {word:<{size}}", "head")
-    if cols.bar:
-        line.add(" ").extend(cells.gauge_head(cols.bar, None, frame.glyphs))
-    if cols.engines:
-        line.add(" ENGINES", "head")
-    return line.fill(cols.width)
+    heads: dict[str, str | Line] = {}
+    if cols["label"] >= len("CHECKPOINT"):
+        heads["label"] = "CHECKPOINT"
+    if cols["bar"]:
+        heads["bar"] = cells.gauge_head(cols["bar"], None, frame.glyphs)
+    return cols.head(Line(" "), heads)
 
 
 def target_of(frame: Frame, past: Checkpoint) -> float:
@@ -111,35 +62,31 @@ def target_of(frame: Frame, past: Checkpoint) -> float:
 
 def line(frame: Frame, past: Checkpoint, cols: Columns) -> Line:
     """One ended operation, judged by the target that it had."""
-    target = target_of(frame, past)
-    verdict = judge(past.average, target)
+    reached = share(past.average, target := target_of(frame, past))
+    verdict = Verdict.FAILED if past.error else judge(past.average, target)
     style = VERDICT_STYLES[verdict]
-    made = Line(frame.glyphs.dead if past.error else frame.glyph(verdict), "bad" if past.error else style)
-    if cols.when:
-        made.add(time.strftime(" %H:%M:%S", time.localtime(past.end)), "dim")
-    made.add(f" {past.kind:<{KIND}} ").add(_label(frame, past, cols.label), "strong")
-    if past.error:
-        words = past.error if "died" in past.error or past.error == "failed" else f"failed: {past.error}"
-        return made.add(" ").add(text.fit(frame.say(words), cols.width - made.width - 1, frame.glyphs), "bad")
-    percent = cells.percent(share(past.average, target), cols.percent)
-    p99 = f"{past.p99_s * 1e3:.1f}" if past.p99_s else "-"
-    for words, size, name in (
-        (cells.gb(past.bytes, cols.size), cols.size, "text"),
-        (_took(past.seconds, cols.took), cols.took, "text"),
-        (text.rate(past.average), cols.rate, style),
-        (percent, cols.percent, style),
-        (text.rate(past.peak or None), cols.peak, "dim"),
-        (_took(past.sync_s, cols.fsync), cols.fsync, "dim"),
-        (p99, cols.p99, "dim"),
-    ):
-        if size:
-            made.add(f" {words:>{size}}", name)
-    if cols.bar:
-        made.add(" ").extend(cells.gauge(share(past.average, target), cols.bar, style, frame.glyphs))
-    if cols.engines:
-        words = ",".join(sorted(past.engines)) + (f" ({past.fallback})" if past.fallback else "")
-        made.add(" ").add(text.fit(words, cols.engines, frame.glyphs), "low" if past.fallback else "dim")
-    return made.fill(cols.width)
+    label, peak = _label(frame, past, cols["label"]), past.peak or None
+    engines = ",".join(sorted(past.engines)) + (f" ({past.fallback})" if past.fallback else "")
+    parts: dict[str, tuple[str, str] | Line] = {
+        "when": (time.strftime("%H:%M:%S", time.localtime(past.end)), "dim"),
+        "kind": (past.kind, "text"),
+        "label": Line(label, "strong"),
+        "size": (cells.gb(past.bytes, cols["size"]), "text"),
+        "took": (_took(past.seconds, cols["took"]), "text"),
+        "rate": (text.rate(past.average), style),
+        "percent": (cells.percent(reached, cols["percent"]), style),
+        "peak": (text.rate(peak), "dim"),
+        "fsync": (_took(past.sync_s, cols["fsync"]), "dim"),
+        "p99": (f"{past.p99_s * 1e3:.1f}" if past.p99_s else "-", "dim"),
+        "bar": cells.gauge(reached, cols["bar"], style, frame.glyphs),
+        "engines": Line(text.fit(engines, cols["engines"], frame.glyphs), "low" if past.fallback else "dim"),
+    }
+    made = cols.row(Line(frame.glyph(verdict), style), parts)
+    if not past.error:
+        return made
+    words = past.error if "died" in past.error or past.error == "failed" else f"failed: {past.error}"
+    made.fill(cols.places()["label"][1] + 1)
+    return made.add(" ").add(text.fit(frame.say(words), cols.width - made.width - 1, frame.glyphs), "bad")
 
 
 def event_lines(frame: Frame, event: Event, width: int, high: int = 1) -> list[Line]:
@@ -182,7 +129,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     made += [line for one in events for line in event_lines(frame, one, inner, 2)]
     made = made[: max(room, 0)]
     title = Line("history", "title").add(" and events" if for_events else "", "title")
-    return titled(frame, made, title, Line("3 all", "dim"), width, height)
+    return titled(frame, made, title, Line("press 3: all", "dim"), width, height)
 
 
 def _label(frame: Frame, past: Checkpoint, room: int) -> str:

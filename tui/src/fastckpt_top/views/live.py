@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from fastckpt_top import text
-from fastckpt_top.views import footer, graph, history, lists, operation, table, threads
+from fastckpt_top.views import cells, footer, graph, history, lists, operation, table, threads
 from fastckpt_top.views import help as help_view
 from fastckpt_top.views.boxes import Block, beside, boxed, stack
 from fastckpt_top.views.paint import Frame, Line, Screen
@@ -49,7 +49,7 @@ def paint(frame: Frame) -> Screen:
         bottom = [line]
         screen.actions = [(height - 1, start, end, action) for start, end, action in zones]
     room = height - len(bottom)
-    if not frame.model.node.ranks and not frame.model.rows and frame.ui.view == "live":
+    if not (frame.ops or frame.model.node.ranks or frame.model.rows) and frame.ui.view == "live":
         body = Block([operation.title(frame), *empty(frame)] if height > 2 else empty(frame))  # noqa: PLR2004
     elif frame.ui.view == "live":
         body = _live(frame, room)
@@ -67,13 +67,16 @@ def _live(frame: Frame, room: int) -> Block:
     width = frame.width
     top = operation.block(frame, width)
     left = room - len(top.lines)
+    row = frame.ui.selection(frame.ui.shown(frame.model))
     if not boxed(frame):
         if frame.ui.layout == "graph":
             return stack(top, graph.block(frame, width, left))
-        return stack(top, table.block(frame, width, left)) if left > 0 else top
+        below = Block()
+        if row is not None and left >= THREADS:  # a line has room for the thread that matters most
+            below = Block([Line("  ").extend(cells.slowest_thread(frame, row, width - 2)).fill(width)])
+        return stack(top, table.block(frame, width, left - len(below.lines)), below)
     if frame.ui.layout == "graph":
         return stack(top, graph.block(frame, width, left))
-    row = frame.ui.selection(frame.ui.shown(frame.model))
     side = min(max(HISTORY[0], width // 4), HISTORY[1]) if width >= WIDE else 0
     high_graph, high_ranks, high_threads = share_out(
         left,

@@ -20,7 +20,7 @@ LEVELS: Final = {"info": "text", "warn": "low", "bad": "bad"}
 """Styles of what a sentence or event says."""
 VERDICT_WORDS: Final = {
     Verdict.GOOD: "OK",
-    Verdict.LOW: "LOW",
+    Verdict.LOW: "NEAR",
     Verdict.BAD: "SLOW",
     Verdict.FAILED: "FAILED",
     Verdict.QUIET: "",
@@ -55,7 +55,7 @@ def columns(width: int) -> Columns:
         width: Cells inside the box.
     """
     for size, least, left, right in (
-        (3, 100, min(33 + max(width - 112, 0) // 4, 52), 40),
+        (3, 100, min(33 + max(width - 112, 0) // 4, 52), 43),
         (2, 64, min(25 + max(width - 76, 0) // 3, 32), 27),
         (1, 46, 18, 9),
         (1, 32, 11, 9),
@@ -118,8 +118,8 @@ def _done(frame: Frame, op: NodeOp, cols: Columns) -> Line:
     if cols.size >= 2:  # noqa: PLR2004
         tail.add(f"{text.size(op.done):>6}/{text.size(op.total or None)} GB").fill(17)
     if cols.size == 3:  # noqa: PLR2004
-        gone = text.clock(op.elapsed_s)
-        tail.add(f"{gone:>6} {'gone' if op.running else 'took'} ", "dim")
+        elapsed = text.clock(op.elapsed_s)
+        tail.add(f"{elapsed:>6} {'elapsed' if op.running else 'took'} ", "dim")
     tail.add(eta, "strong" if op.running else "dim")
     full = text.bar(op.progress, cols.bar, frame.glyphs.bar).rstrip()
     bar = Line(full, "graph" if op.running else "dim").add(frame.glyphs.track * (cols.bar - len(full)), "dim")
@@ -131,7 +131,7 @@ def _name(frame: Frame, op: NodeOp) -> str:
 
 
 def _speed(frame: Frame, op: NodeOp, cols: Columns) -> Line:
-    """`speed  21.55 of 24.00 GB/s 89% [bar] now 22.45  peak 22.60  LOW`.
+    """`speed  21.55 of 24.00 GB/s 89% [bar] now 22.45  peak 22.60  NEAR`.
 
     Mark, colour, word, bar and percentage all judge the average; the rate of now is plain: at the end of a save, with
     one rank left, it is low and nothing is wrong.

@@ -60,8 +60,6 @@ class Ui:
         sort: One of `SORTS`.
         reverse: Sort the other way round.
         filter: Only rows whose rank, pid, job, label, state or engine contains this.
-        all_threads: Show the threads of each rank.
-        expanded: Process keys whose threads are shown.
         active_only: Only rows with a running operation.
         mode: The contents of the GB/s column, one of `MODES`.
         layout: The contents of the live view: one of `LAYOUTS`.
@@ -80,8 +78,6 @@ class Ui:
     sort: str = "worst"
     reverse: bool = False
     filter: str = ""
-    all_threads: bool = False
-    expanded: set[str] = field(default_factory=set)
     active_only: bool = False
     mode: str = "current"
     layout: str = "all"
@@ -141,10 +137,6 @@ class Ui:
     def clear(self) -> None:
         """Show all rows, and follow the worst again."""
         self.filter = self.selected = ""
-
-    def open(self, row: Row) -> bool:
-        """Whether a row's threads are shown."""
-        return self.all_threads or row.proc_key in self.expanded
 
     def _matches(self, row: Row) -> bool:
         if not self.filter:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views import cells, grid
-from fastckpt_top.views.boxes import BORDERS, SIDES, Block, box, boxed, inside
+from fastckpt_top.views.boxes import BORDERS, SIDES, Block, box, boxed, inside, stack, words
+from fastckpt_top.views.columns import Column, Columns
 from fastckpt_top.views.paint import Frame, Line
 from fastckpt_top.views.state import RISING, SORT_WORDS
-from fastckpt_top.views.threads import lines as thread_lines
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import Row
@@ -22,46 +21,16 @@ TIGHT: Final = 24
 """On narrower screens a cell is taken from the rate and from its percentage."""
 WIDE: Final = 56
 """From this width on (60 with a box) what holds a rank up has its share beside it."""
-LEAST_WAIT: Final = 4
-"""It is said in so many cells, or not at all."""
 LEAD: Final = 5
 """Rows above a grid, at least."""
 MOST: Final = 0.6
 """Share of the screen's height that the ranks ask for at most, unless it takes more to show them all."""
-GPU: Final = 3
-PID: Final = 7
-ENGINE: Final = 8
-SHORT_BAR: Final = 8
-LONG_BAR: Final = 40
-SHORT_SPARK: Final = 6
-LONG_SPARK: Final = 60
-OPTIONAL: Final = ("state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
-"""Columns that may be missing, the most important first. Rank, rate, percentage and wait never are from 24 cells on."""
-MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The width of each column, without the blank before it; 0 if it is left out.
-
-    `target` is the rate that a rank should reach, bytes/s, if all have the same.
-    """
-
-    width: int
-    rank: int
-    rate: int
-    percent: int
-    state: int
-    bar: int
-    spark: int
-    threads: int
-    done: int
-    eta: int
-    engine: int
-    wait: int
-    gpu: int
-    pid: int
-    target: float | None
+OPTIONAL: Final = ("wait", "state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
+"""Columns that may be missing, the most important first. Rank, rate and percentage never are."""
+SORTING: Final = {
+    "rank": "rank", "pid": "pid", "state": "state", "rate": "rate", "percent": "target", "done": "done", "eta": "eta",
+}  # fmt: skip
+"""Columns that are sorted by."""
 
 
 def columns(rows: list[Row], width: int) -> Columns:
@@ -72,41 +41,23 @@ def columns(rows: list[Row], width: int) -> Columns:
         width: Cells of a line.
     """
     tight = width < TIGHT
-    rank = max(1 if tight else 3, _named(rows))
-    rate, percent = (cells.RATE - 1, cells.PERCENT - 1) if tight else (cells.RATE, cells.PERCENT)
-    most = max((len(row.threads) for row in rows), default=0)
-    per_thread = next((count for count in (4, 8) if most <= count), 16)
-    wanted = {
-        "state": cells.STATE,
-        "done": 4,
-        "eta": 5,
-        "bar": SHORT_BAR,
-        "engine": ENGINE,
-        "threads": per_thread,
-        "spark": SHORT_SPARK,
-        "gpu": GPU,
-        "pid": PID,
-    }
-    left = width - 2 - rank - 1 - rate - 1 - percent
-    wait = min(cells.WAIT if width >= WIDE else cells.SHORT_WAIT, left - 1) if left > LEAST_WAIT else 0
-    left -= wait + 1
-    chosen = dict.fromkeys(wanted, 0)
-    for column in OPTIONAL:
-        size = wanted[column]
-        if column == "threads" and size + 1 > left >= 5:  # noqa: PLR2004  (grouped by the worst)
-            size = 8 if left > 8 else 4  # noqa: PLR2004
-        if size + 1 > left:
-            break
-        chosen[column] = size
-        left -= size + 1
-    if chosen["bar"]:
-        share = left if not chosen["spark"] else left // 2
-        more = min(share, LONG_BAR - chosen["bar"])
-        chosen["bar"] += more
-        if chosen["spark"]:
-            chosen["spark"] += min(left - more, LONG_SPARK - chosen["spark"])
-    targets = {row.target for row in rows if row.target}
-    return Columns(width, rank, rate, percent, wait=wait, target=targets.pop() if len(targets) == 1 else None, **chosen)
+    many = any(len(row.threads) > 8 for row in rows)  # noqa: PLR2004
+    every = (
+        Column("rank", "RANK", max(1 if tight else 4, _named(rows)), right=True),
+        Column("gpu", "GPU", 3, right=True),
+        Column("pid", "PID", 7, right=True),
+        Column("state", "STATE", cells.STATE),
+        Column("rate", "GB/s", cells.RATE - tight, right=True),
+        Column("bar", "", 8, most=40),
+        Column("percent", "%", cells.PERCENT - tight, right=True),
+        Column("spark", "trend", 6, most=60),
+        Column("threads", "THREADS", 16 if many else 8, least=7),
+        Column("done", "DONE", 4, right=True),
+        Column("eta", "ETA", 5, right=True),
+        Column("engine", "ENGINE", 8),
+        Column("wait", "WAITS", cells.WAIT if width >= WIDE else cells.SHORT_WAIT, least=4),
+    )
+    return Columns(every, OPTIONAL, width)
 
 
 def wanted(frame: Frame, width: int) -> int:
@@ -118,12 +69,11 @@ def wanted(frame: Frame, width: int) -> int:
     """
     shown = frame.ui.shown(frame.model)
     around = 1 + (BORDERS if boxed(frame) else 0)
-    lines = sum(1 + (len(row.threads) if frame.ui.open(row) else 0) for row in shown)
-    most = frame.height * MOST
-    if lines + around <= most or any(frame.ui.open(row) for row in shown):
-        return max(lines, 1) + around
-    across = grid.across(_named(shown), width - SIDES if boxed(frame) else width)
-    return min(max(LEAD + -(-(len(shown) - LEAD) // across), int(most) - around), lines) + around
+    most = int(frame.height * MOST) - around
+    if len(shown) <= most:
+        return max(len(shown), 1) + around
+    size = grid.size(shown[LEAD:], _named(shown), width - SIDES if boxed(frame) else width, most - LEAD)
+    return min(max(LEAD + size.lines(len(shown) - LEAD), most), len(shown)) + around
 
 
 def block(frame: Frame, width: int, height: int) -> Block:
@@ -146,18 +96,26 @@ def block(frame: Frame, width: int, height: int) -> Block:
     if room >= TINY or room > len(shown):
         made = _head(frame, cols)
     body, note = _body(frame, shown, cols, room - len(made.lines))
-    above = len(made.lines)
-    made.lines += body.lines
-    made.rows |= {line + above: key for line, key in body.rows.items()}
-    made.actions += [(y + above, start, end, what) for y, start, end, what in body.actions]
+    made = stack(made, body)
     if framed:
-        return box(frame, made, _title(frame, shown), Line(note, "dim"), width, height)
+        row = frame.ui.selection(shown)
+        slowest = Line() if row is None else cells.slowest_thread(frame, row, inner // 2)
+        foot = _legend(frame, inner - slowest.width - 6), slowest
+        return box(frame, made, _title(frame, shown), Line(note, "dim"), width, height, foot)
     made.lines += [Line() for _ in range(height - len(made.lines))]
     for line in made.lines:
         chosen = line.selected
         line.fill(width)
         line.selected = width if chosen else 0
     return made
+
+
+def _legend(frame: Frame, width: int) -> Line:
+    """What a cell of a thread stands for: `▆ is a thread at its share, 3.00 / 4 = 0.75 GB/s`."""
+    share = cells.thread_target(_all(frame))
+    variants = (f" is a thread at its share, {share} GB/s", f" a thread at {share.rpartition('= ')[2]} GB/s", "")
+    full = Line(cells.level(1.0, frame.glyphs), "good")
+    return full.add(said, "dim") if share and (said := words(variants, width - 2)) else Line()
 
 
 def _all(frame: Frame) -> list[Row]:
@@ -194,32 +152,17 @@ def _head(frame: Frame, cols: Columns) -> Block:
     line = Line(sign if ui.sort == "worst" else " ", "key")
     made.actions.append((0, 0, 0, "sort_by('worst')"))
 
-    def add(word: str, size: int, sort: str, *, right: bool = False) -> None:
-        if not size:
-            return
-        start = line.width
-        marked = word + sign if sort == ui.sort else word
-        words = f"{marked:>{size + 1}}" if right else f" {marked:<{size}}"
-        line.add(text.cut(words, size + 1), "key" if sort == ui.sort else "head")
-        if sort:
-            made.actions.append((0, start, line.width - 1, f"sort_by({sort!r})"))
-
-    add("RK", cols.rank, "rank", right=True)
-    add("GPU", cols.gpu, "", right=True)
-    add("PID", cols.pid, "pid", right=True)
-    add("STATE", cols.state, "state")
-    add(MODES[ui.mode], cols.rate, "rate", right=True)
-    if cols.bar:
-        line.add(" ").extend(cells.gauge_head(cols.bar, cols.target, glyphs))
-    add("%", cols.percent, "target", right=True)
-    seconds = f"last {cols.spark * COLUMN_S:.0f} s"
-    add(seconds if len(seconds) <= cols.spark else "trend", cols.spark, "")
-    add("THRD", cols.threads, "")
-    add("DONE", cols.done, "done", right=True)
-    add("ETA", cols.eta, "eta", right=True)
-    add("ENGINE", cols.engine, "")
-    add("WAITS"[: cols.wait], cols.wait, "")
-    made.lines.append(line.fill(cols.width))
+    heads: dict[str, str | Line] = {"rate": cells.MODES[ui.mode]}
+    targets = {row.target for row in _all(frame) if row.target}
+    if cols["bar"]:
+        heads["bar"] = cells.gauge_head(cols["bar"], targets.pop() if len(targets) == 1 else None, glyphs)
+    if len(seconds := f"last {cols['spark'] * COLUMN_S:.0f} s") <= cols["spark"]:
+        heads["spark"] = seconds
+    sorted_by = next((name for name, sort in SORTING.items() if sort == ui.sort), "")
+    for name, (start, end) in cols.places().items():
+        if name in SORTING:
+            made.actions.append((0, start, end, f"sort_by({SORTING[name]!r})"))
+    made.lines.append(cols.head(line, heads, sorted_by, sign))
     return made
 
 
@@ -227,42 +170,30 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
     """One rank's line."""
     glyphs = frame.glyphs
     found = cells.figure(frame, row)
-    line = Line(frame.glyph(found.verdict), found.mark_style).add(glyphs.select if selected else " ", "key")
-    _who(line, row, cols)
-    known = bool(row.total) if frame.ui.mode == "total" else found.rate is not None
-    line.add(" ").add(
-        cells.amount(frame, found.rate, row.done, cols.rate, known=known), found.style if known else "dim"
-    )
-    if cols.bar:
-        line.add(" ").extend(cells.gauge(found.share, cols.bar, found.style, glyphs))
-    line.add(" ").add(cells.percent(found.share, cols.percent), found.style)
-    if cols.spark:
-        line.add(" ").add(cells.spark(row.spark, cols.spark, row.target, glyphs), "graph" if found.live else "dim")
-    if cols.threads:
-        line.add(" ").extend(cells.threads(row, cols.threads, glyphs))
-    if cols.done:
-        line.add(f" {text.percent(row.progress):>{cols.done}}")
-    if cols.eta:
-        line.add(" ").add(cells.eta(row), "low" if row.straggler else "text")
-    if cols.engine:
-        line.add(" ").add(f"{cells.engine(row):<{cols.engine}}", "low" if row.fallback else "dim")
-    if cols.wait:
-        line.add(" ").extend(cells.wait(row, room=cols.wait, stated=cols.state > 0, flag=not cols.engine))
-    line.fill(cols.width)
+    state = cells.state(row)
+    done = row.done if row.total else None
+    known = found.rate is not None if frame.ui.mode != "total" else done is not None
+    parts: dict[str, tuple[str, str] | Line] = {
+        "rank": (cells.name(row), "strong" if row.straggler else "text"),
+        "gpu": ("-" if row.gpu is None else str(row.gpu), "dim"),
+        "pid": (str(row.pid), "dim"),
+        "state": (state, cells.STATE_STYLES.get(state, "strong")),
+        "rate": (cells.amount(frame, found.rate, done), found.style if known else "dim"),
+        "bar": cells.gauge(found.share, cols["bar"], found.style, glyphs),
+        "percent": (cells.percent(found.share, cols["percent"]), found.style),
+        "spark": (
+            cells.spark(row.spark, cols["spark"], row.target, glyphs),
+            "graph" if found.live else "dim",
+        ),
+        "threads": cells.threads(frame, row, cols["threads"]),
+        "done": (text.percent(row.progress), "text"),
+        "eta": (cells.eta(row), "low" if row.straggler else "text"),
+        "engine": (cells.engine(row), "low" if row.fallback else "dim"),
+        "wait": cells.wait(row, room=cols["wait"], stated=cols["state"] > 0, flag=not cols["engine"]),
+    }
+    line = cols.row(Line(frame.glyph(found.verdict), found.mark_style), parts, glyphs.select if selected else " ")
     line.selected = cols.width if selected else 0
     return line
-
-
-def _who(line: Line, row: Row, cols: Columns) -> None:
-    """Rank, GPU, process and state."""
-    line.add(f"{cells.name(row):>{cols.rank}}", "strong" if row.straggler else "text")
-    if cols.gpu:
-        line.add(f" {'-' if row.gpu is None else row.gpu:>{cols.gpu}}", "dim")
-    if cols.pid:
-        line.add(f" {row.pid:>{cols.pid}}", "dim")
-    if cols.state:
-        state = cells.state(row)
-        line.add(f" {state:<{cols.state}}", cells.STATE_STYLES.get(state, "strong"))
 
 
 def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Block, str]:
@@ -272,50 +203,27 @@ def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Blo
         return Block([Line(f"  {words}", "dim")] if room > 0 else []), "0 of 0"
     count = len(shown)
     chosen = frame.ui.selection(shown)
-    opened = any(frame.ui.open(row) for row in shown)
-    if count > room >= LEAD + 2 and not opened:
+    if count > room >= LEAD + 2:
         return _with_grid(frame, shown, chosen, cols, room)
-    lines: list[tuple[Line, str]] = []
-    for row in shown:
-        lines.append((rank_line(frame, row, cols, selected=row is chosen), row.key))
-        if frame.ui.open(row):
-            lines += [(line, row.key) for line in thread_lines(frame, row, cols.width)]
-    first = _first(frame, [line for line, _ in lines], chosen, room)
-    part = lines[first : first + max(room, 0)]
-    seen = [key for _, key in part]
-    keys = [row.key for row in shown]
-    note = f"{keys.index(seen[0]) + 1}\N{EN DASH}{keys.index(seen[-1]) + 1} of {count}" if seen else f"0 of {count}"
-    made = Block([line for line, _ in part])
-    made.rows = dict(enumerate(seen))
-    return made, note if frame.glyphs is not text.ASCII else note.replace("\N{EN DASH}", "-")
+    at = shown.index(chosen) if chosen is not None else 0
+    first = frame.ui.scroll.get("live", 0)  # it moves no more than it takes to show the selected row
+    first = max(0, min(max(min(first, at), at - room + 1), count - room))
+    frame.ui.scroll["live"] = first
+    part = shown[first : first + max(room, 0)]
+    made = Block([rank_line(frame, row, cols, selected=row is chosen) for row in part])
+    made.rows = {line: row.key for line, row in enumerate(part)}
+    dash = "-" if frame.glyphs is text.ASCII else "\N{EN DASH}"
+    return made, f"{first + 1}{dash}{first + len(part)} of {count}" if part else f"0 of {count}"
 
 
 def _with_grid(frame: Frame, shown: list[Row], chosen: Row | None, cols: Columns, room: int) -> tuple[Block, str]:
-    name = _named(_all(frame))
-    across = grid.across(name, cols.width)
+    size = grid.size(shown[LEAD:], _named(_all(frame)), cols.width, room - LEAD)
     lead = LEAD
-    while lead + 1 + -(-(len(shown) - lead - 1) // across) <= room:
+    while lead + 1 + size.lines(len(shown) - lead - 1) <= room:
         lead += 1
-    made = Block([rank_line(frame, row, cols, selected=row is chosen) for row in shown[:lead]])
-    made.rows = {line: row.key for line, row in enumerate(shown[:lead])}
-    below, count = grid.block(frame, shown[lead:], chosen, name, cols.width, room - lead)
-    made.lines += below.lines
-    made.actions += [(y + lead, start, end, what) for y, start, end, what in below.actions]
-    hidden = len(shown) - lead - count
-    return (
-        made,
-        f"{len(shown)} of {len(shown)}" if not hidden else f"{lead + count} of {len(shown)}, {hidden} not shown",
-    )
-
-
-def _first(frame: Frame, lines: list[Line], chosen: Row | None, room: int) -> int:
-    """The first visible line, chosen so that the selected row is visible; it moves no more than necessary."""
-    first = frame.ui.scroll.get("live", 0)
-    at = next((index for index, line in enumerate(lines) if line.selected), 0)
-    last = at
-    if chosen is not None and frame.ui.open(chosen):
-        last = min(at + len(chosen.threads), at + room - 1)
-    first = max(min(first, at), last - room + 1, 0)
-    first = max(0, min(first, len(lines) - room))
-    frame.ui.scroll["live"] = first
-    return first
+    above = Block([rank_line(frame, row, cols, selected=row is chosen) for row in shown[:lead]])
+    above.rows = {line: row.key for line, row in enumerate(shown[:lead])}
+    below, count = grid.block(frame, shown[lead:], chosen, size, room - lead)
+    every, hidden = len(shown), len(shown) - lead - count
+    note = f"{every} of {every}" if not hidden else f"{lead + count} of {every}, {hidden} not shown"
+    return stack(above, below), note

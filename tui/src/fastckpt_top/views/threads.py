@@ -2,46 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views import cells
 from fastckpt_top.views.boxes import BORDERS, Block, boxed, inside, titled
-from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line, rate_style
+from fastckpt_top.views.columns import Column, Columns
+from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import Row, ThreadRow
 
 DETAILS: Final = 2
 """Lines about the rank below its threads, where there is room."""
-ROOMY: Final = 100
-"""From this width on the title leaves room for the note."""
-THREAD: Final = 4
-TID: Final = 7
-DEPTH: Final = 3
-LATENCY: Final = 7
-SHORT_BAR: Final = 8
-LONG_BAR: Final = 40
-SHORT_SPARK: Final = 8
-LONG_SPARK: Final = 60
-
-
-@dataclass(frozen=True, slots=True)
-class Columns:
-    """The width of each column, without the blank before it; 0 if it is left out."""
-
-    width: int
-    rank: int
-    tid: int
-    state: int
-    bar: int
-    spark: int
-    depth: int
-    p50: int
-    p99: int
-    wait: int
+OPTIONAL: Final = ("state", "bar", "p50", "depth", "p99", "tid", "spark")
+"""Columns that may be missing, the most important first."""
 
 
 def columns(width: int, rank: int = 0) -> Columns:
@@ -49,31 +25,24 @@ def columns(width: int, rank: int = 0) -> Columns:
 
     Args:
         width: Cells of a line.
-        rank: Cells for the name of their rank; 0 if a line above has it.
+        rank: Cells for the name of their rank; 0 if the title has it.
     """
     wait = cells.WAIT - 1 if width >= 56 else cells.SHORT_WAIT - 1  # noqa: PLR2004  (60 with a box)
-    wanted = (
-        ("state", cells.STATE),
-        ("bar", SHORT_BAR),
-        ("p50", LATENCY),
-        ("depth", DEPTH),
-        ("p99", LATENCY),
-        ("tid", TID),
-        ("spark", SHORT_SPARK),
+    every = (
+        *([Column("rank", "RANK", max(rank, 4), right=True)] if rank else []),
+        Column("thread", "THR", 4),
+        Column("tid", "TID", 7, right=True),
+        Column("state", "STATE", cells.STATE),
+        Column("rate", "GB/s", cells.RATE, right=True),
+        Column("bar", "", 8, most=40),
+        Column("percent", "%", cells.PERCENT, right=True),
+        Column("spark", "trend", 8, most=60),
+        Column("depth", "QD", 3, right=True),
+        Column("p50", "p50 ms", 7, right=True),
+        Column("p99", "p99 ms", 7, right=True),
+        Column("wait", "WAITS FOR", wait),
     )
-    left = width - 1 - (rank + 1 if rank else 0) - 1 - THREAD - 1 - cells.RATE - 1 - cells.PERCENT - 1 - wait
-    chosen = {column: 0 for column, _ in wanted}
-    for column, size in wanted:
-        if size + 1 > left:
-            break
-        chosen[column] = size
-        left -= size + 1
-    if chosen["bar"]:
-        more = min(left // 2 if chosen["spark"] else left, LONG_BAR - chosen["bar"])
-        chosen["bar"] += more
-        if chosen["spark"]:
-            chosen["spark"] += min(left - more, LONG_SPARK - chosen["spark"])
-    return Columns(width, rank, wait=wait, **chosen)
+    return Columns(every, OPTIONAL, width)
 
 
 def head(frame: Frame, cols: Columns, target: float | None) -> Line:
@@ -84,69 +53,38 @@ def head(frame: Frame, cols: Columns, target: float | None) -> Line:
         cols: Its columns.
         target: Bytes/s of a thread where all have the same; else None.
     """
-    line = Line(" ")
-    mode = "GB" if frame.ui.mode == "total" else "GB/s"
-    trend = f"last {cols.spark * COLUMN_S:.0f} s"
-    for word, size, right in (
-        ("RK", cols.rank, True),
-        ("THR", THREAD, False),
-        ("TID", cols.tid, True),
-        ("STATE", cols.state, False),
-        (mode, cells.RATE, True),
-    ):
-        if size:
-            line.add(f" {word:>{size}}" if right else f" {word:<{size}}", "head")
-    if cols.bar:
-        line.add(" ").extend(cells.gauge_head(cols.bar, target, frame.glyphs))
-    for word, size, right in (
-        ("%", cells.PERCENT, True),
-        (trend if len(trend) <= cols.spark else "trend", cols.spark, False),
-        ("QD", cols.depth, True),
-        ("p50 ms", cols.p50, True),
-        ("p99 ms", cols.p99, True),
-        ("WAITS FOR"[: cols.wait].strip(), cols.wait, False),
-    ):
-        if size:
-            line.add(f" {word:>{size}}" if right else f" {word:<{size}}", "head")
-    return line.fill(cols.width)
+    heads: dict[str, str | Line] = {"rate": cells.MODES[frame.ui.mode]}
+    if cols["bar"]:
+        heads["bar"] = cells.gauge_head(cols["bar"], target, frame.glyphs)
+    if len(trend := f"last {cols['spark'] * COLUMN_S:.0f} s") <= cols["spark"]:
+        heads["spark"] = trend
+    if cols["wait"] < len("WAITS FOR"):
+        heads["wait"] = "WAITS"
+    return cols.head(Line(" "), heads)
 
 
 def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns) -> Line:
-    """One thread: its mark, colour and percentage judge its rate of now against its share of the rank's target."""
+    """One thread: mark, colour and percentage judge the figure beside them against its share of the rank's target."""
     glyphs = frame.glyphs
-    share = cells.thread_share(thread) if row.running else None
-    style = rate_style(share)
-    marks = {"good": glyphs.good, "low": glyphs.low, "bad": glyphs.bad, "dim": glyphs.quiet}
-    line = Line(glyphs.dead if thread.state == "ERROR" else marks[style], "bad" if thread.state == "ERROR" else style)
-    if cols.rank:
-        line.add(f" {cells.name(row):>{cols.rank}}")
-    name = f"w{thread.index}"
-    line.add(f" {name:<{THREAD}}", "strong" if thread.slow else "dim")
-    if cols.tid:
-        line.add(f" {thread.tid:>{cols.tid}}", "dim")
-    if cols.state:
-        line.add(f" {thread.state[: cols.state]:<{cols.state}}", cells.STATE_STYLES.get(thread.state, "text"))
-    line.add(" ").add(cells.amount(frame, thread.rate, thread.done), style)
-    if cols.bar:
-        line.add(" ").extend(cells.gauge(share, cols.bar, style, glyphs))
-    line.add(" ").add(cells.percent(share), style)
-    if cols.spark:
-        line.add(" ").add(
-            cells.spark(thread.spark, cols.spark, thread.target, glyphs), "graph" if row.running else "dim"
-        )
-    if cols.depth:
-        line.add(f" {thread.in_flight:>{cols.depth}}", "dim")
-    for size, seconds in ((cols.p50, thread.p50_s), (cols.p99, thread.p99_s)):
-        if size:
-            line.add(f" {_ms(seconds):>{size}}", "dim")
-    line.add(" ").extend(cells.thread_wait(thread, cols.wait, glyphs))
-    return line.fill(cols.width)
-
-
-def lines(frame: Frame, row: Row, width: int) -> list[Line]:
-    """The threads of an opened row, below it."""
-    cols = columns(width - 3)
-    return [Line("   ").extend(thread_line(frame, row, thread, cols)).fill(width) for thread in row.threads]
+    found = cells.thread_figure(frame, thread)
+    parts: dict[str, tuple[str, str] | Line] = {
+        "rank": (cells.name(row), "text"),
+        "thread": (f"w{thread.index}", "strong" if thread.slow else "dim"),
+        "tid": (str(thread.tid), "dim"),
+        "state": (thread.state[: cells.STATE], cells.STATE_STYLES.get(thread.state, "text")),
+        "rate": (cells.amount(frame, found.rate, thread.done), found.style),
+        "bar": cells.gauge(found.share, cols["bar"], found.style, glyphs),
+        "percent": (cells.percent(found.share), found.style),
+        "spark": (
+            cells.spark(thread.spark, cols["spark"], thread.target, glyphs),
+            "graph" if row.running else "dim",
+        ),
+        "depth": (str(thread.in_flight), "dim"),
+        "p50": (_ms(thread.p50_s), "dim"),
+        "p99": (_ms(thread.p99_s), "dim"),
+        "wait": cells.thread_wait(thread, cols["wait"], glyphs),
+    }
+    return cols.row(Line(frame.glyph(found.verdict), found.mark_style), parts)
 
 
 def wanted(frame: Frame, row: Row) -> int:
@@ -175,10 +113,11 @@ def block(frame: Frame, row: Row, width: int, height: int) -> Block:
         return Block()
     framed, inner, room = inside(frame, width, height)
     room -= not framed
-    note = Line("Esc: the slowest" if frame.ui.selected else "", "dim")
-    spare = note.width + 3 if note.width and width >= ROOMY else 0
-    title = _title(frame, row, inner - 4 - spare if framed else inner)
-    return titled(frame, _body(frame, row, inner, room), title, note, width, height)
+    share = cells.thread_target([row])
+    word = Line(f"a thread's share: {share} GB/s" if share else "")
+    back = Line("Esc: the slowest" if frame.ui.selected else "", "dim")
+    title = _title(frame, row, inner - 4 if framed else inner)
+    return titled(frame, _body(frame, row, inner, room), title, Line(), width, height, (word, back))
 
 
 def _body(frame: Frame, row: Row, width: int, room: int) -> list[Line]:
@@ -197,19 +136,11 @@ def _body(frame: Frame, row: Row, width: int, room: int) -> list[Line]:
     if len(threads) > left:
         kept = max(left - 1, 1)
         hidden = len(threads) - kept if left > 1 else 0
-        threads = sorted(threads, key=_worst)[:kept]
+        threads = cells.worst_first(frame, row)[:kept]
     made += [thread_line(frame, row, thread, cols) for thread in threads]
     if hidden:
-        made.append(Line(f"  {hidden} more, none of them worse: t shows all", "dim"))
+        made.append(Line(f"  {hidden} more, none of them worse: Enter shows all", "dim"))
     return [*made, *_details(frame, row, width)][:room]
-
-
-def _worst(thread: ThreadRow) -> float:
-    """Sorts threads: one in error first, then the least share of the target, those without work last."""
-    if thread.state == "ERROR":
-        return -1.0
-    found = cells.thread_share(thread)
-    return float("inf") if found is None else found
 
 
 def _title(frame: Frame, row: Row, room: int) -> Line:
@@ -243,7 +174,7 @@ def _details(frame: Frame, row: Row, width: int) -> list[Line]:
     parts = [
         (f"average {text.rate(row.average)} of {text.rate(row.target)} GB/s", VERDICT_STYLES[row.verdict]),
         (f"{text.size(row.done)} of {text.size(row.total or None)} GB", "text"),
-        (f"{text.size(row.durable)} GB durable" if row.durable else "", "dim"),
+        (f"{text.size(row.durable)} GB durable" if row.durable and row.kind == "save" else "", "dim"),
         (f"{row.files_done} of {text.count(row.files, 'file')}" if row.files else "", "dim"),
         (f"device {major}:{minor}" if row.st_dev else "", "dim"),
     ]
