@@ -314,7 +314,7 @@ def two_jobs(model):
     """Put half of the ranks into a job of their own, which is in trouble."""
     (job,) = model.jobs
     sentence = Sentence("bad", ("rank 3 died: this checkpoint cannot be completed",))
-    model.jobs = [job, replace(job, key="b", name="bert", pid=77, sentence=sentence)]
+    model.jobs = [job, replace(job, key="b", name="bert", pid=77, sentence=sentence, since=job.since + 1)]
     model.ops = [*model.ops, replace(model.ops[0], job_key="b", label="step-7", sentence=sentence)]
     model.rows = [replace(row, job_key="b") if (row.rank or 0) > 3 else row for row in model.rows]
 
@@ -638,12 +638,12 @@ def test_a_full_disk_ends_the_recording_and_not_the_monitor(tmp_path, monkeypatc
     async def steps(pilot):
         await pilot.press("r")
         monkeypatch.setattr(
-            app.recording._recorder, "write", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+            app.recorder, "write", lambda _: (_ for _ in ()).throw(OSError(28, "No space left on device"))
         )
         clock.now += 0.5
         app.look()
         assert "No space left" in shown(app)
-        assert not app.recording.path
+        assert app.recorder is None
         clock.now += 0.5
         app.look()
 

@@ -98,7 +98,7 @@ def test_the_dead_of_other_launches_are_one_line_and_do_not_hide_a_save():
         look(model, at, *dead, mine)
     assert [(job.key, job.alive) for job in model.jobs] == [("train.py:7", 0)]
     assert [op.label for op in model.ops] == ["step-1"]
-    assert (model.node.ranks, model.rows, model.others) == (0, [], 121)
+    assert (model.node.ranks, [row.state for row in model.rows], model.others) == (0, ["EXIT"], 121)
     shown = lines.table(model)
     assert "save step-1: 10.0 of 10.0 GB" in shown
     assert shown.splitlines()[-1].startswith("- 121 processes of other launches died before that")
@@ -118,7 +118,7 @@ def test_a_rank_that_died_stays_beside_those_of_its_job_that_live():
     other = Rank(0).of(job="eval.py", launch=10, rank=-1, pid=20).op(GB, Phase.DONE, start=3.0, end=4.0)
     other.proc = replace(other.proc, alive=False, touched=1e9)
     model = look(Model(), 5.0, dead, alive, other)
-    assert (model.others, model.node.ranks, [row.rank for row in model.rows]) == (0, 2, [0, 1])
+    assert (model.others, model.node.ranks, [row.rank for row in model.rows]) == (0, 2, [0, 1, None])
 
 
 def test_what_a_job_saved_before_it_was_started_again_leaves_the_list():

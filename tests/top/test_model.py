@@ -337,9 +337,12 @@ def test_what_the_demonstration_does_is_seen_in_order():
 
 
 def test_percentiles_come_from_the_histogram():
-    assert percentile((0,) * 16, 0.5) is None
-    assert percentile((100,) + (0,) * 15, 0.5) == pytest.approx(32e-6)
-    assert percentile((0,) * 15 + (7,), 0.99) == pytest.approx(64e-6 * 2**14)
+    assert percentile((0,) * 16, 0.5, 0.0) is None
+    assert percentile((100,) + (0,) * 15, 0.5, 0.0) == pytest.approx(32e-6)
+    assert percentile((0,) * 15 + (7,), 0.99, 0.0) == pytest.approx(64e-6 * 2**14)
+    slow = [percentile((0,) * 15 + (100,), share, 9.0) for share in (0.5, 0.99)]
+    assert slow == [pytest.approx(1.05 + share * 7.95, rel=0.01) for share in (0.5, 0.99)], "not the bucket's bound"
+    assert percentile((0,) * 10 + (100,) + (0,) * 5, 0.99, 0.04) == 0.04, "no more than was measured"
 
 
 def test_many_ended_operations_of_dead_processes_are_forgotten_but_not_those_of_the_living():

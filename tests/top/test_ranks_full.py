@@ -138,9 +138,9 @@ def test_a_rank_without_threads_says_what_is_known():
     painted = frame([row], (80, 24))
     assert threads.wanted(painted, row) == 4
     assert plain(threads.block(painted, row, 80, 4))[1].startswith("│ no operation yet ")
-    row = replace(row, kind="save", durable=10**9, st_dev=0x10301, files=8, files_done=3)
+    row = replace(row, kind="save", durable=10**9, device="/dev/nvme0n1", files=8, files_done=3)
     shown = plain(threads.block(painted, row, 120, 4))[1]
-    for words in ("20.0 of 40.0 GB", "1.00 GB durable", "3 of 8 files", "device 259:1"):
+    for words in ("20.0 of 40.0 GB", "1.00 GB durable", "3 of 8 files", "device /dev/nvme0n1"):
         assert words in shown
     assert "THR" not in shown
 

@@ -79,7 +79,8 @@ def test_a_rank_below_its_target_that_delays_the_end_is_a_warning_though_the_ave
     model = watch(Model(HIGH), [Rank(index) for index in range(3)], each)
     assert model.main.verdict is Verdict.GOOD
     assert said(model)[0] == level
-    assert said(model)[1].startswith("Held back by rank 2: ")
+    words = "Held back by rank 2: " if level == "warn" else "on target; rank 2 is the last: "
+    assert said(model)[1].startswith(words)
     assert (lines.check(model, 100)[0], "Held back" in lines.check(model, 100)[1]) == (True, level == "warn")
 
 

@@ -18,7 +18,7 @@ from textual.binding import Binding
 
 from fastckpt_top import config, targets, text
 from fastckpt_top.keys import ALL, KEYS, REPLAY_KEYS, SCROLLING
-from fastckpt_top.record import Recording
+from fastckpt_top.record import Recorder
 from fastckpt_top.replay import Replay, ReplayError
 from fastckpt_top.session import Live
 from fastckpt_top.views import colours
@@ -97,7 +97,7 @@ class TopApp(App[None]):
         self._clock = clock
         self._next = float("-inf")
         self._notice_until = 0.0
-        self.recording = Recording()
+        self.recorder: Recorder | None = None
         self.canvas = Canvas(self._frame, self._clicked, self.action_move)
         self.prompt = Prompt()
         self._asked_target = session.model.target
@@ -143,8 +143,7 @@ class TopApp(App[None]):
         try:
             self.session.tick()
         except OSError as error:
-            self.recording.stop()
-            self.ui.recording = ""
+            self._stop_recording()
             self._say(f"cannot write: {error.strerror or error}")
         except ReplayError as error:
             self.exit(return_code=4, message=str(error))
@@ -277,12 +276,12 @@ class TopApp(App[None]):
 
     def action_job(self) -> None:
         """Show the next job."""
-        jobs = self._model.jobs
+        jobs = sorted(self._model.jobs, key=lambda job: job.since)
         if len(jobs) < 2:  # noqa: PLR2004
             self._say("there is one job" if jobs else "there is no job")
             return
         keys = [job.key for job in jobs]
-        now = keys.index(self.ui.job) if self.ui.job in keys else 0
+        now = keys.index(self.ui.job_of(self._model))
         chosen = jobs[(now + 1) % len(jobs)]
         self.ui.job, self.ui.selected = chosen.key, ""
         self._say(f"job {text.clean(chosen.name or str(chosen.pid))}")
@@ -379,11 +378,32 @@ class TopApp(App[None]):
 
     def action_record(self) -> None:
         """Start or stop a recording in the working directory."""
-        if isinstance(self.session, Live):
-            self._say(self.recording.toggle(self.session.sinks, _file_name(".jsonl.gz")))
-            self.ui.recording = self.recording.path
-        else:
+        path = _file_name(".jsonl.gz")
+        if self.recorder is not None:
+            words = f"recorded {self.recorder.ticks} ticks to {self.recorder.path}"
+            self._say(self._stop_recording() or words)
+        elif not isinstance(self.session, Live):
             self._say("this is a recording")
+        else:
+            try:
+                self.recorder = Recorder(path)
+            except OSError as error:
+                self._say(f"cannot record to {path}: {error.strerror}")
+                return
+            self.session.sinks.append(self.recorder)
+            self.ui.recording = path
+            self._say(f"recording to {path}")
+
+    def _stop_recording(self) -> str:
+        """Finish the recording, if there is one; return why the file could not be finished, empty if it is whole."""
+        recorder, self.recorder, self.ui.recording = self.recorder, None, ""
+        if recorder is not None and isinstance(self.session, Live):
+            self.session.sinks.remove(recorder)
+            try:
+                recorder.close()
+            except OSError as error:
+                return f"cannot write {recorder.path}: {error.strerror or error}"
+        return ""
 
     def action_picture(self) -> None:
         """Save the screen as SVG and as text."""

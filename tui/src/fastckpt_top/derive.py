@@ -66,8 +66,8 @@ def thread_row(
         shorts=last.shorts,
         errors=last.errors,
         spark=tuple(track.spark)[-SPARK:],
-        p50_s=measured(percentile(histogram, 0.5), largest),
-        p99_s=measured(percentile(histogram, 0.99), largest),
+        p50_s=percentile(histogram, 0.5, largest),
+        p99_s=percentile(histogram, 0.99, largest),
     )
 
 
@@ -83,16 +83,6 @@ def thread_state(thread: Thread, op: OpTrack) -> str:
 def ratio(part: float, whole: float) -> float | None:
     """A share between 0 and 1; None if there is no whole."""
     return min(max(part / whole, 0.0), 1.0) if whole > 0 else None
-
-
-def latency(histogram: tuple[int, ...], share: float, threads: tuple[ThreadRow, ...]) -> float | None:
-    """A percentile of a rank's latency, seconds."""
-    return measured(percentile(histogram, share), max((thread.latency_max_s for thread in threads), default=0.0))
-
-
-def measured(estimate: float | None, largest: float) -> float | None:
-    """A percentile that was estimated within a bucket, and is not above the largest that was measured, seconds."""
-    return min(estimate, largest) if estimate is not None and largest > 0 else estimate
 
 
 def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | None]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -133,6 +134,7 @@ class ShmFeed:
         self._bad: dict[str, tuple[tuple[int, int], str]] = {}
         self._host = socket.gethostname()
         self._kernel = Kernel()
+        self._devices: dict[int, str] = {}
 
     def poll(self) -> Snapshot:
         """Look at all segments now. About 0.2 ms a process; no exception, whatever the directories contain."""
@@ -153,7 +155,11 @@ class ShmFeed:
             other = procs.get(proc.key)  # the same process may have published again (docs/telemetry.md 3)
             if other is None or other.header.generation < proc.header.generation:
                 procs[proc.key] = proc
-        return Snapshot(mono, real, self._host, tuple(procs.values()), tuple(problems), tuple(self._places))
+        wanted = {op.st_dev for proc in procs.values() for op in proc.operations}
+        if not wanted <= self._devices.keys():
+            self._devices = dict.fromkeys(wanted, "") | mounted()
+        devices = {number: name for number in wanted if (name := self._devices[number])}
+        return Snapshot(mono, real, self._host, tuple(procs.values()), tuple(problems), tuple(self._places), devices)
 
     def close(self) -> None:
         """Close all files."""
@@ -333,6 +339,17 @@ def _read_history(fd: int, header: segment.Header, head: int) -> tuple[segment.H
     found = _entries(segment.History, fd, ring, {}, lambda first, second, _: first == second)
     numbers = range(max(0, head - header.hist_count), head) if found else ()
     return tuple(found[place][1] for number in numbers if (place := number % header.hist_count) in found)
+
+
+def mounted() -> dict[int, str]:
+    """The name of each device that is mounted here, by its number: `/dev/nvme0n1p1`, `server:/export`, `tmpfs`."""
+    found = {}
+    with contextlib.suppress(OSError), open("/proc/self/mountinfo", encoding="utf-8", errors="replace") as lines:  # noqa: PTH123
+        for line in lines:
+            before, _, after = line.partition(" - ")
+            (major, minor), (kind, source) = before.split()[2].split(":"), after.split()[:2]
+            found[os.makedev(int(major), int(minor))] = clean(source if set(source) & set("/:") else kind)
+    return found
 
 
 def is_locked(fd: int) -> bool | None:

@@ -12,7 +12,7 @@ from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, KINDS, History
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
 
-    from fastckpt_top.rows import NodeOp, Sentence
+    from fastckpt_top.rows import Event, NodeOp, Sentence
     from fastckpt_top.snapshot import Proc
     from fastckpt_top.tracks import OpTrack
 
@@ -60,6 +60,8 @@ class Group:
         job: Key of its job.
         causes: How often each thing was seen to hold it back.
         said: The sentence about it, and the facts behind it.
+        stalls: By process, how often it stood still.
+        folded: The last of the events of which only the last is kept.
     """
 
     def __init__(self, track: OpTrack) -> None:
@@ -78,6 +80,8 @@ class Group:
         self.job = ""
         self.causes: Counter[str] = Counter()
         self.said: tuple[NodeOp, Sentence | None] | None = None
+        self.stalls: Counter[str] = Counter()
+        self.folded: dict[str, Event] = {}
 
     @property
     def keys(self) -> list[tuple[str, int]]:

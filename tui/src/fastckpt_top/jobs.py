@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastckpt_top import derive
@@ -24,6 +26,39 @@ class Jobs:
 
     def __init__(self) -> None:
         self._key_of: dict[str, str] = {}
+        self._launch_of: dict[str, int] = {}
+        self._shared: set[int] = set()
+        self._since: dict[str, int] = {}
+
+    def since(self, key: str) -> int:
+        """The place of a job among all, in the order in which they were first seen."""
+        return self._since.get(key, 0)
+
+    def united(self, procs: Iterable[Proc]) -> tuple[Proc, ...]:
+        """The processes; those that wrappers, such as a shell for each rank, have launched one by one get one launch.
+
+        They are ranks of as many, under one name, and at work at one time. Where one rank is there twice, nobody can
+        tell which are together.
+        """
+        procs = tuple(procs)
+        count = Counter(proc.header.launch for proc in procs)
+        self._shared = {launch for launch in count if launch in self._shared or count[launch] > 1}
+        like: dict[tuple[int, str, int], list[Proc]] = defaultdict(list)
+        for proc in procs:
+            header = proc.header
+            if header.launch and header.launch not in self._shared and header.world > 1 and header.rank >= 0:
+                like[header.uid, header.job, header.world].append(proc)
+        found: dict[str, int] = {}
+        for alike in like.values():
+            for together in _at_one_time(alike):
+                if len(together) > 1 and len({proc.header.rank for proc in together}) == len(together):
+                    known = (self._launch_of[proc.key] for proc in together if proc.key in self._launch_of)
+                    found |= dict.fromkeys((proc.key for proc in together), next(known, together[0].header.launch))
+        self._launch_of = found
+        return tuple(
+            replace(proc, header=replace(proc.header, launch=found[proc.key])) if proc.key in found else proc
+            for proc in procs
+        )
 
     def assign(self, procs: Iterable[Proc]) -> dict[str, str]:
         """The job's key of each process, by process key."""
@@ -48,7 +83,21 @@ class Jobs:
             taken.add(key)
             self._key_of |= dict.fromkeys(marks, key)
             job_of |= {proc.key: key for proc in members}
+        newest = max(self._since.values(), default=0)
+        self._since = {key: self._since.get(key, newest + 1 + place) for place, key in enumerate(sorted(taken))}
         return job_of
+
+
+def _at_one_time(procs: list[Proc]) -> list[list[Proc]]:
+    """Processes whose lives overlap, as far as it can be known."""
+    parts: list[list[Proc]] = []
+    until = float("-inf")
+    for proc in sorted(procs, key=lambda proc: proc.header.real0_ns):
+        if not parts or proc.header.real0_ns / 1e9 > until:
+            parts.append([])
+        parts[-1].append(proc)
+        until = max(until, float("inf") if proc.alive else proc.touched)
+    return parts
 
 
 def _marks(proc: Proc) -> set[str]:
@@ -71,7 +120,7 @@ def matches(key: str, name: str, wanted: str) -> bool:
     return wanted in (key, name)
 
 
-def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: Iterable[NodeOp]) -> Job:
+def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: Iterable[NodeOp], since: int = 0) -> Job:
     """The current state of a job.
 
     Args:
@@ -80,6 +129,7 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
         look: The present.
         rows: Its rows.
         ops: Its operations: the running ones, oldest first, then the last that ended.
+        since: As from `Jobs.since`.
     """
     procs, ops = sorted(procs, key=derive.order), list(ops)
     alive = [proc for proc in procs if proc.alive]
@@ -97,6 +147,7 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
         target=look.per_gpu(counted),
         active=bool(running),
         sentence=_foremost(running or ops[:1]),
+        since=since,
     )
 
 

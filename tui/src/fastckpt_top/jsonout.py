@@ -46,7 +46,7 @@ def header_line(model: Model) -> Json:
 
 
 @dataclass(slots=True)
-class _Sent:
+class Sent:
     """Records that a stream has given already: headers, history records and dead processes by key, events by number."""
 
     headers: set[str]
@@ -62,15 +62,15 @@ class Ticks:
     """
 
     def __init__(self) -> None:
-        self._sent = _Sent(set(), set(), {}, 0)
+        self._sent = Sent(set(), set(), {}, 0)
 
-    def build(self, model: Model) -> tuple[Json, _Sent]:
+    def build(self, model: Model) -> tuple[Json, Sent]:
         """A tick with the current state of the model.
 
         Returns:
             The line, and the records to `commit` when it has been written.
         """
-        sent = _Sent(set(self._sent.headers), set(self._sent.dead), dict(self._sent.history), model.event_count)
+        sent = Sent(set(self._sent.headers), set(self._sent.dead), dict(self._sent.history), model.event_count)
         snapshot = model.snapshot
         procs = [] if snapshot is None else [_proc(proc, sent) for proc in snapshot.procs]
         new = min(model.event_count - self._sent.events, len(model.events))
@@ -95,11 +95,12 @@ class Ticks:
             "ranks": [_rank(row) for row in model.rows],
             "events": [_event(event) for event in list(model.events)[len(model.events) - new :]],
             "problems": [{"path": path, "reason": reason} for path, reason in model.problems],
+            "devices": {} if snapshot is None else {str(number): name for number, name in snapshot.devices.items()},
             "procs": procs,
         }
         return tick, sent
 
-    def commit(self, sent: _Sent) -> None:
+    def commit(self, sent: Sent) -> None:
         """Count a built tick as given."""
         self._sent = sent
 
@@ -191,7 +192,7 @@ def _text(value: object) -> str:
     return clean(value)
 
 
-def _proc(proc: Proc, sent: _Sent) -> Json:
+def _proc(proc: Proc, sent: Sent) -> Json:
     if proc.key in sent.dead:
         return {"key": proc.key, "same": True}
     if not proc.alive:
@@ -264,6 +265,7 @@ def _node_op(op: NodeOp) -> Json:
         "target": op.target_name,
         "progress": _number(op.progress, 4),
         "eta_s": _number(op.eta_s),
+        "no_eta": op.no_eta or None,
         "elapsed_s": _number(op.elapsed_s),
         "t_start": round(op.started_real, 3),
         "last": op.last or None,
@@ -339,7 +341,7 @@ def _thread(thread: ThreadRow) -> Json:
 
 
 def _event(event: Event) -> Json:
-    return {"t": round(event.real, 3), "level": event.level, "text": event.text}
+    return {"t": round(event.real, 3), "level": event.level, "text": event.text, "job": event.job}
 
 
 def _verdict(verdict: Verdict) -> str | None:

@@ -61,7 +61,7 @@ class LineWriter:
         new = min(model.event_count - self._events, len(model.events))
         self._events = model.event_count
         return [
-            f"{_time(event.real)} {'!' if event.level != 'info' else '-'} {event.text}"
+            f"{_time(event.real)} {'!' if event.level != 'info' else '-'} {_prefix(event.job, model)}{event.text}"
             for event in list(model.events)[len(model.events) - new :]
         ]
 
@@ -75,8 +75,8 @@ class LineWriter:
             words = job.sentence.words[0]
             self._said[job.key] = f"{job.sentence.row} {_FIGURES.sub('', words)}"
             if before.get(job.key) != self._said[job.key]:
-                name = _named(job.key, model)
-                lines.append(f"{_time(model.real)} {_MARKS[job.sentence.level]} {f'{name}: ' if name else ''}{words}")
+                prefix = _prefix(job.key, model)
+                lines.append(f"{_time(model.real)} {_MARKS[job.sentence.level]} {prefix}{words}")
         return lines
 
 
@@ -145,13 +145,19 @@ def _named(key: str, model: Model) -> str:
     return key if len(model.jobs) > 1 else ""
 
 
+def _prefix(key: str, model: Model) -> str:
+    """The name of a job before what is told of it: nothing if it is the only one."""
+    return f"{key}: " if key and len(model.jobs) > 1 else ""
+
+
 def _op_summary(op: NodeOp, job: str = "") -> str:
     """An operation in a line, with the name of its job where that must be shown."""
     name = f"{job} {op.kind} {op.label}".strip()
     words = f"{op.phase} in {op.elapsed_s:.1f} s"
     if op.running:
         now = text.rate(op.rate if op.rate is not None else op.average)
-        words = f"{op.phase} {text.percent(op.progress)}, ETA {text.clock(op.eta_s)}, now {now}"
+        eta = f"no ETA: {op.no_eta}" if op.no_eta else f"ETA {text.clock(op.eta_s)}"
+        words = f"{op.phase} {text.percent(op.progress)}, {eta}, now {now}"
     if op.empty:
         return f"{name}: {phrases.nothing(op)}, {words}"
     amount = f"{text.size(op.done)} of {text.size(op.total)} GB"

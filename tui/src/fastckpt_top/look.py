@@ -28,6 +28,7 @@ class Look:
         job_of: Process key -> key of its job.
         target: The user's target; None to follow the processes.
         gpus: GPUs that targets are multiplied by; None to count them.
+        devices: As `Snapshot.devices`.
     """
 
     mono: float
@@ -37,6 +38,7 @@ class Look:
     job_of: Mapping[str, str]
     target: Target | None
     gpus: int | None
+    devices: Mapping[int, str]
 
     def count_gpus(self, procs: Iterable[Proc]) -> int:
         """GPUs that the target of these processes is multiplied by."""

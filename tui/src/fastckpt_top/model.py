@@ -29,9 +29,9 @@ if TYPE_CHECKING:
     from fastckpt_top.snapshot import Proc, Snapshot
 
 LINGER_S: Final = 30.0
-"""How long a process that exited in order stays in the table, seconds."""
+"""How long a process that exited in order stays in the table beside others of its job that live, seconds."""
 POST_MORTEM_S: Final = 600.0
-"""How long one that died in an operation does, seconds after the file was last touched."""
+"""How long one that died in an operation does, and one of a job that is over, seconds after that."""
 GROUPS: Final = 16
 """Ended operations that are kept at least."""
 
@@ -112,20 +112,23 @@ class Model:
         self._procs: dict[str, ProcTrack] = {}
         self._ops: dict[tuple[str, int], OpTrack] = {}
         self._groups: list[Group] = []
-        self._living: set[tuple[int, str, int, int]] = set()
+        self._living: list[Proc] = []
         self._at_work: set[str] = set()
         self._dead_jobs: set[str] = set()
+        self._over: set[str] = set()
 
     def update(self, snapshot: Snapshot) -> None:
         """Take in the result of one look."""
         snapshot = self._wanted(snapshot)
         self.snapshot, self.mono, self.real = snapshot, snapshot.mono, snapshot.real
         self.problems, self.places = snapshot.problems, snapshot.places
-        self._living = {(p.header.uid, p.header.job, p.rank, p.header.launch) for p in snapshot.procs if p.alive}
+        self._living = [proc for proc in snapshot.procs if proc.alive]
         self._track(snapshot)
         self._forget(snapshot)
         self.past.add(snapshot.procs, self._groups, derive.name)
         look = self._look(snapshot)
+        for group in self._groups:
+            group.job = next((job for key in group.members if (job := look.job_of.get(key))), group.job)
         self._events.tell(self._groups, look)
         self._at_work = {key for group in self._groups if group.running for key in group.members}
         self._set_aside(look)
@@ -173,6 +176,7 @@ class Model:
 
     def _wanted(self, snapshot: Snapshot) -> Snapshot:
         """Assign each process to its job, and leave out other jobs than the requested one."""
+        snapshot = replace(snapshot, procs=self._jobs.united(snapshot.procs))
         self.job_of = self._jobs.assign(snapshot.procs)
         if not self.job:
             return snapshot
@@ -180,7 +184,8 @@ class Model:
         return replace(snapshot, procs=kept)
 
     def _look(self, snapshot: Snapshot) -> Look:
-        return Look(snapshot.mono, snapshot.real, snapshot.procs, self._procs, self.job_of, self.target, self.gpus)
+        own = (self._procs, self.job_of, self.target, self.gpus)
+        return Look(snapshot.mono, snapshot.real, snapshot.procs, *own, snapshot.devices)
 
     def _track(self, snapshot: Snapshot) -> None:
         mono = snapshot.mono
@@ -245,8 +250,6 @@ class Model:
 
     def _set_aside(self, look: Look) -> None:
         """Find the jobs that died, and of which neither a process lives nor the end is the last of all."""
-        for group in self._groups:
-            group.job = next((job for key in group.members if (job := look.job_of.get(key))), group.job)
         alive = {look.job_of[proc.key] for proc in look.procs if proc.alive}
         over = [group for group in self._groups if not group.running and group.job not in alive]
         last = max(over, key=lambda group: group.end, default=None)
@@ -254,6 +257,8 @@ class Model:
         died = [look.job_of[proc.key] for proc in look.procs if proc.died and self._shown(proc)]
         self._dead_jobs = {*died} - alive - {"" if last is None else last.job}
         self.others = sum(job in self._dead_jobs for job in died)
+        lasts = {group.job: group for group in sorted(over, key=lambda group: group.end)}
+        self._over = {key for group in lasts.values() if not self._is_past(group) for key in group.members}
 
     def _push_columns(self) -> None:
         count = self._series.add(self.mono, self.node.save_rate, self.node.load_rate)
@@ -316,28 +321,34 @@ class Model:
         track = self._procs.get(proc.key)
         if proc.alive or track is None:
             return True
-        if self.job_of.get(proc.key) in self._dead_jobs:
-            return False
-        if proc.rank >= 0 and self._restarted(proc):
+        if self.job_of.get(proc.key) in self._dead_jobs or self._restarted(proc):
             return False
         if proc.key in self._at_work:  # a save is shown with all of its ranks, until the last of them is done
             return True
         if proc.died:
             return track.died is not None or self.real - proc.touched < POST_MORTEM_S
-        return track.died is not None and self.mono - track.died < LINGER_S
+        return proc.key in self._over or (track.died is not None and self.mono - track.died < LINGER_S)
 
     def _is_past(self, group: Group) -> bool:
         """Whether a job without a process that is shown has left the list."""
         if group.job in self._dead_jobs or self.mono - group.end >= POST_MORTEM_S:
             return True
-        return all(track.proc.rank >= 0 and self._restarted(track.proc) for track in group.members.values())
+        return all(self._restarted(track.proc) for track in group.members.values())
 
     def _restarted(self, dead: Proc) -> bool:
-        """Whether a rank's job has been started again: by its launcher, or anew since all of it is gone."""
+        """Whether a rank's job has been started again: by its launcher, or anew since all of it is gone.
+
+        Without a rank: whether a process of the same name has begun since it last did something.
+        """
         header = dead.header
-        launches = {launch for *rank, launch in self._living if rank == [header.uid, header.job, dead.rank]}
+        alike = [proc for proc in self._living if (proc.header.uid, proc.header.job) == (header.uid, header.job)]
+        if dead.rank < 0:
+            ops = (self._ops.get((dead.key, op.op_id)) for op in dead.operations)
+            ends = [self.real - self.mono + op.end for op in ops if op is not None and op.end is not None]
+            return any(proc.rank < 0 and proc.header.real0_ns / 1e9 > max(dead.touched, *ends, 0) for proc in alike)
+        launches = {proc.header.launch for proc in alike if proc.rank == dead.rank}
         return header.launch in launches or (
-            bool(launches) and all(header.launch != launch for *_, launch in self._living)
+            bool(launches) and all(header.launch != proc.header.launch for proc in self._living)
         )
 
     def _refresh_rows(self, look: Look, known: Sequence[Group]) -> None:
@@ -406,6 +417,7 @@ class Model:
                 look,
                 [row for row in self.rows if row.job_key == key],
                 [op for op in self.ops if op.job_key == key],
+                self._jobs.since(key),
             )
             for key, members in procs.items()
         }

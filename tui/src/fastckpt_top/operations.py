@@ -39,8 +39,10 @@ def node_op(group: Group, look: Look) -> NodeOp:
     etas = {track.key: estimate.eta(track, look) for track in tracks}
     last = group.straggler = estimate.straggler(group, etas, look)
     known = [eta for track in running if (eta := etas[track.key]) is not None]
-    total = sum(track.op.bytes_total for track in tracks)
+    sizes = _sizes(tracks, len(missing))
     phase = derive.phase(tracks)
+    eta = max(known) if known and len(known) == len(running) and not failed and not missing else None
+    unknown = [track for track in running if etas[track.key] is None]
     early = bool(running) and elapsed < estimate.QUIET_S
     return NodeOp(
         kind=KINDS.get(group.kind, "unknown"),
@@ -50,15 +52,16 @@ def node_op(group: Group, look: Look) -> NodeOp:
         phase=phase,
         ranks=len(tracks),
         gpus=group.gpus,
-        total=total,
+        total=sum(sizes),
         done=done,
         rate=rate,
         average=average,
         peak=group.peak,
         target=target,
         target_name=per_gpu.name,
-        progress=_progress(tracks, copying=phase == PHASES[Phase.STAGE], total=total, missing=len(missing)),
-        eta_s=max(known) if known and len(known) == len(running) and not failed and not missing else None,
+        progress=_progress(tracks, copying=phase == PHASES[Phase.STAGE], sizes=sizes),
+        eta_s=eta,
+        no_eta="" if eta is not None else "never" if failed else _no_eta(unknown, look),
         elapsed_s=max(elapsed, 0.0),
         started_real=min(track.start_real for track in tracks),
         last=derive.name(last.proc) if last else "",
@@ -72,6 +75,16 @@ def node_op(group: Group, look: Look) -> NodeOp:
     )
 
 
+def _no_eta(unknown: list[OpTrack], look: Look) -> str:
+    """Why nobody knows when the ranks end, of which some may have told."""
+    if any(track.stalled(look.tracks[track.proc.key], look.mono) is not None for track in unknown):
+        return "stalled"
+    if not unknown:
+        return "incomplete"
+    syncing = all(track.op.phase in (Phase.FSYNC, Phase.COMMIT) for track in unknown)
+    return "in fsync" if syncing else "just begun"
+
+
 def _changed(group: Group) -> tuple[tuple[str, float], ...]:
     """The changes of a save, as the rank that compares reports them."""
     blocks = [track.proc.process for track in group.members.values()]
@@ -79,9 +92,18 @@ def _changed(group: Group) -> tuple[tuple[str, float], ...]:
     return tuple(shares.items())
 
 
-def _progress(tracks: list[OpTrack], *, copying: bool, total: int, missing: int) -> float | None:
-    """Mean of the ranks, 0 to 1: of the copy into memory, or of all bytes to move; None while no size is known."""
-    if not total and not (copying and any(track.op.bytes_to_stage for track in tracks)):
+def _sizes(tracks: list[OpTrack], missing: int) -> list[int]:
+    """Bytes of each rank, and of those that have not begun: the mean of the others' where its own are not known."""
+    known = [track.op.bytes_total for track in tracks if track.sized]
+    mean = sum(known) // len(known) if known else 0
+    return [track.op.bytes_total if track.sized else mean for track in tracks] + [mean] * missing
+
+
+def _progress(tracks: list[OpTrack], *, copying: bool, sizes: list[int]) -> float | None:
+    """The share that is done, 0 to 1: of the copy into memory, or of all bytes; None while no size is known."""
+    if copying and any(track.op.bytes_to_stage for track in tracks):
+        return sum(derive.staged(track) or 0.0 for track in tracks) / len(sizes)
+    if not any(sizes):
         return None
-    parts = [derive.staged(track) if copying else derive.progress(track) for track in tracks]
-    return min(sum(part or 0.0 for part in parts) / (len(parts) + missing), 1.0)
+    parts = [(derive.progress(track) or 0.0) * size for track, size in zip(tracks, sizes, strict=False)]
+    return min(sum(parts) / sum(sizes), 1.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final
@@ -22,6 +23,7 @@ from fastckpt_top.segment import (
     ThreadState,
 )
 from fastckpt_top.tracks import MOVING, PREPARING
+from fastckpt_top.window import percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -78,7 +80,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
     elapsed = track.elapsed(look.mono)
     stalled = track.stalled(look.tracks[proc.key], look.mono) if proc.key in look.tracks else None
     rows = threads(track, target, look)
-    histogram = track.histogram()
+    histogram, largest = track.histogram(), max((thread.latency_max_s for thread in rows), default=0.0)
     state = _state(track, group, stalled, look)
     judged = not track.running or (elapsed >= estimate.QUIET_S and op.phase not in PREPARING)
     wait = derive.awaits(proc, places)
@@ -112,7 +114,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
         step=op.step if op.step >= 0 else None,
         label=op.label,
         path=op.path,
-        st_dev=op.st_dev,
+        device=(look.devices.get(op.st_dev) or f"{os.major(op.st_dev)}:{os.minor(op.st_dev)}") if op.st_dev else "",
         block_size=op.block_size,
         queue_depth=op.queue_depth,
         files=op.files_total,
@@ -121,8 +123,8 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
         wait=wait or wait_text(kind, share),
         wait_kind=kind,
         wait_share=share,
-        p50_s=derive.latency(histogram, 0.5, rows),
-        p99_s=derive.latency(histogram, 0.99, rows),
+        p50_s=percentile(histogram, 0.5, largest),
+        p99_s=percentile(histogram, 0.99, largest),
         histogram=histogram,
         spark=tuple(track.spark)[-derive.SPARK :],
         threads=rows,

@@ -42,6 +42,7 @@ class Recording:
     Attributes:
         header: The first line.
         times: Reader's clock of each tick, seconds.
+        first: The first tick with a running operation; 0 without one.
 
     Raises:
         ReplayError: It cannot be read, is not a recording, or is one of another major version.
@@ -66,15 +67,19 @@ class Recording:
         self._headers: dict[str, Header] = {}
         self._ended: dict[str, Proc] = {}
         self.times: list[float] = []
+        busy: list[int] = []
         for number, line in enumerate(lines):
             tick = self._json(line, path, number + 2)
             try:
                 mono = float(tick["mono"])
+                if not busy and any(op["running"] for op in tick.get("ops", ())):
+                    busy.append(number)
             except _BROKEN as error:
                 raise ReplayError(f"{path}: line {number + 2}: {error!r}") from None
             if self.times and not mono >= self.times[-1]:
                 raise ReplayError(f"{path}: line {number + 2}: time goes back")
             self.times.append(mono)
+        self.first = busy[0] if busy else 0
 
     def __len__(self) -> int:
         return len(self._lines)
@@ -90,7 +95,8 @@ class Recording:
             procs = tuple(self._proc(raw) for raw in tick["procs"])
             problems = tuple((clean(str(p["path"])), clean(str(p["reason"]))) for p in tick.get("problems", []))
             host = clean(str(tick["node"]["host"]))
-            return Snapshot(float(tick["mono"]), float(tick["t"]), host, procs, problems, (self._path,))
+            devices = {int(number): clean(str(name)) for number, name in tick.get("devices", {}).items()}
+            return Snapshot(float(tick["mono"]), float(tick["t"]), host, procs, problems, (self._path,), devices)
         except _BROKEN as error:
             raise ReplayError(f"{self._path}: line {index + 2}: {error!r}") from None
 
@@ -147,7 +153,7 @@ def _read_lines(path: str) -> list[str]:
 
 
 class Replay:
-    """A recording being played.
+    """A recording being played, from its first operation on.
 
     Args:
         path: The recording.
@@ -198,8 +204,8 @@ class Replay:
         self.speed = speed
         self.model = self._fresh()
         self._index = -1
-        self._seek_index(0)
-        self._position = self.recording.times[0]
+        self._seek_index(self.recording.first)
+        self._position = self.recording.times[self._index]
 
     @property
     def index(self) -> int:

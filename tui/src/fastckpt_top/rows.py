@@ -201,7 +201,7 @@ class Row:
         step: Training step; None unknown.
         label: Base name of the target.
         path: The target.
-        st_dev: Device number; 0 unknown.
+        device: Name of the device, else its number; empty unknown.
         block_size: Bytes.
         queue_depth: Requests.
         files: Shards in all.
@@ -255,7 +255,7 @@ class Row:
     step: int | None = None
     label: str = ""
     path: str = ""
-    st_dev: int = 0
+    device: str = ""
     block_size: int = 0
     queue_depth: int = 0
     files: int = 0
@@ -303,6 +303,7 @@ class NodeOp:
         target_name: Tier, or `custom`.
         progress: 0 to 1; of the copy into memory while `phase` is `stage`.
         eta_s: Seconds until the last rank is durable; None unknown.
+        no_eta: Why it is unknown, in ten cells at most.
         elapsed_s: Seconds since the first rank's start, or the duration.
         started_real: Seconds since the epoch.
         last: The rank that the node waits for; empty if none is clearly behind.
@@ -336,6 +337,7 @@ class NodeOp:
     verdict: Verdict
     failed: int
     job_key: str = ""
+    no_eta: str = ""
     target_source: str = "default"
     changed: tuple[tuple[str, float], ...] = ()
     sentence: Sentence | None = None
@@ -363,6 +365,7 @@ class Job:
         target: Per GPU.
         active: Whether any of its operations runs.
         sentence: The most important fact about it now; None if there is none.
+        since: Its place among all jobs, in the order in which they were first seen.
     """
 
     key: str
@@ -375,6 +378,7 @@ class Job:
     target: Target
     active: bool
     sentence: Sentence | None = None
+    since: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -385,11 +389,13 @@ class Event:
         real: Seconds since the epoch.
         level: `info`, `warn` or `bad`.
         text: One line.
+        job: Key of the job that it belongs to.
     """
 
     real: float
     level: str
     text: str
+    job: str = ""
 
 
 @dataclass(slots=True)

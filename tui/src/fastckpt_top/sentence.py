@@ -85,7 +85,7 @@ def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
         return _limited(op)
     behind = next((row for row in running if row.straggler), None)
     if behind is not None:
-        return _held_back(op, behind, running)
+        return _last(op, behind) if op.verdict is behind.verdict is Verdict.GOOD else _held_back(op, behind, running)
     return _together(op, running)
 
 
@@ -181,6 +181,20 @@ def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
         f"{row.name} holds it{phrases.colon(phrases.speed(row), phrases.brief(row))}",
         *phrases.terse(row),
         f"held back by {row.name}",
+    )
+
+
+def _last(op: NodeOp, row: Row) -> Sentence:
+    """One rank ends after the others, and neither it nor all together are below the target."""
+    tail = phrases.fallback([row], named=False)
+    words = f"on target; {row.name} is the last"
+    return _made(
+        _level(op, row),
+        row.key,
+        f"{words}{phrases.colon(phrases.speed(row), phrases.why(row))}" + (f"; {tail}" if tail else ""),
+        f"{words}{phrases.colon(phrases.speed(row), phrases.why(row))}",
+        f"{words}{phrases.colon(phrases.speed(row, '/'))}",
+        words,
     )
 
 

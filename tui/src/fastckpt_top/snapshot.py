@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from fastckpt_top.segment import Header, History, Operation, Process, Thread
 
 _MOST: Final = 2**31 - 1
@@ -77,6 +79,7 @@ class Snapshot:
         procs: The processes, in no order.
         problems: File and reason of each segment that could not be read.
         places: The directories that were looked at.
+        devices: Number and name of each device that an operation is on, as far as it is mounted here.
     """
 
     mono: float
@@ -85,6 +88,7 @@ class Snapshot:
     procs: tuple[Proc, ...]
     problems: tuple[tuple[str, str], ...] = ()
     places: tuple[str, ...] = ()
+    devices: Mapping[int, str] = field(default_factory=dict)
 
 
 class Source(Protocol):

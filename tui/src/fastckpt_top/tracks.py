@@ -183,6 +183,11 @@ class OpTrack:
         """Whether it ended badly."""
         return self.died or self.op.phase == Phase.FAILED
 
+    @property
+    def sized(self) -> bool:
+        """Whether its bytes are known: none are too, once it has been planned."""
+        return bool(self.op.bytes_total) or not (self.failed or self.op.phase in PREPARING)
+
     def update(self, proc: Proc, op: Operation, mono: float, before: Mapping[int, Thread]) -> None:
         """Take in a snapshot; `before` are the process's thread slots of the one before."""
         self.proc, self.op = proc, op

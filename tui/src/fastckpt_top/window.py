@@ -104,15 +104,16 @@ class Window:
         return (new.bytes - old.bytes) / (new.mono - old.mono)
 
 
-def percentile(histogram: tuple[int, ...], share: float) -> float | None:
+def percentile(histogram: tuple[int, ...], share: float, largest: float) -> float | None:
     """Estimate a percentile from a latency histogram.
 
     Args:
         histogram: Requests per bucket (docs/telemetry.md 5.4).
         share: 0 to 1.
+        largest: The longest that was measured, seconds: the last bucket has no other end. 0 unknown.
 
     Returns:
-        Seconds, interpolated within the bucket; None if nothing was counted. In the last bucket, its lower bound.
+        Seconds, interpolated within the bucket; None if nothing was counted.
     """
     total = sum(histogram)
     if total <= 0:
@@ -122,7 +123,8 @@ def percentile(histogram: tuple[int, ...], share: float) -> float | None:
     for index, count in enumerate(histogram):
         if count and seen + count >= wanted:
             low = 0.0 if index == 0 else HISTOGRAM_BASE_US * 2.0 ** (index - 1)
-            high = HISTOGRAM_BASE_US * 2.0**index if index < HISTOGRAM_BUCKETS - 1 else low
-            return (low + (high - low) * (wanted - seen) / count) / 1e6
+            high = HISTOGRAM_BASE_US * 2.0**index if index < HISTOGRAM_BUCKETS - 1 else max(low, largest * 1e6)
+            estimate = (low + (high - low) * (wanted - seen) / count) / 1e6
+            return min(estimate, largest) if largest > 0 else estimate
         seen += count
     return None

@@ -50,7 +50,7 @@ def urgent(frame: Frame) -> Line:
     for job in _in_trouble(frame):
         said = words(job.sentence.words, max(frame.width // 2, 36)) if job.sentence is not None else ""
         return Line(f"{glyphs.bad} {frame.say(text.clean(f'{job.name or job.pid}: {said}'))}", "bad")
-    recent = [event for event in model.events if model.real - event.real < EVENT_SHOWN_S and _news(frame, event)]
+    recent = [event for event in frame.events if model.real - event.real < EVENT_SHOWN_S and _news(frame, event)]
     if recent:
         event = recent[-1]
         return Line(f"{glyphs.warn} {frame.say(event.text)}", "bad" if event.level == "bad" else "low")

@@ -120,7 +120,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
     framed, inner, room = inside(frame, width, height)
     room -= not framed
     past = list(reversed(frame.model.past.checkpoints))
-    events = list(reversed(frame.model.events))
+    events = frame.events[::-1]
     cols = columns(inner)
     made = [head(frame, cols)] if past else [Line("no operation has ended yet", "dim")]
     for_events = min(len(events), max(room - 1 - len(past), room // 3))

@@ -65,6 +65,6 @@ def _history(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:
 
 
 def _events(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:
-    events = [line for event in reversed(frame.model.events) for line in history.event_lines(frame, event, width)]
-    count = text.count(frame.model.event_count, "event")
+    events = [line for event in reversed(frame.events) for line in history.event_lines(frame, event, width)]
+    count = text.count(len(events), "event")
     return Line("events", "title").add(f" {frame.glyphs.middot} {count}, newest first", "dim"), Line(), events

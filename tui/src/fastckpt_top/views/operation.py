@@ -112,7 +112,7 @@ def _done(frame: Frame, op: NodeOp, cols: Columns) -> Line:
     if cols.size == 1 and cols.left > line.width + _NAME:
         line.add(" ").add(text.fit(_name(frame, op), cols.left - line.width, frame.glyphs), "strong")
     tail = Line()
-    eta = f"ETA {text.clock(op.eta_s)}"
+    eta = op.no_eta or f"ETA {text.clock(op.eta_s)}"
     if not op.running:
         eta = f"{text.ago(frame.model.real - op.started_real - op.elapsed_s)} ago"
     if cols.size >= 2:  # noqa: PLR2004
@@ -164,11 +164,11 @@ def _narrow(frame: Frame, op: NodeOp, width: int) -> list[Line]:
     style = VERDICT_STYLES[op.verdict]
     fraction = share(op.average, op.target)
     average, target = text.rates(op.average, op.target)
-    eta = f"{text.clock(op.eta_s):>6}" if op.running else ""
+    eta = f"{text.clock(op.eta_s):>6}" if op.running and not op.no_eta else f" {op.no_eta}" if op.running else ""
     done = [
         (2, Line(f"{op.phase.upper():<6}", "strong")),
         (0, Line(f"{text.percent(op.progress):>4}")),
-        (3, Line(" ETA" if op.running else "")),
+        (3, Line(" ETA" if op.running and not op.no_eta else "")),
         (1, Line(eta)),
     ]
     speed = [
@@ -229,7 +229,7 @@ def _names(frame: Frame) -> Line:
     for word in filter(None, pieces):
         line.add(f" {glyphs.middot} " if line.width else "", "dim").add(word, "head")
     if job is not None and len(frame.model.jobs) > 1:
-        number = frame.model.jobs.index(job) + 1
+        number = 1 + sum(other.since < job.since for other in frame.model.jobs)
         line.add(f" {glyphs.middot} ", "dim").add(f"job {number} of {len(frame.model.jobs)}", "low")
         line.add(f" {glyphs.middot} ", "dim").add("j", "key").add(" next", "dim")
     if ui.recording:
@@ -303,5 +303,5 @@ def one_line(frame: Frame) -> Line:
     unit = " GB/s" if frame.width >= 34 else ""  # noqa: PLR2004
     average, target = text.rates(op.average, op.target)
     line.add(f" {text.percent(op.progress)} {average}/{target}{unit}")
-    line.add(f" ETA {text.clock(op.eta_s)}" if op.running else f" {op.phase}")
+    line.add(f" {op.no_eta or f'ETA {text.clock(op.eta_s)}'}" if op.running else f" {op.phase}")
     return line.fill(frame.width)

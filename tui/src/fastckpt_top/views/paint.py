@@ -10,7 +10,7 @@ from fastckpt_top.rows import GOOD_FROM, LOW_FROM, Verdict
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
-    from fastckpt_top.rows import Job, NodeOp
+    from fastckpt_top.rows import Event, Job, NodeOp
     from fastckpt_top.views.state import Ui
 
 STYLES: Final = (
@@ -146,6 +146,12 @@ class Frame:
         """Its operations: the running ones, then the last that ended."""
         job = self.job
         return [op for op in self.model.ops if job is None or op.job_key == job.key]
+
+    @property
+    def events(self) -> list[Event]:
+        """Its events, the oldest first."""
+        job = self.job if len(self.model.jobs) > 1 else None
+        return [event for event in self.model.events if job is None or event.job in ("", job.key)]
 
     @property
     def main(self) -> NodeOp | None:

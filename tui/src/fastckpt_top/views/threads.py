@@ -170,13 +170,12 @@ def _title(frame: Frame, row: Row, room: int) -> Line:
 
 def _details(frame: Frame, row: Row, width: int) -> list[Line]:
     """Facts about a rank besides its threads: two lines, each as far as it fits."""
-    major, minor = row.st_dev >> 8 & 0xFFF, row.st_dev & 0xFF
     parts = [
         (f"average {text.rate(row.average)} of {text.rate(row.target)} GB/s", VERDICT_STYLES[row.verdict]),
         (f"{text.size(row.done)} of {text.size(row.total or None)} GB", "text"),
         (f"{text.size(row.durable)} GB durable" if row.durable and row.kind == "save" else "", "dim"),
         (f"{row.files_done} of {text.count(row.files, 'file')}" if row.files else "", "dim"),
-        (f"device {major}:{minor}" if row.st_dev else "", "dim"),
+        (f"device {frame.say(row.device)}" if row.device else "", "dim"),
     ]
     more = []
     if row.p50_s is not None and row.p99_s is not None:
