@@ -6,6 +6,7 @@ import contextlib
 import errno
 import os
 import pwd
+import re
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from fastckpt_top.feed import PROBE_S, ShmFeed
 from fastckpt_top.model import Model
 from fastckpt_top.processes import user_of
 from fastckpt_top.replay import Recording
-from fastckpt_top.segment import FLAG_FALLBACK, Phase
+from fastckpt_top.segment import FLAG_FALLBACK, Phase, ThreadState
 from fastckpt_top.snapshot import Snapshot
 from fastckpt_top.tracks import HEARTBEAT_STALL_S
 from looking import eventually
@@ -28,11 +29,13 @@ MB = 10**6
 
 # Saves `size` bytes in three files, at a rate if one is given.
 SAVER = """
-import sys
+import os, sys
 import numpy as np
 import fastckpt
 path, size, limit = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
-state = {name: np.ones(size // 3, np.uint8) for name in "abc"}
+tensors = os.environ.get("TENSORS")
+values = np.memmap(tensors, np.uint8, "r") if tensors else np.ones(size, np.uint8)
+state = dict(zip("abc", np.split(np.asarray(values)[: size // 3 * 3], 3)))
 io, files = fastckpt.IO(bandwidth_limit=limit or None), fastckpt.Files(shard_size=size // 3)
 fastckpt.save(state, path, io=io, files=files)
 """
@@ -178,6 +181,63 @@ def test_workers_that_the_storage_does_not_answer_make_the_process_d(shm, place)
         finally:
             subprocess.run(["fsfreeze", "-u", str(point)], check=True)
         assert eventually(lambda: only(shm.poll()).state != "D")
+
+
+def held_up(shm, place, hang, state):
+    """The one rank, and its sentence, 5 looks of a second each after all workers came to stand still in a state."""
+    assert eventually(lambda: list(place.glob("*.seg")))
+    assert eventually(lambda: any(thread.bytes_op for _, thread in only(shm.poll()).threads))
+    model = Model()
+
+    def stand():
+        threads = [thread for _, thread in only(shm.poll()).threads]
+        return {thread.state for thread in threads if thread.state != ThreadState.IDLE} == {state} and sum(
+            thread.requests for thread in threads
+        )
+
+    with hang:
+        last = []
+        assert eventually(lambda: last.append(stand()) or (len(last) > 20 and last[-1] and len({*last[-20:]}) == 1))
+        eyes = ShmFeed([str(place)], mono=Clock())
+        for _ in range(6):
+            model.update(eyes.poll())
+            beats = only(shm.poll()).process.heartbeat
+            assert eventually(lambda: only(shm.poll()).process.heartbeat != beats)  # noqa: B023 - called here
+        eyes.close()
+        return model.rows[0], model.main.sentence
+
+
+SMALL = {"FASTCKPT_BLOCK_SIZE": str(1 << 20), "FASTCKPT_QUEUE_DEPTH": "2"}
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("engine", ["uring", "threads"])
+def test_a_device_that_hangs_is_named_as_storage_whatever_letter_the_process_has(shm, place, engine):
+    """A loop device, whose file is behind a process that stands still. Mutant: only where a worker is `D`."""
+    with mounts.mount("fuse") as behind:
+        image = behind / "image"
+        with image.open("wb") as file:
+            file.truncate(256 << 20)
+        subprocess.run(["mkfs.ext4", "-q", "-F", str(image)], check=True)
+        with (
+            mounts.mount("ext4", image=image) as point,
+            saving(place, point / "step-7", 90 * MB, 3 * MB, FASTCKPT_IO=engine, **SMALL),
+        ):
+            row, said = held_up(shm, place, mounts.unanswering(behind), ThreadState.IO)
+    assert (row.engine, row.direct, row.state, row.wait_kind) == (engine, True, "STALL", "disk")
+    assert (row.process_state == "D") == (engine == "threads")
+    assert re.fullmatch(r"pid \d+: the storage has not answered for \d s", said.words[0])
+
+
+@pytest.mark.root
+def test_a_worker_that_waits_for_a_page_waits_for_memory_and_not_for_the_storage(shm, place, tmp_path):
+    """Its tensors are in a mapped file, which does not answer. Mutant: whoever is `D` waits for the storage."""
+    with mounts.mount("fuse") as behind:
+        (behind / "tensors").write_bytes(bytes(90 * MB))
+        with saving(place, tmp_path / "step-7", 90 * MB, 3 * MB, TENSORS=str(behind / "tensors"), **SMALL):
+            row, said = held_up(shm, place, mounts.unanswering(behind), ThreadState.SOURCE)
+    assert (row.process_state, row.state, row.wait_kind) == ("D", "STALL", "memory")
+    assert re.fullmatch(r"pid \d+ has made no progress for \d s: waits for memory \(mmap, page faults\)", said.words[0])
 
 
 def test_silence_in_stage_is_no_stall_unless_the_process_is_stopped(shm, producer):

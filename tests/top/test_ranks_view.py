@@ -256,12 +256,13 @@ def words_of(row, width=76):
 
 def test_a_rank_that_stands_still_says_how():
     stalled = rank(0, 0.0, state="STALL", stalled_s=12.4)
-    for letter, state, words in (
-        ("T", "STOP", "stopped 12s"),
-        ("D", "STUCK", "storage 12s"),
-        ("S", "STALL", "silent 12s"),
+    for letter, kind, state, words in (
+        ("T", "disk", "STOP", "stopped 12s"),
+        ("S", "disk", "STUCK", "storage 12s"),
+        ("D", "memory", "STALL", "memory 12s"),
+        ("D", "", "STALL", "silent 12s"),
     ):
-        row = replace(stalled, process_state=letter)
+        row = replace(stalled, process_state=letter, wait_kind=kind)
         assert f" {state:<6} " in words_of(row)
         assert words_of(row).rstrip().endswith(words)
         assert words_of(row, 40).rstrip().endswith("12s")

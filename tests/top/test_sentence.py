@@ -16,6 +16,7 @@ from fastckpt_top.segment import (
     FLAG_NO_RING,
     FLAG_NO_WORKERS,
     Phase,
+    ThreadState,
 )
 
 HIGH = targets.tier("high", "option")
@@ -135,7 +136,7 @@ def test_a_killed_rank_is_said_while_the_others_go_on_and_after_the_end():
     [
         ("T", "rank 1 stopped (SIGSTOP) for 4 s"),
         ("t", "rank 1 stopped (debugger) for 4 s"),
-        ("D", "rank 1 in uninterruptible sleep (D) for 4 s: the storage does not answer"),
+        ("D", "rank 1: the storage has not answered for 4 s"),
         ("S", "rank 1 has made no progress for 4 s"),
         ("", "rank 1 has made no progress for 4 s"),
     ],
@@ -149,6 +150,30 @@ def test_a_stalled_rank_and_what_its_state_says(state, words):
     assert said(model) == ("bad", words, 1)
     stalled = max(model.rows, key=lambda row: row.worst)
     assert (stalled.rank, stalled.state, text.ago(stalled.stalled_s)) == (1, "STALL", "4s")
+
+
+@pytest.mark.parametrize(
+    ("workers", "letter", "beats", "flags", "words"),
+    [
+        (ThreadState.IO, "S", True, 0, "rank 0: the storage has not answered for 4 s"),
+        (ThreadState.IO, "S", False, 0, "rank 0 has made no progress for 4 s"),  # as of a process that was frozen
+        (ThreadState.IO, "S", False, FLAG_NO_WORKERS, "rank 0: the storage has not answered for 4 s"),
+        (ThreadState.SOURCE, "D", True, 0, "rank 0 has made no progress for 4 s: waits for memory (mmap, page faults)"),
+        (ThreadState.SOURCE, "S", True, 0, "rank 0 has made no progress for 4 s: waits for the source"),
+        (ThreadState.FSYNC, "D", False, 0, "rank 0 has made no progress for 4 s: waits for fsync"),
+    ],
+)
+def test_a_stalled_rank_waits_for_what_its_workers_last_began(workers, letter, beats, flags, words):
+    """Mutants: the letter alone decides; a request on its way is the storage's, whoever stands still."""
+    model, rank = Model(HIGH), Rank(0)
+    watch(model, [rank], lambda _, rank, now: moving(rank, now, GB), end=3.0)
+    (op,) = rank.proc.operations
+    rank.proc = replace(rank.proc, state=letter, operations=(replace(op, flags=flags),))
+    for index in range(rank.count):
+        rank.thread(index, state=workers, in_flight=int(workers == ThreadState.IO))
+    for tick in range(7, 15):
+        look(model, tick / 2, rank.beat(1000 + tick) if beats else rank)
+    assert said(model) == ("bad", words, 0)
 
 
 def test_of_several_that_stalled_the_longest_time_is_said():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.rows import Row, ThreadRow, bottleneck
-from fastckpt_top.segment import KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
+from fastckpt_top.segment import FLAG_NO_WORKERS, KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
 from fastckpt_top.window import percentile
 
 if TYPE_CHECKING:
@@ -92,6 +92,23 @@ def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | N
     if {thread.state for thread in threads} - {"IDLE"} == {"FSYNC"}:
         state = "FSYNC"
     return bottleneck(state, total)
+
+
+def held(track: OpTrack, *, silent: bool) -> str:
+    """What a rank without progress waits for: `disk`, `memory`, `source`, `fsync` or unknown, which is empty.
+
+    Its workers show that, and not the letter of the process: one that waits for its ring sleeps (`S`), and one that
+    waits for a page of its memory is `D`. A process that is `silent` as a whole may be frozen, with its requests.
+    """
+    stuck, op = track.proc.state == "D", track.op
+    doing = {thread.last.state: thread.last.in_flight for thread in track.threads.values()}
+    if doing.get(ThreadState.IO) and (stuck or not silent or op.flags & FLAG_NO_WORKERS):
+        return "disk"
+    if ThreadState.FSYNC in doing:
+        return "fsync"
+    if ThreadState.SOURCE in doing or op.phase == Phase.STAGE:
+        return "memory" if stuck else "source"
+    return "disk" if op.phase == Phase.COMMIT or stuck else ""
 
 
 def progress(track: OpTrack) -> float | None:

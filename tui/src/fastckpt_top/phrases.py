@@ -16,6 +16,7 @@ _NAMED: Final = 3
 """Ranks that are called by name before they are only counted."""
 WAITS: Final = {
     "disk": "waits for the disk",
+    "memory": "waits for memory (mmap, page faults)",
     "source": "waits for the source",
     "limit": "waits for bandwidth_limit",
     "fsync": "waits for fsync",

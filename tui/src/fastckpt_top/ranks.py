@@ -22,7 +22,7 @@ from fastckpt_top.segment import (
     Phase,
     ThreadState,
 )
-from fastckpt_top.tracks import MOVING, PREPARING
+from fastckpt_top.tracks import HEARTBEAT_STALL_S, MOVING, PREPARING
 from fastckpt_top.window import percentile
 
 if TYPE_CHECKING:
@@ -85,6 +85,9 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
     judged = not track.running or (elapsed >= estimate.QUIET_S and op.phase not in PREPARING)
     wait = derive.awaits(proc, places)
     kind, share = ("peers", None) if wait else derive.row_wait(state, rows) if track.running else ("", None)
+    if stalled is not None:  # a wait is counted when it ends
+        silent = look.tracks[proc.key].silent_s(proc, look.mono) >= HEARTBEAT_STALL_S
+        kind, share = derive.held(track, silent=silent), None
     made = replace(
         derive.bare(proc),
         key=f"{proc.key}/{op.op_id}",

@@ -216,7 +216,7 @@ class Row:
         job_key: The job that it belongs to.
         user: Name of its user, or the number where it has none.
         process_state: Letter of /proc/PID/stat: `R`, `S`, `D`, `T`; empty where unknown.
-        wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, or empty: the kind of `wait`.
+        wait_kind: `source`, `disk`, `limit`, `peers`, `fsync`, `memory`, or empty: the kind of `wait`.
         wait_share: Share of the last second spent with it; None where it has none.
         worst: How far the rank holds its job back; the largest comes first.
     """
@@ -273,6 +273,11 @@ class Row:
     wait_kind: str = ""
     wait_share: float | None = None
     worst: float = 0.0
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal or a debugger has stopped its process."""
+        return self.process_state in ("T", "t")
 
     @property
     def name(self) -> str:

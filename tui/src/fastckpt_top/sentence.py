@@ -28,6 +28,7 @@ _MOST: Final = 0.5
 """Share of the ranks that makes what they wait for the operation's."""
 _WAIT: Final = {
     "disk": "wait for the disk",
+    "memory": "wait for memory (mmap, page faults)",
     "source": "wait for the source",
     "limit": "wait for bandwidth_limit",
     "fsync": "wait for fsync",
@@ -132,22 +133,22 @@ def _stalled(rows: list[Row]) -> Sentence:
     """Ranks that give no sign of life, or move no byte."""
     row = max(rows, key=lambda row: row.stalled_s or 0.0)
     seconds = phrases.seconds(row.stalled_s or 0.0)
-    state = row.process_state
-    same = [other for other in rows if other.process_state == state]
+    kind = row.wait_kind
+    same = [other for other in rows if (other.stopped, other.wait_kind) == (row.stopped, kind)]
     who = phrases.names(same)
     words: tuple[str, ...]
-    if state in ("T", "t"):
-        signal = "SIGSTOP" if state == "T" else "debugger"
+    if row.stopped:
+        signal = "SIGSTOP" if row.process_state == "T" else "debugger"
         words = (f"{who} stopped ({signal}) for {seconds}", f"{phrases.count(same)} stopped for {seconds}")
-    elif state == "D":
+    elif kind == "disk":
         words = (
-            f"{who} in uninterruptible sleep (D) for {seconds}: the storage does not answer",
-            f"{who}: the storage does not answer for {seconds}",
-            f"{phrases.count(same)}: no answer for {seconds} (D)",
+            f"{who}: the storage has not answered for {seconds}",
+            f"{phrases.count(same)}: no answer for {seconds}",
         )
     else:
+        waits = (phrases.WAITS if len(same) == 1 else _WAIT).get(kind, "")
         words = (
-            f"{who} {'has' if len(same) == 1 else 'have'} made no progress for {seconds}",
+            f"{who} {'has' if len(same) == 1 else 'have'} made no progress for {seconds}{phrases.colon(waits)}",
             f"{phrases.count(same)}: no progress for {seconds}",
         )
     return _made("bad", row.key, *words)

@@ -55,7 +55,7 @@ STATE_WORDS: Final = (
     ("WAIT", "waits for another rank"),
     ("STALL", "no progress for seconds"),
     ("STOP", "stopped by a signal (T in ps)"),
-    ("STUCK", "in uninterruptible sleep (D in ps): the storage does not answer"),
+    ("STUCK", "requests are on their way, and none is answered"),
     ("DEAD FAILED", "died in, or failed with, its operation"),
     ("DONE IDLE EXIT", "has ended; has nothing to do; has exited"),
 )
@@ -67,6 +67,7 @@ WAIT_WORDS: Final = (
     ("limit 98%", "held back by bandwidth_limit"),
     ("fsync", "the storage makes it durable"),
     ("peers 98%", "waited for the bytes of other ranks"),
+    ("memory", "waits for a page of the tensors"),
     ("rank 3", "waits for that rank"),
     ("threads!", "fell back to this engine; so does ! behind a wait"),
 )
@@ -264,7 +265,7 @@ def slowest_thread(frame: Frame, row: Row, width: int) -> Line:
 def state(row: Row) -> str:
     """A rank's state in six cells at most; the reason why its process stands still, if known."""
     if row.state == "STALL":
-        return {"T": "STOP", "t": "STOP", "D": "STUCK"}.get(row.process_state, "STALL")
+        return "STOP" if row.stopped else "STUCK" if row.wait_kind == "disk" else "STALL"
     return row.state[:STATE]
 
 
@@ -282,7 +283,7 @@ def wait(row: Row, *, room: int, stated: bool = True, flag: bool = False) -> Lin
     said = row.wait
     if row.stalled_s is not None:
         lasting = text.ago(row.stalled_s)
-        what = {"STOP": "stopped", "STUCK": "storage"}.get(state(row), "silent")
+        what = {"STOP": "stopped", "STUCK": "storage"}.get(state(row), row.wait_kind or "silent")
         said, style = lasting if short and stated else f"{what} {lasting}", "bad"
         if short and not stated:
             said = state(row)
