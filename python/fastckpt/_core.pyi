@@ -38,6 +38,7 @@ __all__ = [
     "StoredShard",
     "StoredTensor",
     "__version__",
+    "begin_copy",
     "check_target",
     "counters_refused",
     "crc64",
@@ -301,6 +302,9 @@ def leftovers(directory: str) -> list[Leftover]:
 def remove_leftover(directory: str, name: str, force: bool) -> bool:
     """Remove one of them that is dead; with ``force`` one that is unknown or kept, too. Return whether it was."""
 
+def begin_copy(kind: str, path: str, step: int | None) -> Operation | None:
+    """Show a copy to a checkpoint in the live counters: a ``copy``, ``drain`` or ``fetch``; None without the core."""
+
 def set_target(target: str) -> tuple[int, int]:
     """Set the target of this process, and return its bytes per second per GPU of saves and of loads; 0 for none.
 
@@ -430,10 +434,10 @@ class Memory:
 
 @final
 class Operation:
-    """A save as the live counters show it, while its state is copied, before the core writes it.
+    """An operation in the live counters that the core does not run: a save while its state is copied, a copy.
 
-    The core takes it over with the :class:`SaveOptions` that have it, and ends it. From then on, and after ``fail``,
-    the methods do nothing.
+    The core takes a save over with the :class:`SaveOptions` that have it, and ends it. From then on, and after
+    ``end_copy`` and ``fail``, the methods do nothing.
     """
 
     def __new__(cls, path: str, nbytes: int, *, step: int | None = None, elapsed: float = 0.0) -> Operation:
@@ -442,6 +446,10 @@ class Operation:
         """Report the number of bytes copied so far. One thread at a time calls this."""
     def plan(self) -> None:
         """Say that the copy is complete."""
+    def copied(self, nbytes: int, total: int) -> None:
+        """Report what a copy of a checkpoint has moved so far. One thread at a time calls this."""
+    def end_copy(self, whole: bool) -> None:
+        """Say that a copy of a checkpoint has ended, and whether the checkpoint at its target is whole."""
     def fail(self, errno: int | None = None) -> None:
         """Say that the copy failed, or that the save was given up."""
 

@@ -58,8 +58,9 @@ class Rank:
     def record(self, start, seconds, label="step-1", step=1, op_id=1, **values):
         """A record of an ended operation in its history; the epoch is that of `look`."""
         record = replace(
-            demonstration._past(0, 0)[0], op_id=op_id, kind=1, label=label, step=step, bytes=GB,
-            t_start_real_ns=int((1e9 + start) * 1e9), dur_ns=int(seconds * 1e9), **({"result": 1} | values),
+            demonstration._past(0, 0)[0], op_id=op_id, label=label, step=step, bytes=GB,
+            t_start_real_ns=int((1e9 + start) * 1e9), dur_ns=int(seconds * 1e9),
+            **({"result": 1, "kind": 1} | values),
         )  # fmt: skip
         self.proc = replace(self.proc, history=(*self.proc.history, record))
         return self

@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from .pace import Stop, Tick
 
 
+#: What the live counters call an operation.
+_KINDS = {"copy": "copy", "drain": "drain", "restore": "fetch"}
+
+
 class Copied(NamedTuple):
     """The result of a copy.
 
@@ -52,6 +56,7 @@ def copy_checkpoint(
     stop: Stop | None = None,
     tick: Tick | None = None,
     share: tuple[int, int] = (0, 1),
+    step: int | None = None,
 ) -> Copied:
     """Copy a checkpoint; durable and visible as a whole when it returns.
 
@@ -63,7 +68,7 @@ def copy_checkpoint(
             whole.
         target: the place of the copy. If it is among the sources, with ``overwrite``, its damaged files are replaced,
             and the others stay unchanged.
-        operation: the name of the operation, for messages.
+        operation: the name of the operation, for messages: one of ``copy``, ``drain``, ``restore``.
         overwrite: replace another checkpoint at ``target``.
         limit: bytes per second that this process may move.
         stop: called about ten times a second, by the calling thread; once it returns true, the copy stops.
@@ -71,6 +76,7 @@ def copy_checkpoint(
         share: ``(index, count)``, where ``count`` processes copy together. All but the first copy some of the files and
             return. The first copies its own, waits as long as files of the others arrive, copies the missing ones, and
             makes the copy visible.
+        step: the training step, for the live counters.
 
     Returns:
         What was done.
@@ -95,7 +101,8 @@ def copy_checkpoint(
         return Copied(0, plan.nbytes, files, time.perf_counter() - began, was_there=True)
     pace.look()
     try:
-        reused, warnings = to.bring(plan, pace, share)
+        with pace.shown(_KINDS[operation], target, step, whole=share[0] == 0):
+            reused, warnings = to.bring(plan, pace, share)
     except (CorruptCheckpointError, FileNotFoundError) as error:
         if not plan.is_replaced():
             raise

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from concurrent.futures import CancelledError
+from contextlib import contextmanager
 from threading import Event, Lock
 from typing import TYPE_CHECKING, TypeAlias
 
+from fastckpt import _core
+
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     Stop: TypeAlias = Callable[[], bool]
     Tick: TypeAlias = Callable[[int, int], None]
@@ -44,6 +48,7 @@ class Pace:
         threads: the most threads that move blocks to or from a disk.
         done: bytes that have been moved, or need not be.
         total: bytes in all.
+        reused: those of them that were there.
     """
 
     def __init__(self, limit: float | None, stop: Stop | None, tick: Tick | None) -> None:
@@ -54,6 +59,8 @@ class Pace:
             self.block = min(BLOCK, max(_LEAST, int(limit * _BURST) // _PAGE * _PAGE))
         self.done = 0
         self.total = 0
+        self.reused = 0
+        self._counters: _core.Operation | None = None
         self._limit = limit
         self._stop = stop
         self._tick = tick
@@ -91,6 +98,7 @@ class Pace:
             CancelledError: the copy was cancelled; its threads stop, too.
         """
         try:
+            self._count()
             if self._tick is not None:
                 self._tick(self.done, self.total)
             if self._stop is not None and self._stop():
@@ -98,6 +106,25 @@ class Pace:
         except BaseException:
             self.halt()
             raise
+
+    @contextmanager
+    def shown(self, kind: str, target: str, step: int | None, *, whole: bool) -> Iterator[None]:
+        """Show the copy in the live counters while this block runs; ``whole``: it publishes the checkpoint."""
+        self._counters = counters = _core.begin_copy(kind, target, step)
+        try:
+            yield
+        except BaseException as error:
+            if counters is not None:
+                why = error.errno if isinstance(error, OSError) else None
+                counters.fail(errno.ECANCELED if isinstance(error, CancelledError) else why)
+            raise
+        if counters is not None:
+            self._count()
+            counters.end_copy(whole)
+
+    def _count(self) -> None:
+        if self._counters is not None and self.total:
+            self._counters.copied(max(0, self.done - self.reused), max(0, self.total - self.reused))
 
     def halt(self) -> None:
         """Make the threads stop."""

@@ -52,7 +52,7 @@ def bring_share(
     there = {item.name for item in items if item.is_shard} - {item.name for item in missing()}
     left = [item for item in own if item.name not in there]
     pace.total = sum(item.nbytes for item in own)
-    reused = pace.total - sum(item.nbytes for item in left)
+    reused = pace.reused = pace.total - sum(item.nbytes for item in left)
     pace.moved(reused)
     began = time.monotonic()
     bring(left)

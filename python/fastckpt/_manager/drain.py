@@ -407,6 +407,7 @@ class Drain:
             limit=self._limit,
             stop=self._must_stop,
             share=self._share,
+            step=step,
         )
         logger.info(
             "%s: step %d is at %s: %.3f GB in %.2f s, %.2f GB/s, %.3f GB were there",

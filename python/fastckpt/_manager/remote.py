@@ -157,7 +157,7 @@ class Remote(Tier[Place]):
             return there
         sources = [here, there] if os.path.lexists(here) else [there]
         try:
-            copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, limit=None, stop=None)
+            copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, step=step)
         except CorruptCheckpointError:
             if len(sources) == 1:
                 raise

@@ -94,6 +94,9 @@ fn fill(segment: &Segment) {
         (&process.group, 9),
         (&process.waits_for, 12),
         (&process.changed, (1 << 32) + 250_001),
+        (&process.bytes_copied, 6_000_000_000),
+        (&process.copies_ok, 14),
+        (&process.copies_failed, 15),
     ] {
         field.store(value, Relaxed);
     }

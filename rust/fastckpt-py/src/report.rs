@@ -9,13 +9,18 @@ use crate::error::Raised;
 
 /// The options that every operation takes. Only this function reads the environment. It does so under the GIL, which
 /// `_py` represents, because Python writes to the environment under the GIL.
-pub(crate) fn options(_py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
-    #[expect(clippy::disallowed_methods, reason = "the one place")]
-    let environment = Environment::of(|name| std::env::var_os(name));
+pub(crate) fn options(py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
+    let environment = environment(py);
     let io = io.parse().and_then(|io: Io| io.or_environment(&environment));
     let options =
         io.and_then(|io| Options { io, threads, environment, ..Options::default() }.or_environment());
     options.map_err(|error| crate::error::to_python(&error, &Raised::default()))
+}
+
+/// The environment variables of the moment: the GIL keeps others from changing them.
+pub(crate) fn environment(_py: Python<'_>) -> Environment {
+    #[expect(clippy::disallowed_methods, reason = "the one place")]
+    Environment::of(|name| std::env::var_os(name))
 }
 
 /// The callback that the core calls about ten times per second on the calling thread. It lets signal handlers run and

@@ -1,16 +1,16 @@
-//! `_core.Operation`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed`, `_core.warn` and
-//! `_core.counters_refused`: the live counters of operations that the core does not run yet, and those beside
-//! operations, and why they are hidden.
+//! `_core.Operation`, `_core.begin_copy`, `_core.set_target`, `_core.set_group`, `_core.wait_for`, `_core.set_changed`,
+//! `_core.warn` and `_core.counters_refused`: the live counters of operations that the core does not run, or not yet,
+//! and those beside operations, and why they are hidden.
 
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use fastckpt_core::telemetry::{self, Begun, Call};
+use fastckpt_core::telemetry::{self, Begun, Call, Kind};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 
-use crate::report::options;
+use crate::report::{environment, options};
 
 /// The caller's facts about an operation: `elapsed` seconds have passed since the program called.
 pub(crate) fn called(step: Option<i64>, elapsed: f64) -> Call {
@@ -47,10 +47,30 @@ impl Operation {
         self.0.plan();
     }
 
+    fn copied(&self, nbytes: u64, total: u64) {
+        self.0.copied(nbytes, total);
+    }
+
+    fn end_copy(&self, py: Python<'_>, whole: bool) {
+        py.detach(|| self.0.end_copy(whole));
+    }
+
     #[pyo3(signature = (errno=None))]
     fn fail(&self, py: Python<'_>, errno: Option<i32>) {
         py.detach(|| self.0.fail(errno));
     }
+}
+
+/// See `_core.pyi`.
+#[pyfunction]
+fn begin_copy(py: Python<'_>, kind: &str, path: PathBuf, step: Option<i64>) -> Operation {
+    let environment = environment(py);
+    let kind = match kind {
+        "drain" => Kind::Drain,
+        "fetch" => Kind::Fetch,
+        _ => Kind::Copy,
+    };
+    Operation(Arc::new(py.detach(|| Begun::copy(kind, &path, step, &environment))))
 }
 
 /// See `_core.pyi`.
@@ -97,6 +117,7 @@ fn counters_refused() -> Option<String> {
 
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Operation>()?;
+    module.add_function(wrap_pyfunction!(begin_copy, module)?)?;
     module.add_function(wrap_pyfunction!(set_target, module)?)?;
     module.add_function(wrap_pyfunction!(set_group, module)?)?;
     module.add_function(wrap_pyfunction!(wait_for, module)?)?;

@@ -136,8 +136,8 @@ class Events:
                 group, "info", f"{derive.title(group)} done in {op.elapsed_s:.1f} s: {phrases.nothing(op)}", look.real
             )
         elif not op.failed:
-            reached = text.percent(share(op.average, op.target))
-            speed = f"{text.rate(op.average)} GB/s, {reached} of target"
+            reached = "" if op.copies else f", {text.percent(share(op.average, op.target))} of target"
+            speed = f"{text.rate(op.average)} GB/s{reached}"
             words = f"{derive.title(group)} done: {text.size(op.total)} GB in {op.elapsed_s:.1f} s, {speed}"
             self._add(group, "info", words, look.real)
 

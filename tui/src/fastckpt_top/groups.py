@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.rows import Checkpoint
-from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, KINDS, History
+from fastckpt_top.segment import COPIES, ENGINES, FLAG_FALLBACK, FLAG_WHOLE, KINDS, History
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -94,6 +94,11 @@ class Group:
         return any(track.running for track in self.members.values())
 
     @property
+    def copies(self) -> bool:
+        """Whether it moves a checkpoint from place to place."""
+        return self.kind in COPIES
+
+    @property
     def start(self) -> float:
         """First rank's start on the reader's clock."""
         return min(track.start for track in self.members.values())
@@ -119,7 +124,7 @@ class Group:
         local = min(header.local_world, header.world, MOST_RANKS)
         together = process.group_size == header.world if process.group else 2 * len(procs) > local
         first = 0 if local == header.world else header.rank - header.local_rank
-        if not 0 <= first <= header.rank or not together:
+        if not 0 <= first <= header.rank or not together or self.copies:
             return ()
         return tuple(sorted({*range(first, first + local)} - {proc.header.rank for proc in procs}))
 
@@ -249,6 +254,7 @@ class Past:
         checkpoint.members.add((proc.key, record.op_id))
         self._of[proc.key, record.op_id] = checkpoint
         checkpoint.gpus += proc.header.gpu >= 0
+        checkpoint.whole |= bool(record.flags & FLAG_WHOLE)
         if record.result != 1 and not checkpoint.error:
             checkpoint.error = errno_name(record.error) or "failed"
         if record.flags & FLAG_FALLBACK and not checkpoint.fallback:

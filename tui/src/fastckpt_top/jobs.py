@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fastckpt_top import derive
-from fastckpt_top.rows import LEVELS, Job
+from fastckpt_top.rows import LEVELS, Job, Safe
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from fastckpt_top.groups import Past
     from fastckpt_top.look import Look
     from fastckpt_top.rows import NodeOp, Row, Sentence
     from fastckpt_top.snapshot import Proc
@@ -120,6 +121,24 @@ def matches(key: str, name: str, wanted: str) -> bool:
     return wanted in (key, name)
 
 
+def safe(past: Past, look: Look) -> dict[str, tuple[Safe, ...]]:
+    """Of each job, the last save, and the last drain that left a whole checkpoint at the remote."""
+    found: dict[str, dict[str, Safe]] = {}
+    for one in reversed(past.checkpoints):
+        place = "remote" if one.whole and one.kind == "drain" else "local" if one.kind == "save" else ""
+        key = next((job for member, _ in one.members if (job := look.job_of.get(member))), "")
+        if place and key and not one.error:
+            found.setdefault(key, {}).setdefault(place, Safe(place, one.label, one.step, one.end))
+    return {key: tuple(places[place] for place in sorted(places)) for key, places in found.items()}
+
+
+def judged(ops: Iterable[NodeOp]) -> list[NodeOp]:
+    """What a job is judged by: its running operations, or else the last that ended; likewise of its copies."""
+    ops = list(ops)
+    running = {(op.job_key, op.copies) for op in ops if op.running}
+    return [op for op in ops if op.running or (op.job_key, op.copies) not in running]
+
+
 def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: Iterable[NodeOp], since: int = 0) -> Job:
     """The current state of a job.
 
@@ -135,7 +154,6 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
     alive = [proc for proc in procs if proc.alive]
     counted = alive or procs
     first = counted[0]
-    running = [op for op in ops if op.running]
     return Job(
         key=key,
         name=first.header.job,
@@ -145,8 +163,8 @@ def job(key: str, procs: Iterable[Proc], look: Look, rows: Iterable[Row], ops: I
         alive=len(alive),
         gpus=max(look.count_gpus(counted), *(op.gpus for op in ops if op.missing), 0),
         target=look.per_gpu(counted),
-        active=bool(running),
-        sentence=_foremost(running or ops[:1]),
+        active=any(op.running for op in ops),
+        sentence=_foremost(judged(ops)),
         since=since,
     )
 

@@ -240,6 +240,7 @@ def _job(job: Job) -> Json:
         "gpus": job.gpus,
         "target": _target(job.target),
         "active": job.active,
+        "safe": {one.place: {"label": one.label, "step": one.step, "t": _number(one.real)} for one in job.safe},
         "sentence": _sentence(job.sentence),
     }
 

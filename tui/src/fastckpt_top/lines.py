@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final, TextIO
 
 from fastckpt_top import phrases, text
+from fastckpt_top.jobs import judged
 from fastckpt_top.rows import NodeOp, Row, ThreadRow, share
 
 if TYPE_CHECKING:
@@ -155,11 +156,13 @@ def _op_summary(op: NodeOp, job: str = "") -> str:
     name = f"{job} {op.kind} {op.label}".strip()
     words = f"{op.phase} in {op.elapsed_s:.1f} s"
     if op.running:
-        now = text.rate(op.rate if op.rate is not None else op.average)
+        now = "" if op.copies else f", now {text.rate(op.rate if op.rate is not None else op.average)}"
         eta = f"no ETA: {op.no_eta}" if op.no_eta else f"ETA {text.clock(op.eta_s)}"
-        words = f"{op.phase} {text.percent(op.progress)}, {eta}, now {now}"
+        words = f"{op.phase} {text.percent(op.progress)}, {eta}{now}"
     if op.empty:
         return f"{name}: {phrases.nothing(op)}, {words}"
+    if op.copies:
+        return f"{name}: {phrases.moved(op)}, {words}"
     amount = f"{text.size(op.done)} of {text.size(op.total)} GB"
     average = f"average {' of '.join(text.rates(op.average, op.target))} GB/s"
     verdict = f"({text.percent(share(op.average, op.target))}): {op.verdict.value}"
@@ -187,7 +190,7 @@ def _thread_line(thread: ThreadRow) -> str:
 
 
 def check(model: Model, percent: float) -> tuple[bool | None, str]:
-    """Judge the running operations of each job, or else its last that ended.
+    """Judge the running operations of each job, or else its last that ended, and its copies likewise.
 
     Args:
         model: The model.
@@ -197,24 +200,23 @@ def check(model: Model, percent: float) -> tuple[bool | None, str]:
         Whether all do (None if there is no operation), and a line an operation, then one about the dead that are not
         judged.
     """
-    running = {op.job_key for op in model.ops if op.running}
-    judged = [op for op in model.ops if op.running or op.job_key not in running]
-    if not judged:
+    ops = judged(model.ops)
+    if not ops:
         last = model.past.checkpoints[-1] if model.past.checkpoints else None
         return None, empty_text(model) if last is None and not model.node.ranks else "no operation to judge"
     good = True
     words = []
-    for op in judged:
+    for op in ops:
         reached = op.average is not None and op.average * 100 >= percent * op.target
-        fine = op.failed == 0 and (op.empty or reached)
+        fine = op.failed == 0 and (op.empty or op.copies or reached)
         good &= fine
         percentage = text.percent(share(op.average, op.target))
         state = "running" if op.running else op.phase
         result = "ok" if fine else "FAILED" if op.failed else "BELOW TARGET"
         figures = f"{' of '.join(text.rates(op.average, op.target))} GB/s, {percentage} (want {percent:g}%)"
         target = f", target {op.target_name} x {text.count(op.gpus, 'GPU')}"
-        if op.empty:
-            figures, target = phrases.nothing(op), ""
+        if op.empty or op.copies:
+            figures, target = phrases.nothing(op) if op.empty else phrases.moved(op), ""
         name = f"{_named(op.job_key, model)} {op.kind} {op.label}".strip()
         told = op.sentence if op.running or op.failed else None
         why = f"; {told.words[0]}" if told is not None and told.level != "info" else ""

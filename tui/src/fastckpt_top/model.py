@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import derive, operations, phrases, ranks
 from fastckpt_top.events import Events
 from fastckpt_top.groups import Group, Past, errno_name
-from fastckpt_top.jobs import Jobs, job, matches
+from fastckpt_top.jobs import Jobs, job, matches, safe
 from fastckpt_top.look import Look
-from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, Kind
+from fastckpt_top.segment import COPIES, ENGINES, FLAG_FALLBACK, Kind
 from fastckpt_top.sentence import cause, sentence
 from fastckpt_top.series import Series
 from fastckpt_top.targets import DEFAULT_TIER, Target, tier
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections import deque
     from collections.abc import Mapping, Sequence
 
-    from fastckpt_top.rows import Event, Job, NodeOp, Row
+    from fastckpt_top.rows import Event, Job, NodeOp, Row, Safe
     from fastckpt_top.snapshot import Proc, Snapshot
 
 LINGER_S: Final = 30.0
@@ -82,7 +82,8 @@ class Model:
         rows: One a rank and operation, in order of rank.
         jobs: Jobs, those with a running operation first, the oldest of these first.
         job_of: Process key -> key of its job, for every process that the last look found.
-        ops: Running operations of all jobs, the oldest first, then the last of each job that ended, the latest first.
+        ops: Running operations of all jobs, the oldest first, copies after the others; then of each job the last that
+            ended, and its last copy, the latest job first.
         others: Processes that died in jobs that are over, before the last of those that is: one line has them.
         past: History.
         problems: Files that could not be read, and why.
@@ -116,6 +117,7 @@ class Model:
         self._at_work: set[str] = set()
         self._dead_jobs: set[str] = set()
         self._over: set[str] = set()
+        self._safe: dict[str, tuple[Safe, ...]] = {}
 
     def update(self, snapshot: Snapshot) -> None:
         """Take in the result of one look."""
@@ -239,12 +241,12 @@ class Model:
     def _prune(self) -> None:
         """Forget ended operations beyond the last few, unless they are the last of a job or of a living process."""
         ended = sorted((group for group in self._groups if not group.running), key=lambda group: group.end)
-        last: dict[str, Group] = {}
+        last: dict[tuple[str, bool], Group] = {}
         for group in ended:
-            alive = [key for key in group.members if key in self._procs and self._procs[key].alive]
+            alive = [(key, group.copies) for key in group.members if key in self._procs and self._procs[key].alive]
             last |= dict.fromkeys(alive, group)
             if alive or not self._is_past(group):
-                last[group.job] = group
+                last[group.job, group.copies] = group
         kept = {id(group) for group in (*ended[-GROUPS:], *last.values())}
         self._groups = [group for group in self._groups if group.running or id(group) in kept]
 
@@ -273,11 +275,14 @@ class Model:
 
     def _refresh(self, look: Look) -> None:
         shown = {look.job_of[proc.key] for proc in look.procs if self._shown(proc)}
-        running = sorted((group for group in self._groups if group.running), key=lambda group: group.start)
+        running = [group for group in self._groups if group.running]
         ended = sorted((group for group in self._groups if not group.running), key=lambda group: -group.end)
         ended = [group for group in ended if group.job in shown or not self._is_past(group)] or ended[:1]
-        last = {group.job: group for group in reversed(ended)}
-        groups = running + sorted(last.values(), key=lambda group: -group.end)
+        last = {(group.job, group.copies): group for group in reversed(ended)}
+        latest = {group.job: group.end for group in reversed(ended)}
+        groups = sorted(running, key=lambda group: (group.copies, group.start))
+        groups += sorted(last.values(), key=lambda group: (-latest[group.job], group.copies))
+        self._safe = safe(self.past, look)
         # The straggler, GPUs and target of an operation follow from its rows, which come first.
         made = [operations.node_op(group, look) for group in groups]
         self._refresh_rows(look, groups)
@@ -296,7 +301,7 @@ class Model:
             moved = track.rate() or 0.0
             if track.op.kind == Kind.SAVE:
                 save += moved
-            else:
+            elif track.op.kind not in COPIES:
                 load += moved
             if track.op.flags & FLAG_FALLBACK:
                 why = errno_name(track.op.fallback_errno) or "unknown cause"
@@ -362,8 +367,10 @@ class Model:
                 continue
             tracks = [self._ops[proc.key, op.op_id] for op in proc.operations if (proc.key, op.op_id) in self._ops]
             shown = [track for track in tracks if track.running or track.died]
-            if not shown and tracks:
-                shown = [max(tracks, key=lambda track: track.end or 0.0)]
+            if all(track.copies for track in shown):  # beside a copy, what it saved or loaded last
+                ended = [track for track in tracks if not track.running and not track.died]
+                ended = [track for track in ended if not track.copies] or ([] if shown else ended)
+                shown += [max(ended, key=lambda track: track.end or 0.0)] if ended else []
             for track in sorted(shown, key=lambda track: track.op.op_id):
                 group = groups.get(track.key) or Group(track)
                 if id(group) not in fresh:
@@ -388,6 +395,8 @@ class Model:
 
     def _said(self, op: NodeOp, group: Group, rows: Mapping[str, Row], look: Look) -> NodeOp:
         """An operation with its sentence; the sentence of an ended one is made once."""
+        if group.kind == Kind.DRAIN or (group.kind == Kind.SAVE and not op.running):
+            op = replace(op, safe=self._safe.get(op.job_key, ()))
         if group.said is not None and group.said[0] == op:
             return replace(op, sentence=group.said[1])
         places = ranks.places(look)
@@ -423,4 +432,5 @@ class Model:
         }
         # As their operations come: running ones first. Those without any come last, by their first rank.
         order = {key: index for index, key in reversed(list(enumerate(op.job_key for op in self.ops)))}
-        self.jobs = sorted(made.values(), key=lambda one: order.get(one.key, len(order)))
+        jobs = [replace(one, safe=self._safe.get(key, ())) for key, one in made.items()]
+        self.jobs = sorted(jobs, key=lambda one: order.get(one.key, len(order)))

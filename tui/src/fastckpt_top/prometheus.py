@@ -10,6 +10,7 @@ from fastckpt_top import console
 from fastckpt_top.groups import errno_name
 from fastckpt_top.rows import LEVELS
 from fastckpt_top.segment import (
+    COPIES,
     ENGINES,
     FLAG_FALLBACK,
     HISTOGRAM_BASE_US,
@@ -20,6 +21,7 @@ from fastckpt_top.segment import (
     Kind,
     Phase,
 )
+from fastckpt_top.tracks import MOVING
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -45,9 +47,13 @@ _FAMILIES: Final = {
     "fastckpt_operation_phase": ("gauge", "1 for the phase that a running operation is in, 0 for the others."),
     "fastckpt_operation_size_bytes": ("gauge", "Bytes of the running operation."),
     "fastckpt_operation_done_bytes": ("gauge", "Bytes completed of the running operation."),
-    "fastckpt_operations_total": ("counter", "Operations ended."),
+    "fastckpt_operation_bytes_per_second": ("gauge", "Bytes per second of the running operation, over a second."),
+    "fastckpt_operation_eta_seconds": ("gauge", "Seconds until the running operation ends, where they are known."),
+    "fastckpt_operations_total": ("counter", "Operations ended; copies, drains and fetches are one."),
     "fastckpt_saved_bytes_total": ("counter", "Bytes of all saves ended."),
     "fastckpt_loaded_bytes_total": ("counter", "Bytes of all loads and verifies ended."),
+    "fastckpt_copied_bytes_total": ("counter", "Bytes of all copies, drains and fetches ended."),
+    "fastckpt_last_safe_timestamp_seconds": ("gauge", "When the last step became durable here, or at the remote."),
     "fastckpt_last_operation_duration_seconds": ("gauge", "Duration of the last operation ended."),
     "fastckpt_last_operation_bytes": ("gauge", "Bytes of the last operation ended."),
     "fastckpt_last_operation_timestamp_seconds": ("gauge", "When the last operation ended."),
@@ -59,9 +65,7 @@ _FAMILIES: Final = {
         "1 for what a job's sentence is (info, warn: slow, bad: broken), 0 for the others.",
     ),
 }
-_PHASES: Final = tuple(
-    PHASES[phase] for phase in (Phase.PLAN, Phase.STAGE, Phase.WRITE, Phase.READ, Phase.FSYNC, Phase.COMMIT)
-)
+_PHASES: Final = tuple(PHASES[phase] for phase in (Phase.PLAN, Phase.STAGE, *MOVING, Phase.FSYNC, Phase.COMMIT))
 
 _Labels = tuple[tuple[str, str], ...]
 
@@ -129,8 +133,15 @@ def render(model: Model) -> str:
         return page.text()
     names = _names(snapshot, model.job_of)
     died = {row.proc_key for row in model.rows if row.state == "DEAD"}
+    who = {proc.key: _who(proc, names[proc.key]) for proc in snapshot.procs}
     for proc in _one_per_rank(snapshot, names, died):
-        _process(page, proc, _who(proc, names[proc.key]))
+        _process(page, proc, who[proc.key])
+    for row in model.rows:
+        if row.running and row.alive:
+            labels = {**who[row.proc_key], "op": row.kind}
+            page.put("fastckpt_operation_bytes_per_second", labels, row.rate or 0.0)
+            if row.eta_s is not None:
+                page.put("fastckpt_operation_eta_seconds", labels, row.eta_s)
     for job in model.jobs:
         _job(page, job, next((names[key] for key, other in model.job_of.items() if other == job.key), job.name))
     return page.text()
@@ -182,6 +193,8 @@ def _job(page: _Page, job: Job, name: str) -> None:
     for kind, value in ((Kind.SAVE, job.target.save), (Kind.LOAD, job.target.load)):
         wanted = {**labels, "op": KINDS[kind], "tier": job.target.name}
         page.put("fastckpt_target_bytes_per_second", wanted, value * job.gpus)
+    for safe in job.safe:
+        page.put("fastckpt_last_safe_timestamp_seconds", {**labels, "place": safe.place}, safe.real)
     if job.sentence is not None:
         for level in LEVELS:
             page.put("fastckpt_job_level", {**labels, "level": level}, int(level == job.sentence.level))
@@ -198,16 +211,18 @@ def _process(page: _Page, proc: Proc, who: dict[str, str]) -> None:
         ("save", process.saves_ok, process.saves_failed),
         ("load", process.loads_ok, process.loads_failed),
         ("verify", process.verifies_ok, process.verifies_failed),
+        ("copy", process.copies_ok, process.copies_failed),
     ):
         page.put("fastckpt_operations_total", {**who, "op": op, "result": "ok"}, ok)
         page.put("fastckpt_operations_total", {**who, "op": op, "result": "failed"}, failed)
     page.put("fastckpt_saved_bytes_total", who, process.bytes_written)
     page.put("fastckpt_loaded_bytes_total", who, process.bytes_read)
+    page.put("fastckpt_copied_bytes_total", who, process.bytes_copied)
     _threads(page, proc, who)
     for operation in proc.operations:
         if operation.running and proc.alive:
             _running(page, proc, operation, who)
-    for kind in (Kind.SAVE, Kind.LOAD, Kind.VERIFY):
+    for kind in Kind:
         last = next((record for record in reversed(proc.history) if record.kind == kind), None)
         if last is not None:
             _last(page, last, {**who, "op": KINDS[kind]})
@@ -237,7 +252,9 @@ def _running(page: _Page, proc: Proc, op: Operation, who: dict[str, str]) -> Non
     for phase in _PHASES:
         page.add("fastckpt_operation_phase", {**labels, "phase": phase}, int(phase == now))
     page.add("fastckpt_operation_size_bytes", labels, op.bytes_total)
-    page.add("fastckpt_operation_done_bytes", labels, sum(t.bytes_op for _, t in proc.threads if t.op_id == op.op_id))
+    done = op.bytes_durable if op.kind in COPIES else 0
+    done += sum(thread.bytes_op for _, thread in proc.threads if thread.op_id == op.op_id)
+    page.add("fastckpt_operation_done_bytes", labels, done)
     if op.flags & FLAG_FALLBACK:
         engine, why = ENGINES.get(op.engine, "unknown"), errno_name(op.fallback_errno)
         page.put("fastckpt_engine_fallback", {**labels, "engine": engine, "errno": why}, 1)

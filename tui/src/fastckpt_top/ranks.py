@@ -108,7 +108,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
         phase_s=max(look.mono - estimate.phase_start(track), 0.0) if track.running else None,
         verdict=Verdict.FAILED if track.failed else judge(average, target) if judged else Verdict.QUIET,
         straggler=group.straggler is track,
-        engine=ENGINES.get(op.engine, "unknown"),
+        engine="" if track.copies else ENGINES.get(op.engine, "unknown"),
         direct=bool(op.flags & FLAG_DIRECT),
         mixed=bool(op.flags & FLAG_MIXED),
         fallback=(errno_name(op.fallback_errno) or "unknown") if op.flags & FLAG_FALLBACK else "",

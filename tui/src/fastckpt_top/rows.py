@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 
 GOOD_FROM: Final = 1.0
 LOW_FROM: Final = 0.8
+COPIES: Final = ("copy", "drain", "fetch")
+"""Kinds of operations that move a checkpoint from place to place: no target judges them."""
 LEVELS: Final = ("info", "warn", "bad")
 """Of a sentence: all is well, slow, broken."""
 
@@ -175,7 +177,7 @@ class Row:
         job: Its label.
         version: Its fastckpt.
         alive: Whether it lives.
-        kind: `save`, `load`, `verify`, or empty.
+        kind: `save`, `load`, `verify`, `copy`, `drain`, `fetch`, or empty.
         running: Whether the operation continues.
         state: Six letters at most: the phase, or `WAIT` (for another rank), `STALL`, `DEAD`, `FAILED`, `IDLE`, `EXIT`.
         stalled_s: Seconds without a sign of life or progress; None if not stalled.
@@ -286,11 +288,28 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
+class Safe:
+    """The last step that is durable in a place.
+
+    Attributes:
+        place: `local`, or `remote`, where a drain has brought it.
+        label: Base name of the checkpoint.
+        step: Training step; None unknown.
+        real: Since when, seconds since the epoch.
+    """
+
+    place: str
+    label: str
+    step: int | None
+    real: float
+
+
+@dataclass(frozen=True, slots=True)
 class NodeOp:
     """One checkpoint operation of the node: the common work of its ranks.
 
     Attributes:
-        kind: `save`, `load`, `verify`.
+        kind: `save`, `load`, `verify`, `copy`, `drain`, `fetch`.
         label: Base name of the target.
         step: Training step; None unknown.
         running: Whether any rank is still at it.
@@ -318,6 +337,7 @@ class NodeOp:
         target_source: The origin of the target, as `Target.source`.
         changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
         sentence: The most important fact about it; None if there is none.
+        safe: Of its job, as `Job.safe`; for a save that has ended, and for drains.
     """
 
     kind: str
@@ -348,6 +368,12 @@ class NodeOp:
     sentence: Sentence | None = None
     linked: int = 0
     missing: tuple[int, ...] = ()
+    safe: tuple[Safe, ...] = ()
+
+    @property
+    def copies(self) -> bool:
+        """Whether it is one of `COPIES`."""
+        return self.kind in COPIES
 
     @property
     def empty(self) -> bool:
@@ -371,6 +397,7 @@ class Job:
         active: Whether any of its operations runs.
         sentence: The most important fact about it now; None if there is none.
         since: Its place among all jobs, in the order in which they were first seen.
+        safe: Its last steps that are durable here, and at the remote if a drain was seen.
     """
 
     key: str
@@ -384,6 +411,7 @@ class Job:
     active: bool
     sentence: Sentence | None = None
     since: int = 0
+    safe: tuple[Safe, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -425,6 +453,7 @@ class Checkpoint:
         team: The common feature of its ranks: their process group, or the job's name.
         running: Whether a rank is still at it.
         target: Bytes/s that it was to reach while it ran; 0 if unknown.
+        whole: Of a copy: whether it left a whole checkpoint at its target.
     """
 
     kind: str
@@ -444,6 +473,7 @@ class Checkpoint:
     team: str = ""
     running: bool = False
     target: float = 0.0
+    whole: bool = False
 
     @property
     def seconds(self) -> float:

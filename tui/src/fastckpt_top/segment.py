@@ -34,6 +34,7 @@ FLAG_MIXED: Final = 1 << 6
 FLAG_NO_RING: Final = 1 << 7
 FLAG_NO_DIRECT: Final = 1 << 8
 FLAG_NO_WORKERS: Final = 1 << 9
+FLAG_WHOLE: Final = 1 << 11
 REFUSALS: Final = {
     FLAG_NO_RING: "io_uring",
     FLAG_NO_DIRECT: "direct I/O",
@@ -52,6 +53,9 @@ class Kind(IntEnum):
     SAVE = 1
     LOAD = 2
     VERIFY = 3
+    COPY = 4
+    DRAIN = 5
+    FETCH = 6
 
 
 class Phase(IntEnum):
@@ -65,6 +69,9 @@ class Phase(IntEnum):
     DONE = 6
     FAILED = 7
     READ = 8
+    COPY = 9
+    DRAIN = 10
+    FETCH = 11
 
 
 class ThreadState(IntEnum):
@@ -79,7 +86,9 @@ class ThreadState(IntEnum):
     PEERS = 6
 
 
-KINDS: Final = {0: "unknown", Kind.SAVE: "save", Kind.LOAD: "load", Kind.VERIFY: "verify"}
+KINDS: Final = {0: "unknown"} | {kind.value: kind.name.lower() for kind in Kind}
+COPIES: Final = (Kind.COPY, Kind.DRAIN, Kind.FETCH)
+"""Kinds that move checkpoints: without workers, and without a target."""
 ENGINES: Final = {0: "unknown", 1: "uring", 2: "threads", 3: "buffered"}
 RESULTS: Final = {0: "unknown", 1: "ok", 2: "failed"}
 PHASES: Final = {0: "unknown"} | {p.value: p.name.lower() for p in Phase}
@@ -163,6 +172,9 @@ class Process:
     changed: int = _at(0x98, "Q")
     warned: int = _at(0xA0, "Q")
     warning: str = _at(0xA8, "64s")
+    bytes_copied: int = _at(0xE8, "Q")
+    copies_ok: int = _at(0xF0, "Q")
+    copies_failed: int = _at(0xF8, "Q")
 
     @property
     def shares(self) -> dict[str, float]:

@@ -57,14 +57,31 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
     if op.failed:
         return _lost(op, rows)
     if not op.running:
-        return _ended(op, rows, cause)
+        return _safely(_copied(op) if op.copies else _ended(op, rows, cause), op)
     running = [row for row in rows if row.running]
     stalled = [row for row in running if row.stalled_s is not None]
     if stalled:
         return _stalled(stalled)
     if op.elapsed_s < QUIET_S:
         return None
+    if op.copies:
+        return _safely(_copied(op), op)
     return _missing(op) if op.missing else _slow(op, running)
+
+
+def _copied(op: NodeOp) -> Sentence:
+    """The progress of a copy, or its result."""
+    when = f"ETA {text.clock(op.eta_s)}" if op.running else f"in {op.elapsed_s:.1f} s"
+    moved = phrases.nothing(op) if op.empty else f"{phrases.moved(op)}, {when}"
+    return _made("info", "", f"{op.kind} of {op.label}: {moved}", moved, f"{op.kind}: {when}")
+
+
+def _safely(said: Sentence | None, op: NodeOp) -> Sentence | None:
+    """A sentence, and where the last step is safe."""
+    safe = phrases.safe(op)
+    if said is None or not safe:
+        return said
+    return _made(said.level, said.row, f"{said.words[0]}; {safe}", *[safe] * op.copies, *said.words)
 
 
 def _missing(op: NodeOp) -> Sentence:
@@ -108,7 +125,7 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
             "save": ": this checkpoint cannot be completed" if op.running else ": this checkpoint was not completed",
             "load": ": it was not loaded whole",
             "verify": ": it was not verified whole",
-        }.get(op.kind, "")
+        }.get(op.kind, ": it is not at its target")
         short = {"save": ": no checkpoint", "load": " in load", "verify": " in verify"}.get(op.kind, "")
         return _made("bad", dead[0].key, f"{who} died{end}", f"{who} died{short}", f"{phrases.count(dead)} died")
     failed = [row for row in rows if row.error]
@@ -120,6 +137,8 @@ def _lost(op: NodeOp, rows: Sequence[Row]) -> Sentence:
     by = f"{phrases.names(failed)}: " if op.ranks > 1 and failed else ""
     where = f" in {op.label}" if op.label else ""
     reads = "" if op.kind == "save" or not known else f", {op.kind} failed"
+    if what == "ECANCELED" and op.copies:
+        what, reads = f"the {op.kind} was given up", ""
     return _made(
         "bad",
         row.key if row is not None else "",

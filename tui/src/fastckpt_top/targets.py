@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import Final
 
-from fastckpt_top.segment import Kind
+from fastckpt_top.segment import COPIES, Kind
 
 _RATE: Final = re.compile(r"([+-]?(?:\d+\.?\d*|\.\d+)(?:e[+-]?\d+)?)\s*((?:[tgmk]i?)?b/s)?", re.ASCII)
 _UNITS: Final = {
@@ -43,8 +43,8 @@ class Target:
     source: str
 
     def of(self, kind: int) -> float:
-        """Bytes/s per GPU for a kind of operation."""
-        return self.save if kind == Kind.SAVE else self.load
+        """Bytes/s per GPU for a kind of operation; 0 none."""
+        return self.save if kind == Kind.SAVE else 0.0 if kind in COPIES else self.load
 
 
 def tier(name: str, source: str) -> Target:

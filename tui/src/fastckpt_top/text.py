@@ -244,7 +244,9 @@ def rate(bytes_per_second: float | None, decimals: int = 2) -> str:
 
 
 def rates(average: float | None, target: float) -> tuple[str, str]:
-    """Two rates to compare, GB/s without the unit, with as many decimals as it takes to distinguish them."""
+    """Two rates to compare, GB/s without the unit, with as many decimals as it takes; `-` for no target."""
+    if target <= 0:
+        return rate(average), "-"
     for decimals in range(2, 6):
         words = rate(average, decimals), rate(target, decimals)
         if words[0] != words[1]:

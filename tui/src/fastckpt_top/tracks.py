@@ -6,7 +6,7 @@ from collections import deque
 from operator import sub
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top.segment import FEATURE_HEARTBEAT, HISTOGRAM_BUCKETS, Phase, Thread, ThreadState
+from fastckpt_top.segment import COPIES, FEATURE_HEARTBEAT, HISTOGRAM_BUCKETS, Phase, Thread, ThreadState
 from fastckpt_top.window import Sample, Window
 
 if TYPE_CHECKING:
@@ -23,7 +23,9 @@ HEARTBEAT_STALL_S: Final = 2.0
 """A heartbeat that stands still for so long during an operation means a stopped process."""
 PROGRESS_STALL_S: Final = 3.0
 """No byte for so long while writing or reading means stuck I/O."""
-MOVING: Final = (Phase.WRITE, Phase.READ)
+COPY_STALL_S: Final = 10.0
+"""Likewise of a copy: a store may take a while to accept a part."""
+MOVING: Final = (Phase.WRITE, Phase.READ, Phase.COPY, Phase.DRAIN, Phase.FETCH)
 """Phases in which bytes move to or from the storage, so that a rate over the last second says something."""
 PREPARING: Final = (Phase.PLAN, Phase.STAGE)
 """Phases in which nothing is written yet, and in which a process may be silent (docs/telemetry.md 5.3)."""
@@ -174,6 +176,11 @@ class OpTrack:
         return self.proc.key, self.op.op_id
 
     @property
+    def copies(self) -> bool:
+        """Whether it moves a checkpoint from place to place, without workers."""
+        return self.op.kind in COPIES
+
+    @property
     def running(self) -> bool:
         """Whether it continues."""
         return self.op.running and not self.died
@@ -199,7 +206,8 @@ class OpTrack:
                 if op.running and mono - self.start < _SEED_S:
                     track.begin(self.start)
             track.update(thread, mono)
-        counted = sum(track.last.bytes_op for track in self.threads.values())
+        copied = op.bytes_durable if self.copies else 0
+        counted = copied + sum(track.last.bytes_op for track in self.threads.values())
         self.done = max(self.done, counted)
         if op.phase == Phase.DONE:
             self.done = op.bytes_total
@@ -241,13 +249,13 @@ class OpTrack:
         silent = track.held_s(mono) if self.op.phase in PREPARING else track.silent_s(self.proc, mono)
         if silent >= HEARTBEAT_STALL_S:
             return silent
-        if self.op.phase not in (Phase.WRITE, Phase.READ):
-            return None
+        if self.op.phase not in MOVING or (self.copies and self.done >= self.op.bytes_total):
+            return None  # the processes of other nodes may have more to copy
         doing = {thread.last.state for thread in self.threads.values()} - {ThreadState.IDLE}
         if ThreadState.LIMIT in doing or (doing and doing <= _SYNCING):
             return None
         still = mono - self.changed
-        return still if still >= PROGRESS_STALL_S else None
+        return still if still >= (COPY_STALL_S if self.copies else PROGRESS_STALL_S) else None
 
     def histogram(self) -> tuple[int, ...]:
         """Requests by latency as far as this operation was watched."""

@@ -1,4 +1,5 @@
-//! A save that begins before the core writes it: while the caller still copies the state.
+//! Operations whose caller does the work: a save that begins before the core writes it, while the caller still copies
+//! the state, and a copy of a checkpoint.
 
 use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -21,6 +22,12 @@ impl Begun {
         Self::of(operation)
     }
 
+    /// Begins a copy to the checkpoint at `path`, of a kind that is a copy.
+    #[must_use]
+    pub fn copy(kind: Kind, path: &Path, step: Option<i64>, environment: &Environment) -> Self {
+        Self::of(Operation::begin(kind, path, Call { step, at: None }, environment))
+    }
+
     /// An operation that has begun.
     pub(super) const fn of(operation: Operation) -> Self {
         Self(Mutex::new(Some(operation)))
@@ -40,7 +47,21 @@ impl Begun {
         }
     }
 
-    /// The copy is complete.
+    /// `bytes` of `total` of a copy have been moved by now.
+    pub fn copied(&self, bytes: u64, total: u64) {
+        if let Some(operation) = &*self.operation() {
+            operation.copied(bytes, total);
+        }
+    }
+
+    /// The copy is complete; `whole`: so is the checkpoint at its target, to which others may copy, too.
+    pub fn end_copy(&self, whole: bool) {
+        if let Some(operation) = self.take() {
+            operation.end_copy(whole);
+        }
+    }
+
+    /// The copy of the state is complete.
     pub fn plan(&self) {
         if let Some(operation) = &*self.operation() {
             operation.phase(Phase::Plan);

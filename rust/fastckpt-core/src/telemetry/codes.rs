@@ -9,6 +9,12 @@ pub enum Kind {
     Load = 2,
     /// Compares a checkpoint with its checksums.
     Verify = 3,
+    /// Copies a checkpoint because the caller asked for it.
+    Copy = 4,
+    /// Copies a checkpoint to the remote tier.
+    Drain = 5,
+    /// Copies a checkpoint from the remote tier.
+    Fetch = 6,
 }
 
 /// The phase of an operation.
@@ -26,9 +32,24 @@ pub enum Phase {
     Commit = 5,
     /// Reads.
     Read = 8,
+    /// Copies what [`Kind::Copy`] does.
+    Copy = 9,
+    /// The same for [`Kind::Drain`].
+    Drain = 10,
+    /// The same for [`Kind::Fetch`].
+    Fetch = 11,
 }
 
 impl Phase {
+    /// The phase in which the bytes of a copy move.
+    pub(super) const fn of_copy(kind: Kind) -> Self {
+        match kind {
+            Kind::Drain => Self::Drain,
+            Kind::Fetch => Self::Fetch,
+            _ => Self::Copy,
+        }
+    }
+
     /// Phases follow each other in ascending order. The copy comes before the plan for the copied bytes.
     pub(super) const fn order(self) -> u32 {
         match self {
@@ -41,6 +62,8 @@ impl Phase {
 
 /// The phase of an operation that has succeeded.
 pub(super) const DONE: u32 = 6;
+/// The flag of a copy that has left a whole checkpoint at its target.
+pub(super) const WHOLE: u32 = 1 << 11;
 /// The phase of an operation that has failed.
 pub(super) const FAILED: u32 = 7;
 

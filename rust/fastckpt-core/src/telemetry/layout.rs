@@ -182,7 +182,9 @@ structures! {
         changed: AtomicU64,
         warned: AtomicU64,
         warning: Text<8>,
-        reserved: [AtomicU64; 3],
+        bytes_copied: AtomicU64,
+        copies_ok: AtomicU64,
+        copies_failed: AtomicU64,
     }
 
     /// 5.3.

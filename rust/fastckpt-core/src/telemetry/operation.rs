@@ -7,7 +7,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::clock::{now, time_of_day};
-use super::codes::{DONE, FAILED, Kind, Phase};
+use super::codes::{DONE, FAILED, Kind, Phase, WHOLE};
 use super::layout::{BUCKETS, OperationSlot, Record, Segment, UNSEEN};
 use super::{process, target};
 use crate::environment::Environment;
@@ -114,7 +114,11 @@ impl Operation {
             closing: Mutex::default(),
         };
         let (save_target, load_target) = target::targets(environment);
-        let target = if kind == Kind::Save { save_target } else { load_target };
+        let target = match kind {
+            Kind::Save => save_target,
+            Kind::Load | Kind::Verify => load_target,
+            Kind::Copy | Kind::Drain | Kind::Fetch => 0,
+        };
         let is_url = path.to_string_lossy().contains("://");
         let absolute = Some(path).filter(|_| !is_url).and_then(|path| std::path::absolute(path).ok());
         let absolute = absolute.unwrap_or_else(|| path.to_path_buf());
@@ -219,6 +223,24 @@ impl Operation {
     pub(super) fn staged(&self, bytes: u64) {
         self.segment.process.heartbeat.fetch_add(1, Relaxed);
         self.write(|slot| slot.bytes_staged.store(bytes, Relaxed));
+    }
+
+    /// `bytes` of `total` have been copied by now. The first call ends the plan.
+    pub(super) fn copied(&self, bytes: u64, total: u64) {
+        if self.closing().phase < Phase::of_copy(self.kind).order() {
+            let planned = Planned { bytes: total, files: 0, block_size: 0, threads: 0, queue_depth: 0 };
+            self.start(&planned, Phase::of_copy(self.kind));
+        }
+        // A file that is copied again may take bytes back.
+        self.done.fetch_max(bytes, Relaxed);
+        self.durable.store(self.done(), Relaxed);
+        self.tick();
+    }
+
+    /// Ends a copy. `whole`: the checkpoint at the target is whole.
+    pub(super) fn end_copy(&self, whole: bool) {
+        self.write(|slot| slot.flags.store(if whole { WHOLE } else { 0 }, Relaxed));
+        self.end(Ok(()));
     }
 
     /// A shard of `bytes` is durable.

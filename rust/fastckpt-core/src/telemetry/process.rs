@@ -170,6 +170,9 @@ fn inherit(segment: &Segment, old: &Segment) {
         (&new.loads_failed, &old_totals.loads_failed),
         (&new.verifies_ok, &old_totals.verifies_ok),
         (&new.verifies_failed, &old_totals.verifies_failed),
+        (&new.bytes_copied, &old_totals.bytes_copied),
+        (&new.copies_ok, &old_totals.copies_ok),
+        (&new.copies_failed, &old_totals.copies_failed),
         (&new.ops_unslotted, &old_totals.ops_unslotted),
         (&new.hist_head, &old_totals.hist_head),
     ] {
@@ -297,6 +300,8 @@ pub(super) fn finish(
         (Kind::Load, false) => (&totals.bytes_read, &totals.loads_failed),
         (Kind::Verify, true) => (&totals.bytes_read, &totals.verifies_ok),
         (Kind::Verify, false) => (&totals.bytes_read, &totals.verifies_failed),
+        (Kind::Copy | Kind::Drain | Kind::Fetch, true) => (&totals.bytes_copied, &totals.copies_ok),
+        (Kind::Copy | Kind::Drain | Kind::Fetch, false) => (&totals.bytes_copied, &totals.copies_failed),
     };
     moved.fetch_add(bytes, Relaxed);
     counter.fetch_add(1, Relaxed);

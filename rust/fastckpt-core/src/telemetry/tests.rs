@@ -257,6 +257,29 @@ fn the_ranks_of_a_machine_are_known_from_the_launcher_or_where_all_meet_on_it() 
 }
 
 #[test]
+fn a_copy_is_counted_apart_and_its_bytes_never_go_back() {
+    let environment = Environment::default();
+    for (kind, phase) in [(Kind::Copy, 9), (Kind::Drain, 10), (Kind::Fetch, 11)] {
+        let copy = Begun::copy(kind, Path::new("s3://bucket/step-7"), Some(7), &environment);
+        let operation = copy.take().unwrap();
+        let (slot, totals) = (operation.slot, &operation.segment.process);
+        let before = [&totals.copies_ok, &totals.bytes_copied].map(|total| total.load(Relaxed));
+        let copy = Begun::of(operation);
+        let seen = || [&slot.bytes_total, &slot.bytes_durable].map(|field| field.load(Relaxed));
+        assert_eq!((slot.phase.load(Relaxed), slot.target.load(Relaxed), seen()), (1, 0, [0, 0]));
+        for (bytes, shown) in [(40, 40), (30, 40), (100, 100)] {
+            copy.copied(bytes, 100);
+            assert_eq!((slot.phase.load(Relaxed), seen()), (phase, [100, shown]));
+        }
+        copy.end_copy(true);
+        copy.fail(None);
+        assert_eq!((slot.phase.load(Relaxed), slot.flags.load(Relaxed)), (6, 1 << 11));
+        let after = [&totals.copies_ok, &totals.bytes_copied].map(|total| total.load(Relaxed));
+        assert_eq!(after, [before[0] + 1, before[1] + 100]);
+    }
+}
+
+#[test]
 fn a_job_is_its_launcher() {
     let step = |number: &'static str| {
         Environment::of(move |name| match name {

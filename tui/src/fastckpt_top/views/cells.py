@@ -52,6 +52,7 @@ STATE_WORDS: Final = (
     ("STAGE", "copies the tensors to memory of its own"),
     ("WRITE READ VERIFY", "moves data"),
     ("FSYNC COMMIT", "makes it durable, then visible"),
+    ("COPY DRAIN FETCH", "copies a checkpoint, as the program or its manager wants"),
     ("WAIT", "waits for another rank"),
     ("STALL", "no progress for seconds"),
     ("STOP", "stopped by a signal (T in ps)"),

@@ -6,7 +6,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import Verdict, judge, share
+from fastckpt_top.rows import COPIES, Verdict, judge, share
 from fastckpt_top.views import cells
 from fastckpt_top.views.boxes import Block, inside, titled
 from fastckpt_top.views.columns import Column, Columns
@@ -53,7 +53,7 @@ def head(frame: Frame, cols: Columns) -> Line:
 
 def target_of(frame: Frame, past: Checkpoint) -> float:
     """Bytes/s that an ended operation should have reached: its target at the time, else today's for its GPUs."""
-    if past.target:
+    if past.target or past.kind in COPIES:
         return past.target
     target = frame.model.node.target
     gpus = frame.model.gpus or past.gpus or len(past.members)

@@ -93,7 +93,7 @@ def lines(frame: Frame, width: int) -> list[Line]:
         painted = [Line("idle: no operation yet", "dim"), Line()]
     if frame.height > 2:  # noqa: PLR2004
         high = 2 if width < _WIDE and frame.height > 3 else 1  # noqa: PLR2004
-        why = _why(frame, shown, width, high)
+        why = _why(frame, shown if running else frame.ops[:2], width, high)
         painted += [*why, *(Line() for _ in range(high - len(why)))]
     return [line.fill(width) for line in painted]
 
@@ -247,7 +247,7 @@ def _target_words(frame: Frame) -> str:
     job, main, glyphs = frame.job, frame.main, frame.glyphs
     target = job.target if job is not None else frame.model.node.target
     gpus = main.gpus if main is not None else job.gpus if job is not None else frame.model.node.gpus
-    figure = target.save if main is None or main.kind == "save" else target.load
+    figure = target.save if main is None or main.kind not in ("load", "verify") else target.load
     name = "target" if target.name == "custom" else target.name
     return f"{name} {text.rate(figure)} GB/s {glyphs.times} {text.count(gpus, 'GPU')}"
 
