@@ -12,7 +12,9 @@ from pathlib import Path
 
 import fastckpt_top
 import numpy as np
+import platformdirs
 import pytest
+import rich
 
 import fastckpt
 from fastckpt import _namesake
@@ -51,7 +53,7 @@ def at_hand(tmp_path_factory):
 @pytest.fixture
 def environment(tmp_path, at_hand):
     numpy = Path(np.__file__).parent
-    borrowed = [numpy, Path(fastckpt_top.__file__).parent]
+    borrowed = [Path(module.__file__).parent for module in (np, fastckpt_top, platformdirs, rich)]
     borrowed += [libraries for libraries in [numpy.with_name("numpy.libs")] if libraries.is_dir()]
     made = wheels.Environment(tmp_path / "env", at_hand, borrowed)
     made.checkpoint = str(tmp_path / "step-1")
