@@ -45,5 +45,5 @@ def frame(rows=(), size=(80, 24), ui=None, glyphs=text.UNICODE):
     return Frame(model, ui or Ui(), glyphs, *size)
 
 
-def plain(block):
-    return [line.plain for line in block.lines]
+def plain(lines):
+    return [line.plain for line in lines]

@@ -25,10 +25,9 @@ CASES = [("live", size) for size in ((80, 24), (40, 8), (20, 4), (200, 60))]
 CASES += [("replay", size) for size in ((80, 24), (60, 14), (160, 50))]
 KEYS = [
     "question_mark", "x", "h", "escape", "f1", "space", "up", "down", "j", "k", "pageup", "pagedown", "home", "end",
-    "g", "G", "left", "right", "less_than_sign", "greater_than_sign", "s", "S", "enter", "t", "enter", "t", "o", "o",
-    "a", "a", "a", "plus", "minus", "T", "e", "e", "2", "down", "end", "3", "down", "4", "pagedown", "1", "tab",
-    "shift+tab", "slash", "6", "enter", "escape", "left_square_bracket", "right_square_bracket", "comma", "full_stop",
-    "space", "space", "z", "z", "j", "c", "e", "e",
+    "g", "G", "left", "right", "s", "s", "enter", "enter", "t", "enter", "T", "e", "e", "2", "down", "end", "3",
+    "down", "4", "pagedown", "1", "tab", "shift+tab", "slash", "6", "enter", "escape", "left_square_bracket",
+    "right_square_bracket", "comma", "full_stop", "space", "space", "z", "z", "j", "c", "e", "e",
 ]  # fmt: skip
 
 
@@ -169,7 +168,7 @@ def test_the_filter_is_typed_with_letters_that_are_keys_elsewhere():
     drive(app, steps, (100, 24))
 
 
-def test_selection_follows_the_slowest_then_the_keys_and_the_mouse():
+def test_selection_follows_the_slowest_then_the_keys():
     _, app = live()
 
     async def steps(pilot):
@@ -183,52 +182,24 @@ def test_selection_follows_the_slowest_then_the_keys_and_the_mouse():
         assert app.ui.selected == order()[-1]
         await pilot.press("g")
         assert app.ui.selected == order()[0]
-        y = next(y for y, key in app.canvas.painted().rows.items() if key == order()[3])
-        await pilot.click(offset=(10, y))
-        assert app.ui.selected == order()[3]
         await pilot.press("escape")
         assert not app.ui.selected
-        y, x, *_ = next(zone for zone in app.canvas.painted().actions if zone[3] == "help")
-        await pilot.click(offset=(x + 1, y))
-        await pilot.pause()
-        assert app.ui.help
 
     drive(app, steps)
 
 
-def test_heads_can_be_clicked():
+def test_sort_and_tier():
     _, app = live()
 
     async def steps(pilot):
-        for wanted in (("rate", False), ("rate", True)):
-            y, x, *_ = next(zone for zone in app.canvas.painted().actions if zone[3] == "sort_by('rate')")
-            await pilot.click(offset=(x + 1, y))
-            await pilot.pause()
-            assert (app.ui.sort, app.ui.reverse) == wanted
-
-    drive(app, steps)
-
-
-def test_sort_reverse_tier_mode_and_interval():
-    _, app = live()
-
-    async def steps(pilot):
-        await pilot.press("s", "s")
-        assert app.ui.sort == "rate"
-        await pilot.press("left", "S")
-        assert (app.ui.sort, app.ui.reverse) == ("rank", True)
-        await pilot.press("T")
+        await pilot.press("s")
+        assert app.ui.sort == "rank"
+        assert "by rank" in shown(app).splitlines()[4], "said in the border"
+        await pilot.press("s", "T")
+        assert app.ui.sort == "worst"
         assert "light 0.75" in shown(app)
         await pilot.press("T", "T")
         assert "high 3.00" in shown(app)
-        await pilot.press("S")
-        assert "by rank" in shown(app).splitlines()[4], "said in the border"
-        await pilot.press("a")
-        assert " avg " in shown(app)
-        await pilot.press("plus")
-        assert app.ui.interval == 1.0
-        await pilot.press("minus", "minus")
-        assert app.ui.interval == 0.25
 
     drive(app, steps)
 
@@ -244,18 +215,6 @@ def test_the_tier_key_comes_back_to_the_target_that_was_asked_for():
         assert seen == ["custom", "light", "medium", "high", "custom"]
 
     drive(app, steps)
-
-
-def test_only_running_ranks_are_said_to_be_only_those():
-    _, app = live()
-
-    async def steps(pilot):
-        assert "running only" not in shown(app)
-        await pilot.press("o")
-        await pilot.pause()
-        assert "slowest first ▾ · running only" in shown(app)
-
-    drive(app, steps, size=(120, 30))
 
 
 def test_a_theme_that_is_not_there_is_an_error_that_lists_those_that_are(capsys, monkeypatch):
@@ -289,7 +248,7 @@ def test_space_freezes_the_whole_screen_and_the_model_goes_on(size):
     drive(app, steps, size)
 
 
-def test_zoom_and_layout():
+def test_zoom_and_graph():
     _, app = live()
 
     async def steps(pilot):
@@ -302,10 +261,6 @@ def test_zoom_and_layout():
         assert "slowest first" in shown(app)
         await pilot.press("e")
         assert "written" in shown(app)
-        assert "slowest first" not in shown(app)
-        await pilot.press("e")
-        assert "written" in shown(app)
-        assert "slowest first" in shown(app)
 
     drive(app, steps, (120, 30))
 
@@ -465,10 +420,8 @@ def test_choices_are_remembered(tmp_path):
 
     async def steps(pilot):
         assert not file.exists(), "nothing was chosen yet"
-        await pilot.press("c", "plus", "3", "s", "z", "e")
-        assert json.loads(file.read_text()) == {
-            "theme": app.theme, "interval": 1.0, "sort": "rank", "zoom": 120.0,
-        }  # fmt: skip
+        await pilot.press("c", "3", "s", "z", "e")
+        assert json.loads(file.read_text()) == {"theme": app.theme, "sort": "rank", "zoom": 120.0}
 
     drive(app, steps)
     assert [path.name for path in file.parent.iterdir()] == ["top.json"], "nothing is left beside it"
@@ -500,9 +453,9 @@ def test_a_file_that_cannot_be_written_is_told_once_and_the_choice_holds(tmp_pat
         (b"\xff\xfe", {}, "it is not JSON"),
         (b"[" * 60_000, {}, "it is not JSON"),
         (b"[1]", {}, "no JSON object"),
-        (b'{"interval": true, "zoom": 60}', {"zoom": 60}, "interval: value ignored"),
-        (b'{"interval": NaN, "zoom": ["live"], "sort": "rank"}', {"sort": "rank"}, "interval, zoom: value ignored"),
-        (b'{"later": 1, "view": "history", "sort": "eta"}', {"sort": "eta"}, ""),
+        (b'{"theme": true, "zoom": 60}', {"zoom": 60}, "theme: value ignored"),
+        (b'{"theme": NaN, "zoom": ["live"], "sort": "rank"}', {"sort": "rank"}, "theme, zoom: value ignored"),
+        (b'{"later": 1, "view": "history", "sort": "rank"}', {"sort": "rank"}, ""),
     ],
 )
 def test_a_broken_file_is_told_of_and_the_rest_is_kept(tmp_path, content, kept, words):
@@ -512,8 +465,8 @@ def test_a_broken_file_is_told_of_and_the_rest_is_kept(tmp_path, content, kept, 
     assert found == kept
     assert words in problem
     assert bool(words) == bool(problem)
-    assert config.remember(file, "sort", "eta") == ""
-    assert config.load(file) == ({**kept, "sort": "eta"}, problem if "value" not in problem and kept else "")
+    assert config.remember(file, "sort", "worst") == ""
+    assert config.load(file) == ({**kept, "sort": "worst"}, problem if "value" not in problem and kept else "")
 
 
 def test_the_file_stands_where_the_environment_says(tmp_path, monkeypatch):
@@ -526,17 +479,17 @@ def test_the_file_stands_where_the_environment_says(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("options", "wanted"),
     [
-        ((), ("live", "rank", 2.0, "gruvbox", 300.0)),
+        ((), ("live", "rank", 0.5, "gruvbox", 300.0)),
         (
-            ("--view", "events", "--sort", "eta", "-d", "0.2", "--theme", "dracula"),
-            ("events", "eta", 0.2, "dracula", 300.0),
+            ("--view", "events", "--sort", "worst", "-d", "0.2", "--theme", "dracula"),
+            ("events", "worst", 0.2, "dracula", 300.0),
         ),
         (("--no-config",), ("live", "worst", 0.5, "", 0.0)),
     ],
 )
 def test_options_come_before_what_is_remembered(options, wanted, tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    kept = {"view": "history", "sort": "rank", "interval": 2.0, "theme": "gruvbox", "zoom": 300.0, "layout": "all"}
+    kept = {"view": "history", "sort": "rank", "theme": "gruvbox", "zoom": 300.0}
     (tmp_path / "fastckpt").mkdir()
     (tmp_path / "fastckpt" / "top.json").write_text(json.dumps(kept))
     monkeypatch.setattr(cli, "_interactive", lambda: True)
@@ -595,10 +548,7 @@ def test_replay_keys(recording):
         clock.now += 1.0
         app.look()
         assert replay.index == 21, "two seconds at double speed"
-        await pilot.press("space", "colon", *"0:05", "enter")
-        assert replay.index == 10
-        await pilot.press("colon", *"soon", "enter")
-        assert "no time: soon" in shown(app)
+        await pilot.press("space")
         await pilot.press("end")
         assert replay.index == len(replay.recording) - 1
         await pilot.press("home")
@@ -621,14 +571,20 @@ def test_recording_and_screenshots_go_to_the_working_directory(tmp_path, monkeyp
         await pilot.press("r")
         assert "recorded 4 ticks" in shown(app)
         await pilot.press("f12")
-        assert "saved fastckpt-top-" in shown(app)
+        assert await found(pilot, tmp_path, "*.svg")
+
+    async def found(pilot, place, pattern):
+        for _ in range(600):  # a thread of Textual's writes it
+            if files := [file for file in place.glob(pattern) if file.read_text().endswith("</svg>\n")]:
+                return files
+            await pilot.pause(0.05)
+        return []
 
     drive(app, steps, (120, 30))
     (recorded,) = tmp_path.glob("*.jsonl.gz")
     assert recorded.stat().st_mode & 0o777 == 0o600
     assert len(Replay(str(recorded)).recording) == 4
-    assert "<svg" in next(tmp_path.glob("*.svg")).read_text()
-    assert "step-11800" in next(tmp_path.glob("*.txt")).read_text()
+    assert "step-11800" in next(tmp_path.glob("*.svg")).read_text()
 
 
 def test_a_full_disk_ends_the_recording_and_not_the_monitor(tmp_path, monkeypatch):

@@ -100,10 +100,9 @@ def test_blocks_have_exactly_the_size_that_is_asked_for(glyphs, screen):
             made = [table.block(painted, width, height), history.block(painted, width, height)]
             made += [threads.block(painted, row, width, height) for row in rows[8:]]
             for block in made:
-                assert len(block.lines) == height
-                assert {text.width(line.plain) for line in block.lines} == {width}
-                assert glyphs is text.UNICODE or all(line.plain.isascii() for line in block.lines)
-                assert all(0 <= line < height for line in block.rows)
+                assert len(block) == height
+                assert {text.width(line.plain) for line in block} == {width}
+                assert glyphs is text.UNICODE or all(line.plain.isascii() for line in block)
 
 
 @pytest.mark.parametrize("view", ["threads", "history", "events"])

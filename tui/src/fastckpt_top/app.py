@@ -9,7 +9,6 @@ import signal
 import sys
 import time
 from datetime import datetime
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from textual import events
@@ -26,10 +25,11 @@ from fastckpt_top.views.canvas import Canvas
 from fastckpt_top.views.graph import ZOOMS
 from fastckpt_top.views.paint import Frame
 from fastckpt_top.views.prompt import Prompt
-from fastckpt_top.views.state import LAYOUTS, MODES, SORT_WORDS, SORTS, VIEWS, Ui
+from fastckpt_top.views.state import SORTS, VIEWS, Ui
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+    from pathlib import Path
 
     from textual.app import ComposeResult
     from textual.widgets import Input
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from fastckpt_top.model import Model
     from fastckpt_top.session import Session
 
-SHORTEST_S: Final = 0.1
-LONGEST_S: Final = 10.0
+TICK_S: Final = 0.1
+"""How often the clock is looked at."""
 IDLE_S: Final = 1.0
 """Without a running operation one look a second is enough."""
 NOTICE_S: Final = 4.0
@@ -66,6 +66,7 @@ class TopApp(App[None]):
         clock: Monotonic clock, seconds.
     """
 
+    TITLE = "fastckpt-top"
     ENABLE_COMMAND_PALETTE = False
     AUTO_FOCUS = None  # else the hidden prompt takes the keys
     BINDINGS: ClassVar[list[Any]] = [
@@ -98,7 +99,7 @@ class TopApp(App[None]):
         self._next = float("-inf")
         self._notice_until = 0.0
         self.recorder: Recorder | None = None
-        self.canvas = Canvas(self._frame, self._clicked, self.action_move)
+        self.canvas = Canvas(self._frame)
         self.prompt = Prompt()
         self._asked_target = session.model.target
 
@@ -123,7 +124,7 @@ class TopApp(App[None]):
         if self._first_notice:
             self._say(self._first_notice)
         self.look()
-        self._timer = self.set_interval(SHORTEST_S, self._tick)
+        self._timer = self.set_interval(TICK_S, self._tick)
         if self._duration is not None:
             self.set_timer(self._duration, self.exit)
 
@@ -184,13 +185,6 @@ class TopApp(App[None]):
         del parameters
         return not self.prompt.asking or action in ("clear", "quit")
 
-    def _clicked(self, what: str, value: str) -> None:
-        if what == "row":
-            self.ui.selected = value
-            self.canvas.repaint()
-        else:
-            self.call_later(self.run_action, value)
-
     def action_help(self) -> None:
         """Show the keys, and the meaning of the screen's signs and words."""
         self.ui.help = True
@@ -220,35 +214,11 @@ class TopApp(App[None]):
         else:
             self.action_move(way * ALL)
 
-    def action_step(self, by: int) -> None:
-        """A tick back or forward in a recording, else the sort column before or after."""
-        if isinstance(self.session, Replay):
-            self.session.step(by)
-            self.canvas.repaint()
-        else:
-            self.action_sort(by)
-
-    def action_sort(self, by: int = 1) -> None:
-        """Sort by another column."""
-        self.ui.sort = SORTS[(SORTS.index(self.ui.sort) + by) % len(SORTS)]
+    def action_sort(self) -> None:
+        """Sort the other way: the slowest first, or by rank."""
+        self.ui.sort = next(order for order in SORTS if order != self.ui.sort)
         self._remember("sort", self.ui.sort)
-        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
-
-    def action_sort_by(self, column: str) -> None:
-        """Sort by the column whose head was clicked, or the other way round."""
-        self.ui.sort_by(column)
-        self._remember("sort", self.ui.sort)
-        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
-
-    def action_select(self, key: str) -> None:
-        """Select the rank whose cell was clicked."""
-        self.ui.selected = key
-        self.canvas.repaint()
-
-    def action_reverse(self) -> None:
-        """Sort the other way round."""
-        self.ui.reverse = not self.ui.reverse
-        self._say(SORT_WORDS[self.ui.sort][self.ui.reverse])
+        self._say(SORTS[self.ui.sort])
 
     def action_expand(self) -> None:
         """Show the threads of the selected rank, and those of the others below, or go back."""
@@ -260,11 +230,6 @@ class TopApp(App[None]):
             self.ui.view, self.ui.selected = "threads", row.key
             self.ui.scroll["threads"] = sum(len(one.threads) for one in rows[: rows.index(row)])
         self.canvas.repaint()
-
-    def action_active(self) -> None:
-        """Show only ranks with a running operation, or all."""
-        self.ui.active_only = not self.ui.active_only
-        self._say("only running operations" if self.ui.active_only else "all ranks")
 
     def action_pause(self) -> None:
         """Freeze the screen while the model continues, or play and pause a recording."""
@@ -300,13 +265,6 @@ class TopApp(App[None]):
         self._remember("theme", self.theme)
         self._say(f"theme {self.theme}{', without its colours: NO_COLOR' if self.no_color else ''}")
 
-    def action_interval(self, factor: float) -> None:
-        """Look less or more often."""
-        self.ui.interval = min(max(self.ui.interval * factor, SHORTEST_S), LONGEST_S)
-        self._next = self._clock() + self.ui.interval
-        self._remember("interval", self.ui.interval)
-        self._say(f"every {self.ui.interval:g} s")
-
     def action_tier(self) -> None:
         """Judge by the next tier."""
         model = self.session.model
@@ -314,15 +272,10 @@ class TopApp(App[None]):
         model.set_target(target)
         self._say(f"target {target.name}: {text.rate(target.save)} written, {text.rate(target.load)} read GB/s per GPU")
 
-    def action_mode(self) -> None:
-        """Show rates of now, averages, or GB done."""
-        self.ui.mode = MODES[(MODES.index(self.ui.mode) + 1) % len(MODES)]
-        self._say({"current": "rate now", "average": "average of the operation", "total": "GB done"}[self.ui.mode])
-
-    def action_layout(self) -> None:
-        """Show everything, no graph, or the graph alone."""
-        self.ui.layout = LAYOUTS[(LAYOUTS.index(self.ui.layout) + 1) % len(LAYOUTS)]
-        self._say({"all": "everything", "ranks": "without the graph", "graph": "the graph alone"}[self.ui.layout])
+    def action_graph(self) -> None:
+        """Show the graph, or leave its room to the ranks."""
+        self.ui.graph = not self.ui.graph
+        self.canvas.repaint()
 
     def action_view(self, name: str) -> None:
         """Change the view."""
@@ -345,27 +298,18 @@ class TopApp(App[None]):
 
     def action_filter(self) -> None:
         """Ask for a filter."""
-        self.prompt.ask("filter", "filter: rank, pid, job, label, state", self.ui.filter)
-
-    def action_goto(self) -> None:
-        """Ask for a time in the recording."""
-        if isinstance(self.session, Replay):
-            self.prompt.ask("goto", "time, mm:ss")
-        else:
-            self._say("only in a replay")
+        self.prompt.ask(self.ui.filter)
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """The filter works while it is typed."""
-        if self.prompt.asking == "filter":
+        if self.prompt.asking:
             self.ui.filter = text.clean(event.value)
             self.canvas.repaint()
 
-    def on_input_submitted(self, event: Input.Submitted) -> None:
-        """The answer."""
-        asked = self.prompt.close()
+    def on_input_submitted(self) -> None:
+        """The filter is whole."""
+        self.prompt.close()
         self.canvas.repaint()
-        if asked == "goto" and isinstance(self.session, Replay) and not self.session.goto(event.value):
-            self._say(f"no time: {text.clean(event.value)}")
 
     def action_clear(self) -> None:
         """Leave the text input; clear the filter; follow the slowest rank again."""
@@ -378,7 +322,7 @@ class TopApp(App[None]):
 
     def action_record(self) -> None:
         """Start or stop a recording in the working directory."""
-        path = _file_name(".jsonl.gz")
+        path = datetime.now().astimezone().strftime("fastckpt-top-%Y%m%d-%H%M%S.jsonl.gz")
         if self.recorder is not None:
             words = f"recorded {self.recorder.ticks} ticks to {self.recorder.path}"
             self._say(self._stop_recording() or words)
@@ -405,17 +349,6 @@ class TopApp(App[None]):
                 return f"cannot write {recorder.path}: {error.strerror or error}"
         return ""
 
-    def action_picture(self) -> None:
-        """Save the screen as SVG and as text."""
-        path = _file_name(".svg")
-        try:
-            Path(path).write_text(self.export_screenshot(title="fastckpt-top"), "utf-8")
-            Path(path).with_suffix(".txt").write_text(self.canvas.screen_text, "utf-8")
-        except OSError as error:
-            self._say(f"cannot write {path}: {error.strerror}")
-        else:
-            self._say(f"saved {path} and .txt")
-
     @property
     def _model(self) -> Model:
         """The text on the screen."""
@@ -434,8 +367,3 @@ class TopApp(App[None]):
         self.ui.notice = notice
         self._notice_until = self._clock() + NOTICE_S
         self.canvas.repaint()
-
-
-def _file_name(suffix: str) -> str:
-    stamp = datetime.now().astimezone().strftime("%Y%m%d-%H%M%S")
-    return f"fastckpt-top-{stamp}{suffix}"

@@ -202,14 +202,12 @@ def _screen(args: argparse.Namespace, session: Session, interval: float) -> int:
 
     file = None if args.no_config else config.path()
     kept, problem = config.load(file) if file is not None else ({}, "")
-    ui = Ui(interval=args.interval or kept.get("interval", interval), recording=args.record or "")
-    ui.view = args.view or ui.view
+    ui = Ui(interval=interval, recording=args.record or "", view=args.view, zoom_s=kept.get("zoom", 0.0))
     ui.sort = args.sort or kept.get("sort", ui.sort)
-    ui.zoom_s = kept.get("zoom", ui.zoom_s)
     theme = args.theme or kept.get("theme", "")
     app = TopApp(session, ui, _glyphs(args), theme, args.duration, file, text.clean(problem))
     if args.theme and args.theme not in app.available_themes:
         console.complain(f"--theme: {args.theme!r} is unknown: choose one of {', '.join(sorted(app.available_themes))}")
         return console.USAGE
-    app.run(mouse=not args.no_mouse, inline=args.inline, inline_no_clear=args.inline)
+    app.run(mouse=False, inline=args.inline, inline_no_clear=args.inline)
     return app.return_code or 0

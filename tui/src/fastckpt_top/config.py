@@ -22,7 +22,6 @@ _LARGEST: Final = 1 << 16
 """A larger file is none of ours, bytes."""
 _VALID: Final[dict[str, Callable[[Any], bool]]] = {
     "theme": lambda value: isinstance(value, str),
-    "interval": lambda value: type(value) in (int, float) and 0.1 <= value <= 60.0,  # noqa: PLR2004
     "sort": lambda value: value in SORTS,
     "zoom": lambda value: value in ZOOMS,
 }

@@ -16,7 +16,7 @@ class Key(NamedTuple):
 
     Attributes:
         keys: Textual's names of it and of others that do the same; empty if another entry has them.
-        action: What of `TopApp` it calls.
+        action: The action of `TopApp` that it calls.
         sign: How the user knows it.
         does: What it does, for the help; empty if another entry's words are for both.
         word: What it is called in the last line; empty if it is not there.
@@ -32,7 +32,7 @@ class Key(NamedTuple):
 KEYS: Final = (
     Key("q", "quit", "q", "quit, as Ctrl-C", "Quit"),
     Key("enter", "expand", "Enter", "all threads of the selected rank; back", "Threads"),
-    Key("greater_than_sign,s", "sort(1)", "s", "sort by the next column; < by the one before", "Sort"),
+    Key("s", "sort", "s", "the slowest rank first, or by rank", "Sort"),
     Key("slash", "filter", "/", "filter by rank, pid, job, label, state", "Filter"),
     Key("tab", "next_view(1)", "Tab", "the next of: ranks, threads, history, events", "View"),
     Key("1", "view('live')", "1 2 3 4", "ranks, threads, history, events"),
@@ -40,13 +40,9 @@ KEYS: Final = (
     Key("z", "zoom", "z", "graph of 1, 2, 5, 10 minutes", "Zoom"),
     Key("space", "pause", "Space", "freeze the screen; recording goes on", "Freeze"),
     Key("r", "record", "r", "start or stop recording", "Record"),
-    Key("e", "layout", "e", "everything, no graph, the graph alone", "Layout"),
+    Key("e", "graph", "e", "with the graph, or without", "Graph"),
     Key("c", "theme", "c", "next theme of colours", "Colours"),
-    Key("a", "mode", "a", "rate now, average, GB done", "Average"),
-    Key("S", "reverse", "S", "sort the other way round", "Reverse"),
-    Key("o", "active", "o", "only ranks with a running operation", "Running"),
-    Key("plus,equals_sign", "interval(2)", "+", "look less often; - more often", "Interval"),
-    Key("f12", "picture", "F12", "the screen as SVG and text", "Picture"),
+    Key("f12", "screenshot(None, '.')", "F12", "the screen as SVG, in the working directory", "Picture"),
     Key("j", "job", "j", "next job, where there are several"),
     Key("escape", "clear", "Esc", "follow the slowest rank again; clear the filter"),
     Key("up", "move(-1)", "Up Down PgUp PgDn Home End g G", "select a rank, or scroll"),
@@ -57,8 +53,6 @@ KEYS: Final = (
     Key("2,t", "view('threads')"),
     Key("3", "view('history')"),
     Key("4", "view('events')"),
-    Key("less_than_sign", "sort(-1)"),
-    Key("minus", "interval(0.5)"),
     Key("down", "move(1)"),
     Key("pageup", f"move({-PAGE})"),
     Key("pagedown", f"move({PAGE})"),
@@ -69,13 +63,12 @@ KEYS: Final = (
 REPLAY_KEYS: Final = (
     Key("", "quit", "q", "quit", "Quit"),
     Key("", "pause", "Space", "play, pause", "Play"),
-    Key("left", "step(-1)", "Left", "a tick back", "Back"),
-    Key("right", "step(1)", "Right", "a tick on", "On"),
+    Key("left", "replay('step', -1)", "Left", "a tick back", "Back"),
+    Key("right", "replay('step', 1)", "Right", "a tick on", "On"),
     Key("left_square_bracket", "replay('jump', -10.0)", "[", "10 s back", "10 s back"),
     Key("right_square_bracket", "replay('jump', 10.0)", "]", "10 s on", "10 s on"),
     Key("comma", "replay('faster', -1)", ",", "half the speed", "Slower"),
     Key("full_stop", "replay('faster', 1)", ".", "twice the speed", "Faster"),
-    Key("colon", "goto", ":", "go to a time (mm:ss)", "Go to"),
     Key("", "next_view(1)", "Tab", "the next view", "View"),
     Key("", "zoom", "z", "graph of 1, 2, 5, 10 minutes", "Zoom"),
     Key("", "edge(-1)", "Home End", "beginning, end"),

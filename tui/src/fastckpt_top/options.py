@@ -92,7 +92,7 @@ def _add_places(add: Callable[..., object]) -> None:
 
 def _add_screen(add: Callable[..., object]) -> None:
     """The look of the screen."""
-    add("--view", choices=VIEWS, help="first view (default: live)")
+    add("--view", choices=VIEWS, default=VIEWS[0], help="first view (default: live)")
     add("--sort", choices=SORTS, help="first order of the ranks (default: the slowest first, or the last one chosen)")
     add(
         "--theme",
@@ -103,7 +103,6 @@ def _add_screen(add: Callable[..., object]) -> None:
     add("--no-config", action="store_true", help="neither read nor write ~/.config/fastckpt/top.json")
     add("--ascii", action="store_true", help="ASCII characters only")
     add("--no-color", action="store_true", help="shades of grey only, like NO_COLOR=1")
-    add("--no-mouse", action="store_true", help="leave the mouse to the terminal")
     add("--inline", action="store_true", help="under the prompt instead of on the whole screen")
 
 

@@ -259,27 +259,6 @@ class Replay:
         self._position = self.recording.times[-1]
         self.playing = False
 
-    def goto(self, where: str) -> bool:
-        """Go to a time since the beginning.
-
-        Args:
-            where: Seconds, `mm:ss` or `h:mm:ss`.
-
-        Returns:
-            Whether the text was a time.
-        """
-        try:
-            parts = [float(part) for part in where.strip().split(":")]
-        except ValueError:
-            return False
-        if len(parts) > 3 or any(not 0 <= part < 1e9 for part in parts):  # noqa: PLR2004
-            return False
-        seconds = sum(part * 60**power for power, part in enumerate(reversed(parts)))
-        times = self.recording.times
-        self._position = min(times[0] + seconds, times[-1])
-        self._seek_time()
-        return True
-
     def run_through(self) -> None:
         """Feed everything, for outputs without a screen."""
         self.end()

@@ -1,8 +1,7 @@
-"""Blocks of lines with the meaning of a click on them, and the boxes around them. Pure."""
+"""Boxes around lines, and pieces that fit into a line. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
@@ -18,21 +17,6 @@ BORDERS: Final = 2
 """Lines of a box's borders."""
 SIDES: Final = 4
 """Cells of its borders, and of the space within them."""
-
-
-@dataclass(slots=True)
-class Block:
-    """A part of the screen.
-
-    Attributes:
-        lines: From top to bottom, all of one width.
-        rows: Line number within the block -> key of the row that it shows.
-        actions: Line, first and last cell, action, of each word that can be clicked.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    rows: dict[int, str] = field(default_factory=dict)
-    actions: list[tuple[int, int, int, str]] = field(default_factory=list)
 
 
 def boxed(frame: Frame) -> bool:
@@ -54,7 +38,7 @@ def titled(
     width: int,
     height: int,
     foot: tuple[Line, Line] | None = None,
-) -> Block:
+) -> list[Line]:
     """Some lines in a box, or, where the block gets none, below their title.
 
     Args:
@@ -67,19 +51,25 @@ def titled(
         foot: As for :func:`box`; without a box it is left out.
     """
     if inside(frame, width, height)[0]:
-        return box(frame, Block(lines), title, note, width, height, foot)
+        return box(frame, lines, title, note, width, height, foot)
     made = [title, *lines]
-    return Block([line.fill(width) for line in (*made, *(Line() for _ in range(height - len(made))))])
+    return [line.fill(width) for line in (*made, *(Line() for _ in range(height - len(made))))]
 
 
 def box(
-    frame: Frame, block: Block, title: Line, note: Line, width: int, height: int, foot: tuple[Line, Line] | None = None
-) -> Block:
-    """Draw a box around a block.
+    frame: Frame,
+    lines: list[Line],
+    title: Line,
+    note: Line,
+    width: int,
+    height: int,
+    foot: tuple[Line, Line] | None = None,
+) -> list[Line]:
+    """Draw a box around lines.
 
     Args:
         frame: Where the characters come from.
-        block: The contents, as wide as they like: cut or padded to `width` - 4 cells and `height` - 2 lines.
+        lines: The contents, as wide as they like: cut or padded to `width` - 4 cells and `height` - 2 lines.
         title: Stands in the upper border at the left; it is cut where it does not fit.
         note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
         width: Cells of the box, borders included; at least 4.
@@ -87,17 +77,15 @@ def box(
         foot: The text in the lower border at the left and at the right, by the same rules.
     """
     glyphs = frame.glyphs
-    made = Block([_border(frame, glyphs.corners[:2], title, note, width)])
+    made = [_border(frame, glyphs.corners[:2], title, note, width)]
     for index in range(height - 2):
-        inner = block.lines[index] if index < len(block.lines) else Line()
+        inner = lines[index] if index < len(lines) else Line()
         line = Line(glyphs.column + " ", "dim")
         chosen = inner.selected
         line.extend(inner.fill(width - SIDES)).add(" " + glyphs.column, "dim")
         line.selected = width if chosen else 0
-        made.lines.append(line)
-    made.lines.append(_border(frame, glyphs.corners[2:], *(foot or (Line(), Line())), width))
-    made.rows = {line + 1: key for line, key in block.rows.items() if line < height - 2}
-    made.actions = [(y + 1, start + 2, end + 2, what) for y, start, end, what in block.actions if y < height - 2]
+        made.append(line)
+    made.append(_border(frame, glyphs.corners[2:], *(foot or (Line(), Line())), width))
     return made
 
 
@@ -116,27 +104,13 @@ def _border(frame: Frame, corners: str, title: Line, note: Line, width: int) -> 
     return line.add(rule * (space + 1), "dim").add(corners[1], "dim")
 
 
-def stack(*blocks: Block) -> Block:
-    """Blocks one below the other."""
-    made = Block()
-    for block in blocks:
-        above = len(made.lines)
-        made.lines += block.lines
-        made.rows |= {line + above: key for line, key in block.rows.items()}
-        made.actions += [(y + above, start, end, what) for y, start, end, what in block.actions]
-    return made
-
-
-def beside(left: Block, right: Block) -> Block:
-    """Two blocks of one height side by side. A click on a line's row means the left one's."""
-    made = Block(rows=dict(left.rows), actions=list(left.actions))
-    offset = left.lines[0].width if left.lines else 0
-    for first, second in zip(left.lines, right.lines, strict=True):
+def beside(left: list[Line], right: list[Line]) -> list[Line]:
+    """Two blocks of lines of one height side by side."""
+    made = []
+    for first, second in zip(left, right, strict=True):
         line = Line().extend(first).extend(second)
         line.selected = first.selected
-        made.lines.append(line)
-    made.rows |= {line: key for line, key in right.rows.items() if line not in made.rows}
-    made.actions += [(y, start + offset, end + offset, what) for y, start, end, what in right.actions]
+        made.append(line)
     return made
 
 

@@ -17,8 +17,6 @@ from fastckpt_top.views.paint import STYLES, Frame, Line, Screen
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from textual import events
-
 _PREFIX: Final = "canvas--"
 
 
@@ -27,8 +25,6 @@ class Canvas(Widget):
 
     Args:
         frame: Makes the frame to paint, given width and height in cells.
-        click: Called with the row's key or the action under a click.
-        scroll: Called with the lines that the wheel moved.
     """
 
     COMPONENT_CLASSES: ClassVar[set[str]] = {_PREFIX + name for name in STYLES}
@@ -49,13 +45,9 @@ class Canvas(Widget):
     Canvas > .canvas--select { background: $foreground 14%; }
     """
 
-    def __init__(
-        self, frame: Callable[[int, int], Frame], click: Callable[[str, str], None], scroll: Callable[[int], None]
-    ) -> None:
+    def __init__(self, frame: Callable[[int, int], Frame]) -> None:
         super().__init__()
         self._make_frame = frame
-        self._clicked = click
-        self._scrolled = scroll
         self._painted: Screen | None = None
         self._painted_size = (0, 0)
         self._style_cache: dict[tuple[str, bool], Style] = {}
@@ -105,24 +97,6 @@ class Canvas(Widget):
         line = lines[y]
         strip = Strip([Segment(text, self._style_of(name, selected=chosen)) for text, name, chosen in _parts(line)])
         return strip.adjust_cell_length(width, base)
-
-    def on_click(self, event: events.Click) -> None:
-        """A row is selected, a key of the last line is pressed."""
-        screen = self.painted()
-        for y, start, end, action in screen.actions:
-            if y == event.y and start <= event.x <= end:
-                self._clicked("action", action)
-                return
-        if event.y in screen.rows:
-            self._clicked("row", screen.rows[event.y])
-
-    def on_mouse_scroll_down(self) -> None:
-        """The wheel."""
-        self._scrolled(1)
-
-    def on_mouse_scroll_up(self) -> None:
-        """The wheel."""
-        self._scrolled(-1)
 
     def _style_of(self, name: str, *, selected: bool) -> Style:
         key = (name, selected)

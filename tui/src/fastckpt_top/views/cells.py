@@ -23,8 +23,6 @@ WAIT: Final = 12
 """Cells of a rate, a percentage, a state, and a wait with its share."""
 SHORT_WAIT: Final = 7
 """Cells of a wait without its share."""
-MODES: Final = {"current": "GB/s", "average": "avg", "total": "GB"}
-"""The head over rates, by what the user wants to see there."""
 TINY_WAITS: Final = {"source": "src", "limit": "lim", "fsync": "sync", "the last": "last"}
 """In four cells."""
 
@@ -102,20 +100,20 @@ class Figure:
         return VERDICT_STYLES[self.verdict]
 
 
-def figure(frame: Frame, row: Row) -> Figure:
+def figure(row: Row) -> Figure:
     """The rate of a rank: the current one, or the average if no current one can be judged.
 
     The rate of a rank whose threads have run out of work, one after the other, does not describe its storage.
     """
-    live = frame.ui.mode == "current" and row.rate is not None and not running_out(row)
+    live = row.rate is not None and not running_out(row)
     shown = row.rate if live else row.average
     quiet = row.verdict in (Verdict.FAILED, Verdict.QUIET)
     return Figure(shown, share(shown, row.target), live, row.verdict if quiet else judge(shown, row.target))
 
 
-def thread_figure(frame: Frame, thread: ThreadRow) -> Figure:
+def thread_figure(thread: ThreadRow) -> Figure:
     """The rate of a thread: the current one, or its average in the operation where there is none."""
-    live = frame.ui.mode == "current" and thread.rate is not None
+    live = thread.rate is not None
     shown = thread.rate if live else thread.average
     verdict = Verdict.FAILED if thread.state == "ERROR" else judge(shown, thread.target)
     return Figure(shown, share(shown, thread.target), live, verdict)
@@ -124,11 +122,6 @@ def thread_figure(frame: Frame, thread: ThreadRow) -> Figure:
 def running_out(row: Row) -> bool:
     """Whether some threads of a running operation have done their part and the others go on."""
     return row.running and any(thread.state == "IDLE" and thread.done for thread in row.threads)
-
-
-def amount(frame: Frame, rate: float | None, done: int | None) -> str:
-    """Rate in GB/s, or bytes done in GB, as the user chose."""
-    return text.rate(rate) if frame.ui.mode != "total" else gb(done, RATE).strip()
 
 
 def gb(count: float | None, room: int) -> str:
@@ -213,7 +206,7 @@ def threads(frame: Frame, row: Row, cells: int) -> Line:
     shown = min(count, cells)
     for cell in range(shown):
         group = row.threads[cell * count // shown : (cell + 1) * count // shown]
-        found = min((thread_figure(frame, thread) for thread in group), key=_worst)
+        found = min((thread_figure(thread) for thread in group), key=_worst)
         failed = found.verdict is Verdict.FAILED
         line.add(frame.glyphs.dead if failed else level(found.share, frame.glyphs), "bad" if failed else found.style)
     return line.fill(cells)
@@ -224,9 +217,9 @@ def _worst(figure: Figure) -> tuple[bool, float]:
     return figure.verdict is not Verdict.FAILED, float("inf") if figure.share is None else figure.share
 
 
-def worst_first(frame: Frame, row: Row) -> list[ThreadRow]:
+def worst_first(row: Row) -> list[ThreadRow]:
     """The threads of a rank, the one that holds it up first."""
-    return sorted(row.threads, key=lambda thread: _worst(thread_figure(frame, thread)))
+    return sorted(row.threads, key=lambda thread: _worst(thread_figure(thread)))
 
 
 def thread_target(rows: Sequence[Row]) -> str:
@@ -238,12 +231,12 @@ def thread_target(rows: Sequence[Row]) -> str:
     return f"{text.rate(target)} / {count} = {text.rate(target / count)}"
 
 
-def slowest_thread(frame: Frame, row: Row, width: int) -> Line:
+def slowest_thread(row: Row, width: int) -> Line:
     """`rank 6 w2: 0.31 of 0.38 GB/s 82% disk 98%`: the thread that is furthest below its share of the target."""
     if not row.threads:
         return Line()
-    thread = worst_first(frame, row)[0]
-    found = thread_figure(frame, thread)
+    thread = worst_first(row)[0]
+    found = thread_figure(thread)
     if found.share is None:
         return Line()
     rate, target = text.rates(found.rate, thread.target)

@@ -79,21 +79,13 @@ class Columns:
                 at += self[name] + 1
         return found
 
-    def head(self, mark: Line, heads: Mapping[str, str | Line], sorted_by: str = "", sign: str = "") -> Line:
-        """The head of the list.
-
-        Args:
-            mark: Of one cell.
-            heads: What stands above some columns instead of their words.
-            sorted_by: The column that the list is sorted by.
-            sign: Stands behind its word.
-        """
+    def head(self, heads: Mapping[str, str | Line]) -> Line:
+        """The head of the list; `heads` stand above some columns instead of their words."""
         parts: dict[str, Part] = {}
         for name, column in self._every.items():
             word = heads.get(name, column.head)
-            style = "key" if name == sorted_by else "head"
-            parts[name] = word if isinstance(word, Line) else (word + (sign if name == sorted_by else ""), style)
-        return self.row(mark, parts, "")
+            parts[name] = word if isinstance(word, Line) else (word, "head")
+        return self.row(Line(" "), parts)
 
     def row(self, mark: Line, parts: Mapping[str, Part], sign: str = " ") -> Line:
         """A line of the list.
@@ -101,7 +93,7 @@ class Columns:
         Args:
             mark: Of one cell.
             parts: A word and its style, or a piece of a line, of each column that is not left out.
-            sign: In place of the blank before the first column; empty for the blank.
+            sign: In place of the blank before the first column.
         """
         line = mark.add(sign, "key")
         for name, column in self._every.items():
@@ -109,7 +101,7 @@ class Columns:
             if not size:
                 continue
             part = parts[name]
-            blank = not sign or line.width > 1 + len(sign)
+            blank = line.width > 1 + len(sign)
             if isinstance(part, Line):
                 line.add(" " if blank else "").extend(part.fill(size))
                 continue

@@ -17,29 +17,19 @@ EVENT_SHOWN_S: Final = 60.0
 """How long a warning is shown, seconds."""
 
 
-def keys(frame: Frame) -> tuple[Line, list[tuple[int, int, str]]]:
-    """The keys that fit whole, and which cells of the line mean which action.
-
-    Help is at the end, after a sign where keys are left out, so that users see where the others are.
-    """
-    shown = [(key.sign, key.word, key.action) for key in (KEYS if frame.live else REPLAY_KEYS) if key.word]
+def keys(frame: Frame) -> Line:
+    """The keys that fit whole. Help is at the end, after a sign where keys are left out, so that all are found."""
+    shown = [(key.sign, key.word) for key in (KEYS if frame.live else REPLAY_KEYS) if key.word]
     if len(frame.model.jobs) > 1:
-        shown.insert(1, ("j", "Next job", "job"))
-    if not frame.model.node.ranks:
-        shown = [key for key in shown if key[2] in ("quit", "next_view(1)", "theme")]
-    last, sign = ("?", "Help", "help"), ""
-    while shown and sum(len(key) + len(word) + 3 for key, word, _ in (*shown, last)) + len(sign) > frame.width:
+        shown.insert(1, ("j", "Next job"))
+    last, sign = ("?", "Help"), ""
+    while shown and sum(len(key) + len(word) + 3 for key, word in (*shown, last)) + len(sign) > frame.width:
         shown.pop()
-        last, sign = ("?", "all keys", "help"), f" {frame.glyphs.ellipsis}"
+        last, sign = ("?", "all keys"), f" {frame.glyphs.ellipsis}"
     line = Line()
-    zones = []
-    for key, word, action in (*shown, last):
-        if action == "help":
-            line.add(sign, "low")
-        start = line.width
-        line.add(" ").add(key, "key").add(f" {word} ", "dim")
-        zones.append((start, line.width - 1, action))
-    return line.fill(frame.width), zones
+    for key, word in (*shown, last):
+        line.add(sign if key == "?" else "", "low").add(" ").add(key, "key").add(f" {word} ", "dim")
+    return line.fill(frame.width)
 
 
 def urgent(frame: Frame) -> Line:
@@ -87,8 +77,8 @@ def _news(frame: Frame, event: Event) -> bool:
     return not told and LEVELS.index(event.level) > LEVELS.index(said.level)
 
 
-def bottom(frame: Frame) -> tuple[Line, list[tuple[int, int, str]]]:
+def bottom(frame: Frame) -> Line:
     """The last line: the keys; where no border can hold it, a notice or another job's trouble in their place."""
     if (frame.ui.notice or _in_trouble(frame)) and not (boxed(frame) and frame.ui.view == "live"):
-        return Line(" ").extend(urgent(frame)).fill(frame.width), []
+        return Line(" ").extend(urgent(frame)).fill(frame.width)
     return keys(frame)

@@ -8,7 +8,7 @@ from itertools import groupby, zip_longest
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.views.boxes import Block, box, boxed, by_rank
+from fastckpt_top.views.boxes import BORDERS, SIDES, box, by_rank
 from fastckpt_top.views.paint import Frame, Line
 
 if TYPE_CHECKING:
@@ -73,28 +73,25 @@ def axis(need: float, height: int) -> Axis:
     return Axis(line * height * text.GB, tuple(labels))
 
 
-def block(frame: Frame, width: int, height: int) -> Block:
-    """The graph of the node, in a box where the screen has boxes.
+def block(frame: Frame, width: int, height: int) -> list[Line]:
+    """The graph of the node, in a box.
 
     Args:
         frame: The frame to paint.
         width: Cells, borders included.
         height: Lines, borders included.
     """
-    borders = 2 if boxed(frame) else 0
-    inner = width - 2 * borders
-    lines, seconds = height - borders, frame.ui.zoom_s or ZOOMS[0]
+    inner = width - SIDES
+    lines, seconds = height - BORDERS, frame.ui.zoom_s or ZOOMS[0]
     cells = inner - _GUTTER - 1
     if lines < 3 or cells < _APART:  # noqa: PLR2004  (two lines of plot and the axis)
-        return Block([Line().fill(width) for _ in range(height)])
+        return [Line().fill(width) for _ in range(height)]
     written, read = frame.model.series(seconds, cells)
     target = _target(frame)
     painted = plot(frame, written, read, target, cells, lines - 1)
     painted.append(_times(frame, seconds / cells, cells))
-    if not borders:
-        return Block([line.fill(width) for line in painted])
     name = Line("GB/s of the node" if width >= 72 else "GB/s", "head")  # noqa: PLR2004
-    return box(frame, Block(painted), name, _legend(frame, target, seconds, width - name.width - 9), width, height)
+    return box(frame, painted, name, _legend(frame, target, seconds, width - name.width - 9), width, height)
 
 
 def plot(

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.views import cells
-from fastckpt_top.views.boxes import Block
 from fastckpt_top.views.paint import Frame, Line
 
 if TYPE_CHECKING:
@@ -64,7 +63,7 @@ def size(rows: list[Row], rank: int, width: int, height: int) -> Size:
     return next((one for one in sizes if one.lines(len(rows)) <= height), sizes[-1])
 
 
-def block(frame: Frame, rows: list[Row], chosen: Row | None, size: Size, height: int) -> tuple[Block, int]:
+def block(frame: Frame, rows: list[Row], chosen: Row | None, size: Size, height: int) -> tuple[list[Line], int]:
     """A grid of ranks, in their order from top to bottom and then from left to right.
 
     If it does not hold them all, it shows the part with the selected one; the worst if none is selected.
@@ -82,23 +81,21 @@ def block(frame: Frame, rows: list[Row], chosen: Row | None, size: Size, height:
     high = min(height, size.lines(len(rows)))
     page = size.across * high
     if page <= 0:
-        return Block(), 0
+        return [], 0
     at = next((index for index, row in enumerate(rows) if row is chosen), 0)
     part = rows[at // page * page :][:page]
-    made = Block()
+    made = []
     for y in range(high):
         line = Line()
         for row in part[y::high]:
-            start = line.width
             line.extend(_rank(frame, row, size, selected=row is chosen))
-            made.actions.append((y, start, start + size.cell - 1, f"select({row.key!r})"))
-        made.lines.append(line.fill(size.width))
+        made.append(line.fill(size.width))
     return made, len(part)
 
 
 def _rank(frame: Frame, row: Row, size: Size, *, selected: bool) -> Line:
     """`▼>r48 ▃▃▂▃  58%!`: its mark, its threads' shares or its own, its share in percent, and whether it fell back."""
-    found = cells.figure(frame, row)
+    found = cells.figure(row)
     line = Line(frame.glyph(found.verdict), found.mark_style).add(frame.glyphs.select if selected else " ", "key")
     name = cells.name(row) if row.rank is None else f"r{row.rank}"
     line.add(f"{name:>{size.rank + 1}}", "key" if selected else "strong" if row.straggler else "text")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.rows import COPIES, Verdict, judge, share
 from fastckpt_top.views import cells
-from fastckpt_top.views.boxes import Block, inside, titled
+from fastckpt_top.views.boxes import inside, titled
 from fastckpt_top.views.columns import Column, Columns
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
@@ -48,7 +48,7 @@ def head(frame: Frame, cols: Columns) -> Line:
         heads["label"] = "CHECKPOINT"
     if cols["bar"]:
         heads["bar"] = cells.gauge_head(cols["bar"], None, frame.glyphs)
-    return cols.head(Line(" "), heads)
+    return cols.head(heads)
 
 
 def target_of(frame: Frame, past: Checkpoint) -> float:
@@ -104,7 +104,7 @@ def event_lines(frame: Frame, event: Event, width: int, high: int = 1) -> list[L
     return [line.fill(width) for line in made]
 
 
-def block(frame: Frame, width: int, height: int) -> Block:
+def block(frame: Frame, width: int, height: int) -> list[Line]:
     """The latest ended operations, and the latest events below them; the newest of each first.
 
     Args:
@@ -116,7 +116,7 @@ def block(frame: Frame, width: int, height: int) -> Block:
         Exactly `height` lines of `width` cells, in a box where the screen has room for boxes.
     """
     if height <= 0 or width <= 0:
-        return Block()
+        return []
     framed, inner, room = inside(frame, width, height)
     room -= not framed
     past = list(reversed(frame.model.past.checkpoints))

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.views import cells, history, threads
-from fastckpt_top.views.boxes import Block, box, inside
+from fastckpt_top.views.boxes import box, inside
 from fastckpt_top.views.paint import Frame, Line, scrolled
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ def paint(frame: Frame, room: int) -> list[Line]:
         return body
     dash = "-" if frame.glyphs is text.ASCII else "\N{EN DASH}"
     note = f"{first + 1}{dash}{first + len(part)} of {len(lines)}" if part else ""
-    return box(frame, Block(body), title, Line(note, "dim"), frame.width, room).lines
+    return box(frame, body, title, Line(note, "dim"), frame.width, room)
 
 
 def _threads(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:

@@ -7,7 +7,7 @@ from typing import Final
 from fastckpt_top import text
 from fastckpt_top.views import cells, footer, graph, history, lists, operation, table, threads
 from fastckpt_top.views import help as help_view
-from fastckpt_top.views.boxes import Block, beside, boxed, stack
+from fastckpt_top.views.boxes import beside, boxed
 from fastckpt_top.views.paint import Frame, Line, Screen
 
 WIDE: Final = 120
@@ -33,65 +33,50 @@ def paint(frame: Frame) -> Screen:
     Returns:
         Exactly as many lines as the frame is high, each as wide as it.
     """
-    screen = Screen()
     width, height = frame.width, frame.height
     if width < 1 or height < 1:
-        return screen
+        return Screen([])
     if frame.ui.help:
-        screen.lines = help_view.lines(frame)
-        return screen
+        return Screen(help_view.lines(frame))
     if height == 1:
-        screen.lines = [operation.one_line(frame)]
-        return screen
-    bottom: list[Line] = []
-    if height >= TINY:
-        line, zones = footer.bottom(frame)
-        bottom = [line]
-        screen.actions = [(height - 1, start, end, action) for start, end, action in zones]
+        return Screen([operation.one_line(frame)])
+    bottom = [footer.bottom(frame)] if height >= TINY else []
     room = height - len(bottom)
     if not (frame.ops or frame.model.node.ranks or frame.model.rows) and frame.ui.view == "live":
-        body = Block([operation.title(frame), *empty(frame)] if height > 2 else empty(frame))  # noqa: PLR2004
+        body = [operation.title(frame), *empty(frame)] if height > 2 else empty(frame)  # noqa: PLR2004
     elif frame.ui.view == "live":
         body = _live(frame, room)
     else:
-        body = stack(Block([operation.title(frame)]), Block(lists.paint(frame, room - 1)))
-    lines = [*body.lines[:room], *(Line() for _ in range(room - len(body.lines))), *bottom]
-    screen.lines = [line.fill(width) for line in lines]
-    screen.rows = {line: key for line, key in body.rows.items() if line < room}
-    screen.actions += [action for action in body.actions if action[0] < room]
-    return screen
+        body = [operation.title(frame), *lists.paint(frame, room - 1)]
+    lines = [*body[:room], *(Line() for _ in range(room - len(body))), *bottom]
+    return Screen([line.fill(width) for line in lines])
 
 
-def _live(frame: Frame, room: int) -> Block:
+def _live(frame: Frame, room: int) -> list[Line]:
     """Running operations, the graph, the ranks with the history beside them, the threads of the selected rank."""
     width = frame.width
     top = operation.block(frame, width)
-    left = room - len(top.lines)
+    left = room - len(top)
     row = frame.ui.selection(frame.ui.shown(frame.model))
     if not boxed(frame):
-        if frame.ui.layout == "graph":
-            return stack(top, graph.block(frame, width, left))
-        below = Block()
+        below = []
         if row is not None and left >= THREADS:  # a line has room for the thread that matters most
-            below = Block([Line("  ").extend(cells.slowest_thread(frame, row, width - 2)).fill(width)])
-        return stack(top, table.block(frame, width, left - len(below.lines)), below)
-    if frame.ui.layout == "graph":
-        return stack(top, graph.block(frame, width, left))
+            below = [Line("  ").extend(cells.slowest_thread(row, width - 2)).fill(width)]
+        return [*top, *table.block(frame, width, left - len(below)), *below]
     side = min(max(HISTORY[0], width // 4), HISTORY[1]) if width >= WIDE else 0
     high_graph, high_ranks, high_threads = share_out(
         left,
         table.wanted(frame, width - side),
         0 if row is None else threads.wanted(frame, row),
-        graph=frame.ui.layout == "all",
+        graph=frame.ui.graph,
     )
-    parts = [top]
-    if high_graph:
-        parts.append(graph.block(frame, width, high_graph))
-    body = table.block(frame, width - side, high_ranks)
-    parts.append(beside(body, history.block(frame, side, high_ranks)) if side else body)
-    if high_threads and row is not None:
-        parts.append(threads.block(frame, row, width, high_threads))
-    return stack(*parts)
+    ranks = table.block(frame, width - side, high_ranks)
+    return [
+        *top,
+        *(graph.block(frame, width, high_graph) if high_graph else ()),
+        *(beside(ranks, history.block(frame, side, high_ranks)) if side else ranks),
+        *(threads.block(frame, row, width, high_threads) if high_threads and row is not None else ()),
+    ]
 
 
 def share_out(room: int, ranks: int, threads: int, *, graph: bool) -> tuple[int, int, int]:

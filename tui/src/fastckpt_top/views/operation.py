@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.rows import Verdict, share
 from fastckpt_top.views import cells, footer
-from fastckpt_top.views.boxes import Block, box, boxed, by_rank, words
+from fastckpt_top.views.boxes import box, boxed, by_rank, words
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ def columns(width: int) -> Columns:
     return Columns(0, 0, 0, 0)
 
 
-def block(frame: Frame, width: int) -> Block:
+def block(frame: Frame, width: int) -> list[Line]:
     """The box, or the same lines without one.
 
     Args:
@@ -74,10 +74,10 @@ def block(frame: Frame, width: int) -> Block:
     """
     if not boxed(frame):
         top = [title(frame)] if frame.height >= 10 or frame.frozen else []  # noqa: PLR2004
-        return Block([line.fill(width) for line in (*top, *lines(frame, width))])
-    inner = Block(lines(frame, width - 4))
+        return [line.fill(width) for line in (*top, *lines(frame, width))]
+    inner = lines(frame, width - 4)
     foot = footer.urgent(frame), footer.last_checkpoint(frame)
-    return box(frame, inner, _names(frame), _facts(frame, width), width, len(inner.lines) + 2, foot)
+    return box(frame, inner, _names(frame), _facts(frame, width), width, len(inner) + 2, foot)
 
 
 def lines(frame: Frame, width: int) -> list[Line]:

@@ -1,8 +1,8 @@
-"""Lines of styled text, and the meaning of clicks on the screen. Pure."""
+"""Lines of styled text. Pure."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
@@ -93,17 +93,9 @@ class Line:
 
 @dataclass(slots=True)
 class Screen:
-    """A painted screen.
+    """A painted screen: its lines from top to bottom, each as wide as it."""
 
-    Attributes:
-        lines: From top to bottom, each as wide as the screen.
-        rows: Line number -> key of the row that it shows.
-        actions: Line, first and last cell, action, of each word that can be clicked.
-    """
-
-    lines: list[Line] = field(default_factory=list)
-    rows: dict[int, str] = field(default_factory=dict)
-    actions: list[tuple[int, int, int, str]] = field(default_factory=list)
+    lines: list[Line]
 
     @property
     def plain(self) -> str:

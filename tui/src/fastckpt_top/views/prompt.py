@@ -1,4 +1,4 @@
-"""The line that asks the user for a word."""
+"""The line that asks the user for a filter."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ class Prompt(Input):
     """A line for input at the bottom, shown only during input.
 
     Attributes:
-        asking: The question; empty if there is none.
+        asking: Whether it is shown.
     """
 
     DEFAULT_CSS = """
@@ -18,30 +18,18 @@ class Prompt(Input):
     """
 
     def __init__(self) -> None:
-        super().__init__(compact=True)
-        self.asking = ""
+        super().__init__(placeholder="filter: rank, pid, job, label, state", compact=True)
+        self.asking = False
 
-    def ask(self, what: str, hint: str, value: str = "") -> None:
-        """Ask.
-
-        Args:
-            what: Becomes `asking`.
-            hint: Shown while nothing is typed.
-            value: To begin with.
-        """
-        self.asking = what
-        self.placeholder = hint
+    def ask(self, value: str) -> None:
+        """Ask, beginning with a value."""
+        self.asking = True
         self.value = value
         self.add_class("-shown")
         self.focus()
 
-    def close(self) -> str:
-        """Ask no more.
-
-        Returns:
-            The answer.
-        """
-        asked, self.asking = self.asking, ""
+    def close(self) -> None:
+        """Ask no more."""
+        self.asking = False
         self.remove_class("-shown")
         self.screen.set_focus(None)
-        return asked

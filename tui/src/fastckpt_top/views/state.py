@@ -6,48 +6,15 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from fastckpt_top.model import Model
     from fastckpt_top.rows import Row
 
 VIEWS: Final = ("live", "threads", "history", "events")
-SORTS: Final = ("worst", "rank", "rate", "target", "done", "eta", "state", "pid")
-SORT_WORDS: Final = {
-    "worst": ("slowest first", "slowest last"),
-    "rank": ("by rank", "by rank, last first"),
-    "rate": ("fastest first", "least GB/s first"),
-    "target": ("most of target first", "least of target first"),
-    "done": ("most done first", "least done first"),
-    "eta": ("last to end first", "first to end first"),
-    "state": ("by state", "by state, backwards"),
-    "pid": ("by pid", "by pid, last first"),
-}
-"""What each of them is called, and its reverse."""
-RISING: Final = ("rank", "state", "pid")
-"""Those that begin with the least."""
-MODES: Final = ("current", "average", "total")
-LAYOUTS: Final = ("all", "ranks", "graph")
-"""Everything; without the graph; the graph alone."""
-
-
-def _last(value: float | None) -> float:
-    return float("-inf") if value is None else value
-
-
+SORTS: Final = {"worst": "slowest first", "rank": "by rank"}
+"""Orders of the ranks, and what each is called."""
 PINNED: Final = 40.0
 """Rows change places when `Row.worst` of one is so much above that of another over it: a tenth of a target, or of the
 time left, is noise."""
-
-_KEYS: Final[dict[str, Callable[[Row], tuple[float | str, ...]]]] = {
-    "rank": lambda row: (_last(row.rank) if row.rank is not None else float("inf"),),
-    "rate": lambda row: (-_last(row.rate if row.rate is not None else row.average),),
-    "target": lambda row: (-_last(row.average / row.target if row.average is not None and row.target else None),),
-    "done": lambda row: (-_last(row.progress),),
-    "eta": lambda row: (-_last(row.eta_s),),
-    "state": lambda row: (row.state,),
-    "pid": lambda row: (row.pid,),
-}
 
 
 @dataclass(slots=True)
@@ -58,11 +25,8 @@ class Ui:
         view: One of `VIEWS`.
         selected: Key of the selected row; empty to follow the worst.
         sort: One of `SORTS`.
-        reverse: Sort the other way round.
         filter: Only rows whose rank, pid, job, label, state or engine contains this.
-        active_only: Only rows with a running operation.
-        mode: The contents of the GB/s column, one of `MODES`.
-        layout: The contents of the live view: one of `LAYOUTS`.
+        graph: Whether there is a graph, where it has room.
         help: The help is shown.
         recording: File being recorded to; empty if none.
         notice: A message for the line above the keys; empty if none.
@@ -76,11 +40,8 @@ class Ui:
     view: str = "live"
     selected: str = ""
     sort: str = "worst"
-    reverse: bool = False
     filter: str = ""
-    active_only: bool = False
-    mode: str = "current"
-    layout: str = "all"
+    graph: bool = True
     help: bool = False
     recording: str = ""
     notice: str = ""
@@ -108,11 +69,7 @@ class Ui:
         """
         pinned = pin(rows, self.order)
         self.order = [row.key for row in pinned]
-        shown = [row for row in pinned if self._matches(row) and (row.running or not self.active_only)]
-        if self.sort == "worst":
-            return shown[::-1] if self.reverse else shown
-        inside = sorted(shown, key=_KEYS["rank"])
-        return sorted(inside, key=_KEYS[self.sort], reverse=self.reverse)
+        return [row for row in (pinned if self.sort == "worst" else rows) if self._matches(row)]
 
     def selection(self, rows: list[Row]) -> Row | None:
         """The selected row of those shown.
@@ -128,11 +85,6 @@ class Ui:
                 return row
         places = {key: place for place, key in enumerate(self.order)}
         return min(rows, key=lambda row: places.get(row.key, len(places)), default=None)
-
-    def sort_by(self, column: str) -> None:
-        """Sort by a column, or in reverse order if it is already the one."""
-        if column in SORTS:
-            self.sort, self.reverse = column, column == self.sort and not self.reverse
 
     def clear(self) -> None:
         """Show all rows, and follow the worst again."""

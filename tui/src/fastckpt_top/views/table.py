@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views import cells, grid
-from fastckpt_top.views.boxes import BORDERS, SIDES, Block, box, boxed, inside, stack, words
+from fastckpt_top.views.boxes import BORDERS, SIDES, box, boxed, inside, words
 from fastckpt_top.views.columns import Column, Columns
 from fastckpt_top.views.paint import Frame, Line
-from fastckpt_top.views.state import RISING, SORT_WORDS
+from fastckpt_top.views.state import SORTS
 
 if TYPE_CHECKING:
     from fastckpt_top.rows import Row
@@ -27,10 +27,6 @@ MOST: Final = 0.6
 """Share of the screen's height that the ranks ask for at most, unless it takes more to show them all."""
 OPTIONAL: Final = ("wait", "state", "eta", "bar", "done", "engine", "threads", "spark", "gpu", "pid")
 """Columns that may be missing, the most important first. Rank, rate and percentage never are."""
-SORTING: Final = {
-    "rank": "rank", "pid": "pid", "state": "state", "rate": "rate", "percent": "target", "done": "done", "eta": "eta",
-}  # fmt: skip
-"""Columns that are sorted by."""
 
 
 def columns(rows: list[Row], width: int) -> Columns:
@@ -76,7 +72,7 @@ def wanted(frame: Frame, width: int) -> int:
     return min(max(LEAD + size.lines(len(shown) - LEAD), most), len(shown)) + around
 
 
-def block(frame: Frame, width: int, height: int) -> Block:
+def block(frame: Frame, width: int, height: int) -> list[Line]:
     """The ranks of the job that is shown.
 
     Args:
@@ -88,22 +84,20 @@ def block(frame: Frame, width: int, height: int) -> Block:
         Exactly `height` lines of `width` cells, in a box where the screen has room for boxes.
     """
     if height <= 0 or width <= 0:
-        return Block()
+        return []
     shown = frame.ui.shown(frame.model)
     framed, inner, room = inside(frame, width, height)
-    made = Block()
     cols = columns(_all(frame), inner)
-    if room >= TINY or room > len(shown):
-        made = _head(frame, cols)
-    body, note = _body(frame, shown, cols, room - len(made.lines))
-    made = stack(made, body)
+    head = [_head(frame, cols)] if room >= TINY or room > len(shown) else []
+    body, note = _body(frame, shown, cols, room - len(head))
+    made = [*head, *body]
     if framed:
         row = frame.ui.selection(shown)
-        slowest = Line() if row is None else cells.slowest_thread(frame, row, inner // 2)
+        slowest = Line() if row is None else cells.slowest_thread(row, inner // 2)
         foot = _legend(frame, inner - slowest.width - 6), slowest
         return box(frame, made, _title(frame, shown), Line(note, "dim"), width, height, foot)
-    made.lines += [Line() for _ in range(height - len(made.lines))]
-    for line in made.lines:
+    made += [Line() for _ in range(height - len(made))]
+    for line in made:
         chosen = line.selected
         line.fill(width)
         line.selected = width if chosen else 0
@@ -130,55 +124,36 @@ def _named(rows: list[Row]) -> int:
 
 
 def _title(frame: Frame, shown: list[Row]) -> Line:
-    """`8 ranks`, how they are sorted, and the filter."""
+    """`8 ranks`, their order, and the filter."""
     ui, glyphs = frame.ui, frame.glyphs
     line = Line(text.count(len({row.proc_key for row in shown}), "rank"), "title")
-    sign = glyphs.rising if (ui.sort in RISING) != ui.reverse else glyphs.falling
-    line.add(f" {glyphs.middot} ", "dim").add(f"{SORT_WORDS[ui.sort][ui.reverse]} {sign}", "head")
-    if ui.mode != "current":
-        line.add(f" {glyphs.middot} ", "dim").add({"average": "averages", "total": "GB done"}[ui.mode], "low")
-    if ui.active_only:
-        line.add(f" {glyphs.middot} ", "dim").add("running only", "low")
+    line.add(f" {glyphs.middot} ", "dim").add(SORTS[ui.sort], "head")
     if ui.filter:
         line.add(f" {glyphs.middot} ", "dim").add(f"filter {frame.say(text.cut(ui.filter, 20))}", "low")
     return line
 
 
-def _head(frame: Frame, cols: Columns) -> Block:
-    """The head; a click on a word sorts by its column."""
-    made = Block()
-    ui, glyphs = frame.ui, frame.glyphs
-    sign = glyphs.rising if (ui.sort in RISING) != ui.reverse else glyphs.falling
-    line = Line(sign if ui.sort == "worst" else " ", "key")
-    made.actions.append((0, 0, 0, "sort_by('worst')"))
-
-    heads: dict[str, str | Line] = {"rate": cells.MODES[ui.mode]}
+def _head(frame: Frame, cols: Columns) -> Line:
+    heads: dict[str, str | Line] = {}
     targets = {row.target for row in _all(frame) if row.target}
     if cols["bar"]:
-        heads["bar"] = cells.gauge_head(cols["bar"], targets.pop() if len(targets) == 1 else None, glyphs)
+        heads["bar"] = cells.gauge_head(cols["bar"], targets.pop() if len(targets) == 1 else None, frame.glyphs)
     if len(seconds := f"last {cols['spark'] * COLUMN_S:.0f} s") <= cols["spark"]:
         heads["spark"] = seconds
-    sorted_by = next((name for name, sort in SORTING.items() if sort == ui.sort), "")
-    for name, (start, end) in cols.places().items():
-        if name in SORTING:
-            made.actions.append((0, start, end, f"sort_by({SORTING[name]!r})"))
-    made.lines.append(cols.head(line, heads, sorted_by, sign))
-    return made
+    return cols.head(heads)
 
 
 def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
     """One rank's line."""
     glyphs = frame.glyphs
-    found = cells.figure(frame, row)
+    found = cells.figure(row)
     state = cells.state(row)
-    done = row.done if row.total else None
-    known = found.rate is not None if frame.ui.mode != "total" else done is not None
     parts: dict[str, tuple[str, str] | Line] = {
         "rank": (cells.name(row), "strong" if row.straggler else "text"),
         "gpu": ("-" if row.gpu is None else str(row.gpu), "dim"),
         "pid": (str(row.pid), "dim"),
         "state": (state, cells.STATE_STYLES.get(state, "strong")),
-        "rate": (cells.amount(frame, found.rate, done), found.style if known else "dim"),
+        "rate": (text.rate(found.rate), found.style),
         "bar": cells.gauge(found.share, cols["bar"], found.style, glyphs),
         "percent": (cells.percent(found.share, cols["percent"]), found.style),
         "spark": (
@@ -196,11 +171,11 @@ def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:
     return line
 
 
-def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Block, str]:
+def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[list[Line], str]:
     """The rows in at most ``room`` lines, with a grid if they do not fit, and words for which of them are shown."""
     if not shown:
-        words = f"no rank matches {frame.say(frame.ui.filter)!r}" if frame.ui.filter else "no running operation"
-        return Block([Line(f"  {words}", "dim")] if room > 0 else []), "0 of 0"
+        words = f"no rank matches {frame.say(frame.ui.filter)!r}" if frame.ui.filter else "no rank"
+        return [Line(f"  {words}", "dim")] if room > 0 else [], "0 of 0"
     count = len(shown)
     chosen = frame.ui.selection(shown)
     if count > room >= LEAD + 2:
@@ -210,20 +185,18 @@ def _body(frame: Frame, shown: list[Row], cols: Columns, room: int) -> tuple[Blo
     first = max(0, min(max(min(first, at), at - room + 1), count - room))
     frame.ui.scroll["live"] = first
     part = shown[first : first + max(room, 0)]
-    made = Block([rank_line(frame, row, cols, selected=row is chosen) for row in part])
-    made.rows = {line: row.key for line, row in enumerate(part)}
+    made = [rank_line(frame, row, cols, selected=row is chosen) for row in part]
     dash = "-" if frame.glyphs is text.ASCII else "\N{EN DASH}"
     return made, f"{first + 1}{dash}{first + len(part)} of {count}" if part else f"0 of {count}"
 
 
-def _with_grid(frame: Frame, shown: list[Row], chosen: Row | None, cols: Columns, room: int) -> tuple[Block, str]:
+def _with_grid(frame: Frame, shown: list[Row], chosen: Row | None, cols: Columns, room: int) -> tuple[list[Line], str]:
     size = grid.size(shown[LEAD:], _named(_all(frame)), cols.width, room - LEAD)
     lead = LEAD
     while lead + 1 + size.lines(len(shown) - lead - 1) <= room:
         lead += 1
-    above = Block([rank_line(frame, row, cols, selected=row is chosen) for row in shown[:lead]])
-    above.rows = {line: row.key for line, row in enumerate(shown[:lead])}
+    above = [rank_line(frame, row, cols, selected=row is chosen) for row in shown[:lead]]
     below, count = grid.block(frame, shown[lead:], chosen, size, room - lead)
     every, hidden = len(shown), len(shown) - lead - count
     note = f"{every} of {every}" if not hidden else f"{lead + count} of {every}, {hidden} not shown"
-    return stack(above, below), note
+    return [*above, *below], note

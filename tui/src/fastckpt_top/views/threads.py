@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views import cells
-from fastckpt_top.views.boxes import BORDERS, Block, boxed, inside, titled
+from fastckpt_top.views.boxes import BORDERS, boxed, inside, titled
 from fastckpt_top.views.columns import Column, Columns
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
@@ -53,26 +53,26 @@ def head(frame: Frame, cols: Columns, target: float | None) -> Line:
         cols: Its columns.
         target: Bytes/s of a thread where all have the same; else None.
     """
-    heads: dict[str, str | Line] = {"rate": cells.MODES[frame.ui.mode]}
+    heads: dict[str, str | Line] = {}
     if cols["bar"]:
         heads["bar"] = cells.gauge_head(cols["bar"], target, frame.glyphs)
     if len(trend := f"last {cols['spark'] * COLUMN_S:.0f} s") <= cols["spark"]:
         heads["spark"] = trend
     if cols["wait"] < len("WAITS FOR"):
         heads["wait"] = "WAITS"
-    return cols.head(Line(" "), heads)
+    return cols.head(heads)
 
 
 def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns) -> Line:
     """One thread: mark, colour and percentage judge the figure beside them against its share of the rank's target."""
     glyphs = frame.glyphs
-    found = cells.thread_figure(frame, thread)
+    found = cells.thread_figure(thread)
     parts: dict[str, tuple[str, str] | Line] = {
         "rank": (cells.name(row), "text"),
         "thread": (f"w{thread.index}", "strong" if thread.slow else "dim"),
         "tid": (str(thread.tid), "dim"),
         "state": (thread.state[: cells.STATE], cells.STATE_STYLES.get(thread.state, "text")),
-        "rate": (cells.amount(frame, found.rate, thread.done), found.style),
+        "rate": (text.rate(found.rate), found.style),
         "bar": cells.gauge(found.share, cols["bar"], found.style, glyphs),
         "percent": (cells.percent(found.share), found.style),
         "spark": (
@@ -97,7 +97,7 @@ def wanted(frame: Frame, row: Row) -> int:
     return len(row.threads) + (1 if row.threads else 0) + DETAILS + (BORDERS if boxed(frame) else 1)
 
 
-def block(frame: Frame, row: Row, width: int, height: int) -> Block:
+def block(frame: Frame, row: Row, width: int, height: int) -> list[Line]:
     """The selected rank in full: its threads, the worst first if they do not fit, and other facts about it.
 
     Args:
@@ -110,7 +110,7 @@ def block(frame: Frame, row: Row, width: int, height: int) -> Block:
         Exactly `height` lines of `width` cells, in a box where the screen has room for boxes.
     """
     if height <= 0 or width <= 0:
-        return Block()
+        return []
     framed, inner, room = inside(frame, width, height)
     room -= not framed
     share = cells.thread_target([row])
@@ -136,7 +136,7 @@ def _body(frame: Frame, row: Row, width: int, room: int) -> list[Line]:
     if len(threads) > left:
         kept = max(left - 1, 1)
         hidden = len(threads) - kept if left > 1 else 0
-        threads = cells.worst_first(frame, row)[:kept]
+        threads = cells.worst_first(row)[:kept]
     made += [thread_line(frame, row, thread, cols) for thread in threads]
     if hidden:
         made.append(Line(f"  {hidden} more, none of them worse: Enter shows all", "dim"))
