@@ -162,7 +162,7 @@ class Leftover:
             was about to replace, or the save itself) or ``foreign`` (no checkpoint; a killed save had moved it aside).
         bytes: bytes of its files.
         changed: seconds since 1970 when something was last made, removed or renamed in it, or written to a file of it.
-        due: whether :func:`clean` removes it, as it was called, unless ``dry_run``.
+        due: whether :func:`fastckpt.clean` removes it, as it was called, unless ``dry_run``.
         removed: whether it was removed.
         error: why it could not be removed, or None.
     """

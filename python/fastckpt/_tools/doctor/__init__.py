@@ -72,8 +72,8 @@ def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
 
     Args:
         path: the directory that holds the checkpoints. If it does not exist, that is the finding.
-        probe: measure as well: write and read for about two seconds, plainly and through :func:`save` and
-            :func:`load`.
+        probe: measure as well: write and read for about two seconds, plainly and through
+            :func:`fastckpt.save` and :func:`fastckpt.load`.
 
     Returns:
         The diagnosis. Problems with the directory are findings, not exceptions.

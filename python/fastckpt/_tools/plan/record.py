@@ -65,7 +65,7 @@ class Plan:
         goodput_wanted: the requested share of time, or the usual 0.95.
         interval: seconds from checkpoint to checkpoint.
         interval_rule: where it comes from, in words.
-        interval_goodput: the interval for the wanted goodput (:func:`fastckpt._interval.goodput_rule`).
+        interval_goodput: the interval for the wanted goodput: ``(1 - goodput) * mttf``.
         interval_young: Young's, and the stall.
         interval_daly: Daly's, and the stall.
         interval_best: the exact minimum of Daly's model.
@@ -163,7 +163,7 @@ class Plan:
 
     @property
     def lost_seconds(self) -> float:
-        """Training lost with a failure, on average: see :func:`fastckpt._interval.lost_work`."""
+        """Seconds between the last durable checkpoint and a failure, on average, failures coming at random."""
         return formulas.lost_work(self.interval, self.mttf, self.seconds - self.stall)
 
     @property
@@ -175,7 +175,7 @@ class Plan:
 
     @property
     def goodput(self) -> float:
-        """The share of time that becomes training that is kept, by :func:`fastckpt._interval.expected_goodput`."""
+        """The share of time that becomes training that is kept, by Daly's complete cost function."""
         away = self.restart + self.restore_seconds
         return formulas.expected_goodput(self.interval, self.stall, self.mttf, away, self.seconds - self.stall)
 

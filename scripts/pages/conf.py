@@ -1,0 +1,89 @@
+"""Sphinx's configuration."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import warnings
+from typing import Any
+
+from docutils import nodes
+from pages import api
+from sphinx.addnodes import pending_xref, pending_xref_condition
+
+import fastckpt
+
+warnings.simplefilter("ignore")  # of the frameworks that autodoc imports
+
+project = "fastckpt"
+copyright = "the authors of fastckpt, Apache-2.0"  # noqa: A001 - Sphinx's name
+version = release = fastckpt.__version__
+root_doc = "index"
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+# A role that names nothing is a warning, and scripts/docs makes warnings errors.
+nitpicky = True
+
+myst_heading_anchors = 4
+highlight_language = "text"
+default_role = "code"
+
+autodoc_typehints_format = "short"
+autodoc_member_order = "bysource"
+autodoc_inherit_docstrings = False
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+napoleon_numpy_docstring = False
+
+# Search works from a disk, too, where a browser refuses to fetch the pages for extracts of them.
+html_show_search_summary = False
+html_theme = "furo"
+html_title = f"fastckpt {release}"
+html_copy_source = html_show_sourcelink = html_show_sphinx = False
+html_theme_options = {"navigation_with_keys": True}
+pygments_style, pygments_dark_style = "friendly", "github-dark"
+
+#: A page of the repository that a docstring names.
+_PAGE = re.compile(r"\bdocs/((?:\w+/)*[\w-]+)\.md\b")
+
+
+def _link_pages(_app: Any, _what: str, _name: str, _value: Any, _options: Any, lines: list[str]) -> None:
+    lines[:] = [_PAGE.sub(r":doc:`/\1`", line) for line in lines]
+
+
+def _public() -> dict[str, str]:
+    """The full public name of each class, by where it is defined, and by its name alone if that is the only one."""
+    found: dict[str, str] = {}
+    several: set[str] = set()
+    for module, names in api.surface().items():
+        for name in names:
+            value = getattr(importlib.import_module(module), name)
+            if isinstance(value, type):
+                several |= {name} & found.keys()
+                found |= dict.fromkeys((f"{module}.{name}", f"{value.__module__}.{name}", name), f"{module}.{name}")
+    return {name: full for name, full in found.items() if name not in several}
+
+
+def _link_types(app: Any, doctree: nodes.document) -> None:
+    """Public types are linked from signatures, lists of errors and docstrings, by whichever of their names.
+
+    Other types in signatures are text. What else a role names stays as it is, and is checked.
+    """
+    for node in [*doctree.findall(pending_xref)]:
+        if node["refdomain"] == "py":
+            full = app.fastckpt_names.get(node["reftarget"].lstrip("."))
+            if full is not None:
+                node["reftarget"], node["refspecific"] = full, False
+            elif "refdoc" not in node:  # no role
+                shown = [one for one in node.children if getattr(one, "get", {}.get)("condition") != "*"]
+                node.replace_self([text for one in shown for text in _shown(one)])
+
+
+def _shown(node: nodes.Node) -> list[nodes.Node]:
+    return list(node.children) if isinstance(node, pending_xref_condition) else [node]
+
+
+def setup(app: Any) -> None:
+    """Called by Sphinx."""
+    app.fastckpt_names = _public()
+    app.connect("autodoc-process-docstring", _link_pages)
+    app.connect("doctree-read", _link_types)
