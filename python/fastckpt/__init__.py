@@ -1,7 +1,7 @@
 """Durable, atomic checkpoints of training state, in the open safetensors format.
 
-fastckpt.save(state, "step-1000")        # durable and whole when it returns
-state = fastckpt.load("step-1000")       # the same nested structure, tensors and all
+>>> fastckpt.save(state, "step-1000")        # durable and whole when it returns
+>>> state = fastckpt.load("step-1000")       # the same nested structure, tensors and all
 
 save_async saves beside training, and open reads single tensors. Manager looks after the checkpoints of a run. All ranks
 of a job call fastckpt.distributed, or fastckpt.dcp through torch.distributed.checkpoint. fastckpt.tools plans, and

@@ -13,25 +13,28 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 _HEAD = "Python API\n==========\n\nEvery public name, module by module, as its docstring describes it.\n"
-#: A line of the surface: its depth, whether it is a class, its name, and what follows.
-_LINE = re.compile(r"(?P<depth> *)(?P<kind>class )?(?P<name>[\w.]+)(?P<rest>.*)")
+#: A line of the surface: a module, a name that it defines, or a member of a class.
+_LINE = re.compile(
+    r"(?P<module>[\w.]+):|  (?:class )?(?P<name>\w+)(?!: )(?:\W.*)?|    (?P<member>\w+).*|  \w+: (?:a module|as .*)"
+)
 
 
 def surface() -> dict[str, dict[str, list[str]]]:
     """Modules, the names that each defines, and of each class the members."""
     found: dict[str, dict[str, list[str]]] = {}
     names: dict[str, list[str]] = {}
+    members: list[str] = []
     for line in (ROOT / "tests" / "api" / "surface.txt").read_text(encoding="utf-8").splitlines():
         match = _LINE.fullmatch(line)
-        assert match, line
-        depth, name, rest = len(match["depth"]), match["name"], match["rest"]
-        if depth == 0:
-            names = found.setdefault(name, {})
-        elif depth == 2 and rest != ": a module" and not rest.startswith(": as "):
-            members = names.setdefault(name, [])
-        elif depth == 4:
-            members.append(name)
-    return {module: names for module, names in found.items() if names}
+        if match is None:
+            raise ValueError(f"tests/api/surface.txt: {line!r}")
+        if match["module"]:
+            names = found.setdefault(match["module"], {})
+        elif match["name"]:
+            members = names.setdefault(match["name"], [])
+        elif match["member"]:
+            members.append(match["member"])
+    return found
 
 
 def pages() -> dict[str, str]:
@@ -41,8 +44,8 @@ def pages() -> dict[str, str]:
     found = {"api.rst": f"{_HEAD}\n.. toctree::\n   :maxdepth: 1\n\n{listed}\n"}
     for module, names in modules.items():
         parts = [module, "=" * len(module), "", f".. automodule:: {module}", ""]
-        for name, members in names.items():
-            parts += [*_entry(module, name, members), ""]
+        for name in sorted(names, key=str.swapcase):  # functions first
+            parts += [*_entry(module, name, names[name]), ""]
         found[f"api/{module}.rst"] = "\n".join(parts)
     return found
 

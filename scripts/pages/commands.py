@@ -21,12 +21,10 @@ def pages() -> dict[str, str]:
     """The page, by its path."""
     whole = _help("fastckpt")
     listed = whole.partition("COMMAND")[2]
-    sections = [_HEAD, _section("fastckpt", whole)]
-    for command in _COMMAND.findall(listed):
-        if command != "top":  # it has a program of its own
-            sections.append(_section(f"fastckpt {command}", _help("fastckpt", command)))
-    sections.append(_section("fastckpt-top", _help("fastckpt-top")))
-    return {"commands.md": "\n".join(sections)}
+    commands = [command for command in _COMMAND.findall(listed) if command != "top"]  # which has a program of its own
+    sections = [_section(f"fastckpt {command}", _help("fastckpt", command)) for command in commands]
+    last = _section("fastckpt-top", _help("fastckpt-top"))
+    return {"commands.md": "\n".join([_HEAD, _section("fastckpt", whole), *sections, last])}
 
 
 def _section(title: str, text: str) -> str:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import importlib
 import re
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from docutils import nodes
-from pages import api
 from sphinx.addnodes import pending_xref, pending_xref_condition
 
 import fastckpt
+from pages import api
+
+if TYPE_CHECKING:
+    from docutils import nodes
 
 warnings.simplefilter("ignore")  # of the frameworks that autodoc imports
 
 project = "fastckpt"
-copyright = "the authors of fastckpt, Apache-2.0"  # noqa: A001 - Sphinx's name
+copyright = "the authors of fastckpt, Apache-2.0"
 version = release = fastckpt.__version__
 root_doc = "index"
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
@@ -26,6 +28,7 @@ nitpicky = True
 myst_heading_anchors = 4
 highlight_language = "text"
 default_role = "code"
+smartquotes = False  # they make one dash of the two of an option
 
 autodoc_typehints_format = "short"
 autodoc_member_order = "bysource"
@@ -74,12 +77,14 @@ def _link_types(app: Any, doctree: nodes.document) -> None:
             if full is not None:
                 node["reftarget"], node["refspecific"] = full, False
             elif "refdoc" not in node:  # no role
-                shown = [one for one in node.children if getattr(one, "get", {}.get)("condition") != "*"]
-                node.replace_self([text for one in shown for text in _shown(one)])
+                node.replace_self([text for one in node.children for text in _shown(one)])
 
 
 def _shown(node: nodes.Node) -> list[nodes.Node]:
-    return list(node.children) if isinstance(node, pending_xref_condition) else [node]
+    """Of a name that is written in one of two ways the short one, which Sphinx would take for a link."""
+    if isinstance(node, pending_xref_condition):
+        return [] if node["condition"] == "*" else list(node.children)
+    return [node]
 
 
 def setup(app: Any) -> None:

@@ -1,18 +1,22 @@
-"""Lays out what Sphinx reads: the pages of the tree, sections, and pages that are made from code."""
+"""Lays out what Sphinx reads: the pages of the repository, sections, and pages that are made from code."""
 
 from __future__ import annotations
 
-import os
+import posixpath
 import re
-import tomllib
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+
+import tomllib
 
 from . import api, commands, examples
 
 ROOT = Path(__file__).parents[2]
-#: Pages that are made: each gives texts by the path of their file in the sources. The first is the page of the tree.
-MADE = {"api": api.pages, "commands": commands.pages, "examples": examples.pages}
+HOME = "README.md"
+#: Pages that are made: each function gives texts by their files. The first is the page of the tree.
+MADE = {"made:api": api.pages, "made:commands": commands.pages, "made:examples": examples.pages}
+#: Folders of the repository that pages link to, and are no entries of the tree.
+FOLDERS = {"docs/guides": "use-with.md", "examples/doors": "examples.md"}
 #: The target of a link, without its anchor.
 _TARGET = re.compile(r"(?<=\]\()[^()\s#]+(?=[#)])")
 
@@ -34,64 +38,62 @@ def tree() -> list[Section]:
 
 
 def place(page: str) -> str:
-    """Where a file of the repository lies in the sources: pages of docs/ as they do there, others by their names."""
-    inside = page.removeprefix("docs/")
-    folder, _, name = inside.rpartition("/")
-    if inside != page or name != "README.md":
-        return inside if inside != page else inside.lower()
-    return f"{folder or 'readme'}.md"
+    """The file in the sources for one of the repository: those of docs/ as they lie there, others by their names."""
+    if page == HOME:
+        return "index.md"
+    if page.startswith("docs/"):
+        return page.removeprefix("docs/")
+    folder, _, name = page.rpartition("/")
+    return f"{folder}.md" if name == "README.md" else page.lower().replace("_", "-")
 
 
 def write(to: Path) -> None:
     """Write the sources into an empty directory."""
     sections = tree()
-    pages = [page for section in sections for page in section.pages]
-    made = {name: MADE[name]() for name in (page.partition(":")[2] for page in pages if page.startswith("made:"))}
-    for texts in made.values():
-        for path, text in texts.items():
-            _put(to / path, text)
-    places = {page: place(page) for page in ("docs/index.md", *pages) if not page.startswith("made:")}
-    # A link to a folder leads to the page that shows what is in it.
-    places |= {"docs/guides": "use-with.md", "examples/doors": "examples.md"}
-    for page in places:
-        if (ROOT / page).is_file():
-            _put(to / places[page], _relinked(page, places, to))
-    home = [f"{section.title} <{section.name}>" for section in sections]
-    with (to / "index.md").open("a", encoding="utf-8") as index:
-        index.write(_toctree(home, "hidden:"))
+    entries = [HOME, *(page for section in sections for page in section.pages)]
+    folders = {entry.rstrip("/"): f"{place(entry).rstrip('/')}.md" for entry in entries if entry.endswith("/")}
+    inside = {
+        folder: sorted(one.relative_to(ROOT).as_posix() for one in (ROOT / folder).glob("*.md")) for folder in folders
+    }
+    pages = [entry for entry in entries if not entry.endswith("/") and entry not in MADE]
+    places = {page: place(page) for page in (*pages, *(page for found in inside.values() for page in found))}
+    if lost := {one.relative_to(ROOT).as_posix() for one in (ROOT / "docs").rglob("*.md")} - places.keys():
+        raise ValueError(f"docs/navigation.toml lacks {', '.join(sorted(lost))}: give each page a section")
+    texts = {places[page]: _relinked(page, {**places, **folders, **FOLDERS}, to) for page in places}
+    first = {}
+    for name in MADE.keys() & set(entries):
+        made = MADE[name]()
+        first[name] = next(iter(made))
+        texts |= made
+    for folder, file in folders.items():
+        title = folder.rpartition("/")[2].replace("-", " ").capitalize()
+        texts[file] = f"# {title}\n{_toctree([places[page] for page in inside[folder]])}"
     for section in sections:
-        entries = [
-            places[page] if page in places else next(iter(made[page.partition(":")[2]])) for page in section.pages
-        ]
-        names = [str(PurePosixPath(entry).with_suffix("")) for entry in entries]
-        _put(to / f"{section.name}.md", f"# {section.title}\n\n{section.about}\n{_toctree(names, 'maxdepth: 1')}")
+        files = [first.get(entry) or folders.get(entry.rstrip("/")) or places[entry] for entry in section.pages]
+        texts[f"{section.name}.md"] = f"# {section.title}\n\n{section.about}\n{_toctree(files)}"
+    texts["index.md"] += _toctree([section.name for section in sections], "hidden:")
+    for file, text in texts.items():
+        (to / file).parent.mkdir(parents=True, exist_ok=True)
+        (to / file).write_text(text, encoding="utf-8")
 
 
-def _toctree(entries: list[str], option: str) -> str:
-    return "\n".join(["", "```{toctree}", f":{option}", "", *entries, "```", ""])
-
-
-def _put(path: Path, text: str) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text, encoding="utf-8")
+def _toctree(files: list[str], option: str = "maxdepth: 1") -> str:
+    names = [posixpath.splitext(file)[0] for file in files]
+    return "\n".join(["", "```{toctree}", f":{option}", "", *names, "```", ""])
 
 
 def _relinked(page: str, places: dict[str, str], to: Path) -> str:
     """The text of a page, with its links to other files of the repository as they are in the sources."""
-    here = os.path.dirname(places[page])
+    here = posixpath.dirname(places[page])
 
     def target(match: re.Match[str]) -> str:
-        path = os.path.normpath(os.path.join(os.path.dirname(page), match[0]))
-        if path not in places and (ROOT / path).is_file():
-            # What is no page is a picture, or a file to take along.
-            places_of_file = path.removeprefix("docs/")
-            _copy(ROOT / path, to / places_of_file)
-            return os.path.relpath(places_of_file, here or ".")
-        return os.path.relpath(places[path], here or ".") if path in places else match[0]
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(page), match[0]))
+        if path not in places and not (ROOT / path).is_file():
+            return match[0]  # an address, or broken: Sphinx says so
+        if path not in places:  # a picture, or a file to take along
+            copy = to / place(path)
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            copy.write_bytes((ROOT / path).read_bytes())
+        return posixpath.relpath(places.get(path, place(path)), here or ".")
 
     return _TARGET.sub(target, (ROOT / page).read_text(encoding="utf-8"))
-
-
-def _copy(file: Path, to: Path) -> None:
-    to.parent.mkdir(parents=True, exist_ok=True)
-    to.write_bytes(file.read_bytes())

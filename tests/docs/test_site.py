@@ -1,0 +1,115 @@
+"""The site: every link leads somewhere, every public name is described, nothing is taken from another machine."""
+
+from __future__ import annotations
+
+import re
+import urllib.parse
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+#: What a page loads without being asked, by tag.
+LOADS = {"img": "src", "script": "src", "iframe": "src", "source": "src", "video": "src", "link": "href"}
+#: What stands in the head of a page about other pages, and loads nothing.
+RELATIONS = {"index", "search", "next", "prev", "canonical"}
+
+
+class Page(HTMLParser):
+    """The anchors of a page, its links, what it loads, and its text."""
+
+    def __init__(self, file):
+        super().__init__()
+        self.ids, self.links, self.loads, self.said = set(), [], [], []
+        self.feed(file.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        found = dict(attributes)
+        self.ids |= {found[name] for name in ("id", "name") if name in found}
+        if tag == "a" and "href" in found:
+            self.links.append(found["href"])
+        elif found.get(LOADS.get(tag)) is not None:
+            (self.links if found.get("rel") in RELATIONS else self.loads).append(found[LOADS[tag]])
+
+    def handle_data(self, data):
+        self.said.append(data)
+
+
+@pytest.fixture(scope="module")
+def pages(site):
+    return {file: Page(file) for file in sorted(site.rglob("*.html"))}
+
+
+def broken(file, link, pages):
+    """Why a link of a page leads nowhere, or nothing."""
+    address = urllib.parse.urlsplit(link)
+    if address.scheme or address.netloc:
+        return None if address.scheme in {"http", "https"} else f"{file.name}: {link}: what is that?"
+    to = (file.parent / urllib.parse.unquote(address.path)).resolve() if address.path else file
+    if not to.is_file():
+        return f"{file.name}: {link}: no such file"
+    anchor = urllib.parse.unquote(address.fragment)
+    if anchor and to in pages and anchor not in pages[to].ids:
+        return f"{file.name}: {link}: no such anchor"
+    return None
+
+
+def test_links_lead_somewhere(pages):
+    assert len(pages) > 50
+    found = [broken(file, link, pages) for file, page in pages.items() for link in page.links]
+    assert len(found) > 5000
+    assert [each for each in found if each] == []
+
+
+def test_broken_links_are_seen(pages):
+    file = next(file for file in pages if file.name == "index.html")
+    for link in ("nowhere.html", "install.html#nowhere", "#nowhere", "file:///etc/passwd"):
+        assert broken(file, link, pages), link
+    assert broken(file, "install.html#the-name", pages) is None
+
+
+def test_pages_load_nothing_from_elsewhere(site, pages):
+    found = {load for page in pages.values() for load in page.loads}
+    assert any(load.endswith(".svg") for load in found)
+    assert [load for load in found if urllib.parse.urlsplit(load).scheme not in {"", "data"} or load[:2] == "//"] == []
+    styles = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
+    assert [each for each in re.findall(r"url\(\s*[\"']?([^)\"']*)", styles) if "//" in each.split("data:")[0]] == []
+    assert "@import" not in styles
+
+
+def test_every_public_name_is_in_the_reference(pages):
+    """As tests/api/surface.txt lists them; what a class is made of may stand among its arguments."""
+    anchors = set().union(*(page.ids for file, page in pages.items() if file.parent.name == "api"))
+    lacking, module, owner, names = [], "", "", 0
+    for line in (ROOT / "tests" / "api" / "surface.txt").read_text(encoding="utf-8").splitlines():
+        depth, name = len(line) - len(line.lstrip()), re.search(r"(?:class )?([\w.]+)", line)[1]
+        names += 1
+        if depth == 0:
+            module, full = name, f"module-{name}"
+        elif depth == 2:
+            owner = name
+            full = f"module-{module}.{name}" if line.endswith(": a module") else f"{module}.{name}"
+            full = re.sub(".*: as ", "", line) if ": as " in line else full
+        else:
+            full = f"{module}.{owner}.{name}"
+        if full not in anchors and not _is_argument(module, owner, name):
+            lacking.append(full)
+    assert names > 400
+    assert lacking == []
+
+
+def _is_argument(module, owner, name):
+    from importlib import import_module
+    from inspect import getdoc
+
+    return f"\n    {name}: " in (getdoc(getattr(import_module(module), owner, None)) or "")
+
+
+def test_every_command_is_in_the_reference(pages):
+    (said,) = ("".join(page.said) for file, page in pages.items() if file.name == "commands.html")
+    table = (ROOT / "docs" / "command-line.md").read_text(encoding="utf-8").partition("\n## ")[0]
+    commands = set(re.findall(r"^\| `([a-z]+)\b.*", table, re.MULTILINE)) - {"top"}
+    assert len(commands) > 15
+    assert [command for command in commands if f"usage: fastckpt {command}" not in said] == []
+    assert "usage: fastckpt-top" in said
