@@ -17,7 +17,7 @@ def thread(index, share=1.0, count=4, **values):
     rate = None if share is None else share * target
     known = {
         "index": index, "tid": 5400 + index, "cpu": 0, "state": "WRITE", "rate": rate, "done": 10**9,
-        "in_flight": 8, "latency_s": 0.01, "latency_max_s": 0.2, "busy": 0.98, "source": 0.01, "limit": 0.0,
+        "in_flight": 8, "latency_s": 0.01, "latency_max_s": 0.2, "waits": {"disk": 0.98, "source": 0.01, "limit": 0.0},
         "target": target, "slow": False, "retries": 0, "shorts": 0, "errors": 0, "spark": (target,) * 20,
         "p50_s": 0.0069, "p99_s": 0.0495,
     }  # fmt: skip

@@ -471,13 +471,13 @@ def test_the_first_second_of_an_operation_does_not_show_what_the_one_before_wait
     look(model, 9.0, waits(rank, 9.0, begun=0.0, limit_ms=9000, seconds=9.0, done=GB))
     look(model, 9.5, waits(rank, 9.5, begun=9.4, limit_ms=9000, seconds=9.1, done=GB, ever=GB))
     (thread,) = model.rows[-1].threads
-    assert (thread.limit, thread.busy) == (0.0, pytest.approx(1.0))
+    assert (thread.waits["limit"], thread.waits["disk"]) == (0.0, pytest.approx(1.0))
 
 
 def test_an_operation_that_nobody_saw_begin_shows_its_waits_from_the_second_look_on():
     model, rank = Model(), Rank(threads=1)
     look(model, 9.5, waits(rank, 9.5, begun=9.4, limit_ms=9000, seconds=9.1, done=GB, ever=GB))
-    assert [(thread.limit, thread.busy) for thread in model.rows[-1].threads] == [(None, None)]
+    assert [thread.waits for thread in model.rows[-1].threads] == [{}]
     assert model.rows[-1].rate > GB
     look(model, 10.5, waits(rank, 10.5, begun=9.4, limit_ms=9800, seconds=9.2, done=2 * GB, ever=GB))
     look(model, 11.5, waits(rank, 11.5, begun=9.4, limit_ms=10600, seconds=9.3, done=3 * GB, ever=GB))

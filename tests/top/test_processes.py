@@ -171,7 +171,7 @@ def test_workers_that_the_storage_does_not_answer_make_the_process_d(shm, place)
     needs.root()
     needs.tool("fsfreeze", "util-linux")
     with mounts.mount("ext4") as point, saving(place, point / "step-7", 30 * MB, 3 * MB, FASTCKPT_IO="threads"):
-        assert eventually(lambda: list(place.glob("*.seg")))
+        assert eventually(lambda: shm.poll().procs)
         assert eventually(lambda: any(thread.bytes_op for _, thread in only(shm.poll()).threads))
         # Not the process as a whole: the thread that answers for it waits for its workers, as it should.
         assert only(shm.poll()).state in ("R", "S")
@@ -185,7 +185,7 @@ def test_workers_that_the_storage_does_not_answer_make_the_process_d(shm, place)
 
 def held_up(shm, place, hang, state):
     """The one rank, and its sentence, 5 looks of a second each after all workers came to stand still in a state."""
-    assert eventually(lambda: list(place.glob("*.seg")))
+    assert eventually(lambda: shm.poll().procs)
     assert eventually(lambda: any(thread.bytes_op for _, thread in only(shm.poll()).threads))
     model = Model()
 

@@ -226,7 +226,7 @@ def test_mark_colour_and_percentage_judge_the_same_figure(rate, average, moving)
 
 
 def test_a_rank_whose_threads_run_out_of_work_does_not_turn_red():
-    ended = tuple(thread(index, None, state="IDLE", busy=None) for index in range(3))
+    ended = tuple(thread(index, None, state="IDLE", waits={}) for index in range(3))
     row = rank(0, 0.25, average=TARGET, threads=(*ended, thread(3, 1.0)), verdict=Verdict.GOOD, progress=0.95)
     line = table.rank_line(frame([row]), row, table.columns([row], 76), selected=False)
     assert not {style for _, style in line.parts} & {"bad", "low"}

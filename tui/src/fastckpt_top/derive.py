@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.rows import Row, ThreadRow, bottleneck
 from fastckpt_top.segment import FLAG_NO_WORKERS, KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
-from fastckpt_top.window import percentile
+from fastckpt_top.window import WAITS, percentile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -28,21 +28,17 @@ def thread_row(
 ) -> ThreadRow:
     """The figures of a thread in an operation of so many seconds, which is behind below a rate of `floor` bytes/s."""
     last = track.last
-    latency = busy = source = limit = fsync = peers = None
+    latency, waits = None, {}
     ends = track.window.waits() if op.running and last.state != ThreadState.IDLE else None
     if ends is not None:
         old, new = ends
         span = new.mono - old.mono
         if new.requests > old.requests:
             latency = (new.latency_ns - old.latency_ns) / (new.requests - old.requests) / 1e9
-        busy = ratio(new.busy_ns - old.busy_ns, span * 1e9)
-        source = ratio(new.source_ns - old.source_ns, span * 1e9)
-        limit = ratio(new.limit_ms - old.limit_ms, span * 1e3)
-        fsync = ratio(new.fsync_ms - old.fsync_ms, span * 1e3)
-        peers = ratio(new.peers_ms - old.peers_ms, span * 1e3)
-        if last.state == ThreadState.PEERS and peers is not None:  # what goes on is counted when it ends
-            known = (busy or 0.0) + (source or 0.0) + (limit or 0.0) + (fsync or 0.0)
-            peers = max(peers, 1.0 - known)
+        both = zip(WAITS, old.waits or (), new.waits or (), strict=True)
+        waits = {kind: min(max((after - before) / span, 0.0), 1.0) for kind, before, after in both}
+        if last.state == ThreadState.PEERS:  # what goes on is counted when it ends
+            waits["peers"] = max(waits["peers"], 1.0 - sum(waits.values()) + waits["peers"])
     histogram, largest = track.histogram(), last.latency_max_ns / 1e9
     return ThreadRow(
         index=index,
@@ -55,11 +51,7 @@ def thread_row(
         in_flight=last.in_flight,
         latency_s=latency,
         latency_max_s=largest,
-        busy=busy,
-        source=source,
-        limit=limit,
-        fsync=fsync,
-        peers=peers,
+        waits=waits,
         target=target,
         slow=rate is not None and rate < floor and last.state not in _RESTING,
         retries=last.retries,
@@ -80,11 +72,6 @@ def thread_state(thread: Thread, op: OpTrack) -> str:
     return THREAD_STATES.get(thread.state, "?").upper()
 
 
-def ratio(part: float, whole: float) -> float | None:
-    """A share between 0 and 1; None if there is no whole."""
-    return min(max(part / whole, 0.0), 1.0) if whole > 0 else None
-
-
 def row_wait(state: str, threads: tuple[ThreadRow, ...]) -> tuple[str, float | None]:
     """The cause that holds a rank up, in the words of `bottleneck`, from the mean of its threads."""
     known = [waits for thread in threads if (waits := thread.waits)]
@@ -101,8 +88,9 @@ def held(track: OpTrack, *, silent: bool) -> str:
     waits for a page of its memory is `D`. A process that is `silent` as a whole may be frozen, with its requests.
     """
     stuck, op = track.proc.state == "D", track.op
-    doing = {thread.last.state: thread.last.in_flight for thread in track.threads.values()}
-    if doing.get(ThreadState.IO) and (stuck or not silent or op.flags & FLAG_NO_WORKERS):
+    doing = {thread.last.state for thread in track.threads.values()}
+    flying = any(thread.last.state == ThreadState.IO and thread.last.in_flight for thread in track.threads.values())
+    if flying and (stuck or not silent or op.flags & FLAG_NO_WORKERS):
         return "disk"
     if ThreadState.FSYNC in doing:
         return "fsync"

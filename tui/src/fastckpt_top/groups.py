@@ -7,7 +7,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top.rows import Checkpoint
-from fastckpt_top.segment import COPIES, ENGINES, FLAG_FALLBACK, FLAG_WHOLE, KINDS, History
+from fastckpt_top.segment import ENGINES, FLAG_FALLBACK, FLAG_WHOLE, KINDS, History
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping
@@ -49,6 +49,7 @@ class Group:
         kind: As in the segment.
         label: Base name of the target.
         step: Training step, -1 unknown.
+        copies: Whether it moves a checkpoint from place to place.
         members: Process -> its track.
         peak: Largest rate of all ranks together, bytes/s.
         gpus: GPUs while it ran; 0 not yet known.
@@ -69,6 +70,7 @@ class Group:
         self.kind = track.op.kind
         self.label = track.op.label
         self.step = track.op.step
+        self.copies = track.copies
         self.members: dict[str, OpTrack] = {track.proc.key: track}
         self.peak = 0.0
         self.gpus = 0
@@ -92,11 +94,6 @@ class Group:
     def running(self) -> bool:
         """Whether any rank continues."""
         return any(track.running for track in self.members.values())
-
-    @property
-    def copies(self) -> bool:
-        """Whether it moves a checkpoint from place to place."""
-        return self.kind in COPIES
 
     @property
     def start(self) -> float:

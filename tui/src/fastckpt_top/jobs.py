@@ -121,15 +121,15 @@ def matches(key: str, name: str, wanted: str) -> bool:
     return wanted in (key, name)
 
 
-def safe(past: Past, look: Look) -> dict[str, tuple[Safe, ...]]:
+def safe(past: Past, look: Look) -> dict[str, dict[str, Safe]]:
     """Of each job, the last save, and the last drain that left a whole checkpoint at the remote."""
     found: dict[str, dict[str, Safe]] = {}
     for one in reversed(past.checkpoints):
         place = "remote" if one.whole and one.kind == "drain" else "local" if one.kind == "save" else ""
         key = next((job for member, _ in one.members if (job := look.job_of.get(member))), "")
         if place and key and not one.error:
-            found.setdefault(key, {}).setdefault(place, Safe(place, one.label, one.step, one.end))
-    return {key: tuple(places[place] for place in sorted(places)) for key, places in found.items()}
+            found.setdefault(key, {}).setdefault(place, Safe(one.label, one.step, one.end))
+    return found
 
 
 def judged(ops: Iterable[NodeOp]) -> list[NodeOp]:

@@ -240,7 +240,9 @@ def _job(job: Job) -> Json:
         "gpus": job.gpus,
         "target": _target(job.target),
         "active": job.active,
-        "safe": {one.place: {"label": one.label, "step": one.step, "t": _number(one.real)} for one in job.safe},
+        "safe": {
+            place: {"label": one.label, "step": one.step, "t": _number(one.real)} for place, one in job.safe.items()
+        },
         "sentence": _sentence(job.sentence),
     }
 
@@ -332,11 +334,11 @@ def _thread(thread: ThreadRow) -> Json:
         "bytes": thread.done,
         "inflight": thread.in_flight,
         "lat_us": _number(None if thread.latency_s is None else thread.latency_s * 1e6),
-        "busy": _number(thread.busy, 4),
-        "source_wait": _number(thread.source, 4),
-        "limit_wait": _number(thread.limit, 4),
-        "fsync_wait": _number(thread.fsync, 4),
-        "peers_wait": _number(thread.peers, 4),
+        "busy": _number(thread.waits.get("disk"), 4),
+        "source_wait": _number(thread.waits.get("source"), 4),
+        "limit_wait": _number(thread.waits.get("limit"), 4),
+        "fsync_wait": _number(thread.waits.get("fsync"), 4),
+        "peers_wait": _number(thread.waits.get("peers"), 4),
         "slow": thread.slow,
     }
 

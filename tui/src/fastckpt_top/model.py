@@ -117,7 +117,7 @@ class Model:
         self._at_work: set[str] = set()
         self._dead_jobs: set[str] = set()
         self._over: set[str] = set()
-        self._safe: dict[str, tuple[Safe, ...]] = {}
+        self._safe: dict[str, dict[str, Safe]] = {}
 
     def update(self, snapshot: Snapshot) -> None:
         """Take in the result of one look."""
@@ -367,10 +367,10 @@ class Model:
                 continue
             tracks = [self._ops[proc.key, op.op_id] for op in proc.operations if (proc.key, op.op_id) in self._ops]
             shown = [track for track in tracks if track.running or track.died]
-            if all(track.copies for track in shown):  # beside a copy, what it saved or loaded last
-                ended = [track for track in tracks if not track.running and not track.died]
-                ended = [track for track in ended if not track.copies] or ([] if shown else ended)
-                shown += [max(ended, key=lambda track: track.end or 0.0)] if ended else []
+            ended = [track for track in tracks if not track.running and not track.died]
+            last = max(ended, key=lambda track: (not track.copies, track.end or 0.0), default=None)
+            if last and (not shown or (all(track.copies for track in shown) and not last.copies)):
+                shown.append(last)  # beside a copy, what it saved or loaded last
             for track in sorted(shown, key=lambda track: track.op.op_id):
                 group = groups.get(track.key) or Group(track)
                 if id(group) not in fresh:
@@ -396,7 +396,7 @@ class Model:
     def _said(self, op: NodeOp, group: Group, rows: Mapping[str, Row], look: Look) -> NodeOp:
         """An operation with its sentence; the sentence of an ended one is made once."""
         if group.kind == Kind.DRAIN or (group.kind == Kind.SAVE and not op.running):
-            op = replace(op, safe=self._safe.get(op.job_key, ()))
+            op = replace(op, safe=self._safe.get(op.job_key, {}))
         if group.said is not None and group.said[0] == op:
             return replace(op, sentence=group.said[1])
         places = ranks.places(look)
@@ -432,5 +432,5 @@ class Model:
         }
         # As their operations come: running ones first. Those without any come last, by their first rank.
         order = {key: index for index, key in reversed(list(enumerate(op.job_key for op in self.ops)))}
-        jobs = [replace(one, safe=self._safe.get(key, ())) for key, one in made.items()]
+        jobs = [replace(one, safe=self._safe.get(key, {})) for key, one in made.items()]
         self.jobs = sorted(jobs, key=lambda one: order.get(one.key, len(order)))

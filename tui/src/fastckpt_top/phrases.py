@@ -52,6 +52,11 @@ def why(row: Row) -> str:
     return words
 
 
+def waits(kind: str, rows: Sequence[Row]) -> str:
+    """`waits for the disk`, or `wait for the disk` of several ranks; empty where they wait for nothing known."""
+    return WAITS.get(kind, "").replace("waits", "waits" if len(rows) == 1 else "wait")
+
+
 def brief(row: Row) -> str:
     """`disk 98 %`; empty where nothing is waited for."""
     return wait_text(row.wait_kind, row.wait_share).replace("%", " %") if row.wait_kind else ""
@@ -157,13 +162,13 @@ def moved(op: NodeOp) -> str:
 
 def safe(op: NodeOp) -> str:
     """`last step safe at: local 12:03:04, remote 12:04:10`; empty where no drain was seen, or no save."""
-    at = {one.place: time.strftime("%H:%M:%S", time.localtime(one.real)) for one in op.safe}
-    local, remote = ([*(one for one in op.safe if one.place == place), None][0] for place in ("local", "remote"))
+    at = {place: time.strftime("%H:%M:%S", time.localtime(one.real)) for place, one in op.safe.items()}
+    local, remote = op.safe.get("local"), op.safe.get("remote")
     if local is None or not (remote or op.kind == "drain"):
         return ""
-    there = at["remote"] if remote and remote.label == local.label else "not yet"
-    if remote and remote.label != local.label:
-        there += f" ({remote.label} {at['remote']})"
+    there = "not yet"
+    if remote:
+        there = at["remote"] if remote.label == local.label else f"not yet ({remote.label} {at['remote']})"
     return f"last step safe at: local {at['local']}, remote {there}"
 
 

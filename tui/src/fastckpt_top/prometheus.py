@@ -193,8 +193,8 @@ def _job(page: _Page, job: Job, name: str) -> None:
     for kind, value in ((Kind.SAVE, job.target.save), (Kind.LOAD, job.target.load)):
         wanted = {**labels, "op": KINDS[kind], "tier": job.target.name}
         page.put("fastckpt_target_bytes_per_second", wanted, value * job.gpus)
-    for safe in job.safe:
-        page.put("fastckpt_last_safe_timestamp_seconds", {**labels, "place": safe.place}, safe.real)
+    for place, safe in job.safe.items():
+        page.put("fastckpt_last_safe_timestamp_seconds", {**labels, "place": place}, safe.real)
     if job.sentence is not None:
         for level in LEVELS:
             page.put("fastckpt_job_level", {**labels, "level": level}, int(level == job.sentence.level))

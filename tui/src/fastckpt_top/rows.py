@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -80,11 +80,7 @@ class ThreadRow:
         latency_max_s: Largest of this operation.
         p50_s: Median of this operation as far as it was watched; None unknown.
         p99_s: The 99th percentile.
-        busy: Share of the last second with a request in flight; None unknown.
-        source: Share spent waiting for the source.
-        limit: Share spent waiting for the bandwidth limit.
-        fsync: Share spent in fsync.
-        peers: Share spent waiting for bytes of other ranks.
+        waits: Shares of the last second by what it waited for, as in `window.WAITS`; empty unknown.
         target: Bytes/s that this thread should reach.
         slow: Whether it is clearly behind the other threads of its operation.
         retries: Since the process began, as the next two.
@@ -102,9 +98,7 @@ class ThreadRow:
     in_flight: int
     latency_s: float | None
     latency_max_s: float
-    busy: float | None
-    source: float | None
-    limit: float | None
+    waits: Mapping[str, float]
     target: float
     slow: bool
     retries: int
@@ -113,23 +107,7 @@ class ThreadRow:
     spark: tuple[float, ...]
     p50_s: float | None = None
     p99_s: float | None = None
-    fsync: float | None = None
-    peers: float | None = None
     average: float | None = None
-
-    @property
-    def waits(self) -> dict[str, float]:
-        """Shares of the last second by the kind of wait, of which no two overlap; empty if unknown."""
-        busy, source, limit, fsync, peers = self.busy, self.source, self.limit, self.fsync, self.peers
-        if busy is None:
-            return {}
-        return {
-            "disk": busy,
-            "source": source or 0.0,
-            "limit": limit or 0.0,
-            "fsync": fsync or 0.0,
-            "peers": peers or 0.0,
-        }
 
     @property
     def wait(self) -> str:
@@ -287,18 +265,9 @@ class Row:
         return f"rank {self.rank}" if self.rank is not None else f"pid {self.pid}"
 
 
-@dataclass(frozen=True, slots=True)
-class Safe:
-    """The last step that is durable in a place.
+class Safe(NamedTuple):
+    """The last checkpoint that became durable in a place, and when, in seconds since the epoch."""
 
-    Attributes:
-        place: `local`, or `remote`, where a drain has brought it.
-        label: Base name of the checkpoint.
-        step: Training step; None unknown.
-        real: Since when, seconds since the epoch.
-    """
-
-    place: str
     label: str
     step: int | None
     real: float
@@ -337,6 +306,7 @@ class NodeOp:
         target_source: The origin of the target, as `Target.source`.
         changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
         sentence: The most important fact about it; None if there is none.
+        copies: Whether it is one of `COPIES`.
         safe: Of its job, as `Job.safe`; for a save that has ended, and for drains.
     """
 
@@ -368,12 +338,8 @@ class NodeOp:
     sentence: Sentence | None = None
     linked: int = 0
     missing: tuple[int, ...] = ()
-    safe: tuple[Safe, ...] = ()
-
-    @property
-    def copies(self) -> bool:
-        """Whether it is one of `COPIES`."""
-        return self.kind in COPIES
+    copies: bool = False
+    safe: Mapping[str, Safe] = field(default_factory=dict)
 
     @property
     def empty(self) -> bool:
@@ -397,7 +363,7 @@ class Job:
         active: Whether any of its operations runs.
         sentence: The most important fact about it now; None if there is none.
         since: Its place among all jobs, in the order in which they were first seen.
-        safe: Its last steps that are durable here, and at the remote if a drain was seen.
+        safe: By place, `local` and `remote`: the last save, and the last that a drain was seen to bring there.
     """
 
     key: str
@@ -411,7 +377,7 @@ class Job:
     active: bool
     sentence: Sentence | None = None
     since: int = 0
-    safe: tuple[Safe, ...] = ()
+    safe: Mapping[str, Safe] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

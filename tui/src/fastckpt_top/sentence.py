@@ -26,14 +26,6 @@ SHORT: Final = 36
 """Cells that the shortest words have at most."""
 _MOST: Final = 0.5
 """Share of the ranks that makes what they wait for the operation's."""
-_WAIT: Final = {
-    "disk": "wait for the disk",
-    "memory": "wait for memory (mmap, page faults)",
-    "source": "wait for the source",
-    "limit": "wait for bandwidth_limit",
-    "fsync": "wait for fsync",
-    "peers": "wait for other ranks",
-}
 _WAITED: Final = {
     "disk": "its ranks waited for the disk",
     "source": "its ranks waited for the source",
@@ -165,9 +157,9 @@ def _stalled(rows: list[Row]) -> Sentence:
             f"{phrases.count(same)}: no answer for {seconds}",
         )
     else:
-        waits = (phrases.WAITS if len(same) == 1 else _WAIT).get(kind, "")
+        none = f"{who} {'has' if len(same) == 1 else 'have'} made no progress for {seconds}"
         words = (
-            f"{who} {'has' if len(same) == 1 else 'have'} made no progress for {seconds}{phrases.colon(waits)}",
+            f"{none}{phrases.colon(phrases.waits(kind, same))}",
             f"{phrases.count(same)}: no progress for {seconds}",
         )
     return _made("bad", row.key, *words)
@@ -270,9 +262,9 @@ def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sente
     average, target = phrases.compared(op.average, op.target)
     figures = f"average {average} of {target} GB/s" if target else f"average {average} GB/s"
     default = f" ({op.target_name}, the default target)" if op.target_source == "default" and target else ""
-    if kind not in _WAIT:
+    if kind not in phrases.WAITS:
         return _made(_level(op), "", f"{figures}{default}{more}", f"{figures}{more}", figures) if target else None
-    cause = f"{_all(those, op)} {(phrases.WAITS if len(those) == 1 else _WAIT)[kind]}{phrases.share(those)}"
+    cause = f"{_all(those, op)} {phrases.waits(kind, those)}{phrases.share(those)}"
     who = "all" if 1 < len(those) == op.ranks else phrases.count(those)
     return _made(
         _level(op),

@@ -116,7 +116,7 @@ class ThreadTrack:
         elif self._known:
             self.window.add(Sample(mono, 0))
         else:
-            self.window.add(Sample(mono, 0, self.last.requests, waits=False))
+            self.window.add(Sample(mono, 0, self.last.requests, waits=None))
 
     def update(self, thread: Thread, mono: float) -> None:
         """Take in a snapshot."""
@@ -135,6 +135,7 @@ class OpTrack:
     Attributes:
         proc: The process, as of the last snapshot.
         op: The operation.
+        copies: Whether it moves a checkpoint from place to place, without workers.
         start: Its start on the reader's clock, seconds.
         start_real: Its start, seconds since the epoch.
         end: Its end on the reader's clock; None while it runs.
@@ -151,6 +152,7 @@ class OpTrack:
     def __init__(self, proc: Proc, op: Operation, mono: float, real: float) -> None:
         self.proc = proc
         self.op = op
+        self.copies = op.kind in COPIES
         self.start = mono - _elapsed(proc, op, mono)
         self.start_real = real - (mono - self.start)
         self.end: float | None = None
@@ -174,11 +176,6 @@ class OpTrack:
     def key(self) -> tuple[str, int]:
         """Process and operation."""
         return self.proc.key, self.op.op_id
-
-    @property
-    def copies(self) -> bool:
-        """Whether it moves a checkpoint from place to place, without workers."""
-        return self.op.kind in COPIES
 
     @property
     def running(self) -> bool:
@@ -267,17 +264,9 @@ class OpTrack:
 
 
 def _sample(thread: Thread, mono: float, done: int) -> Sample:
-    return Sample(
-        mono,
-        done,
-        thread.requests,
-        thread.busy_ns,
-        thread.source_wait_ns,
-        thread.limit_wait_ms,
-        thread.latency_sum_ns,
-        fsync_ms=thread.fsync_wait_ms,
-        peers_ms=thread.peer_wait_ms,
-    )
+    parts = (thread.limit_wait_ms / 1e3, thread.fsync_wait_ms / 1e3, thread.peer_wait_ms / 1e3)
+    waits = (thread.busy_ns / 1e9, thread.source_wait_ns / 1e9, *parts)
+    return Sample(mono, done, thread.requests, thread.latency_sum_ns, waits)
 
 
 def _latest(proc: Proc, op: Operation) -> int:

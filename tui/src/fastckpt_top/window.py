@@ -16,6 +16,8 @@ ENOUGH: Final = 5
 MISSED: Final = 3
 """Completions that a second or more without any would have had if all went on: then the rate is zero at once."""
 _SLACK_S: Final = 0.05
+WAITS: Final = ("disk", "source", "limit", "fsync", "peers")
+"""What a thread may wait for, one at a time: a request, a block, the bandwidth limit, fsync, bytes of other ranks."""
 
 
 class Sample(NamedTuple):
@@ -25,25 +27,15 @@ class Sample(NamedTuple):
         mono: Seconds.
         bytes: Completed.
         requests: Completed.
-        busy_ns: Waiting for the disk.
-        source_ns: Preparing blocks.
-        limit_ms: Waiting for the bandwidth limit.
         latency_ns: Sum over completed requests.
-        waits: Whether `busy_ns` and those after it are known.
-        fsync_ms: Waiting for fsync.
-        peers_ms: Waiting for bytes of other ranks.
+        waits: Seconds spent waiting, as in `WAITS`; None unknown, as `latency_ns` is then.
     """
 
     mono: float
     bytes: int
     requests: int = 0
-    busy_ns: int = 0
-    source_ns: int = 0
-    limit_ms: int = 0
     latency_ns: int = 0
-    waits: bool = True
-    fsync_ms: int = 0
-    peers_ms: int = 0
+    waits: tuple[float, ...] | None = (0.0,) * len(WAITS)
 
 
 class Window:
@@ -81,7 +73,7 @@ class Window:
     def waits(self) -> tuple[Sample, Sample] | None:
         """The same, of samples with known waits: only those of the first may be unknown."""
         ends = self.ends()
-        if ends is None or ends[0].waits:
+        if ends is None or ends[0].waits is not None:
             return ends
         return (self._samples[1], ends[1]) if len(self._samples) > 2 else None  # noqa: PLR2004
 
