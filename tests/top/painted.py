@@ -28,7 +28,7 @@ def rank(number, share=1.0, count=4, **values):
     rate = share * TARGET
     known = {
         "key": f"p{number}/1", "proc_key": f"p{number}", "rank": number, "gpu": number, "pid": 5327 + number,
-        "uid": 1000, "user": "ann", "job": "job", "version": "1", "alive": True, "kind": "save", "running": True,
+        "user": "ann", "job": "job", "alive": True, "kind": "save", "running": True,
         "state": "WRITE", "rate": rate, "average": rate, "target": TARGET, "done": 2 * 10**10, "total": 4 * 10**10,
         "progress": 0.5, "eta_s": 20.0, "verdict": judge(rate, TARGET), "engine": "uring", "direct": True,
         "label": "step-100", "path": "/mnt/nvme0/runs/a/step-100", "block_size": 16 << 20, "queue_depth": 8,

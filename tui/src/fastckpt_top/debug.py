@@ -27,26 +27,16 @@ def _list(args: argparse.Namespace) -> int:
     found: list[dict[str, Any]] = []
     words = []
     for proc in sorted(snapshot.procs, key=lambda proc: (proc.rank, proc.header.pid)):
-        header = proc.header
-        rank = proc.rank if proc.rank >= 0 else None
-        state = "alive" if proc.alive else f"dead, touched {text.ago(snapshot.real - proc.touched)} ago"
-        words.append(
-            f"{proc.path}: pid {header.pid}, uid {header.uid}, rank {'-' if rank is None else rank}, "
-            f"fastckpt {header.version}, {header.job or 'no job'}, {state}"
+        header, age = proc.header, snapshot.real - proc.touched
+        one: dict[str, Any] = {"path": proc.path, "pid": header.pid, "rank": proc.rank if proc.rank >= 0 else None}
+        one |= {"uid": header.uid, "alive": proc.alive, "version": header.version, "job": header.job}
+        found.append(one | {"age_s": round(age, 1), "problem": None})
+        rank, state = (
+            proc.rank if proc.rank >= 0 else "-",
+            "alive" if proc.alive else f"dead, touched {text.ago(age)} ago",
         )
-        found.append(
-            {
-                "path": proc.path,
-                "pid": header.pid,
-                "rank": rank,
-                "uid": header.uid,
-                "alive": proc.alive,
-                "version": header.version,
-                "job": header.job,
-                "age_s": round(snapshot.real - proc.touched, 1),
-                "problem": None,
-            }
-        )
+        who = f"pid {header.pid}, uid {header.uid}, rank {rank}, fastckpt {header.version}, {header.job or 'no job'}"
+        words.append(f"{proc.path}: {who}, {state}")
     for path, reason in snapshot.problems:
         words.append(f"{path}: {reason}")
         found.append({"path": path, "problem": reason})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top.rows import Row, ThreadRow, bottleneck
+from fastckpt_top.rows import ThreadRow, bottleneck
 from fastckpt_top.segment import FLAG_NO_WORKERS, KINDS, NONE_U32, PHASES, THREAD_STATES, Kind, Phase, ThreadState
 from fastckpt_top.window import WAITS, percentile
 
@@ -167,21 +167,3 @@ def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
 def title(group: Group) -> str:
     """The name of an operation in a sentence."""
     return f"{KINDS.get(group.kind, 'operation')} {group.label}".strip()
-
-
-def bare(proc: Proc) -> Row:
-    """A row that only knows its process."""
-    header = proc.header
-    return Row(
-        key=proc.key,
-        proc_key=proc.key,
-        rank=proc.rank if proc.rank >= 0 else None,
-        gpu=header.gpu if header.gpu >= 0 else None,
-        pid=header.pid,
-        uid=header.uid,
-        job=header.job,
-        version=header.version,
-        alive=proc.alive,
-        user=proc.user or str(header.uid),
-        process_state=proc.state if proc.alive else "",
-    )

@@ -121,7 +121,6 @@ def table(model: Model, glyphs: text.Glyphs = text.UNICODE) -> str:
             if row.job_key == job.key:
                 lines.append(_row_line(row))
                 lines += [_thread_line(thread) for thread in row.threads if row.running]
-    lines += [f"! {name}" for name in node.fallbacks]
     lines += _others(model)
     lines += [f"! {path}: {reason}" for path, reason in model.problems]
     return "".join(_narrow(line.rstrip(), glyphs) + "\n" for line in lines)

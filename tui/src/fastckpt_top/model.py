@@ -10,12 +10,12 @@ from collections import defaultdict
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Final
 
-from fastckpt_top import derive, operations, phrases, ranks
+from fastckpt_top import derive, operations, ranks
 from fastckpt_top.events import Events
-from fastckpt_top.groups import Group, Past, errno_name
+from fastckpt_top.groups import Group, Past
 from fastckpt_top.jobs import Jobs, job, matches, safe
 from fastckpt_top.look import Look
-from fastckpt_top.segment import COPIES, ENGINES, FLAG_FALLBACK, Kind
+from fastckpt_top.segment import COPIES, Kind
 from fastckpt_top.sentence import cause, sentence
 from fastckpt_top.series import Series
 from fastckpt_top.targets import DEFAULT_TIER, Target, tier
@@ -46,12 +46,10 @@ class Node:
         alive: Those that live.
         gpus: GPUs that targets are multiplied by.
         job: Label and pid of the first process; empty without one.
-        version: Its fastckpt.
         save_rate: Bytes/s being written by all ranks.
         load_rate: Bytes/s being read.
         target: Per GPU.
         active: Whether any operation runs.
-        fallbacks: `rank 6 runs threads, not io_uring (EPERM)` of each running operation that fell back.
     """
 
     host: str = ""
@@ -59,12 +57,10 @@ class Node:
     alive: int = 0
     gpus: int = 0
     job: str = ""
-    version: str = ""
     save_rate: float = 0.0
     load_rate: float = 0.0
     target: Target = tier(DEFAULT_TIER, "default")  # noqa: RUF009  (frozen)
     active: bool = False
-    fallbacks: tuple[str, ...] = ()
 
 
 class Model:
@@ -293,20 +289,9 @@ class Model:
     def _refresh_node(self, look: Look) -> None:
         alive = [proc for proc in look.procs if proc.alive]
         died = {track.proc.key for track in self._ops.values() if track.died and self._shown(track.proc)}
-        save = load = 0.0
-        fallbacks = []
-        for track in self._ops.values():
-            if not track.running:
-                continue
-            moved = track.rate() or 0.0
-            if track.op.kind == Kind.SAVE:
-                save += moved
-            elif track.op.kind not in COPIES:
-                load += moved
-            if track.op.flags & FLAG_FALLBACK:
-                why = errno_name(track.op.fallback_errno) or "unknown cause"
-                what = phrases.instead(ENGINES.get(track.op.engine, "unknown"), track.op.refused, why)
-                fallbacks.append(f"{derive.name(track.proc)} runs {what}")
+        moving = [track for track in self._ops.values() if track.running and track.op.kind not in COPIES]
+        written = sum(track.rate() or 0.0 for track in moving if track.op.kind == Kind.SAVE)
+        read = sum(track.rate() or 0.0 for track in moving if track.op.kind != Kind.SAVE)
         first = min(alive, key=derive.order, default=None)
         self.node = Node(
             host=self.snapshot.host if self.snapshot is not None else "",
@@ -314,12 +299,10 @@ class Model:
             alive=len(alive),
             gpus=look.count_gpus(alive),
             job=f"{first.header.job}({first.header.pid})" if first and first.header.job else "",
-            version=first.header.version if first else "",
-            save_rate=save,
-            load_rate=load,
+            save_rate=written,
+            load_rate=read,
             target=look.per_gpu(alive),
             active=any(track.running for track in self._ops.values()),
-            fallbacks=tuple(sorted(fallbacks)),
         )
 
     def _shown(self, proc: Proc) -> bool:

@@ -61,7 +61,7 @@ def _add_looks(add: Callable[..., object]) -> None:
     add(
         "-d",
         "--interval",
-        type=_interval,
+        type=_number(0.1, 60.0, "0.1 to 60 seconds", _UNITS),
         metavar="S",
         help="seconds between two looks, 0.1 to 60 (default 0.5; --once 1), or a time such as 500ms",
     )
@@ -70,7 +70,7 @@ def _add_looks(add: Callable[..., object]) -> None:
     add(
         "--check",
         nargs="?",
-        type=_percent,
+        type=_number(0.0, 1e6, "a percentage"),
         const=100.0,
         metavar="PCT",
         help="exit 1 if the average of any job is below PCT %% of its target (default 100)",
@@ -78,9 +78,20 @@ def _add_looks(add: Callable[..., object]) -> None:
     add("--prometheus", metavar="FILE", help="also write a file for node_exporter's textfile collector at each look")
     add("--record", metavar="FILE", help="also record, as JSON lines (.gz: compressed)")
     add("--replay", metavar="FILE", help="show a recording")
-    add("--speed", type=_speed, default=1.0, metavar="X", help="speed of a replay (default 1)")
+    add(
+        "--speed",
+        type=_number(0.01, 1000.0, "0.01 to 1000"),
+        default=1.0,
+        metavar="X",
+        help="speed of a replay (default 1)",
+    )
     add("--demo", action="store_true", help="show a made-up node")
-    add("--duration", type=_duration, metavar="S", help="stop after so many seconds, or a time such as 5min")
+    add(
+        "--duration",
+        type=_number(0.0, 1e9, "seconds, or a time such as 5min", _UNITS),
+        metavar="S",
+        help="stop after so many seconds, or a time such as 5min",
+    )
     add("--count", type=_positive, metavar="N", help="stop after so many looks (line mode and --json)")
 
 
@@ -138,35 +149,24 @@ def _target(word: str) -> targets.Target:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _number(word: str, low: float, high: float, what: str, units: Mapping[str, float] = _PLAIN) -> float:
-    try:
-        number, unit = re.fullmatch(r"(.*?)([a-z]*)", word.strip()).groups()  # type: ignore[union-attr] # it always does
-        value = float(number) * units[unit]
-    except (ValueError, KeyError):
-        value = float("nan")
-    if not low <= value <= high:
-        raise argparse.ArgumentTypeError(f"`{word}`: want {what}")
-    return value
+def _number(low: float, high: float, what: str, units: Mapping[str, float] = _PLAIN) -> Callable[[str], float]:
+    """Reads a number, and its unit, between two others."""
 
+    def parse(word: str) -> float:
+        try:
+            number, unit = re.fullmatch(r"(.*?)([a-z]*)", word.strip()).groups()  # type: ignore[union-attr] # always
+            value = float(number) * units[unit]
+        except (ValueError, KeyError):
+            value = float("nan")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"`{word}`: want {what}")
+        return value
 
-def _interval(word: str) -> float:
-    return _number(word, 0.1, 60.0, "0.1 to 60 seconds", _UNITS)
-
-
-def _percent(word: str) -> float:
-    return _number(word, 0.0, 1e6, "a percentage")
-
-
-def _speed(word: str) -> float:
-    return _number(word, 0.01, 1000.0, "0.01 to 1000")
-
-
-def _duration(word: str) -> float:
-    return _number(word, 0.0, 1e9, "seconds, or a time such as 5min", _UNITS)
+    return parse
 
 
 def _positive(word: str) -> int:
-    value = _number(word, 1, 1e6, "a whole number of at least 1")
+    value = _number(1, 1e6, "a whole number of at least 1")(word)
     if value != int(value):
         raise argparse.ArgumentTypeError(f"`{word}`: expected a whole number of at least 1")
     return int(value)

@@ -45,24 +45,29 @@ def places(look: Look) -> Places:
     return {(proc.team, proc.rank): proc for proc in look.procs if proc.alive}
 
 
-def idle_row(proc: Proc, look: Look, places: Places, target: float) -> Row:
-    """A rank without an operation.
-
-    Args:
-        proc: The process.
-        look: The present.
-        places: As from `places`.
-        target: Bytes/s that it should reach when it saves.
-    """
-    wait = derive.awaits(proc, places)
-    return replace(
-        derive.bare(proc),
-        job_key=look.job_of[proc.key],
-        state="WAIT" if proc.waits_for is not None else "IDLE" if proc.alive else "EXIT",
-        wait=wait,
-        wait_kind="peers" if wait else "",
+def _bare(proc: Proc, look: Look, target: float) -> Row:
+    """A row that only knows its process."""
+    header = proc.header
+    return Row(
+        key=proc.key,
+        proc_key=proc.key,
+        rank=proc.rank if proc.rank >= 0 else None,
+        gpu=header.gpu if header.gpu >= 0 else None,
+        pid=header.pid,
+        job=header.job,
+        alive=proc.alive,
+        user=proc.user or str(header.uid),
+        process_state=proc.state if proc.alive else "",
+        job_key=look.job_of.get(proc.key, ""),
         target=target,
     )
+
+
+def idle_row(proc: Proc, look: Look, places: Places, target: float) -> Row:
+    """A rank without an operation, which should reach so many bytes/s when it saves."""
+    wait = derive.awaits(proc, places)
+    state = "WAIT" if proc.waits_for is not None else "IDLE" if proc.alive else "EXIT"
+    return replace(_bare(proc, look, target), state=state, wait=wait, wait_kind="peers" if wait else "")
 
 
 def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
@@ -89,16 +94,14 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
         silent = look.tracks[proc.key].silent_s(proc, look.mono) >= HEARTBEAT_STALL_S
         kind, share = derive.held(track, silent=silent), None
     made = replace(
-        derive.bare(proc),
+        _bare(proc, look, target),
         key=f"{proc.key}/{op.op_id}",
-        job_key=look.job_of.get(proc.key, ""),
         kind=KINDS.get(op.kind, "unknown"),
         running=track.running,
         state=state,
         stalled_s=stalled,
         rate=track.rate(),
         average=average,
-        target=target,
         done=track.done,
         total=op.bytes_total,
         durable=op.bytes_durable,

@@ -151,9 +151,7 @@ class Row:
         rank: Of the process; None unknown.
         gpu: Index; None none.
         pid: Of the process.
-        uid: Its user.
         job: Its label.
-        version: Its fastckpt.
         alive: Whether it lives.
         kind: `save`, `load`, `verify`, `copy`, `drain`, `fetch`, or empty.
         running: Whether the operation continues.
@@ -206,9 +204,7 @@ class Row:
     rank: int | None
     gpu: int | None
     pid: int
-    uid: int
     job: str
-    version: str
     alive: bool
     kind: str = ""
     running: bool = False

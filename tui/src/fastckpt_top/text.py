@@ -20,68 +20,43 @@ _REPLACEMENT: Final = "\N{REPLACEMENT CHARACTER}"
 
 @dataclass(frozen=True, slots=True)
 class Glyphs:
-    """The characters of pictures: one set for Unicode terminals, one for ASCII."""
+    """The characters of pictures: by default those for Unicode terminals."""
 
-    bar: str
+    bar: str = " ▏▎▍▌▋▊▉█"
     """Parts of a full cell from empty to full, for bars that grow to the right."""
-    full: str
+    full: str = "▆"
     """A full cell of the bars of rows: lower than the line, so that those of neighbours do not run together."""
-    spark: str
+    spark: str = " ▁▂▃▄▅▆▇█"
     """Parts of a full cell from empty to full, for columns."""
-    dotted: str
+    dotted: str = " ⣀⣤⣶⣿"
     """Like `spark`, for a second series in the same graph."""
-    level: str
+    level: str = "⡀⠄⠂⠁"
     """A dotted line in the lowest to the highest quarter of a cell."""
-    track: str
+    track: str = "░"
     """The part of a bar that is not filled."""
-    mark: str
+    mark: str = "│"
     """Where a bar's target is."""
-    good: str
-    low: str
-    bad: str
-    quiet: str
-    dead: str
-    select: str
-    rule: str
-    column: str
-    corners: str
+    good: str = "●"
+    low: str = "◐"
+    bad: str = "▼"
+    quiet: str = "·"
+    dead: str = "x"
+    select: str = ">"
+    rule: str = "─"
+    column: str = "│"
+    corners: str = "╭╮╰╯"
     """Of a box: upper left and right, lower left and right."""
-    falling: str
-    rising: str
-    ellipsis: str
-    live: str
-    pause: str
-    warn: str
-    middot: str
-    times: str
+    falling: str = "▾"
+    rising: str = "▴"
+    ellipsis: str = "…"
+    live: str = "●"
+    pause: str = "■"
+    warn: str = "!"
+    middot: str = "·"
+    times: str = "\N{MULTIPLICATION SIGN}"
 
 
-UNICODE: Final = Glyphs(
-    bar=" ▏▎▍▌▋▊▉█",
-    full="▆",
-    spark=" ▁▂▃▄▅▆▇█",
-    dotted=" ⣀⣤⣶⣿",
-    level="⡀⠄⠂⠁",
-    track="░",
-    mark="│",
-    good="●",
-    low="◐",
-    bad="▼",
-    quiet="·",
-    dead="x",
-    select=">",
-    rule="─",
-    column="│",
-    corners="╭╮╰╯",
-    falling="▾",
-    rising="▴",
-    ellipsis="…",
-    live="●",
-    pause="■",
-    warn="!",
-    middot="·",
-    times="\N{MULTIPLICATION SIGN}",
-)
+UNICODE: Final = Glyphs()
 ASCII: Final = Glyphs(
     bar=" #",
     full="#",
@@ -94,8 +69,6 @@ ASCII: Final = Glyphs(
     low="o",
     bad="v",
     quiet=".",
-    dead="x",
-    select=">",
     rule="-",
     column="|",
     corners="++++",
@@ -104,7 +77,6 @@ ASCII: Final = Glyphs(
     ellipsis="~",
     live="*",
     pause="=",
-    warn="!",
     middot="-",
     times="x",
 )

@@ -20,14 +20,11 @@ _GUTTER: Final = 6
 """Cells of the labels at the axis."""
 _HEADROOM: Final = 1.04
 """The axis goes a little beyond the target, so that its line is never the upper edge."""
-_ROUND: Final = (1.0, 2.0, 2.5, 5.0, 10.0)
 _STEPS: Final = (1.0, 1.5, 2.0, 2.5, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0)
-"""What labels are multiples of, where there are many lines, and where there are few."""
+"""What labels are multiples of."""
 _TIMES: Final = (5, 10, 15, 30, 60, 120, 300)
-_WORTH: Final = 0.9
-"""More labels than are wanted, or fewer, must save so much of the height."""
-_LABELS: Final = (4, 8)
-"""So many are wanted beside the 0, and so many there are at most."""
+_LABELS: Final = 4
+"""So many are wanted beside the 0."""
 _LEAST: Final = 4e6
 """Bytes/s that the axis goes to at least, so that its labels keep to their cells."""
 _APART: Final = 12
@@ -55,22 +52,15 @@ def axis(need: float, height: int) -> Axis:
         need: Bytes/s that must fit, positive.
         height: Lines of the plot, positive.
     """
-    best = (math.inf, 0.0, 0)
-    wanted, most = _LABELS
-    steps = _STEPS if height < most else _ROUND
-    choices = range(math.ceil(height / most), max(height // 2, 1) + 1)
-    for every in sorted(choices, key=lambda every: abs(height / every - wanted)):
-        least = need / height * every / text.GB * (1 - 1e-9)
-        power = 10.0 ** math.floor(math.log10(least))
-        step = next(number * power for number in steps if number * power >= least)
-        if step / every < _WORTH * best[0]:
-            best = (step / every, step, every)
-    line, step, every = best
+    every = max(round(height / _LABELS), 1)
+    least = need / height * every / text.GB * (1 - 1e-9)
+    power = 10.0 ** math.floor(math.log10(least))
+    step = next(number * power for number in _STEPS if number * power >= least)
     decimals = next((count for count in range(10) if math.isclose(step, round(step, count), rel_tol=1e-6)), 10)
     labels = [""] * height
     for edge in range(every, height + 1, every):
         labels[height - edge] = f"{edge // every * step:.{decimals}f}"
-    return Axis(line * height * text.GB, tuple(labels))
+    return Axis(step / every * height * text.GB, tuple(labels))
 
 
 def block(frame: Frame, width: int, height: int) -> list[Line]:

@@ -77,7 +77,9 @@ def block(frame: Frame, width: int) -> list[Line]:
         return [line.fill(width) for line in (*top, *lines(frame, width))]
     inner = lines(frame, width - 4)
     foot = footer.urgent(frame), footer.last_checkpoint(frame)
-    return box(frame, inner, _names(frame), _facts(frame, width), width, len(inner) + 2, foot)
+    names = _names(frame)
+    facts = by_rank(_facts(frame), width - names.width - 12, Line(f" {frame.glyphs.middot} ", "dim"))
+    return box(frame, inner, names, facts, width, len(inner) + 2, foot)
 
 
 def lines(frame: Frame, width: int) -> list[Line]:
@@ -265,32 +267,16 @@ def _status(frame: Frame) -> Line:
     return mark.add(f" {frame.status}")
 
 
-def _facts(frame: Frame, width: int) -> Line:
-    """The text at the right of the border; the least important part goes first."""
+def _facts(frame: Frame, *names: tuple[int, Line]) -> list[tuple[int, Line]]:
+    """What the border or the first line says, the least important part with the highest number."""
     clock = time.strftime("%H:%M:%S", time.localtime(frame.model.real))
-    alive = _alive(frame)
-    pieces = [
-        (2, Line(alive, "low")),
-        (1, Line(_target_words(frame))),
-        (4, Line(f"{frame.ui.interval:g} s", "dim")),
-        (3, Line(clock, "dim")),
-        (0, _status(frame)),
-    ]
-    return by_rank(pieces, width - _names(frame).width - 12, Line(f" {frame.glyphs.middot} ", "dim"))
+    alive, target = Line(_alive(frame), "low"), Line(_target_words(frame))
+    return [*names, (3, alive), (2, target), (4, Line(clock, "dim")), (0, _status(frame))]
 
 
 def title(frame: Frame) -> Line:
     """The first line of a screen without boxes."""
-    alive = _alive(frame)
-    clock = time.strftime("%H:%M:%S", time.localtime(frame.model.real))
-    pieces = [
-        (1, _names(frame)),
-        (3, Line(alive, "low")),
-        (2, Line(_target_words(frame))),
-        (4, Line(clock, "dim")),
-        (0, _status(frame)),
-    ]
-    return by_rank(pieces, frame.width - 1, Line("  ")).fill(frame.width)
+    return by_rank(_facts(frame, (1, _names(frame))), frame.width - 1, Line("  ")).fill(frame.width)
 
 
 def one_line(frame: Frame) -> Line:
