@@ -54,13 +54,7 @@ def ansi(theme: str) -> bool:
 
 
 def default(themes: Iterable[str], environ: Mapping[str, str], *, sixteen: bool) -> str:
-    """The theme for a terminal, where the user has chosen none.
-
-    Args:
-        themes: Those that there are.
-        environ: The environment.
-        sixteen: Whether the terminal has 16 colours or fewer.
-    """
+    """The theme for a terminal, where the user has chosen none."""
     bright = light(environ)
     wanted = ["textual-light" if bright else "textual-dark"]
     if sixteen:
@@ -70,11 +64,6 @@ def default(themes: Iterable[str], environ: Mapping[str, str], *, sixteen: bool)
 
 
 def choices(themes: Iterable[str], *, sixteen: bool) -> list[str]:
-    """The themes to go through, in order: on a terminal of 16 colours only those that it can show.
-
-    Args:
-        themes: Those that there are.
-        sixteen: Whether the terminal has 16 colours or fewer.
-    """
+    """The themes to go through, in order: on a terminal of 16 colours only those that it can show."""
     every = sorted(themes)
     return [name for name in every if ansi(name)] if sixteen and any(map(ansi, every)) else every

@@ -64,13 +64,7 @@ def axis(need: float, height: int) -> Axis:
 
 
 def block(frame: Frame, width: int, height: int) -> list[Line]:
-    """The graph of the node, in a box.
-
-    Args:
-        frame: The frame to paint.
-        width: Cells, borders included.
-        height: Lines, borders included.
-    """
+    """The graph of the node, in a box."""
     inner = width - SIDES
     lines, seconds = height - BORDERS, frame.ui.zoom_s or ZOOMS[0]
     cells = inner - _GUTTER - 1

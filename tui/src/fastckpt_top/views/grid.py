@@ -48,14 +48,7 @@ class Size:
 
 
 def size(rows: list[Row], rank: int, width: int, height: int) -> Size:
-    """The size with a cell for each thread, or one for some of them, if that leaves room for all ranks.
-
-    Args:
-        rows: The ranks.
-        rank: Cells of the longest name.
-        width: Cells of a line.
-        height: Lines.
-    """
+    """The size with a cell for each thread, or one for some of them, if that leaves room for all ranks."""
     most = max(1, min(max((len(row.threads) for row in rows), default=1), MOST))
     few = min(most, 4)
     tried = ((most, cells.PERCENT), (few, cells.PERCENT), (few, 0))
@@ -67,13 +60,6 @@ def block(frame: Frame, rows: list[Row], chosen: Row | None, size: Size, height:
     """A grid of ranks, in their order from top to bottom and then from left to right.
 
     If it does not hold them all, it shows the part with the selected one; the worst if none is selected.
-
-    Args:
-        frame: The frame to paint.
-        rows: The ranks.
-        chosen: The selected one.
-        size: Of the grid.
-        height: Lines.
 
     Returns:
         The grid, and how many ranks it shows.

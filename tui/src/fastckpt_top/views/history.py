@@ -105,16 +105,7 @@ def event_lines(frame: Frame, event: Event, width: int, high: int = 1) -> list[L
 
 
 def block(frame: Frame, width: int, height: int) -> list[Line]:
-    """The latest ended operations, and the latest events below them; the newest of each first.
-
-    Args:
-        frame: The frame to paint.
-        width: Cells.
-        height: Lines.
-
-    Returns:
-        Exactly `height` lines of `width` cells, in a box where the screen has room for boxes.
-    """
+    """The latest ended operations, and the latest events below them; the newest of each first."""
     if height <= 0 or width <= 0:
         return []
     framed, inner, room = inside(frame, width, height)

@@ -17,12 +17,7 @@ TINY: Final = 4
 
 
 def paint(frame: Frame, room: int) -> list[Line]:
-    """The body of a view: its head, and the visible part of its list.
-
-    Args:
-        frame: The frame to paint.
-        room: Lines.
-    """
+    """The body of a view: its head, and the visible part of its list."""
     if room <= 0:
         return []
     view = frame.ui.view

@@ -27,9 +27,6 @@ TINY: Final = 6
 def paint(frame: Frame) -> Screen:
     """The whole screen.
 
-    Args:
-        frame: The frame to paint, and its size.
-
     Returns:
         Exactly as many lines as the frame is high, each as wide as it.
     """

@@ -49,11 +49,7 @@ class Columns:
 
 
 def columns(width: int) -> Columns:
-    """The division of an operation's lines.
-
-    Args:
-        width: Cells inside the box.
-    """
+    """The division of an operation's lines."""
     for size, least, left, right in (
         (3, 100, min(33 + max(width - 112, 0) // 4, 52), 43),
         (2, 64, min(25 + max(width - 76, 0) // 3, 32), 27),
@@ -66,12 +62,7 @@ def columns(width: int) -> Columns:
 
 
 def block(frame: Frame, width: int) -> list[Line]:
-    """The box, or the same lines without one.
-
-    Args:
-        frame: The frame to paint.
-        width: Cells, borders included.
-    """
+    """The box, or the same lines without one."""
     if not boxed(frame):
         top = [title(frame)] if frame.height >= 10 or frame.frozen else []  # noqa: PLR2004
         return [line.fill(width) for line in (*top, *lines(frame, width))]

@@ -107,6 +107,8 @@ class Screen:
 class Frame:
     """Everything a view needs to paint itself.
 
+    What paints a block takes a frame, the cells of a line, and its lines, borders included; it fills them exactly.
+
     Attributes:
         model: The model to show.
         ui: The user's choices.

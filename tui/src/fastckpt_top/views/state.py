@@ -62,11 +62,7 @@ class Ui:
         return self.rows([row for row in model.rows if not job or row.job_key == job])
 
     def rows(self, rows: list[Row]) -> list[Row]:
-        """Filter and sort.
-
-        Args:
-            rows: All rows, in order of rank.
-        """
+        """Filter and sort."""
         pinned = pin(rows, self.order)
         self.order = [row.key for row in pinned]
         return [row for row in (pinned if self.sort == "worst" else rows) if self._matches(row)]

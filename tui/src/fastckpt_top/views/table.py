@@ -57,12 +57,7 @@ def columns(rows: list[Row], width: int) -> Columns:
 
 
 def wanted(frame: Frame, width: int) -> int:
-    """Lines that the ranks would like, borders included: one each, or on a low screen as many as show them in a grid.
-
-    Args:
-        frame: The frame to paint.
-        width: Cells.
-    """
+    """Lines that the ranks would like, borders included: one each, or as many as show them in a grid."""
     shown = frame.ui.shown(frame.model)
     around = 1 + (BORDERS if boxed(frame) else 0)
     most = int(frame.height * MOST) - around
@@ -73,16 +68,7 @@ def wanted(frame: Frame, width: int) -> int:
 
 
 def block(frame: Frame, width: int, height: int) -> list[Line]:
-    """The ranks of the job that is shown.
-
-    Args:
-        frame: The frame to paint.
-        width: Cells.
-        height: Lines.
-
-    Returns:
-        Exactly `height` lines of `width` cells, in a box where the screen has room for boxes.
-    """
+    """The ranks of the job that is shown."""
     if height <= 0 or width <= 0:
         return []
     shown = frame.ui.shown(frame.model)

@@ -88,27 +88,12 @@ def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns) -> Lin
 
 
 def wanted(frame: Frame, row: Row) -> int:
-    """Lines that a rank would like for itself, borders included.
-
-    Args:
-        frame: The frame to paint.
-        row: The rank.
-    """
+    """Lines that a rank would like for itself, borders included."""
     return len(row.threads) + (1 if row.threads else 0) + DETAILS + (BORDERS if boxed(frame) else 1)
 
 
 def block(frame: Frame, row: Row, width: int, height: int) -> list[Line]:
-    """The selected rank in full: its threads, the worst first if they do not fit, and other facts about it.
-
-    Args:
-        frame: The frame to paint.
-        row: The rank.
-        width: Cells.
-        height: Lines.
-
-    Returns:
-        Exactly `height` lines of `width` cells, in a box where the screen has room for boxes.
-    """
+    """The selected rank in full: its threads, the worst first if they do not fit, and other facts about it."""
     if height <= 0 or width <= 0:
         return []
     framed, inner, room = inside(frame, width, height)
