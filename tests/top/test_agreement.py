@@ -195,7 +195,7 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
         assert not model.main.running
         assert model.main.average == pytest.approx(reported(reports), rel=0.05)
         assert model.main.done == pytest.approx(sum(one["bytes"] for one in reports), rel=0.001), "with headers"
-        assert model.past.last("save").average == pytest.approx(model.main.average, rel=0.001)
+        assert model.past.checkpoints[-1].average == pytest.approx(model.main.average, rel=0.001)
         assert len(model.past.checkpoints) == 2
     # The real commands, on what has ended and changes no more, say what this model says.
     asked = ["--target", "0.04GB/s"]

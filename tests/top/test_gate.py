@@ -194,9 +194,9 @@ def test_a_save_that_linked_all_has_no_verdict(saver, place, top, tmp_path):
     model, feed = Model(), ShmFeed([str(place)])
     model.update(feed.poll())
     feed.close()
-    assert (model.main.verdict, model.past.last("save").label) == (Verdict.QUIET, "3")
+    assert (model.main.verdict, model.past.checkpoints[-1].label) == (Verdict.QUIET, "3")
     painted = frame()
-    line = history.line(painted, model.past.last("save"), history.columns(80))
+    line = history.line(painted, model.past.checkpoints[-1], history.columns(80))
     assert line.plain.startswith(painted.glyphs.quiet)
     assert "%" not in line.plain
 

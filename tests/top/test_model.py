@@ -297,8 +297,6 @@ def test_history_joins_the_ranks_of_a_checkpoint():
     past = session.model.past
     assert [c.label for c in past.checkpoints][-1] == "step-11600"
     assert all(len(c.members) == 8 and c.bytes == 8 * demonstration.BYTES for c in past.checkpoints)
-    assert past.last("load").label == "step-11400"
-    assert past.interval_s("save") == pytest.approx(64.0)
     count = len(past.checkpoints)
     session.tick()
     assert len(past.checkpoints) == count, "records are taken once"
@@ -552,13 +550,6 @@ def test_the_title_names_no_dead_job_and_another_jobs_target_is_not_taken():
     new = Rank(1).of(job="new").op(GB)
     model = look(Model(), 3.0, asks, new)
     assert (model.main.label, model.main.target) == ("step-1", 0.75 * GB)
-
-
-def test_the_interval_is_that_between_saves_of_one_job():
-    a, b = Rank(0).of(job="a"), Rank(1).of(job="b")
-    a.record(0.0, 1.0, "s-1", 1, 1).record(60.0, 1.0, "s-2", 2, 2)
-    b.record(59.0, 1.0, "t-1", 1, 1)
-    assert look(Model(), 100.0, a, b).past.interval_s("save") == pytest.approx(60.0)
 
 
 def test_percentiles_are_not_above_the_maximum_nor_the_peak_below_the_average():

@@ -131,7 +131,6 @@ class ShmFeed:
         self._mono = mono
         self._real = real
         self._files: dict[str, _File] = {}
-        self._bad: dict[str, tuple[tuple[int, int], str]] = {}
         self._host = socket.gethostname()
         self._kernel = Kernel()
         self._devices: dict[int, str] = {}
@@ -226,29 +225,13 @@ class ShmFeed:
     def _open(self, path: str, inode: int) -> _File:
         fd = os.open(path, _OPEN)
         try:
-            info = os.fstat(fd)
-            header = self._header(fd, path, (inode, info.st_mtime_ns), info)
+            header, info = _header(fd)
         except BaseException:
             os.close(fd)
             raise
         user = user_of(header.uid, info.st_uid)
         file = self._files[path] = _File(fd, info.st_dev, inode, header, info.st_mtime, user)
         return file
-
-    def _header(self, fd: int, path: str, version: tuple[int, int], info: os.stat_result) -> segment.Header:
-        """Check a file; one that was refused is not read again until it changes."""
-        known = self._bad.get(path)
-        if known and known[0] == version:
-            raise BadSegment(known[1])
-        if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
-            raise BadSegment("not a regular file with one name")
-        try:
-            header = segment.decode_header(os.pread(fd, segment.HEADER_SIZE, 0), info.st_size)
-        except BadSegment as error:
-            self._bad[path] = (version, str(error))
-            raise
-        self._bad.pop(path, None)
-        return header
 
     def _probe(self, file: _File) -> bool:
         held = is_locked(file.fd)
@@ -284,6 +267,13 @@ class ShmFeed:
         file.operations = _entries(segment.Operation, fd, table, file.operations, still)
         file.threads = _entries(segment.Thread, fd, (header.thr_off, header.thr_stride, used), file.threads, alike)
         return process
+
+
+def _header(fd: int) -> tuple[segment.Header, os.stat_result]:
+    info = os.fstat(fd)
+    if not stat.S_ISREG(info.st_mode) or info.st_nlink != 1:
+        raise BadSegment("not a regular file with one name")
+    return segment.decode_header(os.pread(fd, segment.HEADER_SIZE, 0), info.st_size), info
 
 
 def _entries(

@@ -208,16 +208,6 @@ class Past:
         for proc, record in sorted(new, key=lambda pair: pair[1].t_start_real_ns):
             self._join(proc, record, group_of.get((proc.key, record.op_id)))
 
-    def last(self, kind: str) -> Checkpoint | None:
-        """The latest checkpoint of a kind."""
-        return next((checkpoint for checkpoint in reversed(self.checkpoints) if checkpoint.kind == kind), None)
-
-    def interval_s(self, kind: str) -> float | None:
-        """Seconds between the starts of a job's two latest operations of a kind; None without both."""
-        last = self.last(kind)
-        starts = [one.start for one in self.checkpoints if last and (one.kind, one.team) == (kind, last.team)][-2:]
-        return starts[1] - starts[0] if len(starts) == 2 else None  # noqa: PLR2004
-
     def _find(self, proc: Proc, record: History, start: float, end: float) -> Checkpoint | None:
         """The checkpoint of a record whose operation was never seen."""
         mine = (proc.team, KINDS.get(record.kind, "unknown"), record.label, record.step if record.step >= 0 else None)

@@ -182,11 +182,6 @@ def _why(frame: Frame, shown: list[NodeOp], width: int, high: int) -> list[Line]
     """The worst of the sentences of the operations shown, in `high` lines at most."""
     order = list(LEVELS)
     found = [(op, op.sentence) for op in shown if op.sentence is not None]
-    if not found and shown and not shown[0].running:
-        every = frame.model.past.interval_s(shown[0].kind)
-        if every is None:
-            return []
-        return [Line(f"{frame.glyphs.quiet} a {shown[0].kind} every {text.clock(every)}", "dim")]
     if not found:
         return []
     op, said = max(found, key=lambda pair: order.index(pair[1].level))
