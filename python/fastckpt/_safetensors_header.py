@@ -8,18 +8,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
 
-#: Bytes that it may have, by the format.
-LONGEST = 100_000_000
 
-
-def text_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], head: Mapping[str, Any]) -> bytes:
+def text_of(tensors: Iterable[tuple[str, str, Sequence[int], int]], metadata: Mapping[str, str] | None) -> bytes:
     """The text of a header, padded to 8 bytes.
 
     Args:
         tensors: name, dtype, shape and bytes of each, in the order of their data.
-        head: what comes before them: ``__metadata__``.
+        metadata: texts by name, or None for none.
     """
-    header = dict(head)
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
     at = 0
     for name, dtype, shape, nbytes in tensors:
         header[name] = {"dtype": dtype, "shape": [*shape], "data_offsets": [at, at + nbytes]}

@@ -70,8 +70,8 @@ TRY_NICE, TRIED_NICE = "fastckpt._core:try_nice", "fastckpt._background.nice:_tr
 #: What ``import`` starts the child by that looks at a file of torch's.
 LOOK = "fastckpt._tools.convert.pickled:subprocess"
 #: A file of safetensors is opened, and its tensors are compared with their checksums.
-OPEN_TENSORS = "fastckpt.integrations._safe_open:_open"
-CHECK_TENSORS = "fastckpt.integrations._shard:Shard.check"
+OPEN_TENSORS = "fastckpt.integrations.safetensors:_open"
+CHECK_TENSORS = "fastckpt.integrations.safetensors:_File._check"
 #: What the page for the monitor is told of.
 WARN = "fastckpt._core:warn"
 

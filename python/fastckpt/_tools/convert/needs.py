@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from fastckpt._safetensors_header import LONGEST
+from fastckpt._portable.limits import MAX_HEADER
 from fastckpt.exceptions import CheckpointError
 
 if TYPE_CHECKING:
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 #: Bytes that a safetensors header may have; an index names no more tensors.
-HEADER = LONGEST
+HEADER = MAX_HEADER
 MANIFEST = "fastckpt.json"
 HUGGING_FACE_INDEX = "model.safetensors.index.json"
 PICKLED = (".pt", ".pth", ".ckpt", ".bin")

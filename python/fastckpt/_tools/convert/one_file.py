@@ -128,7 +128,7 @@ def _header(order: Sequence[tuple[str, Any]], dtypes: Mapping[Any, tuple[str, in
         if values != 1:
             shape[-1] *= values
         described.append((name, dtype, shape, tensor.nbytes))
-    text = text_of(described, {"__metadata__": {"format": "pt"}})
+    text = text_of(described, {"format": "pt"})
     if len(text) > HEADER:
         raise _too_many_names(source)
     return text
