@@ -70,7 +70,6 @@ def node_op(group: Group, look: Look) -> NodeOp:
         job_key=group.job,
         target_source=per_gpu.source,
         missing=missing,
-        copies=group.copies,
         linked=sum(track.op.bytes_linked for track in tracks),
         changed=() if running or group.kind != Kind.SAVE or failed else _changed(group),
     )

@@ -78,8 +78,8 @@ def hint(kind: str, op: str) -> str:
     return " (copy, checksum or device)" if op == "save" else " (checksum or copy)"
 
 
-def fallback(rows: Sequence[Row], *, named: bool = True, past: bool = False) -> str:
-    """`rank 6 runs threads, not io_uring (EPERM)`, for the first of the reasons; empty without a fallback."""
+def fallback(rows: Sequence[Row], lead: str = "", *, named: bool = True, past: bool = False) -> str:
+    """`rank 6 runs threads, not io_uring (EPERM)`, for the first of the reasons, behind `lead`; empty without one."""
     rows = [row for row in rows if row.fallback]
     if not rows:
         return ""
@@ -88,7 +88,7 @@ def fallback(rows: Sequence[Row], *, named: bool = True, past: bool = False) -> 
     same = [other for other in rows if (other.engine, other.refused, other.fallback) == why]
     verb = "ran" if past else "runs" if len(same) == 1 else "run"
     who = f"{names(same)} " if named else ""
-    return f"{who}{verb} {instead(*why)}"
+    return f"{lead}{who}{verb} {instead(*why)}"
 
 
 def instead(engine: str, refused: Sequence[str], why: str) -> str:

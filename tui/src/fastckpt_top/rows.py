@@ -6,6 +6,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, Final, NamedTuple
 
+from fastckpt_top import segment
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
@@ -13,8 +15,8 @@ if TYPE_CHECKING:
 
 GOOD_FROM: Final = 1.0
 LOW_FROM: Final = 0.8
-COPIES: Final = ("copy", "drain", "fetch")
-"""Kinds of operations that move a checkpoint from place to place: no target judges them."""
+COPIES: Final = tuple(segment.KINDS[kind] for kind in segment.COPIES)
+"""The names of the kinds that move a checkpoint from place to place: no target judges them."""
 LEVELS: Final = ("info", "warn", "bad")
 """Of a sentence: all is well, slow, broken."""
 
@@ -302,7 +304,6 @@ class NodeOp:
         target_source: The origin of the target, as `Target.source`.
         changed: Of a save that has ended, groups and the share of their bytes that has changed; empty unknown.
         sentence: The most important fact about it; None if there is none.
-        copies: Whether it is one of `COPIES`.
         safe: Of its job, as `Job.safe`; for a save that has ended, and for drains.
     """
 
@@ -334,8 +335,12 @@ class NodeOp:
     sentence: Sentence | None = None
     linked: int = 0
     missing: tuple[int, ...] = ()
-    copies: bool = False
     safe: Mapping[str, Safe] = field(default_factory=dict)
+
+    @property
+    def copies(self) -> bool:
+        """Whether it is one of `COPIES`."""
+        return self.kind in COPIES
 
     @property
     def empty(self) -> bool:

@@ -180,8 +180,7 @@ def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
     """One rank for which the others wait."""
     waiting = sum(_idles(other) for other in running)
     others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
-    tail = phrases.fallback([row], named=False)
-    more = f"; {tail}" if tail else ""
+    more = phrases.fallback([row], "; ", named=False)
     short = more.replace("; runs ", "; ").replace("io_uring", "uring")
     return _made(
         _level(op, row),
@@ -198,13 +197,13 @@ def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
 
 def _last(op: NodeOp, row: Row) -> Sentence:
     """One rank ends after the others, and neither it nor all together are below the target."""
-    tail = phrases.fallback([row], named=False)
     words = f"on target; {row.name} is the last"
+    said = f"{words}{phrases.colon(phrases.speed(row), phrases.why(row))}"
     return _made(
         _level(op, row),
         row.key,
-        f"{words}{phrases.colon(phrases.speed(row), phrases.why(row))}" + (f"; {tail}" if tail else ""),
-        f"{words}{phrases.colon(phrases.speed(row), phrases.why(row))}",
+        said + phrases.fallback([row], "; ", named=False),
+        said,
         f"{words}{phrases.colon(phrases.speed(row, '/'))}",
         words,
     )
@@ -212,13 +211,13 @@ def _last(op: NodeOp, row: Row) -> Sentence:
 
 def _left(op: NodeOp, row: Row) -> Sentence:
     """All ranks have ended but one."""
-    tail = phrases.fallback([row], named=False)
     why = "its own bandwidth_limit" if row.wait_kind == "limit" else phrases.why(row)
+    said = f"only {row.name} is left{phrases.colon(phrases.speed(row), why)}"
     return _made(
         _level(op, row),
         row.key,
-        f"only {row.name} is left{phrases.colon(phrases.speed(row), why)}" + (f"; {tail}" if tail else ""),
-        f"only {row.name} is left{phrases.colon(phrases.speed(row), why)}",
+        said + phrases.fallback([row], "; ", named=False),
+        said,
         f"{row.name} is left{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
         *phrases.terse(row),
         f"only {row.name} is left",
@@ -246,8 +245,7 @@ def _together(op: NodeOp, running: list[Row]) -> Sentence | None:
 
 def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sentence | None:
     """Below the target, or without one: the slowest rank, else what most of them wait for."""
-    tail = phrases.fallback(running)
-    more = f"; {tail}" if tail else ""
+    more = phrases.fallback(running, "; ")
     slow = _slowest(running)
     if slow is not None:
         words = f"{slow.name}{phrases.colon(phrases.speed(slow), phrases.why(slow))}"
@@ -303,8 +301,7 @@ def _ended(op: NodeOp, rows: Sequence[Row], cause: str) -> Sentence | None:
     if op.verdict is Verdict.QUIET:
         return None
     average, target = phrases.compared(op.average, op.target)
-    tail = phrases.fallback(rows, past=True)
-    more = f"; {tail}" if tail else ""
+    more = phrases.fallback(rows, "; ", past=True)
     if op.verdict is Verdict.GOOD:
         return _made(
             "info",

@@ -173,9 +173,8 @@ def _details(frame: Frame, row: Row, width: int) -> list[Line]:
         )
         words = f"latency p50 {_ms(row.p50_s)} p99 {_ms(row.p99_s)} max {_ms(worst)} ms"
         more += [(words, "text"), (f"64 us {bars} 1 s" if bars.strip() else "", "dim")]
-    retries, shorts, errors = (
-        sum(getattr(thread, name) for thread in row.threads) for name in ("retries", "shorts", "errors")
-    )
+    retries, shorts = sum(thread.retries for thread in row.threads), sum(thread.shorts for thread in row.threads)
+    errors = sum(thread.errors for thread in row.threads)
     more += [
         (f"ever: {text.count(retries, 'retry') if retries == 1 else f'{retries} retries'}, {shorts} short", "dim"),
         (text.count(errors, "error"), "bad" if errors else "dim"),
