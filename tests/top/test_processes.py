@@ -225,7 +225,8 @@ def test_a_device_that_hangs_is_named_as_storage_whatever_letter_the_process_has
         ):
             row, said = held_up(shm, place, mounts.unanswering(behind), ThreadState.IO)
     assert (row.engine, row.direct, row.state, row.wait_kind) == (engine, True, "STALL", "disk")
-    assert (row.process_state == "D") == (engine == "threads")
+    # With io_uring a thread may sleep uninterruptibly, too: where the kernel has no request left for what it submits.
+    assert engine == "uring" or row.process_state == "D"
     assert re.fullmatch(r"pid \d+: the storage has not answered for \d s", said.words[0])
 
 
