@@ -42,7 +42,7 @@ for line in sys.stdin:
     try:
         io = fastckpt.IO(bandwidth_limit=order.pop("limit"))
         report = fastckpt.save({"weights": weights[: order.pop("size")]}, io=io, **order)
-        told = {"seconds": report.seconds, "bytes": report.bytes}
+        told = {"bytes": report.bytes, "least": report.phases["write"] + report.phases["fsync"]}
     except OSError as error:
         told = {"errno": error.errno}
     print(json.dumps(told), flush=True)
@@ -133,14 +133,15 @@ class Monitor:
             rates = " of ".join(text.rates(told["avg_Bps"], told["target_Bps"]))
             share = text.percent(None if told["avg_Bps"] is None else told["avg_Bps"] / told["target_Bps"])
             block = table.partition(f"\njob {op.job_key} ")[2].partition("\njob ")[0] or table
-            (line,) = [one for one in block.splitlines() if one.startswith(f"{op.kind} {op.label}: ") and rates in one]
-            assert f": {done} of {total} GB, " in line
+            begin = f"{op.kind} {op.label}: {done} of {total} GB, {op.phase} "
+            (line,) = [one for one in block.splitlines() if one.startswith(begin)]
             assert f"average {rates} GB/s ({share})" in line
             assert line.partition("): ")[2].partition(",")[0] == (told["verdict"] or "-")
-            (judged,) = [line for line in checked.splitlines() if f"{rates} GB/s, {share} " in line][:1] or [""]
             main = next(job for job in model.jobs if job.key == op.job_key)
             if told["running"] or not main.active:
-                assert f" {op.kind} {op.label} (" in judged
+                state = "running" if op.running else op.phase
+                words = f" {op.kind} {op.label} ({state}): {rates} GB/s, {share} "
+                judged = next((one for one in checked.splitlines() if words in one), "")
                 assert f" x {text.count(told['gpus'], 'GPU')}" in judged
                 met = told["failed"] == 0 and told["verdict"] == "ok"
                 if told["verdict"] is not None:  # in its first second it is only --check that judges
@@ -176,9 +177,19 @@ class Monitor:
             assert not said or any(words in shown for one in said for words in one.words), (said, shown)
 
 
-def reported(reports):
-    """The average of ranks that saved together, bytes/s: they began together, so that the slowest decides."""
-    return sum(one["bytes"] for one in reports) / max(one["seconds"] for one in reports)
+def reported(ranks, began):
+    """The reports of ranks that were told to save at a moment, and how long that has been."""
+    return [rank.told() for rank in ranks], time.monotonic() - began
+
+
+def possible(average, reports, waited):
+    """Whether it may be the average of ranks with these reports, for which one waited so long.
+
+    A busy machine may let one begin after the other, and answer late. So their save took at least as long as the
+    slowest of them wrote, and at most as long as they were waited for.
+    """
+    whole = sum(one["bytes"] for one in reports)
+    return whole / waited <= average <= 1.001 * whole / max(one["least"] for one in reports)  # bytes without headers
 
 
 def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
@@ -186,14 +197,15 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
     ranks = train(2)
     watched = Monitor(place, 40 * MB)
     for rate in (0, 20 * MB):
+        began, real = time.monotonic(), time.time()
         for number, rank in enumerate(ranks):
             rank.save(tmp_path / str(number) / "last", 24 * MB, rate)
         watched.until(lambda model: model.main is not None)
-        reports = [rank.told() for rank in ranks]
+        reports, waited = reported(ranks, began)
     for monitor in (watched, Monitor(place, 40 * MB)):
         model = monitor.look()
         assert not model.main.running
-        assert model.main.average == pytest.approx(reported(reports), rel=0.05)
+        assert possible(model.main.average, reports, waited)
         assert model.main.done == pytest.approx(sum(one["bytes"] for one in reports), rel=0.001), "with headers"
         assert model.past.checkpoints[-1].average == pytest.approx(model.main.average, rel=0.001)
         assert len(model.past.checkpoints) == 2
@@ -207,24 +219,25 @@ def test_attached_late_to_a_limited_save(train, place, tmp_path, top):
     (op,) = json.loads(told.stdout.splitlines()[-1])["ops"]
     ours = jsonout.Ticks().next(model)["ops"][0]
     assert {**op, "peak_Bps": 0, "t_start": 0} == {**ours, "peak_Bps": 0, "t_start": 0}
-    assert op["t_start"] == pytest.approx(ours["t_start"], abs=0.01)
+    assert real - 0.001 < op["t_start"] < time.time()
 
     for number, rank in enumerate(ranks):
         rank.save_for_long(tmp_path / str(number) / "last")
     for monitor in (watched, Monitor(place, 40 * MB)):
-        # What is waited for is known from the second look on.
-        model = monitor.until(
-            lambda model: model.main.elapsed_s > 1.3 and model.rows[0].wait_kind == "limit" and model.main.sentence
-        )
+        # Known when both have begun, and have waited for a second.
+        model = monitor.until(lambda model: model.main.elapsed_s > 1.3 and "held at" in str(model.main.sentence))
         assert [(op.ranks, op.gpus, op.running) for op in model.ops] == [(2, 2, True), (2, 2, False)]
         assert model.main.total == pytest.approx(240 * MB, rel=0.01)
         now, target = text.rates(model.main.rate, 80 * MB)
         assert model.main.sentence.words[0] == f"held at {now} of {target} GB/s by bandwidth_limit"
         assert model.main.average < 9 * MB
-    table, checked = (top(*words, "--target", "0.04GB/s") for words in (["--once"], ["--check"]))
-    assert (table.returncode, checked.returncode) == (0, 1)
+    # In a second of two looks a busy disk may be all that is waited for.
+    checked = eventually(lambda: done if "; held at" in (done := top("--check", *asked)).stdout else None)
+    assert checked.returncode == 1
     assert checked.stdout.startswith("BELOW TARGET: save last (running): ")
     assert "target custom x 2 GPUs; held at 0.0" in checked.stdout
+    table = top("--once", *asked)
+    assert table.returncode == 0
     assert "2 of 2 processes alive" in table.stdout
 
 
@@ -233,15 +246,16 @@ def test_two_jobs_of_which_one_fell_back(train, place, tmp_path):
     (other,) = train(1, "bert", wrap=[sys.executable, "-m", "harness.seccomp", "EPERM", "--"])
     ranks = {"gpt": one, "bert": other}
     monitor = Monitor(place, 3 * MB)
+    began = time.monotonic()
     for name, rank in ranks.items():
         rank.save(tmp_path / name / "step-1", 24 * MB, 20 * MB, 1)
-    reports = {name: rank.told() for name, rank in ranks.items()}
+    reports = {name: reported([rank], began) for name, rank in ranks.items()}
     model = monitor.look()
     assert {op.job_key for op in model.ops} == {job.key for job in model.jobs}
     for job in model.jobs:
         (op,) = [op for op in model.ops if op.job_key == job.key]
         assert (op.running, op.ranks, op.target) == (False, 1, 3 * MB)
-        assert op.average == pytest.approx(reported([reports[job.name]]), rel=0.05)
+        assert possible(op.average, *reports[job.name])
     assert lines.check(model, 100)[0] is True
 
     for name, rank in ranks.items():
@@ -284,13 +298,14 @@ def test_stopped_then_killed_then_started_again_with_the_same_step(train, place,
     assert lines.check(model, 100)[0] is False
 
     again = train(2)
+    began = time.monotonic()
     for number, rank in enumerate(again):
         rank.save(tmp_path / str(number) / "step-7", 24 * MB, 20 * MB, 7)
-    reports = [rank.told() for rank in again]
+    reports, waited = reported(again, began)
     for late in (monitor, Monitor(place, 3 * MB)):
         model = late.look()
         assert (model.main.running, model.main.ranks, model.main.gpus, model.main.failed) == (False, 2, 2, 0)
-        assert model.main.average == pytest.approx(reported(reports), rel=0.05)
+        assert possible(model.main.average, reports, waited)
         assert [row.rank for row in model.rows] == [0, 1]
         assert (model.node.alive, model.node.ranks) == (2, 2)
         assert lines.check(model, 100)[0] is True
