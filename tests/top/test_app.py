@@ -71,7 +71,7 @@ def replayed(recording, tick=18):
 
 
 def shown(app):
-    return app.canvas.screen_text
+    return app.canvas.painted().plain
 
 
 @pytest.mark.parametrize(("kind", "size"), CASES, ids=[f"{kind}-{size[0]}x{size[1]}" for kind, size in CASES])

@@ -75,7 +75,7 @@ def test_a_look_at_64_ranks_of_8_threads_takes_few_calls():
         app = TopApp(live, Ui(interval=0.5))
         async with app.run_test(size=(200, 60)):
             await asyncio.sleep(0.5)
-            assert "64 ranks" in app.canvas.screen_text
+            assert "64 ranks" in app.canvas.painted().plain
             live.looks, live.enough = 0, asyncio.Event()
             with counting() as calls:
                 await live.enough.wait()

@@ -380,7 +380,7 @@ def test_a_replay_that_cannot_be_read_is_4(top, tmp_path, recording):
         if content is not None:
             path.write_text(content)
         with pytest.raises(ReplayError, match=str(path)):
-            Replay(str(path)).run_through()
+            Replay(str(path)).end()
     result = top("--replay", tmp_path / "other.jsonl", "--once")
     assert result.returncode == 4
     assert "recorded as fastckpt-top/2" in result.stderr
@@ -424,7 +424,6 @@ def test_the_segments_themselves(producer, top, place):
     assert dumped["header"]["rank"] == 5
     assert top("debug", "dump", place / "1-1.seg").returncode == 4
     assert top("debug", "dump", place / "none").returncode == 4
-    assert json.loads(top("debug", "layout").stdout)["thread"]["bytes_op"] == {"offset": 0x78, "type": "u64"}
     assert top("debug", "clean", "--yes").stdout == ""
     os.utime(place / "77-1.seg", (1, 1))
     assert top("debug", "clean").stdout == f"would remove {place}/77-1.seg\n"

@@ -194,7 +194,7 @@ def tool(name, *arguments):
 
 def test_a_recordings_last_moment_is_drawn_as_if_it_were_watched(recording, tmp_path):
     replay = Replay(str(recording))
-    replay.run_through()
+    replay.end()
     tool("picture.py", recording, tmp_path / "a.svg", "--size", "100x26", "--keys", "tab,tab")
     shown = " ".join(texts((tmp_path / "a.svg").read_text("utf-8")))
     assert "live" in shown

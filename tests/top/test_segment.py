@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields as fields_of
 from pathlib import Path
 
 import pytest
@@ -16,10 +17,18 @@ DATA = Path(__file__).parents[1] / "data"
 
 
 def test_the_reader_has_the_layout_of_the_page():
-    ours = {
-        table: {name: (f["offset"], f["type"]) for name, f in fields.items()}
-        for table, fields in segment.layout().items()
-    }
+    numbers = {"H": "u16", "I": "u32", "Q": "u64", "i": "i32", "q": "i64"}
+
+    def on_the_page(code):
+        count, letter = code[:-1], code[-1]
+        kind = numbers.get(letter) or ("u8" if code == "16s" else "char")
+        return f"{kind}[{count}]" if count else kind
+
+    ours = {}
+    for table in (segment.Header, segment.Process, segment.Operation, segment.Thread, segment.History):
+        places = {one.name: (one.metadata["offset"], on_the_page(one.metadata["code"])) for one in fields_of(table)}
+        ours[table.__name__.lower()] = places
+    ours["header"]["magic"] = (0, f"u8[{len(segment.MAGIC)}]")
     assert ours == LAYOUT
 
 

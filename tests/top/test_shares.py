@@ -113,8 +113,8 @@ def test_at_64_ranks_each_has_its_threads_as_cells_and_a_word_says_their_scale()
 def test_no_figure_is_cut_to_another_one():
     """As a target of 0.75 to 0. Mutant: the label over the bars is cut where it does not fit."""
     for size in range(1, 41):
-        for target in (0.75e9, 0.375e9, 24e9, 1e12):
-            words = {0.75e9: "0.75", 0.375e9: "0.38", 24e9: "24", 1e12: "1000"}[target]
+        for target in (0.75e9, 0.375e9, 24e9, 123.4e9, 1e12):
+            words = {0.75e9: "0.75", 0.375e9: "0.38", 24e9: "24", 123.4e9: "123.4", 1e12: "1000"}[target]
             head = cells.gauge_head(size, target, text.UNICODE).plain
             assert len(head) == size
             assert head.replace("│", " ").split() in (["0", words], ["0"], [words], []), (size, target)

@@ -17,7 +17,9 @@ from typing import TYPE_CHECKING
 import svg
 
 from fastckpt_top.app import TopApp
+from fastckpt_top.demo import DemoSource
 from fastckpt_top.replay import Replay
+from fastckpt_top.session import Live
 from fastckpt_top.views.state import Ui
 
 if TYPE_CHECKING:
@@ -26,27 +28,18 @@ if TYPE_CHECKING:
     from fastckpt_top.model import Model
 
 
-class Still:
+class Still(Live):
     """A session whose time stands still.
 
     Args:
         model: What it shows.
     """
 
-    live = True
-
     def __init__(self, model: Model) -> None:
-        self.model = model
+        super().__init__(DemoSource(), model)  # which is never asked
 
     def tick(self) -> None:
         """Nothing goes on."""
-
-    def status(self) -> str:
-        """As while watching."""
-        return "live"
-
-    def close(self) -> None:
-        """Nothing is open."""
 
 
 def draw(recording: Path, size: tuple[int, int], keys: Sequence[str] = (), theme: str = "") -> str:
@@ -65,7 +58,7 @@ def draw(recording: Path, size: tuple[int, int], keys: Sequence[str] = (), theme
         ReplayError: The file is no recording of this version.
     """
     replay = Replay(str(recording))
-    replay.run_through()
+    replay.end()
 
     async def take() -> str:
         app = TopApp(Still(replay.model), Ui(), theme=theme)

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from fastckpt_top.session import Session, Sink
-    from fastckpt_top.snapshot import Source
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -93,16 +92,15 @@ def _session(args: argparse.Namespace, interval: float) -> Session:
 
         sinks.append(Prometheus(args.prometheus))
     model = Model(target, args.gpus, args.job)
-    source: Source
     if args.demo:
         from fastckpt_top.demo import DemoSource
 
-        source = demo = DemoSource()
+        demo = DemoSource()
         for snapshot in demo.past(60.0, interval):
             model.update(snapshot)
-    else:
-        source = feed.ShmFeed(feed.chosen(args.dir, all_users=args.all_users), pids=args.pid, ranks=args.rank)
-    return Live(source, model, sinks)
+        return Live(demo, model, sinks)
+    places = feed.chosen(args.dir, all_users=args.all_users)
+    return Live(feed.ShmFeed(places, pids=args.pid, ranks=args.rank), model, sinks)
 
 
 def _interactive() -> bool:
@@ -118,7 +116,7 @@ def _glyphs(args: argparse.Namespace) -> text.Glyphs:
 def _two_looks(session: Session, interval: float) -> None:
     """Rates, and the waits of ranks, need two samples; a recording is taken as a whole."""
     if isinstance(session, Replay):
-        session.run_through()
+        session.end()
         return
     session.tick()
     if session.model.node.active:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand, and return the exit code."""
-    return {"ls": _list, "clean": _clean, "dump": _dump, "layout": _layout}[args.what](args)
+    return {"ls": _list, "clean": _clean, "dump": _dump}[args.what](args)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -52,11 +52,6 @@ def _clean(args: argparse.Namespace) -> int:
     places = feed.directories_of_all() if places is None else places
     for path in feed.sweep(places, now=time.time(), uid=os.geteuid(), dry_run=not args.yes):
         console.put(f"{'removed' if args.yes else 'would remove'} {text.clean(path)}\n")
-    return console.OK
-
-
-def _layout(_: argparse.Namespace) -> int:
-    console.put(json.dumps(segment.layout(), indent=1) + "\n")
     return console.OK
 
 

@@ -36,7 +36,6 @@ BYTES: Final = 39_900_000_000
 """Of each rank's checkpoint."""
 BLOCK: Final = 16 << 20
 HOST: Final = "gpu07"
-USER: Final = "mira"
 TARGET_SAVE: Final = 3_000_000_000
 TARGET_LOAD: Final = 4_000_000_000
 _CYCLE_S: Final = 64.0
@@ -58,8 +57,6 @@ _SYNC_BEFORE_S: Final = 2.0
 _LATENCY_BEFORE_NS: Final = 300 * 10**9
 _PAST: Final = 6
 """Cycles of history before the beginning."""
-_EPOCH: Final = 1_795_262_662.0
-"""Time of the beginning where no clock is given, seconds since the epoch."""
 
 
 class DemoSource:
@@ -147,7 +144,7 @@ class DemoSource:
             same_clock=True,
             touched=self._real_zero + t,
             state="S" if process.state else "",
-            user=USER,
+            user="mira",
         )
 
     def _operation(self, kind: Kind, rank: int, cycle: int, tau: float) -> tuple[Operation, list[tuple[int, Thread]]]:
@@ -239,20 +236,17 @@ def _thread(
     return Thread(
         bytes_ever=before + done,
         requests=requests,
-        bytes_submitted=before + min(done + 8 * BLOCK, part),
         busy_ns=int(((number - 1) * _BEFORE_S + active_s * (1 - source)) * 0.985e9),
         source_wait_ns=int(((number - 1) * _BEFORE_S + active_s) * source * 1e9),
         last_progress_mono_ns=int((start + min(tau, _PLAN_S + durations[index])) * 1e9),
         in_flight=8 - (rank + index + int(tau * 2)) % 2 if moving else 0,
         state=2 if moving else 3 if syncing else 0,
-        op_slot=0 if kind == Kind.SAVE else 1,
         latency_sum_ns=(number - 1) * _LATENCY_BEFORE_NS + done // BLOCK * latency_ns,
         latency_max_ns=latency_ns * 3,
         fsync_wait_ms=int(((number - 1) * _SYNC_BEFORE_S + min(synced_s, sync_s)) * 1e3),
         tid=5400 + 10 * rank + index,
         cpu=12 * rank + index,
         op_id=number,
-        file=int(8 * share),
         bytes_op=done,
         latency_hist=tuple(requests * count // 1000 for count in _LATENCY),
     )
@@ -274,7 +268,6 @@ def _header(rank: int) -> Header:
         world=RANKS,
         local_world=RANKS,
         gpu=rank,
-        numa=rank // 4,
         version="0.1.0",
         job="llama70b",
         launch=1,

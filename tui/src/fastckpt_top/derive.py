@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from fastckpt_top.snapshot import Proc
     from fastckpt_top.tracks import OpTrack, ThreadTrack
 
-SPARK: Final = 64
-"""Columns of a spark that are handed to the views."""
 _RESTING: Final = (ThreadState.IDLE, ThreadState.FSYNC, ThreadState.PEERS)
 """What a thread does that has no rate of its own."""
 _ORDER: Final = (Phase.PLAN, Phase.STAGE, Phase.READ, Phase.WRITE, Phase.FSYNC, Phase.COMMIT)
@@ -57,7 +55,7 @@ def thread_row(
         retries=last.retries,
         shorts=last.shorts,
         errors=last.errors,
-        spark=tuple(track.spark)[-SPARK:],
+        spark=tuple(track.spark),
         p50_s=percentile(histogram, 0.5, largest),
         p99_s=percentile(histogram, 0.99, largest),
     )
@@ -141,8 +139,8 @@ def name(proc: Proc) -> str:
     return f"rank {proc.rank}" if proc.rank >= 0 else f"pid {proc.header.pid}"
 
 
-def awaited(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> int | None:
-    """The rank that a process waits for in the end: the one that it waits for may itself wait for another.
+def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
+    """`rank 3`, for which a process waits in the end: whom it waits for may itself wait for another; else empty.
 
     Args:
         proc: The process.
@@ -155,13 +153,7 @@ def awaited(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> int | None:
         if other is None or other.waits_for is None:
             break
         found = other.waits_for
-    return found
-
-
-def awaits(proc: Proc, ranks: Mapping[tuple[str, int], Proc]) -> str:
-    """`rank 3` for a process that waits for that rank; else empty."""
-    rank = awaited(proc, ranks)
-    return "" if rank is None else f"rank {rank}"
+    return "" if found is None else f"rank {found}"
 
 
 def title(group: Group) -> str:

@@ -366,14 +366,13 @@ def is_locked(fd: int) -> bool | None:
     return False
 
 
-def sweep(places: Sequence[str], *, now: float, uid: int, age: float = SWEEP_AGE_S, dry_run: bool = False) -> list[str]:
-    """Remove the segments of dead processes.
+def sweep(places: Sequence[str], *, now: float, uid: int, dry_run: bool = False) -> list[str]:
+    """Remove the segments of dead processes, untouched for `SWEEP_AGE_S`.
 
     Args:
         places: Directories.
         now: Seconds since the epoch.
         uid: Whose files.
-        age: Only files untouched for this many seconds.
         dry_run: Remove nothing.
 
     Returns:
@@ -396,7 +395,7 @@ def sweep(places: Sequence[str], *, now: float, uid: int, age: float = SWEEP_AGE
                 if (
                     stat.S_ISREG(info.st_mode)
                     and info.st_uid == uid
-                    and now - info.st_mtime >= age
+                    and now - info.st_mtime >= SWEEP_AGE_S
                     and is_locked(fd) is False
                 ):
                     if not dry_run:

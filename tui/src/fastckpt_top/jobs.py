@@ -116,11 +116,6 @@ def _new_key(proc: Proc, taken: set[str]) -> str:
     return key
 
 
-def matches(key: str, name: str, wanted: str) -> bool:
-    """Whether a job is the one that `--job` names, by name or by key."""
-    return wanted in (key, name)
-
-
 def safe(past: Past, look: Look) -> dict[str, dict[str, Safe]]:
     """Of each job, the last save, and the last drain that left a whole checkpoint at the remote."""
     found: dict[str, dict[str, Safe]] = {}

@@ -132,9 +132,6 @@ class JsonWriter:
         self._out.write(dumps(self._ticks.next(model)))
         self._out.flush()
 
-    def close(self) -> None:
-        """Nothing of its own is open."""
-
 
 def dumps(line: Json) -> str:
     """One line, ASCII, with its newline. Never NaN or Infinity."""

@@ -55,9 +55,6 @@ class LineWriter:
         if lines:
             self._out.flush()
 
-    def close(self) -> None:
-        """Nothing of its own is open."""
-
     def _event_lines(self, model: Model) -> list[str]:
         new = min(model.event_count - self._events, len(model.events))
         self._events = model.event_count

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import derive, operations, ranks
 from fastckpt_top.events import Events
 from fastckpt_top.groups import Group, Past
-from fastckpt_top.jobs import Jobs, job, matches, safe
+from fastckpt_top.jobs import Jobs, job, safe
 from fastckpt_top.look import Look
 from fastckpt_top.segment import COPIES, Kind
 from fastckpt_top.sentence import cause, sentence
@@ -178,7 +178,7 @@ class Model:
         self.job_of = self._jobs.assign(snapshot.procs)
         if not self.job:
             return snapshot
-        kept = tuple(proc for proc in snapshot.procs if matches(self.job_of[proc.key], proc.header.job, self.job))
+        kept = tuple(proc for proc in snapshot.procs if self.job in (self.job_of[proc.key], proc.header.job))
         return replace(snapshot, procs=kept)
 
     def _look(self, snapshot: Snapshot) -> Look:

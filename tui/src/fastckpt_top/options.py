@@ -124,7 +124,7 @@ def _add_debug(made: argparse.ArgumentParser) -> None:
         "debug", allow_abbrev=False
     )
     debug.description = f"{words.capitalize()}."
-    made.usage = "%(prog)s [options]\n       %(prog)s debug {ls,clean,dump,layout} [options]"
+    made.usage = "%(prog)s [options]\n       %(prog)s debug {ls,clean,dump} [options]"
     commands = debug.add_subparsers(dest="what", metavar="COMMAND", required=True)
     # Without defaults, which would take the place of options that stand before `debug`.
     found = commands.add_parser("ls", help="list the segments", argument_default=argparse.SUPPRESS, allow_abbrev=False)
@@ -139,7 +139,6 @@ def _add_debug(made: argparse.ArgumentParser) -> None:
     for one in (found, clean):
         _add_places(one.add_argument)
     commands.add_parser("dump", help="print a segment's contents as JSON").add_argument("segment", metavar="SEGMENT")
-    commands.add_parser("layout", help="print the layout of segments as JSON")
 
 
 def _target(word: str) -> targets.Target:

@@ -132,7 +132,7 @@ def row(track: OpTrack, group: Group, look: Look, places: Places) -> Row:
         p50_s=percentile(histogram, 0.5, largest),
         p99_s=percentile(histogram, 0.99, largest),
         histogram=histogram,
-        spark=tuple(track.spark)[-derive.SPARK :],
+        spark=tuple(track.spark),
         threads=rows,
     )
     return replace(made, worst=worst(made))

@@ -259,10 +259,6 @@ class Replay:
         self._position = self.recording.times[-1]
         self.playing = False
 
-    def run_through(self) -> None:
-        """Feed everything, for outputs without a screen."""
-        self.end()
-
     def status(self) -> str:
         """`replay 00:12/01:30 x2`."""
         times = self.recording.times

@@ -97,7 +97,6 @@ SIZES: Final = {"header": 256, "process": 256, "operation": 512, "thread": 256, 
 """Bytes of an entry of each table."""
 
 T = TypeVar("T")
-_TYPES: Final = {"H": "u16", "I": "u32", "Q": "u64", "i": "i32", "q": "i64"}
 
 
 def _at(offset: int, code: str) -> Any:
@@ -289,26 +288,19 @@ class Segment:
     history: tuple[History, ...]
 
 
-def check_prefix(data: bytes) -> tuple[int, int]:
-    """Judge the first 32 bytes, which are the same in every version.
-
-    Args:
-        data: The beginning of the file, at least 32 bytes.
-
-    Returns:
-        Major and minor version.
-
-    Raises:
-        BadSegment: It is not a segment, or one of another byte order.
-    """
+def _check_prefix(data: bytes) -> None:
+    """Judge the first bytes, which are the same in every version."""
     if len(data) < HEADER_SIZE:
         raise BadSegment(f"too short: {len(data)} bytes")
-    magic, major, minor, _, _, tag, _ = struct.unpack_from("<8sHHIIIQ", data)
+    magic, major, minor, _, _, tag = struct.unpack_from("<8sHHIII", data)
     if magic != MAGIC:
         raise BadSegment("no segment: the magic number is missing")
     if tag != ENDIAN_TAG:
         raise BadSegment("written with another byte order")
-    return major, minor
+    if major != MAJOR:
+        raise BadSegment(
+            f"segment layout {major}.{minor} needs {'a newer' if major > MAJOR else 'an older'} fastckpt-top"
+        )
 
 
 def decode_header(data: bytes, file_size: int) -> Header:
@@ -324,11 +316,7 @@ def decode_header(data: bytes, file_size: int) -> Header:
     Raises:
         BadSegment: Something in it cannot be true, or needs a newer version of this program.
     """
-    major, minor = check_prefix(data)
-    if major != MAJOR:
-        raise BadSegment(
-            f"segment layout {major}.{minor} needs {'a newer' if major > MAJOR else 'an older'} fastckpt-top"
-        )
+    _check_prefix(data)
     header = read(Header, data)
     if file_size > MAX_SIZE:
         raise BadSegment(f"too large: {file_size} bytes")
@@ -399,28 +387,6 @@ def decode(data: bytes) -> Segment:
         tuple((i, thread) for i, thread in threads if thread.op_id),
         tuple(sorted((record for record in history if record.op_id), key=lambda record: record.op_id)),
     )
-
-
-def layout() -> dict[str, dict[str, dict[str, int | str]]]:
-    """The layout as data, for comparison with the producer's and with the documentation.
-
-    Returns:
-        Table -> field -> `offset` in bytes (within the table's entry) and `type` as docs/telemetry.md writes it.
-    """
-    tables: dict[str, dict[str, dict[str, int | str]]] = {}
-    for table, kind in zip(SIZES, _KINDS, strict=True):
-        places = {one.name: one.metadata for one in fields(kind)}
-        tables[table] = {
-            name: {"offset": place["offset"], "type": _type_name(name, place["code"])} for name, place in places.items()
-        }
-    tables["header"]["magic"] = {"offset": 0, "type": f"u8[{len(MAGIC)}]"}
-    return tables
-
-
-def _type_name(name: str, code: str) -> str:
-    if code.endswith("s"):
-        return f"{'u8' if name == 'boot_id' else 'char'}[{code[:-1]}]"
-    return f"{_TYPES[code[-1]]}[{code[:-1]}]" if len(code) > 1 else _TYPES[code]
 
 
 def _shape(kind: Any, size: int) -> tuple[struct.Struct, tuple[str, ...], tuple[tuple[int, str], ...]]:

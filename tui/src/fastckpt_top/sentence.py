@@ -95,7 +95,9 @@ def _slow(op: NodeOp, running: list[Row]) -> Sentence | None:
         return _limited(op)
     behind = next((row for row in running if row.straggler), None)
     if behind is not None:
-        return _last(op, behind) if op.verdict is behind.verdict is Verdict.GOOD else _held_back(op, behind, running)
+        if op.verdict is behind.verdict is Verdict.GOOD:
+            return _one(op, behind, f"on target; {behind.name} is the last", f"{behind.name} is the last")
+        return _held_back(op, behind, running)
     return _together(op, running)
 
 
@@ -180,47 +182,40 @@ def _held_back(op: NodeOp, row: Row, running: list[Row]) -> Sentence:
     """One rank for which the others wait."""
     waiting = sum(_idles(other) for other in running)
     others = f" ({text.count(waiting, 'rank')} {'waits' if waiting == 1 else 'wait'} for it)" if waiting else ""
-    more = phrases.fallback([row], "; ", named=False)
-    short = more.replace("; runs ", "; ").replace("io_uring", "uring")
-    return _made(
-        _level(op, row),
-        row.key,
-        f"Held back by {row.name}{others}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
-        f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}{more}",
-        f"{row.name} holds it{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}{short}",
-        f"Held back by {row.name}{phrases.colon(phrases.speed(row), phrases.why(row))}",
-        f"{row.name} holds it{phrases.colon(phrases.speed(row), phrases.brief(row))}",
-        *phrases.terse(row),
-        f"held back by {row.name}",
-    )
-
-
-def _last(op: NodeOp, row: Row) -> Sentence:
-    """One rank ends after the others, and neither it nor all together are below the target."""
-    words = f"on target; {row.name} is the last"
-    said = f"{words}{phrases.colon(phrases.speed(row), phrases.why(row))}"
-    return _made(
-        _level(op, row),
-        row.key,
-        said + phrases.fallback([row], "; ", named=False),
-        said,
-        f"{words}{phrases.colon(phrases.speed(row, '/'))}",
-        words,
-    )
+    return _one(op, row, f"Held back by {row.name}", f"{row.name} holds it", others=others)
 
 
 def _left(op: NodeOp, row: Row) -> Sentence:
     """All ranks have ended but one."""
     why = "its own bandwidth_limit" if row.wait_kind == "limit" else phrases.why(row)
-    said = f"only {row.name} is left{phrases.colon(phrases.speed(row), why)}"
+    return _one(op, row, f"only {row.name} is left", f"{row.name} is left", why=why)
+
+
+def _one(op: NodeOp, row: Row, words: str, short: str, *, why: str = "", others: str = "", more: str = "") -> Sentence:
+    """What is true of one rank: `words`, or `short` ones, with its rate, the reason, and what it fell back to.
+
+    Args:
+        op: The operation.
+        row: The rank.
+        words: What it does.
+        short: The same, where there is less room.
+        why: The reason; empty for the rank's own.
+        others: What the other ranks do meanwhile.
+        more: What ranks fell back to; empty for this rank alone.
+    """
+    told = phrases.colon(phrases.speed(row), why or phrases.why(row))
+    more = more or phrases.fallback([row], "; ", named=False)
     return _made(
         _level(op, row),
         row.key,
-        said + phrases.fallback([row], "; ", named=False),
-        said,
-        f"{row.name} is left{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}",
+        f"{words}{others}{told}{more}",
+        f"{words}{told}{more}",
+        f"{short}{phrases.colon(phrases.speed(row, '/'), phrases.brief(row))}"
+        f"{more.replace('; runs ', '; ').replace('io_uring', 'uring')}",
+        f"{words}{told}",
+        f"{short}{phrases.colon(phrases.speed(row), phrases.brief(row))}",
         *phrases.terse(row),
-        f"only {row.name} is left",
+        words[0].lower() + words[1:],
     )
 
 
@@ -248,15 +243,7 @@ def _below(op: NodeOp, running: list[Row], kind: str, those: list[Row]) -> Sente
     more = phrases.fallback(running, "; ")
     slow = _slowest(running)
     if slow is not None:
-        words = f"{slow.name}{phrases.colon(phrases.speed(slow), phrases.why(slow))}"
-        return _made(
-            _level(op),
-            slow.key,
-            f"slowest is {words}{more}",
-            f"slowest is {words}",
-            *phrases.terse(slow),
-            f"slowest is {slow.name}",
-        )
+        return _one(op, slow, f"slowest is {slow.name}", slow.name, more=more)
     average, target = phrases.compared(op.average, op.target)
     figures = f"average {average} of {target} GB/s" if target else f"average {average} GB/s"
     default = f" ({op.target_name}, the default target)" if op.target_source == "default" and target else ""

@@ -1,48 +1,21 @@
-"""The input of a view or an output: a model and its clock.
-
-`Live` reads processes, `replay.Replay` a file.
-"""
+"""The input of a view or an output: a model and its clock. `Live` reads processes, `replay.Replay` a file."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    from fastckpt_top.demo import DemoSource
+    from fastckpt_top.feed import ShmFeed
     from fastckpt_top.model import Model
-    from fastckpt_top.snapshot import Source
+    from fastckpt_top.prometheus import Prometheus
+    from fastckpt_top.record import Recorder
+    from fastckpt_top.replay import Replay
 
-
-class Sink(Protocol):
-    """Something that writes the model down at each tick."""
-
-    def write(self, model: Model) -> None:
-        """Take in the current state of the model.
-
-        Raises:
-            OSError: It cannot be written.
-        """
-
-    def close(self) -> None:
-        """Finish."""
-
-
-class Session(Protocol):
-    """A model that is updated."""
-
-    live: bool
-
-    @property
-    def model(self) -> Model:
-        """As of the last tick."""
-
-    def tick(self) -> None:
-        """Go on to the present."""
-
-    def status(self) -> str:
-        """A word on its position."""
-
-    def close(self) -> None:
-        """Close everything that is open."""
+    Session: TypeAlias = "Live | Replay"
+    Sink: TypeAlias = Prometheus | Recorder
 
 
 class Live:
@@ -60,7 +33,7 @@ class Live:
 
     live = True
 
-    def __init__(self, source: Source, model: Model, sinks: list[Sink] | None = None) -> None:
+    def __init__(self, source: ShmFeed | DemoSource, model: Model, sinks: list[Sink] | None = None) -> None:
         self.source = source
         self.model = model
         self.sinks: list[Sink] = sinks if sinks is not None else []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -89,16 +89,6 @@ class Snapshot:
     problems: tuple[tuple[str, str], ...] = ()
     places: tuple[str, ...] = ()
     devices: Mapping[int, str] = field(default_factory=dict)
-
-
-class Source(Protocol):
-    """The source of snapshots: shared memory, or the demonstration."""
-
-    def poll(self) -> Snapshot:
-        """Take a look now."""
-
-    def close(self) -> None:
-        """Close everything that is open."""
 
 
 def proc_key(header: Header) -> str:

@@ -46,8 +46,6 @@ class Glyphs:
     column: str = "│"
     corners: str = "╭╮╰╯"
     """Of a box: upper left and right, lower left and right."""
-    falling: str = "▾"
-    rising: str = "▴"
     ellipsis: str = "…"
     live: str = "●"
     pause: str = "■"
@@ -72,8 +70,6 @@ ASCII: Final = Glyphs(
     rule="-",
     column="|",
     corners="++++",
-    falling="v",
-    rising="^",
     ellipsis="~",
     live="*",
     pause="=",
@@ -118,14 +114,13 @@ def cut(text: str, cells: int) -> str:
     return text if width(text) <= cells else set_cell_size(text, max(cells, 0))
 
 
-def fit(text: str, cells: int, glyphs: Glyphs = UNICODE, *, right: bool = False) -> str:
+def fit(text: str, cells: int, glyphs: Glyphs = UNICODE) -> str:
     """Cut or pad to exactly `cells` cells.
 
     Args:
         text: Cleaned text.
         cells: Wanted width; 0 or less gives the empty string.
         glyphs: Where the ellipsis comes from.
-        right: Align to the right.
 
     Returns:
         The text, with an ellipsis if it was cut.
@@ -136,8 +131,7 @@ def fit(text: str, cells: int, glyphs: Glyphs = UNICODE, *, right: bool = False)
     if have > cells:
         text = cut(text, cells - len(glyphs.ellipsis)) + glyphs.ellipsis
         have = width(text)
-    pad = " " * (cells - have)
-    return pad + text if right else text + pad
+    return text + " " * (cells - have)
 
 
 def fit_front(text: str, cells: int, glyphs: Glyphs = UNICODE) -> str:
@@ -191,11 +185,12 @@ def spark(values: Sequence[float], cells: int, top: float, glyphs: Glyphs = UNIC
         return ""
     shown = values[-cells:]
     levels = len(glyphs.spark) - 2
-    text = "".join(glyphs.spark[_level(value, top, levels)] for value in shown)
+    text = "".join(glyphs.spark[level(value, top, levels)] for value in shown)
     return text.rjust(cells)
 
 
-def _level(value: float, top: float, levels: int) -> int:
+def level(value: float, top: float, levels: int) -> int:
+    """How many of so many levels a value takes, `top` all of them; something is not nothing."""
     if top <= 0 or not value > 0:
         return 0
     return min(levels, max(1, round(value / top * levels)))

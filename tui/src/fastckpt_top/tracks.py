@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from fastckpt_top.segment import Operation
     from fastckpt_top.snapshot import Proc
 
-COLUMNS: Final = 240
-"""Columns of sparks and graphs that are kept."""
+COLUMNS: Final = 64
+"""Columns of a spark that are kept; the widest that is shown has 60."""
 COLUMN_S: Final = 0.5
 """Seconds that a column stands for, however often one looks."""
 HEARTBEAT_STALL_S: Final = 2.0

@@ -30,32 +30,6 @@ def inside(frame: Frame, width: int, height: int) -> tuple[bool, int, int]:
     return (True, width - SIDES, height - BORDERS) if framed else (False, width, height)
 
 
-def titled(
-    frame: Frame,
-    lines: list[Line],
-    title: Line,
-    note: Line,
-    width: int,
-    height: int,
-    foot: tuple[Line, Line] | None = None,
-) -> list[Line]:
-    """Some lines in a box, or, where the block gets none, below their title.
-
-    Args:
-        frame: Where the characters come from.
-        lines: At most as many as there is room for.
-        title: As for :func:`box`.
-        note: As for :func:`box`; without a box it is left out.
-        width: Cells.
-        height: Lines.
-        foot: As for :func:`box`; without a box it is left out.
-    """
-    if inside(frame, width, height)[0]:
-        return box(frame, lines, title, note, width, height, foot)
-    made = [title, *lines]
-    return [line.fill(width) for line in (*made, *(Line() for _ in range(height - len(made))))]
-
-
 def box(
     frame: Frame,
     lines: list[Line],
@@ -65,17 +39,20 @@ def box(
     height: int,
     foot: tuple[Line, Line] | None = None,
 ) -> list[Line]:
-    """Draw a box around lines.
+    """Draw a box around lines, or, where a block of this size gets none, put them below their title.
 
     Args:
         frame: Where the characters come from.
-        lines: The contents, as wide as they like: cut or padded to `width` - 4 cells and `height` - 2 lines.
+        lines: The contents, as wide as they like: cut or padded to the room that `inside` tells.
         title: Stands in the upper border at the left; it is cut where it does not fit.
         note: Stands in the upper border at the right; it is left out where it does not fit beside the title.
-        width: Cells of the box, borders included; at least 4.
-        height: Lines of the box, borders included; at least 2.
+        width: Cells, borders included.
+        height: Lines, borders included.
         foot: The text in the lower border at the left and at the right, by the same rules.
     """
+    if not inside(frame, width, height)[0]:
+        made = [title, *lines]
+        return [line.fill(width) for line in (*made, *(Line() for _ in range(height - len(made))))]
     glyphs = frame.glyphs
     made = [_border(frame, glyphs.corners[:2], title, note, width)]
     for index in range(height - 2):

@@ -53,11 +53,6 @@ class Canvas(Widget):
         self._style_cache: dict[tuple[str, bool], Style] = {}
 
     @property
-    def screen_text(self) -> str:
-        """The text that is shown."""
-        return self.painted().plain
-
-    @property
     def _palette(self) -> dict[str, str] | None:
         """Rich styles that replace the theme's; None if the theme's are shown."""
         if not colours.ansi(self.app.theme):

@@ -8,11 +8,14 @@ from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
 from fastckpt_top.rows import Row, ThreadRow, Verdict, judge, share
+from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views.boxes import words
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Collection, Sequence
+
+    from fastckpt_top.views.columns import Columns
 
 SCALE: Final = 1.25
 """Full height or length stands for so many times the target, in bars, sparks and cells of threads alike."""
@@ -27,22 +30,9 @@ TINY_WAITS: Final = {"source": "src", "limit": "lim", "fsync": "sync", "the last
 """In four cells."""
 
 STATE_STYLES: Final = {
-    "STALL": "bad",
-    "STOP": "bad",
-    "STUCK": "bad",
-    "DEAD": "bad",
-    "FAILED": "bad",
-    "ERROR": "bad",
-    "FSYNC": "low",
-    "COMMIT": "low",
-    "STAGE": "low",
-    "SOURCE": "low",
-    "LIMIT": "low",
-    "IDLE": "dim",
-    "EXIT": "dim",
-    "DONE": "dim",
-    "PLAN": "dim",
-    "WAIT": "dim",
+    **dict.fromkeys(("STALL", "STOP", "STUCK", "DEAD", "FAILED", "ERROR"), "bad"),
+    **dict.fromkeys(("FSYNC", "COMMIT", "STAGE", "SOURCE", "LIMIT"), "low"),
+    **dict.fromkeys(("IDLE", "EXIT", "DONE", "PLAN", "WAIT"), "dim"),
 }
 
 STATE_WORDS: Final = (
@@ -186,6 +176,19 @@ def gauge_head(cells: int, target: float | None, glyphs: text.Glyphs) -> Line:
     return line.add(glyphs.mark, "target").add(right.ljust(room), "dim")
 
 
+def head(frame: Frame, cols: Columns, targets: Collection[float]) -> Line:
+    """The head of a list of ranks or threads whose targets, bytes/s, are these."""
+    heads: dict[str, str | Line] = {}
+    if cols["bar"]:
+        target = next(iter(targets)) if len(targets) == 1 else None
+        heads["bar"] = gauge_head(cols["bar"], target, frame.glyphs)
+    if len(trend := f"last {cols['spark'] * COLUMN_S:.0f} s") <= cols["spark"]:
+        heads["spark"] = trend
+    if cols["wait"] < len("WAITS FOR"):
+        heads["wait"] = "WAITS"
+    return cols.head(heads)
+
+
 def spark(values: Sequence[float], cells: int, target: float, glyphs: text.Glyphs) -> str:
     """The last rates, one a cell, on the scale of the bars."""
     return text.spark(values, cells, SCALE * target, glyphs)
@@ -308,9 +311,9 @@ def thread_wait(thread: ThreadRow, cells: int, glyphs: text.Glyphs) -> Line:
 
 def eta(row: Row) -> str:
     """Until a rank's part is durable, in five cells."""
-    if not row.running or row.stalled_s is not None or row.eta_s is None:
-        return "    -" if not row.running or row.stalled_s is not None else "--:--"
-    if row.eta_s < 3600:  # noqa: PLR2004
+    if not row.running or row.stalled_s is not None:
+        return "    -"
+    if row.eta_s is None or row.eta_s < 3600:  # noqa: PLR2004
         return text.clock(row.eta_s)
     hours = int(row.eta_s // 3600)
     if hours < 100:  # noqa: PLR2004

@@ -33,19 +33,8 @@ ANSI_LIGHT: Final = ANSI_DARK | {
     "key": "bold blue",
 }
 """Yellow and the bright colours cannot be read on white."""
-MONO: Final = {
-    "strong": "bold",
-    "title": "bold",
-    "head": "bold",
-    "bad": "bold",
-    "key": "bold",
-}
+MONO: Final = dict.fromkeys(("strong", "title", "head", "bad", "key"), "bold")
 """Without colours everything has that of the text, what is bad is bold, and `dim` alone is paler."""
-
-
-def light(environ: Mapping[str, str]) -> bool:
-    """Whether the terminal reports a light background: `COLORFGBG=0;15`."""
-    return environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")
 
 
 def ansi(theme: str) -> bool:
@@ -55,7 +44,7 @@ def ansi(theme: str) -> bool:
 
 def default(themes: Iterable[str], environ: Mapping[str, str], *, sixteen: bool) -> str:
     """The theme for a terminal, where the user has chosen none."""
-    bright = light(environ)
+    bright = environ.get("COLORFGBG", "").rpartition(";")[2] in ("7", "15")  # its background: `0;15`
     wanted = ["textual-light" if bright else "textual-dark"]
     if sixteen:
         wanted = ["ansi-light" if bright else "ansi-dark", "textual-ansi", *wanted]

@@ -114,16 +114,11 @@ def _column(pair: tuple[float, float], top: float, height: int, frame: Frame) ->
     bars = sorted(zip(pair, (frame.glyphs.spark, frame.glyphs.dotted), ("graph", "read"), strict=True))
     cells: list[tuple[str, str]] = []
     for value, parts, style in bars:
-        full, rest = divmod(_level(value, top, (len(parts) - 1) * height), len(parts) - 1)
+        full, rest = divmod(text.level(value, top, (len(parts) - 1) * height), len(parts) - 1)
         cells += [(parts[-1], style)] * (full - len(cells))
         if rest and full >= len(cells):
             cells.append((parts[rest], style))
     return cells
-
-
-def _level(value: float, top: float, levels: int) -> int:
-    """Something is not nothing."""
-    return min(levels, max(1, round(value / top * levels))) if value > 0 else 0
 
 
 def _padded(written: Sequence[float], read: Sequence[float], cells: int) -> list[tuple[float, float]]:

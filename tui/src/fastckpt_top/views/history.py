@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from fastckpt_top import text
 from fastckpt_top.rows import COPIES, Verdict, judge, share
 from fastckpt_top.views import cells
-from fastckpt_top.views.boxes import inside, titled
+from fastckpt_top.views.boxes import box, inside
 from fastckpt_top.views.columns import Column, Columns
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
@@ -120,7 +120,7 @@ def block(frame: Frame, width: int, height: int) -> list[Line]:
     made += [line for one in events for line in event_lines(frame, one, inner, 2)]
     made = made[: max(room, 0)]
     title = Line("history", "title").add(" and events" if for_events else "", "title")
-    return titled(frame, made, title, Line("press 3: all", "dim"), width, height)
+    return box(frame, made, title, Line("press 3: all", "dim"), width, height)
 
 
 def _label(frame: Frame, past: Checkpoint, room: int) -> str:

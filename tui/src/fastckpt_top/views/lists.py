@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
 from fastckpt_top import text
 from fastckpt_top.views import cells, history, threads
 from fastckpt_top.views.boxes import box, inside
 from fastckpt_top.views.paint import Frame, Line, scrolled
+from fastckpt_top.views.table import TINY
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-TINY: Final = 4
-"""Of fewer lines none is a head."""
 
 
 def paint(frame: Frame, room: int) -> list[Line]:
@@ -48,8 +46,7 @@ def _threads(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:
     title = Line(f"{text.count(len(lines), 'thread')} of {text.count(len(rows), 'rank')}", "title")
     busy = sum(row.running for row in rows)
     title.add(f" {frame.glyphs.middot} {busy} busy", "dim")
-    targets = {thread.target for row in rows for thread in row.threads}
-    return title, threads.head(frame, cols, targets.pop() if len(targets) == 1 else None), lines
+    return title, cells.head(frame, cols, {thread.target for row in rows for thread in row.threads}), lines
 
 
 def _history(frame: Frame, width: int) -> tuple[Line, Line, list[Line]]:

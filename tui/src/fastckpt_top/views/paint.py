@@ -6,28 +6,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.rows import GOOD_FROM, LOW_FROM, Verdict
+from fastckpt_top.rows import Verdict
+from fastckpt_top.views.colours import ANSI_DARK
 
 if TYPE_CHECKING:
     from fastckpt_top.model import Model
     from fastckpt_top.rows import Event, Job, NodeOp
     from fastckpt_top.views.state import Ui
 
-STYLES: Final = (
-    "text",
-    "dim",
-    "strong",
-    "title",
-    "head",
-    "good",
-    "low",
-    "bad",
-    "graph",
-    "read",
-    "target",
-    "key",
-    "select",
-)
+STYLES: Final = (*ANSI_DARK, "select")
 """Names that a line's parts may have; the canvas gives them colours."""
 
 VERDICT_STYLES: Final = {
@@ -166,13 +153,6 @@ class Frame:
     def say(self, foreign: str) -> str:
         """A label, path or other foreign text in characters that this screen may show."""
         return text.ascii_only(foreign) if self.glyphs is text.ASCII else foreign
-
-
-def rate_style(fraction: float | None) -> str:
-    """The colour of a live rate as a fraction of its target."""
-    if fraction is None:
-        return "dim"
-    return "good" if fraction >= GOOD_FROM else "low" if fraction >= LOW_FROM else "bad"
 
 
 def scrolled(lines: list[Line], first: int, height: int) -> tuple[list[Line], int]:

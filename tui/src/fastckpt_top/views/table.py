@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views import cells, grid
 from fastckpt_top.views.boxes import BORDERS, SIDES, box, boxed, inside, words
 from fastckpt_top.views.columns import Column, Columns
@@ -74,7 +73,8 @@ def block(frame: Frame, width: int, height: int) -> list[Line]:
     shown = frame.ui.shown(frame.model)
     framed, inner, room = inside(frame, width, height)
     cols = columns(_all(frame), inner)
-    head = [_head(frame, cols)] if room >= TINY or room > len(shown) else []
+    targets = {row.target for row in _all(frame) if row.target}
+    head = [cells.head(frame, cols, targets)] if room >= TINY or room > len(shown) else []
     body, note = _body(frame, shown, cols, room - len(head))
     made = [*head, *body]
     if framed:
@@ -117,16 +117,6 @@ def _title(frame: Frame, shown: list[Row]) -> Line:
     if ui.filter:
         line.add(f" {glyphs.middot} ", "dim").add(f"filter {frame.say(text.cut(ui.filter, 20))}", "low")
     return line
-
-
-def _head(frame: Frame, cols: Columns) -> Line:
-    heads: dict[str, str | Line] = {}
-    targets = {row.target for row in _all(frame) if row.target}
-    if cols["bar"]:
-        heads["bar"] = cells.gauge_head(cols["bar"], targets.pop() if len(targets) == 1 else None, frame.glyphs)
-    if len(seconds := f"last {cols['spark'] * COLUMN_S:.0f} s") <= cols["spark"]:
-        heads["spark"] = seconds
-    return cols.head(heads)
 
 
 def rank_line(frame: Frame, row: Row, cols: Columns, *, selected: bool) -> Line:

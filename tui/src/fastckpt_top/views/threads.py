@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from fastckpt_top import text
-from fastckpt_top.tracks import COLUMN_S
 from fastckpt_top.views import cells
-from fastckpt_top.views.boxes import BORDERS, boxed, inside, titled
+from fastckpt_top.views.boxes import BORDERS, box, boxed, inside
 from fastckpt_top.views.columns import Column, Columns
 from fastckpt_top.views.paint import VERDICT_STYLES, Frame, Line
 
@@ -43,24 +42,6 @@ def columns(width: int, rank: int = 0) -> Columns:
         Column("wait", "WAITS FOR", wait),
     )
     return Columns(every, OPTIONAL, width)
-
-
-def head(frame: Frame, cols: Columns, target: float | None) -> Line:
-    """The head of a list of threads.
-
-    Args:
-        frame: The frame to paint.
-        cols: Its columns.
-        target: Bytes/s of a thread where all have the same; else None.
-    """
-    heads: dict[str, str | Line] = {}
-    if cols["bar"]:
-        heads["bar"] = cells.gauge_head(cols["bar"], target, frame.glyphs)
-    if len(trend := f"last {cols['spark'] * COLUMN_S:.0f} s") <= cols["spark"]:
-        heads["spark"] = trend
-    if cols["wait"] < len("WAITS FOR"):
-        heads["wait"] = "WAITS"
-    return cols.head(heads)
 
 
 def thread_line(frame: Frame, row: Row, thread: ThreadRow, cols: Columns) -> Line:
@@ -102,7 +83,7 @@ def block(frame: Frame, row: Row, width: int, height: int) -> list[Line]:
     word = Line(f"a thread's share: {share} GB/s" if share else "")
     back = Line("Esc: the slowest" if frame.ui.selected else "", "dim")
     title = _title(frame, row, inner - 4 if framed else inner)
-    return titled(frame, _body(frame, row, inner, room), title, Line(), width, height, (word, back))
+    return box(frame, _body(frame, row, inner, room), title, Line(), width, height, (word, back))
 
 
 def _body(frame: Frame, row: Row, width: int, room: int) -> list[Line]:
@@ -113,8 +94,7 @@ def _body(frame: Frame, row: Row, width: int, room: int) -> list[Line]:
     made = []
     cols = columns(width)
     if room > 1:
-        targets = {thread.target for thread in row.threads}
-        made.append(head(frame, cols, targets.pop() if len(targets) == 1 else None))
+        made.append(cells.head(frame, cols, {thread.target for thread in row.threads}))
     left = room - len(made)
     threads = list(row.threads)
     hidden = 0
