@@ -215,6 +215,12 @@ def test_a_copy_that_moves_nothing_for_long_is_stalled_and_one_that_waits_for_ot
     assert [stalled(now, GB) for now in (13.0, 60.0)] == [None] * 2
 
 
+def test_a_copy_whose_end_nobody_knows_says_why():
+    """Mutant: `ETA --:--`."""
+    model = look(Model(), 2.0, copied(GB // 2))
+    assert model.main.sentence.words[0] == "drain of step-1: 0.50 of 1.00 GB, 0.25 GB/s, no ETA: just begun"
+
+
 def test_a_drain_that_was_given_up_says_so():
     """Mutant: ECANCELED."""
     model = look(Model(), 2.0, copied(GB // 2, Phase.FAILED, end=1.0, error=errno.ECANCELED))

@@ -15,12 +15,14 @@ from pathlib import Path
 
 import fastckpt_top
 import pytest
+from by_hand import GB, Rank, joined, look
 from fastckpt_top import prometheus, text
-from fastckpt_top.jsonout import JsonWriter
+from fastckpt_top.jsonout import JsonWriter, Ticks, dumps
 from fastckpt_top.lines import LineWriter, check, table
 from fastckpt_top.model import Model
 from fastckpt_top.record import Recorder
 from fastckpt_top.replay import Recording, Replay, ReplayError
+from fastckpt_top.segment import Phase
 from looking import demo
 from producer import Image
 from prometheus_client.parser import text_string_to_metric_families
@@ -108,6 +110,14 @@ def test_json_of_a_real_process_is_in_the_schema_and_counts_up(producer, top):
     assert rank["Bps"] == pytest.approx(1e9, rel=0.2)
     assert ticks[-1]["ops"][0]["target_Bps"] == 2e9
     assert ticks[-1]["ops"][0]["avg_Bps"] == pytest.approx(1e9, rel=0.2)
+
+
+def test_whatever_a_rank_does_its_line_is_in_the_schema():
+    """Mutants: a rank that waits for another, or is in a phase of a later layout, has a state of its own."""
+    for phase in (None, *Phase, 99):
+        for waits_for in (None, 1):
+            rank = joined(Rank(0) if phase is None else Rank(0).op(GB, phase), 0, waits_for=waits_for)
+            assert wrong(json.loads(dumps(Ticks().next(look(Model(), 1.0, rank)))), SCHEMA) == []
 
 
 def test_once(producer, top):

@@ -153,8 +153,7 @@ def _op_summary(op: NodeOp, job: str = "") -> str:
     words = f"{op.phase} in {op.elapsed_s:.1f} s"
     if op.running:
         now = "" if op.copies else f", now {text.rate(op.rate if op.rate is not None else op.average)}"
-        eta = f"no ETA: {op.no_eta}" if op.no_eta else f"ETA {text.clock(op.eta_s)}"
-        words = f"{op.phase} {text.percent(op.progress)}, {eta}{now}"
+        words = f"{op.phase} {text.percent(op.progress)}, {phrases.eta(op)}{now}"
     if op.empty:
         return f"{name}: {phrases.nothing(op)}, {words}"
     if op.copies:
@@ -172,7 +171,7 @@ def _row_line(row: Row) -> str:
         f"{text.rate(row.rate):>6} {text.rate(row.average):>6}",
         f"{text.percent(share(row.average, row.target)):>5} {row.verdict.value:6}",
         f"{text.size(row.done if row.total else None):>9} {text.size(row.total or None):>9}",
-        f"{text.clock(row.eta_s):>6}  {engine or '-':10} {row.wait or '-'}",
+        f"{text.clock(row.eta_s) if row.running else '-':>6}  {engine or '-':10} {row.wait or '-'}",
     )
     return " ".join(parts)
 

@@ -160,6 +160,11 @@ def moved(op: NodeOp) -> str:
     return f"{text.size(op.done)} of {text.size(op.total)} GB, {text.rate(now)} GB/s"
 
 
+def eta(op: NodeOp) -> str:
+    """`ETA 00:13` of a running operation, or why nobody knows."""
+    return f"no ETA: {op.no_eta}" if op.no_eta else f"ETA {text.clock(op.eta_s)}"
+
+
 def safe(op: NodeOp) -> str:
     """`last step safe at: local 12:03:04, remote 12:04:10`; empty where no drain was seen, or no save."""
     at = {place: time.strftime("%H:%M:%S", time.localtime(one.real)) for place, one in op.safe.items()}

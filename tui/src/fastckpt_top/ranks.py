@@ -169,7 +169,7 @@ def _state(track: OpTrack, group: Group, stalled: float | None, look: Look) -> s
     if stalled is not None:
         return "STALL"
     verifying = op.kind == Kind.VERIFY and op.phase == Phase.READ
-    return "VERIFY" if verifying else PHASES.get(op.phase, "?").upper()[:6]
+    return "VERIFY" if verifying else PHASES.get(op.phase, "unknown").upper()[:6]
 
 
 def threads(track: OpTrack, target: float, look: Look) -> tuple[ThreadRow, ...]:

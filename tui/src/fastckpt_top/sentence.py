@@ -63,7 +63,7 @@ def sentence(op: NodeOp, rows: Sequence[Row], cause: str = "") -> Sentence | Non
 
 def _copied(op: NodeOp) -> Sentence:
     """The progress of a copy, or its result."""
-    when = f"ETA {text.clock(op.eta_s)}" if op.running else f"in {op.elapsed_s:.1f} s"
+    when = phrases.eta(op) if op.running else f"in {op.elapsed_s:.1f} s"
     moved = phrases.nothing(op) if op.empty else f"{phrases.moved(op)}, {when}"
     return _made("info", "", f"{op.kind} of {op.label}: {moved}", moved, f"{op.kind}: {when}")
 
