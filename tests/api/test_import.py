@@ -108,8 +108,11 @@ def test_public_names():
     assert any(isinstance(handler, logging.NullHandler) for handler in logging.getLogger("fastckpt").handlers)
 
 
-#: What callers know from a protocol: the policies', and the methods that torch calls.
-_OF_PROTOCOLS = {"kept", "due", "ranked"}
+#: What callers know from a protocol: the policies', and the methods that torch and Lightning call.
+_OF_PROTOCOLS = {
+    *("kept", "due", "ranked"),
+    *("setup", "on_fit_start", "on_load_checkpoint", "on_save_checkpoint", "on_train_start"),
+}
 
 
 def _functions():
@@ -142,10 +145,6 @@ def test_docstrings_tell_arguments_and_results():
 _NEVER_RAISE = {
     *("fastckpt.Manager.path", "fastckpt.Manager.steady", "fastckpt.when.Auto.interval"),
     "fastckpt.types.PendingSave.add_done_callback",
-    *(
-        f"fastckpt.integrations.lightning.RandomStates.{name}"
-        for name in ("on_fit_start", "on_load_checkpoint", "on_train_start", "setup")
-    ),
     *(f"fastckpt.types.{kind}.scalars" for kind in ("LoadReport", "SaveReport", "VerifyReport")),
 }
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 from functools import partial
 from types import SimpleNamespace
@@ -159,44 +158,52 @@ def slow(monkeypatch):
 
     class Save:
         def __init__(self, state, path):
-            self.error, self.state, self.path, self.process = None, state, path, os.getpid()
+            self.error, self.state, self.path = None, state, str(path)
             saves.append(self)
 
         def add_done_callback(self, function):
             self.function = function
 
         def done(self):
-            return self.error is not None or self.path is None
+            return self.error is not None or self.state is None
 
         def progress(self):
-            return SimpleNamespace(phase="failed" if self.error is not None else "done")
+            return SimpleNamespace(phase="failed" if self.error else "writing" if self.state else "done")
 
-        def result(self):
-            if self.error is not None:
-                raise self.error
-            if self.path is not None:
+        def exception(self):
+            if self.error is None and self.state is not None:
                 fastckpt.save(self.state, self.path)
-                self.path = None
+                self.state = None
                 self.function(self)
+            return self.error
 
     monkeypatch.setattr(fastckpt, "save_async", lambda state, path, **_: Save(state, path))
     return CheckpointIO(), saves
+
+
+def save(plugin, state, path, **how):
+    """As ModelCheckpoint does while training goes on; return the trainer, and ModelCheckpoint."""
+    strategy = SimpleNamespace(checkpoint_io=plugin, reduce_boolean_decision=lambda told, **_: told)
+    trainer = SimpleNamespace(strategy=strategy, state=TrainerState(), loggers=[], is_global_zero=True, global_step=1)
+    trainer.save_checkpoint = lambda path, _: plugin.save_checkpoint(state, path)
+    checkpoints = ModelCheckpoint(**how)
+    checkpoints._save_checkpoint(trainer, str(path))
+    return trainer, checkpoints
 
 
 def test_nothing_goes_before_what_was_saved_before_it_is_durable(slow, tmp_path):
     """Mutant: removals are carried out at once."""
     plugin, saves = slow
     for number in range(3):
-        with plugin._in_background():
-            plugin.save_checkpoint({"epoch": number}, tmp_path / f"{number}.ckpt")
+        trainer, checkpoints = save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt")
         if number:
             plugin.remove_checkpoint(tmp_path / f"{number - 1}.ckpt")
-    there = [plugin._is_there(str(tmp_path / name), os.path.exists) for name in ("0.ckpt", "2.ckpt", "3.ckpt")]
+    there = [checkpoints.file_exists(str(tmp_path / f"{name}.ckpt"), trainer) for name in (0, 2, 3)]
     assert there == [False, True, False], "as without a background"
-    saves[0].result()
+    saves[0].exception()
     plugin.remove_checkpoint(tmp_path / "nothing.ckpt")
     assert [path.name for path in tmp_path.iterdir()] == ["0.ckpt"]
-    saves[1].result()
+    saves[1].exception()
     assert [path.name for path in tmp_path.iterdir()] == ["1.ckpt"], "it goes as soon as it may"
     assert plugin.load_checkpoint(tmp_path / "2.ckpt") == {"epoch": 2}
     assert [path.name for path in tmp_path.iterdir()] == ["2.ckpt"]
@@ -206,30 +213,23 @@ def test_the_first_checkpoint_of_a_directory_is_waited_for(slow, tmp_path):
     """Lightning puts links beside it, and has no other moment to make the directory."""
     plugin, _ = slow
     for number, is_there in enumerate((True, False)):
-        with plugin._in_background():
-            plugin.save_checkpoint({}, tmp_path / "run" / f"{number}.ckpt")
+        save(plugin, {"epoch": number}, tmp_path / "run" / f"{number}.ckpt")
         assert (tmp_path / "run" / f"{number}.ckpt").exists() == is_there
 
 
 def test_a_link_is_never_to_what_is_not_there(slow, tmp_path):
     """Mutant: a run that is killed while the save is on its way begins anew."""
     plugin, _ = slow
-    strategy = SimpleNamespace(checkpoint_io=plugin, barrier=lambda: None)
-    trainer = SimpleNamespace(strategy=strategy, is_global_zero=True)
-    with plugin._in_background():
-        plugin.save_checkpoint({"epoch": 0}, tmp_path / "0.ckpt")
-    assert not (tmp_path / "0.ckpt").exists()
-    ModelCheckpoint._link_checkpoint(trainer, str(tmp_path / "0.ckpt"), str(tmp_path / "last.ckpt"))
-    assert (tmp_path / "last.ckpt").is_symlink()
-    assert fastckpt.load(tmp_path / "last.ckpt") == {"epoch": 0}
+    for number, how in enumerate(({}, {"save_last": "link"})):
+        save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt", **how)
+        assert (tmp_path / f"{number}.ckpt").exists() == bool(how)
 
 
 def test_what_a_failed_save_was_to_replace_stays(slow, tmp_path):
     plugin, saves = slow
     plugin.save_checkpoint({"epoch": 0}, tmp_path / "0.ckpt")
     assert (tmp_path / "0.ckpt").exists(), "what ModelCheckpoint does not save is there at once"
-    with plugin._in_background():
-        plugin.save_checkpoint({"epoch": 1}, tmp_path / "1.ckpt")
+    save(plugin, {"epoch": 1}, tmp_path / "1.ckpt")
     plugin.remove_checkpoint(tmp_path / "0.ckpt")
     saves[0].error = OSError("the disk is gone")
     with pytest.raises(OSError, match="the disk is gone"):

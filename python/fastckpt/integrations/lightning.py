@@ -1,51 +1,41 @@
 """Lightning's checkpoints are written and read by fastckpt, in the background (docs/guides/lightning.md).
 
-    Trainer(plugins=[fastckpt.integrations.lightning.CheckpointIO()])
-
-``ModelCheckpoint`` and the program decide what is saved, when, and what goes.
+Trainer(plugins=[fastckpt.integrations.lightning.CheckpointIO()])
 """
 
 from __future__ import annotations
 
 import os
-from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from threading import RLock
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch  # noqa: TID251 - Lightning's processes are torch's
 from lightning.fabric.plugins.io.torch_io import TorchCheckpointIO
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.core import saving as _saving
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 
 import fastckpt
 from fastckpt._api import in_flight
 from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
-from fastckpt._paths import is_url
+from fastckpt._paths import is_url, path_of
 
 from ._directory import LOG, is_ours, remove
-from ._random_states import RandomStates
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 __all__ = ["CheckpointIO", "RandomStates", "install"]
 
 _installed = Installed()
-#: Saves under way at a time, unless the caller says: ``save_last`` saves twice at one step.
-_IN_FLIGHT = 2
-#: How Lightning names what it saves before Slurm requeues a job: it takes digits of hidden names for versions.
-_REQUEUED = "hpc_ckpt_"
+#: Keys of checkpoints: Lightning's own, and ours.
+_MODEL, _RANDOM = "state_dict", "fastckpt.random"
 
 
 def install() -> Installation:
-    """Have ``load_from_checkpoint`` of modules and data modules read checkpoints of fastckpt, too.
-
-    :class:`CheckpointIO` does that by itself; this is for programs that only load.
+    """Have ``load_from_checkpoint`` read checkpoints of fastckpt, in programs that have no :class:`CheckpointIO`.
 
     Returns:
         A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
@@ -55,9 +45,9 @@ def install() -> Installation:
         >>> with fastckpt.integrations.lightning.install():
         ...     pass  # Module.load_from_checkpoint("runs/epoch=3-step=400.ckpt")
     """
-    ours = ((ModelCheckpoint, one.__name__, one) for one in (_save_checkpoint, _link_checkpoint))
-    others = ((ModelCheckpoint, "file_exists", _file_exists), (Strategy, "save_checkpoint", _save_by_strategy))
-    return _installed.begin({}, [(_saving, "pl_load", _load), *ours, *others])
+    ours = [(ModelCheckpoint, "_save_checkpoint", _save_checkpoint), (ModelCheckpoint, "file_exists", _file_exists)]
+    others: list[Any] = [(_saving, "pl_load", _load), (Strategy, "save_checkpoint", _save_by_strategy)]
+    return _installed.begin({"io": "auto"}, [*ours, *others])
 
 
 def _plugin_of(trainer: Any) -> CheckpointIO | None:
@@ -65,73 +55,59 @@ def _plugin_of(trainer: Any) -> CheckpointIO | None:
     return plugin if isinstance(plugin, CheckpointIO) else None
 
 
-def _load(_: Any, theirs: Callable[..., Any], path: Any, map_location: Any = None, **more: Any) -> Any:
+def _load(options: Any, theirs: Any, path: Any, *how: Any, **more: Any) -> Any:
     if isinstance(path, (str, os.PathLike)) and not is_url(os.fspath(path)):
-        in_flight.wait_for_paths(_absolute(path))
-    return _read(path, map_location, "auto") if is_ours(path) else theirs(path, map_location, **more)
+        in_flight.wait_for_paths(path_of("load_checkpoint", path))
+    if not is_ours(path):
+        return theirs(path, *how, **more)
+    where = how[0] if how else more.get("map_location")
+    # On the host, if functions or dicts say where tensors go.
+    device = str(where) if isinstance(where, (str, torch.device)) else None
+    # A save has warned of classes that come back as plain values.
+    return fastckpt.load(path, device=device, registry=fastckpt.Registry(undeclared="plain"), io=options["io"])
 
 
-def _save_checkpoint(_: Any, theirs: Callable[..., Any], checkpoints: Any, trainer: Any, filepath: str) -> None:
-    """What ``ModelCheckpoint`` saves while training goes on is saved in the background."""
+def _save_checkpoint(_: Any, theirs: Any, checkpoints: Any, trainer: Any, filepath: str) -> None:
+    """What ``ModelCheckpoint`` saves while training goes on is saved in the background, unless a link goes there."""
     plugin = _plugin_of(trainer)
-    if plugin is None or trainer.state.status == TrainerStatus.INTERRUPTED:
+    if plugin is None or trainer.state.status == TrainerStatus.INTERRUPTED or checkpoints.save_last == "link":
         theirs(checkpoints, trainer, filepath)
         return
     if any(getattr(logger, "_log_model", False) for logger in trainer.loggers):
         LOG.warning("fastckpt: loggers upload files alone, and none of these checkpoints")
-    with plugin._in_background():
+    plugin._behind = True
+    try:
         theirs(checkpoints, trainer, filepath)
+    finally:
+        plugin._behind = False
 
 
-def _file_exists(_: Any, theirs: Callable[..., Any], checkpoints: Any, filepath: str, trainer: Any) -> bool:
+def _file_exists(_: Any, theirs: Any, checkpoints: Any, filepath: str, trainer: Any) -> bool:
     """What is on its way exists, and what is to be removed does not."""
-    plugin = _plugin_of(trainer)
-    if plugin is None:
-        return bool(theirs(checkpoints, filepath, trainer))
-    there = trainer.is_global_zero and plugin._is_there(filepath, checkpoints._fs.exists)
-    return bool(trainer.strategy.reduce_boolean_decision(there, all=False))
+    plugin, target = _plugin_of(trainer), None if is_url(filepath) else path_of("file_exists", filepath)
+    known = {} if plugin is None else {path: save is not None for save, path in [*plugin._queue]}
+    if target in known:  # as on the first process alone
+        return bool(trainer.strategy.reduce_boolean_decision(known[target], all=False))
+    return bool(theirs(checkpoints, filepath, trainer))
 
 
-def _link_checkpoint(_: Any, theirs: Callable[..., Any], trainer: Any, filepath: str, linkpath: str) -> None:
-    """A link is to a checkpoint that is there."""
-    plugin = _plugin_of(trainer)
-    if plugin is not None:
-        plugin.teardown()
-    theirs(trainer, filepath, linkpath)
-
-
-def _save_by_strategy(
-    _: Any, theirs: Callable[..., Any], strategy: Any, checkpoint: Any, filepath: Any, storage_options: Any = None
-) -> None:
+def _save_by_strategy(_: Any, theirs: Any, strategy: Any, checkpoint: Any, filepath: Any, *how: Any, **kw: Any) -> None:
     """Strategies that read files of torch alone write such files."""
     if isinstance(strategy, (FSDPStrategy, ModelParallelStrategy)) and isinstance(strategy.checkpoint_io, CheckpointIO):
         if strategy.is_global_zero:
-            TorchCheckpointIO.save_checkpoint(strategy.checkpoint_io, checkpoint, filepath, storage_options)
+            TorchCheckpointIO.save_checkpoint(strategy.checkpoint_io, checkpoint, filepath, *how, **kw)
     else:
-        theirs(strategy, checkpoint, filepath, storage_options)
-
-
-def _read(path: Any, map_location: Any, io: Any) -> Any:
-    """The state in a checkpoint; on the host, if functions or dicts say where tensors go."""
-    named = isinstance(map_location, (str, torch.device))
-    # A save has warned of classes that come back as plain values.
-    plain = fastckpt.Registry(undeclared="plain")
-    return fastckpt.load(path, device=str(map_location) if named else None, registry=plain, io=io)
-
-
-def _absolute(path: Any) -> str:
-    return str(os.path.abspath(path))  # noqa: PTH100 - as the handle of a save has it
+        theirs(strategy, checkpoint, filepath, *how, **kw)
 
 
 class CheckpointIO(TorchCheckpointIO):
     """A plugin of Lightning's ``Trainer`` and ``Fabric``: each checkpoint is a directory of fastckpt.
 
     What ``ModelCheckpoint`` saves while training goes on is saved in the background: training stands until the state
-    was copied to the host, which takes no memory of the device. All else (``trainer.save_checkpoint``, ``Fabric``) is
-    there when the call returns. A checkpoint is there whole and durable, or not at all; one that Lightning removes goes
-    after what was saved before is durable. Files of torch and URLs are read and written as without the plugin. With the
-    strategies FSDP and ModelParallel, Lightning writes files of torch, or goes by torch.distributed.checkpoint
-    (:func:`fastckpt.dcp.install`). It is not to be wrapped in Lightning's ``AsyncCheckpointIO``.
+    was copied to the host, which takes no memory of the device. All else is there when the call returns. What Lightning
+    removes goes after all that was saved before is durable. Files of torch, URLs, and what the strategies FSDP and
+    ModelParallel save (for which there is :func:`fastckpt.dcp.install`) are as without the plugin. It is not to be
+    wrapped in Lightning's ``AsyncCheckpointIO``.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. ``max_in_flight`` is 2 unless it is an
@@ -149,19 +125,17 @@ class CheckpointIO(TorchCheckpointIO):
 
     def __init__(self, *, io: Any = "auto", background: bool = True) -> None:
         how = check_io("CheckpointIO", io)
-        self.__setstate__((how if how is io else replace(how, max_in_flight=_IN_FLIGHT), background))
-
-    def __getstate__(self) -> tuple[fastckpt.IO, bool]:
-        return self._io, self._background
-
-    def __setstate__(self, state: tuple[fastckpt.IO, bool]) -> None:
-        self._io, self._background = state
+        # With save_last, there are two saves at one step.
+        self._io, self._background = how if how is io else replace(how, max_in_flight=2), background
+        #: Whether saves are in the background now.
         self._behind = False
-        self._saves: list[Any] = []
-        # Paths to remove, each with the saves before it. A save that ends removes some, in its own thread.
-        self._beyond: list[tuple[list[Any], str]] = []
+        #: Saves with their paths; and paths to remove, once the saves before are durable.
+        self._queue: list[tuple[Any, str]] = []
         self._lock = RLock()
         install()
+
+    def __reduce__(self) -> Any:
+        return partial(type(self), io=self._io, background=self._background), ()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save a checkpoint; Lightning calls it on the first process.
@@ -176,47 +150,38 @@ class CheckpointIO(TorchCheckpointIO):
             TypeError: there are ``storage_options``.
             UnsupportedTypeError: the state holds an object that is no tensor and no plain value.
         """
-        if storage_options is not None or is_url(str(path)) or Path(path).name.startswith(_REQUEUED):
+        # Before Slurm requeues a job, Lightning takes digits of hidden names for versions.
+        if storage_options is not None or is_url(str(path)) or Path(path).name.startswith("hpc_ckpt_"):
             super().save_checkpoint(checkpoint, path, storage_options)
             return
         self._settle()
-        target = _absolute(path)
+        target = Path(path_of("save_checkpoint", path))
         with self._lock:
-            self._beyond = [(saves, beyond) for saves, beyond in self._beyond if beyond != target]
-        how: dict[str, Any] = {"io": self._io}
-        if checkpoint.get("state_dict"):
-            how["files"] = fastckpt.Files(model_key="state_dict")
-        in_the_way = Path(target).is_symlink() or Path(target).is_file()
+            self._queue = [one for one in self._queue if one != (None, str(target))]
+        how: Any = {"io": self._io, "files": fastckpt.Files(model_key=_MODEL) if checkpoint.get(_MODEL) else None}
+        in_the_way = target.is_symlink() or target.is_file()
         # Lightning puts links and lists of models beside the first checkpoint, and expects its directory to be there.
-        if self._behind and self._background and Path(target).parent.is_dir() and not in_the_way:
+        if self._behind and self._background and target.parent.is_dir() and not in_the_way:
             save = fastckpt.save_async(checkpoint, target, **how)
+            self._queue.append((save, save.path))
             save.add_done_callback(self._tidy)
-            self._saves.append(save)
             return
-        self._settle(wait=True)
-        if not in_the_way:
-            fastckpt.save(checkpoint, target, **how)
-            return
+        self.teardown()
         # Under a name that Lightning, too, takes for the last one, until the other one has gone.
-        new = Path(target).with_suffix(f".new{Path(target).suffix}")
+        new = target.with_suffix(f".new{target.suffix}") if in_the_way else target
         fastckpt.save(checkpoint, new, **how)
-        Path(target).unlink()
-        new.rename(target)
+        if in_the_way:
+            target.unlink()
+            new.rename(target)
 
-    def load_checkpoint(
-        self,
-        path: Any,
-        map_location: Any = None,
-        weights_only: bool | None = None,  # noqa: FBT001 - Lightning's interface
-        **more: Any,
-    ) -> dict[str, Any]:
-        """Load a checkpoint.
+    def load_checkpoint(self, path: Any, *how: Any, **more: Any) -> dict[str, Any]:
+        """Load a checkpoint, after all saves.
 
         Args:
             path: its directory, or a file of torch.
-            map_location: where tensors go: a device or its name; otherwise they stay on the host.
-            weights_only: for files of torch; nothing of a checkpoint of fastckpt is executed.
-            more: for files of torch.
+            how: as for Lightning's own plugin. Where fastckpt wrote it, tensors are on the device that ``map_location``
+                is or names, or on the host, and nothing is executed.
+            more: the same by name.
 
         Returns:
             The state.
@@ -226,13 +191,8 @@ class CheckpointIO(TorchCheckpointIO):
             FileNotFoundError: there is none.
             OSError: the storage failed, at an earlier save, too.
         """
-        self._settle(wait=True)
-        if is_ours(path):
-            loaded: dict[str, Any] = _read(path, map_location, self._io)
-        else:
-            given = {"map_location": map_location, "weights_only": weights_only}
-            more |= {name: value for name, value in given.items() if value is not None}
-            loaded = super().load_checkpoint(path, **more)
+        self.teardown()
+        loaded: dict[str, Any] = _load({"io": self._io}, super().load_checkpoint, path, *how, **more)
         return loaded
 
     def remove_checkpoint(self, path: Any) -> None:
@@ -247,8 +207,7 @@ class CheckpointIO(TorchCheckpointIO):
         if is_url(str(path)):
             super().remove_checkpoint(path)
         else:
-            with self._lock:
-                self._beyond.append(([*self._saves], _absolute(path)))
+            self._queue.append((None, path_of("remove_checkpoint", path)))
             self._tidy()
 
     def teardown(self) -> None:
@@ -259,51 +218,82 @@ class CheckpointIO(TorchCheckpointIO):
         """
         self._settle(wait=True)
 
-    @contextmanager
-    def _in_background(self) -> Iterator[None]:
-        """Inside, saves are in the background."""
-        self._behind = True
-        try:
-            yield
-        finally:
-            self._behind = False
-
-    def _is_there(self, path: str, exists: Callable[[str], bool]) -> bool:
-        """Whether a path would exist without a background."""
-        if is_url(path):
-            return exists(path)
-        target = _absolute(path)
-        with self._lock:
-            if any(beyond == target for _, beyond in self._beyond):
-                return False
-        return exists(path) or any(save.path == target for save in self._saves)
-
     def _settle(self, *, wait: bool = False) -> None:
         """Raise what a save raised that has ended."""
-        # A process that was forked has none.
-        self._saves = [save for save in self._saves if save.process == os.getpid()]
-        while self._saves and (wait or self._saves[0].done()):
-            self._saves.pop(0).result()
+        saves = [save for save, _ in self._queue if save is not None]
+        while saves and (wait or saves[0].done()):
+            if (error := saves.pop(0).exception()) is not None:
+                with self._lock:  # what was to go after it stays: it may be the only one
+                    self._queue = [(save, save.path) for save in saves]
+                raise error
         self._tidy()
 
     def _tidy(self, _: Any = None) -> None:
-        """Remove what may go. What was to go after a save that failed stays: it may be the only one."""
+        """Forget saves that are durable, and remove what comes after them; a save that ends calls it in its thread."""
         with self._lock:
-            waiting = []
-            for saves, path in self._beyond:
-                if not all(save.done() for save in saves):
-                    waiting.append((saves, path))
-                elif all(save.progress().phase == "done" for save in saves):
-                    _remove(Path(path))
-            self._beyond = waiting
+            while self._queue and ((save := self._queue[0][0]) is None or save.progress().phase == "done"):
+                path = Path(self._queue[0][1])
+                if save is None and (path.is_symlink() or path.is_file()):
+                    path.unlink()
+                elif save is None:
+                    remove(str(path))
+                self._queue.pop(0)
 
 
-def _remove(path: Path) -> None:
-    if path.is_symlink() or path.is_file():
-        path.unlink()
-    elif path.exists():
-        remove(str(path))
+class RandomStates(Callback):
+    """A callback of Lightning's ``Trainer`` that saves what each process draws next, which Lightning does not.
 
+    With it and a loader that has a state, a run that was killed in the middle of an epoch ends as one that was not.
 
-def __dir__() -> list[str]:
-    return sorted(__all__)
+    Example:
+        >>> from fastckpt.integrations.lightning import RandomStates
+        >>> callbacks = [RandomStates()]  # Trainer(callbacks=callbacks)
+    """
+
+    #: What was loaded for this process, until training begins; and whether an epoch had ended.
+    _own: Any = None
+    _is_at_end = False
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Add the states of all processes to the checkpoint; Lightning calls it on each.
+
+        Raises:
+            RuntimeError: another process does not answer.
+        """
+        state = fastckpt.randomness().state_dict()
+        name, keys, *rest = state["numpy"]
+        # Without arrays, torch loads it from a file of its own, too.
+        states: list[Any] = [{**state, "numpy": (name, keys.tolist(), *rest)}] * trainer.world_size
+        if trainer.world_size > 1:
+            if trainer.state.status == TrainerStatus.INTERRUPTED:
+                return  # the other processes may not come
+            torch.distributed.all_gather_object(states, states[0])
+        checkpoint[_RANDOM] = states
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:  # noqa: ARG002
+        """Keep this process's state until training begins."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            return
+        states = checkpoint.get(_RANDOM, [])
+        if len(states) != trainer.world_size:
+            LOG.warning("fastckpt: random states are not restored: those saved are of %d processes", len(states))
+            return
+        self._own = states[trainer.global_rank]
+        progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress", {})
+        self._is_at_end = progress.get("is_last_batch", False)
+
+    def setup(self, *_: Any, **__: Any) -> None:
+        """Forget what another run has loaded."""
+        self._own = None
+
+    def on_fit_start(self, *_: Any) -> None:
+        """Restore it before loaders draw the order of an epoch. Some strategies load later."""
+        if self._own is not None:
+            fastckpt.randomness().load_state_dict(self._own)
+        if self._is_at_end:
+            self._own = None
+
+    def on_train_start(self, *_: Any) -> None:
+        """Restore it after that, where the epoch has begun already."""
+        self.on_fit_start()
+        self._own = None
