@@ -15,9 +15,10 @@ import fastckpt
 PAGES = Path(__file__).parents[2] / "docs" / "guides"
 
 
-def programs(page: str) -> list[str]:
-    """The Python on a page."""
-    return re.findall(r"^```python\n(.*?)^```$", (PAGES / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def program(page: str) -> str:
+    """The program of a page: of its blocks of Python the longest."""
+    text = (PAGES / page).read_text(encoding="utf-8")
+    return max(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL), key=len)
 
 
 def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> list[int]:

@@ -26,9 +26,8 @@ def libraries():
 def play(forge, page, folder, strikes=None, *, ranks=1):
     """Run the program of a page on so many ranks, and say how it ended on each."""
     folder.mkdir(exist_ok=True)
-    (program,) = recipes.programs(page)
     with forge.group(ranks, backend="") as group:
-        group.start(recipes.run, program, str(folder), strikes)
+        group.start(recipes.run, recipes.program(page), str(folder), strikes)
         return group.outcomes(120)
 
 
