@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 import fastckpt
-from harness import cli
+from harness import cli, limits
 from harness.parallel import dist
 
 pytestmark = [
@@ -72,6 +72,15 @@ def test_all_of_a_state_is_imported(tmp_path, capsys):
         assert torch.equal(loaded["model"][key], value)
     assert list(loaded["optimizer"]["state"]) == [0, 1, 2, 3]
     assert torch.equal(loaded["optimizer"]["state"][0]["exp_avg"], state["optimizer"]["state"][0]["exp_avg"])
+
+
+def test_values_may_lie_in_files_that_are_larger_than_what_a_look_may_take(tmp_path, import_, monkeypatch):
+    """A mapping counts as memory, though none of it is read."""
+    limits.lower(monkeypatch, "bytes of a look", 32 << 20)
+    dcp.save({"weight": torch.zeros(24 << 20), "step": 5}, checkpoint_id=tmp_path / "torchs")
+    done = import_(tmp_path / "torchs", tmp_path / "c")
+    assert done.returncode == 0, done.stderr
+    assert fastckpt.load(tmp_path / "c", keys="step") == {"step": 5}
 
 
 def save_in_pieces(path):

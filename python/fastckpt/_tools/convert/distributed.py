@@ -118,10 +118,11 @@ class Directory:
             raise ValueError(f"an invalid range of {file}")
         return Piece(offsets, sizes, file, begin, length)
 
-    def nbytes(self) -> int:
-        """Bytes of the table and of the values."""
-        values = (item.pieces[0].length for item in self.items.values() if item.sizes is None)
-        return (self.source / METADATA_FILE).stat().st_size + sum(values)
+    def nbytes(self) -> tuple[int, int]:
+        """Bytes of the table and the values; and of files with values, whose private mappings count as memory."""
+        values = [item.pieces[0] for item in self.items.values() if item.sizes is None]
+        size = (self.source / METADATA_FILE).stat().st_size + sum(piece.length for piece in values)
+        return size, sum(file.stat().st_size for file in {self.source / one.file for one in values} if file.is_file())
 
     def tensor_bytes(self) -> int:
         """Bytes of the tensors, as the table lists them."""

@@ -67,7 +67,7 @@ def write(source: Path, destination: Path, *, overwrite: bool, expand: bool) -> 
         with _pickled.bounded((source / METADATA_FILE).stat().st_size):
             directory = Directory(source)
         # Exactly the objects that were measured are written.
-        with _pickled.bounded(directory.nbytes()):
+        with _pickled.bounded(*directory.nbytes()):
             values = {key: directory.read(key) for key, item in directory.items.items() if item.sizes is None}
             flat = flatten(values, operation="import")
     except MemoryError as error:

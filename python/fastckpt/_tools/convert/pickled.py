@@ -127,7 +127,7 @@ def _look_at_directory(path: str) -> None:
     source = Path(path)
     _limit((source / METADATA_FILE).stat().st_size)
     directory = Directory(source)
-    _limit(directory.nbytes())
+    _limit(*directory.nbytes())
     for key, item in directory.items.items():
         if item.sizes is None:
             flatten(directory.read(key), operation="import")
@@ -142,12 +142,12 @@ def load(torch: Any, path: str | os.PathLike[str]) -> Any:
 
 
 @contextlib.contextmanager
-def bounded(size: int) -> Iterator[None]:
+def bounded(size: int, mapped: int = 0) -> Iterator[None]:
     """Within it, this process may take as much memory more as the child may: the file may have changed meanwhile."""
     import resource  # noqa: PLC0415 - Linux alone comes here
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data(size)
+    limit = _data(size) + mapped
     resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
     try:
         yield
@@ -164,7 +164,7 @@ def _data(size: int) -> int:
     return data + _MEMORY + _MEMORY_OF_BYTE * size
 
 
-def _limit(size: int) -> None:
+def _limit(size: int, mapped: int = 0) -> None:
     import resource  # noqa: PLC0415 - Linux alone comes here
 
     used = resource.getrusage(resource.RUSAGE_SELF)
@@ -176,6 +176,6 @@ def _limit(size: int) -> None:
         resource.setrlimit(what, (limit, hard))
 
     lower(resource.RLIMIT_CPU, int(seconds) + 1)
-    lower(resource.RLIMIT_DATA, _data(size))
+    lower(resource.RLIMIT_DATA, _data(size) + mapped)
     # A child that is ended by its limits sends nothing.
     lower(resource.RLIMIT_CORE, 0)
