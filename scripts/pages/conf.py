@@ -42,6 +42,7 @@ html_show_search_summary = False
 html_theme = "furo"
 html_title = f"fastckpt {release}"
 html_copy_source = html_show_sourcelink = html_show_sphinx = False
+html_static_path, html_css_files = ["static"], ["site.css"]
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 

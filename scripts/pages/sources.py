@@ -16,7 +16,7 @@ HOME = "README.md"
 #: Pages that are made: each function gives texts by their files. The first is the page of the tree.
 MADE = {"made:api": api.pages, "made:commands": commands.pages, "made:examples": examples.pages}
 #: Folders of the repository that pages link to, and are no entries of the tree.
-FOLDERS = {"docs/guides": "use-with.md", "examples/doors": "examples.md"}
+FOLDERS = {"docs/guides": "use-with.md", "docs/migrate": "migrate.md", "examples/doors": "examples.md"}
 #: The target of a link, without its anchor.
 _TARGET = re.compile(r"(?<=\]\()[^()\s#]+(?=[#)])")
 

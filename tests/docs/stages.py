@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+#: What the programs import of torch and of others, once for all.
+IMPORTS = "torch._dynamo,torch.distributed.checkpoint.state_dict,torch.distributed.tensor,omegaconf"
+
 #: Before every program.
 TRAINING = """
-import os, signal, warnings
+import inspect, os, signal, warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy, torch
 import fastckpt
+from harness import cli, looks
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
@@ -30,7 +34,6 @@ before = {"model": {"weight": model.weight.detach().clone()}}
 #: Of each page, what is small here for what is large there.
 SMALLER = {
     "docs/distributed.md": {"50_304": "504", "4096": "16", "12_576": "126"},
-    "docs/guides/ray.md": {"10_000": "300"},
     "docs/manager.md": {"100_000": "2_000"},
     "docs/stores.md": {"s3://bucket": "bucket"},
     "docs/copy.md": {"s3://bucket": "bucket"},
@@ -53,43 +56,16 @@ torch.distributed.init_process_group = alone
 loader = SimpleNamespace(state_dict=lambda: {"taken": 7})
 """
 
-RAY = """
-import sys, types
-context = SimpleNamespace(get_storage=lambda: SimpleNamespace(experiment_fs_path="runs", storage_filesystem=None))
-context.get_world_rank = lambda: 0
-reported = []
-ray, train_module = types.ModuleType("ray"), types.ModuleType("ray.train")
-ray.train = train_module
-train_module.__dict__.update(
-    get_context=lambda: context, get_preemption_info=lambda: None, Checkpoint=lambda path, filesystem: path,
-    get_all_reported_checkpoints=lambda consistency_mode: [], report=lambda metrics, *a, **b: reported.append(metrics),
-    CheckpointUploadMode=SimpleNamespace(NO_UPLOAD=0), CheckpointConsistencyMode=SimpleNamespace(COMMITTED=0),
-    ScalingConfig=dict, RunConfig=dict, CheckpointConfig=dict, FailureConfig=dict,
-)
-sys.modules.update({"ray": ray, "ray.train": train_module})
-class TorchTrainer:
-    def __init__(self, function, scaling_config, run_config): self.function = function
-    def fit(self): self.function({})
-def make_state(): return {"weight": torch.ones(4)}
-def train_step(state): return 0.5
+#: From torch 2.9 on.
+STAGER = """
+if "async_stager" in inspect.signature(dcp.async_save).parameters:
+    dcp.async_save(state, checkpoint_id="runs/step-3000", async_stager=fastckpt.dcp.Stager()).result()
+    assert same(fastckpt.load("runs/step-3000"), before)
 """
 
-ZERO = """
-import deepspeed
-epoch, config = 1, {"train_micro_batch_size_per_gpu": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
-config["zero_allow_untested_optimizer"] = True
-os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
-class Model(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(8, 8)
-    def forward(self, x): return self.embed(x).sum()
-model = Model()
-optimizer = torch.optim.AdamW(model.parameters())
-"""
-
-#: Of each page, for each program on it: what comes before it, and what holds after it.
-STAGES: dict[str, list[tuple[str, str]]] = {
+#: Of each page, for each program on it: what comes before it, and what holds after it. Or the test that runs it, which
+#: names the page; or, for a part of a program, that program, which has the names in the part.
+STAGES: dict[str, list[tuple[str, str] | str]] = {
     "README.md": [("", "assert report.bytes and same(state, before)")],
     "docs/async.md": [
         ("", "assert report.bytes and same(fastckpt.load('checkpoints/step-1000'), before)"),
@@ -113,8 +89,10 @@ STAGES: dict[str, list[tuple[str, str]]] = {
         ),
         (f"path = 'again'\n{ONE_RANK}torch.distributed.init_process_group()", "assert fastckpt.load(path)"),
         (
-            "load_per_rank = fastckpt.distributed.load_per_rank\n"
-            "fastckpt.distributed.load_per_rank = lambda path, rank=0: load_per_rank(path, rank=min(rank, 0))",
+            (
+                "load_per_rank = fastckpt.distributed.load_per_rank\n"
+                "fastckpt.distributed.load_per_rank = lambda path, rank=0: load_per_rank(path, rank=min(rank, 0))"
+            ),
             "assert own['data'] == other['data'] == {'taken': 7}",
         ),
         ("path = 'later'", "assert report.bytes and fastckpt.load(path)"),
@@ -123,12 +101,12 @@ STAGES: dict[str, list[tuple[str, str]]] = {
     "docs/files.md": [
         ("", "assert same(state, before)"),
         ("", "assert same(state, before)"),
-        ("from torch_checkpointing import CheckpointManager", "assert manager.save"),
+        "examples/doors/torch_checkpointing_loop.py",
         (
             "tensors = state['model']\nfastckpt.save(state, 'step-1000')",
             "assert tensors.keys() == {'weight', 'bias'} and name in tensors",
         ),
-        ("", "import safetensors.torch; assert safetensors.torch.save_file.__module__.startswith('fastckpt')"),
+        ("", "import safetensors\nassert not isinstance(safetensors.safe_open, type)"),
     ],
     "docs/manager.md": [
         (RUN, "assert fastckpt.Manager('runs/gpt', read_only=True).latest() == 2000 == training.done"),
@@ -136,26 +114,34 @@ STAGES: dict[str, list[tuple[str, str]]] = {
         ("manager = fastckpt.Manager('other')", ""),
         ("manager = fastckpt.Manager('other')", "assert training.done == 2000"),
         (
-            f"{ONE_RANK}loss, train = 1.0, training.step\ndef state(): return {{'weight': torch.ones(4)}}\n"
-            "os.rename('runs', 'before')",
+            (
+                f"{ONE_RANK}loss, train = 1.0, training.step\ndef state(): return {{'weight': torch.ones(4)}}\n"
+                "os.rename('runs', 'before')"
+            ),
             "assert fastckpt.Manager('runs/gpt', read_only=True, ranks='alone').latest() == 2000",
         ),
     ],
-    "docs/names.md": [("fastckpt.save(state, path)", "fastckpt.background.drain(); assert same(fastckpt.load(path), before)")],
+    "docs/names.md": [
+        ("fastckpt.save(state, path)", "fastckpt.background.drain(); assert same(fastckpt.load(path), before)")
+    ],
     "docs/settings.md": [("", "assert Path(path, 'config.json').read_text() == '{}'")],
     "docs/sizing.md": [("", "assert job.interval and job.to_dict()['write_per_gpu'] == job.write_per_gpu")],
     "docs/states.md": [
         (
-            "import dataclasses, enum\nPhase = enum.Enum('Phase', 'WARM')\n"
-            "Position = dataclasses.make_dataclass('Position', ['epoch'])\n"
-            "with warnings.catch_warnings():\n"
-            "    warnings.simplefilter('ignore')\n    fastckpt.save({'at': Position(3), 'phase': Phase.WARM}, path)",
+            (
+                "import dataclasses, enum\nPhase = enum.Enum('Phase', 'WARM')\n"
+                "Position = dataclasses.make_dataclass('Position', ['epoch'])\n"
+                "with warnings.catch_warnings():\n"
+                "    warnings.simplefilter('ignore')\n    fastckpt.save({'at': Position(3), 'phase': Phase.WARM}, path)"
+            ),
             "assert state == {'at': Position(3), 'phase': Phase.WARM}",
         ),
         (
             "import omegaconf\nfastckpt.save({'lr': 1}, 'plain')",
-            "fastckpt.save(omegaconf.OmegaConf.create({'lr': 1}), 'configuration')\n"
-            "assert isinstance(fastckpt.load('configuration'), omegaconf.DictConfig)",
+            (
+                "fastckpt.save(omegaconf.OmegaConf.create({'lr': 1}), 'configuration')\n"
+                "assert isinstance(fastckpt.load('configuration'), omegaconf.DictConfig)"
+            ),
         ),
         (
             "state = {'model': model.state_dict(), 'optimizer': optimizer.state_dict(), 'step': step}",
@@ -173,30 +159,42 @@ STAGES: dict[str, list[tuple[str, str]]] = {
         ("train = lambda state: None", "assert fastckpt.list('checkpoints')[-1].name.endswith('9000')"),
         ("path = 'next'", "assert same(fastckpt.load(path), before)"),
     ],
-    "docs/guides/deepspeed.md": [
-        (ZERO, "assert client_state is None and os.path.exists('runs/latest')"),
-        (
-            "engine.backward(engine(torch.arange(8)))\nengine.step()\nengine.global_steps = 1000",
-            "_, found = engine.load_checkpoint('runs')\nassert found.keys() == {'step', 'random'}",
-        ),
-        ("", ""),
+    "docs/monitoring.md": ["tests/tools/test_monitoring_guide.py"] * 3,
+    "docs/guides/accelerate.md": ["tests/guides/test_guides.py", "examples/doors/accelerate_loop.py"],
+    "docs/guides/deepspeed.md": ["tests/integrations/test_deepspeed.py"] * 3,
+    "docs/guides/fsdp2.md": ["tests/guides/test_guides.py"],
+    "docs/guides/lightning.md": ["examples/doors/lightning_trainer.py", "tests/guides/test_guides.py"],
+    "docs/guides/plain.md": ["tests/guides/test_guides.py"],
+    "docs/guides/ray.md": ["tests/integrations/test_ray.py"],
+    "docs/guides/torchtitan.md": ["examples/doors/torchtitan_loop.py"],
+    "docs/guides/trainer.md": ["tests/guides/test_guides.py"],
+    "docs/migrate/lightning.md": ["tests/integrations/test_lightning.py"] * 3,
+    "docs/migrate/trainer.md": ["tests/integrations/test_transformers.py"] * 2,
+    "docs/migrate/back.md": [("fastckpt.save(state, 'runs/step-1000')", "assert same(again, before)")],
+    "docs/migrate/dcp.md": [
+        ("warnings.simplefilter('ignore')", "assert same(state, before)"),
+        ("", "assert same(state, before)"),
+        ("", f"assert same(fastckpt.load('runs/step-2000'), before)\n{STAGER}"),
     ],
-    "docs/guides/ray.md": [(RAY, "assert len(reported) == 31 and os.path.exists('runs/steps/step-00000300')")],
-    "docs/guides/torchtitan.md": [("", "assert checkpoint.enable and checkpoint.interval == 500")],
+    "docs/migrate/torch-save.md": [
+        ("", "assert same(state, before)"),
+        ("", "assert same(state, before)"),
+        ("", "assert all(same(load(path), before) for path in ('step-500', 'step-500.pt', 'step-1000'))"),
+    ],
 }
 
-#: Blocks that are parts of a program which other tests run: the names of fastckpt in the block are in that program.
-PARTS = {
-    "docs/guides/accelerate.md": "examples/doors/accelerate_loop.py",
-    "docs/guides/lightning.md": "examples/doors/lightning_trainer.py",
-}
-
-#: Tests that run all other programs of a page, as they stand there, and that name the page.
-ELSEWHERE = {
-    "docs/guides/accelerate.md": "tests/guides/test_guides.py",
-    "docs/guides/fsdp2.md": "tests/guides/test_guides.py",
-    "docs/guides/lightning.md": "tests/guides/test_guides.py",
-    "docs/guides/plain.md": "tests/guides/test_guides.py",
-    "docs/guides/trainer.md": "tests/guides/test_guides.py",
-    "docs/monitoring.md": "tests/tools/test_monitoring_guide.py",
+#: Pages whose commands are run as well, where they stand, and what holds in the end.
+ENDS = {
+    "docs/migrate/back.md": """
+import safetensors.torch, torch.distributed.checkpoint as dcp
+assert same(torch.load("exported.pt"), before)
+empty = {"model": {"weight": torch.zeros(8, 8)}}
+warnings.simplefilter("ignore")
+dcp.load(empty, checkpoint_id="exported-dcp")
+assert same(empty, before)
+for file, name in (("exported.safetensors", "model.weight"), ("exported-hf/model.safetensors", "weight")):
+    assert torch.equal(safetensors.torch.load_file(file)[name], before["model"]["weight"])
+""",
+    "docs/migrate/dcp.md": "assert same(fastckpt.load('runs/step-500'), before)",
+    "docs/migrate/torch-save.md": "",
 }

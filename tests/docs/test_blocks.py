@@ -1,10 +1,11 @@
 """Every block of code in the documents: programs are run, commands are parsed, data is read.
 
-``text`` marks what somebody sees: output, a listing, a synopsis. Anything else is an error here.
+``text`` marks what somebody sees: output, a listing, a synopsis. The page shows it as it shows any other block.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 import shlex
 import shutil
@@ -15,7 +16,7 @@ from unittest import mock
 import pytest
 import stages
 
-from harness import cli, needs, programs
+from harness import cli, needs, pages, programs, zygote
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -25,10 +26,25 @@ PAGES = sorted(
 )
 #: Programs of others, whose arguments are theirs.
 OF_OTHERS = {
-    *("cargo", "curl", "docker", "jq", "lfs", "pip", "pytest", "scontrol", "srun", "torchrun", "vllm"),
-    *("llamafactory-cli", "trl"),
+    *(
+        "cargo",
+        "curl",
+        "docker",
+        "jq",
+        "lfs",
+        "ls",
+        "maturin",
+        "pip",
+        "pre-commit",
+        "pytest",
+        "source",
+        "srun",
+        "tee",
+        "time",
+    ),
+    *("kubectl", "llamafactory-cli", "rustup", "torchrun", "trl", "vllm", "xargs"),
 }
-#: Pages whose output of commands is compared with a new one by the test that names the page, or is of one machine.
+#: Pages whose sessions a test compares with new ones; and one whose figures are those of one machine.
 SESSIONS = {"docs/sizing.md": "tests/tools/test_sizing_guide.py", "docs/bench.md": None}
 
 
@@ -40,56 +56,89 @@ def blocks(page):
             yield token.info if token.type == "fence" else None, token.content, token.map[0] + 1
 
 
-def python(page):
-    return [text for language, text, _ in blocks(page) if language == "python"]
+def all_of(*languages):
+    """The blocks of all pages in some languages: page, text, line."""
+    found = [(page, text, line) for page in PAGES for language, text, line in blocks(page) if language in languages]
+    assert found, languages
+    return found
 
 
 # -- what kinds there are ----------------------------------------------------------------------------------------------
 
 
 def test_each_block_says_what_it_is():
-    kinds = {None, "python", "console", "bash", "yaml", "text"}
+    kinds = {None, "python", "console", "bash", "yaml", "promql", "text"}
     found = [(page, line, language) for page in PAGES for language, _, line in blocks(page)]
     assert len(found) > 100
     assert [each for each in found if each[2] not in kinds] == []
 
 
 def test_each_program_is_run():
-    """Here, or whole elsewhere, or in another program; no page is listed that has none."""
-    count = {page: len(python(page)) for page in PAGES}
-    listed = {page: len(stages.STAGES.get(page, ())) for page in count}
-    for table in (stages.PARTS, stages.ELSEWHERE):
-        for page in table:
-            listed[page] += 3 if page == "docs/monitoring.md" else 1
-    assert listed == count
-    for page, test in [*stages.ELSEWHERE.items(), *((page, test) for page, test in SESSIONS.items() if test)]:
-        text = (ROOT / test).read_text(encoding="utf-8")
-        assert Path(page).name in text or f'"{Path(page).stem}"' in text, (page, test)
+    assert {page: len(found) for page in PAGES if (found := pages.python(page))} == {
+        page: len(around) for page, around in stages.STAGES.items()
+    }
+    for page, around in stages.STAGES.items():
+        for test in around:
+            if isinstance(test, str) and test.startswith("tests/"):
+                text = pages.text(test)
+                assert Path(page).name in text or f'"{Path(page).stem}"' in text, (page, test)
 
 
-@pytest.mark.parametrize("page", stages.PARTS)
-def test_names_in_a_part_are_in_the_program(page):
-    text = (ROOT / stages.PARTS[page]).read_text(encoding="utf-8")
-    part = min(python(page), key=len)
-    names = [*re.findall(r"fastckpt\.[\w.]+", part), *re.findall(r"import (.*)", part)[0:1]]
-    assert names
-    assert [name for name in names if name not in text] == []
+def test_names_in_a_part_are_in_the_program():
+    parts = 0
+    for page, around in stages.STAGES.items():
+        for part, whole in zip(pages.python(page), around, strict=True):
+            if isinstance(whole, str) and whole.startswith("examples/"):
+                names = {*re.findall(r"\b(?:from|import) [\w.]+", part), *re.findall(r"\w+(?:\.\w+)*(?=\()", part)}
+                assert any("fastckpt" in name for name in names)
+                assert [name for name in names if name not in pages.text(whole)] == [], page
+                parts += 1
+    assert parts == 4
+
+
+def test_sessions_are_compared_by_the_test_that_is_named():
+    assert {page for page, _, _ in all_of("console")} == SESSIONS.keys()
+    for page, test in SESSIONS.items():
+        assert test is None or Path(page).name in (ROOT / test).read_text(encoding="utf-8")
 
 
 # -- programs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", stages.STAGES)
-def test_programs(children_with_torch, tmp_path, monkeypatch, page):
-    script = [stages.TRAINING]
-    for (before, after), block in zip(stages.STAGES[page], python(page), strict=True):
-        for large, small in stages.SMALLER.get(page, {}).items():
-            block = block.replace(large, small)  # noqa: PLW2901
-        script += [before, block, after]
-    (tmp_path / "program.py").write_text("\n".join(script), encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    done = programs.run(children_with_torch, [tmp_path / "program.py"])
-    assert done.returncode == 0, done.stderr
+def program(page, around):
+    """The parts of a program of all that is on a page, commands of fastckpt where the page is one to run them on."""
+    around = iter(around)
+    yield stages.TRAINING
+    for language, text, _ in blocks(page):
+        if language == "python":
+            around_it = next(around)
+            if isinstance(around_it, str):
+                continue
+            before, after = around_it
+            for large, small in stages.SMALLER.get(page, {}).items():
+                text = text.replace(large, small)  # noqa: PLW2901
+            yield from (before, text, after)
+        elif language is None and page in stages.ENDS:
+            lines = [words[1:] for line in text.splitlines() if (words := shlex.split(line))[0] == "fastckpt"]
+            yield "\n".join(f"with looks.forked(): assert cli.main({words}) == 0" for words in lines)
+    yield stages.ENDS.get(page, "")
+
+
+def test_programs(tmp_path, monkeypatch):
+    """All in one test, by one process that forks: each import is paid once."""
+    failed = {}
+    with zygote.running(env={"FASTCKPT_TEST_IMPORT": stages.IMPORTS}) as children:
+        for page, around in stages.STAGES.items():
+            if all(isinstance(one, str) for one in around):
+                continue
+            folder = tmp_path / page
+            folder.mkdir(parents=True)
+            (folder / "program.py").write_text("\n".join(program(page, around)), encoding="utf-8")
+            monkeypatch.chdir(folder)
+            done = programs.run(children, [folder / "program.py"])
+            if done.returncode:
+                failed[page] = done.stderr
+    assert not failed, "\n".join(f"{page}: {said}" for page, said in failed.items())
 
 
 # -- commands ----------------------------------------------------------------------------------------------------------
@@ -111,7 +160,7 @@ def commands(text):
 
 
 def wrong(words):
-    """What is wrong with a command, or nothing."""
+    """What is wrong with a command, or None."""
     while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] == "sudo"):
         words = words[1:]
     if ">" in words:
@@ -126,24 +175,23 @@ def wrong(words):
         from fastckpt_top import options
 
         return refused(lambda: options.parser().parse_args(arguments))
-    if program.startswith("scripts/"):
+    if program.startswith("scripts/") or program == ".ci/run":
         return None if (ROOT / program).is_file() else "no such script"
     if name in {"python", "python3", "$python"}:
         return python_command(arguments)
-    return None if name in OF_OTHERS or name == "maturin" else "no program that is known here"
+    return None if name in OF_OTHERS else "no program that is known here"
+
+
+class Parsed(BaseException):
+    """A command line is what its command takes. The command itself reports whatever is an ``Exception``."""
 
 
 def parsed(arguments):
     """Parse a command line of fastckpt, as the command does, and do nothing."""
-    import argparse
-
-    class Parsed(Exception):  # noqa: N818
-        pass
-
-    parse, outermost = argparse.ArgumentParser.parse_args, []
+    parse = argparse.ArgumentParser.parse_args
 
     def parse_args(parser, *given, **named):
-        outermost.append(parse(parser, *given, **named))
+        parse(parser, *given, **named)
         raise Parsed
 
     with mock.patch.object(argparse.ArgumentParser, "parse_args", parse_args):
@@ -161,27 +209,31 @@ def refused(parse, end=()):
 
 
 def python_command(arguments):
-    """Options of a program of the repository are in its text, or beside it."""
+    """A program of the repository is there, and its text, or that beside it, has the options."""
     if arguments[0] in {"-c", "-m"}:
         return None
     file = ROOT / arguments[0]
     if not file.is_file():
         return None if arguments[0] == "train.py" else "no such program"
-    texts = "".join(each.read_text(encoding="utf-8") for each in [*file.parent.glob("*.py"), *file.parent.glob("*/*.py")])
-    lacking = [word for word in arguments[1:] if word.startswith("--") and f'"{word}"' not in texts]
+    beside = [*file.parent.glob("*.py"), *file.parent.glob("*/*.py")]
+    texts = "".join(each.read_text(encoding="utf-8") for each in [file, *beside])
+    # Where a program makes options of its axes, the name alone is there.
+    named = '"' if 'add_argument(f"--{' in file.read_text(encoding="utf-8") else '"--'
+    options = [word.removeprefix("--") for word in arguments[1:] if word.startswith("--")]
+    lacking = [option for option in options if f'"--{option}"' not in texts and f'{named}{option}"' not in texts]
     return f"no option {lacking}" if lacking else None
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_commands(page):
+def test_commands(capfd):
     """Indented blocks, and the lines of sessions."""
     found = []
-    for language, text, line in blocks(page):
-        if language == "console":
-            assert page in SESSIONS
-            text = "\n".join(re.findall(r"^\$ (.*(?:\\\n.*)*)", text, re.MULTILINE))  # noqa: PLW2901
-        if language in {None, "console"}:
-            found += [(line, words, said) for words in commands(text) if words[0] != "cat" and (said := wrong(words))]
+    for page, text, line in all_of(None):
+        found += [(page, line, words, said) for words in commands(text) if (said := wrong(words))]
+    for page, text, line in all_of("console"):
+        lines = "\n".join(re.findall(r"^\$ ((?:.*\\\n)*.*)", text, re.MULTILINE))
+        found += [
+            (page, line, words, said) for words in commands(lines) if words[0] != "cat" and (said := wrong(words))
+        ]
     assert found == []
 
 
@@ -196,20 +248,30 @@ def test_wrong_commands_are_seen(line):
     assert [words for words in commands(line) if wrong(words)]
 
 
+def test_a_synopsis_has_the_options_of_its_command(capsys):
+    found = 0
+    for page, text, _ in all_of("text"):
+        for command in re.findall(r"^fastckpt (\w+) .*\[", text):
+            assert cli.main([command, "--help"]) == 0
+            told = capsys.readouterr().out
+            assert set(re.findall(r"--[\w-]+", text)) <= set(re.findall(r"--[\w-]+", told)), page
+            found += 1
+    assert found == 2
+
+
 # -- data and scripts --------------------------------------------------------------------------------------------------
 
 
 def test_yaml_is_read():
     yaml = needs.package("yaml")
-    found = [[*yaml.safe_load_all(text)] for page in PAGES for language, text, _ in blocks(page) if language == "yaml"]
-    assert found
-    assert all(isinstance(one, dict) for each in found for one in each)
+    for page, text, line in all_of("yaml"):
+        assert all(isinstance(one, dict) for one in yaml.safe_load_all(text)), (page, line)
 
 
 def test_scripts_are_read():
     bash = shutil.which("bash")
-    found = [text for page in PAGES for language, text, _ in blocks(page) if language == "bash"]
-    assert found
-    for text in found:
+    for page, text, line in all_of("bash"):
         done = subprocess.run([bash, "-n"], input=text, text=True, capture_output=True, check=False)
-        assert (done.returncode, done.stderr) == (0, ""), text
+        assert (done.returncode, done.stderr) == (0, ""), (page, line)
+        fastckpt = [words for words in commands(text) if words[0].startswith("fastckpt")]
+        assert [words for words in fastckpt if wrong(words)] == [], (page, line)

@@ -1,4 +1,4 @@
-"""The site: every link leads somewhere, every public name is described, nothing is taken from another machine."""
+"""The site: links lead somewhere, public names are described, questions are answered, nothing comes from elsewhere."""
 
 from __future__ import annotations
 
@@ -22,18 +22,29 @@ class Page(HTMLParser):
     def __init__(self, file):
         super().__init__()
         self.ids, self.links, self.loads, self.said = set(), [], [], []
+        #: The text of each section by its anchor, with those below it; the open ones.
+        self.sections, self._open = {}, []
         self.feed(file.read_text(encoding="utf-8"))
 
     def handle_starttag(self, tag, attributes):
         found = dict(attributes)
         self.ids |= {found[name] for name in ("id", "name") if name in found}
+        if tag == "section":
+            self._open.append(found.get("id"))
+            self.sections[self._open[-1]] = []
         if tag == "a" and "href" in found:
             self.links.append(found["href"])
         elif found.get(LOADS.get(tag)) is not None:
             (self.links if found.get("rel") in RELATIONS else self.loads).append(found[LOADS[tag]])
 
+    def handle_endtag(self, tag):
+        if tag == "section":
+            self._open.pop()
+
     def handle_data(self, data):
         self.said.append(data)
+        for anchor in self._open:
+            self.sections[anchor].append(data)
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +87,31 @@ def test_pages_load_nothing_from_elsewhere(site, pages):
     styles = "".join(file.read_text(encoding="utf-8") for file in site.rglob("*.css"))
     assert [each for each in re.findall(r"url\(\s*[\"']?([^)\"']*)", styles) if "//" in each.split("data:")[0]] == []
     assert "@import" not in styles
+
+
+def test_the_questions_that_decide_are_answered(site, pages):
+    """tests/docs/questions.toml has them; "no" is an answer. Each is two clicks from the home page."""
+    import tomllib
+
+    questions = tomllib.loads(Path(__file__).with_name("questions.toml").read_text(encoding="utf-8"))["question"]
+    assert len({question["ask"] for question in questions}) == 40
+    near = reached = {site / "index.html"}
+    for _ in range(2):
+        near = {
+            file.parent.joinpath(urllib.parse.urlsplit(link).path).resolve()
+            for file in near & pages.keys()
+            for link in pages[file].links
+            if urllib.parse.urlsplit(link).scheme == ""
+        }
+        reached |= near
+    wrong = []
+    for question in questions:
+        file = site / question["page"]
+        said = " ".join("".join(pages[file].sections.get(question["anchor"], ())).split()) if file in pages else ""
+        lacking = [words for words in question["words"] if words not in said]
+        if lacking or file not in reached or not question["words"]:
+            wrong.append((question["ask"], lacking))
+    assert wrong == []
 
 
 def test_every_public_name_is_in_the_reference(pages):

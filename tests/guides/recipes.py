@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import runpy
 import signal
 import warnings
@@ -11,14 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import fastckpt
-
-PAGES = Path(__file__).parents[2] / "docs" / "guides"
-
-
-def program(page: str) -> str:
-    """The program of a page: of its blocks of Python the longest."""
-    text = (PAGES / page).read_text(encoding="utf-8")
-    return max(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL), key=len)
 
 
 def run(program: str, folder: str, strikes: dict[int, int] | None = None) -> list[int]:

@@ -11,7 +11,7 @@ import recipes
 import torch
 
 import fastckpt
-from harness import groups
+from harness import groups, pages
 from harness.same import same
 
 
@@ -27,7 +27,7 @@ def play(forge, page, folder, strikes=None, *, ranks=1):
     """Run the program of a page on so many ranks, and say how it ended on each."""
     folder.mkdir(exist_ok=True)
     with forge.group(ranks, backend="") as group:
-        group.start(recipes.run, recipes.program(page), str(folder), strikes)
+        group.start(recipes.run, max(pages.python(f"docs/guides/{page}"), key=len), str(folder), strikes)
         return group.outcomes(120)
 
 

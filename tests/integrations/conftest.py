@@ -6,7 +6,7 @@ import pytest
 import trainer_kills
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def libraries():
     """Makes groups of processes that have imported transformers and accelerate."""
     with trainer_kills.forge() as forge:

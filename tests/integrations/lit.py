@@ -5,11 +5,15 @@ from __future__ import annotations
 import os
 import signal
 import warnings
+from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import runs
 import torch
 from torch import nn
+
+from harness import pages
 
 STEPS, EPOCH = 36, 8
 
@@ -128,3 +132,20 @@ def load(folder, name):
     with door.install():
         loaded = module().load_from_checkpoint(Path(folder, "checkpoints", name))
     return loaded.hparams.width, runs.digest(loaded)[0]
+
+
+def migrated(folder):
+    """Run the programs of docs/migrate/lightning.md, one after the other; the step that each ended at."""
+    import lightning
+
+    os.chdir(runs.begin(folder))
+    warnings.simplefilter("ignore")
+    rows = torch.utils.data.TensorDataset(torch.ones(64, 16), torch.ones(64, 1))
+    names = {"module": module()(), "loader": torch.utils.data.DataLoader(rows, batch_size=4)}
+    quiet = {"accelerator": "cpu", "logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+    with mock.patch.object(lightning, "Trainer", partial(lightning.Trainer, **quiet)):
+        ends = []
+        for program in pages.python("docs/migrate/lightning.md"):
+            exec(program, names)
+            ends.append((names["trainer"].global_step, Path("runs/last.ckpt").is_dir()))
+    return ends

@@ -149,3 +149,9 @@ def test_accelerate_has_the_engine_save(processes, tmp_path, stage):
             assert first == again != []
     assert fastckpt.verify(tmp_path / "pytorch_model").ok
     assert (tmp_path / "random_states_0.pkl").is_file()
+
+
+def test_the_programs_of_the_guide(processes, tmp_path):
+    """Those of docs/guides/deepspeed.md."""
+    with processes.group(1, backend="gloo") as group:
+        assert group.run(zero.guide, str(tmp_path), timeout=120) == [["random", "step"]]

@@ -257,3 +257,9 @@ def test_files_of_torch_and_other_places_are_as_without_it(tmp_path):
         plugin.save_checkpoint({"loss": open}, tmp_path / "c.ckpt")
     with pytest.raises(ValueError, match="CheckpointIO: io must be one of"):
         CheckpointIO(io="fast")
+
+
+def test_the_programs_of_the_page_about_migration(libraries, tmp_path):
+    """Those of docs/migrate/lightning.md: Lightning's own file, a directory of ours, and a file again."""
+    with libraries.group(1, backend="") as group:
+        assert group.run(lit.migrated, str(tmp_path), timeout=120) == [[(4, False), (8, True), (12, True)]]

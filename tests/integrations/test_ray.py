@@ -11,6 +11,7 @@ import torch
 
 import fastckpt
 from fastckpt.integrations import ray as door
+from harness import pages
 
 
 class Train(types.ModuleType):
@@ -18,6 +19,7 @@ class Train(types.ModuleType):
 
     CheckpointUploadMode = types.SimpleNamespace(NO_UPLOAD="NO_UPLOAD")
     CheckpointConsistencyMode = types.SimpleNamespace(COMMITTED="COMMITTED")
+    ScalingConfig = RunConfig = CheckpointConfig = FailureConfig = types.SimpleNamespace
 
     def __init__(self, run):
         super().__init__("ray.train")
@@ -136,3 +138,18 @@ def test_each_news_of_a_preemption_is_told_once(train, tmp_path):
             if manager.save(step, {"weight": torch.ones(3)}, force=door.preempted()):
                 saved.append(step)
     assert saved == [3, 6]
+
+
+def test_the_program_of_the_guide(train):
+    def trainer(function, **_):
+        return types.SimpleNamespace(fit=lambda: function({}))
+
+    (program,) = pages.python("docs/guides/ray.md")
+    names = {
+        "TorchTrainer": trainer,
+        "make_state": lambda: {"weight": torch.ones(3)},
+        "train_step": lambda state: float(state["weight"].sum()),
+    }
+    exec(program.replace("10_000", "300"), names)
+    assert [step for step, _ in train.reported] == [*range(10, 301, 10), 300]
+    assert train.known[-1].endswith("/steps/step-00000300")

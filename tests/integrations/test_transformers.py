@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 import fastckpt
+from harness import cli, pages
 
 play = partial(runs.play, trainers.train)
 KILL, TERM = signal.SIGKILL, signal.SIGTERM
@@ -305,3 +306,22 @@ def test_killed_at_random_moments(libraries, tmp_path):
         kills += more
         if kills >= 4:
             break
+
+
+def test_the_programs_of_the_page_about_migration(libraries, tmp_path, capsys):
+    """Those of docs/migrate/trainer.md, and its commands on what the first one left."""
+    with libraries.group(1, backend="") as group:
+        (found,) = group.run(trainers.migrated, str(tmp_path), timeout=120)
+    assert {name: "fastckpt.json" in files for name, files in found.items()} == {
+        "checkpoint-4": False,
+        "checkpoint-6": True,
+    }
+    theirs = load_file(tmp_path / "runs" / "checkpoint-4" / "model.safetensors")
+    for number, source in enumerate(("checkpoint-4", "checkpoint-4/model.safetensors")):
+        made = tmp_path / f"model-{number}"
+        assert f"fastckpt import runs/{source} {made.name}\n" in pages.text("docs/migrate/trainer.md")
+        assert cli.main(["import", str(tmp_path / "runs" / source), str(made)]) == 0
+        ours = fastckpt.load(made)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[name], tensor) for name, tensor in theirs.items())
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "runs" / "checkpoint-6")

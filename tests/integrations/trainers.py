@@ -25,6 +25,7 @@ from transformers.trainer_callback import ExportableState
 
 import fastckpt
 from fastckpt.integrations import transformers as door
+from harness import pages
 
 STEPS = 40
 ROWS = 84
@@ -255,3 +256,17 @@ def killed_after(seconds, run, folder, **arguments):
 
     threading.Thread(target=kill, daemon=True).start()
     return run(folder, **arguments)
+
+
+def migrated(folder):
+    """Run the programs of docs/migrate/trainer.md, one after the other; the files of the checkpoints that are there."""
+    runs.begin(folder)
+    os.chdir(folder)
+    for steps, program in zip((4, 6), pages.python("docs/migrate/trainer.md"), strict=True):
+        given = {**ARGUMENTS, "max_steps": steps, "save_steps": 2, "eval_strategy": "no"}
+        given |= {"load_best_model_at_end": False, "save_total_limit": 2}
+        row = {"input_ids": torch.arange(16), "labels": torch.arange(16)}
+        names = {"model": model_of(), "arguments": TrainingArguments("runs", **given), "rows": [row] * ROWS}
+        exec(program, names)
+        assert names["trainer"].state.global_step == steps
+    return {path.name: sorted(one.name for one in path.iterdir()) for path in Path("runs").glob("checkpoint-*")}

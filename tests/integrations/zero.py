@@ -20,8 +20,10 @@ from deepspeed.runtime.zero import GatheredParameters
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from torch import nn
 
+import fastckpt
 from fastckpt import distributed
 from fastckpt.integrations import deepspeed as door
+from harness import pages
 
 CONFIG = {
     "train_micro_batch_size_per_gpu": 4,
@@ -161,6 +163,25 @@ def play(folder, stage, dtype="bf16", *, first=0, last=6, save=None, tag=None, *
         end = state(engine)
         engine.destroy()
     return back, middle, losses, end
+
+
+def guide(folder):
+    """Run the programs of docs/guides/deepspeed.md in a folder; the keys that come back."""
+    os.chdir(folder)
+    quiet()
+    begins, saves, loads = pages.python("docs/guides/deepspeed.md")
+    model = Model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = {**CONFIG, **DTYPES["bf16"], "zero_optimization": {"stage": 1}}
+    names = {"deepspeed": deepspeed, "model": model, "optimizer": optimizer, "config": config, "epoch": 1, "step": 1000}
+    exec(begins, names)
+    assert names["client_state"] is None
+    train(names["engine"], 1)
+    names["engine"].global_steps = 1000
+    names["client_state"] = {"random": fastckpt.randomness().state_dict()}
+    exec(saves, names)
+    exec(loads, names)
+    return sorted(names["engine"].load_checkpoint("runs")[1])
 
 
 def message(call, *args, **more):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import fastckpt
-from harness import cli, jobs, limits, points, zygote
+from harness import cli, jobs, looks, points, zygote
 
 
 @pytest.fixture(scope="session")
@@ -31,9 +31,7 @@ def quick_look(looker):
         path = command[3]
         # A descriptor of this process, opened anew: the file is the same.
         answer = f"/proc/{os.getpid()}/fd/{pass_fds[0]}"
-        # The limits of this process, where a test may have lowered them.
-        least = {"memory": limits.of("bytes of a look"), "seconds": limits.of("seconds of a look")}
-        child = looker.start("look_first", path=path, answer=answer, **least)
+        child = looker.start("look_first", path=path, answer=answer, **looks.least())
         try:
             outcome = child.outcome(120)
         except zygote.DiedError:
@@ -46,16 +44,8 @@ def quick_look(looker):
         child.wait()
         return subprocess.CompletedProcess(command, 1, b"", raised)
 
-    # The module alone, not the functions of subprocess that others use.
-    with points.replaced(points.LOOK, lambda _: _Subprocess(run)):
+    with points.replaced(points.LOOK, lambda _: looks.Subprocess(run)):
         yield
-
-
-class _Subprocess:
-    DEVNULL, PIPE = subprocess.DEVNULL, subprocess.PIPE
-
-    def __init__(self, run: Any) -> None:
-        self.run = run
 
 
 @pytest.fixture

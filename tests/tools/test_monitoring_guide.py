@@ -18,10 +18,11 @@ from opentelemetry.proto.collector.metrics.v1.metrics_service_pb2 import ExportM
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 import fastckpt
+from harness import pages
 from harness.internals import Job
 
-GUIDE = (Path(__file__).parents[2] / "docs" / "monitoring.md").read_text(encoding="utf-8")
-TENSORBOARD, WANDB, TELEMETRY = re.findall(r"^```python\n(.*?)^```$", GUIDE, re.MULTILINE | re.DOTALL)
+GUIDE = pages.text("docs/monitoring.md")
+TENSORBOARD, WANDB, TELEMETRY = pages.python("docs/monitoring.md")
 STEPS = [100.0, 200.0, 300.0]
 
 

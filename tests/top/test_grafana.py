@@ -97,7 +97,7 @@ def test_the_panels_have_places_of_their_own():
     ("number", "groups"), [(0, {"instance"}), (1, {"instance", "job_name"}), (2, {"instance", "job_name", "rank"})]
 )
 def test_the_alerts_of_the_guide_ask_for_what_is_written(written, number, groups):
-    alerts = re.findall(r"^    (.*max by .*)$", GUIDE, re.MULTILINE)
+    alerts = re.findall(r"^(.*max by .*)$", GUIDE, re.MULTILINE)
     assert len(alerts) == 3
     metrics, grouped = asked(alerts[number])
     assert grouped == groups
