@@ -26,23 +26,8 @@ PAGES = sorted(
 )
 #: Programs of others, whose arguments are theirs.
 OF_OTHERS = {
-    *(
-        "cargo",
-        "curl",
-        "docker",
-        "jq",
-        "lfs",
-        "ls",
-        "maturin",
-        "pip",
-        "pre-commit",
-        "pytest",
-        "source",
-        "srun",
-        "tee",
-        "time",
-    ),
-    *("kubectl", "llamafactory-cli", "rustup", "torchrun", "trl", "vllm", "xargs"),
+    *("cargo", "curl", "docker", "jq", "kubectl", "lfs", "llamafactory-cli", "ls", "maturin", "pip", "pre-commit"),
+    *("pytest", "rustup", "source", "srun", "tee", "torchrun", "trl", "vllm", "xargs"),
 }
 #: Pages whose sessions a test compares with new ones; and one whose figures are those of one machine.
 SESSIONS = {"docs/sizing.md": "tests/tools/test_sizing_guide.py", "docs/bench.md": None}
@@ -161,7 +146,7 @@ def commands(text):
 
 def wrong(words):
     """What is wrong with a command, or None."""
-    while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] == "sudo"):
+    while words and (re.fullmatch(r"\w+=.*", words[0]) or words[0] in {"sudo", "time", "-v"}):
         words = words[1:]
     if ">" in words:
         words = words[: words.index(">")]
