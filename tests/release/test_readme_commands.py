@@ -1,4 +1,7 @@
-"""README's and the documents' commands are such as the repository has: distributions, extras, scripts, options."""
+"""README's and the documents' commands are such as the repository has: distributions, extras, scripts, subcommands.
+
+What stands in their blocks, tests/docs/test_blocks.py parses.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ import shlex
 from pathlib import Path
 
 import pytest
-from fastckpt_top import options
 
 from harness import cli
 
@@ -48,11 +50,6 @@ def wrong_installs(text):
     return found
 
 
-def commands(page):
-    """The indented lines of a page."""
-    return re.findall(r"^    (\S.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
-
-
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_install_commands_name_what_there_is(page):
     assert wrong_installs(page.read_text(encoding="utf-8")) == []
@@ -69,13 +66,6 @@ def test_scripts_are_there(page):
     text = page.read_text(encoding="utf-8")
     for name in {*re.findall(r"`(scripts/[\w-]+)", text), *re.findall(r"^    (scripts/[\w-]+)", text, re.MULTILINE)}:
         assert os.access(ROOT / name, os.X_OK), name
-
-
-def test_options_of_the_monitor_are_there():
-    known = {flag for action in options.parser()._actions for flag in action.option_strings}
-    lines = [line for line in commands(ROOT / "README.md") if line.startswith("fastckpt-top")]
-    assert len(lines) == 3
-    assert {flag for line in lines for flag in re.findall(r"--[a-z-]+", line)} <= known
 
 
 def test_commands_of_the_shell_are_there(capsys):
