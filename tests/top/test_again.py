@@ -133,6 +133,7 @@ def test_both_figures_of_an_operation_count_the_rank_that_failed_early():
 
 
 def test_an_end_that_nobody_knows_has_its_reason():
+    """Mutants: it is `--:--`; what has ended is incomplete."""
     model, one = Model(), Rank()
     assert look(model, 0.5, one.op(GB)).main.no_eta == "just begun"
     for tick in range(2, 9):
@@ -141,6 +142,8 @@ def test_an_end_that_nobody_knows_has_its_reason():
     assert look(model, 15.0, one).main.no_eta == "stalled"
     assert " stalled " in paint(Frame(model, Ui(), text.UNICODE, 120, 30)).lines[1].plain
     assert look(model, 16.0, one.op(20 * GB, Phase.FSYNC, total=20 * GB).beat(99)).main.no_eta == "in fsync"
+    for phase in (Phase.DONE, Phase.FAILED):
+        assert look(model, 17.0, one.op(20 * GB, phase, total=20 * GB, end=16.5)).main.no_eta == ""
 
 
 def test_only_a_save_is_durable():

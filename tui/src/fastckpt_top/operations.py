@@ -61,7 +61,7 @@ def node_op(group: Group, look: Look) -> NodeOp:
         target_name=per_gpu.name,
         progress=_progress(tracks, copying=phase == PHASES[Phase.STAGE], sizes=sizes),
         eta_s=eta,
-        no_eta="" if eta is not None else "never" if failed else _no_eta(unknown, look),
+        no_eta="" if eta is not None or not running else "never" if failed else _no_eta(unknown, look),
         elapsed_s=max(elapsed, 0.0),
         started_real=min(track.start_real for track in tracks),
         last=derive.name(last.proc) if last else "",
