@@ -168,7 +168,7 @@ impl<'a> Lane<'a> {
 
 impl Drop for Lane<'_> {
     fn drop(&mut self) {
-        self.operation.add_latencies(&self.histogram);
+        self.operation.add_latencies(&self.histogram, self.slot.latency_max_ns.load(Relaxed));
         self.slot.in_flight.store(0, Relaxed);
         self.slot.state.store(State::Idle as u32, Relaxed);
         if let Some(number) = self.number {

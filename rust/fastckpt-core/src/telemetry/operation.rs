@@ -44,6 +44,7 @@ pub struct Operation {
 struct Closing {
     ended: bool,
     histogram: [u64; BUCKETS],
+    longest: u64,
     recent: std::collections::VecDeque<(u64, u64)>,
     peak: u64,
     sync_begin: Option<u64>,
@@ -119,11 +120,10 @@ impl Operation {
             Kind::Load | Kind::Verify => load_target,
             Kind::Copy | Kind::Drain | Kind::Fetch => 0,
         };
-        let is_url = path.to_string_lossy().contains("://");
-        let absolute = Some(path).filter(|_| !is_url).and_then(|path| std::path::absolute(path).ok());
-        let absolute = absolute.unwrap_or_else(|| path.to_path_buf());
-        let absolute = absolute.to_string_lossy();
-        operation.closing().path = absolute.clone().into_owned();
+        let name = path.to_string_lossy().into_owned();
+        let absolute = if name.contains("://") { None } else { std::path::absolute(path).ok() };
+        let absolute = absolute.map_or(name, |path| path.to_string_lossy().into_owned());
+        operation.closing().path.clone_from(&absolute);
         let device = path.parent().and_then(|parent| {
             let parent = if parent.as_os_str().is_empty() { Path::new(".") } else { parent };
             rustix::fs::stat(parent).ok()
@@ -260,8 +260,7 @@ impl Operation {
         let (at, done) = (now(), self.done());
         let mut closing = self.closing();
         let window = PEAK_WINDOW.as_nanos() as u64;
-        while closing.recent.len() > 1 && closing.recent.get(1).is_some_and(|&(then, _)| then + window <= at)
-        {
+        while closing.recent.get(1).is_some_and(|&(then, _)| then + window <= at) {
             closing.recent.pop_front();
         }
         if let Some(&(then, bytes)) = closing.recent.front().filter(|&&(then, _)| then + window <= at) {
@@ -287,9 +286,11 @@ impl Operation {
         self.done.fetch_add(bytes, Relaxed);
     }
 
-    /// Adds the latencies that a worker has counted.
-    pub(super) fn add_latencies(&self, histogram: &[u64; BUCKETS]) {
-        for (sum, count) in self.closing().histogram.iter_mut().zip(histogram) {
+    /// Adds the latencies that a worker has counted, and the `longest` of them in nanoseconds.
+    pub(super) fn add_latencies(&self, histogram: &[u64; BUCKETS], longest: u64) {
+        let mut closing = self.closing();
+        closing.longest = closing.longest.max(longest);
+        for (sum, count) in closing.histogram.iter_mut().zip(histogram) {
             *sum += count;
         }
     }
@@ -336,8 +337,8 @@ impl Operation {
             record.dur_ns.store(duration, Relaxed);
             record.sync_ns.store(closing.sync_begin.map_or(0, |begin| end - begin), Relaxed);
             record.peak_bps.store(peak, Relaxed);
-            record.p50_us.store(quantile(&closing.histogram, 50), Relaxed);
-            record.p99_us.store(quantile(&closing.histogram, 99), Relaxed);
+            record.p50_us.store(quantile(&closing.histogram, 50, closing.longest), Relaxed);
+            record.p99_us.store(quantile(&closing.histogram, 99, closing.longest), Relaxed);
             record.step.store(self.slot.step.load(Relaxed), Relaxed);
             record.error.store(error, Relaxed);
             record.flags.store(self.slot.flags.load(Relaxed), Relaxed);
@@ -367,15 +368,17 @@ pub(super) fn bucket_of(latency: u64) -> usize {
     (doublings as usize).min(BUCKETS - 1)
 }
 
-/// The latency that `percent` of the requests do not exceed: the upper end of its bucket, in microseconds.
-pub(super) fn quantile(histogram: &[u64; BUCKETS], percent: u64) -> u32 {
+/// The latency that `percent` of the requests do not exceed: the upper end of its bucket, in microseconds; of the last
+/// bucket, which has none, the `longest` in nanoseconds.
+pub(super) fn quantile(histogram: &[u64; BUCKETS], percent: u64, longest: u64) -> u32 {
     let all: u64 = histogram.iter().sum();
     let mut seen = 0;
     let bucket = histogram.iter().position(|count| {
         seen += count;
         seen > 0 && seen * 100 >= all * percent
     });
-    bucket.map_or(0, |bucket| clamp((FIRST_BUCKET / 1000) << bucket))
+    let end = |bucket| if bucket == BUCKETS - 1 { longest } else { FIRST_BUCKET << bucket };
+    bucket.map_or(0, |bucket| clamp(end(bucket) / 1000))
 }
 
 pub(super) fn clamp(value: impl TryInto<u32>) -> u32 {

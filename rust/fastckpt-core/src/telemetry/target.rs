@@ -6,32 +6,26 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use crate::environment::Environment;
 
-/// Bytes/s per GPU for saves and for loads, 0 for none.
-struct Targets {
-    save: AtomicU64,
-    load: AtomicU64,
-}
-
-/// The targets. The first call sets them to `initial`.
-fn current(initial: impl FnOnce() -> (u64, u64)) -> &'static Targets {
-    static TARGETS: OnceLock<Targets> = OnceLock::new();
+/// Bytes/s per GPU for saves and for loads, 0 for none. The first call sets them to `initial`.
+fn current(initial: impl FnOnce() -> (u64, u64)) -> &'static [AtomicU64; 2] {
+    static TARGETS: OnceLock<[AtomicU64; 2]> = OnceLock::new();
     TARGETS.get_or_init(|| {
         let (save, load) = initial();
-        Targets { save: save.into(), load: load.into() }
+        [save.into(), load.into()]
     })
 }
 
 /// The target of the process, in bytes/s per GPU for saves and for loads; 0 for none.
 pub(super) fn targets(environment: &Environment) -> (u64, u64) {
-    let targets = current(|| environment_targets(environment));
-    (targets.save.load(Relaxed), targets.load.load(Relaxed))
+    let [save, load] = current(|| environment_targets(environment));
+    (save.load(Relaxed), load.load(Relaxed))
 }
 
 /// Changes the targets.
 pub(super) fn set(save: u64, load: u64) {
-    let targets = current(|| (save, load));
-    targets.save.store(save, Relaxed);
-    targets.load.store(load, Relaxed);
+    let [wanted_save, wanted_load] = current(|| (save, load));
+    wanted_save.store(save, Relaxed);
+    wanted_load.store(load, Relaxed);
 }
 
 /// `FASTCKPT_TOP_TARGET` as bytes/s for saves and loads; a value that does not parse means no target.

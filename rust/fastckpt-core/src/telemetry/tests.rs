@@ -37,10 +37,12 @@ fn latencies_fall_into_their_buckets() {
 #[test]
 fn quantiles_are_the_upper_ends_of_buckets() {
     let mut histogram = [0; BUCKETS];
-    assert_eq!(quantile(&histogram, 50), 0);
+    assert_eq!(quantile(&histogram, 50, 0), 0);
     histogram[0] = 98;
     histogram[3] = 2;
-    assert_eq!((quantile(&histogram, 50), quantile(&histogram, 99)), (64, 512));
+    assert_eq!((quantile(&histogram, 50, 400_000), quantile(&histogram, 99, 400_000)), (64, 512));
+    histogram[BUCKETS - 1] = 100;
+    assert_eq!(quantile(&histogram, 99, 7_000_000_000), 7_000_000, "the last bucket has no end");
 }
 
 #[test]
@@ -89,6 +91,20 @@ fn an_operation_is_counted_from_begin_to_end() {
     assert_eq!((slot.phase.load(Relaxed), slot.error.load(Relaxed)), (7, 28), "the first end counts");
     assert!(slot.seq.load(Relaxed).is_multiple_of(2) && slot.t_end_mono_ns.load(Relaxed) > 0);
     assert!(totals.saves_failed.load(Relaxed) > failed);
+}
+
+#[test]
+fn a_record_has_the_longest_latency_where_a_bucket_has_no_end() {
+    let path = Path::new("/nowhere/slow");
+    let operation = Operation::begin(Kind::Verify, path, Call::default(), &Environment::default());
+    let (segment, id) = (operation.segment, operation.id);
+    let mut lane = Lane::new(&operation);
+    let submitted = lane.submitted(1);
+    lane.completed(submitted - 7_000_000_000);
+    drop(lane);
+    operation.end(Ok(()));
+    let record = segment.history.iter().find(|record| record.op_id.load(Relaxed) == id).unwrap();
+    assert!(record.p99_us.load(Relaxed) >= 7_000_000);
 }
 
 #[test]
