@@ -11,7 +11,8 @@ from transformers import Trainer
 
 import fastckpt
 from fastckpt._manager import crew
-from fastckpt.integrations import _directory, _processes, _trainer_saves
+from fastckpt.integrations import _directory, _processes
+from fastckpt.integrations import transformers as door
 
 
 @pytest.fixture
@@ -54,11 +55,11 @@ def test_the_oldest_go_but_none_that_is_protected(steps, limit, protected, wante
 
 
 def test_the_newest_comes_first(tmp_path):
-    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-100", "checkpoint-best"):
+    for name in ("checkpoint-9", "checkpoint-10", "checkpoint-100", "checkpoint-best", "checkpoint-best-12"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "state.json").touch()
     (tmp_path / "checkpoint-11").mkdir()
-    found = _directory.newest_first(tmp_path.glob("checkpoint-*/state.json"))
+    found = _directory.newest_first(tmp_path, "checkpoint-", "state.json")
     assert [path.rpartition("-")[2] for path in found] == ["100", "10", "9"]
 
 
@@ -112,20 +113,20 @@ class Below(After):
 
 @pytest.mark.parametrize(("kind", "last"), [(Plain, True), (Before, True), (After, False), (Below, False)])
 def test_which_trainers_do_nothing_after_a_save(kind, last):
-    assert _trainer_saves.saves_last(kind) == last
+    assert door._saves_last(kind) == last
 
 
 def test_a_trainer_without_source_may_do_anything():
     made = {}
     exec("def _save_checkpoint(self, model, trial):\n    super()._save_checkpoint(model, trial)", made)
-    assert not _trainer_saves.saves_last(type("Made", (Trainer,), {"_save_checkpoint": made["_save_checkpoint"]}))
-    assert not _trainer_saves.saves_last(type("Lambda", (Trainer,), {"_save_checkpoint": lambda *_: None}))
+    assert not door._saves_last(type("Made", (Trainer,), {"_save_checkpoint": made["_save_checkpoint"]}))
+    assert not door._saves_last(type("Lambda", (Trainer,), {"_save_checkpoint": lambda *_: None}))
 
 
 def test_trainers_that_do_nothing_after_a_save_go_on_in_the_background():
     """GRPO's writes a file into the checkpoint then, so that it waits."""
     names = [name for name in trl.__all__ if name.endswith("Trainer")]
-    found = {name: _trainer_saves.saves_last(getattr(trl, name)) for name in names}
+    found = {name: door._saves_last(getattr(trl, name)) for name in names}
     assert found["SFTTrainer"]
     assert [name for name in found if not found[name]] == ["GRPOTrainer"]
 

@@ -1,15 +1,15 @@
-"""The checkpoints in a directory that a framework keeps: where a run goes on from, and which ones go."""
+"""The checkpoints in a directory that a framework keeps: the last save, where a run goes on from, and which ones go."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
 import os
-import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import fastckpt
 from fastckpt._foreign import writer_of
@@ -17,11 +17,26 @@ from fastckpt._portable.limits import MANIFEST
 from fastckpt.exceptions import CheckpointError, CorruptCheckpointError, NotACheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
 LOG = logging.getLogger("fastckpt")
 #: The key of metadata under which the digests of files beside the weights are.
 _DIGESTS = "digests"
+#: Saves in the background, by who saves; and what follows once they are durable.
+_saves: WeakKeyDictionary[Any, tuple[Any, Callable[[], None]]] = WeakKeyDictionary()
+
+
+def begin(owner: Any, pending: Any, then: Callable[[], None]) -> None:
+    """The next save of ``owner`` has begun; :func:`finish` calls ``then`` once it is durable."""
+    _saves[owner] = pending, then
+
+
+def finish(owner: Any) -> None:
+    """Wait until the last save of ``owner`` is durable, and do what follows; raises what it raises."""
+    if owner in _saves:
+        pending, then = _saves.pop(owner)
+        pending.result()
+        then()
 
 
 def is_ours(path: Any) -> bool:
@@ -45,21 +60,20 @@ def is_sound(path: str) -> bool:
         return False
 
 
-def holds_remains(path: str) -> bool:
-    """Whether there is a directory with parts of a checkpoint that is none: a save to it is refused."""
+def clear(path: str) -> None:
+    """Move aside a directory with parts of a checkpoint that is none: a save to it would be refused."""
     entries = list(Path(path).iterdir()) if Path(path).is_dir() else []
-    if not any(one.is_dir() or one.name == MANIFEST or writer_of(one.name) for one in entries):
-        return False
-    try:
-        fastckpt.open(path).close()
-    except (CorruptCheckpointError, NotACheckpointError, FileNotFoundError):
-        return True
-    return False
+    if any(one.is_dir() or one.name == MANIFEST or writer_of(one.name) for one in entries):
+        try:
+            fastckpt.open(path).close()
+        except (CorruptCheckpointError, NotACheckpointError, FileNotFoundError):
+            move_aside(path)
 
 
-def newest_first(files: Iterable[Path]) -> list[str]:
-    """The directories of these files, by the number at the end of their names."""
-    steps = {int(found[0]): str(one.parent) for one in files if (found := re.search(r"\d+$", one.parent.name))}
+def newest_first(directory: Any, prefix: str, file: str) -> list[str]:
+    """The directories in one that are called ``prefix`` and a number, and have such a file; by that number."""
+    found = {one.parent for one in Path(directory).glob(f"{prefix}*/{file}")}
+    steps = {int(step): str(one) for one in found if (step := one.name.removeprefix(prefix)).isdecimal()}
     return [steps[step] for step in sorted(steps, reverse=True)]
 
 

@@ -13,7 +13,7 @@ from fastckpt.exceptions import RankFailure, RanksError
 from ._directory import LOG
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
 _T = TypeVar("_T")
 _R = TypeVar("_R")
@@ -39,16 +39,7 @@ def first_that_loads(
 ) -> _R:
     """What ``load`` returns for the first candidate that is not damaged; all ranks call it together.
 
-    Args:
-        candidates: the best first, at least one.
-        load: loads one of them.
-        crew: the ranks.
-        path_of: the path of a candidate.
-        operation: for errors.
-
-    Raises:
-        RanksError: other ranks failed with the last one, or not for damage.
-        Exception: this rank did.
+    It raises what ``load`` raised for the last one, or not for damage; and RanksError where that was on other ranks.
     """
     for candidate in candidates:
         error, loaded = None, None
@@ -77,3 +68,10 @@ def first_that_loads(
 def on_all(operation: str, path: Any, call: Callable[[], _R], crew: Crew) -> _R:
     """What ``call`` returns, once it has on all ranks; if one fails, all of them raise."""
     return first_that_loads([path], lambda _: call(), crew, operation=operation)
+
+
+def own_dtypes(states: Mapping[str, Mapping[str, Any]]) -> Callable[[Any], Any]:
+    """For ``dtype`` of a load into these states: their tensors of floating-point numbers keep their dtypes."""
+    tensors = {f"{key}.{name}": one for key, state in states.items() for name, one in state.items()}
+    floats = {name: one for name, one in tensors.items() if getattr(one, "is_floating_point", lambda: False)()}
+    return lambda tensor: floats[tensor.name].dtype if tensor.name in floats else None

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-from weakref import WeakKeyDictionary
+from typing import Any
 
 from accelerate import accelerator as _accelerator
 from accelerate.utils import DistributedType
@@ -21,21 +20,16 @@ from fastckpt import _core, distributed
 from fastckpt._api.io import check_io
 from fastckpt._installed import Installation, Installed
 
-from ._directory import LOG, is_ours, is_sound, keep
-from ._last_save import LastSave
-from ._processes import crew_of, first_that_loads
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
+from ._directory import LOG, begin, finish, is_ours, is_sound, keep, newest_first
+from ._processes import crew_of, first_that_loads, own_dtypes
 
 __all__ = ["install"]
 
 _installed = Installed()
-_last_saves: WeakKeyDictionary[Any, LastSave] = WeakKeyDictionary()
 #: What accelerate itself has to save.
 _LEFT = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
-#: How a directory is named automatically, before its number.
-_NAME = "checkpoint_"
+#: How directories are named automatically: below that of the project, and before their numbers.
+_FOLDER, _NAME = "checkpoints", "checkpoint_"
 #: The key of registered objects in the state, and the member of metadata that has ``accelerator.step``.
 _REGISTERED, _STEP = "registered", "accelerate.step"
 
@@ -72,39 +66,19 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
     return _installed.begin({"io": check_io("install", io), "background": background}, ours)
 
 
-def _other_engine(accelerator: Any) -> str | None:
-    """What holds the state in a form of its own, which accelerate itself has to save and load; or None."""
+def _left_to_accelerate(accelerator: Any, *, loads: bool) -> str | None:
+    """Why accelerate saves this state itself, or loads it; or None."""
     kind = accelerator.distributed_type
-    if kind in _LEFT:
-        return str(kind)
-    return "FSDP1" if kind == DistributedType.FSDP and not accelerator.is_fsdp2 else None
+    reasons = {
+        str(kind): kind in _LEFT,
+        "FSDP1": kind == DistributedType.FSDP and not accelerator.is_fsdp2,
+        "hooks for saving": not loads and accelerator._save_model_state_pre_hook,
+        "save_on_each_node": not loads and accelerator.project_configuration.save_on_each_node,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _left_to_accelerate(accelerator: Any) -> str | None:
-    """Why accelerate saves this state itself, or None."""
-    if accelerator._save_model_state_pre_hook:
-        return "hooks for saving"
-    if accelerator.project_configuration.save_on_each_node:
-        return "save_on_each_node"
-    return _other_engine(accelerator)
-
-
-def _number(path: str) -> int:
-    return int(Path(path).name.removeprefix(_NAME))
-
-
-def _folder(accelerator: Any) -> Path:
-    """Where the checkpoints lie that are named automatically."""
-    return Path(accelerator.project_dir, "checkpoints")
-
-
-def _automatic(folder: Path) -> list[str]:
-    """The checkpoints that were named automatically, the oldest first."""
-    named = [path for path in folder.glob(f"{_NAME}*") if path.name.removeprefix(_NAME).isdecimal() and path.is_dir()]
-    return sorted(map(str, named), key=_number)
-
-
-def _state(accelerator: Any, models: Collection[Any]) -> dict[str, Any]:
+def _state(accelerator: Any, models: list[Any]) -> dict[str, Any]:
     """The state to save or to load into, with these of its models. Keys are numbered as accelerate's files are."""
     unwrap, scaler = accelerator.unwrap_model, accelerator.scaler
     kinds = {
@@ -127,59 +101,46 @@ def _state(accelerator: Any, models: Collection[Any]) -> dict[str, Any]:
 
 def _own_part(accelerator: Any) -> dict[str, Any]:
     """The state that this process saves: accelerate has the main process alone save what is not spread."""
-    state = _state(accelerator, accelerator._models)
-    if accelerator.is_main_process:
-        return state
-    return {
-        key: value
-        for key, value in state.items()
-        if key.startswith(("model", "optimizer")) or _is_spread(value.state_dict())
-    }
 
+    def is_own(key: str, value: Any) -> bool:
+        if accelerator.is_main_process or key.startswith(("model", "optimizer")):
+            return True
+        # Its tensors are parts of ones that lie on several processes.
+        return any(hasattr(one, "device_mesh") for one in _pytree.tree_leaves(value.state_dict()))
 
-def _is_spread(state: Any) -> bool:
-    """Whether tensors in a state are parts of ones that lie on several processes."""
-    return any(hasattr(one, "device_mesh") for one in _pytree.tree_leaves(state))
-
-
-def _stateful(accelerator: Any) -> list[Any]:
-    """The loaders that have a state."""
-    return [one for one in accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)]
+    return {key: value for key, value in _state(accelerator, accelerator._models).items() if is_own(key, value)}
 
 
 def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = None, *args: Any, **more: Any) -> Any:
-    _finish(accelerator)
-    reason = _left_to_accelerate(accelerator)
-    if reason is not None:
+    finish(accelerator)
+    if (reason := _left_to_accelerate(accelerator, loads=False)) is not None:
         LOG.warning("fastckpt: with %s, accelerate saves as it does without fastckpt", reason)
         return theirs(accelerator, output_dir, *args, **more)
     naming, first = accelerator.project_configuration, accelerator.is_main_process
     automatic, limit = naming.automatic_checkpoint_naming, naming.total_limit
     name = f"{_NAME}{accelerator.save_iteration}"
-    path = _folder(accelerator) / name if automatic else Path(output_dir).expanduser()
+    path = Path(accelerator.project_dir, _FOLDER, name) if automatic else Path(output_dir).expanduser()
     # The save itself is in the background, and a program may end without asking how it went.
     crew_of(accelerator).first("save_state", partial(_check_target, path, automatic=automatic))
 
     def rotate() -> None:
         if first and automatic:
-            keep(limit, {str(path)}, _automatic(path.parent))
+            keep(limit, {str(path)}, newest_first(path.parent, _NAME, "*")[::-1])
 
+    stateful = [one for one in accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)]
     pending = distributed.save_async(
         _own_part(accelerator),
         path,
         ranks=distributed.Ranks(on_difference="warn"),
         metadata={_STEP: accelerator.step},
-        per_rank={
-            "random": fastckpt.randomness(),
-            "loaders": [one.state_dict() for one in _stateful(accelerator)],
-        },
+        per_rank={"random": fastckpt.randomness(), "loaders": [one.state_dict() for one in stateful]},
         files=fastckpt.Files(model_key="model") if accelerator._models else None,
         io=options["io"],
     )
-    _last_saves.setdefault(accelerator, LastSave()).begin(pending, rotate)
+    begin(accelerator, pending, rotate)
     naming.iteration += 1
     if not options["background"]:
-        _finish(accelerator)
+        finish(accelerator)
     return path
 
 
@@ -190,46 +151,35 @@ def _check_target(path: Path, *, automatic: bool) -> None:
     _core.check_target(str(path.absolute()), True)
 
 
-def _finish(accelerator: Any) -> None:
-    if accelerator in _last_saves:
-        _last_saves[accelerator].finish()
-
-
 def _end_training(_: Any, theirs: Any, accelerator: Any) -> None:
     try:
-        _finish(accelerator)
+        finish(accelerator)
     finally:
         theirs(accelerator)
 
 
-def _load_state(
-    options: Any,
-    theirs: Any,
-    accelerator: Any,
-    input_dir: Any = None,
-    load_kwargs: Any = None,
-    **more: Any,
-) -> None:
-    _finish(accelerator)
-    crew = crew_of(accelerator)
+def _load_state(options: Any, theirs: Any, accelerator: Any, input_dir: Any = None, *args: Any, **more: Any) -> None:
+    finish(accelerator)
+    crew, naming = crew_of(accelerator), accelerator.project_configuration
 
     def load(path: str) -> str:
         about = crew.first("load_state: about", partial(_about, path))
         if about is None:
-            theirs(accelerator, path, load_kwargs, **more)
+            theirs(accelerator, path, *args, **more)
         else:
             _load(accelerator, path, about, strict=more.get("strict", True), io=options["io"])
         return path
 
-    if input_dir is not None:
-        first_that_loads([str(Path(input_dir).expanduser())], load, crew)
-        return
-    automatic = accelerator.project_configuration.automatic_checkpoint_naming
-    paths = crew.first("load_state", lambda: _automatic(_folder(accelerator))[::-1]) if automatic else []
+    paths = [] if input_dir is None else [str(Path(input_dir).expanduser())]
+    if input_dir is None and naming.automatic_checkpoint_naming:
+        folder = Path(accelerator.project_dir, _FOLDER)
+        paths = crew.first("load_state", partial(newest_first, folder, _NAME, "*"))
     if not paths:
-        theirs(accelerator, None, load_kwargs, **more)
+        theirs(accelerator, None, *args, **more)
         return
-    accelerator.project_configuration.iteration = _number(first_that_loads(paths, load, crew)) + 1
+    loaded = first_that_loads(paths, load, crew)
+    if input_dir is None:
+        naming.iteration = int(Path(loaded).name.removeprefix(_NAME)) + 1
 
 
 def _about(path: str) -> tuple[int, int | None] | None:
@@ -242,12 +192,9 @@ def _about(path: str) -> tuple[int, int | None] | None:
 
 
 def _load(accelerator: Any, path: str, about: tuple[int, int | None], *, strict: bool, io: Any) -> None:
-    (registered, step), engine = about, _other_engine(accelerator)
-    if engine is not None:
-        raise RuntimeError(
-            f"load_state: {path} is a checkpoint of fastckpt, and with {engine} accelerate has to load itself: nothing "
-            "was loaded"
-        )
+    registered, step = about
+    if (engine := _left_to_accelerate(accelerator, loads=True)) is not None:
+        raise RuntimeError(f"load_state: {path} is a checkpoint of fastckpt, and with {engine} accelerate loads itself")
     if step is None:
         raise RuntimeError(f"load_state: {path} was not saved by save_state: use fastckpt.load")
     if registered != len(accelerator._custom_objects):
@@ -259,27 +206,16 @@ def _load(accelerator: Any, path: str, about: tuple[int, int | None], *, strict:
     for hook in accelerator._load_model_state_pre_hook.values():
         hook(models, path)  # it takes out the models that it loads itself
     state = _state(accelerator, models)
-    # torch's own loads of a model cast, too.
-    dtypes = {
-        f"{key}.{name}": tensor.dtype
-        for key, module in state.items()
-        if key.startswith("model")
-        for name, tensor in module.state_dict().items()
-        if hasattr(tensor, "is_floating_point") and tensor.is_floating_point()
-    }
-    distributed.load(
-        path, into=state, keys=[*state], strict=strict, dtype=lambda tensor: dtypes.get(tensor.name), io=io
-    )
+    # As torch's own loads of a model.
+    dtype = own_dtypes({key: one.state_dict() for key, one in state.items() if key.startswith("model")})
+    distributed.load(path, into=state, keys=[*state], strict=strict, dtype=dtype, io=io)
     accelerator.step = step
     try:
         own = distributed.load_per_rank(path)
     except ValueError as error:
         LOG.warning("fastckpt: random states and loaders of processes are not restored: %s", error)
         return
-    for loader, loaded in zip(_stateful(accelerator), own["loaders"], strict=False):
+    stateful = [one for one in accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)]
+    for loader, loaded in zip(stateful, own["loaders"], strict=False):
         loader.load_state_dict(loaded)
     fastckpt.randomness().load_state_dict(own["random"])
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

@@ -36,7 +36,3 @@ class Plugin(BasePlugin):  # type: ignore[misc]
         if cfg.auto_resume_from_checkpoints and cfg.resume_from_checkpoint is None:
             # False, and not None, keeps Axolotl from looking itself.
             cfg.resume_from_checkpoint = newest_of(trainer) or False
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)

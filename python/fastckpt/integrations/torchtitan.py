@@ -6,7 +6,7 @@ A run has ``checkpoint=FastckptManager.Config(enable=True, interval=500)`` in it
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -21,8 +21,8 @@ from fastckpt._files import TORCH_METADATA
 from fastckpt._paths import is_url
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
-from ._directory import LOG, holds_remains, is_ours, move_aside, sweep
-from ._processes import first_that_loads
+from ._directory import LOG, clear, is_ours, sweep
+from ._processes import first_that_loads, own_dtypes
 
 __all__ = ["FastckptManager"]
 
@@ -105,9 +105,8 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         state = self._state([MODEL] if model_only else self._parts(), hugging_face=hugging_face, exports=model_only)
         if DATALOADER in state:
             state[DATALOADER] = {key: state[DATALOADER][key] for key in self._loader_keys if key in state[DATALOADER]}
-        path = self._manager.path(curr_step)
-        if self._ranks.leads and holds_remains(path):  # of torchtitan's own manager, or of a damaged checkpoint
-            move_aside(path)
+        if self._ranks.leads:  # torchtitan's own manager may have been killed in a save
+            clear(self._manager.path(curr_step))
         self.save_future: Any = self._manager.save(
             curr_step,
             state,
@@ -141,34 +140,24 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
     def _load(self, step: int = -1) -> bool:
         candidates = self._ranks.first("load", partial(self._candidates, step))
-        if candidates:
-            return first_that_loads(
-                candidates,
-                lambda candidate: self._load_one(*candidate),
-                self._ranks,
-                lambda candidate: self._manager.path(candidate[0]),
-            )
-        return self._load_theirs(step)
+        if not candidates:
+            return self._load_theirs(step)
+        return first_that_loads(candidates, self._load_one, self._ranks, lambda one: self._manager.path(one[0]))
 
     def _load_theirs(self, step: int) -> bool:
         """Load what torchtitan's own manager wrote, perhaps while fastckpt was installed below it."""
         with fastckpt.dcp.install():
             return bool(super()._load(step))
 
-    def _load_one(self, step: int, ours: bool, hugging_face: bool) -> bool:  # noqa: FBT001 - a candidate
+    def _load_one(self, candidate: tuple[int, bool, bool]) -> bool:
+        step, ours, hugging_face = candidate
         if not ours:
             return self._load_theirs(step)
-        model_only, own = step == 0, []
-
-        def restore(**how: Any) -> str:
-            found = self._manager.restore(step=step, **how)
-            assert found is not None  # noqa: S101 - it is there
-            own.append(found.per_rank)
-            return found.path
-
-        self._fill(self._states_to_load(model_only), restore, hugging_face=hugging_face, casts=model_only)
-        if own[0] is not None and not model_only:
-            fastckpt.randomness().load_state_dict(own[0]["random"])
+        model_only, restore = step == 0, partial(self._manager.restore, step=step)
+        wanted = self._states_to_load(model_only)
+        found = self._fill(wanted, self._manager.path(step), restore, hugging_face=hugging_face, casts=model_only)
+        if found.per_rank is not None and not model_only:
+            fastckpt.randomness().load_state_dict(found.per_rank["random"])
         return True
 
     def _find_load_step(self, folder: str = "") -> int:  # noqa: ARG002 - torchtitan's interface
@@ -193,12 +182,8 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         if mark is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-
-        def load(**how: Any) -> str:
-            distributed.load(checkpoint_id, **how)
-            return checkpoint_id
-
-        self._fill(state_dict, load, hugging_face=mark[_HUGGING_FACE], casts=True)
+        load = partial(distributed.load, checkpoint_id)
+        self._fill(state_dict, checkpoint_id, load, hugging_face=mark[_HUGGING_FACE], casts=True)
 
     def _candidates(self, step: int) -> list[tuple[int, bool, bool]]:
         """What may be loaded, the best first: steps, whether this manager wrote them, and with Hugging Face's names.
@@ -261,34 +246,31 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         """The states under these keys; the model's tensors are cast if it ``exports`` them."""
         state = {key: self.states[key].state_dict() for key in keys}
         if exports:
-            model = state[MODEL]
             state[MODEL] = {
-                name: model[name].to(self.export_dtype) if _is_float(model[name]) else model[name] for name in model
+                name: one.to(self.export_dtype)
+                if hasattr(one, "is_floating_point") and one.is_floating_point()
+                else one
+                for name, one in state[MODEL].items()
             }
         if hugging_face and MODEL in state:
             state[MODEL] = self.sd_adapter.to_hf(state[MODEL])
         return state
 
-    def _fill(self, wanted: Collection[str], load: Callable[..., str], *, hugging_face: bool, casts: bool) -> None:
-        """Have ``load``, which returns the path, fill the model and what else is ``wanted``.
+    def _fill(self, wanted: Collection[str], path: str, load: Any, *, hugging_face: bool, casts: bool) -> Any:
+        """Have ``load`` fill the model, and what else of a checkpoint is ``wanted``; return what it returns.
 
         The model's tensors may have other dtypes in the checkpoint if it ``casts``.
         """
         keys = [key for key in self._parts() if key == MODEL or key in wanted]
         state = self._state([key for key in keys if key != DATALOADER], hugging_face=hugging_face)
-        dtypes = {f"{MODEL}.{name}": value.dtype for name, value in state[MODEL].items() if _is_float(value)}
-        path = load(into=state, keys=[*state], dtype=(lambda tensor: dtypes.get(tensor.name)) if casts else None)
+        found = load(into=state, keys=[*state], dtype=own_dtypes({MODEL: state[MODEL]}) if casts else None)
         if DATALOADER in keys:  # each rank looks for its own key in it
             state |= distributed.load(path, keys=DATALOADER)
         if hugging_face:
             state[MODEL] = self.sd_adapter.from_hf(state[MODEL])
         for key in keys:
             self.states[key].load_state_dict(state[key])
-
-
-def _is_float(value: Any) -> bool:
-    """Whether it is a tensor of floating-point numbers."""
-    return hasattr(value, "is_floating_point") and bool(value.is_floating_point())
+        return found
 
 
 def _mark_of(path: str) -> Mapping[str, bool] | None:
@@ -302,7 +284,3 @@ def _mark_of(path: str) -> Mapping[str, bool] | None:
     except (NotACheckpointError, FileNotFoundError):
         return None
     return mark if isinstance(mark, Mapping) else None
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
