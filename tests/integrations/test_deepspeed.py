@@ -86,7 +86,7 @@ def test_what_is_not_supported_is_refused_before_anything_is_written(processes, 
     for what in zero.OTHERS:
         assert all(f"fastckpt does not support {what}" in one for one in said[what])
     assert "states that are offloaded now (engine.reload_states)" in said["offloaded"][0]
-    assert "fastckpt has no use for custom_load_fn" in said["custom_load_fn"][0]
+    assert "fastckpt does not support custom_load_fn" in said["custom_load_fn"][0]
     assert said["client_state"][0].startswith("UnsupportedTypeError")
     for what in ("other sizes", "other dtypes"):
         assert "tensors of other sizes or dtypes: ['exp_avg']" in said[what][0]

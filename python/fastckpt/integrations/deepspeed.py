@@ -1,13 +1,13 @@
 """DeepSpeed's ``save_checkpoint`` and ``load_checkpoint`` write and read checkpoints of fastckpt.
 
-    fastckpt.integrations.deepspeed.install()
-
-Each tag is one checkpoint, for any number of processes and any stage of ZeRO (docs/guides/deepspeed.md).
+fastckpt.integrations.deepspeed.install()  # docs/guides/deepspeed.md
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from inspect import signature
@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import torch  # noqa: TID251 - DeepSpeed's states are torch's
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
 import fastckpt
 from fastckpt import distributed
@@ -24,22 +27,29 @@ from fastckpt._installed import Installation, Installed
 
 from ._directory import is_ours
 from ._processes import crew_of, on_all
-from ._zero import at_rest, check, holders, module, numbers, pieces, restore
 
 __all__ = ["install"]
 
 _installed = Installed()
 #: The key of what is no tensor of a parameter; among those that are, the key of the weights that are updated.
 _ABOUT, _MASTER = "deepspeed", "fp32"
+#: Where each of ZeRO's optimizers has the parameters by group, and of each group what it updates in this process.
+_PLACES = {
+    DeepSpeedZeroOptimizer: ("bit16_groups", "single_partition_of_fp32_groups"),
+    BF16_Optimizer: ("bf16_groups", "fp32_groups_flat_partition"),
+    DeepSpeedZeroOptimizer_Stage3: ("fp16_groups", "fp32_partitioned_groups_flat"),
+}
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def install(*, io: Any = "auto") -> Installation:
     """Have ``save_checkpoint`` and ``load_checkpoint`` of DeepSpeed's engines go through fastckpt.
 
     All processes write one checkpoint, of whole tensors under the names of the parameters: the weights, and what the
-    optimizer has of them, to the last bit. Any number of processes goes on from it, with ZeRO 1, 2 or 3. Each process
-    gets its own ``client_state`` back, or the first one's, where it gave none or another number of processes saved.
-    ``latest`` is written once the checkpoint is durable. Checkpoints of DeepSpeed itself are loaded by it.
+    optimizer has of them, to the last bit. Any number of processes goes on from it, with ZeRO 1, 2 or 3. ``latest`` is
+    written once it is durable. Each process gets its own ``client_state`` back, or else the first one's. Checkpoints of
+    DeepSpeed itself are loaded by it.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
@@ -60,11 +70,125 @@ def install(*, io: Any = "auto") -> Installation:
     return _installed.begin({"io": check_io("install", io)}, ours)
 
 
+def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
+    """Refuse an engine with a state that this module does not know, and a function that would load it."""
+    optimizer, model = engine.optimizer, engine.module
+    own = [*model.parameters(), *model.buffers()]
+    # Parameters that ZeRO 3 has spread are empty: they have no place.
+    known = {*map(id, own), *((one.data_ptr(), one.shape) for one in own if not hasattr(one, "ds_id"))}
+    found = {name: one for name, one in model.state_dict(keep_vars=True).items() if not name.endswith("_extra_state")}
+    places = {name: {id(one), (one.data_ptr(), one.shape)} for name, one in found.items() if torch.is_tensor(one)}
+    # A load would fill these without effect.
+    strangers = ", ".join(name for name in found if known.isdisjoint(places.get(name, ())))
+    reasons = {
+        "optimizers other than those of ZeRO 1, 2 and 3": type(optimizer) not in _PLACES,
+        "pipelines": engine.pipeline_parallelism,
+        "mixtures of experts": engine.has_moe_layers,
+        "tensor parallelism": engine.seq_dp_world_size != torch.distributed.get_world_size(),
+        "states on NVMe": engine.zero_nvme_offload_optimizer() or getattr(optimizer, "params_in_nvme_and_cpu", False),
+        "optimizers on two devices": hasattr(optimizer, "backup_optimizer"),
+        "states that are offloaded now (engine.reload_states)": getattr(optimizer, "offloaded_states", None),
+        "quantised weights": engine.zero_quantized_weights() or engine.zero_quantized_nontrainable_weights(),
+        "hierarchical partitions": engine.zero_hpz_partition_size() > 1,
+        "curricula and random layers": engine.curriculum_learning_enabled() or engine.random_ltd_enabled(),
+        "ZenFlow": getattr(optimizer, "zenflow", False),
+        "Muon": "muon" in type(getattr(optimizer, "optimizer", None)).__name__.lower(),
+        "custom_load_fn": custom_load_fn,
+        "deepspeed.linear": any(hasattr(one, "ds_optim_param") for one in model.parameters()),
+        f"state_dict() with what is no parameter or buffer of the model, such as a copy ({strangers})": strangers,
+    }
+    if reason := next((reason for reason, holds in reasons.items() if holds), None):
+        raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: end install(), and DeepSpeed may")
+
+
+@contextmanager
+def _at_rest(engine: Any) -> Iterator[None]:
+    """Inside, ZeRO 3 has parts alone. After an error, in which ranks may be gone, the next forward gathers the rest."""
+    getattr(engine.optimizer, "checkpoint_event_prologue", int)()
+    yield
+    getattr(engine.optimizer, "checkpoint_event_epilogue", int)()
+
+
+def _own(param: Any) -> tuple[int, int, Any]:
+    """Of the elements that ZeRO 3 has of a parameter here, padding aside: the first, how many, and of what shape."""
+    size = param.ds_tensor.ds_numel
+    start = min(torch.distributed.get_rank() * size, param.ds_numel)
+    return start, min(size, param.ds_numel - start), param.ds_shape
+
+
+def _part(at: int, start: int, size: int, shape: Any, flat: Any) -> Any:
+    return distributed.Part.flat(flat.detach().narrow(0, at, size), of=shape, start=start)
+
+
+def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], Any]]]:
+    """Of each parameter that the optimizer has, in the order of its groups, what this process has, if only nothing.
+
+    The name, the number of the group, the weights, the optimizer's flat tensor, and a function that makes the part of
+    the whole which is in that, or in another one like it.
+    """
+    optimizer = engine.optimizer
+    groups, flats = (getattr(optimizer, name) for name in _PLACES[type(optimizer)])
+    for number, (params, flat) in enumerate(zip(groups, flats, strict=True)):
+        at = 0
+        for param in params:
+            name = engine.param_names[param]
+            if hasattr(param, "ds_id"):
+                group = optimizer.sub_group_to_group_id[number]
+                yield name, group, param.ds_tensor[: _own(param)[1]], flat, partial(_part, at, *_own(param))
+                at += param.ds_tensor.ds_numel
+            else:
+                found = param._hp_mapping  # None: all of it is elsewhere
+                start, size = (found.lp_fragment_address.start, found.lp_fragment_address.numel) if found else (0, 0)
+                at = found.hp_fragment_address.start if found else 0
+                weight = param.detach().view(-1)[start : start + size]
+                yield name, number, weight, flat, partial(_part, at, start, size, param.shape)
+
+
+def _module(engine: Any, *, frozen: bool = True, buffers: bool = True) -> dict[str, Any]:
+    """The model's state, with the parts of tensors that this process has."""
+    found = engine.module.state_dict(keep_vars=True)
+    # One for each, so that tied weights are seen to be tied.
+    parts = {id(one): _part(0, *_own(one), one.ds_tensor) for one in found.values() if hasattr(one, "ds_id")}
+    return {
+        name: parts.get(id(one), one.detach() if isinstance(one, torch.Tensor) else one)
+        for name, one in found.items()
+        if (frozen or one.requires_grad if isinstance(one, torch.nn.Parameter) else buffers)
+    }
+
+
+def _others(engine: Any) -> dict[str, tuple[Any, Callable[[Any], Any]]]:
+    """What else is saved, by name: the state, and what restores it. Another kind of scaler has another name."""
+    scaler, found = getattr(engine.optimizer, "loss_scaler", None), dict[str, Any]()
+    for name, owner, members in (("engine", engine, _COUNTERS), (type(scaler).__name__, scaler, _SCALE)):
+        if owner is not None:
+            found[name] = {one: vars(owner)[one] for one in members if one in vars(owner)}, vars(owner).update
+    objects = {"lr_scheduler": engine.lr_scheduler, "grad_scaler": engine.optimizer.torch_autocast_gradscaler}
+    return found | {name: (one.state_dict(), one.load_state_dict) for name, one in objects.items() if one is not None}
+
+
+def _restore(optimizer: Any, states: dict[Any, dict[str, Any]], options: list[dict[str, Any]]) -> None:
+    """Give the optimizer below ZeRO's the states of flat tensors, and the options of its groups, in torch's own way."""
+    base, is_spread = optimizer.optimizer, isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3)
+    if is_spread:  # between steps, the groups are empty
+        optimizer._set_fp32_optimizer_param_groups()
+    state = base.state_dict()
+    flats = [flat for group in base.param_groups for flat in group["params"]]
+    groups = [{**new, "params": old["params"]} for new, old in zip(options, state["param_groups"], strict=True)]
+    base.load_state_dict({"state": {at: states[flat] for at, flat in enumerate(flats)}, "param_groups": groups})
+    if is_spread:
+        optimizer._clear_fp32_optimizer_param_groups()
+    else:  # parameters have views into the states, since the first step
+        optimizer._hp_optimizer_states_linked = False
+        if all(states[flat] for flat in flats):
+            optimizer._lazy_init_hp_params_optimizer_state()
+
+
 def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
     """What this process saves; of what is no tensor, the first one's counts."""
+    _check("save_checkpoint", engine)
     optimizer, tensors = engine.optimizer, defaultdict[str, dict[str, Any]](dict)
     groups: list[dict[str, Any]] = [{"params": [], "options": {**one, "params": 0}} for one in optimizer.param_groups]
-    for name, number, weight, flat, part in pieces(engine):
+    for name, number, weight, flat, part in _pieces(engine):
         held = optimizer.optimizer.state.get(flat, {})
         # Weights that the optimizer updates in place have no second copy.
         flats = {_MASTER: flat} if flat.dtype != weight.dtype else {}
@@ -78,13 +202,9 @@ def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
         groups[number] |= {"tensors": [*flats], "rest": rest}
         groups[number]["params"].append(name)
     is_first = torch.distributed.get_rank() == 0
-    state: dict[str, Any] = {"module": module(engine, frozen=frozen, buffers=is_first), "optimizer": dict(tensors)}
+    state: dict[str, Any] = {"module": _module(engine, frozen=frozen, buffers=is_first), "optimizer": dict(tensors)}
     if is_first:
-        state[_ABOUT] = {
-            "groups": groups,
-            "numbers": {name: getattr(owner, name.rpartition(".")[2]) for name, owner in numbers(engine).items()},
-            "held": {name: holder.state_dict() for name, holder in holders(engine).items()},
-        }
+        state[_ABOUT] = {"groups": groups, "others": {name: one for name, (one, _) in _others(engine).items()}}
     return state
 
 
@@ -101,60 +221,47 @@ def _save_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more:
         raise ValueError("save_checkpoint: save_dir is empty: name the directory of the checkpoints")
     tag = f"global_step{engine.global_steps}" if given["tag"] is None else str(given["tag"])
     path = Path(given["save_dir"], tag).absolute()
-    on_all("save_checkpoint", path, partial(check, "save_checkpoint", engine), crew)
-    with at_rest(engine):
+
+    def tell() -> None:
+        with fastckpt.open_write(Path(given["save_dir"], "latest")) as file:
+            file.write(tag.encode())
+
+    with _at_rest(engine):
         make = partial(_state, engine, frozen=not given["exclude_frozen_parameters"])
-        distributed.save(
-            on_all("save_checkpoint", path, make, crew),
-            path,
-            per_rank=given["client_state"] or {},
-            files=fastckpt.Files(model_key="module"),
-            io=options["io"],
-        )
+        state, own = on_all("save_checkpoint", path, make, crew), given["client_state"] or {}
+        distributed.save(state, path, per_rank=own, files=fastckpt.Files(model_key="module"), io=options["io"])
     if given["save_latest"]:
-        crew.first("save_checkpoint", partial(_tell, Path(given["save_dir"], "latest"), tag))
+        crew.first("save_checkpoint", tell)
     return True
-
-
-def _tell(path: Path, tag: str) -> None:
-    with fastckpt.open_write(path) as file:
-        file.write(tag.encode())
 
 
 def _find(load_dir: Any, tag: Any = None, *_: Any, **__: Any) -> str | None:
     """The checkpoint that is to be loaded, if fastckpt wrote it."""
     latest = Path(load_dir, "latest")
-    if tag is None and latest.is_file():
-        tag = latest.read_text().strip()
-    path = Path(load_dir, str(tag)).absolute()
-    return str(path) if tag is not None and is_ours(path) else None
+    name = latest.read_text().strip() if tag is None and latest.is_file() else tag
+    path = Path(load_dir, str(name)).absolute()
+    return str(path) if name is not None and is_ours(path) else None
 
 
 def _load_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more: Any) -> Any:
     path = (crew := crew_of(engine)).first("load_checkpoint", partial(_find, *args, **more))
     if path is None:
         return theirs(engine, *args, **more)
-    on_all("load_checkpoint", path, partial(check, "load_checkpoint", engine), crew)
     given, io = _given(theirs, engine, *args, **more), options["io"]
-    if given["custom_load_fn"] is not None:
-        raise NotImplementedError(f"load_checkpoint: {path}: fastckpt has no use for custom_load_fn")
+    on_all("load_checkpoint", path, partial(_check, "load_checkpoint", engine, given["custom_load_fn"]), crew)
     alone, strict = given["load_module_only"], given["load_module_strict"]
     # What a process reads alone comes before the engine changes.
     about = distributed.load(path, keys=_ABOUT, io=io)[_ABOUT]
     saved, client_state = on_all("load_checkpoint", path, partial(_client_state, path, crew), crew)
-    with at_rest(engine):
+    with _at_rest(engine):
         _load(engine, path, about["groups"], strict=strict, whole=given["load_optimizer_states"] and not alone, io=io)
     engine.loaded_checkpoint_dp_world_size = saved
     if not alone:
-        engine.loaded_checkpoint_mp_world_size = 1
-        for name, owner in numbers(engine).items():
-            # The scale belongs to the optimizer.
-            if name in about["numbers"] and (owner is engine or given["load_optimizer_states"]):
-                setattr(owner, name.rpartition(".")[2], about["numbers"][name])
-        asked = {"lr_scheduler": given["load_lr_scheduler_states"], "grad_scaler": given["load_optimizer_states"]}
-        for name, holder in holders(engine).items():
-            if asked[name] and name in about["held"]:
-                holder.load_state_dict(about["held"][name])
+        # Both scales belong to the optimizer.
+        asked = {"engine": True, "lr_scheduler": given["load_lr_scheduler_states"]}
+        for name, (_, restore) in _others(engine).items():
+            if name in about["others"] and asked.get(name, given["load_optimizer_states"]):
+                restore(about["others"][name])
     return path, client_state
 
 
@@ -168,7 +275,7 @@ def _client_state(path: str, crew: Any) -> tuple[int, Any]:
 
 def _load(engine: Any, path: str, groups: list[dict[str, Any]], *, strict: bool, whole: bool, io: Any) -> None:
     """Fill the weights; those of the optimizer; and if ``whole`` its states, and its options."""
-    optimizer, own = engine.optimizer, [*pieces(engine)]
+    optimizer, own = engine.optimizer, [*_pieces(engine)]
     saved = {name: (number, group) for number, group in enumerate(groups) for name in group["params"]}
     if whole and [one[:2] for one in own] != [(name, number) for name, (number, _) in saved.items()]:
         raise ValueError(f"load_checkpoint: {path} has other groups of parameters: make the same, or load_module_only")
@@ -181,20 +288,13 @@ def _load(engine: Any, path: str, groups: list[dict[str, Any]], *, strict: bool,
                 held = optimizer.optimizer.state.get(flat, {}).get(key)
                 state[key] = torch.zeros_like(flat) if held is None else held
             into[key][name] = part(state.get(key, flat))
-    found = distributed.load(path, into={"module": module(engine)}, keys="module", strict=strict, io=io)["module"]
-    extra = {key: found[key] for key in found if key.endswith("_extra_state")}
-    if extra:
+    found = distributed.load(path, into={"module": _module(engine)}, keys="module", strict=strict, io=io)["module"]
+    if extra := {key: found[key] for key in found if key.endswith("_extra_state")}:
         engine.module.load_state_dict(extra, strict=False)
-    if into:
-        distributed.load(
-            path, into={"optimizer": dict(into)}, keys=[f"optimizer.{key}" for key in into], strict=whole, io=io
-        )
+    if keys := [f"optimizer.{key}" for key in into]:
+        distributed.load(path, into={"optimizer": dict(into)}, keys=keys, strict=whole, io=io)
     for name, _, weight, flat, part in own:
         if name not in into.get(_MASTER, {}):
             part(flat).tensor.copy_(weight)
     if whole:
-        restore(optimizer, states, [group["options"] for group in groups])
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+        _restore(optimizer, states, [group["options"] for group in groups])
