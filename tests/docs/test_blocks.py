@@ -112,7 +112,7 @@ def program(page, around):
 def test_programs(tmp_path, monkeypatch):
     """All in one test, by one process that forks: each import is paid once."""
     failed = {}
-    with zygote.running(env={"FASTCKPT_TEST_IMPORT": stages.IMPORTS}) as children:
+    with zygote.running(env={"FASTCKPT_TEST_IMPORT": stages.IMPORTS, "PYTHONWARNINGS": "ignore"}) as children:
         for page, around in stages.STAGES.items():
             if all(isinstance(one, str) for one in around):
                 continue
