@@ -81,7 +81,8 @@ asyncio.run(awaited("c"))
 
 
 # What others annotate is not under test here, and takes minutes.
-CONFIG = "[mypy]\nstrict = true\n" + "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in ("numpy", "torch"))
+OTHERS = ("accelerate", "lightning", "numpy", "peft", "torch", "torch_checkpointing", "transformers")
+CONFIG = "[mypy]\nstrict = true\n" + "".join(f"[mypy-{name}.*]\nfollow_imports = skip\n" for name in OTHERS)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor, Shard
 import fastckpt
 import fastckpt.distributed
 from harness import groups, mounts, points, stillness, strace
+from harness.draws import STEP
 from harness.internals import process_group
 
 TIMEOUT = 3.0
@@ -260,8 +261,8 @@ def save_points(rank: int) -> list[tuple[str, str, Any, int]]:
         else:
             steps.append((points.JOIN_SAVE, when, None, 1))
     steps.append((f"{points.PEERS}:Operation.round", "before", "done", 1))
-    # Every request to the store, whatever step of the protocol it belongs to.
-    steps += [(points.SERVE, "after", None, nth) for nth in range(1, 20, 2)]
+    # The requests to the store, whatever step of the protocol they belong to.
+    steps += [(points.SERVE, "after", None, nth) for nth in range(1, 20, 2 * STEP)]
     return steps
 
 

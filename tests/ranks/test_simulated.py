@@ -5,13 +5,12 @@ The gate takes each third of them; ``FASTCKPT_TEST_RUNS=all`` takes all.
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from fastckpt._ranks import protocol, tree, words
 from fastckpt._ranks.silence import Silence
 from fastckpt.exceptions import RanksError
+from harness.draws import STEP
 from harness.simulated import Faults, Job, ViolationError, World
 
 #: Seconds beyond the timeout: GRACE, and what looks around by parts of the timeout (a 20th each, twice).
@@ -352,10 +351,6 @@ RUNS = {
     one_run_with_a_rank_late_to_the_first_call: 300,
     one_run_with_all_of_it: 1000,
 }
-
-
-#: The same seeds each time: what a third of them does not find in unchanged code, the others seldom do.
-STEP = 1 if os.environ.get("FASTCKPT_TEST_RUNS") == "all" else 3
 
 
 def broken(one_run, seed, **options):
