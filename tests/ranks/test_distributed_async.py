@@ -39,6 +39,21 @@ def check(path, value):
     assert bool((found["turned"] == value).all())
 
 
+def copied(path):
+    """Bytes that this rank copies of a tensor that is cut, and of one that all ranks have."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.ones(64, 1000)
+    cut = distributed.save_async({"w": parallel.distributed(whole, mesh, [Shard(0)])}, path).result(60)
+    return cut.staged, distributed.save_async({"w": whole}, path).result(60).staged
+
+
+def test_a_rank_copies_what_a_plan_says(forge, tmp_path):
+    plans = [fastckpt.tools.plan(size=64 * 4000, gpus=2, zero=zero) for zero in (3, 0)]
+    with forge.group(2) as group:
+        for found in group.run(copied, tmp_path / "c"):
+            assert found == tuple(plan.rank_bytes for plan in plans) == (32 * 4000, 64 * 4000)
+
+
 def save_twice(path):
     """The second save waits for the first; the state changes as soon as the calls return."""
     handles = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
 
@@ -262,6 +263,7 @@ def test_every_option_reaches_the_plan(capsys: pytest.CaptureFixture[str]) -> No
         ("--ep", "4"),
         ("--zero", "1"),
         ("--gpus-per-node", "4"),
+        ("--max-in-flight", "2"),
         ("--mttf-gpu", "1000h"),
         ("--mttf-cluster", "124min"),
         ("--restart", "5min"),
@@ -294,6 +296,47 @@ def test_the_table_fits_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(out.splitlines()) <= 24
     assert max(map(len, out.splitlines())) <= 120
     assert out == f"{fastckpt.tools.plan(params='405B', gpus=16384, tp=8, pp=16, zero=1)}\n"
+
+
+def test_memory_of_a_node_is_what_a_save_in_the_background_takes(tmp_path: Path) -> None:
+    """Not by the formula: as the process has it, since the memory stays after a save. Ranks: tests/ranks."""
+    code = """
+import pathlib, re, sys, numpy, fastckpt
+def anonymous():
+    return int(re.search(r"RssAnon:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) << 10
+fastckpt.save_async({"w": numpy.ones(9)}, sys.argv[1]).result()
+state = {"w": numpy.ones(32 << 20), "b": numpy.ones(1000)}
+before = anonymous()
+report = fastckpt.save_async(state, sys.argv[1]).result()
+print(report.staged, anonymous() - before)
+"""
+    done = subprocess.run([sys.executable, "-c", code, tmp_path / "c"], capture_output=True, text=True, check=True)
+    staged, grown = map(int, done.stdout.split())
+    plan = fastckpt.tools.plan(size=(32 << 23) + 8000, gpus=1)
+    assert staged == plan.rank_bytes
+    assert staged <= grown <= plan.memory_per_node
+    assert plan.memory_per_node - plan.rank_bytes == fastckpt.tools.probe(tmp_path).staging
+
+
+@pytest.mark.parametrize(
+    ("layout", "rank"),
+    [
+        ({"tp": 2, "dp": 8, "zero": 0}, 700e9),
+        ({"tp": 2, "dp": 8, "zero": 1}, 100e9 + 600e9 / 8),
+        ({"tp": 2, "dp": 8, "zero": 3}, 1400e9 / 16),
+        ({"tp": 2, "dp": 8, "ep": 4, "zero": 0}, 7 * (40e9 + 60e9 / 4)),
+    ],
+)
+def test_memory_of_a_node_by_layout(layout: dict[str, int], rank: float) -> None:
+    known = {"params": "100B", "expert_params": "60B", **layout}
+    plan = fastckpt.tools.plan(**known)
+    assert plan.rank_bytes == pytest.approx(rank)
+    assert plan.memory_per_node == pytest.approx(8 * (rank + (96 << 20)))
+    twice = fastckpt.tools.plan(**known, max_in_flight=2, gpus_per_node=4)
+    assert twice.memory_per_node == pytest.approx(4 * (2 * rank + (96 << 20)))
+    assert " of a node for saves in the background: 4 x (2 x " in str(twice)
+    few = fastckpt.tools.plan(**known, gpus_per_node=64)
+    assert few.memory_per_node == pytest.approx(16 * (rank + (96 << 20)))
 
 
 def test_errors_of_the_command(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ size      --params N | --config FILE (config.json) | --checkpoint DIR |
           --master fp32|bf16|none, --optimizer adamw|adam|adam8bit|sgd|lion|
           muon|adafactor|none
 layout    --gpus N, --tp N, --pp N, --dp N, --ep N, --zero 0..3,
-          --gpus-per-node N (8)
+          --gpus-per-node N (8); --max-in-flight N (1) saves in the background
 failures  --mttf-gpu TIME (50000h) | --mttf-cluster TIME, --restart TIME
 storage   --tier light|medium|high (light) for each GPU, or rates: --write,
           --read of all, --node-write, --node-read of a node; --stall TIME
@@ -49,7 +49,7 @@ _SIMULATED: dict[str, Callable[[str], Any]] = {
     "seed": int,
     "weibull": float,
 }
-_NUMBERS = ("gpus", "tp", "pp", "dp", "ep", "zero", "gpus_per_node")
+_NUMBERS = ("gpus", "tp", "pp", "dp", "ep", "zero", "gpus_per_node", "max_in_flight")
 
 
 def job(options: argparse.Namespace, names: tuple[str, ...] = _WORDS + _NUMBERS) -> dict[str, Any]:

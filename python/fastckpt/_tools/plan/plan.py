@@ -40,6 +40,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     ep: int = 1,
     zero: int | None = None,
     gpus_per_node: int = 8,
+    max_in_flight: int = 1,
     mttf_gpu: float | str | None = None,
     mttf_cluster: float | str | None = None,
     goodput: float | str | None = None,
@@ -80,7 +81,8 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         dp: data parallelism; by default the remaining factor of the GPUs.
         ep: expert parallelism, a divisor of data parallelism.
         zero: ZeRO stage 0 to 3; by default 0 with ``tp`` or ``pp``, else 3 (FSDP).
-        gpus_per_node: GPUs of a node.
+        gpus_per_node: GPUs of a node, and so its ranks.
+        max_in_flight: saves in the background at a time, as of ``IO(max_in_flight=)``: each has its memory.
         mttf_gpu: mean time to failure of a GPU, seconds or a string with a unit; ``"50000h"`` by default.
         mttf_cluster: of the whole cluster instead.
         goodput: the share of time wanted for training: the interval is ``(1 - goodput) * mttf``.
@@ -106,7 +108,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
     """
     parameters, each, held, notes = _held(params, config, checkpoint, size, expert_params, weights, master, optimizer)
     where = layout(gpus, tp=tp, pp=pp, dp=dp, ep=ep, zero=zero)
-    check(gpus_per_node=gpus_per_node)
+    check(gpus_per_node=gpus_per_node, max_in_flight=max_in_flight)
     if ep > 1 and not held.expert_weights:
         raise ValueError(
             "plan: expert parallelism needs to know the experts: give config=, or params= and expert_params="
@@ -139,6 +141,7 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         bytes_per_parameter=each,
         layout=where,
         gpus_per_node=gpus_per_node,
+        max_in_flight=max_in_flight,
         shares=shares,
         write=held.bytes / seconds,
         read=restore_bytes / reading,

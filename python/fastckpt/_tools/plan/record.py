@@ -13,6 +13,8 @@ from fastckpt._units import digits, show_bytes, show_rate, show_seconds, show_sh
 from .layout import Layout, Share  # noqa: TC001 - a public record's types can be looked up
 
 _DAY = 86400.0
+#: Bytes of staging buffers that a rank may use beside the copies of its state; the core has this limit.
+BUFFERS = 96 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +57,7 @@ class Plan:
         bytes_per_parameter: as used in the calculation, or None.
         layout: the parallel layout.
         gpus_per_node: GPUs of a node.
+        max_in_flight: saves in the background at a time.
         shares: the bytes of each rank, the busiest first.
         write: bytes per second written in all during a checkpoint.
         read: bytes per second read in all during a restore.
@@ -81,6 +84,7 @@ class Plan:
     bytes_per_parameter: float | None
     layout: Layout
     gpus_per_node: int
+    max_in_flight: int
     shares: tuple[Share, ...]
     write: float
     read: float
@@ -115,6 +119,16 @@ class Plan:
     def nodes(self) -> int:
         """All nodes."""
         return -(-self.layout.gpus // self.gpus_per_node)
+
+    @property
+    def rank_bytes(self) -> float:
+        """Bytes of the state that a rank has, which is what it reads to restore: ``restore_bytes / gpus``."""
+        return self.restore_bytes / self.layout.gpus
+
+    @property
+    def memory_per_node(self) -> float:
+        """Bytes of host memory that saves in the background take of a node at most, as docs/sizing.md derives it."""
+        return min(self.gpus_per_node, self.layout.gpus) * (self.max_in_flight * self.rank_bytes + BUFFERS)
 
     @property
     def write_per_gpu(self) -> float:
@@ -218,6 +232,8 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
     day = plan.checkpoints_per_day
     # The number that begin in a day; the small constant absorbs rounding.
     number = f"up to {math.ceil(day - 1e-9):,}" if day >= 10 else digits(day)  # noqa: PLR2004
+    ranks, copies = min(plan.gpus_per_node, layout.gpus), f"{plan.max_in_flight} x " * (plan.max_in_flight > 1)
+    node = f"{ranks} x ({copies}{show_bytes(plan.rank_bytes)} + {show_bytes(BUFFERS)})"
     parts = [
         [
             "writing",
@@ -225,6 +241,7 @@ def _rows(plan: Plan) -> list[tuple[str, str]]:
             f"{show_rate(plan.write_per_node)} for its node",
             f"{show_rate(plan.write)} in all",
         ],
+        ["memory", f"{show_bytes(plan.memory_per_node)} of a node for saves in the background: {node}"],
         ["failures", f"one every {show_seconds(plan.mttf)}", f"{digits(plan.failures_per_day)} a day"],
         ["interval", show_seconds(plan.interval), plan.interval_rule],
         [
