@@ -1,0 +1,56 @@
+"""The page docs/support.md, from docs/support.json: what ran, where and when. ``scripts/matrix --record`` writes both.
+
+The file has sections, and in each rows: ``name``, ``what``, ``result`` (one of RESULTS), ``date`` of the last run or
+None, ``on`` (kernel, machine, versions), ``ran`` (what ran, or why nothing did). The rows of scripts/matrix have their
+names there; of the others a person writes what is known.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+DATA = Path(__file__).parents[2] / "docs" / "support.json"
+#: What a row may say; ``part``: some of it ran, and the row says which; ``no``: it is refused, or does not work.
+RESULTS = ("passed", "part", "failed", "not run", "no")
+
+_HEAD = """# What ran, and what did not
+
+For those who decide: on which systems fastckpt has run, when for the last time, and where nobody has tried it.
+[Versions](compatibility.md) has what is promised.
+
+`scripts/matrix --record` writes this page and its data, [support.json](support.json), for the rows that it has; the
+others are entered by hand. A row keeps its last run. **part**: only what the row says ran. **no**: refused.
+"""
+
+
+def record(name: str, *, result: str, date: str, on: str, ran: str, data: Path = DATA) -> None:
+    """Put a run in the place of the row's last one, and write the page; nothing that did not run replaces a run.
+
+    Raises:
+        KeyError: the file has no such row.
+    """
+    document = json.loads(data.read_text(encoding="utf-8"))
+    row = {row["name"]: row for section in document["sections"] for row in section["rows"]}[name]
+    if result != "not run":
+        row |= {"result": result, "date": date, "on": on, "ran": ran}
+    elif row["date"] is None:
+        row |= {"result": result, "ran": ran}
+    data.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    data.with_suffix(".md").write_text(page(document), encoding="utf-8")
+
+
+def page(document: dict[str, Any]) -> str:
+    """The text of the page."""
+    parts = [_HEAD]
+    for section in document["sections"]:
+        rows = [f"| {row['what']} | {_result(row)} | {row['on'] or ''} | {row['ran']} |" for row in section["rows"]]
+        head = [f"## {section['title']}", "", "| | result | on | what ran |", "|---|---|---|---|"]
+        parts.append("\n".join([*head, *rows, ""]))
+    return "\n".join(parts)
+
+
+def _result(row: dict[str, Any]) -> str:
+    said = row["result"] if row["result"] == "passed" else f"**{row['result']}**"
+    return f"{said}, {row['date']}" if row["date"] else said
