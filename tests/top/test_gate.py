@@ -135,13 +135,13 @@ def test_each_of_many_jobs_that_ended_is_judged(place, top):
     """Mutant: only as many as the model keeps operations at least."""
     count = GROUPS + 4
     for number in range(count):
-        made = Image(job=b"job", pid=100 + number, launch=1 + number)
+        made = Image(job=b"job-%d" % number, pid=100 + number, launch=1 + number)
         now = made.get("header", 0, "mono0_ns") - number * 10**9
         made.operation(phase=6, t_start_mono_ns=now - 10**9, t_end_mono_ns=now, bytes_total=10**9, bytes_durable=10**9)
         made.write(place, f"{100 + number}-1.seg")
     judged = top("--check", "0")
     words = [line.split(" ")[1] for line in judged.stdout.splitlines()]
-    assert (judged.returncode, words) == (0, [f"job:{100 + number}" for number in range(count)])
+    assert (judged.returncode, words) == (0, [f"job-{number}:{100 + number}" for number in range(count)])
 
 
 def test_a_job_that_ended_keeps_its_place_while_another_one_saves_often(saver, place, tmp_path):

@@ -11,7 +11,7 @@ from by_hand import GB, Rank, joined, look, moving
 from fastckpt_top import jsonout, lines, prometheus, targets
 from fastckpt_top.lines import LineWriter
 from fastckpt_top.model import Model
-from fastckpt_top.segment import Phase
+from fastckpt_top.segment import Kind, Phase
 from looking import demo
 from producer import Image
 from prometheus_client.parser import text_string_to_metric_families
@@ -131,6 +131,41 @@ def test_what_a_job_saved_before_it_was_started_again_leaves_the_list():
     model = look(Model(), 5.0, before, other, again)
     assert [job.key for job in model.jobs] == ["eval.py:20", "train.py:30"]
     assert len(model.ops) == 1
+
+
+def test_a_job_that_failed_and_was_run_again_is_judged_by_that_run_also_when_it_is_over():
+    """Mutant: both are judged, and a series of their name has what the first of them was."""
+    failed = Rank(0).of(job="train.py", launch=9, pid=7).op(0, Phase.FAILED, start=1.0, end=2.0, error=27)
+    again = Rank(0).of(job="train.py", launch=10, pid=8).op(10 * GB, Phase.DONE, start=3.0, end=4.0)
+    for one, begun in ((failed, 1), (again, 3)):
+        one.of(real0_ns=(10**9 + begun) * 10**9)
+        one.proc = replace(one.proc, alive=False, touched=1e9 + begun + 1)
+    model = look(Model(), 5.0, failed, again)
+    assert ([job.key for job in model.jobs], lines.check(model, 0)[0]) == (["train.py:8"], True)
+
+
+@pytest.mark.parametrize("phase", [Phase.PLAN, Phase.FSYNC, Phase.DRAIN])
+def test_who_died_before_another_job_ended_is_none_that_ended_last_whatever_it_was_at(phase):
+    """Mutant: unless bytes moved, a death is as new as the monitor."""
+    kind = Kind.DRAIN if phase == Phase.DRAIN else Kind.SAVE
+    dead = Rank(0, threads=0).of(job="train.py", launch=9, pid=7).op(0, phase, start=1.0, kind=kind)
+    other = Rank(0).of(job="eval.py", launch=10, rank=-1, pid=20).op(GB, Phase.DONE, start=3.0, end=4.0)
+    for one in (dead, other):
+        one.proc = replace(one.proc, alive=False, touched=1e9 + 1)
+    model = look(Model(), 5.0, dead, other)
+    assert ([job.key for job in model.jobs], model.others) == (["eval.py:20"], 1)
+
+
+@pytest.mark.parametrize("fate", ["died", "failed"])
+def test_a_rank_that_was_lost_before_another_one_began_is_lost_to_their_save(fate):
+    """Ranks do not begin at once. Mutant: what begins after that is another attempt, and that one goes well."""
+    lost, well = (Rank(rank, threads=0).of(launch=9, pid=7 + rank) for rank in (0, 1))
+    lost.op(0, Phase.WRITE if fate == "died" else Phase.FAILED, start=1.0, end=1.25 if fate == "failed" else 0.0)
+    lost.proc = replace(lost.proc, alive=fate == "failed")
+    well.op(10 * GB, Phase.DONE, start=1.5, end=4.0)
+    model = look(Model(), 5.0, lost, well)
+    assert [(op.ranks, op.failed) for op in model.ops] == [(2, 1)]
+    assert lines.check(model, 0)[0] is False
 
 
 def test_check_judges_each_job_and_one_that_fails_fails_all():

@@ -128,9 +128,9 @@ class Group:
     def takes(self, track: OpTrack) -> bool:
         """Whether another rank's operation is part of this one.
 
-        Operations that begin after a rank has failed belong to another attempt, and so do those of a new process of the
-        same rank. The death of a rank is only known to be between two looks: an operation that another rank began in
-        that time is still part of it.
+        Operations of a new process of the same rank belong to another attempt, and so do those that processes without a
+        rank begin after one has failed. The death of a rank is only known to be between two looks: an operation that
+        another rank began in that time is still part of it.
         """
         op, rank = track.op, track.proc.rank
         same = (track.proc.team, op.kind, op.label, op.step) == (self.team, self.kind, self.label, self.step)
@@ -140,7 +140,7 @@ class Group:
         last = track.end if track.end is not None else float("inf")
         first_end = float("inf") if self.running else self.end
         lost = [member.lost for member in self.members.values() if member.lost is not None and rank >= 0]
-        slack = 0.0 if self.failed or track.failed else TOGETHER_S
+        slack = 0.0 if rank < 0 and (self.failed or track.failed) else TOGETHER_S
         return track.start <= max(first_end + slack, *lost, self.start) and last >= self.start - slack
 
 

@@ -326,15 +326,21 @@ class Model:
     def _restarted(self, dead: Proc) -> bool:
         """Whether a rank's job has been started again: by its launcher, or anew since all of it is gone.
 
-        Without a rank: whether a process of the same name has begun since it last did something.
+        Without a rank: whether a process of the same name has begun since it last did something. Such a one may have
+        ended by now, unless this one died.
         """
-        header = dead.header
-        alike = [proc for proc in self._living if (proc.header.uid, proc.header.job) == (header.uid, header.job)]
+        header, procs = dead.header, self.snapshot.procs if self.snapshot is not None else ()
+        alike = [
+            proc
+            for proc in procs
+            if (proc.rank, proc.header.uid, proc.header.job) == (dead.rank, header.uid, header.job)
+            and (proc.alive or (proc.header.real0_ns / 1e9 > dead.touched and not dead.died))
+        ]
         if dead.rank < 0:
             ops = (self._ops.get((dead.key, op.op_id)) for op in dead.operations)
             ends = [self.real - self.mono + op.end for op in ops if op is not None and op.end is not None]
-            return any(proc.rank < 0 and proc.header.real0_ns / 1e9 > max(dead.touched, *ends, 0) for proc in alike)
-        launches = {proc.header.launch for proc in alike if proc.rank == dead.rank}
+            return any(proc.header.real0_ns / 1e9 > max(dead.touched, *ends, 0) for proc in alike)
+        launches = {proc.header.launch for proc in alike}
         return header.launch in launches or (
             bool(launches) and all(header.launch != proc.header.launch for proc in self._living)
         )

@@ -167,7 +167,7 @@ class OpTrack:
         self.told_stall = False
         self.told_end = False
         self._state: tuple[int, ...] = ()
-        if proc.same_clock and op.phase in (Phase.WRITE, Phase.READ):
+        if proc.same_clock and (op.phase in (Phase.WRITE, Phase.READ) or not proc.alive):
             self.changed = min(max(_latest(proc, op) / 1e9, self.start), mono)
         if op.running and mono - self.start < _SEED_S:
             self.window.add(Sample(self.start, 0))
