@@ -97,7 +97,7 @@ impl Operation {
     #[must_use]
     pub fn begin(kind: Kind, path: &Path, call: Call, environment: &Environment) -> Self {
         let late = call.at.map_or(0, |at| u64::try_from(at.elapsed().as_nanos()).unwrap_or(0));
-        let begin = now().saturating_sub(late);
+        let [begin, begin_real] = [now(), time_of_day()].map(|at| at.saturating_sub(late)); // a segment takes a while
         let (segment, number, id) = process::take_operation(environment);
         let slot = segment.operations.get(number as usize).unwrap_or(&UNSEEN.operations[0]);
         let operation = Self {
@@ -108,7 +108,7 @@ impl Operation {
             pid: std::process::id(),
             kind,
             begin,
-            begin_real: time_of_day().saturating_sub(late),
+            begin_real,
             done: AtomicU64::new(0),
             durable: AtomicU64::new(0),
             files_done: AtomicU32::new(0),
