@@ -1,4 +1,4 @@
-"""One version everywhere: Cargo's workspace, the monitor's project, the change log, and the name of a tag."""
+"""One version everywhere: Cargo's workspace, the monitor's project and module, the change log, the name of a tag."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def of_cargo(root: Path = ROOT) -> str:
 def different(root: Path = ROOT, tag: str | None = None) -> list[str]:
     """A line for each place that names another version than Cargo.toml. Before a tag, the log may say Unreleased."""
     version = of_cargo(root)
-    monitor = _first(r'^version = "(.+?)"', root / "tui" / "pyproject.toml")
+    monitor = "tui/pyproject.toml", "tui/src/fastckpt_top/__init__.py"
     logged = _first(r"^## \[(.+?)\]", root / "CHANGELOG.md")
-    wrong = []
-    if monitor != version:
-        wrong.append(f"tui/pyproject.toml has {monitor}, Cargo.toml {version}")
+    found = [(name, _first(r'^(?:__version__|version) = "(.+?)"', root / name)) for name in monitor]
+    wrong = [f"{name} has {has}, Cargo.toml {version}" for name, has in found if has != version]
     if logged != version and not (logged == "Unreleased" and tag is None):
         wrong.append(f"CHANGELOG.md begins with {logged}, Cargo.toml has {version}")
     if tag is not None and tag != f"v{version}":

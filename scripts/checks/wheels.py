@@ -12,7 +12,7 @@ import tarfile
 import zipfile
 from pathlib import Path
 
-from checks import crates, elf
+from checks import crates, elf, urls
 
 ROOT = Path(__file__).resolve().parents[2]
 #: Bytes of one file that is published, at most.
@@ -118,6 +118,9 @@ def _metadata(inside: dict[str, bytes], name: str, version: str, named_version: 
     wrong = [f"METADATA says {key}: {head[key]}, not {value}" for key, value in expected.items() if head[key] != value]
     if named_version != version:
         wrong.append(f"its name says {named_version}, Cargo.toml {version}")
+    addresses = {f"{label}, {url}" for label, url in urls.of(ROOT / "pyproject.toml").items()}
+    if set(head.get_all("Project-URL", [])) != addresses:
+        wrong.append(f"METADATA has the addresses {head.get_all('Project-URL')}, pyproject.toml {sorted(addresses)}")
     licences = [each.partition("licenses/")[2] for each in inside if "/licenses/" in each]
     if sorted(head.get_all("License-File", [])) != sorted(licences):
         wrong.append(f"METADATA lists the licences {head.get_all('License-File')}, and it has {licences}")

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import importlib.machinery
+import importlib.util
 import io
 import re
 import shutil
 import struct
+import sys
 import tarfile
 import zipfile
 from pathlib import Path
@@ -15,7 +18,7 @@ from pathlib import Path
 import pytest
 from elftools.elf.elffile import ELFFile
 
-from checks import crates, elf, versions, wheels
+from checks import crates, elf, urls, versions, wheels
 from harness import needs
 
 ROOT = Path(__file__).parents[2]
@@ -24,6 +27,7 @@ CORE = f"fastckpt_io-{VERSION}-cp310-abi3-manylinux_2_27_x86_64.whl"
 TOP = f"fastckpt_top-{VERSION}-py3-none-any.whl"
 INFO = f"fastckpt_io-{VERSION}.dist-info/"
 MODULE = "fastckpt/_core.abi3.so"
+MONITOR = "tui/src/fastckpt_top/__init__.py"
 
 
 def built(name):
@@ -120,6 +124,7 @@ def test_modules_that_are_not_those_of_the_repository_are_found(changed):
         ("License-Expression: Apache-2.0", "License-Expression: MIT"),
         ("Requires-Python: >=3.10", "Requires-Python: >=3.8"),
         ("License-File: LICENSE-THIRD-PARTY\n", ""),
+        ("Project-URL: Issues, ", "Project-URL: Bugs, "),
     ],
 )
 def test_other_metadata_are_found(changed, core, said, instead):
@@ -128,7 +133,7 @@ def test_other_metadata_are_found(changed, core, said, instead):
     assert [
         line
         for line in changed({INFO + "METADATA": metadata.replace(said, instead, 1).encode()})
-        if "METADATA says" in line or "METADATA lists" in line
+        if re.match("METADATA (says|lists|has the addresses) ", line)
     ]
 
 
@@ -251,11 +256,12 @@ def test_a_crate_without_a_text_is_found(tmp_path):
         ("CHANGELOG.md", "## [Unreleased]", "## [9.9] - 2026-12-01", None, "CHANGELOG.md begins with 9.9"),
         ("CHANGELOG.md", "## [Unreleased]", "## [Unreleased]", f"v{VERSION}", "CHANGELOG.md begins with Unreleased"),
         ("tui/pyproject.toml", f'version = "{VERSION}"', 'version = "9.9"', None, "tui/pyproject.toml has 9.9"),
+        (MONITOR, f'__version__ = "{VERSION}"', '__version__ = "9.9"', None, f"{MONITOR} has 9.9"),
     ],
 )
 def test_different_versions_are_found(tmp_path, file, old, new, tag, line):
-    (tmp_path / "tui").mkdir()
-    for name in ("Cargo.toml", "tui/pyproject.toml"):
+    (tmp_path / MONITOR).parent.mkdir(parents=True)
+    for name in ("Cargo.toml", "tui/pyproject.toml", MONITOR):
         shutil.copy(ROOT / name, tmp_path / name)
     (tmp_path / "CHANGELOG.md").write_text("# Changelog\n\n## [Unreleased]\n", "utf-8")
     path = tmp_path / file
@@ -264,6 +270,63 @@ def test_different_versions_are_found(tmp_path, file, old, new, tag, line):
     found = versions.different(tmp_path, tag)
     assert len(found) == (line is not None)
     assert all(one.startswith(line) for one in found)
+
+
+def addresses(root, host, monitors=None):
+    """Two projects with addresses at a host."""
+    (root / "tui").mkdir()
+    for name, at in (("pyproject.toml", host), ("tui/pyproject.toml", monitors or host)):
+        table = "".join(f'{each} = "https://{at}/{each.lower()}"\n' for each in urls.NAMES)
+        (root / name).write_text(f"[project.urls]\n{table}\n[project.scripts]\n", "utf-8")
+    return root
+
+
+def test_addresses_are_placeholders_or_all_set():
+    assert urls.problems() == []
+    unset = [name for name, url in urls.of(ROOT / "pyproject.toml").items() if "//unset.invalid/" in url]
+    assert unset in ([], list(urls.NAMES))
+
+
+def test_a_release_with_placeholders_is_refused(tmp_path):
+    root = addresses(tmp_path, "unset.invalid")
+    assert urls.problems(root) == []
+    found = urls.problems(root, tag="v1")
+    assert [line.split(" is ")[0] for line in found] == [f"pyproject.toml: {name}" for name in urls.NAMES]
+    assert all("a placeholder" in line for line in found)
+
+
+def test_the_release_script_fails_with_placeholders(tmp_path, monkeypatch, capsys):
+    """It asks for the tag that it was given, and its exit status follows the report."""
+    loader = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts" / "release"))
+    release = importlib.util.module_from_spec(importlib.util.spec_from_loader("release", loader))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # beside a file without a suffix
+    loader.exec_module(release)
+    root, check = addresses(tmp_path, "unset.invalid"), urls.problems
+    monkeypatch.setattr(urls, "problems", lambda tag: check(root, tag))
+    monkeypatch.setattr(versions, "different", lambda **_: [])
+    for tag, good in ((None, True), ("v1", False)):
+        report = release.Report()
+        release.named(report, tag)
+        assert report.good is good
+    assert "a placeholder: set the real address" in capsys.readouterr().out
+
+
+def test_real_addresses_are_released(tmp_path):
+    assert urls.problems(addresses(tmp_path, "example.org"), tag="v1") == []
+
+
+def test_other_addresses_of_the_monitor_are_found(tmp_path):
+    assert urls.problems(addresses(tmp_path, "example.org", "example.com")) == [
+        "tui/pyproject.toml has other [project.urls] than pyproject.toml"
+    ]
+
+
+def test_missing_and_odd_addresses_are_found(tmp_path):
+    page = addresses(tmp_path, "example.org") / "pyproject.toml"
+    page.write_text(page.read_text("utf-8").replace("Issues", "Bugs").replace("https:", "http:", 1), "utf-8")
+    missing, _, odd = urls.problems(tmp_path)
+    assert missing == "pyproject.toml has no address called Issues in [project.urls]"
+    assert odd.startswith("pyproject.toml: Homepage is http://example.org/")
 
 
 def test_a_source_distribution_is_checked(tmp_path):

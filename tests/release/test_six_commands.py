@@ -7,21 +7,16 @@ import re
 import shutil
 import subprocess
 import sys
+import urllib.request
 from pathlib import Path
 
 import pytest
 
 import fastckpt
+from checks import rehearsal
 from harness import needs
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "install.md"
-
-
-def commands(heading):
-    """The shell's lines in a section of the page."""
-    section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"^    (\S.*)$", section, re.MULTILINE)
 
 
 def shell(command, where, environment, status=0):
@@ -38,7 +33,7 @@ def wheels(tmp_path_factory):
     built = sorted((ROOT / "target" / "wheels").glob("*.whl"))
     if not {"fastckpt_io", "fastckpt_top"} <= {wheel.name.split("-")[0] for wheel in built}:
         needs.missing("needs the wheels in target/wheels (GROUP=dev scripts/setup)")
-    (collect,) = commands("Offline, from wheels at hand")
+    (collect,) = rehearsal.commands("Offline, from wheels at hand")
     assert collect.startswith("pip ")
     directory = tmp_path_factory.mktemp("collected")
     (directory / "target").mkdir()
@@ -66,16 +61,9 @@ def test_six_commands_from_an_empty_directory(tmp_path, wheels):
     empty = tmp_path / "empty"
     empty.mkdir()
     (empty / "wheels").symlink_to(wheels)
-    lines = commands("From an empty directory to a checkpoint")
+    lines = rehearsal.six_commands()
     assert len(lines) <= 6
-    # As in a fresh shell, with the python3 that this environment was made of, and nobody else's counters.
-    (tmp_path / "path").mkdir()
-    (tmp_path / "path" / "python3").symlink_to(sys._base_executable)
-    environment = {
-        "PATH": f"{tmp_path / 'path'}:{os.environ['PATH']}",
-        "HOME": str(tmp_path),
-        "FASTCKPT_TOP_DIR": str(tmp_path / "segments"),
-    }
+    environment = rehearsal.fresh(tmp_path)
     make, install, save, watch, load, verify = lines
     assert "--no-index" in install
     shell(make, empty, environment)
@@ -101,3 +89,36 @@ def test_six_commands_from_an_empty_directory(tmp_path, wheels):
         file.write(b"\xff")
     shell(verify, empty, environment, status=1)
     shutil.rmtree(empty)  # 200 MB
+
+
+def test_an_index_shows_projects_by_their_names_and_their_files(tmp_path):
+    """scripts/release installs from it. pip reads a page of links for each project."""
+    for directory, name in (
+        ("ours", "fastckpt_io-1-any.whl"),
+        ("ours", "fastckpt_io-1.tar.gz"),
+        ("theirs", "A.b-2.whl"),
+    ):
+        (tmp_path / directory).mkdir(exist_ok=True)
+        (tmp_path / directory / name).write_text(name, "utf-8")
+    with rehearsal.index(tmp_path / "index", tmp_path / "ours", tmp_path / "theirs") as address:
+        assert address.startswith("http://127.0.0.1:")
+
+        def read(path):
+            with urllib.request.urlopen(address + path, timeout=60) as answer:
+                return answer.read().decode()
+
+        assert re.findall(r'href="(.+?)"', read("fastckpt-io/")) == ["fastckpt_io-1-any.whl", "fastckpt_io-1.tar.gz"]
+        assert re.findall(r'href="(.+?)"', read("a-b/")) == ["A.b-2.whl"]
+        assert read("a-b/A.b-2.whl") == "A.b-2.whl"
+
+
+def test_first_steps_that_go_wrong_are_said(tmp_path, monkeypatch):
+    """The line that failed, with what it said, and none after it; or what a line should have said."""
+    environment = rehearsal.fresh(tmp_path)
+    monkeypatch.setattr(rehearsal, "six_commands", lambda: ["pwd", "false --no-index --find-links wheels x", "pwd"])
+    found = list(rehearsal.first_steps(tmp_path, "http://127.0.0.1:9/", environment))
+    assert found == ["false --index-url http://127.0.0.1:9/ x: status 1: "]
+    monkeypatch.setattr(rehearsal, "six_commands", lambda: [":"] * 6)
+    found = list(rehearsal.first_steps(tmp_path, "", environment))
+    assert len(found) == 5
+    assert found[1] == "no 'saved 80.00 MB' in: "
