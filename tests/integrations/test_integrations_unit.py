@@ -111,7 +111,36 @@ class Below(After):
     """Is one that reads it."""
 
 
-@pytest.mark.parametrize(("kind", "last"), [(Plain, True), (Before, True), (After, False), (Below, False)])
+class Either(Before):
+    """Reads it unless it has a trial."""
+
+    def _save_checkpoint(self, model, trial):
+        if trial is None:
+            super()._save_checkpoint(model, trial)
+            self.noted = trial
+        else:
+            super()._save_checkpoint(model, trial)
+
+
+class Within(Before):
+    """Reads it when a context ends."""
+
+    def _save_checkpoint(self, model, trial):
+        with self.noted:
+            super()._save_checkpoint(model, trial)
+
+
+class Then(Before):
+    """Reads it in the same statement."""
+
+    def _save_checkpoint(self, model, trial):
+        super()._save_checkpoint(model, trial) or self.noted(trial)
+
+
+KINDS = {Plain: True, Before: True, After: False, Below: False, Either: False, Within: False, Then: False}
+
+
+@pytest.mark.parametrize(("kind", "last"), KINDS.items())
 def test_which_trainers_do_nothing_after_a_save(kind, last):
     assert door._saves_last(kind) == last
 

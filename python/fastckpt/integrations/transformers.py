@@ -211,11 +211,11 @@ def _saves_last(trainers: type) -> bool:
     """Whether the classes of a trainer that have a ``_save_checkpoint`` of their own do nothing after the Trainer's."""
     own = [vars(one)["_save_checkpoint"] for one in trainers.__mro__ if "_save_checkpoint" in vars(one)]
     others = [one for one in own[:-1] if one.__module__ != "axolotl.core.trainers.base"]  # which frees memory
+    ends = r"( *)def .*\n\1    (return )?super\(\)\._save_checkpoint\([^()]*\)\s*"  # not below an if or a with
     try:
-        lines = [inspect.getsource(one).rstrip().rpartition("\n")[2] for one in others]
+        return all(re.fullmatch(ends, inspect.getsource(one), re.DOTALL) for one in others)
     except (OSError, TypeError):
         return False
-    return all(re.fullmatch(r" +(return )?super\(\)\._save_checkpoint\(.*\)", line) for line in lines)
 
 
 def _maybe_log_save_evaluate(_: Any, theirs: Any, trainer: Any, *args: Any, **more: Any) -> None:
