@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import gc
 import pickle
+import weakref
 from functools import partial
 from types import SimpleNamespace
 
@@ -177,6 +181,13 @@ def slow(monkeypatch):
                 self.function(self)
             return self.error
 
+        def result(self):
+            try:
+                if self.exception() is not None:
+                    raise self.error
+            finally:
+                del self  # as that of a save
+
     monkeypatch.setattr(fastckpt, "save_async", lambda state, path, **_: Save(state, path))
     return CheckpointIO(), saves
 
@@ -236,6 +247,62 @@ def test_what_a_failed_save_was_to_replace_stays(slow, tmp_path):
         plugin.save_checkpoint({"epoch": 2}, tmp_path / "2.ckpt")
     plugin.teardown()
     assert plugin.load_checkpoint(tmp_path / "0.ckpt") == {"epoch": 0}
+
+
+def test_a_save_that_ends_meanwhile_hides_no_other(slow, tmp_path):
+    """Mutant: the saves to wait for are read from a list that the thread of a save shortens."""
+    plugin, saves = slow
+    for number in range(2):
+        save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt")
+
+    class Read(tuple):
+        __slots__ = ()
+
+        def __iter__(self):
+            saves[0].exception()  # ends it
+            return super().__iter__()
+
+    plugin._queue[0] = Read(plugin._queue[0])
+    plugin.teardown()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0.ckpt", "1.ckpt"]
+
+
+def test_a_failure_that_was_caught_keeps_no_state(slow, tmp_path):
+    """Mutant: the frame that raises the error has it, too, in a cycle with the state of the next save."""
+    plugin, saves = slow
+    save(plugin, {"epoch": 0}, tmp_path / "0.ckpt")
+    saves.pop().error = OSError("the disk is gone")
+
+    class State(dict):
+        pass
+
+    def fails():
+        state = State(epoch=1)
+        with contextlib.suppress(OSError):
+            plugin.save_checkpoint(state, tmp_path / "1.ckpt")
+        return weakref.ref(state)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert fails()() is None
+    finally:
+        gc.enable()
+
+
+class Buffered(CheckpointIO):
+    """Takes other arguments."""
+
+    def __init__(self):
+        super().__init__(io="buffered", background=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one))])
+def test_a_subclass_goes_to_another_process(copied, tmp_path):
+    plugin = copied(Buffered())
+    assert (plugin._io.engine, plugin._io.max_in_flight, plugin._background) == ("buffered", 2, False)
+    plugin.save_checkpoint({"epoch": 1}, tmp_path / "1.ckpt")
+    assert plugin.load_checkpoint(tmp_path / "1.ckpt") == {"epoch": 1}
 
 
 def test_files_of_torch_and_other_places_are_as_without_it(tmp_path):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from threading import RLock
 from typing import Any
@@ -134,8 +133,11 @@ class CheckpointIO(TorchCheckpointIO):
         self._lock = RLock()
         install()
 
-    def __reduce__(self) -> Any:
-        return partial(type(self), io=self._io, background=self._background), ()
+    def __getstate__(self) -> dict[str, Any]:
+        return {"io": self._io, "background": self._background}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        CheckpointIO.__init__(self, **state)  # a subclass may take other arguments
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Save a checkpoint; Lightning calls it on the first process.
@@ -192,8 +194,7 @@ class CheckpointIO(TorchCheckpointIO):
             OSError: the storage failed, at an earlier save, too.
         """
         self.teardown()
-        loaded: dict[str, Any] = _load({"io": self._io}, super().load_checkpoint, path, *how, **more)
-        return loaded
+        return _load({"io": self._io}, super().load_checkpoint, path, *how, **more)  # type: ignore[no-any-return]
 
     def remove_checkpoint(self, path: Any) -> None:
         """Remove a checkpoint once all that was saved before is durable.
@@ -220,12 +221,12 @@ class CheckpointIO(TorchCheckpointIO):
 
     def _settle(self, *, wait: bool = False) -> None:
         """Raise what a save raised that has ended."""
-        saves = [save for save, _ in self._queue if save is not None]
+        saves = [save for save, _ in [*self._queue] if save is not None]  # one that ends leaves the queue meanwhile
         while saves and (wait or saves[0].done()):
-            if (error := saves.pop(0).exception()) is not None:
+            if saves[0].exception() is not None:
                 with self._lock:  # what was to go after it stays: it may be the only one
-                    self._queue = [(save, save.path) for save in saves]
-                raise error
+                    self._queue = [(save, save.path) for save in saves[1:]]
+            saves.pop(0).result()
         self._tidy()
 
     def _tidy(self, _: Any = None) -> None:
