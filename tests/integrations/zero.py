@@ -288,8 +288,10 @@ def disturbed(folder, stage):
         with changed(engine, "lr_scheduler.state_dict", fail if first else None):
             said = [message(engine.save_checkpoint, folder, "x")]
         losses += train(engine, 2)
+        whole = [one.shape for one in engine.module.parameters()]
         with gives(engine.module, **({} if first else {"gain": torch.clone})):
             said.append(message(engine.save_checkpoint, folder, "x"))
+        assert [one.shape for one in engine.module.parameters()] == whole
         with gives(engine.module, gain=torch.detach if stage < 3 else lambda value: value):
             engine.save_checkpoint(folder, client_state={"note": Note("of step 2")})
         losses += train(engine, 3)

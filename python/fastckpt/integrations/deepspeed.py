@@ -185,7 +185,6 @@ def _restore(optimizer: Any, states: dict[Any, dict[str, Any]], options: list[di
 
 def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
     """What this process saves; of what is no tensor, the first one's counts."""
-    _check("save_checkpoint", engine)
     optimizer, tensors = engine.optimizer, defaultdict[str, dict[str, Any]](dict)
     groups: list[dict[str, Any]] = [{"params": [], "options": {**one, "params": 0}} for one in optimizer.param_groups]
     for name, number, weight, flat, part in _pieces(engine):
@@ -226,8 +225,9 @@ def _save_checkpoint(options: Any, theirs: Any, engine: Any, *args: Any, **more:
         with fastckpt.open_write(Path(given["save_dir"], "latest")) as file:
             file.write(tag.encode())
 
+    on_all("save_checkpoint", path, partial(_check, "save_checkpoint", engine), crew)
+    make = partial(_state, engine, frozen=not given["exclude_frozen_parameters"])
     with _at_rest(engine):
-        make = partial(_state, engine, frozen=not given["exclude_frozen_parameters"])
         state, own = on_all("save_checkpoint", path, make, crew), given["client_state"] or {}
         distributed.save(state, path, per_rank=own, files=fastckpt.Files(model_key="module"), io=options["io"])
     if given["save_latest"]:
