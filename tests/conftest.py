@@ -122,7 +122,7 @@ def trip(request, tmp_path):
 @pytest.fixture
 def registry():
     """Registrations last for one test."""
-    from fastckpt._state.registry import PROCESS
+    from harness.internals import PROCESS
 
     tables = PROCESS._by_class, PROCESS._by_name
     kept = [dict(table) for table in tables]
@@ -135,6 +135,6 @@ def registry():
 @pytest.fixture
 def undeclare(registry):
     """Has this program declare no type any more, for the rest of a test."""
-    from fastckpt._state.registry import PROCESS
+    from harness.internals import PROCESS
 
     return PROCESS._by_name.clear

@@ -14,10 +14,12 @@ from fastckpt._ranks.agreement import Agreement
 from fastckpt._ranks.background import Job as RanksJob
 from fastckpt._ranks.process_group import AgreedByRanks
 from fastckpt._state.built_in import RESERVED
+from fastckpt._state.registry import PROCESS
 from fastckpt._state.select import ends_of
 from fastckpt._tensors.spreads import Spreads
 
 __all__ = [
+    "PROCESS",
     "RESERVED",
     "AgreedByRanks",
     "Agreement",
