@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import random
 import shutil
 
@@ -25,9 +24,10 @@ from playing import Play
 from truth import Truth
 
 from harness import zygote
+from harness.draws import each
 
 HISTORIES = 40
-STEP = 1 if os.environ.get("FASTCKPT_TEST_RUNS") == "all" else 5
+STEP = each(5)
 NAMES = ("gpt", "bert", "vit", "moe", "eval", "llama")
 STRANGERS = (3, 10, 30, 100)
 SIZE = (200, 60)
