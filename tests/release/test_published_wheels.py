@@ -295,12 +295,24 @@ def test_a_release_with_placeholders_is_refused(tmp_path):
     assert all("a placeholder" in line for line in found)
 
 
-def test_the_release_script_fails_with_placeholders(tmp_path, monkeypatch, capsys):
-    """It asks for the tag that it was given, and its exit status follows the report."""
+@pytest.fixture
+def release(monkeypatch):
+    """scripts/release as a module."""
     loader = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts" / "release"))
     release = importlib.util.module_from_spec(importlib.util.spec_from_loader("release", loader))
     monkeypatch.setattr(sys, "dont_write_bytecode", True)  # beside a file without a suffix
     loader.exec_module(release)
+    return release
+
+
+def test_a_commit_while_a_release_is_built_changes_nothing(release, monkeypatch):
+    heads = iter(["aaa 1\n", "bbb 2\n"])
+    monkeypatch.setattr(release, "run", lambda *_: next(heads))
+    assert [release.environment()["SOURCE_DATE_EPOCH"] for _ in range(2)] == ["1", "1"]
+
+
+def test_the_release_script_fails_with_placeholders(release, tmp_path, monkeypatch, capsys):
+    """It asks for the tag that it was given, and its exit status follows the report."""
     root, check = addresses(tmp_path, "unset.invalid"), urls.problems
     monkeypatch.setattr(urls, "problems", lambda tag: check(root, tag))
     monkeypatch.setattr(versions, "different", lambda **_: [])
