@@ -1,4 +1,4 @@
-"""The addresses of the project: pyproject.toml has them, the monitor's repeats them, and a release needs real ones."""
+"""The addresses of the project: pyproject.toml has them, others repeat them, and a release needs real ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 #: What an index shows beside a distribution, and users look for.
-NAMES = ("Homepage", "Documentation", "Source", "Issues", "Changelog")
+NAMES = ("Homepage", "Documentation", "Source", "Issues", "Security", "Changelog")
 #: The end of a host that never exists (RFC 2606), which marks a placeholder.
 UNSET = ".invalid"
 
@@ -24,6 +24,8 @@ def problems(root: Path = ROOT, tag: str | None = None) -> list[str]:
     wrong = [f"pyproject.toml has no address called {name} in [project.urls]" for name in NAMES if name not in ours]
     if monitors != ours:
         wrong.append("tui/pyproject.toml has other [project.urls] than pyproject.toml")
+    if f"<{ours.get('Security')}>" not in (root / "SECURITY.md").read_text("utf-8"):
+        wrong.append("SECURITY.md does not name the address that pyproject.toml has as Security")
     for name, url in ours.items():
         host = re.match(r"https://([^/:]+)", url)
         if host is None:

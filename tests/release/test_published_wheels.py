@@ -278,6 +278,7 @@ def addresses(root, host, monitors=None):
     for name, at in (("pyproject.toml", host), ("tui/pyproject.toml", monitors or host)):
         table = "".join(f'{each} = "https://{at}/{each.lower()}"\n' for each in urls.NAMES)
         (root / name).write_text(f"[project.urls]\n{table}\n[project.scripts]\n", "utf-8")
+    (root / "SECURITY.md").write_text(f"Report it: <https://{host}/security>.", "utf-8")
     return root
 
 
@@ -331,6 +332,12 @@ def test_other_addresses_of_the_monitor_are_found(tmp_path):
     assert urls.problems(addresses(tmp_path, "example.org", "example.com")) == [
         "tui/pyproject.toml has other [project.urls] than pyproject.toml"
     ]
+
+
+def test_a_page_that_tells_of_vulnerabilities_elsewhere_is_found(tmp_path):
+    root = addresses(tmp_path, "example.org")
+    (root / "SECURITY.md").write_text("Report it: <https://unset.invalid/security>.", "utf-8")
+    assert urls.problems(root) == ["SECURITY.md does not name the address that pyproject.toml has as Security"]
 
 
 def test_missing_and_odd_addresses_are_found(tmp_path):
