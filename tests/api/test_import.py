@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import fastckpt
-from harness import surface, zygote
+from harness import needs, surface, zygote
 
 
 def child(code, *options):
@@ -82,12 +82,14 @@ assert "torch" not in sys.modules
 
 def test_the_public_surface_is_as_written_down():
     """A change of a name or a signature is seen in review: ``harness/surface.py`` says how the file is written."""
+    needs.package("torch")
     assert surface.text() == Path(__file__).with_name("surface.txt").read_text(encoding="utf-8")
     assert len(surface.public(fastckpt)) <= 30
 
 
 def test_no_signature_is_long():
     """docs/names.md argues the one exception."""
+    needs.package("torch")
     found = dict(surface.documented())
     for name, kind in [pair for pair in found.items() if inspect.isclass(pair[1])]:
         methods = inspect.getmembers(kind, inspect.isfunction)
@@ -129,6 +131,7 @@ def _functions():
 
 
 def test_docstrings_tell_arguments_and_results():
+    needs.package("torch")
     lacking = []
     for where, function in _functions():
         text, found = inspect.getdoc(function) or "", inspect.signature(function)
@@ -150,6 +153,7 @@ _NEVER_RAISE = {
 
 
 def test_docstrings_tell_errors():
+    needs.package("torch")
     takes = {where for where, found in _functions() if "Args:" in inspect.getdoc(found)}
     silent = {where for where, found in _functions() if "Raises:" not in inspect.getdoc(found)}
     assert takes & silent == _NEVER_RAISE
@@ -181,6 +185,7 @@ assert all(getattr(fastckpt, name) is not None for name in fastckpt.__all__)
 
 def test_records_tell_their_fields():
     """The docstring of each public dataclass describes each of its fields."""
+    needs.package("torch")
     lacking = []
     for module in surface.modules().values():
         for name, found in surface.public(module).items():
@@ -193,6 +198,7 @@ def test_records_tell_their_fields():
 
 
 def test_every_function_and_class_has_an_example_that_runs():
+    needs.package("torch")
     code = """
 import doctest, inspect, os, tempfile
 import fastckpt
