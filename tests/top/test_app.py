@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 from dataclasses import replace
 from pathlib import Path
 
@@ -500,8 +501,11 @@ def test_options_come_before_what_is_remembered(options, wanted, tmp_path, monke
         assert (self._remembered is None) == ("--no-config" in options)
 
     monkeypatch.setattr(TopApp, "run", run)
+    before = signal.getsignal(signal.SIGTERM)
     assert cli.main(["--demo", *options]) == 0
     assert seen == [wanted]
+    # Mutant: the handler stays, and the next SIGTERM ends a program that called this as Ctrl-C would.
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_remembered_theme_that_is_gone_is_ignored(tmp_path):

@@ -53,8 +53,8 @@ def _run(args: argparse.Namespace) -> int:
 
         return debug.run(args)
     interval = args.interval or (1.0 if args.once or args.check is not None else 0.5)
-    signal.signal(signal.SIGTERM, _stop)
     session = _session(args, interval)
+    before = signal.signal(signal.SIGTERM, _stop)
     try:
         if args.check is not None:
             return _check(args, session, interval)
@@ -65,6 +65,7 @@ def _run(args: argparse.Namespace) -> int:
         return _screen(args, session, interval)
     finally:
         session.close()
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
 
 
 def _stop(*_: object) -> None:
