@@ -194,7 +194,9 @@ def slow(monkeypatch):
 
 def save(plugin, state, path, **how):
     """As ModelCheckpoint does while training goes on; return the trainer, and ModelCheckpoint."""
-    strategy = SimpleNamespace(checkpoint_io=plugin, reduce_boolean_decision=lambda told, **_: told)
+    strategy = SimpleNamespace(
+        checkpoint_io=plugin, reduce_boolean_decision=lambda told, **_: told, barrier=lambda: None
+    )
     trainer = SimpleNamespace(strategy=strategy, state=TrainerState(), loggers=[], is_global_zero=True, global_step=1)
     trainer.save_checkpoint = lambda path, _: plugin.save_checkpoint(state, path)
     checkpoints = ModelCheckpoint(**how)
@@ -232,8 +234,11 @@ def test_a_link_is_never_to_what_is_not_there(slow, tmp_path):
     """Mutant: a run that is killed while the save is on its way begins anew."""
     plugin, _ = slow
     for number, how in enumerate(({}, {"save_last": "link"})):
-        save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt", **how)
+        trainer, checkpoints = save(plugin, {"epoch": number}, tmp_path / f"{number}.ckpt", **how)
         assert (tmp_path / f"{number}.ckpt").exists() == bool(how)
+    checkpoints._link_checkpoint(trainer, str(tmp_path / "1.ckpt"), str(tmp_path / "last.ckpt"))
+    assert (tmp_path / "last.ckpt").is_symlink()
+    assert fastckpt.load(tmp_path / "last.ckpt") == {"epoch": 1}
 
 
 def test_what_a_failed_save_was_to_replace_stays(slow, tmp_path):

@@ -99,6 +99,10 @@ def _state(accelerator: Any, models: list[Any]) -> dict[str, Any]:
     }
 
 
+def _stateful(accelerator: Any) -> list[Any]:
+    return [one for one in accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)]
+
+
 def _own_part(accelerator: Any) -> dict[str, Any]:
     """The state that this process saves: accelerate has the main process alone save what is not spread."""
 
@@ -127,13 +131,12 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
         if first and automatic:
             keep(limit, {str(path)}, newest_first(path.parent, _NAME, "*")[::-1])
 
-    stateful = [one for one in accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)]
     pending = distributed.save_async(
         _own_part(accelerator),
         path,
         ranks=distributed.Ranks(on_difference="warn"),
         metadata={_STEP: accelerator.step},
-        per_rank={"random": fastckpt.randomness(), "loaders": [one.state_dict() for one in stateful]},
+        per_rank={"random": fastckpt.randomness(), "loaders": [one.state_dict() for one in _stateful(accelerator)]},
         files=fastckpt.Files(model_key="model") if accelerator._models else None,
         io=options["io"],
     )
@@ -167,13 +170,12 @@ def _load_state(options: Any, theirs: Any, accelerator: Any, input_dir: Any = No
         if about is None:
             theirs(accelerator, path, *args, **more)
         else:
-            _load(accelerator, path, about, strict=more.get("strict", True), io=options["io"])
+            _load(accelerator, path, *about, strict=more.get("strict", True), io=options["io"])
         return path
 
     paths = [] if input_dir is None else [str(Path(input_dir).expanduser())]
     if input_dir is None and naming.automatic_checkpoint_naming:
-        folder = Path(accelerator.project_dir, _FOLDER)
-        paths = crew.first("load_state", partial(newest_first, folder, _NAME, "*"))
+        paths = crew.first("load_state", partial(newest_first, Path(accelerator.project_dir, _FOLDER), _NAME, "*"))
     if not paths:
         theirs(accelerator, None, *args, **more)
         return
@@ -191,8 +193,7 @@ def _about(path: str) -> tuple[int, int | None] | None:
         return registered, (checkpoint.metadata or {}).get(_STEP)
 
 
-def _load(accelerator: Any, path: str, about: tuple[int, int | None], *, strict: bool, io: Any) -> None:
-    registered, step = about
+def _load(accelerator: Any, path: str, registered: int, step: int | None, *, strict: bool, io: Any) -> None:
     if (engine := _left_to_accelerate(accelerator, loads=True)) is not None:
         raise RuntimeError(f"load_state: {path} is a checkpoint of fastckpt, and with {engine} accelerate loads itself")
     if step is None:
@@ -215,7 +216,6 @@ def _load(accelerator: Any, path: str, about: tuple[int, int | None], *, strict:
     except ValueError as error:
         LOG.warning("fastckpt: random states and loaders of processes are not restored: %s", error)
         return
-    stateful = [one for one in accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)]
-    for loader, loaded in zip(stateful, own["loaders"], strict=False):
+    for loader, loaded in zip(_stateful(accelerator), own["loaders"], strict=False):
         loader.load_state_dict(loaded)
     fastckpt.randomness().load_state_dict(own["random"])

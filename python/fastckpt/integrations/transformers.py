@@ -271,9 +271,8 @@ def _candidates(directory: str) -> list[str]:
 
 def newest_of(trainer: Any) -> str | None:
     """The newest checkpoint of a Trainer that verifies; all ranks call it."""
-    return crew_of(trainer.accelerator).first(
-        "resume", lambda: newest_that_verifies(_candidates(trainer.args.output_dir))
-    )
+    crew, folder = crew_of(trainer.accelerator), trainer.args.output_dir
+    return crew.first("resume", lambda: newest_that_verifies(_candidates(folder)))
 
 
 def _asks_for_newest(trainer: Any, given: Any) -> bool:

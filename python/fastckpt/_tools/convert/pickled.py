@@ -147,7 +147,7 @@ def bounded(size: int, mapped: int = 0) -> Iterator[None]:
     import resource  # noqa: PLC0415 - Linux alone comes here
 
     soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data(size) + mapped
+    limit = _data(size, mapped)
     resource.setrlimit(resource.RLIMIT_DATA, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
     try:
         yield
@@ -155,13 +155,13 @@ def bounded(size: int, mapped: int = 0) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
 
 
-def _data(size: int) -> int:
+def _data(size: int, mapped: int = 0) -> int:
     """Bytes of memory that this process may have while it reads a file of that size."""
     import resource  # noqa: PLC0415 - Linux alone comes here
 
     with open("/proc/self/statm", encoding="ascii") as file:  # noqa: PTH123 - no pathlib needed
         data = int(file.read().split()[5]) * resource.getpagesize()
-    return data + _MEMORY + _MEMORY_OF_BYTE * size
+    return data + _MEMORY + _MEMORY_OF_BYTE * size + mapped
 
 
 def _limit(size: int, mapped: int = 0) -> None:
@@ -176,6 +176,6 @@ def _limit(size: int, mapped: int = 0) -> None:
         resource.setrlimit(what, (limit, hard))
 
     lower(resource.RLIMIT_CPU, int(seconds) + 1)
-    lower(resource.RLIMIT_DATA, _data(size) + mapped)
+    lower(resource.RLIMIT_DATA, _data(size, mapped))
     # A child that is ended by its limits sends nothing.
     lower(resource.RLIMIT_CORE, 0)
