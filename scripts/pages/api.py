@@ -12,7 +12,11 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-_HEAD = "Python API\n==========\n\nEvery public name, module by module, as its docstring describes it.\n"
+_HEAD = """Python API
+==========
+
+For those who write code with fastckpt: every public name, module by module, as its docstring describes it.
+"""
 #: A line of the surface: a module, a name that it defines, or a member of a class.
 _LINE = re.compile(
     r"(?P<module>[\w.]+):|  (?:class )?(?P<name>\w+)(?!: )(?:\W.*)?|    (?P<member>\w+).*|  \w+: (?:a module|as .*)"

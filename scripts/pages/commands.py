@@ -11,7 +11,8 @@ from unittest import mock
 
 _HEAD = """# Commands
 
-What `--help` prints. [The command line](command-line.md) has formats, exit statuses and JSON.
+For those who look up an option: what `--help` prints. [The command line](command-line.md) has formats, exit
+statuses and JSON.
 """
 #: A command in the list of commands.
 _COMMAND = re.compile(r"^ {2,4}([a-z]+) {2,}\S", re.MULTILINE)

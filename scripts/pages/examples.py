@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _HEAD = """# Examples
 
-Each program is whole: copy it, change the model. Tests run all of them.
+For those who want a program to begin with: each is whole, and a test runs it. Copy it, and change the model.
 """
 
 

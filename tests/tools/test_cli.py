@@ -978,11 +978,12 @@ def test_what_safetensors_cannot_hold_is_named(
     assert list(safetensors_torch.load_file(tmp_path / "m.safetensors")) == ["model.w"]
 
 
+@pytest.mark.parametrize("form", ["safetensors", "torch", "dcp", "hf"])
 def test_a_damaged_checkpoint_is_not_exported(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, checkpoint: Path, form: str
 ) -> None:
     damage(checkpoint)
-    status, _, err = call(capsys, "export", checkpoint, tmp_path / "m.safetensors")
+    status, _, err = call(capsys, "export", checkpoint, tmp_path / "m", "--format", form)
     assert status == 1
     assert "model.safetensors" in err
     assert [path.name for path in tmp_path.iterdir()] == ["step-7"]

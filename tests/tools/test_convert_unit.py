@@ -325,11 +325,15 @@ PATIENCE = 300
 
 
 class Measured(NamedTuple):
-    """How a conversion ended, and its memory in bytes beyond what its modules take: its own, and its child's."""
+    """How a conversion ended, and its memory in bytes beyond what its modules take: its own, and its child's.
+
+    ``held`` is what no file backs, where a file that was written is synced: the kernel cannot take that back.
+    """
 
     status: int
     grown: int
     child_grown: int
+    held: int
     stderr: str
 
 
@@ -340,7 +344,7 @@ def measured(command, *arguments, memory=512 << 20):
     is the converter before it has read anything.
     """
     program = (
-        "import json, resource, sys\n"
+        "import json, os, resource, sys\n"
         "from fastckpt._tools.convert import one_file as _one_file\n"
         "from fastckpt._tensors import torch as _torch\n"
         "from harness import cli\n"
@@ -350,13 +354,14 @@ def measured(command, *arguments, memory=512 << 20):
         "assert last in pickled._PROGRAM and pickled._MEMORY == 512 << 20\n"
         f"less = 'import fastckpt._tools.convert.pickled as pickled; pickled._MEMORY = {memory}; '\n"
         "pickled._PROGRAM = pickled._PROGRAM.replace(last, less + last)\n"
-        "def peak():\n"
+        "def memory(name='VmHWM:'):\n"
         "    with open('/proc/self/status') as file:\n"
-        "        return next(int(line.split()[1]) for line in file if line.startswith('VmHWM:'))\n"
-        "before = peak()\n"
+        "        return 1024 * next(int(line.split()[1]) for line in file if line.startswith(name))\n"
+        "before, held, sync = memory(), [memory('RssAnon:')], os.fsync\n"
+        "os.fsync = lambda file: (held.append(memory('RssAnon:')), sync(file))\n"
         f"status = cli.main(['{command}', *sys.argv[1:]])\n"
-        "child = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
-        "print(json.dumps([status, 1024 * (peak() - before), 1024 * (child - before)]))\n"
+        "child = 1024 * resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss\n"
+        "print(json.dumps([status, memory() - before, child - before, max(held) - held[0]]))\n"
     )
     command = [sys.executable, "-c", program, *map(str, arguments)]
     environment = zygote.environment()
@@ -380,6 +385,15 @@ def test_ties_are_not_copied(tmp_path):
     assert set(back) == set(state)
     assert all(back[name].dtype == tensor.dtype and torch.equal(back[name], tensor) for name, tensor in state.items())
     (tmp_path / "m.safetensors").unlink()
+
+
+@pytest.mark.parametrize("form", ["torch", "safetensors", "dcp"])
+def test_an_export_does_not_hold_the_state(tmp_path, form):
+    """Its tensors are pages of the checkpoint's files, until the last of them is written."""
+    fastckpt.save({"w": torch.ones(32 << 20), "turned": torch.ones(1 << 10, 1 << 10).T}, tmp_path / "c")
+    done = measured("export", tmp_path / "c", tmp_path / "out", "--format", form)
+    assert done.status == 0, done.stderr
+    assert done.held < 96 << 20
 
 
 def test_a_file_that_the_library_refuses_replaces_nothing(tmp_path, monkeypatch, capsys):

@@ -30,7 +30,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
     to.add_argument("destination", metavar="CKPT", type=path, help="a new checkpoint")
     to.add_argument("--overwrite", action="store_true", help="replace CKPT if it exists")
     to.add_argument("--expand", action="store_true", help="write expanded and overlapping tensors in full")
-    of = command("export", "make another format of a checkpoint", "With hf, CKPT need not fit into memory.")
+    of = command("export", "make another format of a checkpoint", "CKPT need not fit into memory.")
     of.add_argument("path", metavar="CKPT", type=path)
     of.add_argument("destination", metavar="DST", type=path)
     of.add_argument("--format", choices=tuple(FORMATS), help="needed where DST is a directory")

@@ -1,7 +1,7 @@
 """Directories of torch.distributed.checkpoint to checkpoints, without holding the state in memory, and back.
 
 The contents of a directory are a plan for our own writer. Its files are mapped, and the save reads each byte from there
-in its turn. The way back is torch's own save of the loaded state.
+in its turn. The way back is torch's own save of the mapped state.
 """
 
 from __future__ import annotations

@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 
 def load(source: Path, destination: Path, keys: Sequence[str] | None) -> Any:
-    """The state to write, if ``destination`` is a place for it."""
+    """The state to write, if ``destination`` is a place for it: verified, and mapped, so that it need not fit."""
     if destination.is_dir():
         raise FileExistsError(errno.EEXIST, "it is a directory, and a file cannot replace it", str(destination))
     # The writers of torch and safetensors raise one exception for everything, without an errno.
     parent = destination.parent
-    if not parent.exists():
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(parent))
     if not parent.is_dir():
+        parent.stat()  # where there is nothing, that is the error
         raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(parent))
     if not os.access(parent, os.W_OK | os.X_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(parent))
-    return fastckpt.load(source, keys=keys, framework="torch", registry=fastckpt.Registry(undeclared="plain"))
+    plain = fastckpt.Registry(undeclared="plain")
+    return fastckpt.load(source, keys=keys, framework="torch", registry=plain, io=fastckpt.IO(mmap=True))
 
 
 @contextmanager
