@@ -2,6 +2,7 @@
 
 pub mod choice;
 pub mod content;
+mod cores;
 pub mod io;
 pub mod job;
 pub mod limiter;

@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
-use std::thread;
 
+use super::cores;
 use super::io::fault::FaultPlan;
 use super::memory::Memory;
 use crate::environment::Environment;
@@ -195,13 +195,10 @@ impl Options {
         Ranks::of(&self.environment)
     }
 
-    /// Cores that this process may use: its affinity and its cgroup's quota, shared with the other ranks of this node
-    /// (`LOCAL_WORLD_SIZE`). The query costs 0.1 ms.
+    /// Cores of this process, among the ranks of its node (`LOCAL_WORLD_SIZE`).
     #[must_use]
     pub fn cores(&self) -> usize {
-        let all = thread::available_parallelism().map_or(1, usize::from);
-        let ranks = self.environment.text("LOCAL_WORLD_SIZE").and_then(|text| text.parse().ok()).unwrap_or(1);
-        (all / ranks.max(1)).max(1)
+        cores::of(self.ranks().local)
     }
 }
 
