@@ -65,7 +65,7 @@ MAX_DIMENSIONS: int
 MAX_TOKENS: int
 """The most tokens of a structure."""
 MOST_THREADS: int
-"""The most worker threads of an operation: the memory for staging is enough for so many."""
+"""The most worker threads of an operation."""
 PLAN: int
 """The version of the rules by which ranks share the work of a save or a load."""
 
@@ -137,8 +137,8 @@ class SaveOptions:
     are its own then. ``base`` is an earlier checkpoint, whose files with only unchanged tensors are linked; ``frozen``
     tells for each tensor whether it will not change, and is empty if that is unknown. ``kept`` are options that the
     manifest keeps, by name, in words. Ranks ignore ``base``: see
-    :class:`RankBase`. ``staging`` is memory for the staging buffers; None for the core's own. It is in use until the
-    operation ends, or for a rank until ``close``.
+    :class:`RankBase`. ``staging`` is memory for the staging buffers; None for the core's own, of which there are at
+    most ``most_staging`` bytes. It is in use until the operation ends, or for a rank until ``close``.
     """
 
     def __new__(
@@ -160,6 +160,7 @@ class SaveOptions:
         elapsed: float = 0.0,
         operation: Operation | None = None,
         staging: Memory | None = None,
+        most_staging: int | None = None,
     ) -> SaveOptions: ...
 
 def save(
@@ -679,6 +680,7 @@ class Reader:
         drain: Callable[[list[tuple[int, int, int, int]]], None] | None,
         tick: Callable[[int, int], None] | None,
         staging: Memory | None = None,
+        most_staging: int | None = None,
     ) -> Report:
         """Read tensors and boxes of them.
 
@@ -686,9 +688,9 @@ class Reader:
         its tensor. For requests without an address, ``drain(ranges)`` takes their bytes; worker threads call it. A
         range is a tuple ``(index, start, address, nbytes)``: the bytes ``[start, start + nbytes)`` of request number
         ``index``, in row-major order, are at ``address``. That memory belongs to ``drain`` until it returns.
-        ``staging`` is memory for the staging buffers; None for the core's own. With ``verify`` every extent that a
-        request touches is read whole and compared with its checksum; without it only the requested ranges are read, and
-        gaps of up to 256 KiB.
+        ``staging`` is memory for the staging buffers; None for the core's own, at most ``most_staging`` bytes. With
+        ``verify`` every extent that a request touches is read whole and compared with its checksum; without it only the
+        requested ranges are read, and gaps of up to 256 KiB.
         """
     def save(self, path: str, tensors: Sequence[tuple[int, str]], structure: str, options: SaveOptions) -> Report:
         """Write a checkpoint of tensors of this one, by number and name, with the same metadata.
@@ -706,7 +708,14 @@ class Reader:
         tick: Callable[[int, int], None] | None,
     ) -> Report:
         """Read every page of ``tensors`` where they are mapped, and compare it with its checksum."""
-    def verify(self, *, io: str, threads: int | None, tick: Callable[[int, int], None] | None) -> Verified:
+    def verify(
+        self,
+        *,
+        io: str,
+        threads: int | None,
+        tick: Callable[[int, int], None] | None,
+        most_staging: int | None = None,
+    ) -> Verified:
         """Compare every byte with its checksum; report all damage."""
 
 @final
@@ -984,6 +993,7 @@ class RankLoad:
         io: str,
         threads: int | None,
         staging: Memory | None = None,
+        most_staging: int | None = None,
     ) -> RankLoad:
         """Find out the duties of ``rank``.
 
@@ -1001,6 +1011,7 @@ class RankLoad:
             io: the engine.
             threads: how many read, or None.
             staging: as in :meth:`Reader.read`.
+            most_staging: likewise.
 
         ValueError if a part is missing, requested twice or too large for its memory.
         """

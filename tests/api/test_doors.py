@@ -207,7 +207,7 @@ def test_what_is_wrong_is_refused_alike_and_leaves_and_keeps_nothing(tmp_path, d
 REFUSED = {
     fastckpt.IO: [
         ({"engine": "fast"}, ValueError, "engine must be one of auto, uring, threads, direct, buffered, not 'fast'"),
-        ({"threads": 0}, ValueError, "threads must be None or an int from 1 to 24, not 0"),
+        ({"threads": 0}, ValueError, "threads must be None or an int from 1 to 256, not 0"),
         ({"bandwidth_limit": -1}, ValueError, "bandwidth_limit must be a number of bytes from 1 to"),
         ({"pin": -1}, ValueError, "pin must be True, False"),
         ({"max_in_flight": 0}, ValueError, "max_in_flight must be an int, at least 1, not 0"),

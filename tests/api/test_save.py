@@ -56,8 +56,10 @@ def test_silent_without_configured_logging(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threads": 0}, "^IO: threads must be None or an int from 1 to 24, not 0"),
-        ({"threads": 25}, "threads must be"),
+        ({"threads": 0}, "^IO: threads must be None or an int from 1 to 256, not 0"),
+        ({"threads": 257}, "threads must be"),
+        ({"staging": "1MB"}, "^IO: staging must be at least 4 MiB, which is one block, not '1MB'"),
+        ({"staging": "much"}, "^IO: staging must be a number of bytes"),
         ({"shard_size": 2**63}, "shard_size must be"),
         ({"threads": True}, "threads must be"),
         ({"threads": 1.5}, "threads must be"),

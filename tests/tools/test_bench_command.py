@@ -264,7 +264,7 @@ def test_every_rank_shows_in_the_monitor_while_it_runs(where):
         (["--target", "best"], "give light, medium, high, a rate per GPU"),
         (["--target", "0"], "is not a target"),
         (["--io", "fast"], "--io: invalid choice: 'fast'"),
-        (["--threads", "25"], "threads must be None or an int from 1 to 24, not 25"),
+        (["--threads", "257"], "threads must be None or an int from 1 to 256, not 257"),
         (["--workload", "llama4"], "--workload must be one of llama3-8b"),
         (["--workload", "llama3-8b", "--ranks", "9"], "has 8 processes"),
         (["--workload", "llama3-8b", "--size", "1GB"], "give --size or --workload, not both"),

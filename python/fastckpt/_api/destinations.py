@@ -23,7 +23,7 @@ from fastckpt._tensors.movers import Sinks
 from fastckpt.exceptions import CorruptCheckpointError, UnsupportedTypeError
 
 from .build_report import with_warnings
-from .io import DEFAULT_IO
+from .io import DEFAULT_IO, most_staging
 from .lent import lent
 
 if TYPE_CHECKING:
@@ -520,6 +520,7 @@ def read_targets(
             verify=io.verify,
             io=io.engine,
             threads=io.threads,
+            most_staging=most_staging(io),
             drain=drain or (targets.drain if targets.movers else None),
             tick=tick,
             staging=staging.core,

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Engine: TypeAlias = Literal["auto", "uring", "threads", "direct", "buffered"]
 
 _MOST_NICE = 19
+_LEAST_STAGING = 4 << 20
 
 
 @record_of("io", "fastckpt.IO")
@@ -33,14 +34,20 @@ class IO:
         engine: ``auto``; ``uring`` or ``threads`` (direct I/O, buffered where it is refused); ``direct`` (the same, and
             OSError where direct I/O is refused); ``buffered``. ``auto`` follows the environment variable FASTCKPT_IO if
             it is set, else takes the first of these that works; the report names the one that ran. A load with ``auto``
-            reads cached files from the page cache. Where LOCAL_WORLD_SIZE is more than 1, it reads through the page
-            cache, so that the ranks of a node that load one path read the storage once, unless one of the path's last
-            two components names the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone
-            loads, give ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
-        threads: worker threads of this process, at most 24; by default one per core of this rank, but at most 8 with
-            ``uring``, at least 12 with ``threads`` and at least 4 with ``buffered``; one below 2 MiB. For a URL 16 by
-            default, each with a request of up to 8 MiB. In a save in the background they copy, at most one per core by
-            default, and then write.
+            reads cached files from the page cache. Where LOCAL_WORLD_SIZE is more than 1, a load of a whole checkpoint
+            reads through the page cache, so that the ranks of a node that load one path read the storage once, and on
+            storage of several machines so does one of some whole tensors; unless one of the path's last two components
+            names the rank (``rank-3``, by RANK or LOCAL_RANK): for other paths that one rank alone loads, give
+            ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
+        threads: worker threads of this process, at most 256; by default one per core of this rank, but at most 8 with
+            ``uring``, 12 to 24 with ``threads`` and 4 to 24 with ``buffered``; one below 2 MiB. There are never more
+            than blocks (of 4 MiB), nor, from and to devices, than pinned memory for them: 32. For a URL 16 by default,
+            each with a request of up to 8 MiB. In a save in the background they copy, at most one per core by default,
+            and then write.
+        staging: the most bytes of staging buffers that an operation takes in this process: a number, or a string such
+            as ``"512MB"``. By default 96 MiB for a save, 56 MiB for a load, 256 MiB for a URL, and with ``threads`` at
+            least a block for each. Bytes on their way to or from memory in small pages lie there, so storage that
+            answers late is no faster than this divided by its latency. Without effect from and to devices.
         progress: show a progress bar of what this process moves.
         bandwidth_limit: of saves and copies: bytes per second that this process may write, so that others can use the
             same storage: a number, or a string with a unit (``"2GB"``); None for no limit.
@@ -90,6 +97,7 @@ class IO:
     engine: Engine = "auto"
     _: KW_ONLY
     threads: int | None = None
+    staging: int | str | None = None
     progress: bool = False
     bandwidth_limit: float | str | None = None
     lazy: bool = False
@@ -111,6 +119,7 @@ class IO:
         if self.nice is not None and not _is_whole(self.nice, 0, _MOST_NICE):
             raise ValueError(f"IO: nice must be None or an int from 0 to {_MOST_NICE}, not {self.nice!r}")
         check_bandwidth("IO", self.bandwidth_limit)
+        most_staging(self)
         most_pinned(self)
         if self.on_report is not None and not callable(self.on_report):
             raise TypeError(f"IO: on_report must be a function, not {self.on_report!r}")
@@ -141,6 +150,14 @@ def give_report(io: IO, report: Report | CopyReport) -> None:
 def bytes_per_second(io: IO) -> int | None:
     """``bandwidth_limit`` as a number."""
     return check_bandwidth("IO", io.bandwidth_limit)
+
+
+def most_staging(io: IO) -> int | None:
+    """The most bytes of staging buffers; None for the core's own number."""
+    found = None if io.staging is None else bytes_of("IO: staging", io.staging)
+    if found is not None and found < _LEAST_STAGING:
+        raise ValueError(f"IO: staging must be at least 4 MiB, which is one block, not {io.staging!r}")
+    return found
 
 
 def most_pinned(io: IO) -> int | None:

@@ -12,7 +12,7 @@ from fastckpt._paths import AnyPath
 from fastckpt._state.registry import Registry, check_registry
 
 from .files import Files, Taken, take_files
-from .io import IO, Engine, bytes_per_second, check_io
+from .io import IO, Engine, bytes_per_second, check_io, most_staging
 from .reuse import check_base
 from .selection import texts_of
 from .settings import Settings, as_bool, as_given, in_short, option, record_of
@@ -90,6 +90,7 @@ class WriteSettings(Settings):
             "shard_size": self.files.shard_size,
             "io": self.io.engine,
             "threads": self.io.threads,
+            "most_staging": most_staging(self.io),
             "bandwidth_limit": bytes_per_second(self.io),
             "kept": self.kept(),
         }

@@ -10,7 +10,7 @@ from fastckpt._stores.reader import open_reader
 from fastckpt._stores.urls import place_of
 
 from .build_report import build_report, with_warnings
-from .io import IO, Engine, check_io, give_report
+from .io import IO, Engine, check_io, give_report, most_staging
 from .outcome import Attempt, conclude, until_settled
 from .progress import ticker
 from .reports import Damage, VerifyReport
@@ -47,7 +47,9 @@ def verify(path: AnyPath, *, io: Engine | IO = "auto") -> VerifyReport:
     how = check_io("verify", io)
     with Attempt("verify", target), ticker("verify", target, shown=how.progress) as tick:
         found = until_settled(
-            lambda: open_reader("verify", target).verify(io=how.engine, threads=how.threads, tick=tick)
+            lambda: open_reader("verify", target).verify(
+                io=how.engine, threads=how.threads, most_staging=most_staging(how), tick=tick
+            )
         )
     fields = tuple(Damage.__dataclass_fields__)
     beside = None if is_url(target) else written_beside(target)

@@ -182,9 +182,10 @@ class Reader:
         drain: Drain | None,
         tick: Tick | None,
         staging: object = None,
+        most_staging: int | None = None,
     ) -> dict[str, Any]:
         """Read tensors and boxes of them. It needs no ``staging`` memory."""
-        del staging
+        del staging, most_staging
         job = _Job(self, io, threads)
         late = [job.ask(number, request, drain, verify=verify) for number, request in enumerate(requests)]
         with self._settled():
@@ -223,8 +224,11 @@ class Reader:
             job.run(tick)
         return job.report()
 
-    def verify(self, *, io: str, threads: int | None, tick: Tick | None) -> dict[str, Any]:
-        """Compare every byte with its checksum; report all damage."""
+    def verify(
+        self, *, io: str, threads: int | None, tick: Tick | None, most_staging: int | None = None
+    ) -> dict[str, Any]:
+        """Compare every byte with its checksum; report all damage. It needs no staging memory."""
+        del most_staging
         with self._settled():
             return self._verified(io, threads, tick)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fastckpt import _core
 from fastckpt._api.build_report import with_warnings
 from fastckpt._api.destinations import read_targets
+from fastckpt._api.io import most_staging
 from fastckpt._api.progress import ticker
 from fastckpt._paths import is_url
 from fastckpt._stores.reader import open_reader
@@ -283,6 +284,7 @@ def through_messages(
             verify=reading.io.verify,
             io=reading.io.engine,
             threads=reading.io.threads,
+            most_staging=most_staging(reading.io),
             staging=staging.core,
         )
         exchange = None

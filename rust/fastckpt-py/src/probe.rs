@@ -56,7 +56,7 @@ struct Probe {
 #[pyfunction]
 #[pyo3(name = "probe", signature = (directory, *, io))]
 fn run(py: Python<'_>, directory: PathBuf, io: &str) -> PyResult<Probe> {
-    let options = report::options(py, io, None)?;
+    let options = report::options(py, io, (None, None))?;
     let found = py.detach(|| probe::run(&directory, &options));
     let (files, trouble) = match found.files {
         Ok(files) => (Some(Py::new(py, record_of(&files))?), None),

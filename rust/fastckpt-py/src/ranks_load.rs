@@ -33,7 +33,7 @@ struct RankLoad {
 #[pymethods]
 impl RankLoad {
     #[new]
-    #[pyo3(signature = (share, rank, reader, requests, drain, *, verify, io, threads, staging=None))]
+    #[pyo3(signature = (share, rank, reader, requests, drain, *, verify, io, threads, staging=None, most_staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
     fn new(
         py: Python<'_>,
@@ -46,11 +46,13 @@ impl RankLoad {
         io: &str,
         threads: Option<usize>,
         staging: Option<&Memory>,
+        most_staging: Option<u64>,
     ) -> PyResult<Self> {
         let Kind::Load(share) = &share.0 else {
             return Err(PyValueError::new_err("a load needs a share that was made to load"));
         };
-        let options = Options { staging: Memory::lent(staging), ..options(py, io, threads)? };
+        let staging = Memory::lent(staging);
+        let options = Options { staging, ..options(py, io, (threads, most_staging))? };
         let raised = Arc::new(Raised::default());
         let drain = buffers::drain(drain, &raised);
         let mut places = Places::with_capacity(requests.len());

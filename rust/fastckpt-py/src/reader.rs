@@ -250,7 +250,7 @@ impl Reader {
         Ok(info)
     }
 
-    #[pyo3(signature = (requests, *, verify, io, threads, drain, tick, staging=None))]
+    #[pyo3(signature = (requests, *, verify, io, threads, drain, tick, staging=None, most_staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the arguments of the Python function, one by one")]
     fn read<'py>(
         &self,
@@ -262,8 +262,10 @@ impl Reader {
         drain: Option<Py<PyAny>>,
         tick: Option<Py<PyAny>>,
         staging: Option<&Memory>,
+        most_staging: Option<u64>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = Options { staging: Memory::lent(staging), ..self.options(py, io, threads)? };
+        let staging = Memory::lent(staging);
+        let options = Options { staging, ..self.options(py, io, (threads, most_staging))? };
         let raised = Arc::new(Raised::default());
         let drain = buffers::drain(drain, &raised);
         let mut wanted = Vec::with_capacity(requests.len());
@@ -351,7 +353,7 @@ impl Reader {
         threads: Option<usize>,
         tick: Option<Py<PyAny>>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = options(py, "buffered", threads)?;
+        let options = options(py, "buffered", (threads, None))?;
         let raised = Raised::default();
         let maps = &mappings.maps;
         let report = py.detach(|| {
@@ -360,15 +362,16 @@ impl Reader {
         to_dict(py, &report.map_err(|error| to_python(&error, &raised))?)
     }
 
-    #[pyo3(signature = (*, io, threads, tick))]
+    #[pyo3(signature = (*, io, threads, tick, most_staging=None))]
     fn verify<'py>(
         &self,
         py: Python<'py>,
         io: &str,
         threads: Option<usize>,
         tick: Option<Py<PyAny>>,
+        most_staging: Option<u64>,
     ) -> PyResult<Bound<'py, PyDict>> {
-        let options = self.options(py, io, threads)?;
+        let options = self.options(py, io, (threads, most_staging))?;
         let raised = Raised::default();
         let outcome = py.detach(|| self.checkpoint.verify(&options, &mut self::tick(tick.as_ref(), &raised)));
         let (report, damage) = outcome.map_err(|error| to_python(&error, &raised))?;
@@ -387,9 +390,9 @@ impl Reader {
 
 impl Reader {
     /// The options of an operation. The engine that the environment chooses is for disks.
-    fn options(&self, py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
+    fn options(&self, py: Python<'_>, io: &str, own: (Option<usize>, Option<u64>)) -> PyResult<Options> {
         let io = if io == "auto" && self.checkpoint.is_stored() { "buffered" } else { io };
-        options(py, io, threads)
+        options(py, io, own)
     }
 }
 

@@ -9,11 +9,15 @@ use crate::error::Raised;
 
 /// The options that every operation takes. Only this function reads the environment. It does so under the GIL, which
 /// `_py` represents, because Python writes to the environment under the GIL.
-pub(crate) fn options(py: Python<'_>, io: &str, threads: Option<usize>) -> PyResult<Options> {
+pub(crate) fn options(
+    py: Python<'_>,
+    io: &str,
+    (threads, most_staging): (Option<usize>, Option<u64>),
+) -> PyResult<Options> {
     let environment = environment(py);
     let io = io.parse().and_then(|io: Io| io.or_environment(&environment));
-    let options =
-        io.and_then(|io| Options { io, threads, environment, ..Options::default() }.or_environment());
+    let own = |io| Options { io, threads, most_staging, environment, ..Options::default() };
+    let options = io.and_then(|io| own(io).or_environment());
     options.map_err(|error| crate::error::to_python(&error, &Raised::default()))
 }
 

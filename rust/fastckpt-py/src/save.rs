@@ -85,7 +85,7 @@ impl SaveOptions {
     #[new]
     #[pyo3(signature = (*, shard_size, model_prefix="", training_prefix="", overwrite=true, files=Vec::new(), base=None,
         frozen=Vec::new(), kept=Vec::new(), io="auto", threads=None, bandwidth_limit=None, nice=None, step=None,
-        elapsed=0.0, operation=None, staging=None))]
+        elapsed=0.0, operation=None, staging=None, most_staging=None))]
     #[expect(clippy::too_many_arguments, reason = "the options of a save, one by one")]
     fn new(
         py: Python<'_>,
@@ -105,10 +105,12 @@ impl SaveOptions {
         elapsed: f64,
         operation: Option<&Operation>,
         staging: Option<&Memory>,
+        most_staging: Option<u64>,
     ) -> PyResult<Self> {
         let (call, begun) = (called(step, elapsed), operation.map(Operation::begun));
         let staging = Memory::lent(staging);
-        let core = Options { bandwidth_limit, nice, call, kept, begun, staging, ..options(py, io, threads)? };
+        let own = options(py, io, (threads, most_staging))?;
+        let core = Options { bandwidth_limit, nice, call, kept, begun, staging, ..own };
         let groups = groups::beside(model_prefix, training_prefix);
         Ok(Self { groups, shard_size, overwrite, files, base, frozen, core })
     }

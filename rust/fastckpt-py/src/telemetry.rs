@@ -34,7 +34,7 @@ impl Operation {
     #[new]
     #[pyo3(signature = (path, nbytes, *, step=None, elapsed=0.0))]
     fn new(py: Python<'_>, path: PathBuf, nbytes: u64, step: Option<i64>, elapsed: f64) -> PyResult<Self> {
-        let environment = options(py, "auto", None)?.environment;
+        let environment = options(py, "auto", (None, None))?.environment;
         let call = called(step, elapsed);
         Ok(Self(Arc::new(py.detach(|| Begun::stage(&path, nbytes, call, &environment)))))
     }

@@ -13,8 +13,10 @@ const BUFFERED_THREADS: usize = 4;
 /// More ring threads than this were never faster: what they share is copying, not submitting.
 const RING_THREADS: usize = 8;
 
-/// The most workers of an operation: the memory for staging is enough for so many.
-pub const MOST_THREADS: usize = (STAGING_BUDGET / BLOCK_SIZE) as usize;
+/// The most workers of an operation.
+pub const MOST_THREADS: usize = 256;
+/// The most by default: the memory for staging is enough for so many.
+const USUAL_THREADS: usize = (STAGING_BUDGET / BLOCK_SIZE) as usize;
 
 /// The engine for a job, chosen before it runs. [`super::report::Ran`] says what ran in the end.
 #[derive(Debug, Clone)]
@@ -66,10 +68,10 @@ impl Choice {
 
 /// The number of workers from the options, or else the engine's own number for these cores.
 pub(super) fn default_threads(engine: Engine, options: &Options) -> usize {
-    let threads = options.threads.unwrap_or_else(|| match engine {
+    let usual = || match engine {
         Engine::Uring => options.cores().min(RING_THREADS),
-        Engine::Threads => options.cores().max(BLOCKING_THREADS),
-        Engine::Buffered => options.cores().max(BUFFERED_THREADS),
-    });
-    threads.clamp(1, MOST_THREADS)
+        Engine::Threads => options.cores().clamp(BLOCKING_THREADS, USUAL_THREADS),
+        Engine::Buffered => options.cores().clamp(BUFFERED_THREADS, USUAL_THREADS),
+    };
+    options.threads.unwrap_or_else(usual).clamp(1, MOST_THREADS)
 }

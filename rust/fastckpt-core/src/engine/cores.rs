@@ -7,6 +7,8 @@ use std::thread;
 /// A rank has so many, if it may run on them, however small its share is: ranks rarely copy at the same time, and one
 /// core copies and sums no more than some GB/s.
 const LEAST: usize = 4;
+/// The unit below: thousandths of a core, as a quota may have a fraction.
+const CORE: u64 = 1000;
 
 /// The cores of one of `ranks` processes on this node. The query costs 0.1 ms.
 pub(super) fn of(ranks: usize) -> usize {
@@ -19,13 +21,13 @@ pub(super) fn of(ranks: usize) -> usize {
 /// of the control groups are, and those that are online. They are the same for all ranks.
 fn share(root: &Path, own: usize, ranks: usize) -> usize {
     let groups = read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
-    let online = count(root, "sys/devices/system/cpu/online").unwrap_or(own as f64);
+    let online = count(root, "sys/devices/system/cpu/online").unwrap_or(own as u64 * CORE);
     let all = groups.lines().filter_map(|line| together(&root.join("sys/fs/cgroup"), line));
-    own.min(((all.fold(online, f64::min) / ranks as f64) as usize).max(LEAST))
+    own.min(((all.fold(online, u64::min) / CORE) as usize / ranks).max(LEAST))
 }
 
 /// What the control groups of one line of `/proc/self/cgroup` allow, from the process's own to the root's (cgroups(7)).
-fn together(base: &Path, line: &str) -> Option<f64> {
+fn together(base: &Path, line: &str) -> Option<u64> {
     let mut fields = line.splitn(3, ':').skip(1);
     let (controllers, name) = (fields.next()?, fields.next()?);
     // Version 2 has no controllers here. In a container the name may not exist, but the root is the container's group.
@@ -41,27 +43,27 @@ fn together(base: &Path, line: &str) -> Option<f64> {
             let quota = text("cpu.max").and_then(version_2).or_else(version_1);
             let set =
                 ["cpuset.cpus.effective", "cpuset.effective_cpus"].iter().find_map(|file| count(group, file));
-            [quota, set].into_iter().flatten().reduce(f64::min)
+            [quota, set].into_iter().flatten().reduce(u64::min)
         })
     });
-    limits.reduce(f64::min)
+    limits.reduce(u64::min)
 }
 
-/// A quota in cores, unless there is none (`max`, -1).
-fn ratio(quota: &str, period: &str) -> Option<f64> {
-    let [quota, period] = [quota, period].map(|text| text.trim().parse::<u32>().ok());
-    Some(f64::from(quota?) / f64::from(period.filter(|&period| period > 0)?))
+/// A quota, unless there is none (`max`, -1).
+fn ratio(quota: &str, period: &str) -> Option<u64> {
+    let [quota, period] = [quota, period].map(|text| text.trim().parse::<u64>().ok());
+    quota?.checked_mul(CORE)?.checked_div(period?)
 }
 
 /// The length of a list of processors, as in `0-3,8`.
-fn count(directory: &Path, file: &str) -> Option<f64> {
+fn count(directory: &Path, file: &str) -> Option<u64> {
     let text = read_to_string(directory.join(file)).ok()?;
     let range = |range: &str| {
         let (first, last) = range.split_once('-').unwrap_or((range, range));
-        let [first, last] = [first, last].map(|text| text.parse::<u32>().ok());
-        Some(last?.checked_sub(first?)? + 1)
+        let [first, last] = [first, last].map(|text| text.parse::<u64>().ok());
+        Some((last?.checked_sub(first?)? + 1) * CORE)
     };
-    text.trim().split(',').map(range).sum::<Option<u32>>().map(f64::from)
+    text.trim().split(',').map(range).sum()
 }
 
 #[cfg(test)]

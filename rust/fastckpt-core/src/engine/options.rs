@@ -19,7 +19,7 @@ pub use crate::format::geometry::{BLOCK_SIZE, SINGLE};
 pub const QUEUE_DEPTH: usize = 32;
 /// The largest queue depth that a caller can request.
 pub const MOST_DEPTH: usize = 32;
-/// Bytes of staging buffers in one save, all workers together.
+/// Bytes of staging buffers in one save, all workers together, unless the call says otherwise.
 pub const STAGING_BUDGET: u64 = 96 << 20;
 /// The same in one load, which needs most of its memory for what it loads.
 pub const LOAD_STAGING_BUDGET: u64 = 56 << 20;
@@ -129,6 +129,8 @@ pub struct Options {
     pub begun: Option<Arc<Begun>>,
     /// Memory for the staging buffers, or `None` for the core's own.
     pub staging: Option<Arc<Memory>>,
+    /// The most bytes of the core's own, all workers together. By default the budget above, or more for `threads`.
+    pub most_staging: Option<u64>,
     /// For measurements: block size of a save in bytes, a multiple of a page. By default, [`BLOCK_SIZE`].
     pub block_size: Option<u64>,
     /// For measurements: operations that a ring keeps in flight.
@@ -153,6 +155,7 @@ impl Default for Options {
             kept: Vec::new(),
             begun: None,
             staging: None,
+            most_staging: None,
             block_size: None,
             queue_depth: QUEUE_DEPTH,
             zero_copy: None,

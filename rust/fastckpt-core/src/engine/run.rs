@@ -68,7 +68,7 @@ pub(super) fn run_on<J: Job>(
     // Even a few bytes may be far apart.
     let few = job.blocks() > 1 && choice.threads == 1;
     let threads = if few { default_threads(choice.engine, options) } else { choice.threads };
-    let (threads, staged) = staging(job, threads, lent.as_ref());
+    let (threads, staged) = staging(job, threads, options, lent.as_ref())?;
     let queue_depth = match choice.engine {
         // A worker that waits for the limit must not leave completions unreaped meanwhile.
         Engine::Uring if options.bandwidth_limit.is_some() => 1,
@@ -116,31 +116,49 @@ fn without_workers(before: Option<Fallback>, error: &io::Error, nice: Option<u8>
     Fallback::after(before, Fell::Workers, error.raw_os_error().unwrap_or(libc::EAGAIN), &reason)
 }
 
-/// How many of `threads` workers there is staging memory for, and how they use it.
-fn staging<J: Job>(job: &J, threads: usize, lent: Option<&Lent>) -> (usize, Staged) {
-    let own = match (J::WRITE, job.is_stored()) {
+/// How many of `threads` workers there is staging memory for, and how they use it. For those that the caller asked for
+/// there is, or an error says how much they need.
+fn staging<J: Job>(
+    job: &J,
+    threads: usize,
+    options: &Options,
+    lent: Option<&Lent>,
+) -> Result<(usize, Staged)> {
+    let usual = match (J::WRITE, job.is_stored()) {
         (true, _) => STAGING_BUDGET as usize,
         (_, true) => IN_FLIGHT,
         (_, false) => LOAD_STAGING_BUDGET as usize,
     };
-    let budget = lent.map_or(own, Lent::size);
-    let (blocks, largest) = (job.blocks(), mapping::size_for(job.largest()).unwrap_or(usize::MAX));
-    let threads = threads.min(blocks).clamp(1, (budget / largest).max(1));
-    if !job.calls() {
-        let room = budget / threads;
-        return (threads, Staged { room, largest, batch: 0, buffers: None, strides: None });
-    }
-    let largest = job.largest().max(1).next_multiple_of(PAGE as usize);
-    let halves = lent.map_or(largest, |_| BATCH.max(largest));
-    let threads = threads.min(budget / (2 * halves)).max(1);
+    let (blocks, calls) = (job.blocks(), job.calls());
+    let whole = mapping::size_for(job.largest()).unwrap_or(usize::MAX);
+    let largest = if calls { job.largest().max(1).next_multiple_of(PAGE as usize) } else { whole };
+    // While callbacks fill one half of a worker's memory, the other one moves.
+    let each = if calls { 2 * lent.map_or(largest, |_| BATCH.max(largest)) } else { largest };
+    let threads = threads.min(blocks).max(1);
+    let asked = options.threads.map_or(0, |_| threads.saturating_mul(each));
+    let budget = match (lent, options.most_staging) {
+        (Some(lent), _) => lent.size(),
+        (None, Some(most)) if (most as usize) < asked => {
+            let needed = format!("{threads} threads need {asked} bytes of staging memory, {each} each");
+            return Err(Error::Invalid(format!(
+                "{needed}: staging={most} is too little; give more or fewer threads"
+            )));
+        }
+        (None, Some(most)) => most as usize,
+        (None, None) => usual.max(asked),
+    };
+    let threads = threads.clamp(1, (budget / each).max(1));
     let room = budget / threads;
+    if !calls {
+        return Ok((threads, Staged { room, largest, batch: 0, buffers: None, strides: None }));
+    }
     let batch = BATCH.min(room / 2).max(largest);
     if !J::WRITE {
         // Blocks arrive in any order, so each has a buffer of its own.
         let size = size_within(largest, room);
         let buffers = lent.map(|_| (size, room / size));
-        let largest = if lent.is_some() { largest } else { mapping::size_for(largest).unwrap_or(usize::MAX) };
-        return (threads, Staged { room, largest, batch, buffers, strides: None });
+        let largest = if lent.is_some() { largest } else { whole };
+        return Ok((threads, Staged { room, largest, batch, buffers, strides: None }));
     }
     let mut strides: Vec<Stride> = Vec::new();
     for block in 0..blocks {
@@ -163,7 +181,7 @@ fn staging<J: Job>(job: &J, threads: usize, lent: Option<&Lent>) -> (usize, Stag
     let longest = strides.iter().map(|stride| stride.bytes).max().unwrap_or(0);
     let size = size_within(longest.max(largest), room);
     let (threads, buffers) = (threads.min(strides.len()).max(1), Some((size, (room / size).max(1))));
-    (threads, Staged { room, largest, batch, buffers, strides: Some(strides) })
+    Ok((threads, Staged { room, largest, batch, buffers, strides: Some(strides) }))
 }
 
 /// What ran. Also tells the monitor.
