@@ -21,7 +21,7 @@ use crate::format::manifest::ShardEntry;
 use crate::sys::dealt::Dealt;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::memory::Region;
-use crate::sys::pagemap::{self, PageMap};
+use crate::sys::pagemap::PageMap;
 use crate::telemetry::{Lane, State};
 
 /// What to do with damage.
@@ -56,7 +56,7 @@ pub(super) struct ReadJob<'a> {
     zero_copy: Option<bool>,
     /// What the page cache holds does not count: the bytes of the device are wanted.
     pub(super) from_device: bool,
-    pages: OnceLock<Option<PageMap>>,
+    pages: OnceLock<PageMap>,
     pub(super) outcome: Outcome,
     files: OpenFiles,
     pub(super) plan: Plan,
@@ -255,10 +255,7 @@ impl<'a> ReadJob<'a> {
             let small = (piece.len as u64) < STRAIGHT + 2 * PAGE;
             return Err(if small { Reason::Small } else { Reason::Incongruent });
         }
-        let huge = || {
-            let map = self.pages.get_or_init(PageMap::open).as_ref();
-            pagemap::is_huge(map, region.address(), region.len())
-        };
+        let huge = || self.pages.get_or_init(PageMap::open).is_huge(region.address(), region.len());
         if direct && !self.zero_copy.unwrap_or_else(huge) { Err(Reason::SmallPages) } else { Ok(range) }
     }
 }

@@ -16,7 +16,7 @@ use crate::format::layout::Shard;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::mapping::Stretch;
 use crate::sys::memory::Source;
-use crate::sys::pagemap::{self, PageMap};
+use crate::sys::pagemap::PageMap;
 use crate::sys::slabs::Slab;
 
 /// Bytes of an extent that are written without a copy.
@@ -133,7 +133,7 @@ impl Assembled {
 pub(super) struct Assembler {
     direct: bool,
     zero_copy: Option<bool>,
-    pages: OnceLock<Option<PageMap>>,
+    pages: OnceLock<PageMap>,
     /// For each unit, the CRC of the bytes that were summed in place and that the write reads again.
     straight_crcs: Vec<AtomicU64>,
 }
@@ -177,10 +177,8 @@ impl Assembler {
     /// Whether a device writes `memory` itself faster than a copy of it in a staging buffer. Only huge pages make up
     /// for the copy.
     fn is_worth_it(&self, memory: &Source) -> bool {
-        self.zero_copy.unwrap_or_else(|| {
-            let map = self.pages.get_or_init(PageMap::open).as_ref();
-            pagemap::is_huge(map, memory.address(), memory.len())
-        })
+        self.zero_copy
+            .unwrap_or_else(|| self.pages.get_or_init(PageMap::open).is_huge(memory.address(), memory.len()))
     }
 
     /// The extents in a unit, with the parts of each that are written without a copy, and the reason why the largest of
