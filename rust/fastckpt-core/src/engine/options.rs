@@ -133,6 +133,8 @@ pub struct Options {
     pub most_staging: Option<u64>,
     /// For measurements: block size of a save in bytes, a multiple of a page. By default, [`BLOCK_SIZE`].
     pub block_size: Option<u64>,
+    /// The most bytes that all workers together have in flight; at least one block each.
+    pub in_flight: Option<u64>,
     /// For measurements: operations that a ring keeps in flight.
     pub queue_depth: usize,
     /// For measurements: whether everything that can be zero-copy is (except in short shards), or everything goes
@@ -157,6 +159,7 @@ impl Default for Options {
             staging: None,
             most_staging: None,
             block_size: None,
+            in_flight: None,
             queue_depth: QUEUE_DEPTH,
             zero_copy: None,
             faults: None,

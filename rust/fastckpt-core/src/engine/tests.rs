@@ -133,6 +133,18 @@ fn run<const WRITE: bool>(
     faults: Option<&FaultPlan>,
     progress: Progress<'_>,
 ) -> Result<Ran> {
+    let options = Options { threads: Some(threads), ..Options::default() };
+    run_with(job, stored, options, faults, progress)
+}
+
+/// The same with these options.
+fn run_with<const WRITE: bool>(
+    job: &Blocks<WRITE>,
+    stored: &Arc<Mutex<Stored>>,
+    options: Options,
+    faults: Option<&FaultPlan>,
+    progress: Progress<'_>,
+) -> Result<Ran> {
     let open = || {
         let memory: Box<dyn Backend> = Box::new(Memory::on(stored));
         let backend: Box<dyn Backend> = match faults {
@@ -142,7 +154,8 @@ fn run<const WRITE: bool>(
         (backend, None)
     };
     let io = if job.strict { Io::Direct } else { Io::Auto };
-    let options = Options { io, threads: Some(threads), ..Options::default() };
+    let options = Options { io, ..options };
+    let threads = options.threads.unwrap_or(1);
     // The queue depth of a ring, but no ring: `open` makes the backends.
     let choice = Choice { engine: Engine::Uring, fallback: None, threads };
     let kind = if WRITE { Kind::Save } else { Kind::Load };
@@ -314,4 +327,16 @@ fn a_file_that_is_too_short_ends_the_read() {
     let job = Blocks::<false>::new(2 * BLOCK, false);
     let error = run(&job, &stored, 1, None, &mut go_on).unwrap_err();
     assert!(matches!(&error, Error::Io { source, .. } if source.kind() == io::ErrorKind::UnexpectedEof));
+}
+
+#[test]
+fn bytes_in_flight_stay_within_their_limit() {
+    for (in_flight, most) in [(None, 4), (Some(8 * BLOCK), 4), (Some(2 * BLOCK), 2), (Some(1), 1)] {
+        let (stored, job) = (Memory::of(Vec::new()), Blocks::<true>::new(20 * BLOCK, true));
+        let in_flight = in_flight.map(|bytes| bytes as u64);
+        let options = Options { threads: Some(1), in_flight, ..Options::default() };
+        run_with(&job, &stored, options, None, &mut go_on).unwrap();
+        assert!(stored.lock().unwrap().bytes == pattern(20 * BLOCK));
+        assert_eq!(stored.lock().unwrap().most, most * BLOCK, "{in_flight:?}");
+    }
 }

@@ -72,6 +72,8 @@ pub(super) struct Shared<'a, J> {
     pub(super) operation: &'a Operation,
     pub(super) threads: usize,
     queue_depth: usize,
+    /// The most bytes that one worker has in flight.
+    most_in_flight: usize,
     staged: Staged,
     /// The buffers of each worker until it begins, and their memory, if it was lent.
     buffers: Mutex<Vec<Buffers>>,
@@ -107,6 +109,7 @@ impl<'a, J: Job> Shared<'a, J> {
             operation,
             threads,
             queue_depth,
+            most_in_flight: options.in_flight.map_or(usize::MAX, |bytes| bytes as usize / threads),
             staged,
             buffers,
             _lent: lent,
@@ -180,6 +183,7 @@ fn work<J: Job>(
         queue_depth: shared.queue_depth.min(backend.queue_depth()),
         backend,
         in_flight: 0,
+        bytes_in_flight: 0,
         staged: 0,
         todo: VecDeque::new(),
         awaits: State::Idle,
@@ -219,6 +223,7 @@ struct Worker<'a, 'b, J> {
     /// The most operations in flight, and how many there are.
     queue_depth: usize,
     in_flight: usize,
+    bytes_in_flight: usize,
     /// Bytes of staging buffers in flight.
     staged: usize,
     /// Blocks to start, in their order, with what was fetched for them. The first one may wait for its bytes, or until a
@@ -244,7 +249,7 @@ struct Worker<'a, 'b, J> {
 impl<J: Job> Worker<'_, '_, J> {
     fn run(&mut self) -> Result<()> {
         loop {
-            while self.in_flight < self.queue_depth && self.prepare()? && self.start()? {}
+            while self.may_submit() && self.prepare()? && self.start()? {}
             let since = self.lane.wait();
             let completed = self.backend.wait().map_err(backend_failed)?;
             self.lane.waited(since);
@@ -257,6 +262,11 @@ impl<J: Job> Worker<'_, '_, J> {
             }
             (self.between)();
         }
+    }
+
+    fn may_submit(&self) -> bool {
+        let room = self.in_flight == 0 || self.bytes_in_flight < self.shared.most_in_flight;
+        room && self.in_flight < self.queue_depth
     }
 
     /// Whether the staging buffer of one more block stays within the budget. Zero-copy blocks need almost none, so more
@@ -361,6 +371,7 @@ impl<J: Job> Worker<'_, '_, J> {
     fn submit(&mut self, mut transfer: Transfer) -> Result<()> {
         transfer.submitted = self.lane.submitted(transfer.missing() as u64);
         self.in_flight += 1;
+        self.bytes_in_flight += transfer.missing();
         let since = transfer.submitted;
         // Blocking calls end here.
         let outcome = self.backend.submit(transfer).map_err(backend_failed);
@@ -371,6 +382,7 @@ impl<J: Job> Worker<'_, '_, J> {
     /// Takes a completed operation. Submits what is left of its block, or hands the block to the job.
     fn complete(&mut self, (mut transfer, result): Completed) -> Result<()> {
         self.in_flight -= 1;
+        self.bytes_in_flight -= transfer.missing();
         self.lane.completed(transfer.submitted);
         match self.advance(&mut transfer, result) {
             Ok(false) if self.shared.stopped() => Ok(()), // another failure is on its way to the caller

@@ -16,7 +16,7 @@ use super::pieces;
 use super::replicas::{Replicas, SumOf};
 use super::table::Table;
 use super::work::Ranges;
-use crate::commit::{Displaced, Workspace};
+use crate::commit::{Displaced, Reach, Workspace, reach};
 use crate::engine::choice::Choice;
 use crate::engine::job::Progress;
 use crate::engine::options::Options;
@@ -89,14 +89,12 @@ pub struct RankSave {
     displaced: Mutex<Option<Displaced>>,
 }
 
-/// The least operations that a ring keeps in flight, unless the caller requests fewer.
-const LEAST_DEPTH: usize = 4;
+/// Bytes that the ranks of a node have in flight together on storage that other nodes use, too: 10 ms of 100 GB/s.
+const IN_FLIGHT: u64 = 1 << 30;
 
-/// Operations that a ring keeps in flight: the ranks of a node share the number for one process. They write parts of
-/// one file, some of them small. With many of those in flight, a file system is busy with its own locks.
-fn depth(options: &Options) -> usize {
-    let share = options.queue_depth / options.ranks().local.max(1);
-    share.max(LEAST_DEPTH.min(options.queue_depth))
+/// Bytes that a rank has in flight, at most: its share, unless this machine alone has the storage.
+fn in_flight(options: &Options, reach: Reach) -> Option<u64> {
+    (reach != Reach::Machine).then(|| IN_FLIGHT / options.ranks().local.max(1) as u64)
 }
 
 /// The messages of a rank, which are packed from its parts.
@@ -141,7 +139,6 @@ impl RankSave {
         let mail = Arc::new(mail(&table, &duties, &held));
         let work = Ranges::new(&table, &duties, &held, &mail)?;
         let (closing, stage) = (AtomicBool::new(false), Mutex::new(Stage::New(work)));
-        let options = Options { queue_depth: depth(&options), ..options };
         let (prepared, displaced) = (base.map(RankBase::give).unwrap_or_default().into(), Mutex::default());
         Ok(Self { table, rank, duties, held, mail, options, closing, stage, prepared, displaced })
     }
@@ -253,11 +250,13 @@ impl RankSave {
 
     fn write_to(&self, open: &Open, work: &Ranges, progress: Progress<'_>) -> Result<(Report, Vec<Piece>)> {
         let begin = Instant::now();
-        let choice = Choice::new(&self.options, work.total());
-        let job = WriteJob::new(work, &open.workspace, &choice, &self.options, begin);
+        let in_flight = in_flight(&self.options, reach(open.workspace.directory()));
+        let options = Options { in_flight, ..self.options.clone() };
+        let choice = Choice::new(&options, work.total());
+        let job = WriteJob::new(work, &open.workspace, &choice, &options, begin);
         let planned = begin.elapsed().as_secs_f64();
         let block_size = self.table.plan.block_size;
-        let ran = run(&job, &choice, &self.options, block_size, &open.operation, progress)?;
+        let ran = run(&job, &choice, &options, block_size, &open.operation, progress)?;
         open.operation.phase(Phase::Fsync);
         let seconds = begin.elapsed().as_secs_f64();
         let written = (job.written.load(Ordering::Relaxed) as f64 / 1e9).clamp(planned, seconds);

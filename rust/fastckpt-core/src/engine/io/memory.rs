@@ -20,6 +20,8 @@ pub(in crate::engine) struct Operation {
 pub(in crate::engine) struct Stored {
     pub(in crate::engine) bytes: Vec<u8>,
     pub(in crate::engine) operations: Vec<Operation>,
+    /// The most bytes that one backend had in flight.
+    pub(in crate::engine) most: usize,
 }
 
 /// Moves bytes between buffers and a vector that several backends share.
@@ -32,7 +34,7 @@ pub(in crate::engine) struct Memory {
 impl Memory {
     /// A file that holds `bytes`.
     pub(in crate::engine) fn of(bytes: Vec<u8>) -> Arc<Mutex<Stored>> {
-        Arc::new(Mutex::new(Stored { bytes, operations: Vec::new() }))
+        Arc::new(Mutex::new(Stored { bytes, operations: Vec::new(), most: 0 }))
     }
 
     pub(in crate::engine) fn on(stored: &Arc<Mutex<Stored>>) -> Self {
@@ -72,6 +74,9 @@ impl Backend for Memory {
     fn submit(&mut self, mut transfer: Transfer) -> io::Result<()> {
         let moved = self.carry_out(&mut transfer);
         self.completed.push_back((transfer, Ok(moved)));
+        let in_flight = self.completed.iter().map(|(transfer, _)| transfer.missing()).sum();
+        let mut stored = self.stored.lock().unwrap_or_else(PoisonError::into_inner);
+        stored.most = stored.most.max(in_flight);
         Ok(())
     }
 

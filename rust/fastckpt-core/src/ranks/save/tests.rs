@@ -512,11 +512,11 @@ fn a_unit_keeps_its_messages_until_it_is_written() {
 }
 
 #[test]
-fn the_ranks_of_a_node_share_the_queue_depth_of_one_process() {
-    let share = |local: &'static str, queue_depth| {
+fn the_ranks_of_a_node_share_what_is_in_flight_on_storage_of_several_machines() {
+    let share = |local: &'static str, reach| {
         let environment = crate::Environment::of(|name| (name == "LOCAL_WORLD_SIZE").then(|| local.into()));
-        depth(&Options { queue_depth, environment, ..Options::default() })
+        in_flight(&Options { environment, ..Options::default() }, reach)
     };
-    assert_eq!([share("1", 32), share("4", 32), share("64", 32), share("", 32)], [32, 8, 4, 32]);
-    assert_eq!([share("8", 1), share("2", 6)], [1, 4]);
+    assert_eq!([share("8", Reach::Machine), share("8", Reach::Unknown)], [None, Some(128 << 20)]);
+    assert_eq!([share("", Reach::Everywhere), share("1", Reach::Unknown)], [Some(1 << 30); 2]);
 }
