@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from harness import needs
+from harness import mounts, needs, strace
 
 MIB = 1 << 20
 SHARED = "buffered: shared by the ranks of this node"
@@ -115,6 +115,66 @@ def test_report_tells_that_ranks_share(tmp_path, caplog, monkeypatch, name, envi
     # Verifying is to see the disk, and writing is each rank's own.
     assert SHARED not in fastckpt.verify(tmp_path / name, **options).paths
     assert SHARED not in fastckpt.save(wanted, tmp_path / name, **options).paths
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "shared"),
+    [
+        ("ext4", {"keys": "w0"}, False),
+        ("fuse", {"keys": "w0"}, True),
+        ("fuse", {}, True),
+        ("fuse", "part", False),
+    ],
+)
+def test_ranks_share_what_all_of_them_probably_read(kind, arguments, shared, monkeypatch):
+    """Another rank's parts are other parts; some tensors are read once only from storage of several machines."""
+    wanted = state(16 * MIB)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with mounts.mount(kind, size=128 * MIB) as point:
+        fastckpt.save(wanted, point / "c")
+        with (point / "c" / "model.safetensors").open("rb") as shard:
+            os.posix_fadvise(shard.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        reports = []
+        if arguments == "part":
+            with fastckpt.open(point / "c") as found:
+                part = found.tensor("w0")[: 3 * MIB]
+                reports.append(found.report)
+        else:
+            part = fastckpt.load(point / "c", io=fastckpt.IO(on_report=reports.append), **arguments)["w0"]
+        assert np.array_equal(part, wanted["w0"][: len(part)])
+    assert (SHARED in reports[-1].paths) == shared, reports[-1].paths
+
+
+READ = """
+import os, sys
+import fastckpt
+
+os.environ["LOCAL_WORLD_SIZE"] = sys.argv[3]
+sys.stdin.readline()
+fastckpt.load(sys.argv[1], io=sys.argv[2])
+"""
+
+
+def test_the_kernel_reads_ahead_of_ranks_that_share(tmp_path):
+    """Each block of each shard is requested once, and the first ones of a shard before any of them is read."""
+    fastckpt.save(state(200 * MIB), tmp_path / "c", files=fastckpt.Files(shard_size="100MiB"))
+    command = [sys.executable, "-c", READ, str(tmp_path / "c"), "auto", "2"]
+    with (
+        subprocess.Popen(command, stdin=subprocess.PIPE) as child,
+        strace.attached(child.pid, tmp_path / "log", "fadvise64,preadv,pread64,readv,preadv2") as trace,
+    ):
+        child.communicate(b"\n", timeout=60)
+        calls = trace.calls()
+    assert child.returncode == 0
+    advised = [call for call in calls if "POSIX_FADV_WILLNEED" in call.arguments]
+    for shard in {call.fd_paths()[0] for call in advised}:
+        ours = [call for call in advised if call.fd_paths() == [shard]]
+        places = [call.arguments.split(", ")[1] for call in ours]
+        assert len(places) == len(set(places)) == 26, (shard, places)
+        reads = [call for call in calls if call.fd_paths()[:1] == [shard] and not call.name.startswith("fadvise")]
+        large = [call for call in reads if call.result.split()[0].isdecimal() and int(call.result.split()[0]) >= MIB]
+        assert sum(call.end < large[0].start for call in ours) >= 17
+    assert len({call.fd_paths()[0] for call in advised}) == 2
 
 
 def test_buffered_that_was_asked_for_is_not_called_shared(tmp_path, caplog, monkeypatch):

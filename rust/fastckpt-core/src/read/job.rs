@@ -19,10 +19,14 @@ use crate::format::checksum;
 use crate::format::geometry::{self, PAGE, STRAIGHT};
 use crate::format::manifest::ShardEntry;
 use crate::sys::dealt::Dealt;
+use crate::sys::file::DataFile;
 use crate::sys::gather::{Buf, Part};
 use crate::sys::memory::Region;
 use crate::sys::pagemap::PageMap;
 use crate::telemetry::{Lane, State};
+
+/// Blocks that the kernel reads ahead, where ranks read through the page cache: 64 MiB.
+const AHEAD: usize = 16;
 
 /// What to do with damage.
 pub(super) enum Outcome {
@@ -171,6 +175,18 @@ impl<'a> ReadJob<'a> {
                 Ok(copied)
             }
             _ => Ok(copied as u64),
+        }
+    }
+
+    /// Has the kernel read the blocks that follow `block` in its shard. Ranks that read together wait for the same pages,
+    /// and few are requested before somebody waits for them.
+    fn read_ahead(&self, block: usize, file: &DataFile) {
+        let blocks = &self.plan.blocks;
+        let shard = blocks[block].shard;
+        let first = block == 0 || blocks[block - 1].shard != shard;
+        let next = if first { block } else { block + AHEAD };
+        for read in blocks.iter().take(block + AHEAD + 1).skip(next).filter(|read| read.shard == shard) {
+            file.read_ahead(read.start, read.end);
         }
     }
 
@@ -391,6 +407,9 @@ impl Job for ReadJob<'_> {
             && file.is_direct()
             && local.is_cached(read.start, read.end, shard.bytes);
         let direct = file.is_direct() && !hot;
+        if !self.direct && self.io == Io::Auto {
+            self.read_ahead(block, local);
+        }
         if self.from_device && !direct {
             // The kernel keeps pages that are not wholly inside.
             local.forget(geometry::down(read.start, PAGE), read.end.next_multiple_of(PAGE));

@@ -18,6 +18,7 @@ use self::job::{Outcome, ReadJob};
 pub use self::job::{Stop, Sum};
 pub use self::map::Maps;
 pub use self::plan::{Request, Wanted};
+use crate::commit::{self, Reach};
 use crate::engine::choice::Choice;
 use crate::engine::job::Progress;
 use crate::engine::options::{Io, Options};
@@ -26,6 +27,7 @@ use crate::engine::run::run;
 use crate::error::{DIRECT_OVER_NETWORK, Error, Result};
 use crate::format::checksum;
 use crate::format::geometry;
+use crate::format::manifest::TensorEntry;
 use crate::telemetry::{self, Kind, Operation};
 
 impl Checkpoint {
@@ -56,7 +58,8 @@ impl Checkpoint {
         let begin = Instant::now();
         let bytes = requests.iter().map(|request| request.bytes(&self.body));
         let wanted = bytes.fold(0, u64::saturating_add);
-        let shared = !self.is_stored() && options.io == Io::Auto && options.ranks().share(&self.path);
+        let shared =
+            options.io == Io::Auto && options.ranks().share(&self.path) && self.is_shared(&requests, wanted);
         let choice = if shared {
             // With direct I/O, each rank would read everything from the storage. Through the page cache, the first rank
             // that comes to a page reads it, and the others wait for it.
@@ -70,6 +73,17 @@ impl Checkpoint {
             self.check_headers(&job.shards, &mut || progress(0, job.plan.read))?;
         }
         self.run(&job, &choice, options, begin, operation, progress)
+    }
+
+    /// Whether other ranks of the node probably read the same `bytes`. Nothing says so. Who reads parts of tensors, reads
+    /// parts of its own. Who reads some tensors, may: then each rank reads from a disk of this machine, but slow storage of
+    /// several machines is read once.
+    fn is_shared(&self, requests: &[Request], bytes: u64) -> bool {
+        let tensors = &self.body.tensors;
+        let size = |request: &Request| tensors.get(request.tensor).map_or(0, TensorEntry::bytes);
+        let whole = |request: &Request| request.bytes(&self.body) >= size(request);
+        let Some(directory) = self.directory().filter(|_| requests.iter().all(whole)) else { return false };
+        bytes >= tensors.iter().map(TensorEntry::bytes).sum() || commit::reach(directory) != Reach::Machine
     }
 
     /// The engine for reading `bytes`.

@@ -375,6 +375,12 @@ impl DataFile {
         let _ = fs::fadvise(&self.cached, start, len, fs::Advice::DontNeed);
     }
 
+    /// Has the kernel read `[start, end)` into the page cache, without waiting for it.
+    pub fn read_ahead(&self, start: u64, end: u64) {
+        let len = std::num::NonZeroU64::new(end.saturating_sub(start));
+        let _ = fs::fadvise(&self.cached, start, len, fs::Advice::WillNeed);
+    }
+
     /// The descriptor for an operation of the given kind.
     #[must_use]
     pub fn fd(&self, direct: bool) -> BorrowedFd<'_> {
