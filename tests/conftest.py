@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
 import os
 import signal
+import sys
 
 import pytest
 
@@ -46,8 +48,23 @@ def pytest_collection():
         gc.enable()
 
 
-def pytest_unconfigure():
-    gc.unfreeze()  # libraries complain of what they still have at the end of the process
+@pytest.hookimpl(trylast=True)
+def pytest_sessionfinish(session):
+    """Workers, and who has only collected, leave torch and all that was collected as it lies: to let go of it takes an
+    interpreter seven seconds."""
+    if hasattr(session.config, "workerinput") or session.config.option.collectonly:
+        atexit.register(_leave, session)
+    else:
+        gc.unfreeze()  # libraries complain of what they still have at the end of the process
+
+
+def _leave(session):
+    """What an interpreter does at its end before it lets go of its objects."""
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()  # those of others
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1 if hasattr(sys, "last_type") else session.exitstatus)  # 1: nobody caught an exception
 
 
 @pytest.fixture(scope="module", autouse=True)
