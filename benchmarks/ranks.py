@@ -2,6 +2,7 @@
 
     python benchmarks/ranks.py --size 4 --rounds 5 --markdown --json ranks.json --check
     python benchmarks/ranks.py --simulate        # 8 to 16,384 ranks in one process; takes its own options
+    python benchmarks/ranks.py --store           # 1,000 clients on one real TCPStore; takes its own options
 
 How it measures, and why:
 
@@ -210,8 +211,9 @@ def table(found: dict[str, dict[str, Any]], kind: str, action: str) -> list[list
 
 def main() -> int:
     """Measure, print, and say whether the bars are met."""
-    if "--simulate" in sys.argv[1:]:
-        return int(importlib.import_module("bench.ranks_simulation").main())
+    for own in ("simulate", "store"):
+        if f"--{own}" in sys.argv[1:]:
+            return int(importlib.import_module(f"bench.ranks_{'simulation' if own == 'simulate' else own}").main())
     chosen = parse_options()
     with options.working_directory(chosen, "ranks") as directory:
         about = report.machine(directory)

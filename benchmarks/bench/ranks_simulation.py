@@ -15,7 +15,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +27,9 @@ from fastckpt._ranks.protocol import Turn
 from fastckpt._ranks.requests import Add, Call, Forget, Get, Now, Put, Remove, Swap, Wait
 from fastckpt._ranks.table import Table, encode, encode_spreads, kinds_of
 from fastckpt._tensors.spread import Spread
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 #: The points: ranks and tensors.
 POINTS = (
@@ -49,8 +52,29 @@ class Traffic:
     """What one rank exchanges with the store."""
 
     requests: int = 0
+    #: Questions to the store, each with an answer: one request may take several.
+    operations: int = 0
     sent: int = 0
     received: int = 0
+
+    def note(self, request: Any, reply: Any) -> None:
+        """Count a request and its reply; those that no store serves do not count."""
+        if isinstance(request, (Now, Forget, Call)):
+            return
+        self.requests += 1
+        self.operations += len(request.keys) if isinstance(request, (Get, Remove)) else 1
+        if isinstance(request, Put):
+            self.sent += sum(len(key) + len(value) for key, value in request.values.items())
+        elif isinstance(request, Add):
+            self.sent += len(request.key) + 8
+            self.received += 8
+        elif isinstance(request, Swap):
+            self.sent += len(request.key) + len(request.expected) + len(request.value)
+            self.received += len(reply)
+        else:
+            self.sent += sum(map(len, request.keys))
+        if isinstance(request, Get):
+            self.received += sum(len(value) for value in reply if value is not None)
 
 
 class Store:
@@ -84,10 +108,8 @@ class Store:
         while isinstance(request, (Now, Forget, Call)):
             answers = {Now: lambda _: 0.0, Forget: lambda _: None, Call: lambda call: call.function(call.value)}
             request = steps.send(answers[type(request)](request))
-        traffic = self.traffic[rank]
-        traffic.requests += 1
         if isinstance(request, Wait):
-            traffic.sent += sum(map(len, request.keys))
+            self.traffic[rank].note(request, None)
             missing = [key for key in request.keys if key not in self.values]
             if missing:
                 self.missing[rank] = len(missing)
@@ -96,37 +118,30 @@ class Store:
                 return
             self.ready.append((rank, True))
             return
-        self.ready.append((rank, self._answer(request, traffic)))
+        reply = self._answer(request)
+        self.traffic[rank].note(request, reply)
+        self.ready.append((rank, reply))
 
-    def _answer(self, request: Any, traffic: Traffic) -> Any:
+    def _answer(self, request: Any) -> Any:
         if isinstance(request, Get):
-            found = [self.values.get(key) for key in request.keys]
-            traffic.sent += sum(map(len, request.keys))
-            traffic.received += sum(len(value) for value in found if value is not None)
-            return found
+            return [self.values.get(key) for key in request.keys]
         if isinstance(request, Put):
-            traffic.sent += sum(len(key) + len(value) for key, value in request.values.items())
             for key, value in request.values.items():
                 self._set(key, value)
             return None
         if isinstance(request, Remove):
-            traffic.sent += sum(map(len, request.keys))
             for key in request.keys:
                 self.values.pop(key, None)
             return None
         if isinstance(request, Add):
             count = int(self.values.get(request.key, b"0")) + request.amount
-            traffic.sent += len(request.key) + 8
-            traffic.received += 8
             self._set(request.key, b"%d" % count)
             return count
         if not isinstance(request, Swap):
             raise TypeError(request)
-        traffic.sent += len(request.key) + len(request.expected) + len(request.value)
         held = self.values.get(request.key, b"")
         if held == request.expected:
             self._set(request.key, held := request.value)
-        traffic.received += len(held)
         return held
 
     def _set(self, key: str, value: bytes) -> None:
@@ -208,15 +223,22 @@ def _begin(share: Any, nbytes: int) -> tuple[int, int]:
     return base, block if block < base + nbytes else 1 << 50
 
 
+def rounds(told: Told, pieces: Callable[[], bytes], share: Any) -> Iterator[tuple[str, Any, Any, Any]]:
+    """What a rank says in a save: the round, its value, how several are combined, and how the answer is made."""
+    yield "arrive", [*told.digests, False], combine_arrivals, None
+    yield "created", None, _nothing, lambda _: "name"
+    yield "joined", None, _nothing, None
+    yield "done", pieces(), share.merge, lambda all_of: [len(all_of)]
+
+
 def _script(rank: int, size: int, told: Told, pieces: Any, share: Any, out: dict[int, Any]) -> Any:
     member = Member(rank, size, "host", f"{rank:x}")
     for number in range(2):
         turn = Turn(member, "save", "/checkpoint", 600.0)
-        arrived = yield from turn.round("arrive", [*told.digests, False], None, combine_arrivals)
-        yield from turn.round("created", None, None, _nothing, lambda _: "name")
-        yield from turn.round("joined", None, None, _nothing)
-        merged = yield from turn.round("done", pieces(rank), None, share.merge, lambda all_of: [len(all_of)])
-        out[rank] = arrived, merged, number
+        answers = {}
+        for name, value, combine, decide in rounds(told, lambda: pieces(rank), share):
+            answers[name] = yield from turn.round(name, value, None, combine, decide)
+        out[rank] = answers["arrive"], answers["done"], number
 
 
 def _nothing(_: list[Any]) -> None:

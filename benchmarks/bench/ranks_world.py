@@ -20,6 +20,7 @@ from bench import ranks_contenders, ranks_states
 from bench.measure import measure
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from multiprocessing.connection import Connection
 
 # Longer than anything here takes on a disk that is not broken.
@@ -114,7 +115,11 @@ def _run(rank: int, size: int, port: int, connection: Connection) -> None:
 
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.TCPStore("127.0.0.1", port), rank=rank, world_size=size)
-    me = _Rank()
+    obey(_Rank(), connection)
+
+
+def obey(me: Any, connection: Connection) -> None:
+    """Call the methods of ``me`` that the parent asks for, until it closes; the process ends then."""
     with contextlib.suppress(EOFError):
         while True:
             method, arguments, named = connection.recv()
@@ -139,9 +144,14 @@ def _serve(connection: Connection) -> None:
 
 
 class World:
-    """All ranks, as seen by the parent."""
+    """All ranks, as seen by the parent.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: how many processes.
+        run: what each does: called with its index, ``size``, the store's port and a connection to the parent.
+    """
+
+    def __init__(self, size: int, run: Callable[[int, int, int, Connection], None] = _run) -> None:
         context = multiprocessing.get_context("spawn")
         self.connections: list[Any] = []
         self.processes: list[Any] = []
@@ -158,7 +168,7 @@ class World:
         self.store = start(_serve)
         port = self.store.recv()
         for rank in range(size):
-            self.connections.append(start(_run, rank, size, port))
+            self.connections.append(start(run, rank, size, port))
 
     def ask(self, method: str, *arguments: Any, **named: Any) -> list[Any]:
         """Run a method of all ranks; return their answers.

@@ -1,0 +1,438 @@
+"""One real TCPStore, and many clients: what a save, a restore and a preemption take of it.
+
+    python benchmarks/ranks.py --store --clients 1000 --tensors 30000 --check
+
+Every client is a rank as the store knows it: the protocol, its connections and its threads, of the package itself. It
+has no tensors. A save says what that of an FSDP state says, with the checksums of what the rank would have written. In
+a restore the newest checkpoint has one damaged block, which one rank meets, and the ranks load the one before. In a
+preemption a signal comes to one rank in the middle of a step, and all leave at one step. The server has a process of
+its own, the clients share a few; all of them share this machine, so seconds are more than a cluster's, where each
+client has a core. What the server did does not depend on that: its CPU seconds, bytes and memory are the kernel's count
+(the peak of the resident set, beyond what it had with all clients connected), operations are what the clients asked.
+"""
+
+# ruff: noqa: SLF001 - what ranks exchange is counted and played from within
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from bench import MB, options, report
+from bench.bars import Bar
+from bench.ranks_simulation import State, Traffic, rounds
+from bench.ranks_world import World, obey
+from fastckpt import when
+from fastckpt._manager import crew as crews
+from fastckpt._manager.preemption import Preemption, Signals
+from fastckpt._manager.restore import Loader
+from fastckpt._manager.schedule import Schedule
+from fastckpt._manager.step_boundary import StepBoundary
+from fastckpt._manager.step_timing import StepTiming
+from fastckpt._ranks import peers
+from fastckpt._ranks.called import location_of
+from fastckpt._ranks.store import Transport
+from fastckpt._ranks.torch_distributed import Group, store_below
+from fastckpt.exceptions import CorruptCheckpointError, RanksError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from multiprocessing.connection import Connection
+
+#: The scenes, in order.
+SCENES = ("save", "restore", "preemption")
+#: Seconds of the steps of a preemption, and of training before the signal: not a multiple of both.
+STEPS, BEFORE = (5.0, 0.01), 11.7
+TIMEOUT = 600.0
+#: The bars: seconds of a save's rounds, and of the answer to a signal; bytes of the server's memory.
+SAVE, ANSWER, MEMORY = 10.0, 3.0, 200 * MB
+#: Threads are many and do little.
+STACK = 512 << 10
+HOME = str(Path(__file__).parent)
+
+
+class Counted(Transport):
+    """A client that counts what it exchanges."""
+
+    def __init__(self, store: Any) -> None:
+        super().__init__(store)
+        self.traffic = Traffic()
+
+    def serve(self, request: Any, limit: float) -> Any:
+        """Serve a request, and count it."""
+        reply = super().serve(request, limit)
+        self.traffic.note(request, reply)
+        return reply
+
+
+class _Session:
+    """What the rank of a manager needs of a process group."""
+
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.group = Group(rank, size, tuple(range(size)), f"node-{rank // 8:04d}", store)
+        self.made: list[peers.Peers] = []
+        self.peers = self.apart()
+
+    def apart(self) -> peers.Peers:
+        group = self.group
+        store = store_below(group.store, str(len(self.made)))
+        self.made.append(peers.Peers(group.rank, group.size, store, group.host, shown=False))
+        return self.made[-1]
+
+    def end(self, apart: peers.Peers) -> None:
+        apart.close()
+
+
+class Client:
+    """One rank."""
+
+    def __init__(self, rank: int, size: int, store: Any) -> None:
+        self.rank = rank
+        self.session = _Session(rank, size, store)
+        self.place = location_of(HOME, self.session.group.host)
+        self.signals = Signals(shared=True)
+        self.saves = SimpleNamespace(step=None, in_flight=False, look=lambda _: None, plan=lambda step: {"at": step})
+        self.saves.settle = lambda _: []
+
+    def manage(self) -> None:
+        """Have what a manager has for its boundaries."""
+        self.crew = crews.Crew(None, HOME)
+        timing = StepTiming()
+        schedule = Schedule([when.Every(steps=10**9)], timing)
+        preemption = Preemption(HOME, self.signals, self.saves, self.crew)
+        self.boundary = StepBoundary(self.crew, schedule, timing, self.saves, SimpleNamespace(), preemption)
+        self.boundary.should_save(0)
+
+    def passes(self, step: int) -> bool:
+        """Whether the boundary needs no thread, because no question is asked there."""
+        return bool(self.crew._skip) and not self.boundary.should_save(step)
+
+    def operation(self, kind: str, path: str) -> peers.Operation:
+        """Begin a save or load."""
+        return self.session.peers.operation(kind, f"{HOME}/{path}", TIMEOUT, place=self.place)
+
+    def save(self, path: str, said: Callable[[], Any]) -> None:
+        """The rounds of a save."""
+        with self.operation("save", path) as turn:
+            turn.mark({"0.step": f"'{path}'"})
+            for name, value, combine, decide in said():
+                turn.round(name, value, combine=combine, decide=decide)
+
+    def load(self, path: str, *, damaged: bool) -> None:
+        """The rounds of a load, in which one block may be damaged: its reader, the last rank, raises."""
+        with self.operation("load", path) as turn:
+            turn.mark(dict(self.crew.answered))
+            turn.round("arrive", [[self.session.group.host], [], [True, ""]], combine=lambda values: values[0])
+            turn.round("wanted", [None, None, False], combine=lambda values: values[0])
+            if damaged and self.rank == self.session.group.size - 1:
+                raise CorruptCheckpointError(
+                    f"load: {HOME}/{path}: model-00007-of-00200.safetensors: the checksum of the block at byte "
+                    "1,073,741,824 is 0x9b1f3c5d77aa0e42, not 0x1a2b3c4d5e6f7081: tensor model.layers.31.mlp.weight"
+                )
+            turn.round("done", None, combine=lambda _: None)
+
+    def restore(self) -> None:
+        """What a manager's restore asks, and the loads between."""
+        loader: Any = Loader(SimpleNamespace(), self.crew)
+        for at, path in enumerate(("step-2000", "step-1000")):
+            if at == 0:
+                self.crew.first("restore", lambda: [[2000, False], [1000, False]])
+            error = None
+            try:
+                self.load(path, damaged=at == 0)
+            except (RanksError, CorruptCheckpointError) as failed:
+                error = failed
+            if bool(loader._failures(error, far=False)) != (at == 0):
+                raise RuntimeError(f"rank {self.rank}: {path}: {error}")
+            if at == 0:
+                self.crew.first("restore: look", lambda: False)
+
+
+class Crowd:
+    """Some of the clients, each in a thread."""
+
+    def __init__(self, index: int, crowds: int, clients: int, tensors: int, port: int) -> None:
+        import torch.distributed as dist
+
+        threading.stack_size(STACK)
+        # By default each of a thousand threads that want the interpreter asks for it 200 times a second.
+        sys.setswitchinterval(1.0)
+        self.size, self.tensors = clients, tensors
+        peers.Transport = Counted
+        store = dist.TCPStore("127.0.0.1", port)
+        self.clients: list[Client] = []
+        crews.session = lambda *_: self._at.session
+        for rank in range(index, clients, crowds):
+            self.clients.append(Client(rank, clients, store))
+        self._local = threading.local()
+        self.said: list[Callable[[], Any]] = []
+
+    @property
+    def _at(self) -> Client:
+        found: Client = self._local.client
+        return found
+
+    def each(self, function: Callable[[Client], Any], some: list[Client] | None = None) -> dict[str, Any]:
+        """Run a function of each client in its thread; when they began and ended.
+
+        Raises:
+            Exception: that of a client.
+        """
+        errors: list[BaseException] = []
+        ends: list[float] = []
+
+        def run(client: Client) -> None:
+            self._local.client = client
+            try:
+                function(client)
+            except BaseException as error:  # noqa: BLE001 - it is raised below
+                errors.append(error)
+            ends.append(time.monotonic())
+
+        threads = [threading.Thread(target=run, args=(client,)) for client in some or self.clients]
+        began = time.monotonic()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        return {"began": began, "ended": max(ends)}
+
+    def traffic(self) -> list[int]:
+        """Operations of all clients since the last call, and bytes that they sent and received."""
+        total = [0, 0, 0]
+        for client in self.clients:
+            for one in client.session.made:
+                found = one._transport.traffic
+                total = [total[0] + found.operations, total[1] + found.sent, total[2] + found.received]
+                one._transport.traffic = Traffic()
+        return total
+
+    def prepare_save(self) -> None:
+        """Make what the ranks say."""
+        state = State(self.size, self.tensors)
+        told, share = state.told(0), state.share()
+        of = state.pieces(share)
+        pieces = [of(client.rank) for client in self.clients]
+        self.said = [functools.partial(rounds, told, lambda each=each: each, share) for each in pieces]
+
+    def save(self, path: str) -> dict[str, Any]:
+        """Save on all clients."""
+        said = dict(zip(self.clients, self.said, strict=True))
+        return self.each(lambda client: client.save(path, said[client]))
+
+    def manage(self) -> dict[str, Any]:
+        """Make the managers, unless there are any."""
+        self.said = []
+        if hasattr(self.clients[0], "crew"):
+            return {}
+        return self.each(Client.manage)
+
+    def restore(self) -> dict[str, Any]:
+        """Restore on all clients."""
+        return self.each(Client.restore)
+
+    def train(self, begins: float, seconds: float, called: float, whom: int) -> dict[str, Any]:
+        """Take steps until a signal, which comes at a time to one rank, is answered.
+
+        Args:
+            begins: when the first step does, by the monotonic clock.
+            seconds: of a step.
+            called: when the signal comes.
+            whom: to which rank.
+        """
+        asked, step = 0.0, 0
+        for client in self.clients:
+            client.signals = client.boundary.preemption.signals
+            if client.rank == whom:
+                threading.Timer(called - time.monotonic(), client.signals._handle, (signal.SIGUSR1, None)).start()
+        while True:
+            step += 1
+            time.sleep(max(0.0, begins + step * seconds - time.monotonic()))
+            arrived = time.monotonic()
+            waiting = [client for client in self.clients if not client.passes(step)]
+            if waiting:
+                self.each(lambda client, at=step: client.boundary.should_save(at), waiting)
+            now = time.monotonic()
+            asked += now - arrived if arrived < called else 0.0
+            stopped = [client for client in self.clients if client.signals.called]
+            if stopped:
+                if len(stopped) != len(self.clients):
+                    raise RuntimeError(f"step {step}: {len(stopped)} of {len(self.clients)} ranks stop")
+                for client in self.clients:
+                    client.signals._called.clear()
+                    client.signals._pending.clear()
+                    client.boundary._wanted = None
+                return {"step": step, "ended": now, "asked": asked}
+            if now > called + 60:
+                raise RuntimeError("nobody has heard of the signal for a minute")
+
+
+def _crowd(index: int, crowds: int, port: int, connection: Connection, clients: int, tensors: int) -> None:
+    obey(Crowd(index, crowds, clients, tensors, port), connection)
+
+
+class Server:
+    """The server's process, as the kernel counts it."""
+
+    def __init__(self, process: int) -> None:
+        self.at = Path(f"/proc/{process}")
+        #: What it had before the first client came: Python, and torch.
+        self._bare = self._now()["memory"]
+        self._began: dict[str, float] = {}
+
+    def begin(self) -> None:
+        """Count from here on."""
+        (self.at / "clear_refs").write_text("5")
+        self._began = self._now()
+
+    def counts(self) -> dict[str, float]:
+        """CPU seconds and bytes since ``begin``, and the peak of memory since then."""
+        now = self._now()
+        found = {name: now[name] - self._began[name] for name in ("cpu", "in", "out")}
+        return {**found, "memory": now["peak"] - self._bare}
+
+    def _now(self) -> dict[str, float]:
+        fields = (self.at / "stat").read_text(encoding="ascii").rpartition(")")[2].split()
+        io = dict(line.split(": ") for line in (self.at / "io").read_text(encoding="ascii").splitlines())
+        status = dict(line.split(":", 1) for line in (self.at / "status").read_text(encoding="ascii").splitlines())
+        kilobytes = {name: int(status[name].split()[0]) << 10 for name in ("VmRSS", "VmHWM")}
+        return {
+            "cpu": (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"),
+            "in": int(io["rchar"]),
+            "out": int(io["wchar"]),
+            "memory": kilobytes["VmRSS"],
+            "peak": kilobytes["VmHWM"],
+        }
+
+
+class Scenes:
+    """The scenes, over one store."""
+
+    def __init__(self, clients: int, processes: int, tensors: int) -> None:
+        self.clients = clients
+        self.world = World(processes, functools.partial(_crowd, clients=clients, tensors=tensors))
+        self.server = Server(self.world.processes[0].pid)
+        self.found: list[dict[str, Any]] = []
+
+    def scene(self, name: str, method: str, *arguments: Any) -> list[dict[str, Any]]:
+        """Run a method of all crowds, and note what it took of the server."""
+        self.world.ask("traffic")
+        self.server.begin()
+        said = self.world.ask(method, *arguments)
+        server = self.server.counts()
+        asked = [sum(each) for each in zip(*self.world.ask("traffic"), strict=True)]
+        began = min((one["began"] for one in said if "began" in one), default=None)
+        ended = max(one["ended"] for one in said)
+        self.found.append(
+            {
+                "scene": name,
+                "seconds": None if began is None else ended - began,
+                "operations": asked[0],
+                "sent": asked[1],
+                "received": asked[2],
+                "server": server,
+            }
+        )
+        return said
+
+    def save(self) -> None:
+        """Two saves: in the first, ranks meet."""
+        self.world.ask("prepare_save")
+        self.scene("save, the first", "save", "step-1")
+        self.scene("save", "save", "step-2")
+
+    def restore(self) -> None:
+        """A restore past a damaged checkpoint."""
+        self.world.ask("manage")
+        self.scene("restore past a damaged block", "restore")
+
+    def preemption(self) -> None:
+        """Signals in training."""
+        self.world.ask("manage")
+        for seconds in STEPS:
+            begins = time.monotonic() + 1
+            called = begins + BEFORE
+            said = self.scene(
+                f"preemption, steps of {seconds:g} s", "train", begins, seconds, called, self.clients // 3
+            )
+            if len({one["step"] for one in said}) != 1:
+                raise RuntimeError(f"ranks stop at different steps: {sorted({one['step'] for one in said})}")
+            # The first boundary after the signal: none can answer before.
+            boundary = begins + math.ceil(BEFORE / seconds) * seconds
+            ended = max(one["ended"] for one in said)
+            self.found[-1].update(
+                seconds=ended - boundary,
+                signal=ended - called,
+                share=max(one["asked"] for one in said) / BEFORE,
+            )
+
+
+def lines(found: list[dict[str, Any]]) -> list[list[str]]:
+    """The table, head first."""
+    rows = [["", "s", "operations", "MB in", "MB out", "server CPU s", "server MB"]]
+    for one in found:
+        server = one["server"]
+        cells = [server["in"] / MB, server["out"] / MB, server["cpu"], server["memory"] / MB]
+        numbers = [report.number(one["seconds"], 2), f"{one['operations']:,}"]
+        rows.append([one["scene"], *numbers, *(report.number(cell, 2 if cell < 10 else 0) for cell in cells)])
+    return rows
+
+
+def bars(found: list[dict[str, Any]]) -> list[Bar]:
+    """The demands on the figures."""
+    made = []
+    for one in found:
+        name = one["scene"]
+        if name.startswith("save"):
+            made.append(Bar(f"{name}: seconds", one["seconds"], SAVE, at_least=False))
+        if "signal" in one:
+            made.append(Bar(f"{name}: seconds beyond the first boundary", one["seconds"], ANSWER, at_least=False))
+            made.append(Bar(f"{name}: share of the time for questions", one["share"], 0.005, at_least=False))
+        made.append(Bar(f"{name}: MB of the server", one["server"]["memory"] / MB, MEMORY / MB, at_least=False))
+    return made
+
+
+def main() -> int:
+    """Run the scenes that the command line asks for; 1 when a bar is checked and missed."""
+    parser = argparse.ArgumentParser(
+        prog="ranks.py --store", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--store", action="store_true", help="this")
+    parser.add_argument("--clients", type=options.positive, default=1000, help="ranks (default: 1000)")
+    parser.add_argument("--processes", type=options.positive, default=4, help="of the clients (default: 4)")
+    parser.add_argument("--tensors", type=options.positive, default=30_000, help="of the state (default: 30000)")
+    parser.add_argument("--scenes", type=options.several(str), default=list(SCENES), help="which (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")
+    chosen = parser.parse_args()
+    scenes = Scenes(chosen.clients, chosen.processes, chosen.tensors)
+    try:
+        for name in chosen.scenes:
+            getattr(scenes, name)()
+    finally:
+        scenes.world.close()
+    print(f"{chosen.clients:,} clients in {chosen.processes} processes, {chosen.tensors:,} tensors.")
+    print(report.render(lines(scenes.found), markdown=chosen.markdown))
+    for one in scenes.found:
+        if "signal" in one:
+            print(
+                f"{one['scene']}: answered {one['signal']:.2f} s after the signal, {one['seconds']:.2f} s after "
+                f"the first boundary behind it; questions took {one['share']:.3%} of the time before"
+            )
+    demands = bars(scenes.found)
+    for bar in demands:
+        print(bar)
+    report.write_json(chosen.json, {"scenes": scenes.found, "bars": [bar.document() for bar in demands]})
+    return int(chosen.check and not all(bar.met for bar in demands))
