@@ -1,10 +1,11 @@
 """Parts of a manager, by a clock of their own: what saves of lost machines left in a run, policies with
-their reasons, the times of steps, and what has changed.
+their reasons, the times of steps, what has changed, and what ranks say of a load that failed.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import os
 import random
@@ -15,11 +16,12 @@ import pytest
 import fastckpt
 from fastckpt import keep, when
 from fastckpt._interval import best_interval
-from fastckpt._manager import after_save, stale
+from fastckpt._manager import after_save, restore, stale
 from fastckpt._manager.directory import Directory, Names
 from fastckpt._manager.leftovers import UNCHANGED, Leftovers
 from fastckpt._manager.step_timing import StepTiming
 from fastckpt._manager.tier import reasons
+from fastckpt.exceptions import RanksError
 from fastckpt.keep import Saved
 
 STATE = {"w": np.arange(1000.0)}
@@ -351,3 +353,49 @@ def test_no_data_is_read(tmp_path):
 
 def test_an_endless_grace_period_is_no_limit():
     assert after_save.seconds_until(float("inf")) is None
+
+
+class Ranks:
+    """One of many ranks that ask what became of a load, in groups of 32 as a tree has them; what each had said."""
+
+    host = "node"
+
+    def __init__(self, errors):
+        self.errors = errors
+        self.said = []
+
+    def outcome(self, said, combine, decide):
+        self.said.append(json.loads(json.dumps(said)))
+        if len(self.said) < len(self.errors):
+            return None
+        groups = [self.said[at : at + 32] for at in range(0, len(self.said), 32)]
+        messages = [json.dumps(combine(group)) for group in groups]
+        self.longest = max(map(len, messages))
+        return json.loads(json.dumps(decide(combine([json.loads(message) for message in messages]))))
+
+    def ask(self):
+        """The answer to all of them."""
+        for rank, error in enumerate(self.errors):
+            self.rank = rank
+            answer = restore.Loader(None, self)._failures(error, far=False)
+        return answer
+
+
+def test_what_a_thousand_ranks_could_not_load_travels_as_the_first_failures_and_a_count():
+    """Mutants: a list of all; those that have only heard of it among them; a rank that must not skip it unheard."""
+    damage, heard = fastckpt.CorruptCheckpointError("d" * 5000), RanksError("r" * 5000, ())
+    failed = {3, *range(40, 1000)}
+    ranks = Ranks([damage if rank in failed else heard for rank in range(1000)])
+    answer = ranks.ask()
+    assert [one.rank for one in answer.listed] == sorted(failed)[:16]
+    assert answer.more == len(failed) - 16
+    assert (answer.kinds, answer.skips, answer.gone) == (["CorruptCheckpointError"], True, False)
+    assert ranks.longest < 34 * 2200
+    assert "and 945 more" in str(restore._of_others("run", answer))
+
+    some = Ranks([damage, None, OSError(28, "No space left on device"), *[heard] * 61]).ask()
+    assert ([one.rank for one in some.listed], some.more, some.skips) == ([0, 2], 0, False)
+    gone = Ranks([FileNotFoundError("gone"), heard]).ask()
+    assert (gone.skips, gone.gone) == (True, True)
+    assert [one.kind for one in Ranks([heard, heard]).ask().listed] == ["RanksError"] * 2
+    assert Ranks([None] * 40).ask() is None

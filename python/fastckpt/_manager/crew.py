@@ -250,14 +250,23 @@ class Crew:
             agreed: _T = turn.round(LAST, found, combine=lambda values: values[0])
             return agreed
 
-    def each(self, said: Any) -> list[Any]:
-        """The contribution of each rank, by rank.
+    def outcome(
+        self, said: Any, combine: Callable[[list[Any]], Any], decide: Callable[[Any], Any] = lambda value: value
+    ) -> Any:
+        """What became of a load on all ranks: ``decide`` of what they have ``said``, combined.
 
         Raises:
             RanksError: a rank does not answer.
         """
-        listed = self._round("restore: outcome", [[self.rank, said]], _joined)
-        return [said for _, said in sorted(listed)]
+        return self._round("restore: outcome", said, combine, decide)
+
+    def each(self, said: Any) -> list[Any]:
+        """The contribution of each rank, by rank: all of them travel to all, so they are few and short.
+
+        Raises:
+            RanksError: a rank does not answer.
+        """
+        return [one for _, one in sorted(self.outcome([[self.rank, said]], _joined))]
 
     @property
     def answered(self) -> Mapping[str, str]:

@@ -16,6 +16,7 @@ from fastckpt._api.load import load
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.reports import LoadReport
 from fastckpt._api.verify import verify
+from fastckpt._ranks import words
 from fastckpt._ranks.calls import marked
 from fastckpt._warn import warn
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
@@ -34,6 +35,8 @@ logger = logging.getLogger("fastckpt")
 
 _NOWHERE = Lineage(0)
 
+#: Texts of failures are cut to this length, as in :mod:`fastckpt._ranks.words`.
+_LONGEST = 2000
 #: How often the directory is listed again because a checkpoint was removed while it was being read.
 _LOOKS = 20
 #: Errors of storage that concern one damaged file: an older checkpoint may be intact.
@@ -88,15 +91,14 @@ class Loader:
         """
         listed = self.ranks.first("restore: step", partial(self.candidates.candidates_of, step, needed=needed))
         one, *others = (Candidate(*one) for one in listed)
-        found, failures, error = self._try(one, (), how)
-        if found is None and others and all(failure.skips for failure in failures):
-            if not failures[0].gone:
-                self._warn(step, failures[0], last=False)
-            found, further, late = self._try(others[0], (), how)
-            if not all(failure.gone for failure in further):
-                error = late
-        if found is None:
-            raise error
+        found = self._try(one, (), how)
+        if isinstance(found, _Lost) and others and found.failures.skips:
+            if not found.failures.listed[0].gone:
+                self._warn(step, found.failures.listed[0], last=False)
+            late = self._try(others[0], (), how)
+            found = found if isinstance(late, _Lost) and late.failures.gone else late
+        if isinstance(found, _Lost):
+            raise found.error
         return found
 
     def newest(self, how: Mapping[str, Any], *, fresh: bool) -> Restored | None:
@@ -122,22 +124,23 @@ class Loader:
             return None
         while tries:
             one = tries.pop(0)
-            found, failures, error = self._try(one, tuple(skipped.items()), how, more=True)
-            if found is not None:
+            found = self._try(one, tuple(skipped.items()), how, more=True)
+            if not isinstance(found, _Lost):
                 return found
+            failures = found.failures
             # Where another writes and removes, the first rank's view counts.
             if looks < _LOOKS and self.ranks.first("restore: look", partial(self.candidates.is_gone, one)):
                 # It was removed in favour of one that became durable after the listing.
                 tries, looks = look(), looks + 1
                 continue
-            if not all(failure.skips for failure in failures):
-                raise error
+            if not failures.skips:
+                raise found.error
             # The copy of it on the remote tier comes next.
             is_last = not any(other.step == one.step for other in tries)
             if is_last:
-                skipped[one.step] = failures[0].why
-                kinds.update(failure.kind for failure in failures)
-            self._warn(one.step, failures[0], last=is_last)
+                skipped[one.step] = failures.listed[0].why
+                kinds.update(failures.kinds)
+            self._warn(one.step, failures.listed[0], last=is_last)
         path = self.candidates.local.place.path
         newest = f"the newest: {next(iter(skipped.values()))}" if skipped else "all were removed meanwhile"
         if kinds == {NotACheckpointError.__name__}:
@@ -154,24 +157,26 @@ class Loader:
 
     def _try(
         self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool = False
-    ) -> tuple[Restored | None, list[_Failure], Exception]:
+    ) -> Restored | _Lost:
         """Load a checkpoint on all ranks, or report why ranks cannot, and the error that this one may raise.
 
         Before it others were ``skipped``; after it ``more`` may be tried.
         """
-        found: Restored | None = None
-        error: Exception | None = None
+        found: Restored | Exception
         try:
             found = self._load(one, skipped, how, more=more)
         except RanksError as reported:
             if not is_reported(reported):
                 raise
-            error = reported
+            found = reported
         except Exception as failed:  # noqa: BLE001 - the ranks decide what it means
-            error = failed
+            found = failed
+        error = found if isinstance(found, Exception) else None
         failures = self._failures(error, far=one.far)
-        of_others = _of_others(self.candidates.local.place.path_of(one.step), failures)
-        return None if failures else found, failures, error or of_others
+        if failures is None:
+            assert isinstance(found, Restored)  # noqa: S101 - this rank has reported none
+            return found
+        return _Lost(failures, error or _of_others(self.candidates.local.place.path_of(one.step), failures))
 
     def _load(
         self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool
@@ -217,18 +222,25 @@ class Loader:
             text = f"fastckpt: restore: {local.path_of(step)} {what} and is {then}: {failure.why}"
             warn(text)
 
-    def _failures(self, error: Exception | None, *, far: bool) -> list[_Failure]:
-        """Why ranks could not load it, by rank; a rank that has only heard of another's failure does not count.
+    def _failures(self, error: Exception | None, *, far: bool) -> _Failures | None:
+        """Why ranks could not load it; a rank that has only heard of another's failure does not count.
 
         Whatever prevents one from being fetched from the remote tier, an older checkpoint may be loaded instead.
         """
-        own = None
+        #: Those that failed themselves, and those that heard of it.
+        said: list[_Failures | None] = [None, None]
         if error is not None:
             gone, skips = isinstance(error, FileNotFoundError), is_damage(error) or (far and isinstance(error, OSError))
-            own = [self.ranks.host, type(error).__name__, str(error), skips, gone]
-        said = self.ranks.each(own)
-        failures = [_Failure(rank, *of) for rank, of in enumerate(said) if of is not None]
-        return [one for one in failures if one.kind != RanksError.__name__] or failures
+            kind = type(error).__name__
+            own = _Failure(self.ranks.rank, self.ranks.host, kind, str(error)[:_LONGEST], gone)
+            said[kind == RanksError.__name__] = _Failures([own], 0, [kind], skips, gone)
+        found = self.ranks.outcome(said, _combine, lambda both: both[0] or both[1])
+        return None if found is None else _Failures.of(found)
+
+
+def _combine(values: list[list[Any]]) -> list[_Failures | None]:
+    """What several ranks have said, of each kind."""
+    return [_Failures.joined([_Failures.of(one) for one in each if one]) for each in zip(*values, strict=True)]
 
 
 def is_damage(error: Exception) -> bool:
@@ -240,21 +252,58 @@ def is_damage(error: Exception) -> bool:
 class _Failure(NamedTuple):
     """Why a rank could not load a checkpoint: the name of the exception, and its text.
 
-    An older checkpoint may be loaded instead if it ``skips``; if it is ``gone``, there is nothing any more.
+    If the checkpoint is ``gone``, there is nothing any more.
     """
 
     rank: int
     host: str
     kind: str
     why: str
-    skips: bool
     gone: bool
 
 
-def _of_others(path: str, failures: list[_Failure]) -> RanksError:
+class _Failures(NamedTuple):
+    """Why ranks could not load a checkpoint: the first of them, how many more, and the names of all exceptions.
+
+    An older checkpoint may be loaded instead where each rank ``skips`` this one; ``gone`` where it is on each.
+    """
+
+    listed: list[_Failure]
+    more: int
+    kinds: list[str]
+    skips: bool
+    gone: bool
+
+    @classmethod
+    def of(cls, said: Any) -> _Failures:
+        """From what was sent."""
+        listed, *others = said
+        return cls([_Failure(*one) for one in listed], *others)
+
+    @classmethod
+    def joined(cls, some: list[_Failures]) -> _Failures | None:
+        """All of them; None where there are none."""
+        if not some:
+            return None
+        listed = sorted(failure for each in some for failure in each.listed)
+        more = sum(each.more for each in some) + len(listed[words.LISTED :])
+        kinds = sorted({kind for each in some for kind in each.kinds})
+        skips, gone = (all(flags) for flags in zip(*(each[-2:] for each in some), strict=True))
+        return cls(listed[: words.LISTED], more, kinds, skips, gone)
+
+
+class _Lost(NamedTuple):
+    """A checkpoint that no rank has loaded: why, and the error that this rank may raise."""
+
+    failures: _Failures
+    error: Exception
+
+
+def _of_others(path: str, failures: _Failures) -> RanksError:
     """The error of a rank that has not failed itself."""
-    listed = tuple(RankFailure(one.rank, one.host, f"failed: {one.kind}: {one.why}") for one in failures)
-    return RanksError(f"restore: {path}: {'; '.join(map(str, listed))}: nothing was restored", listed)
+    listed = tuple(RankFailure(one.rank, one.host, f"failed: {one.kind}: {one.why}") for one in failures.listed)
+    more = f"; and {failures.more:,} more" if failures.more else ""
+    return RanksError(f"restore: {path}: {'; '.join(map(str, listed))}{more}: nothing was restored", listed)
 
 
 def _verify(path: str) -> None:
