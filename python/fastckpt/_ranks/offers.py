@@ -138,7 +138,8 @@ class Parts:
     def __init__(self, spreads: Sequence[Spread], rank: int) -> None:
         self.spreads = spreads
         self.inside = [rank in spread.ranks for spread in spreads]
-        self._known: dict[tuple[tuple[int, ...], Spread | None, int], int] = {}
+        #: Spreads by identity, which their callers keep: a hash goes over all ranks, for each tensor.
+        self._known: dict[tuple[tuple[int, ...], int, int], int] = {}
 
     def part(self, numbers: tuple[int, ...], wanted: Spread | None, before: int = 0) -> int:
         """The number of the part that the rank has as ``wanted``, or whole; the next one after ``before`` such."""
@@ -146,9 +147,9 @@ class Parts:
             return sum(self.inside[number] and self.spreads[number].boxes is None for number in numbers) + before
         if wanted is not None and wanted.is_whole:
             wanted = None
-        known = self._known.get((numbers, wanted, before))
+        known = self._known.get((numbers, id(wanted), before))
         if known is None:
             mine = [self.spreads[number] for number in numbers if self.inside[number]]
             like = [at for at, one in enumerate(mine) if (one.is_whole if wanted is None else one == wanted)]
-            known = self._known[numbers, wanted, before] = like[before]
+            known = self._known[numbers, id(wanted), before] = like[before]
         return known
