@@ -750,6 +750,8 @@ class Share:
         ranks: int,
         options: SaveOptions,
         page: int = ...,
+        grain: int = 0,
+        team: int = 1,
     ) -> Share:
         """Lay out a save.
 
@@ -760,8 +762,11 @@ class Share:
             ranks: how many ranks there are.
             options: its model prefix, shard size and block size count.
             page: bytes of the largest memory page that a rank's kernel has: a rank writes whole pages of that size.
+            grain: bytes at whose multiples writers change: a power of two, at least a page. 0 for a page.
+            team: ranks whose neighbouring pieces one of them writes; 1 for each its own, 0 for as many as it takes for
+                pieces of a grain.
 
-        ValueError where a spread or a page does not fit; UnsupportedTypeError where the checkpoint would be too large.
+        ValueError where a spread, a page or a grain does not fit; UnsupportedTypeError where the checkpoint would be too large.
         """
     @staticmethod
     def to_load(
@@ -798,9 +803,17 @@ class Share:
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
         """The duties of a rank.
 
-        ``ranges`` of files and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
-        ``bytes_received``. ValueError if no rank has some of the bytes to save.
+        ``ranges`` of ``files`` and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
+        ``bytes_received``, the ``peers`` that it exchanges them with, and the ranks of a ``team``. ValueError if no rank
+        has some of the bytes to save.
         """
+
+def aggregation(path: str, page: int) -> tuple[int, int]:
+    """Grain and team of a save to ``path`` (:meth:`Share.to_save`), by its file system and the environment.
+
+    ``FASTCKPT_AGGREGATE`` is ``auto``, ``off`` or the ranks of a team, ``FASTCKPT_GRAIN`` a number of bytes. ValueError
+    for anything else.
+    """
 
 @final
 class Mail:

@@ -49,7 +49,8 @@ class AgreedByRanks(Agreed):
 
     Attributes:
         spreads: the spreads that the tensors' numbers refer to.
-        page: bytes of the largest memory page that a rank's kernel has.
+        grains: bytes of the largest memory page that a rank's kernel has, bytes of a grain, and the ranks of a team: who
+            writes what (``_core.Share.to_save``).
         seed: the seed for drawing samples of what several ranks hold.
         held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
             is 0 if ``fill`` copies the bytes.
@@ -59,7 +60,7 @@ class AgreedByRanks(Agreed):
     """
 
     spreads: Sequence[_core.Spread]
-    page: int
+    grains: tuple[int, int, int]
     seed: int
     held: Sequence[tuple[int, int, int, int]]
     sum: Callable[[int], int | None] | None = None
@@ -104,7 +105,7 @@ class ProcessGroup:
         group, operation, path = self.session.group, self.operation, request.path
         agreement = Agreement(request, group.rank, group.size, request.operation)
         unused = [] if request.tailor is None else request.tailor.unused
-        verdict, seed, page = operation.round(
+        verdict, seed, grains = operation.round(
             "arrive",
             [agreement.arrival(), *self._terms(request), unused, mmap.PAGESIZE],
             combine=_combine_calls,
@@ -123,7 +124,7 @@ class ProcessGroup:
             frozen=request.flags(tensor.name for tensor in job.tensors),
             tensors=tensors,
             spreads=spreads,
-            page=page,
+            grains=tuple(grains),
             seed=seed,
             structure=job.structure or "",
             metadata=job.metadata or "",
@@ -170,7 +171,7 @@ class ProcessGroup:
             Exception: this rank failed.
         """
         size = self.session.group.size
-        share = _core.Share.to_save(agreed.tensors, agreed.spreads, size, options, agreed.page)
+        share = _core.Share.to_save(agreed.tensors, agreed.spreads, size, options, *agreed.grains)
         if self.ranks.replicas == "first":
             share = share.first(None)
         if request.base is None:
@@ -304,7 +305,7 @@ def _decide(agreement: Agreement, path: str, arrived: list[Any]) -> list[Any]:
             )
     if unused:
         raise KeyError(f"save: {path}: {unused[0]} matches nothing on any rank")
-    return [agreement.decide(arrival), secrets.randbits(63), page]
+    return [agreement.decide(arrival), secrets.randbits(63), [page, *_core.aggregation(path, page)]]
 
 
 def _join(session: Session, engine: _core.RankSave, path: str, name: str) -> None:

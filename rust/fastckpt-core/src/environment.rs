@@ -5,8 +5,10 @@
 use std::ffi::{OsStr, OsString};
 
 /// Every variable that the core knows.
-const NAMES: [&str; 18] = [
+const NAMES: [&str; 20] = [
+    "FASTCKPT_AGGREGATE",
     "FASTCKPT_BLOCK_SIZE",
+    "FASTCKPT_GRAIN",
     "FASTCKPT_IO",
     "FASTCKPT_JOB",
     "FASTCKPT_QUEUE_DEPTH",

@@ -1,14 +1,15 @@
 //! `_core.Spread` and `_core.Share`.
 
 use std::collections::HashSet;
+use std::path::PathBuf;
 use std::sync::Arc;
 
 use fastckpt_core::Error;
 use fastckpt_core::engine::options::BLOCK_SIZE;
 use fastckpt_core::format::geometry::PAGE;
 use fastckpt_core::format::layout::{self, Sizes, TensorSpec};
-use fastckpt_core::ranks::{self, Table, pieces};
-use fastckpt_core::share::{self, Bounds, Grain, Message, Placement};
+use fastckpt_core::ranks::{self, Aggregation, Table, pieces};
+use fastckpt_core::share::{self, Bounds, Purpose, Message, Placement};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
@@ -16,6 +17,7 @@ use pyo3::types::{PyBytes, PyDict};
 
 use crate::error::{Raised, to_python};
 use crate::reader::Reader;
+use crate::report::environment;
 use crate::save::SaveOptions;
 
 /// Maps the outcome of a call that runs no Python code.
@@ -97,7 +99,8 @@ fn spreads(spreads: &[Py<Spread>]) -> Vec<share::Spread> {
 #[pymethods]
 impl Share {
     #[staticmethod]
-    #[pyo3(signature = (tensors, spreads, ranks, options, page=PAGE))]
+    #[expect(clippy::too_many_arguments, reason = "they are Python's")]
+    #[pyo3(signature = (tensors, spreads, ranks, options, page=PAGE, grain=0, team=1))]
     fn to_save(
         py: Python<'_>,
         tensors: Vec<Spec>,
@@ -105,6 +108,8 @@ impl Share {
         ranks: u32,
         options: &SaveOptions,
         page: u64,
+        grain: u64,
+        team: u32,
     ) -> PyResult<Self> {
         let (mut specs, mut spread) = (Vec::with_capacity(tensors.len()), Vec::with_capacity(tensors.len()));
         for Spec(name, dtype, shape, logical, own) in tensors {
@@ -118,7 +123,7 @@ impl Share {
         let layout = (&*options.groups, sizes, &*options.frozen);
         let table = py.detach(|| {
             let mut table = Table::new(specs, spread, spreads, ranks, layout)?;
-            table.share = table.share.in_pages(page)?;
+            table.share = table.share.in_pages(page)?.in_teams(grain.max(page), team)?;
             Ok(table)
         });
         Ok(Self(Kind::Save(Arc::new(mapped(table)?))))
@@ -197,22 +202,41 @@ impl Share {
 
     #[pyo3(signature = (rank, *, load))]
     fn figures<'py>(&self, py: Python<'py>, rank: u32, load: bool) -> PyResult<Bound<'py, PyDict>> {
-        let grain = if load { Grain::Extent } else { Grain::Page };
-        let duties = mapped(py.detach(|| self.core().duties(rank, grain)))?;
+        let purpose = if load { Purpose::Load } else { Purpose::Save };
+        let duties = mapped(py.detach(|| self.core().duties(rank, purpose)))?;
         let (sent, received) = if load { (&duties.io, &duties.boxes) } else { (&duties.boxes, &duties.io) };
         let bytes = |messages: &[Message]| messages.iter().map(|message| message.bytes).sum::<u64>();
+        let count = |all: &mut dyn Iterator<Item = u64>| {
+            let mut all: Vec<u64> = all.collect();
+            all.sort_unstable();
+            all.dedup();
+            all.len()
+        };
+        let peers = || sent.iter().chain(received).map(|message| u64::from(message.peer));
         let dict = PyDict::new(py);
         dict.set_item("ranges", duties.ranges.len())?;
+        dict.set_item("files", count(&mut duties.ranges.iter().map(|range| range.shard as u64)))?;
         dict.set_item("bytes", duties.ranges.iter().map(|range| range.end - range.start).sum::<u64>())?;
         dict.set_item("messages_sent", sent.len())?;
         dict.set_item("bytes_sent", bytes(sent))?;
         dict.set_item("messages_received", received.len())?;
         dict.set_item("bytes_received", bytes(received))?;
+        dict.set_item("peers", count(&mut peers()))?;
+        dict.set_item("team", if load { 1 } else { mapped(self.core().team_size())? })?;
         Ok(dict)
     }
 }
 
+/// See `_core.pyi`.
+#[pyfunction]
+fn aggregation(py: Python<'_>, path: PathBuf, page: u64) -> PyResult<(u64, u32)> {
+    let environment = environment(py);
+    let found = mapped(py.detach(|| Aggregation::of(&path, page, &environment)))?;
+    Ok((found.grain, found.team))
+}
+
 pub(crate) fn register(module: &Bound<'_, PyModule>) -> PyResult<()> {
     module.add_class::<Spread>()?;
-    module.add_class::<Share>()
+    module.add_class::<Share>()?;
+    module.add_function(wrap_pyfunction!(aggregation, module)?)
 }

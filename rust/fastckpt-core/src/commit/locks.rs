@@ -68,6 +68,31 @@ pub(super) fn orders_names(directory: BorrowedFd<'_>) -> bool {
     magic(directory).is_some_and(|magic| ORDERED.contains(&magic))
 }
 
+/// The kernels that may write to a file at the same time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Sharing {
+    /// Only this one.
+    One,
+    /// Those of the clients of an NFS server.
+    Nfs,
+    /// Many, as far as is known. The file system prefers transfers of `unit` bytes.
+    Many {
+        unit: u64,
+    },
+}
+
+/// Who may write to files in `directory`. What cannot be asked counts as this machine's own.
+pub(super) fn sharing(directory: BorrowedFd<'_>) -> Sharing {
+    match magic(directory) {
+        Some(NFS) => Sharing::Nfs,
+        Some(magic) if !LOCAL.contains(&magic) => {
+            let found = fs::fstat(directory).ok();
+            Sharing::Many { unit: found.and_then(|found| found.st_blksize.try_into().ok()).unwrap_or(0) }
+        }
+        _ => Sharing::One,
+    }
+}
+
 /// Which processes see a lock on a file in `directory`.
 pub(crate) fn reach(directory: BorrowedFd<'_>) -> Reach {
     let Some(magic) = magic(directory) else { return Reach::Unknown };

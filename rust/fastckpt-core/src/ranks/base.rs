@@ -17,7 +17,7 @@ use crate::format::decode;
 use crate::format::manifest::Body;
 use crate::read::Checkpoint;
 use crate::save::base::LinkedShards;
-use crate::share::{Duties, Grain};
+use crate::share::{Duties, Purpose};
 
 /// The base, as a rank has it.
 enum Base {
@@ -59,7 +59,7 @@ const ORDER: &str = "open or know the base once, then compare, take and lay out"
 impl RankBase {
     /// For `rank`, which holds `held`. `table` is the layout of a save that links nothing.
     pub fn new(table: Arc<Table>, rank: u32, held: Held, options: Options) -> Result<Self> {
-        let duties = Arc::new(table.share.duties(rank, Grain::Page)?);
+        let duties = Arc::new(table.share.duties(rank, Purpose::Compare)?);
         held.check(&duties)?;
         let prepared = Prepared { workspace: None, linked: LinkedShards::new(&table.state()) };
         let (base, prepared) = (OnceLock::new(), Mutex::new(prepared));
@@ -68,7 +68,8 @@ impl RankBase {
 
     /// The duties of `rank` in a save of `table`, if they are known here.
     pub(super) fn duties(&self, table: &Arc<Table>, rank: u32) -> Option<Arc<Duties>> {
-        (Arc::ptr_eq(table, &self.table) && rank == self.rank).then(|| Arc::clone(&self.duties))
+        let same = Arc::ptr_eq(table, &self.table) && rank == self.rank && table.share.is_in_place();
+        same.then(|| Arc::clone(&self.duties))
     }
 
     fn prepared(&self) -> MutexGuard<'_, Prepared> {

@@ -18,7 +18,7 @@ use crate::engine::report::Report;
 use crate::error::{Error, Result};
 use crate::format::checksum::Pair;
 use crate::read::{Checkpoint, Stop, Sum, Wanted};
-use crate::share::{Grain, Item, Message, Piece, Share};
+use crate::share::{Purpose, Item, Message, Piece, Share};
 use crate::sys::thread::builder;
 use crate::telemetry::{self, Kind, Operation};
 
@@ -88,7 +88,7 @@ impl RankLoad {
         places: Places,
         budget: u64,
     ) -> Result<Self> {
-        let mut duties = share.duties(rank, Grain::Extent)?;
+        let mut duties = share.duties(rank, Purpose::Load)?;
         // In the order in which they become complete while the files are read.
         let end = |message: &Message| {
             let item = message.items.last()?;

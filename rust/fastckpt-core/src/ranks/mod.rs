@@ -1,5 +1,6 @@
 //! The part of one of many ranks in a save or a load.
 
+mod aggregation;
 mod base;
 mod compare;
 mod contents;
@@ -14,6 +15,7 @@ mod sums;
 mod table;
 mod work;
 
+pub use self::aggregation::Aggregation;
 pub use self::base::RankBase;
 pub use self::held::Held;
 pub use self::load::{Loaded, RankLoad, compare};

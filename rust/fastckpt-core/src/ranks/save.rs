@@ -31,7 +31,7 @@ use crate::save::shards::allocate;
 use crate::save::work::Work as _;
 use crate::save::{Committed, Figures, Finish, check_size, empty_body, finish, shard_entry, since_1970};
 use crate::share::Piece;
-use crate::share::{Depth, Duties, Grain, Message};
+use crate::share::{Depth, Duties, Purpose, Message};
 use crate::telemetry::{self, Kind, Operation, Phase};
 
 /// The coordinator's facts when all ranks have written.
@@ -132,7 +132,7 @@ impl RankSave {
         base: Option<&RankBase>,
     ) -> Result<Self> {
         let known = base.and_then(|base| base.duties(&table, rank));
-        let find = || table.share.duties(rank, Grain::Page).map(Arc::new);
+        let find = || table.share.duties(rank, Purpose::Save).map(Arc::new);
         let duties = known.map_or_else(find, Ok)?;
         held.check(&duties)?;
         let held = Arc::new(held);

@@ -187,6 +187,11 @@ impl Cover {
         }
     }
 
+    /// The number of intervals.
+    pub(super) const fn len(&self) -> usize {
+        self.sections.len()
+    }
+
     /// The bytes of an interval.
     pub(super) fn bytes(&self, interval: usize) -> Range<u64> {
         self.starts[interval]..self.starts[interval + 1]

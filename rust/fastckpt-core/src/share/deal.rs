@@ -4,7 +4,6 @@
 //! one's. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are declared equal may
 //! differ. Tensors are dealt so that every copy gives about as many bytes.
 
-use std::cmp::Reverse;
 use std::collections::HashMap;
 
 use super::table::{Deal, Share};
@@ -64,27 +63,26 @@ impl Share {
         Ok(deals)
     }
 
-    /// The largest first, each whole from the copy that has given least, and in runs where that would be too much.
-    fn balance(&self, copies: u32, mut batches: Vec<Batch>, deals: &mut [Deal]) {
+    /// In the order of files, so that a copy gives whole stretches of few files. A batch comes whole from the copy whose
+    /// share has its middle. A longer tensor is cut where a share ends.
+    fn balance(&self, copies: u32, batches: Vec<Batch>, deals: &mut [Deal]) {
         let share = batches.iter().map(|batch| batch.bytes).sum::<u64>().div_ceil(u64::from(copies));
-        let mut given = vec![0u64; copies as usize];
-        batches.sort_by_key(|batch| Reverse(batch.bytes));
+        let last = u64::from(copies) - 1;
+        let mut before = 0;
         for Batch { bytes, tensors } in batches {
             let mut rest = self.in_file(tensors[0], &(0..bytes));
-            loop {
-                let copy = (0..given.len()).min_by_key(|&copy| given[copy]).unwrap_or(0);
-                let len = rest.end - rest.start;
-                // No longer runs: if a copy is spread over several ranks, each of them should give some of it.
-                let end = (rest.start + RUN).next_multiple_of(self.block_size);
-                let cut = given[copy] + len > share + share / SPARE && end + RUN / 2 <= rest.end;
-                let run = rest.start..if cut { end } else { rest.end };
-                given[copy] += run.end - run.start;
+            while rest.start < rest.end {
+                let (len, copy) = (rest.end - rest.start, (before / share).min(last));
+                let left = (share * (copy + 1)).saturating_sub(before);
+                // No shorter runs: if a copy is spread over several ranks, each of them should give some of it.
+                let end = (rest.start + left.max(RUN)).next_multiple_of(self.block_size);
+                let cut = copy < last && len > left + share / SPARE && end + RUN / 2 <= rest.end;
+                let copy = if cut { copy } else { ((before + len / 2) / share).min(last) };
+                let end = if cut { end } else { rest.end };
                 for &tensor in &tensors {
-                    deals[tensor].runs.push((run.end, copy as u32));
+                    deals[tensor].runs.push((end, copy as u32));
                 }
-                if !cut {
-                    break;
-                }
+                before += end - rest.start;
                 rest.start = end;
             }
         }

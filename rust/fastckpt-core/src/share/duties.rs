@@ -9,22 +9,25 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::cover::Cover;
-use super::messages::{Item, Mailbox, Message};
+use super::messages::{Item, Mailbox, Message, Spot};
 use super::owners::Held;
 use super::place::Places;
 use super::spread::Groups;
 use super::table::{Deal, Share};
 use super::tiles::Whose;
+use super::writers::{Run, Writers};
 use crate::error::{Error, Result};
-use crate::format::geometry::down;
 
-/// The unit that one rank reads or writes as a whole.
+/// What the duties are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Grain {
-    /// Pages of the files ([`Share::in_pages`]), to save. Everything is written.
-    Page,
-    /// The parts of tensors in blocks, to load. Extents that no rank wants are not read.
-    Extent,
+pub enum Purpose {
+    /// To save. Everything is written; a grain has one writer ([`Share::in_teams`]).
+    Save,
+    /// To compare what a save would write with an earlier checkpoint: in place, each rank what it has. A page counts as
+    /// its writer's ([`Share::in_pages`]).
+    Compare,
+    /// To load. One rank reads the part of a tensor in a block. Extents that no rank wants are not read.
+    Load,
 }
 
 /// A range of a file.
@@ -54,23 +57,27 @@ pub struct Duties {
 }
 
 impl Share {
-    /// What `rank` does. Its parts count as memory without gaps. Fails if a spread does not fit its tensor; with
-    /// [`Grain::Page`], also if no rank has some of the bytes.
-    pub fn duties(&self, rank: u32, grain: Grain) -> Result<Duties> {
+    /// What `rank` does. Its parts count as memory without gaps. Fails if a spread does not fit its tensor; for a save,
+    /// also if no rank has some of the bytes.
+    pub fn duties(&self, rank: u32, purpose: Purpose) -> Result<Duties> {
         if rank >= self.ranks {
             return Err(Error::Invalid(format!("there is no rank {rank} of {}", self.ranks)));
         }
-        if grain == Grain::Page {
+        let work = if purpose == Purpose::Load {
+            let mut work = Work::new(self, rank, &[], self.ranks);
+            self.order.iter().try_for_each(|tensors| work.extents(tensors))?;
+            work
+        } else {
             self.check_held()?;
-        }
-        let deals = if grain == Grain::Page { self.deals()? } else { &[] };
-        let mut work = Work::new(self, rank, deals);
-        for (shard, tensors) in self.order.iter().enumerate() {
-            match grain {
-                Grain::Page => work.pages(shard, tensors)?,
-                Grain::Extent => work.extents(tensors)?,
-            }
-        }
+            let in_place = purpose == Purpose::Compare;
+            let (deals, writers) = (self.deals()?, self.writers(in_place)?);
+            let team = if in_place { 1 } else { self.team_size()? };
+            // A grain that several teams have is of few of them.
+            let senders = if team == 1 { self.ranks } else { team.saturating_mul(4).min(self.ranks) };
+            let mut work = Work::new(self, rank, deals, senders);
+            (0..self.files.len()).try_for_each(|shard| work.grains(shard, writers))?;
+            work
+        };
         Ok(Duties {
             ranges: work.ranges,
             local: work.local,
@@ -161,7 +168,7 @@ pub(super) struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    pub(super) fn new(share: &'a Share, rank: u32, deals: &'a [Deal]) -> Self {
+    pub(super) fn new(share: &'a Share, rank: u32, deals: &'a [Deal], senders: u32) -> Self {
         Self {
             share,
             rank,
@@ -171,8 +178,8 @@ impl<'a> Work<'a> {
             ranges: Vec::new(),
             local: Vec::new(),
             apart: Vec::new(),
-            io: Mailbox::new(share.ranks),
-            boxes: Mailbox::new(share.ranks),
+            io: Mailbox::new(senders),
+            boxes: Mailbox::new(senders),
         }
     }
 
@@ -206,12 +213,28 @@ impl<'a> Work<'a> {
         (len > 0).then_some(Item { tensor: held.tensor, bytes, part, rows, base, len })
     }
 
-    /// Adds this rank's work on `tile` of rank `peer` in a stretch that it reads or writes.
-    fn serve(&mut self, held: &Held<'_>, stretch: &Range<u64>, tile: u32, peer: u32) -> bool {
+    /// The spot of a stretch of a tensor, whose first byte has `unit` at the rank that writes it, for a message of
+    /// `sender`. A load has its own order.
+    fn spot(&self, held: &Held<'_>, start: u64, run: Option<&Run>, sender: u32) -> Spot {
+        let turn = run.map_or((0, 0), |run| {
+            let away = (run.rank + self.share.ranks - sender) % self.share.ranks;
+            (run.unit(start, self.share.block_size), away)
+        });
+        Spot { shard: held.shard, offset: start, turn }
+    }
+
+    /// Adds this rank's work on `tile` of rank `peer` in a stretch that it reads or writes, as part of a run.
+    fn serve(
+        &mut self,
+        held: &Held<'_>,
+        stretch: &Range<u64>,
+        run: Option<&Run>,
+        (tile, peer): (u32, u32),
+    ) -> bool {
         let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
         let Some(item) = self.item(held, stretch, tile, part) else { return false };
         if peer != self.rank {
-            self.io.add(peer, (held.shard, stretch.start), item);
+            self.io.add(peer, self.spot(held, stretch.start, run, peer), item);
             return true;
         }
         match self.local.last_mut() {
@@ -229,75 +252,60 @@ impl<'a> Work<'a> {
     }
 
     /// The ranges that this rank writes of a file, and the items that it sends for the rest of it.
-    fn pages(&mut self, shard: usize, tensors: &[usize]) -> Result<()> {
-        let ((data, bytes), page) = (self.share.files[shard], self.share.page);
-        let held = tensors.iter().map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor)));
+    fn grains(&mut self, shard: usize, writers: &Writers) -> Result<()> {
+        let held = self.share.order[shard].iter();
+        let held = held.map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor)));
         let held = held.collect::<Result<Vec<_>>>()?;
-        let first = self.ranges.len();
-        if self.rank == 0 && bytes > 0 {
-            self.range(shard, 0, data.next_multiple_of(page).min(bytes));
-        }
-        for (index, tensor) in held.iter().enumerate() {
+        for tensor in &held {
             let own = self.own(tensor);
             for &interval in &own.intervals {
-                for part in tensor.writes(interval, self.rank) {
-                    let (start, end) = (part.start.next_multiple_of(page), part.end.next_multiple_of(page));
-                    if start < part.end {
-                        self.range(shard, start, end.min(bytes));
-                    }
-                }
-                self.send(&held, index, interval, &own);
+                self.send(tensor, interval, &own, writers);
             }
         }
-        for index in first..self.ranges.len() {
-            let FileRange { start, end, .. } = self.ranges[index];
-            self.write(&held, start..end);
+        let rank = self.rank;
+        for run in writers.of(shard).iter().filter(|run| run.rank == rank) {
+            self.range(shard, run.start, run.end);
+            self.write(&held, run);
         }
         Ok(())
     }
 
     /// Adds the parts of an interval of this rank that others write.
-    fn send(&mut self, held: &[Held<'_>], index: usize, interval: usize, own: &Own) {
-        let (tensor, page) = (&held[index], self.share.page);
+    fn send(&mut self, tensor: &Held<'_>, interval: usize, own: &Own, writers: &Writers) {
         let section = tensor.cover.section(interval);
-        let (range, tiles) = (tensor.interval(interval), &own.tiles[&section]);
-        let begin = range.start.next_multiple_of(page).min(range.end);
-        // The owner of the only cell gives it.
-        let end = if tensor.cover.cells(section).len() == 1 { begin } else { range.end };
-        for stretch in tensor.cut(interval, range.start..end, true) {
-            let owner = if stretch.start < begin {
-                owner(held, index, down(stretch.start, page))
-            } else {
-                tensor.writer(interval, stretch.start)
-            };
-            let Some(owner) = owner.filter(|&owner| owner != self.rank) else { continue };
-            let mut own = tiles.as_slice();
-            for (number, cell) in tensor.cover.cells(section).enumerate() {
-                let (here, rest) = own.split_at(own.partition_point(|own| own.0 <= number));
-                own = rest;
-                let Some(&(_, _, part)) = here.first() else { continue };
-                let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, owner) else { continue };
-                if giver == self.rank {
-                    let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
-                    if let Some(item) = self.item(tensor, &stretch, tile, part) {
-                        self.boxes.add(owner, (tensor.shard, stretch.start), item);
+        for (run, range) in writers.within(tensor.shard, tensor.interval(interval)) {
+            if run.rank == self.rank {
+                continue;
+            }
+            for stretch in tensor.cut(interval, range, true) {
+                let mut own = own.tiles[&section].as_slice();
+                for (number, cell) in tensor.cover.cells(section).enumerate() {
+                    let (here, rest) = own.split_at(own.partition_point(|own| own.0 <= number));
+                    own = rest;
+                    let Some(&(_, _, part)) = here.first() else { continue };
+                    let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, run.rank) else { continue };
+                    if giver == self.rank {
+                        let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
+                        if let Some(item) = self.item(tensor, &stretch, tile, part) {
+                            self.boxes.add(run.rank, self.spot(tensor, stretch.start, Some(run), self.rank), item);
+                        }
                     }
                 }
             }
         }
     }
 
-    /// Adds the bytes that this rank needs to write `range` of a file.
-    fn write(&mut self, held: &[Held<'_>], range: Range<u64>) {
-        let first = held.partition_point(|tensor| tensor.range.end <= range.start);
-        for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < range.end) {
-            let (start, end) = (range.start.max(tensor.range.start), range.end.min(tensor.range.end));
+    /// Adds the bytes that this rank needs to write a run.
+    fn write(&mut self, held: &[Held<'_>], run: &Run) {
+        let first = held.partition_point(|tensor| tensor.range.end <= run.start);
+        for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < run.end) {
+            let (start, end) = (run.start.max(tensor.range.start), run.end.min(tensor.range.end));
             for interval in tensor.at(start)..=tensor.at(end - 1) {
                 let lines = tensor.interval(interval);
                 for stretch in tensor.cut(interval, start.max(lines.start)..end.min(lines.end), true) {
                     for cell in tensor.cover.cells(tensor.cover.section(interval)) {
                         if let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, self.rank) {
-                            self.serve(tensor, &stretch, tile, giver);
+                            self.serve(tensor, &stretch, Some(run), (tile, giver));
                         }
                     }
                 }
@@ -330,7 +338,7 @@ impl<'a> Work<'a> {
                     if reader != self.rank {
                         for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
                             if let Some(item) = self.item(&held, &stretch, tile, part) {
-                                self.boxes.add(reader, (held.shard, stretch.start), item);
+                                self.boxes.add(reader, self.spot(&held, stretch.start, None, reader), item);
                             }
                         }
                     } else if done < extent.end {
@@ -351,7 +359,7 @@ impl<'a> Work<'a> {
             let stretch = extent.start.max(lines.start)..extent.end.min(lines.end);
             for &tile in held.cover.cells(held.cover.section(interval)).flatten() {
                 for &peer in held.ranks(tile) {
-                    wanted |= self.serve(held, &stretch, tile, peer);
+                    wanted |= self.serve(held, &stretch, None, (tile, peer));
                 }
             }
         }
@@ -359,14 +367,4 @@ impl<'a> Work<'a> {
             self.range(held.shard, extent.start, extent.end);
         }
     }
-}
-
-/// The rank that writes the page at `offset` of a file: the owner of its first byte. Rank 0 owns the header.
-fn owner(held: &[Held<'_>], last: usize, offset: u64) -> Option<u32> {
-    let index = held[..=last].partition_point(|tensor| tensor.range.end <= offset);
-    let tensor = &held[index];
-    if offset < tensor.range.start {
-        return Some(0);
-    }
-    tensor.writer(tensor.at(offset), offset)
 }

@@ -44,45 +44,64 @@ pub struct Message {
     pub items: Vec<Item>,
 }
 
+/// Where an item belongs.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Spot {
+    pub(super) shard: usize,
+    /// Its first byte in that file.
+    pub(super) offset: u64,
+    /// The turn of a message that begins with it.
+    pub(super) turn: Turn,
+}
+
+/// The place of a message among those of all ranks: the number of its block at the rank that writes it, and the distance
+/// from the sender to the writer. Every rank sends and receives in this order, so that none waits in a circle. And in
+/// each block, a rank sends first to its neighbour, then to the next: if all sent in the order of files, all would
+/// serve one writer after another.
+pub(super) type Turn = (u64, u32);
+
 /// The messages of one rank in one direction, while items are added.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     /// A message with this many bytes takes no more items.
     full: u64,
-    /// File and offset of the first item of each message.
-    messages: Vec<((usize, u64), Message)>,
+    /// The spot of the first item of each message.
+    messages: Vec<(Spot, Message)>,
     /// The last message of each peer.
     last: HashMap<u32, usize>,
 }
 
 impl Mailbox {
-    /// No messages yet, in a job of this many ranks.
+    /// No messages yet, in a job in which a block may need bytes of this many ranks.
     pub(super) fn new(ranks: u32) -> Self {
         let full = (OF_ALL / u64::from(ranks.max(1))).clamp(LEAST, FULL);
         Self { full, messages: Vec::new(), last: HashMap::new() }
     }
 
-    /// Adds an item at `place`: its file, and its offset there. Items come in the order of their places. Items of one
-    /// pair of ranks must come in the same order on both sides.
-    pub(super) fn add(&mut self, peer: u32, place: (usize, u64), item: Item) {
+    /// Adds an item at `spot`. Items come in the order of files and offsets. Items of one pair of ranks must come in the
+    /// same order on both sides.
+    pub(super) fn add(&mut self, peer: u32, spot: Spot, item: Item) {
         let len = item.len;
         let last = self.last.get(&peer).map(|&last| &mut self.messages[last]);
         match last {
             Some((first, message))
-                if message.bytes < self.full && first.0 == place.0 && place.1 - first.1 < SPAN =>
+                if message.bytes < self.full
+                    && first.shard == spot.shard
+                    && spot.offset - first.offset < SPAN =>
             {
                 message.bytes += len;
                 message.items.push(item);
             }
             _ => {
                 self.last.insert(peer, self.messages.len());
-                self.messages.push((place, Message { peer, bytes: len, items: vec![item] }));
+                self.messages.push((spot, Message { peer, bytes: len, items: vec![item] }));
             }
         }
     }
 
-    /// The messages, in the order of their first items.
-    pub(super) fn finish(self) -> Vec<Message> {
+    /// The messages, in the order of their turns.
+    pub(super) fn finish(mut self) -> Vec<Message> {
+        self.messages.sort_by_key(|(first, _)| first.turn);
         self.messages.into_iter().map(|(_, message)| message).collect()
     }
 }
@@ -97,7 +116,8 @@ mod tests {
         let mut mailbox = Mailbox::new(64);
         let mut add = |peer, shard, offset: u64, len| {
             let (bytes, rows) = (offset..offset + len, Arc::clone(&rows));
-            mailbox.add(peer, (shard, offset), Item { tensor: 0, bytes, part: 0, rows, base: 0, len });
+            let spot = Spot { shard, offset, turn: (0, 0) };
+            mailbox.add(peer, spot, Item { tensor: 0, bytes, part: 0, rows, base: 0, len });
         };
         add(1, 0, 0, FULL - 1);
         add(2, 0, FULL, 1);
@@ -128,7 +148,8 @@ mod tests {
             let mut mailbox = Mailbox::new(ranks);
             for at in (0..4 * FULL).step_by(4096) {
                 let (bytes, rows) = (at..at + 4096, Arc::clone(&rows));
-                mailbox.add(0, (0, at), Item { tensor: 0, bytes, part: 0, rows, base: 0, len: 4096 });
+                let spot = Spot { shard: 0, offset: at, turn: (0, 0) };
+                mailbox.add(0, spot, Item { tensor: 0, bytes, part: 0, rows, base: 0, len: 4096 });
             }
             let messages = mailbox.finish();
             assert!(messages.iter().all(|message| message.bytes == most), "{ranks} ranks");

@@ -20,8 +20,9 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod tiles;
+mod writers;
 
-pub use self::duties::{Duties, FileRange, Grain};
+pub use self::duties::{Duties, FileRange, Purpose};
 pub use self::messages::{Item, Message};
 pub use self::pieces::Piece;
 pub use self::replicas::{Copied, Depth};

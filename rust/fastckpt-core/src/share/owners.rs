@@ -5,6 +5,7 @@ use std::ops::Range;
 use super::cover::Cover;
 use super::spread::Groups;
 use super::table::{Deal, Share};
+use super::writers::chosen;
 use crate::error::Result;
 use crate::format::geometry::{STRAIGHT, down};
 
@@ -57,28 +58,19 @@ impl<'a> Held<'a> {
         self.cover.team(self.cover.section(interval), &self.spreads)
     }
 
-    /// The copy that gives the byte at `offset` to a save.
-    fn copy(&self, offset: u64) -> u32 {
-        self.deal.map_or(0, |deal| deal.copy(offset))
+    /// The copy that gives the byte at `offset` to a save, and the range of the file that comes from it.
+    pub(super) fn copy(&self, offset: u64) -> (u32, Range<u64>) {
+        self.deal.map_or_else(|| (0, self.range.clone()), |deal| deal.at(offset, &self.range))
     }
 
-    /// The rank that writes the bytes of an interval in the block of `offset`: the ranks that give some of them take
-    /// turns, block by block. `None` if no rank has any.
-    pub(super) fn writer(&self, interval: usize, offset: u64) -> Option<u32> {
-        let (section, copy) = (self.cover.section(interval), self.copy(offset));
+    /// The ranks that give something of a copy of an interval, ascending.
+    pub(super) fn givers(&self, interval: usize, copy: u32) -> Vec<u32> {
+        let section = self.cover.section(interval);
         let mut cells = self.cover.cells(section);
         if let (Some(only), None) = (cells.next(), cells.next()) {
-            return self.cover.source(only, copy, &self.spreads).map(|(rank, _)| rank);
+            return self.cover.source(only, copy, &self.spreads).map(|(rank, _)| rank).into_iter().collect();
         }
-        let givers = self.cover.givers(section, copy, &self.spreads);
-        let turn = (offset / self.block_size + self.shard as u64).checked_rem(givers.len() as u64)?;
-        Some(givers[turn as usize])
-    }
-
-    /// The parts of an interval, as ranges of the file, that `rank` writes: one for each block.
-    pub(super) fn writes(&self, interval: usize, rank: u32) -> impl Iterator<Item = Range<u64>> {
-        self.cut(interval, self.interval(interval), false)
-            .filter(move |part| self.writer(interval, part.start) == Some(rank))
+        self.cover.givers(section, copy, &self.spreads).to_vec()
     }
 
     /// The owner of the bytes of an interval in the block of `offset`: the ranks that want some of them take turns,
@@ -101,11 +93,8 @@ impl<'a> Held<'a> {
     /// read all small tensors.
     pub(super) fn reader(&self, offset: u64) -> Option<u32> {
         let extent = self.extent(offset);
-        // Multiples of the golden ratio's fraction are spread evenly.
-        let fraction = (offset / self.block_size + self.shard as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        let chosen = (u128::from(fraction) * u128::from(extent.end - extent.start)) >> 64;
         let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
-        let chosen = self.at(extent.start + chosen as u64);
+        let chosen = self.at(chosen(offset / self.block_size + self.shard as u64, &extent));
         (chosen..=last).chain(first..chosen).find_map(|interval| self.turn(interval, extent.start))
     }
 
@@ -135,7 +124,7 @@ impl<'a> Held<'a> {
         let begins = stretch.start < self.interval(interval).start.next_multiple_of(self.page);
         let strict = self.deal.is_some_and(|deal| deal.strict);
         if strict || !(begins || self.cover.overlaps()) {
-            return self.cover.source(cell, self.copy(stretch.start), &self.spreads);
+            return self.cover.source(cell, self.copy(stretch.start).0, &self.spreads);
         }
         let near = cell.iter().filter_map(|&tile| Some((nearest(self.ranks(tile), writer)?, tile)));
         near.min_by_key(|&(rank, _)| rank ^ writer)

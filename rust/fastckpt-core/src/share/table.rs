@@ -8,12 +8,13 @@ use std::sync::OnceLock;
 use super::bytes::{Shape, len};
 use super::cover::Cover;
 use super::spread::{Groups, Spread};
+use super::writers::Writers;
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
 /// The version of the rules in this folder, and of the layout of messages: it changes whenever a rank would write,
 /// read, send or expect other bytes. Ranks compare it.
-pub const PLAN: u32 = 3;
+pub const PLAN: u32 = 4;
 
 /// A tensor of the job.
 #[derive(Debug, Clone, Hash)]
@@ -43,10 +44,12 @@ pub(super) struct Deal {
 }
 
 impl Deal {
-    /// The copy that gives the byte at `offset` of the file.
-    pub(super) fn copy(&self, offset: u64) -> u32 {
-        let run = self.runs.get(self.runs.partition_point(|&(end, _)| end <= offset)).or(self.runs.last());
-        run.map_or(0, |&(_, copy)| copy)
+    /// The copy that gives the byte at `offset` of the file, and the part of `tensor`, a range, that comes from it.
+    pub(super) fn at(&self, offset: u64, tensor: &Range<u64>) -> (u32, Range<u64>) {
+        let Some(last) = self.runs.len().checked_sub(1) else { return (0, tensor.clone()) };
+        let run = self.runs.partition_point(|&(end, _)| end <= offset).min(last);
+        let start = if run == 0 { tensor.start } else { self.runs[run - 1].0 };
+        (self.runs[run].1, start..if run == last { tensor.end } else { self.runs[run].0 })
     }
 }
 
@@ -58,6 +61,9 @@ pub struct Share {
     pub(super) block_size: u64,
     /// See [`Self::in_pages`].
     pub(super) page: u64,
+    /// See [`Self::in_teams`].
+    pub(super) grain: u64,
+    pub(super) team: u32,
     pub(super) tensors: Vec<Tensor>,
     pub(super) spreads: Vec<Groups>,
     pub(super) ranks: u32,
@@ -70,6 +76,9 @@ pub struct Share {
     /// See [`Self::first`].
     first: Vec<bool>,
     deals: OnceLock<Vec<Deal>>,
+    /// The writers of a save, and those of one that writes in place.
+    pub(super) dealt: OnceLock<Writers>,
+    pub(super) in_place: OnceLock<Writers>,
     /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
@@ -126,6 +135,8 @@ impl Share {
             files,
             block_size,
             page: PAGE,
+            grain: PAGE,
+            team: 1,
             tensors,
             spreads,
             ranks,
@@ -134,6 +145,8 @@ impl Share {
             apart: false,
             first: Vec::new(),
             deals: OnceLock::new(),
+            dealt: OnceLock::new(),
+            in_place: OnceLock::new(),
             covers: classes,
         })
     }
@@ -148,15 +161,37 @@ impl Share {
         if !fits {
             return Err(Error::Invalid(format!("blocks of {} bytes in pages of {page}", self.block_size)));
         }
-        Ok(Self { page, ..self })
+        Ok(Self { page, grain: self.grain.max(page), ..self }.anew())
+    }
+
+    /// The same, but writers change at multiples of `grain` bytes, a power of two, and teams of `team` ranks write what
+    /// their members have. With 0, their size is chosen by the pieces of tensors that ranks have.
+    ///
+    /// Fails unless a grain is whole pages.
+    pub fn in_teams(self, grain: u64, team: u32) -> Result<Self> {
+        if !grain.is_power_of_two() || grain < self.page {
+            return Err(Error::Invalid(format!("grains of {grain} bytes of pages of {}", self.page)));
+        }
+        Ok(Self { grain, team, ..self }.anew())
+    }
+
+    /// Whether a save writes in place: each rank what it has.
+    #[must_use]
+    pub const fn is_in_place(&self) -> bool {
+        self.team == 1 && self.grain == self.page
+    }
+
+    /// The same, with nothing derived from it yet.
+    fn anew(self) -> Self {
+        let (deals, dealt, in_place) = Default::default();
+        Self { deals, dealt, in_place, ..self }
     }
 
     /// The same, but a save takes every byte of these tensors from the lowest rank that has it.
     #[must_use]
     pub fn first(mut self, tensors: impl Fn(usize) -> bool) -> Self {
         self.first = (0..self.tensors.len()).map(tensors).collect();
-        self.deals = OnceLock::new();
-        self
+        self.anew()
     }
 
     /// The tensors that have bytes, also those of files that no rank reads or writes.
@@ -200,8 +235,7 @@ impl Share {
             self.files[file] = (0, 0);
             self.order[file].clear();
         }
-        self.deals = OnceLock::new();
-        self
+        self.anew()
     }
 
     /// The same tensors in other files: `places` has the file of each, and its offset there.
@@ -209,16 +243,17 @@ impl Share {
         let tensors = self.tensors.iter().zip(places);
         let tensors = tensors.map(|(tensor, &(shard, offset))| Tensor { shard, offset, ..tensor.clone() });
         let spreads = self.spreads.iter().map(|groups| groups.spread().clone()).collect();
-        let (first, page) = (self.first.clone(), self.page);
-        Ok(Self { page, first, ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)? })
+        let Self { page, grain, team, .. } = *self;
+        let first = self.first.clone();
+        Ok(Self { page, grain, team, first, ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)? })
     }
 
     /// A number that is equal for all ranks that made the same share, and follow the same rules.
     #[must_use]
     pub fn digest(&self) -> u64 {
         let mut hasher = DefaultHasher::new();
-        (PLAN, &self.files, self.block_size, self.page, &self.tensors, self.ranks, &self.first)
-            .hash(&mut hasher);
+        (PLAN, &self.files, self.block_size, &self.tensors, self.ranks, &self.first).hash(&mut hasher);
+        (self.page, self.grain, self.team).hash(&mut hasher);
         self.spreads.iter().for_each(|groups| groups.spread().hash(&mut hasher));
         hasher.finish()
     }

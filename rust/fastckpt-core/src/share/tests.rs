@@ -114,8 +114,8 @@ impl Job {
         holders
     }
 
-    fn duties(&self, grain: Grain) -> crate::Result<Vec<Duties>> {
-        let all: Vec<_> = (0..self.share.ranks()).map(|rank| self.share.duties(rank, grain)).collect();
+    fn duties(&self, purpose: Purpose) -> crate::Result<Vec<Duties>> {
+        let all: Vec<_> = (0..self.share.ranks()).map(|rank| self.share.duties(rank, purpose)).collect();
         let refused = all.iter().filter(|duties| duties.is_err()).count();
         assert!(refused == 0 || refused == all.len(), "some ranks are refused, and others are not");
         all.into_iter().collect()
@@ -153,10 +153,6 @@ impl Job {
     fn messages(&self, all: &[Duties], mut each: impl FnMut(u32, u32, &Item)) {
         let mut sides: [BTreeMap<(u32, u32), Vec<&Message>>; 2] = Default::default();
         for (rank, duties) in (0..).zip(all) {
-            for messages in [&duties.io, &duties.boxes] {
-                let place = |message: &Message| self.place(&message.items[0]);
-                assert!(messages.is_sorted_by_key(place));
-            }
             duties
                 .io
                 .iter()
@@ -166,6 +162,7 @@ impl Job {
                 .iter()
                 .for_each(|message| sides[1].entry((message.peer, rank)).or_default().push(message));
         }
+        in_one_order(all);
         let content = |side: &BTreeMap<(u32, u32), Vec<&Message>>| {
             let items = |messages: &Vec<&Message>| {
                 messages.iter().map(|message| (message.bytes, message.items.clone())).collect::<Vec<_>>()
@@ -206,20 +203,22 @@ impl Job {
         owners
     }
 
-    fn check_save(&self) {
+    fn check_save(&self, purpose: Purpose) {
         let held = |tensor| self.holders(tensor).iter().all(|&count| count > 0);
         if !(0..self.parts.len()).all(held) {
-            let error = self.duties(Grain::Page).unwrap_err().to_string();
+            let error = self.duties(purpose).unwrap_err().to_string();
             assert!(error.contains("no rank has all of its bytes"), "{error}");
             return;
         }
-        let all = self.duties(Grain::Page).unwrap();
+        let all = self.duties(purpose).unwrap();
         let owners = self.owners(&all);
+        let grain = if purpose == Purpose::Save { self.share.grain } else { self.share.page };
         for (owners, &(data, _)) in owners.iter().zip(self.share.files()) {
             assert!(!owners.contains(&NOBODY));
-            assert!(owners[..data as usize].iter().all(|&rank| rank == 0));
-            for page in owners.chunks(self.share.page as usize) {
-                assert!(page.iter().all(|&rank| rank == page[0]), "a page has one writer");
+            let ends = [0, data as usize].map(|at| owners.get(at.saturating_sub(1)));
+            assert_eq!(ends[0], ends[1], "a header has one writer");
+            for grain in owners.chunks(grain as usize) {
+                assert!(grain.iter().all(|&rank| rank == grain[0]), "a grain has one writer");
             }
         }
         let mut given: Vec<Vec<u32>> = owners.iter().map(|owners| vec![NOBODY; owners.len()]).collect();
@@ -241,8 +240,15 @@ impl Job {
         for index in 0..self.parts.len() {
             self.check_copies(index, &given);
         }
+    }
+
+    fn check_first(&self) {
+        let held = |tensor| self.holders(tensor).iter().all(|&count| count > 0);
+        if !(0..self.parts.len()).all(held) {
+            return;
+        }
         let share = self.first();
-        let first = (0..share.ranks()).map(|rank| share.duties(rank, Grain::Page));
+        let first = (0..share.ranks()).map(|rank| share.duties(rank, Purpose::Save));
         let first = first.collect::<crate::Result<Vec<_>>>().unwrap();
         let holders: Vec<_> = (0..self.parts.len()).map(|tensor| self.ranks(tensor)).collect();
         let lowest = |_: u32, boxes: u32, item: &Item| {
@@ -353,7 +359,7 @@ impl Job {
     }
 
     fn check_load(&self) {
-        let all = self.duties(Grain::Extent).unwrap();
+        let all = self.duties(Purpose::Load).unwrap();
         let owners = self.owners(&all);
         for (index, tensor) in self.share.tensors().iter().enumerate() {
             let holders = self.holders(index);
@@ -398,10 +404,47 @@ impl Job {
                 assert_eq!(self.share.part_bytes(rank, index, part).unwrap(), bytes.len() as u64);
             }
         }
-        self.check_save();
+        self.check_save(Purpose::Compare);
+        self.check_save(Purpose::Save);
+        self.check_first();
         self.check_copied();
         self.check_load();
     }
+}
+
+/// Every rank sends and receives its messages in one order of all, so that no ranks wait for each other in a circle.
+fn in_one_order(all: &[Duties]) {
+    let mut follows: HashMap<(u32, u32, usize), Vec<(u32, u32, usize)>> = HashMap::new();
+    let mut before: HashMap<(u32, u32, usize), usize> = HashMap::new();
+    for (rank, duties) in (0..).zip(all) {
+        for (messages, receives) in [(&duties.io, true), (&duties.boxes, false)] {
+            let (mut counts, mut last) = (HashMap::<u32, usize>::new(), None);
+            for message in messages {
+                let number = counts.entry(message.peer).or_default();
+                let pair = if receives { (rank, message.peer) } else { (message.peer, rank) };
+                let this = (pair.0, pair.1, *number);
+                *number += 1;
+                before.entry(this).or_default();
+                if let Some(last) = last.replace(this) {
+                    follows.entry(last).or_default().push(this);
+                    *before.entry(this).or_default() += 1;
+                }
+            }
+        }
+    }
+    let mut ready: Vec<_> = before.iter().filter(|(_, count)| **count == 0).map(|(&this, _)| this).collect();
+    let mut done = 0;
+    while let Some(this) = ready.pop() {
+        done += 1;
+        for next in follows.remove(&this).unwrap_or_default() {
+            let left = before.get_mut(&next).unwrap();
+            *left -= 1;
+            if *left == 0 {
+                ready.push(next);
+            }
+        }
+    }
+    assert_eq!(done, before.len(), "messages wait for each other in a circle");
 }
 
 type Index = prop::sample::Index;
@@ -460,7 +503,8 @@ fn spread((kind, mesh, shuffle, boxes): &Seed, shape: &[u64], ranks: u32, last: 
 }
 
 /// Jobs whose elements have one of `items` bytes, half a byte if that is zero, and whose blocks have one of `blocks`
-/// pages of 4096 bytes. Ranks write pages of up to 64 KiB.
+/// pages of 4096 bytes. Ranks write pages of up to 64 KiB, in grains
+/// of up to 64 pages.
 fn jobs(items: Vec<u64>, most: u64, blocks: Vec<u64>) -> impl Strategy<Value = Job> {
     let tensor = (
         prop::collection::vec(prop_oneof![8 => 1..most, 1 => Just(1), 1 => Just(0)], 0..4),
@@ -470,8 +514,9 @@ fn jobs(items: Vec<u64>, most: u64, blocks: Vec<u64>) -> impl Strategy<Value = J
     );
     let tensors = prop::collection::vec(tensor, 1..4);
     let header = prop_oneof![Just(64u64), Just(4096), 8..9000u64];
-    (tensors, 1u32..9, prop::sample::select(blocks), header, 0..=4u32).prop_map(
-        |(seeds, ranks, block, header, larger)| {
+    let teams = (0..=6u32, prop::sample::select(vec![0, 1, 1, 2, 3, 8, 64]));
+    (tensors, 1u32..9, prop::sample::select(blocks), header, 0..=4u32, teams).prop_map(
+        |(seeds, ranks, block, header, larger, (longer, team))| {
             let (mut tensors, mut spreads) = (Vec::new(), Vec::new());
             for (mut shape, item, of, (second, whole)) in seeds {
                 if item == 0 {
@@ -490,7 +535,9 @@ fn jobs(items: Vec<u64>, most: u64, blocks: Vec<u64>) -> impl Strategy<Value = J
                 tensors.push(Tensor { name: String::new(), stored, shape, shard, offset: 0, spreads });
             }
             let Job { share, parts } = Job::new(header, block * PAGE, tensors, spreads, ranks);
-            Job { share: share.in_pages(PAGE << larger.min(block.trailing_zeros())).unwrap(), parts }
+            let page = PAGE << larger.min(block.trailing_zeros());
+            let share = share.in_pages(page).unwrap().in_teams(page << longer, team).unwrap();
+            Job { share, parts }
         },
     )
 }
@@ -573,7 +620,7 @@ fn replicas_share_the_work_without_messages() {
         {
             let job = large_job(&shapes, vec![spread.clone()], 4);
             let share = job.share.files()[0].1 / 4;
-            for duties in job.duties(Grain::Page).unwrap() {
+            for duties in job.duties(Purpose::Save).unwrap() {
                 assert!(duties.io.is_empty() && duties.boxes.is_empty());
                 assert!(
                     size(&duties.ranges).abs_diff(share) <= share / 16 + (4 << 20),
@@ -583,7 +630,7 @@ fn replicas_share_the_work_without_messages() {
             }
         }
         let job = large_job(&[&[1 << 12, 1 << 12]], vec![spread], 4);
-        for duties in job.duties(Grain::Extent).unwrap() {
+        for duties in job.duties(Purpose::Load).unwrap() {
             assert!(size(&duties.ranges) <= 12 << 20, "{:?}", duties.ranges);
         }
     }
@@ -593,7 +640,7 @@ fn replicas_share_the_work_without_messages() {
 fn long_runs_are_written_by_those_who_have_them() {
     // Experts, cut along the second dimension: runs of 64 KiB.
     let job = job(&[&[16, 64, 2048]], vec![mesh(&[4], &[Placement::Shard(1)])], 4);
-    for duties in job.duties(Grain::Page).unwrap() {
+    for duties in job.duties(Purpose::Save).unwrap() {
         assert!(duties.io.is_empty() && duties.boxes.is_empty());
         assert!(size(&duties.ranges).abs_diff(1 << 20) <= PAGE);
     }
@@ -604,7 +651,7 @@ fn nothing_travels_but_the_edges_of_pages() {
     let received = |page| {
         let Job { share, parts } = job(&[&[8192, 4096]], vec![mesh(&[8], &[Placement::Shard(0)])], 8);
         let job = Job { share: share.in_pages(page).unwrap(), parts };
-        let all = job.duties(Grain::Page).unwrap();
+        let all = job.duties(Purpose::Save).unwrap();
         all.iter().flat_map(|duties| &duties.io).map(|message| message.bytes).sum::<u64>()
     };
     assert!(received(PAGE) <= 8 * PAGE && received(64 << 10) <= 8 * (64 << 10));
@@ -614,7 +661,7 @@ fn nothing_travels_but_the_edges_of_pages() {
 fn short_runs_are_exchanged_within_their_copy_of_the_model() {
     let placements = [Placement::Replicate, Placement::Shard(1)];
     let job = job(&[&[4096, 4096]], vec![mesh(&[4, 8], &placements)], 32);
-    for (rank, duties) in (0..).zip(job.duties(Grain::Page).unwrap()) {
+    for (rank, duties) in (0..).zip(job.duties(Purpose::Save).unwrap()) {
         assert!(duties.io.iter().all(|message| message.peer / 8 == rank / 8));
         let own = size(&duties.ranges);
         let received: u64 = duties.io.iter().map(|message| message.bytes).sum();
@@ -630,7 +677,7 @@ fn small_tensors_are_read_by_all_ranks_alike() {
     let shapes: Vec<&[u64]> = shapes.iter().map(|shape| &shape[..]).collect();
     let job = job(&shapes, vec![mesh(&[8], &[Placement::Shard(0)])], 8);
     let all: u64 = 1000 * 2 * 256 * 128;
-    for duties in job.duties(Grain::Extent).unwrap() {
+    for duties in job.duties(Purpose::Load).unwrap() {
         assert!((all / 16..all / 4).contains(&size(&duties.ranges)), "{:?}", duties.ranges);
     }
 }
@@ -665,7 +712,7 @@ fn what_does_not_fit_is_refused() {
             spreads: vec![0],
         };
         let share = Share::new(vec![(PAGE, PAGE + stored)], PAGE, vec![tensor], vec![spread], 4)?;
-        share.duties(3, Grain::Page)
+        share.duties(3, Purpose::Save)
     };
     let range = |start: u64, end: u64| std::iter::once(start..end).collect::<Bounds>();
     for (spread, shape, stored, why) in [

@@ -152,7 +152,7 @@ fn what_the_coordinator_says_fits_the_state() {
     assert_eq!(digests, [digests[0]; RANKS as usize]);
     let table = ranks[0].table().unwrap();
     assert!(table.plan.shards.iter().all(|shard| shard.linked.is_some()));
-    assert_eq!(table.share.duties(0, Grain::Page).unwrap().ranges, []);
+    assert_eq!(table.share.duties(0, Purpose::Save).unwrap().ranges, []);
     // The workspace goes with the coordinator's part.
     let entries = || std::fs::read_dir(job.path().parent().unwrap()).unwrap().count();
     assert_eq!(entries(), 2);

@@ -1,0 +1,94 @@
+//! Whether ranks collect their pieces before they write, and in what grains: by the file system, or as requested.
+//!
+//! A file system that one kernel has gives each rank its own bytes in place. One that many kernels share locks the ranges
+//! that each of them writes. There, long aligned ranges with one writer each are worth sending bytes for.
+
+use std::path::Path;
+
+use crate::commit::{Sharing, sharing_at};
+use crate::environment::Environment;
+use crate::error::{Error, Result};
+
+/// Where writers may change by default, if ranks are to collect their pieces where nothing is locked.
+const LEAST: u64 = 64 << 10;
+/// The same on NFS, which sends at most so much in one request.
+const REQUEST: u64 = 1 << 20;
+/// The same on other shared file systems, unless they name a larger unit: the usual stripes and blocks.
+const STRIPE: u64 = 4 << 20;
+/// The longest grain.
+const MOST: u64 = 64 << 20;
+
+/// How the ranks of a save share the writing ([`crate::share::Share::in_teams`]).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Aggregation {
+    /// Bytes, at whose multiples writers change.
+    pub grain: u64,
+    /// The ranks that collect their pieces; 1 for none, 0 for as many as their pieces need.
+    pub team: u32,
+}
+
+impl Aggregation {
+    /// For a save to `path` by ranks with memory pages of `page` bytes. `FASTCKPT_AGGREGATE` is `auto`, `off` or the ranks
+    /// of a team, and `FASTCKPT_GRAIN` the bytes of a grain.
+    pub fn of(path: &Path, page: u64, environment: &Environment) -> Result<Self> {
+        let wrong = |name: &str, what: &str| {
+            let given = environment.get(name).unwrap_or_default().to_string_lossy();
+            Error::Invalid(format!("environment variable {name}: `{given}` is not {what}"))
+        };
+        let team = match environment.text("FASTCKPT_AGGREGATE") {
+            None | Some("auto") => None,
+            Some("off") => Some(1),
+            Some(text) => {
+                let number = text.parse().ok().filter(|&ranks: &u32| ranks > 0);
+                Some(number.ok_or_else(|| wrong("FASTCKPT_AGGREGATE", "`auto`, `off` or a number of ranks"))?)
+            }
+        };
+        let grain = match environment.get("FASTCKPT_GRAIN") {
+            None => None,
+            Some(text) => {
+                let bytes = text.to_str().and_then(|text| text.parse::<u64>().ok());
+                let fits = |bytes: &u64| bytes.is_power_of_two() && (page..=MOST).contains(bytes);
+                let what = format!("a power of two from {page} to {MOST}, in bytes");
+                Some(bytes.filter(fits).ok_or_else(|| wrong("FASTCKPT_GRAIN", &what))?)
+            }
+        };
+        let (usual, longest) = match sharing_at(path) {
+            Sharing::One => (1, LEAST),
+            Sharing::Nfs => (0, REQUEST),
+            Sharing::Many { unit } => (0, unit.next_power_of_two().clamp(STRIPE, MOST)),
+        };
+        let team = team.unwrap_or(usual);
+        // What is written in place is cut at pages, so that each writes what it has.
+        let usual = if team == 1 { page } else { longest.max(page) };
+        Ok(Self { grain: grain.unwrap_or(usual), team })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_environment_decides_and_else_the_file_system() {
+        let of = |variables: &[(&str, &str)], page| {
+            let look_up = |name: &str| {
+                let found = variables.iter().find(|variable| variable.0 == name);
+                found.map(|variable| variable.1.into())
+            };
+            let path = std::env::temp_dir().join("not there/c");
+            Aggregation::of(&path, page, &Environment::of(look_up)).map_err(|error| error.to_string())
+        };
+        let (aggregate, grain) = ("FASTCKPT_AGGREGATE", "FASTCKPT_GRAIN");
+        assert_eq!(of(&[], 4096), Ok(Aggregation { grain: 4096, team: 1 }));
+        assert_eq!(of(&[(aggregate, "auto")], 65536), Ok(Aggregation { grain: 65536, team: 1 }));
+        assert_eq!(of(&[(aggregate, "off")], 4096), Ok(Aggregation { grain: 4096, team: 1 }));
+        assert_eq!(of(&[(aggregate, "8")], 4096), Ok(Aggregation { grain: LEAST, team: 8 }));
+        let both = [(aggregate, "8"), (grain, "8192")];
+        assert_eq!(of(&both, 4096), Ok(Aggregation { grain: 8192, team: 8 }));
+        assert!(of(&both, 16384).unwrap_err().contains("FASTCKPT_GRAIN: `8192` is not a power of two from 16384"));
+        for text in ["0", "-1", "on", "1.5"] {
+            assert!(of(&[(aggregate, text)], 4096).unwrap_err().contains("a number of ranks"), "{text}");
+        }
+        assert!(of(&[(grain, "12288")], 4096).is_err() && of(&[(grain, "128M")], 4096).is_err());
+    }
+}

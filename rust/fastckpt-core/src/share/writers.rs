@@ -1,0 +1,268 @@
+//! Which rank writes which run of a file, in a save. Pure.
+//!
+//! The ranks whose pieces of a tensor are neighbours in its file are a **team**. What a team has of a tensor is its
+//! **domain**. Files are cut into **grains**, and each grain has one writer: a member of the team in whose domain the
+//! grain's deciding byte is. What a team writes in all files, one run after another, is dealt to its members, to each
+//! about as many bytes. So a member writes whole domains in a few files, instead of its own short piece of each tensor,
+//! and the others send it their parts. A team of one writes what it has in place.
+
+use std::collections::HashMap;
+use std::ops::Range;
+
+use super::owners::Held;
+use super::table::{Deal, Share};
+use crate::error::Result;
+use crate::format::geometry::down;
+
+/// A team's piece of a tensor is at least this long where the team may be large enough: the default of a block.
+const LONG: u64 = 4 << 20;
+/// A team that was not requested has at most this many ranks: each of them sends messages to all others.
+const MOST: u32 = 64;
+
+/// A range of a file that one rank writes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Run {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    /// The writer.
+    pub(super) rank: u32,
+    /// The number of its first block among all blocks that its writer writes, in order.
+    unit: u64,
+}
+
+impl Run {
+    /// The number of the block of `offset` among those of the writer. Blocks have `block_size` bytes.
+    pub(super) fn unit(&self, offset: u64, block_size: u64) -> u64 {
+        self.unit + (offset / block_size - self.start / block_size)
+    }
+}
+
+/// The runs of every file, in order, without gaps.
+#[derive(Debug, Default)]
+pub(super) struct Writers(Vec<Vec<Run>>);
+
+impl Writers {
+    /// The runs of a file.
+    pub(super) fn of(&self, shard: usize) -> &[Run] {
+        &self.0[shard]
+    }
+
+    /// The parts of the runs of a file that lie in a range of it.
+    pub(super) fn within(&self, shard: usize, range: Range<u64>) -> impl Iterator<Item = (&Run, Range<u64>)> {
+        let runs = &self.0[shard];
+        let first = runs.partition_point(|run| run.end <= range.start);
+        let inside = runs[first..].iter().take_while(move |run| run.start < range.end);
+        inside.map(move |run| (run, run.start.max(range.start)..run.end.min(range.end)))
+    }
+}
+
+/// The runs of teams, while they are found.
+struct Finder<'a> {
+    share: &'a Share,
+    deals: &'a [Deal],
+    grain: u64,
+    /// Ranks of a team, if there are as many.
+    least: u32,
+    /// By class: the first interval of each domain, and the number of intervals.
+    domains: HashMap<usize, Vec<usize>>,
+    /// The team by class, domain and copy.
+    known: HashMap<(usize, usize, u32), usize>,
+    /// The ranks of each team, ascending, and the number of each.
+    teams: Vec<Vec<u32>>,
+    numbers: HashMap<Vec<u32>, usize>,
+    /// Of each file: the ranges, and the team that writes each.
+    runs: Vec<Vec<(Range<u64>, usize)>>,
+}
+
+impl Finder<'_> {
+    fn team(&mut self, ranks: Vec<u32>) -> usize {
+        *self.numbers.entry(ranks).or_insert_with_key(|ranks| {
+            self.teams.push(ranks.clone());
+            self.teams.len() - 1
+        })
+    }
+
+    /// The domain with the byte at `offset` of the file, and its team.
+    fn domain(&mut self, held: &Held<'_>, offset: u64) -> (Range<u64>, usize) {
+        let (class, least) = (self.share.class[held.tensor], self.least);
+        let domains = self.domains.entry(class).or_insert_with(|| domains(held, least));
+        let number = domains.partition_point(|&first| first <= held.at(offset)) - 1;
+        let intervals = domains[number]..domains[number + 1];
+        let (copy, dealt) = held.copy(offset);
+        let bytes = held.interval(intervals.start).start.max(dealt.start)
+            ..held.interval(intervals.end - 1).end.min(dealt.end);
+        if let Some(&team) = self.known.get(&(class, number, copy)) {
+            return (bytes, team);
+        }
+        let mut ranks: Vec<u32> = intervals.flat_map(|interval| held.givers(interval, copy)).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        let team = self.team(ranks);
+        self.known.insert((class, number, copy), team);
+        (bytes, team)
+    }
+
+    /// The byte that decides who writes the grain at `start`. In pages it is the first one, so that whoever has the
+    /// begin of a part need not send it; in longer grains another one in each, else the same ranks would have them all.
+    /// The header goes with what follows it.
+    fn deciding(&self, shard: usize, start: u64) -> u64 {
+        let (data, bytes) = self.share.files[shard];
+        let range = start..bytes.min(start + self.grain);
+        let byte = if self.grain > self.share.page {
+            chosen(start / self.grain + shard as u64, &range)
+        } else {
+            start
+        };
+        byte.max(data)
+    }
+
+    /// Finds the runs of a file.
+    fn file(&mut self, shard: usize) -> Result<()> {
+        let (bytes, grain) = (self.share.files[shard].1, self.grain);
+        let (mut runs, mut at, mut held) = (Vec::new(), 0, None::<Held<'_>>);
+        while at < bytes {
+            let byte = self.deciding(shard, at);
+            if !held.as_ref().is_some_and(|held| held.range.contains(&byte)) {
+                let end = |&tensor: &usize| self.share.in_file(tensor, &(0..self.share.tensors[tensor].stored)).end;
+                let order = &self.share.order[shard];
+                let tensor = order.get(order.partition_point(|tensor| end(tensor) <= byte));
+                let found = tensor.map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor)));
+                held = found.transpose()?;
+            }
+            // A file without tensors has a header alone.
+            let Some(held) = &held else {
+                runs.push((at..bytes, self.team(vec![0])));
+                break;
+            };
+            let (domain, team) = self.domain(held, byte);
+            // All grains before that of the domain's end are decided in it, and that one may be.
+            let last = down(domain.end, grain);
+            let end = if last <= at {
+                at + grain
+            } else if last < bytes && self.deciding(shard, last) < domain.end {
+                last + grain
+            } else {
+                last
+            };
+            runs.push((at..end.min(bytes), team));
+            at = end;
+        }
+        self.runs.push(runs);
+        Ok(())
+    }
+
+    /// Deals the runs of each team to its members.
+    fn deal(&self, block_size: u64) -> Writers {
+        let mut totals = vec![0; self.teams.len()];
+        self.runs.iter().flatten().for_each(|(range, team)| totals[*team] += range.end - range.start);
+        let mut dealt = vec![0; totals.len()];
+        let mut units: HashMap<u32, u64> = HashMap::new();
+        let files = self.runs.iter().map(|runs| {
+            let mut file: Vec<Run> = Vec::with_capacity(runs.len());
+            for (range, team) in runs {
+                let members = &self.teams[*team];
+                let (share, last) = (totals[*team].div_ceil(members.len() as u64), members.len() - 1);
+                let mut start = range.start;
+                while start < range.end {
+                    let member = ((dealt[*team] / share) as usize).min(last);
+                    // The border of a grain that is nearest to the end of its share.
+                    let left = (share * (member as u64 + 1)).saturating_sub(dealt[*team]);
+                    let border = down(start + left + self.grain / 2, self.grain);
+                    let border = border.max(down(start, self.grain) + self.grain);
+                    let end = if member == last { range.end } else { border.min(range.end) };
+                    dealt[*team] += end - start;
+                    let rank = members[member];
+                    match file.last_mut() {
+                        Some(before) if before.rank == rank => before.end = end,
+                        _ => file.push(Run { start, end, rank, unit: 0 }),
+                    }
+                    start = end;
+                }
+            }
+            for run in &mut file {
+                let next = units.entry(run.rank).or_insert(0);
+                run.unit = *next;
+                *next += (run.end - 1) / block_size - run.start / block_size + 1;
+            }
+            file
+        });
+        Writers(files.collect())
+    }
+}
+
+/// The first interval of each domain of a tensor, and the number of intervals: neighbours with `least` ranks, which are
+/// those of one copy.
+fn domains(held: &Held<'_>, least: u32) -> Vec<usize> {
+    let (mut firsts, mut ranks) = (Vec::new(), 0);
+    for interval in 0..held.cover.len() {
+        if ranks == 0 {
+            firsts.push(interval);
+        }
+        ranks += held.givers(interval, 0).len();
+        if ranks >= least as usize {
+            ranks = 0;
+        }
+    }
+    firsts.push(held.cover.len());
+    firsts
+}
+
+/// A byte of the extent or grain `number` of a file: at another place in each. Multiples of the golden ratio's fraction
+/// are spread evenly.
+pub(super) fn chosen(number: u64, range: &Range<u64>) -> u64 {
+    let fraction = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    range.start + ((u128::from(fraction) * u128::from(range.end - range.start)) >> 64) as u64
+}
+
+impl Share {
+    /// Who writes what in a save: dealt to teams, or in place, each what it has.
+    pub(super) fn writers(&self, in_place: bool) -> Result<&Writers> {
+        let (made, grain) = if in_place { (&self.in_place, self.page) } else { (&self.dealt, self.grain) };
+        if let Some(made) = made.get() {
+            return Ok(made);
+        }
+        let mut finder = Finder {
+            share: self,
+            deals: self.deals()?,
+            grain,
+            least: if in_place { 1 } else { self.team_size()? },
+            domains: HashMap::new(),
+            known: HashMap::new(),
+            teams: Vec::new(),
+            numbers: HashMap::new(),
+            runs: Vec::with_capacity(self.files.len()),
+        };
+        (0..self.files.len()).try_for_each(|shard| finder.file(shard))?;
+        Ok(made.get_or_init(|| finder.deal(self.block_size)))
+    }
+
+    /// The ranks of a team, as far as a tensor has so many: those that were requested, or the least power of two whose
+    /// pieces of a typical tensor are long together. A tensor is typical if half of the bytes are in longer pieces.
+    pub fn team_size(&self) -> Result<u32> {
+        if self.team > 0 {
+            return Ok(self.team);
+        }
+        let mut tensors: HashMap<usize, (usize, u64)> = HashMap::new();
+        for tensor in self.order.iter().flatten() {
+            tensors.entry(self.class[*tensor]).or_insert((*tensor, 0)).1 += 1;
+        }
+        let mut pieces = Vec::new();
+        for (tensor, count) in tensors.into_values() {
+            let held = Held::new(self, tensor, None)?;
+            for interval in 0..held.cover.len() {
+                let (lines, ranks) = (held.cover.bytes(interval), held.givers(interval, 0).len() as u64);
+                let bytes = lines.end - lines.start;
+                pieces.push((bytes / ranks.max(1), bytes * count));
+            }
+        }
+        pieces.sort_unstable();
+        let half = pieces.iter().map(|piece| piece.1).sum::<u64>() / 2;
+        let mut below = 0;
+        let typical = pieces.iter().find(|piece| {
+            below += piece.1;
+            below >= half
+        });
+        let ranks = typical.map_or(1, |&(piece, _)| self.grain.max(LONG).div_ceil(piece.max(1)));
+        Ok((ranks.next_power_of_two().min(u64::from(MOST))) as u32)
+    }
+}
