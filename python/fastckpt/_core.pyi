@@ -100,6 +100,9 @@ class ExchangedReport(Report):
 
     sent: int
     received: int
+    peers: int
+    team: int
+    grain: int
 
 @type_check_only
 class LoadedReport(Report):
@@ -776,11 +779,14 @@ class Share:
         ranks: int,
         *,
         apart: bool = False,
+        grain: int = 0,
+        team: int = 1,
     ) -> Share:
         """Lay out a load of ``wanted``: the number of a tensor in the checkpoint and the indices of its spreads, each.
 
         With ``apart``, ranks that want different long parts of a block read these parts themselves; the ``pieces`` that
-        :meth:`RankLoad.read` reports of them must be collected for :meth:`compare`.
+        :meth:`RankLoad.read` reports of them must be collected for :meth:`compare`. ``grain`` and ``team`` are those of
+        :meth:`to_save`: teams read whole blocks, and no rank reads a part of one.
 
         The tensors of the share are all of the checkpoint, by their numbers there. IndexError for a number that none
         has.

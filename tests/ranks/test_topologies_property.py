@@ -12,6 +12,7 @@ import functools
 import hashlib
 import itertools
 import math
+import os
 import shutil
 import zlib
 from dataclasses import dataclass
@@ -196,9 +197,16 @@ def _state(tensors: list[Drawn], which: str, fill: bool) -> tuple[dict[str, Any]
 
 
 def _save(
-    path: str, size: int, tensors: list[Drawn], shard_size: int, background: bool, base: str | None = None
+    path: str,
+    size: int,
+    tensors: list[Drawn],
+    teams: tuple[str, int],
+    shard_size: int,
+    background: bool,
+    base: str | None = None,
 ) -> tuple[int, int] | None:
     """What was written and linked, in bytes; None on a rank that does not take part."""
+    os.environ["FASTCKPT_AGGREGATE"], os.environ["FASTCKPT_GRAIN"] = teams[0], str(teams[1])
     group = _group(size)
     state, _ = _state(tensors, "saved", True)
     if dist.get_rank() >= size:
@@ -216,8 +224,9 @@ def _save(
     return report.bytes_total, report.linked_bytes
 
 
-def _load(path: str, size: int, tensors: list[Drawn]) -> list[str]:
+def _load(path: str, size: int, tensors: list[Drawn], teams: tuple[str, int]) -> list[str]:
     """The names of the tensors whose local bits are not what they should be."""
+    os.environ["FASTCKPT_AGGREGATE"], os.environ["FASTCKPT_GRAIN"] = teams[0], str(teams[1])
     group = _group(size)
     into, wanted = _state(tensors, "loaded", False)
     if dist.get_rank() >= size:
@@ -293,6 +302,11 @@ def trials(draw: st.DrawFn) -> dict[str, Any]:
         "shard_size": draw(st.sampled_from([5_000, 1 << 20, 1 << 30])),
         "background": draw(st.booleans()),
         "place": draw(st.none() | st.floats(0, 1)),
+        # Who writes and reads what: each rank in place, or teams that deal out grains.
+        "teams": (
+            draw(st.sampled_from(["auto", "off", "1", "2", "3", "8"])),
+            draw(st.sampled_from([4096, 65536, 4 << 20])),
+        ),
     }
 
 
@@ -348,7 +362,8 @@ def test_any_topology_writes_the_files_of_one_process_and_loads_into_any_other(w
     tensors = trial["tensors"]
     state = {"model": {each.name: whole(each) for each in tensors}, "step": 7, "note": ["a", None]}
     fastckpt.save(state, base / "one", files=fastckpt.Files(shard_size=trial["shard_size"]), metadata={"step": 7})
-    world.run(_save, str(base / "many"), trial["saved"], tensors, trial["shard_size"], trial["background"])
+    how = [trial["teams"], trial["shard_size"], trial["background"]]
+    world.run(_save, str(base / "many"), trial["saved"], tensors, *how)
     expected = _digests(base / "one")
     assert _digests(base / "many") == expected
     assert expected
@@ -357,7 +372,7 @@ def test_any_topology_writes_the_files_of_one_process_and_loads_into_any_other(w
     for name, tensor in state["model"].items():
         assert _bits(alone["model"][name]) == _bits(tensor), name
         assert alone["model"][name].shape == tensor.shape
-    assert world.run(_load, str(base / "many"), trial["loaded"], tensors) == [[]] * WORLD
+    assert world.run(_load, str(base / "many"), trial["loaded"], tensors, trial["teams"]) == [[]] * WORLD
     if trial["place"] is not None:
         check_bases(world, base, trial, state["model"], expected)
     shutil.rmtree(base)
@@ -368,7 +383,7 @@ def check_bases(
 ) -> None:
     """What one process wrote is the base: nothing has changed, and then one bit of one tensor."""
     tensors = trial["tensors"]
-    again = [trial["saved"], tensors, trial["shard_size"], trial["background"]]
+    again = [trial["saved"], tensors, trial["teams"], trial["shard_size"], trial["background"]]
     total = sum(len(_bits(tensor)) for tensor in model.values())
     assert set(world.run(_save, str(base / "same"), *again, str(base / "one"))) <= {(0, total), None}
     assert _digests(base / "same") == expected

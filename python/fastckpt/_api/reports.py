@@ -172,6 +172,9 @@ class SaveReport(Report):
         bytes_total: bytes of tensor data that all ranks have written.
         bytes_sent: bytes that this rank sent to ranks that wrote them.
         bytes_received: bytes that it received from others, and wrote.
+        peers: ranks that it exchanged bytes with.
+        team: ranks that collected their pieces before they wrote (``FASTCKPT_AGGREGATE``); 1 if each wrote its own.
+        grain: bytes of the files, at whose multiples writers changed; 0 for a save of one process.
     """
 
     operation: ClassVar[str] = "save"
@@ -187,6 +190,9 @@ class SaveReport(Report):
     bytes_total: int = -1
     bytes_sent: int = 0
     bytes_received: int = 0
+    peers: int = 0
+    team: int = 1
+    grain: int = 0
 
     def __post_init__(self) -> None:
         Report.__post_init__(self)

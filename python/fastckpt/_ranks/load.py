@@ -10,6 +10,7 @@ rank that read for others would make its own network the limit of all.
 
 from __future__ import annotations
 
+import mmap
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -69,11 +70,15 @@ class Opened(NamedTuple):
         apart: whether each rank reads its own part: through the page cache of the one host that they are on, or from an
             object store.
         group: the group for the bytes; None if they do not travel.
+        grain: bytes of a grain, and
+        team: the ranks of a team, where bytes travel (``_core.Share.to_load``).
     """
 
     reader: _core.Reader
     apart: bool
     group: DataGroup | None
+    grain: int
+    team: int
 
 
 def load_together(call: Call, operation: Operation, settings: LoadSettings, into: Any) -> Read:
@@ -125,9 +130,10 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
         manifest = reader.manifest()
         # On one host nothing else may have to be sent.
         name = "" if (apart and one) or session.group.size == 1 else Link.agree([True, offer[1]])
-        return [apart, name, len(manifest) if name else manifest]
+        grain, team = (0, 1) if apart else _core.aggregation(call.path, mmap.PAGESIZE)
+        return [apart, name, grain, team, len(manifest) if name else manifest]
 
-    apart, name, manifest = operation.round(
+    apart, name, grain, team, manifest = operation.round(
         "arrive",
         [[session.group.host], caches, session.link.offer(needed=True)],
         combine=_combine_arrivals,
@@ -139,7 +145,7 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
             group, readers[0].manifest() if readers else None, manifest, attention.limit, attention.meanwhile
         )
     reader = readers[0] if readers else open_reader("load", call.path, manifest=manifest)
-    return Opened(reader, apart, group)
+    return Opened(reader, apart, group, grain, team)
 
 
 def _combine_arrivals(arrivals: list[Any]) -> list[Any]:
@@ -175,7 +181,15 @@ def _read(
             answer = operation.round("demands", offer, combine=combine_offers, decide=agreement.unite)
         agreed = agreement.settle(verdict, answer)
         spreads = [core_spread(each) for each in agreed.spreads]
-        share = _core.Share.to_load(opened.reader, agreed.wanted, spreads, session.group.size, apart=True)
+        share = _core.Share.to_load(
+            opened.reader,
+            agreed.wanted,
+            spreads,
+            session.group.size,
+            apart=True,
+            grain=opened.grain,
+            team=opened.team,
+        )
         requests = [
             (agreed.wanted[at][0], part, address, nbytes, strides)
             for at, part, address, nbytes, strides in agreed.requests

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -53,7 +54,7 @@ def read_together(
     attention = Attention(operation, timeout)
     reading, requests = asked(attention)
     manifest = hashlib.sha256(reading.reader.manifest()).hexdigest()
-    cached, name = operation.round(
+    cached, name, grain, team = operation.round(
         "arrive",
         [[here.group.host], reading.io.engine in _CACHED, [manifest], here.link.offer(needed=True)],
         combine=_combine,
@@ -69,7 +70,10 @@ def read_together(
             group = here.link.meet(name, timeout, attention.meanwhile)
             asks = [[request.tensor, [[start, stop] for start, stop, _ in request.box]] for request in requests]
             answer = operation.round("demands", [[here.group.rank, asks]], combine=gathered, decide=_unite)
-            share = _core.Share.to_load(reading.reader, *_wanted(json.loads(answer)), here.group.size, apart=True)
+            wanted, spreads = _wanted(json.loads(answer))
+            share = _core.Share.to_load(
+                reading.reader, wanted, spreads, here.group.size, apart=True, grain=grain, team=team
+            )
             # A rank's boxes of a tensor are its parts, in the order of its requests.
             parts: Counter[int] = Counter()
             mine = []
@@ -103,7 +107,8 @@ def _decide(path: str, arrived: list[Any]) -> list[Any]:
     if len(manifests) > 1:
         raise ReplacedCheckpointError(f"load: {path}: another save replaced it while the ranks opened it: load again")
     cached = may and len(hosts) == 1
-    return [cached, "" if cached else Link.agree(offer)]
+    grain, team = (0, 1) if cached else _core.aggregation(path, mmap.PAGESIZE)
+    return [cached, "" if cached else Link.agree(offer), grain, team]
 
 
 def _unite(demands: list[Any]) -> str:

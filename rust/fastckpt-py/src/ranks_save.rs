@@ -170,6 +170,10 @@ impl RankSave {
         let dict = to_dict(py, &report)?;
         dict.set_item("sent", sent)?;
         dict.set_item("received", received)?;
+        let (peers, team, grain) = self.detached(py, ranks::RankSave::teams)?;
+        dict.set_item("peers", peers)?;
+        dict.set_item("team", team)?;
+        dict.set_item("grain", grain)?;
         Ok(dict)
     }
 

@@ -9,7 +9,7 @@ use fastckpt_core::engine::options::BLOCK_SIZE;
 use fastckpt_core::format::geometry::PAGE;
 use fastckpt_core::format::layout::{self, Sizes, TensorSpec};
 use fastckpt_core::ranks::{self, Aggregation, Table, pieces};
-use fastckpt_core::share::{self, Bounds, Purpose, Message, Placement};
+use fastckpt_core::share::{self, Bounds, Message, Placement, Purpose};
 use pyo3::exceptions::{PyIndexError, PyValueError};
 use pyo3::prelude::*;
 use pyo3::pybacked::{PyBackedBytes, PyBackedStr};
@@ -130,7 +130,8 @@ impl Share {
     }
 
     #[staticmethod]
-    #[pyo3(signature = (reader, wanted, spreads, ranks, *, apart=false))]
+    #[expect(clippy::too_many_arguments, reason = "they are Python's")]
+    #[pyo3(signature = (reader, wanted, spreads, ranks, *, apart=false, grain=0, team=1))]
     fn to_load(
         py: Python<'_>,
         reader: &Reader,
@@ -138,6 +139,8 @@ impl Share {
         spreads: Vec<Py<Spread>>,
         ranks: u32,
         apart: bool,
+        grain: u64,
+        team: u32,
     ) -> PyResult<Self> {
         let body = reader.checkpoint.body();
         let tensor = |entry: &fastckpt_core::format::manifest::TensorEntry| share::Tensor {
@@ -156,7 +159,10 @@ impl Share {
         }
         let files = body.shards.iter().map(|shard| (shard.data_offset, shard.bytes)).collect();
         let spreads = self::spreads(&spreads);
-        let share = py.detach(|| share::Share::new(files, body.block_size, tensors, spreads, ranks));
+        let share = py.detach(|| {
+            share::Share::new(files, body.block_size, tensors, spreads, ranks)?
+                .in_teams(grain.max(PAGE), team)
+        });
         let share = mapped(share)?;
         Ok(Self(Kind::Load(Arc::new(if apart { share.read_apart() } else { share }))))
     }
@@ -222,7 +228,7 @@ impl Share {
         dict.set_item("messages_received", received.len())?;
         dict.set_item("bytes_received", bytes(received))?;
         dict.set_item("peers", count(&mut peers()))?;
-        dict.set_item("team", if load { 1 } else { mapped(self.core().team_size())? })?;
+        dict.set_item("team", mapped(self.core().team_size())?)?;
         Ok(dict)
     }
 }

@@ -76,9 +76,7 @@ pub(crate) enum Sharing {
     /// Those of the clients of an NFS server.
     Nfs,
     /// Many, as far as is known. The file system prefers transfers of `unit` bytes.
-    Many {
-        unit: u64,
-    },
+    Many { unit: u64 },
 }
 
 /// Who may write to files in `directory`. What cannot be asked counts as this machine's own.

@@ -40,7 +40,10 @@ impl Aggregation {
             Some("off") => Some(1),
             Some(text) => {
                 let number = text.parse().ok().filter(|&ranks: &u32| ranks > 0);
-                Some(number.ok_or_else(|| wrong("FASTCKPT_AGGREGATE", "`auto`, `off` or a number of ranks"))?)
+                Some(
+                    number
+                        .ok_or_else(|| wrong("FASTCKPT_AGGREGATE", "`auto`, `off` or a number of ranks"))?,
+                )
             }
         };
         let grain = match environment.get("FASTCKPT_GRAIN") {
@@ -85,7 +88,9 @@ mod tests {
         assert_eq!(of(&[(aggregate, "8")], 4096), Ok(Aggregation { grain: LEAST, team: 8 }));
         let both = [(aggregate, "8"), (grain, "8192")];
         assert_eq!(of(&both, 4096), Ok(Aggregation { grain: 8192, team: 8 }));
-        assert!(of(&both, 16384).unwrap_err().contains("FASTCKPT_GRAIN: `8192` is not a power of two from 16384"));
+        assert!(
+            of(&both, 16384).unwrap_err().contains("FASTCKPT_GRAIN: `8192` is not a power of two from 16384")
+        );
         for text in ["0", "-1", "on", "1.5"] {
             assert!(of(&[(aggregate, text)], 4096).unwrap_err().contains("a number of ranks"), "{text}");
         }

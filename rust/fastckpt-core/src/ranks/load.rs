@@ -18,7 +18,7 @@ use crate::engine::report::Report;
 use crate::error::{Error, Result};
 use crate::format::checksum::Pair;
 use crate::read::{Checkpoint, Stop, Sum, Wanted};
-use crate::share::{Purpose, Item, Message, Piece, Share};
+use crate::share::{Item, Message, Piece, Purpose, Share};
 use crate::sys::thread::builder;
 use crate::telemetry::{self, Kind, Operation};
 
@@ -88,15 +88,7 @@ impl RankLoad {
         places: Places,
         budget: u64,
     ) -> Result<Self> {
-        let mut duties = share.duties(rank, Purpose::Load)?;
-        // In the order in which they become complete while the files are read.
-        let end = |message: &Message| {
-            let item = message.items.last()?;
-            let tensor = &share.tensors()[item.tensor];
-            Some((tensor.shard, tensor.offset + item.bytes.start))
-        };
-        duties.io.sort_by_key(end);
-        duties.boxes.sort_by_key(end);
+        let duties = share.duties(rank, Purpose::Load)?;
         let envelopes = |messages: &[Message]| -> Vec<Envelope> {
             messages.iter().map(|message| (message.peer, message.bytes)).collect()
         };

@@ -2,6 +2,7 @@
 //! commits. The others join it. Each writes its ranges of the shards, and makes them durable, while its [`Mail`]
 //! exchanges the bytes that one rank has and another one writes.
 
+use std::collections::HashSet;
 use std::ffi::{OsStr, OsString};
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -31,7 +32,7 @@ use crate::save::shards::allocate;
 use crate::save::work::Work as _;
 use crate::save::{Committed, Figures, Finish, check_size, empty_body, finish, shard_entry, since_1970};
 use crate::share::Piece;
-use crate::share::{Depth, Duties, Purpose, Message};
+use crate::share::{Depth, Duties, Message, Purpose};
 use crate::telemetry::{self, Kind, Operation, Phase};
 
 /// The coordinator's facts when all ranks have written.
@@ -278,6 +279,13 @@ impl RankSave {
     pub fn exchanged(&self) -> (u64, u64) {
         let sum = |messages: &[Message]| messages.iter().map(|message| message.bytes).sum();
         (sum(&self.duties.boxes), sum(&self.duties.io))
+    }
+
+    /// The ranks that this one exchanges bytes with, the ranks of a team, and the bytes of a grain.
+    pub fn teams(&self) -> Result<(usize, u32, u64)> {
+        let messages = self.duties.boxes.iter().chain(&self.duties.io);
+        let peers: HashSet<u32> = messages.map(|message| message.peer).collect();
+        Ok((peers.len(), self.table.share.team_size()?, self.table.share.grain()))
     }
 
     /// The checksums of the ranges that this rank wrote.

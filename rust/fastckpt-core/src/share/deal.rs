@@ -4,6 +4,7 @@
 //! one's. A tensor is dealt out whole: all of its bytes come from one copy, because copies that are declared equal may
 //! differ. Tensors are dealt so that every copy gives about as many bytes.
 
+use std::cmp::Reverse;
 use std::collections::HashMap;
 
 use super::table::{Deal, Share};
@@ -63,26 +64,36 @@ impl Share {
         Ok(deals)
     }
 
-    /// In the order of files, so that a copy gives whole stretches of few files. A batch comes whole from the copy whose
-    /// share has its middle. A longer tensor is cut where a share ends.
-    fn balance(&self, copies: u32, batches: Vec<Batch>, deals: &mut [Deal]) {
+    /// Large batches first, the largest of them first: each whole from the copy that has given least, and in runs where
+    /// that would be too much. Then the small ones in the order of files, so that a copy gives stretches of few files.
+    fn balance(&self, copies: u32, mut batches: Vec<Batch>, deals: &mut [Deal]) {
         let share = batches.iter().map(|batch| batch.bytes).sum::<u64>().div_ceil(u64::from(copies));
-        let last = u64::from(copies) - 1;
-        let mut before = 0;
+        let mut given = vec![0u64; copies as usize];
+        batches.sort_by_key(|batch| Reverse(if batch.bytes > share / SPARE { batch.bytes } else { 0 }));
+        let mut open = 0;
         for Batch { bytes, tensors } in batches {
             let mut rest = self.in_file(tensors[0], &(0..bytes));
-            while rest.start < rest.end {
-                let (len, copy) = (rest.end - rest.start, (before / share).min(last));
-                let left = (share * (copy + 1)).saturating_sub(before);
-                // No shorter runs: if a copy is spread over several ranks, each of them should give some of it.
-                let end = (rest.start + left.max(RUN)).next_multiple_of(self.block_size);
-                let cut = copy < last && len > left + share / SPARE && end + RUN / 2 <= rest.end;
-                let copy = if cut { copy } else { ((before + len / 2) / share).min(last) };
-                let end = if cut { end } else { rest.end };
+            loop {
+                let len = rest.end - rest.start;
+                let copy = if bytes > share / SPARE {
+                    (0..given.len()).min_by_key(|&copy| given[copy]).unwrap_or(0)
+                } else {
+                    while open + 1 < given.len() && given[open] + len / 2 > share {
+                        open += 1;
+                    }
+                    open
+                };
+                // No longer runs: if a copy is spread over several ranks, each of them should give some of it.
+                let end = (rest.start + RUN).next_multiple_of(self.block_size);
+                let cut = given[copy] + len > share + share / SPARE && end + RUN / 2 <= rest.end;
+                let run = rest.start..if cut { end } else { rest.end };
+                given[copy] += run.end - run.start;
                 for &tensor in &tensors {
-                    deals[tensor].runs.push((end, copy as u32));
+                    deals[tensor].runs.push((run.end, copy as u32));
                 }
-                before += end - rest.start;
+                if !cut {
+                    break;
+                }
                 rest.start = end;
             }
         }

@@ -9,13 +9,13 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use super::cover::Cover;
+use super::held::Held;
 use super::messages::{Item, Mailbox, Message, Spot};
-use super::owners::Held;
+use super::owners::{Owners, Run};
 use super::place::Places;
 use super::spread::Groups;
 use super::table::{Deal, Share};
 use super::tiles::Whose;
-use super::writers::{Run, Writers};
 use crate::error::{Error, Result};
 
 /// What the duties are for.
@@ -63,27 +63,27 @@ impl Share {
         if rank >= self.ranks {
             return Err(Error::Invalid(format!("there is no rank {rank} of {}", self.ranks)));
         }
-        let work = if purpose == Purpose::Load {
-            let mut work = Work::new(self, rank, &[], self.ranks);
-            self.order.iter().try_for_each(|tensors| work.extents(tensors))?;
-            work
-        } else {
+        let load = purpose == Purpose::Load;
+        if !load {
             self.check_held()?;
-            let in_place = purpose == Purpose::Compare;
-            let (deals, writers) = (self.deals()?, self.writers(in_place)?);
-            let team = if in_place { 1 } else { self.team_size()? };
-            // A grain that several teams have is of few of them.
-            let senders = if team == 1 { self.ranks } else { team.saturating_mul(4).min(self.ranks) };
-            let mut work = Work::new(self, rank, deals, senders);
-            (0..self.files.len()).try_for_each(|shard| work.grains(shard, writers))?;
-            work
-        };
+        }
+        let deals = if load { &[] } else { self.deals()? };
+        let mut work = Work::new(self, rank, deals, self.senders(purpose)?);
+        let in_place = load && self.is_in_place();
+        let owners = if in_place { None } else { Some(self.owners(purpose)?) };
+        for shard in 0..self.files.len() {
+            match owners {
+                None => work.extents(shard)?,
+                Some(owners) if load => work.extents_of(shard, owners)?,
+                Some(owners) => work.grains(shard, owners)?,
+            }
+        }
         Ok(Duties {
             ranges: work.ranges,
             local: work.local,
             apart: work.apart,
-            io: work.io.finish(),
-            boxes: work.boxes.finish(),
+            io: work.io.finish(load),
+            boxes: work.boxes.finish(load),
         })
     }
 
@@ -213,12 +213,12 @@ impl<'a> Work<'a> {
         (len > 0).then_some(Item { tensor: held.tensor, bytes, part, rows, base, len })
     }
 
-    /// The spot of a stretch of a tensor, whose first byte has `unit` at the rank that writes it, for a message of
-    /// `sender`. A load has its own order.
-    fn spot(&self, held: &Held<'_>, start: u64, run: Option<&Run>, sender: u32) -> Spot {
-        let turn = run.map_or((0, 0), |run| {
-            let away = (run.rank + self.share.ranks - sender) % self.share.ranks;
-            (run.unit(start, self.share.block_size), away)
+    /// The spot of a stretch of a tensor, which is part of `run`, for a message from or to `other`, the rank that does not
+    /// read or write it.
+    fn spot(&self, held: &Held<'_>, start: u64, run: Option<&Run>, other: u32) -> Spot {
+        let ranks = self.share.ranks;
+        let turn = run.map_or((held.shard as u64, start), |run| {
+            (run.unit(start, self.share.block_size), u64::from((run.rank + ranks - other) % ranks))
         });
         Spot { shard: held.shard, offset: start, turn }
     }
@@ -252,18 +252,18 @@ impl<'a> Work<'a> {
     }
 
     /// The ranges that this rank writes of a file, and the items that it sends for the rest of it.
-    fn grains(&mut self, shard: usize, writers: &Writers) -> Result<()> {
+    fn grains(&mut self, shard: usize, owners: &Owners) -> Result<()> {
         let held = self.share.order[shard].iter();
         let held = held.map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor)));
         let held = held.collect::<Result<Vec<_>>>()?;
         for tensor in &held {
             let own = self.own(tensor);
             for &interval in &own.intervals {
-                self.send(tensor, interval, &own, writers);
+                self.send(tensor, interval, &own, owners);
             }
         }
         let rank = self.rank;
-        for run in writers.of(shard).iter().filter(|run| run.rank == rank) {
+        for run in owners.of(shard).iter().filter(|run| run.rank == rank) {
             self.range(shard, run.start, run.end);
             self.write(&held, run);
         }
@@ -271,9 +271,9 @@ impl<'a> Work<'a> {
     }
 
     /// Adds the parts of an interval of this rank that others write.
-    fn send(&mut self, tensor: &Held<'_>, interval: usize, own: &Own, writers: &Writers) {
+    fn send(&mut self, tensor: &Held<'_>, interval: usize, own: &Own, owners: &Owners) {
         let section = tensor.cover.section(interval);
-        for (run, range) in writers.within(tensor.shard, tensor.interval(interval)) {
+        for (run, range) in owners.within(tensor.shard, tensor.interval(interval)) {
             if run.rank == self.rank {
                 continue;
             }
@@ -283,11 +283,17 @@ impl<'a> Work<'a> {
                     let (here, rest) = own.split_at(own.partition_point(|own| own.0 <= number));
                     own = rest;
                     let Some(&(_, _, part)) = here.first() else { continue };
-                    let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, run.rank) else { continue };
+                    let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, run.rank) else {
+                        continue;
+                    };
                     if giver == self.rank {
                         let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
                         if let Some(item) = self.item(tensor, &stretch, tile, part) {
-                            self.boxes.add(run.rank, self.spot(tensor, stretch.start, Some(run), self.rank), item);
+                            self.boxes.add(
+                                run.rank,
+                                self.spot(tensor, stretch.start, Some(run), self.rank),
+                                item,
+                            );
                         }
                     }
                 }
@@ -314,8 +320,8 @@ impl<'a> Work<'a> {
     }
 
     /// The ranges that this rank reads of a file, and the items that it receives of the rest of it.
-    fn extents(&mut self, tensors: &[usize]) -> Result<()> {
-        for &tensor in tensors {
+    fn extents(&mut self, shard: usize) -> Result<()> {
+        for &tensor in &self.share.order[shard] {
             let held = Held::new(self.share, tensor, None)?;
             let own = self.own(&held);
             let (mut done, mut reader, mut apart) = (0, (u64::MAX, None), false);
@@ -336,14 +342,10 @@ impl<'a> Work<'a> {
                     }
                     let Some(reader) = reader.1 else { continue };
                     if reader != self.rank {
-                        for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
-                            if let Some(item) = self.item(&held, &stretch, tile, part) {
-                                self.boxes.add(reader, self.spot(&held, stretch.start, None, reader), item);
-                            }
-                        }
+                        self.receive(&held, interval, &stretch, &own, (reader, None));
                     } else if done < extent.end {
                         done = extent.end;
-                        self.read(&held, &extent);
+                        self.read(&held, &extent, None);
                     }
                 }
             }
@@ -351,15 +353,64 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
-    /// Adds an extent that this rank reads, unless no rank wants any of it.
-    fn read(&mut self, held: &Held<'_>, extent: &Range<u64>) {
+    /// The same, where teams read. A member reads what others of its team want, too, and perhaps only that.
+    fn extents_of(&mut self, shard: usize, owners: &Owners) -> Result<()> {
+        let held = self.share.order[shard].iter().map(|&tensor| Held::new(self.share, tensor, None));
+        let held = held.collect::<Result<Vec<_>>>()?;
+        for tensor in &held {
+            let own = self.own(tensor);
+            for &interval in &own.intervals {
+                for (run, range) in owners.within(shard, tensor.interval(interval)) {
+                    if run.rank == self.rank {
+                        continue;
+                    }
+                    for stretch in tensor.cut(interval, range, false) {
+                        self.receive(tensor, interval, &stretch, &own, (run.rank, Some(run)));
+                    }
+                }
+            }
+        }
+        let rank = self.rank;
+        for run in owners.of(shard).iter().filter(|run| run.rank == rank) {
+            let first = held.partition_point(|tensor| tensor.range.end <= run.start);
+            for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < run.end) {
+                let end = run.end.min(tensor.range.end);
+                let mut at = run.start.max(tensor.range.start);
+                while at < end {
+                    let extent = tensor.extent(at);
+                    self.read(tensor, &extent, Some(run));
+                    at = extent.end;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Adds what this rank wants of a stretch that another one reads, as part of a run.
+    fn receive(
+        &mut self,
+        held: &Held<'_>,
+        interval: usize,
+        stretch: &Range<u64>,
+        own: &Own,
+        (reader, run): (u32, Option<&Run>),
+    ) {
+        for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
+            if let Some(item) = self.item(held, stretch, tile, part) {
+                self.boxes.add(reader, self.spot(held, stretch.start, run, self.rank), item);
+            }
+        }
+    }
+
+    /// Adds an extent that this rank reads, as part of a run, unless no rank wants any of it.
+    fn read(&mut self, held: &Held<'_>, extent: &Range<u64>, run: Option<&Run>) {
         let mut wanted = false;
         for interval in held.at(extent.start)..=held.at(extent.end - 1) {
             let lines = held.interval(interval);
             let stretch = extent.start.max(lines.start)..extent.end.min(lines.end);
             for &tile in held.cover.cells(held.cover.section(interval)).flatten() {
                 for &peer in held.ranks(tile) {
-                    wanted |= self.serve(held, &stretch, None, (tile, peer));
+                    wanted |= self.serve(held, &stretch, run, (tile, peer));
                 }
             }
         }

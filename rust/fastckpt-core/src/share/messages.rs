@@ -50,23 +50,24 @@ pub(super) struct Spot {
     pub(super) shard: usize,
     /// Its first byte in that file.
     pub(super) offset: u64,
-    /// The turn of a message that begins with it.
     pub(super) turn: Turn,
 }
 
-/// The place of a message among those of all ranks: the number of its block at the rank that writes it, and the distance
-/// from the sender to the writer. Every rank sends and receives in this order, so that none waits in a circle. And in
-/// each block, a rank sends first to its neighbour, then to the next: if all sent in the order of files, all would
-/// serve one writer after another.
-pub(super) type Turn = (u64, u32);
+/// The place of an item among those of all ranks. Every rank sends and receives in this order, so that none waits in a
+/// circle.
+///
+/// With teams, it is the number of the block at the rank that reads or writes it, and then the distance between the two
+/// ranks. So in each block a rank serves first its neighbour, then the next one: if all went in the order of files, all
+/// would serve one rank after another. A load without teams goes in the order of files: there it is file and offset.
+pub(super) type Turn = (u64, u64);
 
 /// The messages of one rank in one direction, while items are added.
 #[derive(Debug)]
 pub(super) struct Mailbox {
     /// A message with this many bytes takes no more items.
     full: u64,
-    /// The spot of the first item of each message.
-    messages: Vec<(Spot, Message)>,
+    /// The spot of the first item of each message, and the turn of its last one.
+    messages: Vec<(Spot, Turn, Message)>,
     /// The last message of each peer.
     last: HashMap<u32, usize>,
 }
@@ -84,25 +85,27 @@ impl Mailbox {
         let len = item.len;
         let last = self.last.get(&peer).map(|&last| &mut self.messages[last]);
         match last {
-            Some((first, message))
+            Some((first, turn, message))
                 if message.bytes < self.full
                     && first.shard == spot.shard
                     && spot.offset - first.offset < SPAN =>
             {
                 message.bytes += len;
                 message.items.push(item);
+                *turn = spot.turn;
             }
             _ => {
                 self.last.insert(peer, self.messages.len());
-                self.messages.push((spot, Message { peer, bytes: len, items: vec![item] }));
+                self.messages.push((spot, spot.turn, Message { peer, bytes: len, items: vec![item] }));
             }
         }
     }
 
-    /// The messages, in the order of their turns.
-    pub(super) fn finish(mut self) -> Vec<Message> {
-        self.messages.sort_by_key(|(first, _)| first.turn);
-        self.messages.into_iter().map(|(_, message)| message).collect()
+    /// The messages, in the order in which they are needed: that of their first items. A message of a load is sent when
+    /// all of it was read: `complete` is in the order of their last items.
+    pub(super) fn finish(mut self, complete: bool) -> Vec<Message> {
+        self.messages.sort_by_key(|(first, last, _)| if complete { *last } else { first.turn });
+        self.messages.into_iter().map(|(_, _, message)| message).collect()
     }
 }
 
@@ -127,7 +130,7 @@ mod tests {
         add(2, 0, FULL + SPAN, 1);
         add(1, 0, 3 * FULL + SPAN, 1);
         add(1, 1, 3 * FULL + SPAN + 1, 1);
-        let messages = mailbox.finish();
+        let messages = mailbox.finish(false);
         let found: Vec<_> =
             messages.iter().map(|m| (m.peer, m.items[0].bytes.start, m.bytes, m.items.len())).collect();
         let expected = [
@@ -151,7 +154,7 @@ mod tests {
                 let spot = Spot { shard: 0, offset: at, turn: (0, 0) };
                 mailbox.add(0, spot, Item { tensor: 0, bytes, part: 0, rows, base: 0, len: 4096 });
             }
-            let messages = mailbox.finish();
+            let messages = mailbox.finish(false);
             assert!(messages.iter().all(|message| message.bytes == most), "{ranks} ranks");
         }
     }

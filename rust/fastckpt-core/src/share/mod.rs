@@ -10,6 +10,7 @@ mod bytes;
 mod cover;
 mod deal;
 mod duties;
+mod held;
 mod messages;
 mod owners;
 mod pieces;
@@ -20,7 +21,6 @@ mod table;
 #[cfg(test)]
 mod tests;
 mod tiles;
-mod writers;
 
 pub use self::duties::{Duties, FileRange, Purpose};
 pub use self::messages::{Item, Message};

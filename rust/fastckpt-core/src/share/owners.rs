@@ -1,170 +1,321 @@
-//! Decides which rank reads or writes which bytes of a file, and which rank gives them to it. Pure.
+//! Which rank writes, or reads, which run of a file. Pure.
+//!
+//! The ranks whose pieces of a tensor are neighbours in its file are a **team**. What a team has, or wants, of a tensor
+//! is its **domain**. Files are cut into **grains**, and each grain has one owner: a member of the team in whose domain
+//! the grain's deciding byte is. What a team owns in all files, one run after another, is dealt to its members, to each
+//! about as many bytes. So a member writes whole domains in a few files, instead of its own short piece of each tensor,
+//! and the others send it their parts. A team of one writes in place what it has.
 
+use std::collections::HashMap;
 use std::ops::Range;
 
-use super::cover::Cover;
-use super::spread::Groups;
+use super::duties::Purpose;
+use super::held::Held;
 use super::table::{Deal, Share};
-use super::writers::chosen;
 use crate::error::Result;
-use crate::format::geometry::{STRAIGHT, down};
+use crate::format::geometry::{PAGE, down};
 
-/// A tensor and the ranks that have it.
-#[derive(Debug, Clone)]
-pub(super) struct Held<'a> {
-    pub(super) tensor: usize,
-    pub(super) shard: usize,
-    /// Its bytes, counted in the file.
-    pub(super) range: Range<u64>,
-    pub(super) cover: &'a Cover,
-    pub(super) spreads: Vec<&'a Groups>,
-    /// Its logical shape.
-    pub(super) sizes: &'a [u64],
-    /// The copy that a save takes each tensor from; a load has none.
-    deal: Option<&'a Deal>,
-    block_size: u64,
-    page: u64,
+/// A team that was not requested has at most this many ranks: each of them sends messages to all others.
+const MOST: u32 = 64;
+
+/// A range of a file that one rank writes or reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Run {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    pub(super) rank: u32,
+    /// The number of its first block among all that its rank writes or reads, in order.
+    unit: u64,
 }
 
-impl<'a> Held<'a> {
-    pub(super) fn new(share: &'a Share, tensor: usize, deal: Option<&'a Deal>) -> Result<Self> {
-        let entry = &share.tensors[tensor];
-        Ok(Self {
-            tensor,
-            shard: entry.shard,
-            range: share.in_file(tensor, &(0..entry.stored)),
-            cover: share.cover(tensor)?,
-            spreads: share.spreads_of(entry),
-            sizes: &entry.shape,
-            deal,
-            block_size: share.block_size,
-            page: share.page,
+impl Run {
+    /// The number of the block of `offset` among those of its rank. Blocks have `block_size` bytes.
+    pub(super) fn unit(&self, offset: u64, block_size: u64) -> u64 {
+        self.unit + (offset / block_size - self.start / block_size)
+    }
+}
+
+/// The runs of every file, in order. Only a load leaves gaps: what no rank wants.
+#[derive(Debug)]
+pub(super) struct Owners(Vec<Vec<Run>>);
+
+impl Owners {
+    /// The runs of a file.
+    pub(super) fn of(&self, shard: usize) -> &[Run] {
+        &self.0[shard]
+    }
+
+    /// The parts of the runs of a file that lie in a range of it.
+    pub(super) fn within(&self, shard: usize, range: Range<u64>) -> impl Iterator<Item = (&Run, Range<u64>)> {
+        let runs = &self.0[shard];
+        let first = runs.partition_point(|run| run.end <= range.start);
+        let inside = runs[first..].iter().take_while(move |run| run.start < range.end);
+        inside.map(move |run| (run, run.start.max(range.start)..run.end.min(range.end)))
+    }
+}
+
+/// The runs of teams, while they are found.
+struct Finder<'a> {
+    share: &'a Share,
+    /// Of a save, by tensor.
+    deals: &'a [Deal],
+    load: bool,
+    grain: u64,
+    /// Ranks of a team, if there are as many.
+    least: u32,
+    /// By class: the first interval of each domain, and the number of intervals.
+    domains: HashMap<usize, Vec<usize>>,
+    /// The team by class, domain and copy.
+    known: HashMap<(usize, usize, u32), usize>,
+    /// The ranks of each team, ascending, and the number of each.
+    teams: Vec<Vec<u32>>,
+    numbers: HashMap<Vec<u32>, usize>,
+    /// Of each file: the ranges, and the team that owns each.
+    runs: Vec<Vec<(Range<u64>, usize)>>,
+}
+
+impl<'a> Finder<'a> {
+    fn team(&mut self, ranks: Vec<u32>) -> usize {
+        *self.numbers.entry(ranks).or_insert_with_key(|ranks| {
+            self.teams.push(ranks.clone());
+            self.teams.len() - 1
         })
     }
 
-    /// The bytes of an interval, counted in the file.
-    pub(super) fn interval(&self, interval: usize) -> Range<u64> {
-        let bytes = self.cover.bytes(interval);
-        self.range.start + bytes.start..self.range.start + bytes.end
+    /// The ranks of an interval: those that give a copy of it to a save, or all that want something of it.
+    fn ranks(&self, held: &Held<'_>, interval: usize, copy: u32) -> Vec<u32> {
+        if self.load { held.team(interval).to_vec() } else { held.givers(interval, copy) }
     }
 
-    /// The interval of a byte of the file.
-    pub(super) fn at(&self, offset: u64) -> usize {
-        self.cover.at(offset - self.range.start)
-    }
-
-    /// The ranks that have something of an interval.
-    pub(super) fn team(&self, interval: usize) -> &'a [u32] {
-        self.cover.team(self.cover.section(interval), &self.spreads)
-    }
-
-    /// The copy that gives the byte at `offset` to a save, and the range of the file that comes from it.
-    pub(super) fn copy(&self, offset: u64) -> (u32, Range<u64>) {
-        self.deal.map_or_else(|| (0, self.range.clone()), |deal| deal.at(offset, &self.range))
-    }
-
-    /// The ranks that give something of a copy of an interval, ascending.
-    pub(super) fn givers(&self, interval: usize, copy: u32) -> Vec<u32> {
-        let section = self.cover.section(interval);
-        let mut cells = self.cover.cells(section);
-        if let (Some(only), None) = (cells.next(), cells.next()) {
-            return self.cover.source(only, copy, &self.spreads).map(|(rank, _)| rank).into_iter().collect();
-        }
-        self.cover.givers(section, copy, &self.spreads).to_vec()
-    }
-
-    /// The owner of the bytes of an interval in the block of `offset`: the ranks that want some of them take turns,
-    /// block by block. `None` if no rank wants any.
-    fn turn(&self, interval: usize, offset: u64) -> Option<u32> {
-        let team = self.team(interval);
-        let turn = (offset / self.block_size + self.shard as u64).checked_rem(team.len() as u64)?;
-        Some(team[turn as usize])
-    }
-
-    /// The part of the tensor in the block of `offset`, counted in the file.
-    pub(super) fn extent(&self, offset: u64) -> Range<u64> {
-        let block = down(offset, self.block_size);
-        self.range.start.max(block)..self.range.end.min(block + self.block_size)
-    }
-
-    /// The rank that reads the extent in the block of `offset`; `None` if no rank wants any of it.
-    ///
-    /// It is the owner of one of its bytes, at another place in each block: else the ranks with the first rows would
-    /// read all small tensors.
-    pub(super) fn reader(&self, offset: u64) -> Option<u32> {
-        let extent = self.extent(offset);
-        let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
-        let chosen = self.at(chosen(offset / self.block_size + self.shard as u64, &extent));
-        (chosen..=last).chain(first..chosen).find_map(|interval| self.turn(interval, extent.start))
-    }
-
-    /// Whether an extent is wanted in long parts, by one rank each, and by all of these ranks together whole.
-    pub(super) fn is_apart(&self, extent: &Range<u64>) -> bool {
-        let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
-        let has_one_reader = |interval: usize| {
-            let lines = self.interval(interval);
-            extent.end.min(lines.end) - extent.start.max(lines.start) >= STRAIGHT
-                && self.team(interval).len() == 1
-                && self.cover.is_one(self.cover.section(interval))
-        };
-        first != last && (first..=last).all(has_one_reader)
-    }
-
-    /// The rank that gives a cell of a stretch of an interval to its `writer`, and its tile of it.
-    ///
-    /// It is the one that has the copy. If the bytes are always compared, it may be the writer itself if that has the
-    /// cell, or else the nearest rank: a page in which a part begins, and boxes of several groups that overlap.
-    pub(super) fn giver(
-        &self,
-        cell: &[u32],
-        interval: usize,
-        stretch: &Range<u64>,
-        writer: u32,
-    ) -> Option<(u32, u32)> {
-        let begins = stretch.start < self.interval(interval).start.next_multiple_of(self.page);
-        let strict = self.deal.is_some_and(|deal| deal.strict);
-        if strict || !(begins || self.cover.overlaps()) {
-            return self.cover.source(cell, self.copy(stretch.start).0, &self.spreads);
-        }
-        let near = cell.iter().filter_map(|&tile| Some((nearest(self.ranks(tile), writer)?, tile)));
-        near.min_by_key(|&(rank, _)| rank ^ writer)
-    }
-
-    /// The ranks that have a tile.
-    pub(super) fn ranks(&self, tile: u32) -> &'a [u32] {
-        self.cover.ranks(tile, &self.spreads)
-    }
-
-    /// Cuts `range` of the file, inside an interval, where owners may change: at blocks, and with `pages` at the first
-    /// page that begins in the interval.
-    pub(super) fn cut(
-        &self,
-        interval: usize,
-        range: Range<u64>,
-        pages: bool,
-    ) -> impl Iterator<Item = Range<u64>> + use<> {
-        let page = self.interval(interval).start.next_multiple_of(if pages { self.page } else { 1 });
-        let size = self.block_size;
-        let mut at = range.start;
-        std::iter::from_fn(move || {
-            let start = at;
-            at = range.end.min(down(start, size) + size);
-            if start < page {
-                at = at.min(page);
+    /// The first interval of each domain of a tensor, and the number of intervals: neighbours with enough ranks.
+    fn domains(&self, held: &Held<'_>) -> Vec<usize> {
+        let (mut firsts, mut ranks) = (Vec::new(), 0);
+        for interval in 0..held.cover.len() {
+            if ranks == 0 {
+                firsts.push(interval);
             }
-            (start < range.end).then_some(start..at)
-        })
+            ranks += self.ranks(held, interval, 0).len();
+            if ranks >= self.least as usize {
+                ranks = 0;
+            }
+        }
+        firsts.push(held.cover.len());
+        firsts
+    }
+
+    /// The domain with the byte at `offset` of the file, and its team.
+    fn domain(&mut self, held: &Held<'_>, offset: u64) -> (Range<u64>, usize) {
+        let class = self.share.class[held.tensor];
+        if !self.domains.contains_key(&class) {
+            let found = self.domains(held);
+            self.domains.insert(class, found);
+        }
+        let domains = &self.domains[&class];
+        let number = domains.partition_point(|&first| first <= held.at(offset)) - 1;
+        let intervals = domains[number]..domains[number + 1];
+        let (copy, dealt) = held.copy(offset);
+        let bytes = held.interval(intervals.start).start.max(dealt.start)
+            ..held.interval(intervals.end - 1).end.min(dealt.end);
+        if let Some(&team) = self.known.get(&(class, number, copy)) {
+            return (bytes, team);
+        }
+        let mut ranks: Vec<u32> = intervals.flat_map(|interval| self.ranks(held, interval, copy)).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        let team = self.team(ranks);
+        self.known.insert((class, number, copy), team);
+        (bytes, team)
+    }
+
+    /// The byte that decides who writes the grain at `start`. In pages it is the first one, so that whoever has the
+    /// begin of a part need not send it; in longer grains another one in each, else the same ranks would have them all.
+    /// The header goes with what follows it.
+    fn deciding(&self, shard: usize, start: u64) -> u64 {
+        let (data, bytes) = self.share.files[shard];
+        let range = start..bytes.min(start + self.grain);
+        let byte = if self.grain > self.share.page {
+            chosen(start / self.grain + shard as u64, &range)
+        } else {
+            start
+        };
+        byte.max(data)
+    }
+
+    /// The tensor with the byte at `offset` of a file, or the next one.
+    fn tensor(&self, shard: usize, offset: u64) -> Result<Option<Held<'a>>> {
+        let end = |&tensor: &usize| self.share.in_file(tensor, &(0..self.share.tensors[tensor].stored)).end;
+        let order = &self.share.order[shard];
+        let tensor = order.get(order.partition_point(|tensor| end(tensor) <= offset));
+        tensor.map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor))).transpose()
+    }
+
+    /// The first domain in `range` of a file that ranks want something of, and its team.
+    fn wanted(&mut self, shard: usize, mut range: Range<u64>) -> Result<Option<usize>> {
+        while range.start < range.end {
+            let Some(held) = self.tensor(shard, range.start)? else { break };
+            let start = range.start.max(held.range.start);
+            if start >= range.end {
+                break;
+            }
+            let (domain, team) = self.domain(&held, start);
+            if !self.teams[team].is_empty() {
+                return Ok(Some(team));
+            }
+            range.start = domain.end;
+        }
+        Ok(None)
+    }
+
+    /// Finds the runs of a file.
+    fn file(&mut self, shard: usize) -> Result<()> {
+        let (bytes, grain) = (self.share.files[shard].1, self.grain);
+        let (mut runs, mut at, mut held) = (Vec::new(), 0, None::<Held<'a>>);
+        while at < bytes {
+            let byte = self.deciding(shard, at);
+            if !held.as_ref().is_some_and(|held| held.range.contains(&byte)) {
+                held = self.tensor(shard, byte)?;
+            }
+            let Some(tensor) = held.as_ref().filter(|held| held.range.contains(&byte)) else {
+                // A file without tensors has a header alone.
+                if !self.load {
+                    runs.push((at..bytes, self.team(vec![0])));
+                }
+                break;
+            };
+            let (domain, team) = self.domain(tensor, byte);
+            if self.teams[team].is_empty() {
+                let end = bytes.min(at + grain);
+                runs.extend(self.wanted(shard, at..end)?.map(|team| (at..end, team)));
+                at = end;
+                continue;
+            }
+            // All grains before that of the domain's end are decided in it, and that one may be.
+            let last = down(domain.end, grain);
+            let end = if last <= at {
+                at + grain
+            } else if last < bytes && self.deciding(shard, last) < domain.end {
+                last + grain
+            } else {
+                last
+            };
+            runs.push((at..end.min(bytes), team));
+            at = end;
+        }
+        self.runs.push(runs);
+        Ok(())
+    }
+
+    /// Deals the runs of each team to its members.
+    fn deal(&self, block_size: u64) -> Owners {
+        let mut totals = vec![0; self.teams.len()];
+        self.runs.iter().flatten().for_each(|(range, team)| totals[*team] += range.end - range.start);
+        let mut dealt = vec![0; totals.len()];
+        let mut units: HashMap<u32, u64> = HashMap::new();
+        let files = self.runs.iter().map(|runs| {
+            let mut file: Vec<Run> = Vec::with_capacity(runs.len());
+            for (range, team) in runs {
+                let members = &self.teams[*team];
+                let (share, last) = (totals[*team].div_ceil(members.len() as u64), members.len() - 1);
+                let mut start = range.start;
+                while start < range.end {
+                    let member = ((dealt[*team] / share) as usize).min(last);
+                    // The border of a grain that is nearest to the end of its share.
+                    let left = (share * (member as u64 + 1)).saturating_sub(dealt[*team]);
+                    let border = down(start + left + self.grain / 2, self.grain);
+                    let border = border.max(down(start, self.grain) + self.grain);
+                    let end = if member == last { range.end } else { border.min(range.end) };
+                    dealt[*team] += end - start;
+                    let rank = members[member];
+                    match file.last_mut() {
+                        Some(before) if before.rank == rank && before.end == start => before.end = end,
+                        _ => file.push(Run { start, end, rank, unit: 0 }),
+                    }
+                    start = end;
+                }
+            }
+            for run in &mut file {
+                let next = units.entry(run.rank).or_insert(0);
+                run.unit = *next;
+                *next += (run.end - 1) / block_size - run.start / block_size + 1;
+            }
+            file
+        });
+        Owners(files.collect())
     }
 }
 
-/// The one of `ranks`, ascending, whose number has the most leading bits in common with `owner`'s. These ranks are
-/// likely to be on one host, and in one copy of the model.
-fn nearest(mut ranks: &[u32], owner: u32) -> Option<u32> {
-    while let [first, _, ..] = *ranks {
-        // The highest bit in which they differ. Those without it come first.
-        let bit = 1 << (first ^ ranks[ranks.len() - 1]).ilog2();
-        let (without, with) = ranks.split_at(ranks.partition_point(|rank| rank & bit == 0));
-        ranks = if owner & bit == 0 { without } else { with };
+/// A byte of the extent or grain `number` of a file: at another place in each. Multiples of the golden ratio's fraction
+/// are spread evenly.
+pub(super) fn chosen(number: u64, range: &Range<u64>) -> u64 {
+    let fraction = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+    range.start + ((u128::from(fraction) * u128::from(range.end - range.start)) >> 64) as u64
+}
+
+impl Share {
+    /// Who writes or reads what.
+    pub(super) fn owners(&self, purpose: Purpose) -> Result<&Owners> {
+        let purpose = if purpose == Purpose::Save && self.is_in_place() { Purpose::Compare } else { purpose };
+        let made = &self.owners[purpose as usize];
+        if let Some(made) = made.get() {
+            return Ok(made);
+        }
+        let load = purpose == Purpose::Load;
+        let grain = match purpose {
+            Purpose::Compare => self.page,
+            Purpose::Save => self.grain,
+            // One rank reads an extent.
+            Purpose::Load => self.grain.max(PAGE).next_multiple_of(self.block_size),
+        };
+        let mut finder = Finder {
+            share: self,
+            deals: if load { &[] } else { self.deals()? },
+            load,
+            grain,
+            least: if purpose == Purpose::Compare { 1 } else { self.team_size()? },
+            domains: HashMap::new(),
+            known: HashMap::new(),
+            teams: Vec::new(),
+            numbers: HashMap::new(),
+            runs: Vec::with_capacity(self.files.len()),
+        };
+        (0..self.files.len()).try_for_each(|shard| finder.file(shard))?;
+        Ok(made.get_or_init(|| finder.deal(self.block_size)))
     }
-    ranks.first().copied()
+
+    /// Ranks whose bytes one block may need at the same time.
+    pub(super) fn senders(&self, purpose: Purpose) -> Result<u32> {
+        let team = if purpose == Purpose::Compare { 1 } else { self.team_size()? };
+        // A grain that several teams have is of few of them.
+        Ok(if team == 1 { self.ranks } else { team.saturating_mul(4).min(self.ranks) })
+    }
+
+    /// The ranks of a team, as far as a tensor has so many: those that were requested, or the least power of two whose
+    /// pieces of a typical tensor are a grain together. A tensor is typical if half of the bytes are in longer pieces.
+    pub fn team_size(&self) -> Result<u32> {
+        if self.team > 0 {
+            return Ok(self.team);
+        }
+        let mut tensors: HashMap<usize, (usize, u64)> = HashMap::new();
+        for tensor in self.order.iter().flatten() {
+            tensors.entry(self.class[*tensor]).or_insert((*tensor, 0)).1 += 1;
+        }
+        let mut pieces = Vec::new();
+        for (tensor, count) in tensors.into_values() {
+            let held = Held::new(self, tensor, None)?;
+            for interval in 0..held.cover.len() {
+                let (lines, ranks) = (held.cover.bytes(interval), held.givers(interval, 0).len() as u64);
+                let bytes = lines.end - lines.start;
+                pieces.push((bytes / ranks.max(1), bytes * count));
+            }
+        }
+        pieces.sort_unstable();
+        let half = pieces.iter().map(|piece| piece.1).sum::<u64>() / 2;
+        let mut below = 0;
+        let typical = pieces.iter().find(|piece| {
+            below += piece.1;
+            below >= half
+        });
+        let ranks = typical.map_or(1, |&(piece, _)| self.grain.div_ceil(piece.max(1)));
+        Ok((ranks.next_power_of_two().min(u64::from(MOST))) as u32)
+    }
 }

@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use super::bytes::len;
-use super::owners::Held;
+use super::held::Held;
 use super::spread::Bounds;
 use crate::sys::strided::{Axis, Rows};
 

@@ -8,8 +8,8 @@ use std::hash::{DefaultHasher, Hash as _, Hasher as _};
 use std::ops::Range;
 
 use super::duties::Work;
+use super::held::Held;
 use super::messages::Item;
-use super::owners::Held;
 use super::table::Share;
 use crate::error::Result;
 use crate::sys::strided::Rows;

@@ -7,8 +7,8 @@ use std::sync::OnceLock;
 
 use super::bytes::{Shape, len};
 use super::cover::Cover;
+use super::owners::Owners;
 use super::spread::{Groups, Spread};
-use super::writers::Writers;
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;
 
@@ -76,9 +76,8 @@ pub struct Share {
     /// See [`Self::first`].
     first: Vec<bool>,
     deals: OnceLock<Vec<Deal>>,
-    /// The writers of a save, and those of one that writes in place.
-    pub(super) dealt: OnceLock<Writers>,
-    pub(super) in_place: OnceLock<Writers>,
+    /// The owners for each purpose.
+    pub(super) owners: [OnceLock<Owners>; 3],
     /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
@@ -145,8 +144,7 @@ impl Share {
             apart: false,
             first: Vec::new(),
             deals: OnceLock::new(),
-            dealt: OnceLock::new(),
-            in_place: OnceLock::new(),
+            owners: Default::default(),
             covers: classes,
         })
     }
@@ -183,8 +181,8 @@ impl Share {
 
     /// The same, with nothing derived from it yet.
     fn anew(self) -> Self {
-        let (deals, dealt, in_place) = Default::default();
-        Self { deals, dealt, in_place, ..self }
+        let (deals, owners) = Default::default();
+        Self { deals, owners, ..self }
     }
 
     /// The same, but a save takes every byte of these tensors from the lowest rank that has it.
@@ -245,7 +243,13 @@ impl Share {
         let spreads = self.spreads.iter().map(|groups| groups.spread().clone()).collect();
         let Self { page, grain, team, .. } = *self;
         let first = self.first.clone();
-        Ok(Self { page, grain, team, first, ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)? })
+        Ok(Self {
+            page,
+            grain,
+            team,
+            first,
+            ..Self::new(files, self.block_size, tensors.collect(), spreads, self.ranks)?
+        })
     }
 
     /// A number that is equal for all ranks that made the same share, and follow the same rules.
@@ -262,6 +266,12 @@ impl Share {
     #[must_use]
     pub const fn ranks(&self) -> u32 {
         self.ranks
+    }
+
+    /// Bytes, at whose multiples writers change.
+    #[must_use]
+    pub const fn grain(&self) -> u64 {
+        self.grain
     }
 
     /// The tensors.
