@@ -69,14 +69,14 @@ impl Share {
         }
         let deals = if load { &[] } else { self.deals()? };
         let mut work = Work::new(self, rank, deals, self.senders(purpose)?);
-        let in_place = load && self.is_in_place();
-        let owners = if in_place { None } else { Some(self.owners(purpose)?) };
+        let owners = self.owners(purpose)?;
         for shard in 0..self.files.len() {
-            match owners {
-                None => work.extents(shard)?,
-                Some(owners) if load => work.extents_of(shard, owners)?,
-                Some(owners) => work.grains(shard, owners)?,
-            }
+            if load { work.extents(shard, owners)? } else { work.grains(shard, owners)? }
+        }
+        // Extents that are read apart came first.
+        work.ranges.sort_unstable_by_key(|range| (range.shard, range.start));
+        for FileRange { shard, start, end } in std::mem::take(&mut work.ranges) {
+            work.range(shard, start, end);
         }
         Ok(Duties {
             ranges: work.ranges,
@@ -215,22 +215,14 @@ impl<'a> Work<'a> {
 
     /// The spot of a stretch of a tensor, which is part of `run`, for a message from or to `other`, the rank that does not
     /// read or write it.
-    fn spot(&self, held: &Held<'_>, start: u64, run: Option<&Run>, other: u32) -> Spot {
-        let ranks = self.share.ranks;
-        let turn = run.map_or((held.shard as u64, start), |run| {
-            (run.unit(start, self.share.block_size), u64::from((run.rank + ranks - other) % ranks))
-        });
+    fn spot(&self, held: &Held<'_>, start: u64, run: &Run, other: u32) -> Spot {
+        let away = (run.rank + self.share.ranks - other) % self.share.ranks;
+        let turn = (run.unit(start, self.share.block_size), away);
         Spot { shard: held.shard, offset: start, turn }
     }
 
     /// Adds this rank's work on `tile` of rank `peer` in a stretch that it reads or writes, as part of a run.
-    fn serve(
-        &mut self,
-        held: &Held<'_>,
-        stretch: &Range<u64>,
-        run: Option<&Run>,
-        (tile, peer): (u32, u32),
-    ) -> bool {
+    fn serve(&mut self, held: &Held<'_>, stretch: &Range<u64>, run: &Run, (tile, peer): (u32, u32)) -> bool {
         let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
         let Some(item) = self.item(held, stretch, tile, part) else { return false };
         if peer != self.rank {
@@ -289,11 +281,7 @@ impl<'a> Work<'a> {
                     if giver == self.rank {
                         let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
                         if let Some(item) = self.item(tensor, &stretch, tile, part) {
-                            self.boxes.add(
-                                run.rank,
-                                self.spot(tensor, stretch.start, Some(run), self.rank),
-                                item,
-                            );
+                            self.boxes.add(run.rank, self.spot(tensor, stretch.start, run, self.rank), item);
                         }
                     }
                 }
@@ -311,7 +299,7 @@ impl<'a> Work<'a> {
                 for stretch in tensor.cut(interval, start.max(lines.start)..end.min(lines.end), true) {
                     for cell in tensor.cover.cells(tensor.cover.section(interval)) {
                         if let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, self.rank) {
-                            self.serve(tensor, &stretch, Some(run), (tile, giver));
+                            self.serve(tensor, &stretch, run, (tile, giver));
                         }
                     }
                 }
@@ -319,53 +307,35 @@ impl<'a> Work<'a> {
         }
     }
 
-    /// The ranges that this rank reads of a file, and the items that it receives of the rest of it.
-    fn extents(&mut self, shard: usize) -> Result<()> {
-        for &tensor in &self.share.order[shard] {
-            let held = Held::new(self.share, tensor, None)?;
-            let own = self.own(&held);
-            let (mut done, mut reader, mut apart) = (0, (u64::MAX, None), false);
-            for &interval in &own.intervals {
-                for stretch in held.cut(interval, held.interval(interval), false) {
-                    let extent = held.extent(stretch.start);
-                    if reader.0 != extent.start {
-                        reader = (extent.start, held.reader(stretch.start));
-                        apart = self.share.apart && held.is_apart(&extent);
-                    }
-                    if apart {
-                        for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
-                            self.range(held.shard, stretch.start, stretch.end);
-                            let item = self.item(&held, &stretch, tile, part);
-                            self.apart.extend(item);
-                        }
-                        continue;
-                    }
-                    let Some(reader) = reader.1 else { continue };
-                    if reader != self.rank {
-                        self.receive(&held, interval, &stretch, &own, (reader, None));
-                    } else if done < extent.end {
-                        done = extent.end;
-                        self.read(&held, &extent, None);
-                    }
-                }
-            }
-        }
-        Ok(())
-    }
-
-    /// The same, where teams read. A member reads what others of its team want, too, and perhaps only that.
-    fn extents_of(&mut self, shard: usize, owners: &Owners) -> Result<()> {
+    /// The ranges that this rank reads of a file, and the items that it receives of the rest of it. A member of a team
+    /// reads what others of it want, too, and perhaps only that.
+    fn extents(&mut self, shard: usize, owners: &Owners) -> Result<()> {
         let held = self.share.order[shard].iter().map(|&tensor| Held::new(self.share, tensor, None));
         let held = held.collect::<Result<Vec<_>>>()?;
+        let apart = self.share.apart && self.share.is_in_place();
+        let is_apart = |tensor: &Held<'_>, at| apart && tensor.is_apart(&tensor.extent(at));
         for tensor in &held {
             let own = self.own(tensor);
             for &interval in &own.intervals {
                 for (run, range) in owners.within(shard, tensor.interval(interval)) {
-                    if run.rank == self.rank {
-                        continue;
-                    }
                     for stretch in tensor.cut(interval, range, false) {
-                        self.receive(tensor, interval, &stretch, &own, (run.rank, Some(run)));
+                        let apart = is_apart(tensor, stretch.start);
+                        if !apart && run.rank == self.rank {
+                            continue;
+                        }
+                        for &(_, tile, part) in &own.tiles[&tensor.cover.section(interval)] {
+                            let Some(item) = self.item(tensor, &stretch, tile, part) else { continue };
+                            if apart {
+                                self.range(shard, stretch.start, stretch.end);
+                                self.apart.push(item);
+                            } else {
+                                self.boxes.add(
+                                    run.rank,
+                                    self.spot(tensor, stretch.start, run, self.rank),
+                                    item,
+                                );
+                            }
+                        }
                     }
                 }
             }
@@ -374,36 +344,21 @@ impl<'a> Work<'a> {
         for run in owners.of(shard).iter().filter(|run| run.rank == rank) {
             let first = held.partition_point(|tensor| tensor.range.end <= run.start);
             for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < run.end) {
-                let end = run.end.min(tensor.range.end);
                 let mut at = run.start.max(tensor.range.start);
-                while at < end {
+                while at < run.end.min(tensor.range.end) {
                     let extent = tensor.extent(at);
-                    self.read(tensor, &extent, Some(run));
                     at = extent.end;
+                    if !is_apart(tensor, extent.start) {
+                        self.read(tensor, &extent, run);
+                    }
                 }
             }
         }
         Ok(())
     }
 
-    /// Adds what this rank wants of a stretch that another one reads, as part of a run.
-    fn receive(
-        &mut self,
-        held: &Held<'_>,
-        interval: usize,
-        stretch: &Range<u64>,
-        own: &Own,
-        (reader, run): (u32, Option<&Run>),
-    ) {
-        for &(_, tile, part) in &own.tiles[&held.cover.section(interval)] {
-            if let Some(item) = self.item(held, stretch, tile, part) {
-                self.boxes.add(reader, self.spot(held, stretch.start, run, self.rank), item);
-            }
-        }
-    }
-
     /// Adds an extent that this rank reads, as part of a run, unless no rank wants any of it.
-    fn read(&mut self, held: &Held<'_>, extent: &Range<u64>, run: Option<&Run>) {
+    fn read(&mut self, held: &Held<'_>, extent: &Range<u64>, run: &Run) {
         let mut wanted = false;
         for interval in held.at(extent.start)..=held.at(extent.end - 1) {
             let lines = held.interval(interval);

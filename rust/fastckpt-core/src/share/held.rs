@@ -1,9 +1,8 @@
-//! A tensor and the ranks that have it: which of them gives bytes to their writer, and which reads an extent. Pure.
+//! A tensor and the ranks that have it, or want it: which of them gives bytes to their writer. Pure.
 
 use std::ops::Range;
 
 use super::cover::Cover;
-use super::owners::chosen;
 use super::spread::Groups;
 use super::table::{Deal, Share};
 use crate::error::Result;
@@ -73,29 +72,10 @@ impl<'a> Held<'a> {
         self.cover.givers(section, copy, &self.spreads).to_vec()
     }
 
-    /// The owner of the bytes of an interval in the block of `offset`: the ranks that want some of them take turns,
-    /// block by block. `None` if no rank wants any.
-    fn turn(&self, interval: usize, offset: u64) -> Option<u32> {
-        let team = self.team(interval);
-        let turn = (offset / self.block_size + self.shard as u64).checked_rem(team.len() as u64)?;
-        Some(team[turn as usize])
-    }
-
     /// The part of the tensor in the block of `offset`, counted in the file.
     pub(super) fn extent(&self, offset: u64) -> Range<u64> {
         let block = down(offset, self.block_size);
         self.range.start.max(block)..self.range.end.min(block + self.block_size)
-    }
-
-    /// The rank that reads the extent in the block of `offset`; `None` if no rank wants any of it.
-    ///
-    /// It is the owner of one of its bytes, at another place in each block: else the ranks with the first rows would
-    /// read all small tensors.
-    pub(super) fn reader(&self, offset: u64) -> Option<u32> {
-        let extent = self.extent(offset);
-        let (first, last) = (self.at(extent.start), self.at(extent.end - 1));
-        let chosen = self.at(chosen(offset / self.block_size + self.shard as u64, &extent));
-        (chosen..=last).chain(first..chosen).find_map(|interval| self.turn(interval, extent.start))
     }
 
     /// Whether an extent is wanted in long parts, by one rank each, and by all of these ranks together whole.

@@ -53,13 +53,12 @@ pub(super) struct Spot {
     pub(super) turn: Turn,
 }
 
-/// The place of an item among those of all ranks. Every rank sends and receives in this order, so that none waits in a
-/// circle.
+/// The place of an item among those of all ranks: the number of its block at the rank that reads or writes it, and then
+/// the distance between the two ranks.
 ///
-/// With teams, it is the number of the block at the rank that reads or writes it, and then the distance between the two
-/// ranks. So in each block a rank serves first its neighbour, then the next one: if all went in the order of files, all
-/// would serve one rank after another. A load without teams goes in the order of files: there it is file and offset.
-pub(super) type Turn = (u64, u64);
+/// Every rank sends and receives in this order, so that none waits in a circle. In each block, a rank serves first its
+/// neighbour, then the next one: if all went in the order of files, all would serve one rank after another.
+pub(super) type Turn = (u64, u32);
 
 /// The messages of one rank in one direction, while items are added.
 #[derive(Debug)]

@@ -127,82 +127,96 @@ impl<'a> Finder<'a> {
         (bytes, team)
     }
 
-    /// The byte that decides who writes the grain at `start`. In pages it is the first one, so that whoever has the
-    /// begin of a part need not send it; in longer grains another one in each, else the same ranks would have them all.
-    /// The header goes with what follows it.
-    fn deciding(&self, shard: usize, start: u64) -> u64 {
-        let (data, bytes) = self.share.files[shard];
-        let range = start..bytes.min(start + self.grain);
-        let byte = if self.grain > self.share.page {
-            chosen(start / self.grain + shard as u64, &range)
-        } else {
-            start
-        };
-        byte.max(data)
-    }
-
-    /// The tensor with the byte at `offset` of a file, or the next one.
-    fn tensor(&self, shard: usize, offset: u64) -> Result<Option<Held<'a>>> {
-        let end = |&tensor: &usize| self.share.in_file(tensor, &(0..self.share.tensors[tensor].stored)).end;
-        let order = &self.share.order[shard];
-        let tensor = order.get(order.partition_point(|tensor| end(tensor) <= offset));
-        tensor.map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor))).transpose()
-    }
-
-    /// The first domain in `range` of a file that ranks want something of, and its team.
-    fn wanted(&mut self, shard: usize, mut range: Range<u64>) -> Result<Option<usize>> {
-        while range.start < range.end {
-            let Some(held) = self.tensor(shard, range.start)? else { break };
-            let start = range.start.max(held.range.start);
-            if start >= range.end {
-                break;
-            }
-            let (domain, team) = self.domain(&held, start);
-            if !self.teams[team].is_empty() {
-                return Ok(Some(team));
-            }
-            range.start = domain.end;
+    /// The byte that decides who owns the grain at `start`, or the part of it in `region` of a file. In pages it is the
+    /// first one, so that whoever has the begin of a part need not send it; in longer grains another one in each, else
+    /// the same ranks would have them all. The header goes with what follows it.
+    fn deciding(&self, shard: usize, region: &Range<u64>, start: u64) -> u64 {
+        let data = self.share.files[shard].0;
+        let range = start.max(region.start)..region.end.min(down(start, self.grain) + self.grain);
+        if self.grain == self.share.page {
+            return range.start.max(data);
         }
-        Ok(None)
+        // Multiples of the golden ratio's fraction are spread evenly.
+        let fraction = (start / self.grain + shard as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        let chosen = (u128::from(fraction) * u128::from(range.end - range.start)) >> 64;
+        data.max(range.start + chosen as u64)
     }
 
-    /// Finds the runs of a file.
+    fn held(&self, tensor: usize) -> Result<Held<'a>> {
+        Held::new(self.share, tensor, self.deals.get(tensor))
+    }
+
+    /// Finds the runs of a file. A load cuts it at tensors: it takes extents, and often some of the tensors alone.
     fn file(&mut self, shard: usize) -> Result<()> {
-        let (bytes, grain) = (self.share.files[shard].1, self.grain);
-        let (mut runs, mut at, mut held) = (Vec::new(), 0, None::<Held<'a>>);
-        while at < bytes {
-            let byte = self.deciding(shard, at);
-            if !held.as_ref().is_some_and(|held| held.range.contains(&byte)) {
-                held = self.tensor(shard, byte)?;
+        let (order, mut runs) = (&self.share.order[shard], Vec::new());
+        if self.load {
+            for &tensor in order {
+                let held = self.held(tensor)?;
+                self.region(shard, held.range.clone(), held, &mut runs)?;
             }
-            let Some(tensor) = held.as_ref().filter(|held| held.range.contains(&byte)) else {
-                // A file without tensors has a header alone.
-                if !self.load {
-                    runs.push((at..bytes, self.team(vec![0])));
-                }
-                break;
-            };
-            let (domain, team) = self.domain(tensor, byte);
+        } else if let Some(&first) = order.first() {
+            self.region(shard, 0..self.share.files[shard].1, self.held(first)?, &mut runs)?;
+        } else if self.share.files[shard].1 > 0 {
+            // It has a header alone.
+            runs.push((0..self.share.files[shard].1, self.team(vec![0])));
+        }
+        self.runs.push(runs);
+        Ok(())
+    }
+
+    /// Finds the runs of a region of a file, which begins with `held`.
+    fn region(
+        &mut self,
+        shard: usize,
+        region: Range<u64>,
+        mut held: Held<'a>,
+        runs: &mut Vec<(Range<u64>, usize)>,
+    ) -> Result<()> {
+        let grain = self.grain;
+        let mut at = region.start;
+        while at < region.end {
+            let byte = self.deciding(shard, &region, at);
+            if byte >= held.range.end {
+                let end =
+                    |&tensor: &usize| self.share.in_file(tensor, &(0..self.share.tensors[tensor].stored)).end;
+                let order = &self.share.order[shard];
+                // Nothing follows the last tensor of a file.
+                held = self.held(order[order.partition_point(|tensor| end(tensor) <= byte)])?;
+            }
+            let (domain, team) = self.domain(&held, byte);
+            let next = down(at, grain) + grain;
             if self.teams[team].is_empty() {
-                let end = bytes.min(at + grain);
-                runs.extend(self.wanted(shard, at..end)?.map(|team| (at..end, team)));
-                at = end;
+                // Of a load, which may want another part of the extent.
+                let end = next.min(region.end);
+                runs.extend(self.wanted(&held, at..end).map(|team| (at..end, team)));
+                at = next;
                 continue;
             }
             // All grains before that of the domain's end are decided in it, and that one may be.
             let last = down(domain.end, grain);
-            let end = if last <= at {
-                at + grain
-            } else if last < bytes && self.deciding(shard, last) < domain.end {
+            let end = if last < next {
+                next
+            } else if last < region.end && self.deciding(shard, &region, last) < domain.end {
                 last + grain
             } else {
                 last
             };
-            runs.push((at..end.min(bytes), team));
+            runs.push((at..end.min(region.end), team));
             at = end;
         }
-        self.runs.push(runs);
         Ok(())
+    }
+
+    /// The first team that wants something of an extent of a tensor.
+    fn wanted(&mut self, held: &Held<'_>, mut extent: Range<u64>) -> Option<usize> {
+        while extent.start < extent.end {
+            let (domain, team) = self.domain(held, extent.start);
+            if !self.teams[team].is_empty() {
+                return Some(team);
+            }
+            extent.start = domain.end;
+        }
+        None
     }
 
     /// Deals the runs of each team to its members.
@@ -242,13 +256,6 @@ impl<'a> Finder<'a> {
         });
         Owners(files.collect())
     }
-}
-
-/// A byte of the extent or grain `number` of a file: at another place in each. Multiples of the golden ratio's fraction
-/// are spread evenly.
-pub(super) fn chosen(number: u64, range: &Range<u64>) -> u64 {
-    let fraction = number.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-    range.start + ((u128::from(fraction) * u128::from(range.end - range.start)) >> 64) as u64
 }
 
 impl Share {
