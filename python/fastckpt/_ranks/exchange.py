@@ -132,6 +132,10 @@ class Link:
             self._name = name
         return self._data
 
+    def host_of_peer(self, rank: int) -> str:
+        """Return the name of the host of a rank in the group; empty if there is no group, or no answer."""
+        return "" if self._data is None else self._data.host_of(rank)
+
     def drop(self) -> None:
         """Forget the group, which is broken."""
         self._name = ""

@@ -50,7 +50,7 @@ class Session:
 
     def name(self, rank: int) -> str:
         """The name of a rank in errors."""
-        host = self.peers.host_of(rank)
+        host = self.peers.host_of(rank) or self.link.host_of_peer(rank)
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
 

@@ -231,14 +231,22 @@ class DataGroup:
         self.rank = group.rank
         self.size = group.size
         self._met: set[int] = set()
+        self._store = store
         # They stay: a late rank must see that another has come, even if that one has gone.
-        here = [f"here/{rank}" for rank in range(group.size)]
-        store.set(here[group.rank], "")
+        here = [_here(rank) for rank in range(group.size)]
+        store.set(here[group.rank], group.host)
         try:
             self._gloo = _new_gloo(store, group.rank, group.size, timedelta(seconds=timeout))
         except RuntimeError as error:
             absent = (rank for rank, key in enumerate(here) if not store.check([key]))
             raise AbsentError(list(itertools.islice(absent, _NAMED))) from error
+
+    def host_of(self, rank: int) -> str:
+        """Return the name of a rank's host, for an error; empty if the store does not answer."""
+        with contextlib.suppress(RuntimeError):
+            if self._store.check([_here(rank)]):
+                return str(self._store.get(_here(rank)).decode())
+        return ""
 
     def send(self, peer: int, address: int, nbytes: int, owner: object) -> Transfer:
         """Begin to send memory, which ``owner`` keeps alive, to another rank."""
@@ -274,6 +282,11 @@ class DataGroup:
         for peer in tuple(peers):
             with contextlib.suppress(RuntimeError):
                 self._gloo.recv([tensor], peer, _NO_TAG).wait(_AT_ONCE)
+
+
+def _here(rank: int) -> str:
+    """The key whose value is the host of a rank that has come to a group."""
+    return f"here/{rank}"
 
 
 def _tensor(address: int, nbytes: int, owner: object) -> Any:
