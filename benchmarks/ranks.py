@@ -1,6 +1,7 @@
 """Several ranks save and load one checkpoint: fastckpt.distributed, torch.distributed.checkpoint, the raw device.
 
     python benchmarks/ranks.py --size 4 --rounds 5 --markdown --json ranks.json --check
+    python benchmarks/ranks.py --layout          # who writes what, for 64 to 16,384 ranks; takes its own options
     python benchmarks/ranks.py --simulate        # 8 to 16,384 ranks in one process; takes its own options
     python benchmarks/ranks.py --store           # 1,000 clients on one real TCPStore; takes its own options
 
@@ -211,9 +212,9 @@ def table(found: dict[str, dict[str, Any]], kind: str, action: str) -> list[list
 
 def main() -> int:
     """Measure, print, and say whether the bars are met."""
-    for own in ("simulate", "store"):
+    for own, module in (("layout", "layout"), ("simulate", "simulation"), ("store", "store")):
         if f"--{own}" in sys.argv[1:]:
-            return int(importlib.import_module(f"bench.ranks_{'simulation' if own == 'simulate' else own}").main())
+            return int(importlib.import_module(f"bench.ranks_{module}").main())
     chosen = parse_options()
     with options.working_directory(chosen, "ranks") as directory:
         about = report.machine(directory)

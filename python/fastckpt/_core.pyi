@@ -769,7 +769,8 @@ class Share:
             team: ranks whose neighbouring pieces one of them writes; 1 for each its own, 0 for as many as it takes for
                 pieces of a grain.
 
-        ValueError where a spread, a page or a grain does not fit; UnsupportedTypeError where the checkpoint would be too large.
+        ValueError where a spread, a page or a grain does not fit; UnsupportedTypeError where the checkpoint would be too
+        large.
         """
     @staticmethod
     def to_load(
@@ -810,8 +811,8 @@ class Share:
         """The duties of a rank.
 
         ``ranges`` of ``files`` and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
-        ``bytes_received``, the ``peers`` that it exchanges them with, and the ranks of a ``team``. ValueError if no rank
-        has some of the bytes to save.
+        ``bytes_received``, the ``peers`` that it exchanges them with, and the ranks of a ``team``. ValueError if no
+        rank has some of the bytes to save.
         """
 
 def aggregation(path: str, page: int) -> tuple[int, int]:

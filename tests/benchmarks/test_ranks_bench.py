@@ -72,3 +72,18 @@ def test_many_ranks_are_simulated_and_drawn(tmp_path):
     assert [(point["ranks"], point["tensors"]) for point in points] == [(8, 500), (40, 20)]
     assert all(point["peer"]["coordinator_cpu"] > point["coordinator_cpu"] > 0 for point in points)
     assert picture.read_text(encoding="utf-8").startswith("<?xml")
+
+
+@pytest.mark.slow
+def test_the_layout_of_many_ranks_is_planned(tmp_path):
+    out = tmp_path / "out.json"
+    options = ("--layout", "--ranks", "512", "--kinds", "FSDP2", "--json", out)
+    done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stderr
+    teams, alone = json.loads(out.read_text(encoding="ascii"))["points"]
+    assert (teams["team"], alone["team"]) == (4, 1)
+    # In place each rank writes a short piece of each tensor into each file.
+    assert alone["run_bytes"] < 1 << 20 < 4 << 20 <= teams["run_bytes"]
+    assert teams["files_max"] <= 216 / 4 + 3 < alone["files"] == 216
+    assert 0.75 < teams["travels"] <= 1 > alone["travels"]
+    assert teams["busiest"] <= 1.15

@@ -49,8 +49,8 @@ class AgreedByRanks(Agreed):
 
     Attributes:
         spreads: the spreads that the tensors' numbers refer to.
-        grains: bytes of the largest memory page that a rank's kernel has, bytes of a grain, and the ranks of a team: who
-            writes what (``_core.Share.to_save``).
+        grains: bytes of the largest memory page that a rank's kernel has, bytes of a grain, and the ranks of a team
+            (``_core.Share.to_save``).
         seed: the seed for drawing samples of what several ranks hold.
         held: number of the tensor, number of the part, address and bytes of each part that this rank has; the address
             is 0 if ``fill`` copies the bytes.

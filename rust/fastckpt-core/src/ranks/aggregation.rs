@@ -73,13 +73,13 @@ mod tests {
 
     #[test]
     fn the_environment_decides_and_else_the_file_system() {
+        let directory = tempfile::tempdir().unwrap();
         let of = |variables: &[(&str, &str)], page| {
             let look_up = |name: &str| {
                 let found = variables.iter().find(|variable| variable.0 == name);
                 found.map(|variable| variable.1.into())
             };
-            let path = std::env::temp_dir().join("not there/c");
-            Aggregation::of(&path, page, &Environment::of(look_up)).map_err(|error| error.to_string())
+            Aggregation::of(&directory.path().join("not there/c"), page, &Environment::of(look_up)).map_err(|error| error.to_string())
         };
         let (aggregate, grain) = ("FASTCKPT_AGGREGATE", "FASTCKPT_GRAIN");
         assert_eq!(of(&[], 4096), Ok(Aggregation { grain: 4096, team: 1 }));

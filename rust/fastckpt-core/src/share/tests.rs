@@ -412,8 +412,10 @@ impl Job {
 
 /// Every rank sends and receives its messages in one order of all, so that no ranks wait for each other in a circle.
 fn in_one_order(all: &[Duties]) {
-    let mut follows: HashMap<(u32, u32, usize), Vec<(u32, u32, usize)>> = HashMap::new();
-    let mut before: HashMap<(u32, u32, usize), usize> = HashMap::new();
+    // The rank that reads or writes, the other one, and the number among their messages.
+    type Key = (u32, u32, usize);
+    let mut follows: HashMap<Key, Vec<Key>> = HashMap::new();
+    let mut before: HashMap<Key, usize> = HashMap::new();
     for (rank, duties) in (0..).zip(all) {
         for (messages, receives) in [(&duties.io, true), (&duties.boxes, false)] {
             let (mut counts, mut last) = (HashMap::<u32, usize>::new(), None);
