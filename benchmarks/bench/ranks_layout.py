@@ -79,7 +79,7 @@ KINDS = {"FSDP2": fsdp2, "HSDP 8 x N/8": hsdp, "TP8 x FSDP": tp_fsdp}
 
 
 def point(kind: str, ranks: int, team: int) -> dict[str, Any]:
-    """Figures of one job with teams of so many ranks: 0 for as many as the pieces need, 1 for none, in pages."""
+    """Figures of one job with teams of so many ranks: 0 for as many as the pieces need, 1 for none."""
     spread_of = KINDS[kind](ranks)
     numbers: dict[Spread, int] = {}
     tensors = []
@@ -139,8 +139,8 @@ def line(one: dict[str, Any]) -> str:
 
 
 HEAD = (
-    "| job | ranks | team | runs a rank | MiB a run | files: mean / most | opens | peers: mean / p95 / most | travels | "
-    "busiest | plan, CPU s |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    "| job | ranks | team | runs a rank | MiB a run | files: mean / most | opens | peers: mean / p95 / most | "
+    "travels | busiest | plan, CPU s |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
 
 

@@ -769,8 +769,8 @@ class Share:
             team: ranks whose neighbouring pieces one of them writes; 1 for each its own, 0 for as many as it takes for
                 pieces of a grain.
 
-        ValueError where a spread, a page or a grain does not fit; UnsupportedTypeError where the checkpoint would be too
-        large.
+        ValueError where a spread, a page or a grain does not fit. UnsupportedTypeError where the checkpoint would be
+        too large.
         """
     @staticmethod
     def to_load(

@@ -79,7 +79,8 @@ mod tests {
                 let found = variables.iter().find(|variable| variable.0 == name);
                 found.map(|variable| variable.1.into())
             };
-            Aggregation::of(&directory.path().join("not there/c"), page, &Environment::of(look_up)).map_err(|error| error.to_string())
+            Aggregation::of(&directory.path().join("not there/c"), page, &Environment::of(look_up))
+                .map_err(|error| error.to_string())
         };
         let (aggregate, grain) = ("FASTCKPT_AGGREGATE", "FASTCKPT_GRAIN");
         assert_eq!(of(&[], 4096), Ok(Aggregation { grain: 4096, team: 1 }));

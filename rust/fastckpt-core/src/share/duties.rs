@@ -11,24 +11,12 @@ use std::sync::Arc;
 use super::cover::Cover;
 use super::held::Held;
 use super::messages::{Item, Mailbox, Message, Spot};
-use super::owners::{Owners, Run};
 use super::place::Places;
+use super::runs::{Owners, Purpose, Run};
 use super::spread::Groups;
 use super::table::{Deal, Share};
 use super::tiles::Whose;
 use crate::error::{Error, Result};
-
-/// What the duties are for.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Purpose {
-    /// To save. Everything is written; a grain has one writer ([`Share::in_teams`]).
-    Save,
-    /// To compare what a save would write with an earlier checkpoint: in place, each rank what it has. A page counts as
-    /// its writer's ([`Share::in_pages`]).
-    Compare,
-    /// To load. One rank reads the part of a tensor in a block. Extents that no rank wants are not read.
-    Load,
-}
 
 /// A range of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

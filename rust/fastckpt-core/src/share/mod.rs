@@ -16,15 +16,17 @@ mod owners;
 mod pieces;
 mod place;
 mod replicas;
+mod runs;
 mod spread;
 mod table;
 #[cfg(test)]
 mod tests;
 mod tiles;
 
-pub use self::duties::{Duties, FileRange, Purpose};
+pub use self::duties::{Duties, FileRange};
 pub use self::messages::{Item, Message};
 pub use self::pieces::Piece;
 pub use self::replicas::{Copied, Depth};
+pub use self::runs::Purpose;
 pub use self::spread::{Bounds, Placement, Spread};
 pub use self::table::{PLAN, Share, Tensor};

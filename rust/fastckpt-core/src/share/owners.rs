@@ -9,50 +9,14 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
-use super::duties::Purpose;
 use super::held::Held;
+use super::runs::{Owners, Purpose, Run};
 use super::table::{Deal, Share};
 use crate::error::Result;
 use crate::format::geometry::{PAGE, down};
 
 /// A team that was not requested has at most this many ranks: each of them sends messages to all others.
 const MOST: u32 = 64;
-
-/// A range of a file that one rank writes or reads.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Run {
-    pub(super) start: u64,
-    pub(super) end: u64,
-    pub(super) rank: u32,
-    /// The number of its first block among all that its rank writes or reads, in order.
-    unit: u64,
-}
-
-impl Run {
-    /// The number of the block of `offset` among those of its rank. Blocks have `block_size` bytes.
-    pub(super) fn unit(&self, offset: u64, block_size: u64) -> u64 {
-        self.unit + (offset / block_size - self.start / block_size)
-    }
-}
-
-/// The runs of every file, in order. Only a load leaves gaps: what no rank wants.
-#[derive(Debug)]
-pub(super) struct Owners(Vec<Vec<Run>>);
-
-impl Owners {
-    /// The runs of a file.
-    pub(super) fn of(&self, shard: usize) -> &[Run] {
-        &self.0[shard]
-    }
-
-    /// The parts of the runs of a file that lie in a range of it.
-    pub(super) fn within(&self, shard: usize, range: Range<u64>) -> impl Iterator<Item = (&Run, Range<u64>)> {
-        let runs = &self.0[shard];
-        let first = runs.partition_point(|run| run.end <= range.start);
-        let inside = runs[first..].iter().take_while(move |run| run.start < range.end);
-        inside.map(move |run| (run, run.start.max(range.start)..run.end.min(range.end)))
-    }
-}
 
 /// The runs of teams, while they are found.
 struct Finder<'a> {
@@ -254,7 +218,7 @@ impl<'a> Finder<'a> {
             }
             file
         });
-        Owners(files.collect())
+        Owners::new(files.collect())
     }
 }
 

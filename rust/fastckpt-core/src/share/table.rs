@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 
 use super::bytes::{Shape, len};
 use super::cover::Cover;
-use super::owners::Owners;
+use super::runs::Owners;
 use super::spread::{Groups, Spread};
 use crate::error::{Error, Result};
 use crate::format::geometry::PAGE;

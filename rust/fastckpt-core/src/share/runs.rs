@@ -1,0 +1,56 @@
+//! Runs of files: ranges that one rank writes or reads. Pure.
+
+use std::ops::Range;
+
+/// What the duties are for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Purpose {
+    /// To save. Everything is written; a grain has one writer ([`Share::in_teams`]).
+    Save,
+    /// To compare what a save would write with an earlier checkpoint: in place, each rank what it has. A page counts as
+    /// its writer's ([`Share::in_pages`]).
+    Compare,
+    /// To load. One rank reads the part of a tensor in a block. Extents that no rank wants are not read.
+    Load,
+}
+
+/// A range of a file that one rank writes or reads.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Run {
+    pub(super) start: u64,
+    pub(super) end: u64,
+    pub(super) rank: u32,
+    /// The number of its first block among all that its rank writes or reads, in order.
+    pub(super) unit: u64,
+}
+
+impl Run {
+    /// The number of the block of `offset` among those of its rank. Blocks have `block_size` bytes.
+    pub(super) fn unit(&self, offset: u64, block_size: u64) -> u64 {
+        self.unit + (offset / block_size - self.start / block_size)
+    }
+}
+
+/// The runs of every file, in order. Only a load leaves gaps: what no rank wants.
+#[derive(Debug)]
+pub(super) struct Owners(Vec<Vec<Run>>);
+
+impl Owners {
+    /// The owners with these runs of each file.
+    pub(super) const fn new(runs: Vec<Vec<Run>>) -> Self {
+        Self(runs)
+    }
+
+    /// The runs of a file.
+    pub(super) fn of(&self, shard: usize) -> &[Run] {
+        &self.0[shard]
+    }
+
+    /// The parts of the runs of a file that lie in a range of it.
+    pub(super) fn within(&self, shard: usize, range: Range<u64>) -> impl Iterator<Item = (&Run, Range<u64>)> {
+        let runs = &self.0[shard];
+        let first = runs.partition_point(|run| run.end <= range.start);
+        let inside = runs[first..].iter().take_while(move |run| run.start < range.end);
+        inside.map(move |run| (run, run.start.max(range.start)..run.end.min(range.end)))
+    }
+}
