@@ -375,10 +375,14 @@ impl DataFile {
         let _ = fs::fadvise(&self.cached, start, len, fs::Advice::DontNeed);
     }
 
-    /// Has the kernel read `[start, end)` into the page cache, without waiting for it.
+    /// Has the kernel read `[start, end)` into the page cache, without waiting for it. Of one request it reads no more
+    /// than its read-ahead window, which is this large nearly everywhere.
     pub fn read_ahead(&self, start: u64, end: u64) {
-        let len = std::num::NonZeroU64::new(end.saturating_sub(start));
-        let _ = fs::fadvise(&self.cached, start, len, fs::Advice::WillNeed);
+        const WINDOW: u64 = 128 << 10;
+        for at in (start..end).step_by(WINDOW as usize) {
+            let len = std::num::NonZeroU64::new(WINDOW.min(end - at));
+            let _ = fs::fadvise(&self.cached, at, len, fs::Advice::WillNeed);
+        }
     }
 
     /// The descriptor for an operation of the given kind.
