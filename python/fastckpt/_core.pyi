@@ -899,9 +899,9 @@ class Replicas:
     """The findings of a rank about cells of tensors that other ranks hold, too: made by :meth:`RankSave.replicas`."""
 
     def digests(self) -> list[tuple[int, int, int]]:
-        """For each team of ranks that holds the same cells: a number for it, its size, the sum of the cells here."""
-    def of_teams(self, teams: Sequence[int]) -> list[tuple[int, int, int, int]]:
-        """Tensor, first byte, number and sum of each cell of these teams."""
+        """For ranks that hold the same cells: a number for them, how many they are, the sum of the cells here."""
+    def of_holders(self, numbers: Sequence[int]) -> list[tuple[int, int, int, int]]:
+        """Tensor, first byte, number and sum of each cell that ranks with these numbers hold."""
 
 @final
 class RankSave:

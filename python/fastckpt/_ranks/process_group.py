@@ -23,7 +23,7 @@ from .attention import Attention
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, raise_lost
 from .offers import combine_arrivals, combine_offers
 from .ranks import Ranks, alike
-from .replicas import Comparison, combine_teams, not_compared, teams_that_differ
+from .replicas import Comparison, combine_holders, holders_that_differ, not_compared
 from .reuse import take_over
 
 if TYPE_CHECKING:
@@ -233,7 +233,7 @@ class ProcessGroup:
                     engine, share, self.ranks, agreed.seed, agreed.sum_of(), lambda *_: attention.meanwhile()
                 )
                 noted += not_compared(share) if self.ranks.replicas == "first" else []
-            name, meeting, teams = operation.round(
+            name, meeting, differing = operation.round(
                 "created",
                 [
                     session.link.offer(needed=bool(mail.outgoing() or mail.incoming())),
@@ -243,8 +243,8 @@ class ProcessGroup:
                 combine=_combine_created,
                 decide=lambda offered: _create(engine, path, offered, agreed.texts, made),
             )
-            if comparison is not None and plain is not None and teams:
-                tensors, text = comparison.differing(session, operation, path, teams)
+            if comparison is not None and plain is not None and differing:
+                tensors, text = comparison.differing(session, operation, path, differing)
                 engine.close()
                 # Without a base, and with these tensors taken from their lowest ranks.
                 own = self._write(request, agreed, options, progress, plain.first(tensors), None)
@@ -358,8 +358,8 @@ def _write(
 
 def _combine_created(offers: list[list[Any]]) -> list[Any]:
     """Several offers combined before there is a workspace: their gloo groups, and the first of each kind of shares."""
-    links, shares, teams = zip(*offers, strict=True)
-    return [Link.combine(links), first_two(shares), combine_teams(teams)]
+    links, shares, holders = zip(*offers, strict=True)
+    return [Link.combine(links), first_two(shares), combine_holders(holders)]
 
 
 def _create(
@@ -369,18 +369,18 @@ def _create(
     texts: tuple[str, str, str | None],
     made: list[tuple[int, int]],
 ) -> list[Any]:
-    """At the coordinator: the name of the workspace, the gloo group to use, and the teams of ranks that differ.
+    """At the coordinator: the name of the workspace, the gloo group to use, and the numbers of ranks that differ.
 
     The identity of the workspace is appended to ``made``. If ranks differ, no workspace is made.
     """
-    offer, shares, teams = offered
+    offer, shares, holders = offered
     if len(shares) > 1:
         raise ValueError(
             f"save: {path}: ranks {shares[0][0]} and {shares[1][0]} would lay out its files differently: give the same "
             "Files(shard_size=), the same FASTCKPT_BLOCK_SIZE and the same version of fastckpt to all ranks"
         )
     engine.check(*texts)
-    differing = teams_that_differ(teams)
+    differing = holders_that_differ(holders)
     if differing:
         return ["", "", differing]
     name = engine.create(path)

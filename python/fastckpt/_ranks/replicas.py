@@ -1,6 +1,6 @@
 """Copies of the same tensors on several ranks are compared before a byte is written.
 
-Each rank sums its parts (``_core.Replicas``), and one number for each team of ranks that holds the same parts travels
+Each rank sums its parts (``_core.Replicas``), and one number for all ranks that hold the same parts travels
 with the round in which the ranks meet at the workspace. Only where two numbers differ, two more rounds find out which
 tensors those are, and how much of them differs.
 """
@@ -66,11 +66,11 @@ class Comparison:
         self.replicas = engine.replicas(ranks.replicas, seed, sum_of, tick)
 
     def offer(self) -> list[Any]:
-        """The message up: the number and the size of each team, and its sums with how many ranks found them."""
-        return [[team, size, [[total, 1]]] for team, size, total in self.replicas.digests()]
+        """The message up: a number for ranks that hold the same, how many they are, and the sums that they found."""
+        return [[number, size, [[total, 1]]] for number, size, total in self.replicas.digests()]
 
-    def differing(self, session: Session, operation: Operation, path: str, teams: list[int]) -> tuple[list[int], str]:
-        """The tensors that differ, and a sentence about them. All ranks call it, where teams differ.
+    def differing(self, session: Session, operation: Operation, path: str, numbers: list[int]) -> tuple[list[int], str]:
+        """The tensors that differ, and a sentence about them. All ranks call it, where some differ.
 
         Raises:
             ValueError: this rank leads, and a difference is an error.
@@ -78,7 +78,7 @@ class Comparison:
         """
         cells = {
             f"{tensor} {start} {cell}": {f"{total:x}": [[session.group.rank, session.group.rank + 1]]}
-            for tensor, start, cell, total in self.replicas.of_teams(teams)
+            for tensor, start, cell, total in self.replicas.of_holders(numbers)
         }
         found = operation.round("replicas", cells, combine=_united, decide=_that_differ)
         shown = {
@@ -131,24 +131,24 @@ def _in_short(names: list[str]) -> str:
     return f"{said}{name.decode(errors='ignore')}{more}"
 
 
-def combine_teams(offers: Sequence[list[Any]]) -> list[Any]:
-    """Several offers combined; a team that has been heard completely, and agrees, is left out."""
-    teams: dict[int, tuple[int, dict[int, int]]] = {}
+def combine_holders(offers: Sequence[list[Any]]) -> list[Any]:
+    """Several offers combined; ranks that have all been heard, and agree, are left out."""
+    holders: dict[int, tuple[int, dict[int, int]]] = {}
     for offer in offers:
-        for team, size, sums in offer:
-            known = teams.setdefault(team, (size, {}))[1]
+        for number, size, sums in offer:
+            known = holders.setdefault(number, (size, {}))[1]
             for total, count in sums:
                 known[total] = known.get(total, 0) + count
     return [
-        [team, size, [list(pair) for pair in sums.items()]]
-        for team, (size, sums) in teams.items()
+        [number, size, [list(pair) for pair in sums.items()]]
+        for number, (size, sums) in holders.items()
         if len(sums) > 1 or sum(sums.values()) < size
     ]
 
 
-def teams_that_differ(offer: list[Any]) -> list[int]:
-    """The numbers of teams that do not agree, from the offers of all ranks."""
-    return [team for team, _, sums in offer if len(sums) > 1]
+def holders_that_differ(offer: list[Any]) -> list[int]:
+    """The numbers of ranks that hold the same and do not agree, from the offers of all ranks."""
+    return [number for number, _, sums in offer if len(sums) > 1]
 
 
 def not_compared(share: _core.Share) -> list[str]:

@@ -225,11 +225,11 @@ struct Replicas(ranks::Replicas);
 #[pymethods]
 impl Replicas {
     fn digests(&self) -> Vec<(u64, usize, u64)> {
-        self.0.digests().into_iter().map(|digest| (digest.team, digest.size, digest.sum)).collect()
+        self.0.digests().into_iter().map(|digest| (digest.holders, digest.size, digest.sum)).collect()
     }
 
-    fn of_teams(&self, teams: Vec<u64>) -> Vec<Cell> {
-        self.0.of_teams(&teams)
+    fn of_holders(&self, numbers: Vec<u64>) -> Vec<Cell> {
+        self.0.of_holders(&numbers)
     }
 }
 

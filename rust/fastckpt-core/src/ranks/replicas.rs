@@ -22,14 +22,14 @@ const LEAST: u64 = 1 << 20;
 pub struct Replicas {
     cells: Vec<Copied>,
     sums: Vec<u64>,
-    teams: Vec<Vec<u32>>,
+    holders: Vec<Vec<u32>>,
 }
 
-/// The combined sum of all cells of a team at one of its ranks.
+/// The combined sum of all cells that the same ranks hold, at one of them.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Digest {
-    /// A number for the team.
-    pub team: u64,
+    /// A number for the ranks.
+    pub holders: u64,
     /// Its ranks.
     pub size: usize,
     /// The sum of the sums.
@@ -49,7 +49,7 @@ impl Replicas {
         options: &Options,
         progress: Progress<'_>,
     ) -> Result<Self> {
-        let (cells, teams) = table.share.copied(rank, depth)?;
+        let (cells, holders) = table.share.copied(rank, depth)?;
         let mut known = vec![None; cells.len()];
         for (cell, known) in cells.iter().zip(&mut known) {
             let (part, of_part) = cell.part;
@@ -87,36 +87,40 @@ impl Replicas {
             known.unwrap_or(joined)
         };
         let sums = cells.iter().zip(found).zip(known).map(sum).collect();
-        Ok(Self { cells, sums, teams })
+        Ok(Self { cells, sums, holders })
     }
 
-    /// The combined sum of the cells of each team.
+    /// The combined sums of the cells, by who holds them.
     #[must_use]
     pub fn digests(&self) -> Vec<Digest> {
-        let mut told = vec![Vec::new(); self.teams.len()];
-        for (team, cell) in self.cells() {
+        let mut told = vec![Vec::new(); self.holders.len()];
+        for (holders, cell) in self.cells() {
             let (tensor, start, number, sum) = cell;
             for number in [tensor as u64, start, u64::from(number), sum] {
-                told[team].extend(number.to_le_bytes());
+                told[holders].extend(number.to_le_bytes());
             }
         }
-        self.teams
+        self.holders
             .iter()
             .zip(told)
-            .map(|(ranks, told)| Digest { team: number(ranks), size: ranks.len(), sum: checksum::of(&told) })
+            .map(|(ranks, told)| Digest {
+                holders: number(ranks),
+                size: ranks.len(),
+                sum: checksum::of(&told),
+            })
             .collect()
     }
 
-    /// The cells of teams with these numbers.
+    /// The cells of ranks with these numbers.
     #[must_use]
-    pub fn of_teams(&self, teams: &[u64]) -> Vec<Cell> {
-        let wanted = |team: usize| teams.contains(&number(&self.teams[team]));
-        self.cells().filter(|&(team, _)| wanted(team)).map(|(_, cell)| cell).collect()
+    pub fn of_holders(&self, numbers: &[u64]) -> Vec<Cell> {
+        let wanted = |holders: usize| numbers.contains(&number(&self.holders[holders]));
+        self.cells().filter(|&(holders, _)| wanted(holders)).map(|(_, cell)| cell).collect()
     }
 
     fn cells(&self) -> impl Iterator<Item = (usize, Cell)> {
         let cells = self.cells.iter().zip(&self.sums);
-        cells.map(|(cell, &sum)| (cell.team, (cell.tensor, cell.start, cell.cell, sum)))
+        cells.map(|(cell, &sum)| (cell.holders, (cell.tensor, cell.start, cell.cell, sum)))
     }
 
     /// Up to about `most` of the bytes of a cell that were compared: the same at all ranks that hold it.
@@ -145,7 +149,7 @@ impl Replicas {
     }
 }
 
-/// A number for a team that all of its ranks know.
+/// A number for ranks that all of them know.
 fn number(ranks: &[u32]) -> u64 {
     checksum::of(&ranks.iter().flat_map(|rank| rank.to_le_bytes()).collect::<Vec<_>>())
 }

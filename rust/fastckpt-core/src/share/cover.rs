@@ -36,7 +36,7 @@ pub(super) struct Cover {
     tiles_of: Vec<u32>,
     tiled: Vec<u32>,
     /// The ranks that have something of a section, ascending, for sections of several boxes.
-    teams: HashMap<u32, OnceLock<Box<[u32]>>>,
+    everyone: HashMap<u32, OnceLock<Box<[u32]>>>,
     /// The most ranks that hold the same bytes.
     copies: u32,
     /// Whether boxes of several groups of ranks overlap.
@@ -62,7 +62,7 @@ impl Cover {
             cells: vec![0],
             tiles_of: vec![0],
             tiled: Vec::new(),
-            teams: HashMap::new(),
+            everyone: HashMap::new(),
             copies: 0,
             overlaps: false,
             precedence: Vec::new(),
@@ -138,7 +138,7 @@ impl Cover {
                 }
                 ref boxes => {
                     self.cell(boxes, self.level, &mut deep, &mut known);
-                    self.teams.insert(section, OnceLock::new());
+                    self.everyone.insert(section, OnceLock::new());
                 }
             }
             let size = |tile: u32| self.tiles.bounds(tile)[self.level..].iter().map(len).product::<u64>();
@@ -272,11 +272,11 @@ impl Cover {
     }
 
     /// The ranks that have something of a section, ascending.
-    pub(super) fn team<'a>(&'a self, section: u32, spreads: &[&'a Groups]) -> &'a [u32] {
+    pub(super) fn everyone<'a>(&'a self, section: u32, spreads: &[&'a Groups]) -> &'a [u32] {
         let ranks = |&tile: &u32| self.ranks(tile, spreads);
         let mut tiles = self.cells(section).flatten();
-        let Some(team) = self.teams.get(&section) else { return tiles.next().map_or(&[], ranks) };
-        team.get_or_init(|| {
+        let Some(known) = self.everyone.get(&section) else { return tiles.next().map_or(&[], ranks) };
+        known.get_or_init(|| {
             let mut all: Vec<u32> = tiles.flat_map(ranks).copied().collect();
             all.sort_unstable();
             all.dedup();

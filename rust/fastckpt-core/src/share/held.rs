@@ -53,8 +53,8 @@ impl<'a> Held<'a> {
     }
 
     /// The ranks that have something of an interval.
-    pub(super) fn team(&self, interval: usize) -> &'a [u32] {
-        self.cover.team(self.cover.section(interval), &self.spreads)
+    pub(super) fn everyone(&self, interval: usize) -> &'a [u32] {
+        self.cover.everyone(self.cover.section(interval), &self.spreads)
     }
 
     /// The copy that gives the byte at `offset` to a save, and the range of the file that comes from it.
@@ -84,7 +84,7 @@ impl<'a> Held<'a> {
         let has_one_reader = |interval: usize| {
             let lines = self.interval(interval);
             extent.end.min(lines.end) - extent.start.max(lines.start) >= STRAIGHT
-                && self.team(interval).len() == 1
+                && self.everyone(interval).len() == 1
                 && self.cover.is_one(self.cover.section(interval))
         };
         first != last && (first..=last).all(has_one_reader)

@@ -48,7 +48,7 @@ impl<'a> Finder<'a> {
 
     /// The ranks of an interval: those that give a copy of it to a save, or all that want something of it.
     fn ranks(&self, held: &Held<'_>, interval: usize, copy: u32) -> Vec<u32> {
-        if self.load { held.team(interval).to_vec() } else { held.givers(interval, copy) }
+        if self.load { held.everyone(interval).to_vec() } else { held.givers(interval, copy) }
     }
 
     /// The first interval of each domain of a tensor, and the number of intervals: neighbours with enough ranks.

@@ -35,8 +35,8 @@ pub struct Copied {
     pub start: u64,
     /// The number of the cell.
     pub cell: u32,
-    /// The team that holds it: a number of [`Share::copied`].
-    pub team: usize,
+    /// The ranks that hold it: a number of [`Share::copied`].
+    pub holders: usize,
     /// The part of the rank that has it, and whether the cell is all of that part.
     pub part: (u32, bool),
     /// The compared ranges, in order.
@@ -56,7 +56,7 @@ impl Share {
     /// The cells that `rank` and others hold, as far as `depth` compares some of them, and the ranks of each team that
     /// holds some, ascending. Bytes that a save takes from the lowest rank alone are not compared for its depth.
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
-        let (mut found, mut teams) = (Vec::new(), Vec::<Vec<u32>>::new());
+        let (mut found, mut sets) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();
         let mut work = Work::new(self, rank, &[], self.ranks);
         // Also of files that no rank writes: they are linked because of one copy.
@@ -82,11 +82,11 @@ impl Share {
                     }
                     let stretch = held.interval(interval);
                     let Some(all) = work.item(&held, &stretch, tile, part) else { continue };
-                    let mut team: Vec<u32> = holders.into_iter().map(|(rank, _)| rank).collect();
-                    team.sort_unstable();
-                    let team = *known.entry(team).or_insert_with_key(|team| {
-                        teams.push(team.clone());
-                        teams.len() - 1
+                    let mut ranks: Vec<u32> = holders.into_iter().map(|(rank, _)| rank).collect();
+                    ranks.sort_unstable();
+                    let holders = *known.entry(ranks).or_insert_with_key(|ranks| {
+                        sets.push(ranks.clone());
+                        sets.len() - 1
                     });
                     let (start, cell) = (lines.start, number as u32);
                     let whole = cover.overlaps() || all.len <= SMALL;
@@ -99,11 +99,11 @@ impl Share {
                         _ => (pieces(&all), true),
                     };
                     let of_part = self.part_bytes(rank, tensor, part)? == all.len;
-                    found.push(Copied { tensor, start, cell, team, part: (part, of_part), items, whole });
+                    found.push(Copied { tensor, start, cell, holders, part: (part, of_part), items, whole });
                 }
             }
         }
-        Ok((found, teams))
+        Ok((found, sets))
     }
 }
 

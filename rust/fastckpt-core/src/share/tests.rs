@@ -319,22 +319,22 @@ impl Job {
             let mut cells = HashMap::new();
             let mut compared = HashMap::new();
             for rank in 0..self.share.ranks() {
-                let (found, teams) = self.share.copied(rank, depth).unwrap();
+                let (found, holders) = self.share.copied(rank, depth).unwrap();
                 assert!(depth == Depth::Overlaps || found.len() == all[rank as usize].0.len());
                 for copied in found {
                     let bytes: Vec<u64> =
                         copied.items.iter().flat_map(|item| self.bytes(rank, item)).map(|at| at.0).collect();
-                    let team = teams[copied.team].clone();
-                    assert!(team.contains(&rank) && team.len() > 1 && team.is_sorted());
+                    let ranks = holders[copied.holders].clone();
+                    assert!(ranks.contains(&rank) && ranks.len() > 1 && ranks.is_sorted());
                     let key = (copied.tensor, copied.start, copied.cell);
                     let (first, count) = cells.entry(key).or_insert((bytes.clone(), 0));
                     *count += 1;
                     assert_eq!(*first, bytes, "all ranks compare the same");
-                    compared.insert(key, team);
+                    compared.insert(key, ranks);
                 }
             }
-            for (key, team) in &compared {
-                assert_eq!(cells[key].1, team.len(), "all ranks of a team compare");
+            for (key, ranks) in &compared {
+                assert_eq!(cells[key].1, ranks.len(), "all holders compare");
             }
             if depth == Depth::All {
                 let mut held: Vec<Vec<u32>> = self
