@@ -6,7 +6,7 @@
 Each rank holds a part of every parameter. ``fastckpt.Manager`` works over all ranks and writes these parts to their
 final places: the files are those that one process would write, so any number of ranks can read them, and so can one
 process (``fastckpt.load``) or ``transformers``. Kill a rank at any moment (``kill -9``): no rank hangs, what the last
-save made durable stays, and ``--resume`` goes on from there. SIGTERM saves the step and ends the run.
+save made durable stays, and ``--resume`` continues from there. SIGTERM saves the step and ends the run.
 
 With the same number of ranks a resumed run on CPUs repeats the losses of an undisturbed one to the last bit. With
 another number the sums are taken in another order, so the losses agree but for rounding. The data does not depend on

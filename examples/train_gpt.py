@@ -9,8 +9,8 @@ under ``OUT/step-00000050``, keeps the last ones, and finds the newest that veri
 at any moment: on a CPU the resumed run repeats the losses of an uninterrupted one to the last bit (give both the same
 options; a sum's last bits depend on the number of threads). SIGTERM saves the step and ends the run.
 
-With ``--async`` training goes on while a checkpoint is written: the state is copied while the next forward and backward
-run, and the optimizer's step waits for the copy.
+With ``--async`` training continues while a checkpoint is written: the state is copied while the next forward and
+backward run, and the optimizer's step waits for the copy.
 """
 
 from __future__ import annotations

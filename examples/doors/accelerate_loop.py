@@ -1,4 +1,4 @@
-"""A loop on accelerate through fastckpt. Run it again after any end, and it goes on: accelerate_loop.py [STEPS]."""
+"""A loop on accelerate through fastckpt. Run it again after any end, and it resumes: accelerate_loop.py [STEPS]."""
 
 import sys
 from pathlib import Path

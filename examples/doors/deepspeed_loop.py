@@ -1,4 +1,4 @@
-"""A loop on DeepSpeed through fastckpt. Run it again after any end, and it goes on: deepspeed_loop.py [STEPS]."""
+"""A loop on DeepSpeed through fastckpt. Run it again after any end, and it resumes: deepspeed_loop.py [STEPS]."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Lightning through fastckpt. Run it again after any end, and it goes on: lightning_trainer.py [STEPS]."""
+"""Lightning through fastckpt. Run it again after any end, and it resumes: lightning_trainer.py [STEPS]."""
 
 import sys
 from pathlib import Path

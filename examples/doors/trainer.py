@@ -1,4 +1,4 @@
-"""transformers' Trainer through fastckpt. Run it again after any end, and it goes on: trainer.py [STEPS]."""
+"""transformers' Trainer through fastckpt. Run it again after any end, and it resumes: trainer.py [STEPS]."""
 
 import sys
 

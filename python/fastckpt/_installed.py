@@ -64,7 +64,7 @@ class Installed:
 
 
 class Installation:
-    """What :func:`fastckpt.dcp.install` and its like return: a context manager that ends the installation."""
+    """The result of :func:`fastckpt.dcp.install` and the like: a context manager that ends the installation."""
 
     def __init__(self, installed: Installed, options: Any) -> None:
         self._installed = installed

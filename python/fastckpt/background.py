@@ -1,4 +1,4 @@
-"""What saves in the background need of a program: an end, memory that is given back, a guard of lazy copies."""
+"""Calls for programs with background saves: wait for their end, free their memory, guard lazy copies."""
 
 from __future__ import annotations
 

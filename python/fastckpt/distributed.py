@@ -9,7 +9,7 @@ model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimize
 optimizer may take the place of its state in it, and is given that.
 
 The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of fastckpt's
-own; torch's collectives are not used, so training may go on beside it. Without a process group, one process works
+own; torch's collectives are not used, so training can continue meanwhile. Without a process group, one process works
 alone.
 """
 
@@ -147,8 +147,8 @@ def save_async(
     The part of this rank is copied to host memory (with ``IO(lazy=True)``, later), and everything else happens in a
     thread: agreement with the other ranks, writing, and the commit. Every rank of the group calls it, in the same order
     relative to other saves and loads of the group; those wait for it on every rank, except for the copy of another
-    asynchronous save, with ``IO(max_in_flight=...)``. Saves of several groups go on side by side, in any order. The
-    memory is one copy of this rank's part for each save in flight; it is kept for the next save (see
+    asynchronous save, with ``IO(max_in_flight=...)``. Saves of several groups run in parallel, in any order. The memory
+    is one copy of this rank's part for each save in flight; it is kept for the next save (see
     :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable, or has
     failed.
 
@@ -229,8 +229,8 @@ def load(
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
 
     It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read once
-    for all ranks: each reads a share, and passes on what others want. On one host, cached files are read from the page
-    cache.
+    for all ranks: each reads a share, and passes on the bytes that others need. On one host, cached files are read from
+    the page cache.
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from

@@ -38,7 +38,7 @@ class Moment:
         in_flight: whether a save is still being written.
         step_seconds: how long a step takes, or None before that is known.
         cost: seconds of training that a save costs, or None before the first is durable.
-        durable_seconds: seconds from the begin of a save until it is durable, or None before the first is.
+        durable_seconds: seconds from the start of a save until it is durable, or None before the first is.
     """
 
     step: int
@@ -174,7 +174,7 @@ class Auto:
     The interval is the optimum that ``fastckpt.tools.plan`` computes, of the measured cost of a save and the mean time
     to failure: too many saves cost time, too few lose work. It is never so short that saves cost more than
     ``overhead`` of the time, nor shorter than a save takes to be durable. It is rounded to whole steps. A checkpoint
-    that is durable some seconds after training went on delays all of them alike, and so does not move the optimum.
+    that is durable some seconds after training continues delays all of them alike, and so does not move the optimum.
 
     The second step that the manager is asked about is saved, to have a measurement. The log (``fastckpt``, INFO) shows
     what was chosen and why, and again when it changes by more than a tenth.
@@ -213,11 +213,11 @@ class Auto:
         return moment.since >= max(least, interval - (moment.step_seconds or 0.0) / 2)
 
     def interval(self, cost: float, durable_seconds: float) -> float:
-        """Seconds from the begin of a save to the begin of the next.
+        """Seconds from the start of a save to the start of the next.
 
         Args:
             cost: seconds of training that a save costs.
-            durable_seconds: seconds from the begin of a save until it is durable.
+            durable_seconds: seconds from the start of a save until it is durable.
 
         Returns:
             The interval, seconds.

@@ -314,7 +314,7 @@ class Checkpoint(Mapping[str, Any]):
             name: its name.
 
         Returns:
-            A handle with its shape and dtype; an index reads.
+            A handle with its shape and dtype; indexing it reads.
 
         Raises:
             KeyError: there is no such tensor.
@@ -391,7 +391,7 @@ def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Chec
 
     Its shards, if there are at most 64, are opened and stay open until it is closed. On a local file system everything
     can then still be read when another save has replaced the checkpoint, or it was removed. (The disk has room for both
-    until then.) Shards of a larger one are opened when they are read from; a read of one that is gone raises
+    until then.) Shards of a larger one are opened when they are read from; reading one that has been removed raises
     ReplacedCheckpointError, and so may any read of a checkpoint that another machine has replaced on NFS or FUSE. A
     forked child has no open shards: it opens them when it reads from them. For a URL nothing stays open, and a child
     that was forked after the first read cannot read more (docs/stores.md).

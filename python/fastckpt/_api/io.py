@@ -59,9 +59,9 @@ class IO:
             replayed CUDA graph. For buffers that forward changes see :func:`fastckpt.background.guard`. For tensors of
             a device the step does not wait on the host: the stream that it runs in waits for the copies, on the device.
         pin: of saves in the background: whether the host memory is pinned for copies from devices: as fast as the link,
-            and beside training. This happens in the background, in pieces, and lasts until the memory goes. Or the most
-            bytes that may be pinned in this process: an int, or a string such as ``"8GB"``. What is not pinned is
-            copied all the same, slower, and ``warnings`` of the report say so, but for ``False``. Without effect where
+            and beside training. This happens in the background, in pieces, and lasts until the memory is freed. Or the
+            most bytes that may be pinned in this process: an int, or a string such as ``"8GB"``. The rest is copied
+            unpinned, slower, and unless this is ``False``, ``warnings`` of the report mention it. Without effect where
             no tensor is on a device.
         max_in_flight: of saves in the background: wait until fewer saves than this are in flight; those of this process
             alone and of each process group are counted apart. Those of a group write one after the other.
@@ -69,11 +69,11 @@ class IO:
         mmap: of loads: map the files instead of reading them, through the page cache, whatever FASTCKPT_IO says: new
             tensors and arrays are pages of the page cache, which all processes of a node share; one is copied when it
             is first written to, so no write reaches a file. For checkpoints that are hot. As long as the tensors are in
-            use, nobody may change or truncate the files in place, and if their storage fails, touching a page ends the
-            process with SIGBUS. (To save to the same path, or to remove it, does no harm on a local file system; on NFS
-            another host must not.) With ``device``, new tensors there are copied from the pages, and so are tensors and
-            arrays of ``into``: once all pages have been checked, so that a damaged checkpoint changes nothing. Not with
-            ``dtype``, not of a URL, and not together with other ranks.
+            use, no program may change or truncate the files in place, and if their storage fails, touching a page ends
+            the process with SIGBUS. (To save to the same path, or to remove it, does no harm on a local file system; on
+            NFS another host must not.) With ``device``, new tensors there are copied from the pages, and so are tensors
+            and arrays of ``into``: once all pages have been checked, so that a damaged checkpoint changes nothing. Not
+            with ``dtype``, not of a URL, and not together with other ranks.
         verify: of loads: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one
             that memory pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are
             touched.

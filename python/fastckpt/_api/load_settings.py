@@ -98,7 +98,7 @@ class LoadSettings(Settings):
     registry: Registry | None = option(
         None,
         check_registry,
-        "types that this call knows before those of :func:`fastckpt.register_type`, and what becomes of others: a "
+        "types that this call knows before those of :func:`fastckpt.register_type`, and how others are treated: a "
         ':class:`Registry`, such as ``Registry(undeclared="plain")``.',
     )
     io: IO = option(

@@ -157,7 +157,7 @@ class Leftover:
         name: the name of the directory.
         checkpoint: the name of the checkpoint that it belongs to.
         host: the machine it was made on; empty for an unfinished copy.
-        state: ``alive`` (its writer is running), ``dead`` (nobody needs it: the next save there removes it),
+        state: ``alive`` (its writer is running), ``dead`` (not needed any more: the next save there removes it),
             ``unknown`` (its writer may be running, perhaps on another machine), ``kept`` (an old checkpoint that a save
             was about to replace, or the save itself) or ``foreign`` (no checkpoint; a killed save had moved it aside).
         bytes: bytes of its files.
@@ -183,8 +183,8 @@ def clean(
 ) -> builtins.list[Leftover]:
     """Remove what killed saves, removals and copies left in ``directory``; by default, only list it.
 
-    The ``dead`` go; with ``older_than`` also what is ``unknown`` or ``kept`` and old. What a running save writes is
-    never removed, and what is ``foreign`` is not either.
+    The ``dead`` ones are removed; with ``older_than`` also old ``unknown`` or ``kept`` ones. The work of a running save
+    is never removed, and what is ``foreign`` is not either.
 
     Args:
         directory: the directory that holds the checkpoints.

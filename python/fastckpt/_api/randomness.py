@@ -38,7 +38,7 @@ def randomness() -> Randomness:
 
     Returns:
         An object with ``state_dict`` and ``load_state_dict``: saved, it is the states of the global generators at that
-        moment; in ``into`` of a load, or by its ``load_state_dict``, they draw again what they drew after it.
+        moment; in ``into`` of a load, or by its ``load_state_dict``, they repeat their draws from there on.
 
     Example:
         >>> import fastckpt, random

@@ -22,7 +22,7 @@ def register_type(
     itself.
 
     Without ``encode`` and ``decode``, an instance is stored and rebuilt from its fields: no ``__init__`` runs.
-    Fields that the checkpoint lacks have their defaults; fields that the class lacks are an error.
+    Fields that the checkpoint lacks take their defaults; fields that the class lacks are an error.
 
     Args:
         cls: the class.

@@ -36,13 +36,13 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
 
     Args:
         state: any nesting of dicts, lists, tuples and sets with tensors, numpy arrays and Python values in it, named
-            tuples, dataclasses, enums and the like; what has ``state_dict()`` (modules, optimizers) is stored as that.
-            Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are stored
-            once and come back tied. Attributes that a program sets on a Parameter are not stored. docs/states.md has a
-            table of all kinds of values.
+            tuples, dataclasses, enums and the like; objects with a ``state_dict()`` (modules, optimizers) are stored as
+            its result. Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are
+            stored once and come back tied. Attributes that a program sets on a Parameter are not stored. docs/states.md
+            has a table of all kinds of values.
         path: the checkpoint's directory, not a URL. Missing directories above it are made, durably as well; a save
             that fails leaves them. An asynchronous save to it in flight is waited for.
-        metadata: a state without tensors, to be read without them: ``{"step": 1000}``.
+        metadata: a state without tensors, which can be read alone: ``{"step": 1000}``.
         {options}
 
     Returns:

@@ -53,7 +53,7 @@ class WriteSettings(Settings):
     registry: Registry | None = option(
         None,
         check_registry,
-        "types that this call knows before those of :func:`fastckpt.register_type`, and what becomes of others: a "
+        "types that this call knows before those of :func:`fastckpt.register_type`, and how others are treated: a "
         ":class:`Registry`.",
     )
     io: IO = option(
@@ -106,18 +106,17 @@ class SaveSettings(WriteSettings):
     base: str | None = option(
         None,
         check_base,
-        "an earlier checkpoint. Files of it that hold nothing but tensors that have not changed are linked into the "
-        "new checkpoint instead of written, and the rest is written so that unchanged tensors have files of their own "
-        "from then on. Each directory stays whole by itself, and may be removed. May be ``path``. A base that is "
-        "damaged, missing or of another kind is a warning in the report: then more is written. docs/unchanged.md has "
-        "the rules.",
+        "an earlier checkpoint. Its files that hold only unchanged tensors are linked into the new checkpoint instead "
+        "of written, and the rest is written so that unchanged tensors have files of their own from then on. Each "
+        "directory stays whole by itself, and may be removed. May be ``path``. A base that is damaged, missing or of "
+        "another kind is a warning in the report: then more is written. docs/unchanged.md has the rules.",
         alike=True,
     )
     exclude: tuple[str, ...] | None = option(
         None,
         texts_of("exclude"),
         "a glob pattern, or several, over names (the keys on the way to a tensor or value, joined with dots), as for "
-        ":func:`fastckpt.load`: what matches is left out, as if it were not in the state, also what could not be "
+        ":func:`fastckpt.load`: matches are left out, as if they were not in the state, even if they could not be "
         "saved. A pattern without ``*``, ``?`` and ``[`` also leaves out all that is below that name. "
         "``fastckpt info`` shows the patterns, of several ranks those of the first.",
         kept=", ".join,

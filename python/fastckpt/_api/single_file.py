@@ -234,7 +234,7 @@ class WritableFile(io.BufferedIOBase):
             super().close()
 
     def discard(self) -> None:
-        """Close the file without giving it its path: what is there stays. Does nothing to one that is closed."""
+        """Close the file without giving it its path: the old file stays. Does nothing to one that is closed."""
         if self.closed:
             return
         super().close()

@@ -64,7 +64,7 @@ def _lazy() -> list[PendingSave]:
 
 
 class Guard:
-    """Has the buffers of a module copied at each call of ``save_async``; made by :func:`fastckpt.background.guard`.
+    """Copies the buffers of a module at each call of ``save_async``; made by :func:`fastckpt.background.guard`.
 
     As a context manager it removes itself at the end.
     """

@@ -50,9 +50,9 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
     (see :func:`fastckpt.background.release_buffers`). The process does not end before the checkpoint is durable.
 
     A failure is logged (``fastckpt``, ERROR; on stderr where no logging is configured) when it happens, and raised by
-    ``result()``. If nobody asks for it, the next ``save_async`` starts its own save and then raises it, with the handle
-    of its own save as attribute ``pending_save``. Without a next one, it is written to stderr when the process ends,
-    also if multiprocessing forked that process.
+    ``result()``. If the program never asks, the next ``save_async`` starts its own save and then raises it, with the
+    handle of its own save as attribute ``pending_save``. Without a next one, it is written to stderr when the process
+    ends, also if multiprocessing forked that process.
 
     Args:
         state: as for :func:`fastckpt.save`.

@@ -317,11 +317,11 @@ class Manager:
         metadata: Mapping[str, Any] | None = None,
         per_rank: Any = None,
     ) -> Iterator[None]:
-        """A stretch in which ``state`` does not change: an evaluation, a wait for data, a compilation.
+        """A block in which ``state`` does not change: an evaluation, a wait for data, a compilation.
 
-        A signal that comes in it, or has come before it, is answered at once, from the signal handler: ``state`` is
-        saved as the checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step
-        is half done. Pass the state as :meth:`save` gets it, made at its beginning.
+        For a signal that comes within or before it, the signal handler saves at once: ``state`` is saved as the
+        checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step is half done.
+        Pass the state as :meth:`save` gets it, made at its beginning.
 
         Among several ranks no handler can act alone: there all of them answer a signal together, at the beginning or
         the end of the stretch.
@@ -352,7 +352,7 @@ class Manager:
         discard_newer: bool = False,
         **options: Any,
     ) -> Restored | None:
-        """Load the newest checkpoint of which every byte verifies, or that of a step.
+        """Load the newest checkpoint in which every byte verifies, or that of a step.
 
         The newest one of the branch that saved last: checkpoints that a run left behind when it went back to an earlier
         step are loaded by their number only. A newer one that cannot be loaded is skipped with a warning that names the
@@ -366,7 +366,7 @@ class Manager:
             into: as for :func:`fastckpt.load`: it is updated in place, and is the ``state`` of the result.
             step: load this one and no other.
             exclude: as for :func:`fastckpt.load`.
-            fresh: start anew even if an earlier run left no checkpoint here; without it that is an error.
+            fresh: start from the beginning even if an earlier run left no checkpoint here; otherwise that is an error.
             discard_newer: with ``step``: then remove all higher steps but pinned ones, on each tier.
             options: further arguments of :func:`fastckpt.load`, or of :func:`fastckpt.distributed.load`.
 
@@ -378,8 +378,8 @@ class Manager:
             CorruptCheckpointError: there are checkpoints, and none can be loaded.
             NotACheckpointError: the directory holds files of another program, perhaps under names of checkpoints.
             FileNotFoundError: there is no checkpoint of ``step``.
-            OSError: the remote tier does not answer, and there is none in the directory, or ``discard_newer`` is given;
-                or what is newer cannot be removed: then the run goes on as before.
+            OSError: the remote tier does not answer, and the directory has no checkpoint, or ``discard_newer`` is
+                given; or a newer one cannot be removed: then the run continues as before.
             RanksError: another rank could not load it.
             RuntimeError: ``discard_newer``, and the manager is read-only.
             ValueError: ``discard_newer`` without ``step``.
@@ -473,7 +473,7 @@ class Manager:
         return range(self._restored + 1, step_of("remaining", last) + 1)
 
     def steps(self) -> list[int]:
-        """The steps that have a checkpoint, rising; by the names of the directories, without a look inside."""
+        """The steps that have a checkpoint, rising; from the names of the directories alone."""
         return self._local.place.look().steps
 
     def checkpoints(self) -> list[ManagedCheckpoint]:

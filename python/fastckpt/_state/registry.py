@@ -26,7 +26,7 @@ _TORCH = frozenset(
 
 
 class Registry:
-    """Types that one call knows, before those of :func:`fastckpt.register_type`, and what becomes of others.
+    """Types that one call knows, before those of :func:`fastckpt.register_type`, and how others are treated.
 
     For libraries: types that a library declares for its own checkpoints do not affect the rest of the process.
 
@@ -40,7 +40,7 @@ class Registry:
 
     Raises:
         TypeError: ``encode`` is not a function, or a class needs encode and decode.
-        ValueError: ``undeclared`` is another word, or a class is supported without registration.
+        ValueError: ``undeclared`` has another value, or a class is supported without registration.
 
     Example:
         >>> import fastckpt, typing

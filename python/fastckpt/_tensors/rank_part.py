@@ -19,12 +19,12 @@ _LARGEST = 2**63
 class Part:
     """A tensor that is a part of a larger one, the rest of which other ranks have.
 
-    It says for a plain tensor what a DTensor says of itself: of which tensor it is which elements. In the state of
-    :func:`fastckpt.distributed.save`, it stands where the whole tensor would stand, which is what the checkpoint holds.
-    In ``into=`` of :func:`fastckpt.distributed.load`, its tensor is filled with these elements, however the tensor was
-    cut when it was saved.
+    It describes a plain tensor as a DTensor describes itself: which elements of which tensor it has. In the state of
+    :func:`fastckpt.distributed.save`, it stands where the whole tensor would stand, which the checkpoint holds. In
+    ``into=`` of :func:`fastckpt.distributed.load`, its tensor is filled with these elements, however the tensor was cut
+    when it was saved.
 
-    All ranks together must have every element. What several ranks have must be equal (see
+    All ranks together must have every element. Elements of several ranks must be equal (see
     :class:`fastckpt.distributed.Ranks`). A rank that has none of it may leave it out, or give an empty tensor, which
     spares the ranks a comparison of their names.
 
@@ -42,7 +42,7 @@ class Part:
 
     Raises:
         TypeError: ``of`` or ``at`` holds something else than integers, or ``tensor`` is none.
-        ValueError: the tensor does not lie in the whole one.
+        ValueError: the tensor is not inside the whole one.
 
     Example:
         >>> import fastckpt.distributed as together, torch
@@ -85,7 +85,7 @@ class Part:
 
         Raises:
             TypeError: ``of`` or ``start`` holds something else than integers, or ``tensor`` is none.
-            ValueError: the tensor is not one-dimensional and contiguous, or does not lie in the whole one.
+            ValueError: the tensor is not one-dimensional and contiguous, or not inside the whole one.
 
         Example:
             >>> import fastckpt.distributed as together, torch

@@ -59,7 +59,7 @@ class Reader(_torch.StorageReader):
             :class:`fastckpt.distributed.Ranks`. These ranks read each byte once from the storage and pass it on; in
             other loads, each rank reads what it needs.
         registry: as for :func:`fastckpt.load`.
-        io: as for :func:`fastckpt.load`, but for ``mmap``.
+        io: as for :func:`fastckpt.load`, without ``mmap``.
 
     Attributes:
         report: the report of the last read of this rank, or None.

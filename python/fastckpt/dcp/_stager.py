@@ -53,7 +53,7 @@ class Stager:
         """Nothing to wait for."""
 
     def close(self) -> None:
-        """Nothing to free: the memory is kept for all savers, see :func:`fastckpt.background.release_buffers`."""
+        """Frees nothing: the memory is kept for all savers, see :func:`fastckpt.background.release_buffers`."""
 
 
 class _Lease:

@@ -76,7 +76,7 @@ class Writer(_torch.StorageWriter):
         ranks: the process group passed to ``dcp.save``, None for the default group, or a
             :class:`fastckpt.distributed.Ranks`. The process of ``async_save`` with ``AsyncCheckpointerType.PROCESS``
             has the group as its default group.
-        metadata: a state without tensors, to be read without them; the first rank's.
+        metadata: a state without tensors, which can be read alone; the first rank's.
         {options}
 
     ``files`` are read when the writer is made. Copies that are compared are the tensors that several ranks gave to

@@ -47,7 +47,7 @@ def install(*, io: Any = "auto") -> Installation:
     """Have ``save_checkpoint`` and ``load_checkpoint`` of DeepSpeed's engines go through fastckpt.
 
     All processes write one checkpoint, of whole tensors under the names of the parameters: the weights, and what the
-    optimizer has of them, to the last bit. Any number of processes goes on from it, with ZeRO 1, 2 or 3. ``latest`` is
+    optimizer has of them, to the last bit. Any number of processes resumes from it, with ZeRO 1, 2 or 3. ``latest`` is
     written once it is durable. Each process gets its own ``client_state`` back, or else the first one's. Checkpoints of
     DeepSpeed itself are loaded by it.
 

@@ -102,11 +102,11 @@ def _save_by_strategy(_: Any, theirs: Any, strategy: Any, checkpoint: Any, filep
 class CheckpointIO(TorchCheckpointIO):
     """A plugin of Lightning's ``Trainer`` and ``Fabric``: each checkpoint is a directory of fastckpt.
 
-    What ``ModelCheckpoint`` saves while training goes on is saved in the background: training stands until the state
-    was copied to the host, which takes no memory of the device. All else is there when the call returns. What Lightning
-    removes goes after all that was saved before is durable. Files of torch, URLs, and what the strategies FSDP and
-    ModelParallel save (for which there is :func:`fastckpt.dcp.install`) are as without the plugin. It is not to be
-    wrapped in Lightning's ``AsyncCheckpointIO``.
+    ``ModelCheckpoint`` saves in the background while training continues: training stops until the state was copied to
+    the host, which takes no memory of the device. All other saves are complete when the call returns. Lightning removes
+    a checkpoint only after all earlier saves are durable. Files of torch, URLs, and what the strategies FSDP and
+    ModelParallel save (for which there is :func:`fastckpt.dcp.install`) are as without the plugin. Do not wrap it in
+    Lightning's ``AsyncCheckpointIO``.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. ``max_in_flight`` is 2 unless it is an
@@ -144,7 +144,7 @@ class CheckpointIO(TorchCheckpointIO):
 
         Args:
             checkpoint: the state.
-            path: its directory. A file of torch or a link that is there is replaced when the checkpoint is durable.
+            path: its directory. A file of torch or a link at the path is replaced when the checkpoint is durable.
             storage_options: None.
 
         Raises:
@@ -242,9 +242,9 @@ class CheckpointIO(TorchCheckpointIO):
 
 
 class RandomStates(Callback):
-    """A callback of Lightning's ``Trainer`` that saves what each process draws next, which Lightning does not.
+    """A callback of Lightning's ``Trainer`` that saves the random states of each process, which Lightning does not.
 
-    With it and a loader that has a state, a run that was killed in the middle of an epoch ends as one that was not.
+    With it and a loader that has a state, a run that was killed in the middle of an epoch ends as if undisturbed.
 
     Example:
         >>> from fastckpt.integrations.lightning import RandomStates
@@ -284,7 +284,7 @@ class RandomStates(Callback):
         self._is_at_end = progress.get("is_last_batch", False)
 
     def setup(self, *_: Any, **__: Any) -> None:
-        """Forget what another run has loaded."""
+        """Forget what an earlier run has loaded."""
         self._own = None
 
     def on_fit_start(self, *_: Any) -> None:

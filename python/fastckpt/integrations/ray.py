@@ -1,4 +1,4 @@
-"""A ``Manager`` in Ray Train: Ray knows its checkpoints, and one is saved before a node goes (docs/guides/ray.md)."""
+"""A ``Manager`` in Ray Train: Ray knows its checkpoints, and saves one before a node goes away (docs/guides/ray.md)."""
 
 from __future__ import annotations
 

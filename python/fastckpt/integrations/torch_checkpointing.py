@@ -32,7 +32,7 @@ class StorageConfig(base_storage.StorageConfig):  # type: ignore[misc]
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine. Unless it has ``verify=False``, a file is
             read in full and compared with its checksum each time that it is opened. A ``bandwidth_limit`` is that of
-            each file, of which torch_checkpointing writes several at a time.
+            each file, and torch_checkpointing writes several at a time.
 
     Raises:
         TypeError: ``io`` is neither.

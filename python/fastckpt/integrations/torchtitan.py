@@ -36,12 +36,12 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     Its ``Config`` has the fields of torchtitan's own manager, with the same meaning. ``async_mode`` differs, and
     ``hugging_face`` is new:
 
-    - ``async_mode``: ``"async"``, the default, goes on once the state was copied; ``"async_with_pinned_mem"`` at once,
+    - ``async_mode``: ``"async"``, the default, continues once the state is copied; ``"async_with_pinned_mem"`` at once,
       and the next optimizer's step waits for the copy; ``"disabled"`` waits until the checkpoint is durable.
     - ``hugging_face``: whether tensors of the model have Hugging Face's names and layout in each checkpoint, where
       torchtitan's adapter for the model keeps all of them; where it does not, a warning says so.
 
-    A run goes on from the newest checkpoint that verifies and has more than the model. ``initial_load_path`` may be a
+    A run resumes from the newest checkpoint that verifies and has more than the model. ``initial_load_path`` may be a
     checkpoint of this manager, of torch.distributed.checkpoint, or of Hugging Face.
 
     Args:

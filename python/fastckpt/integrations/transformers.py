@@ -47,8 +47,8 @@ _RANKS = distributed.Ranks(on_difference="warn")
 def install(*, io: Any = "auto", background: bool = True) -> Installation:
     """Have every Trainer of this program save and resume through fastckpt.
 
-    All that the Trainer decides stays (``save_strategy``, ``load_best_model_at_end``, ``save_total_limit``,
-    ``enable_jit_checkpoint``, ``push_to_hub``). ``train(resume_from_checkpoint=True)`` goes on from the newest
+    The Trainer's own settings still apply (``save_strategy``, ``load_best_model_at_end``, ``save_total_limit``,
+    ``enable_jit_checkpoint``, ``push_to_hub``). ``train(resume_from_checkpoint=True)`` resumes from the newest
     checkpoint that verifies, and begins where there is none. States of callbacks (``ExportableState``) come back, too,
     whatever ``restore_callback_states_from_checkpoint`` says. Ranks save together, with DDP and FSDP2. Of a PEFT model
     the adapter is saved. With DeepSpeed, FSDP1, XLA, SageMaker, adapters that are not called default,
@@ -57,9 +57,9 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
-        background: whether training goes on once the state was copied (:func:`fastckpt.save_async`), or waits until the
-            checkpoint is durable. It waits all the same for what reads the checkpoint: ``push_to_hub``, and callbacks
-            that have an ``on_save``.
+        background: whether training continues once the state is copied (:func:`fastckpt.save_async`), or waits until
+            the checkpoint is durable. It waits all the same for what reads the checkpoint: ``push_to_hub``, and
+            callbacks that have an ``on_save``.
 
     Returns:
         A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
