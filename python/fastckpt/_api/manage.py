@@ -184,7 +184,7 @@ def clean(
     """Remove what killed saves, removals and copies left in ``directory``; by default, only list it.
 
     The ``dead`` ones are removed; with ``older_than`` also old ``unknown`` or ``kept`` ones. The work of a running save
-    is never removed, and what is ``foreign`` is not either.
+    is never removed, nor are ``foreign`` ones.
 
     Args:
         directory: the directory that holds the checkpoints.
