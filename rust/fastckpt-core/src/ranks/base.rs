@@ -59,7 +59,7 @@ const ORDER: &str = "open or know the base once, then compare, take and lay out"
 impl RankBase {
     /// For `rank`, which holds `held`. `table` is the layout of a save that links nothing.
     pub fn new(table: Arc<Table>, rank: u32, held: Held, options: Options) -> Result<Self> {
-        let duties = Arc::new(table.share.duties(rank, Purpose::Compare)?);
+        let duties = Arc::new(table.share.duties(rank, Purpose::Save)?);
         held.check(&duties)?;
         let prepared = Prepared { workspace: None, linked: LinkedShards::new(&table.state()) };
         let (base, prepared) = (OnceLock::new(), Mutex::new(prepared));
@@ -68,8 +68,7 @@ impl RankBase {
 
     /// The duties of `rank` in a save of `table`, if they are known here.
     pub(super) fn duties(&self, table: &Arc<Table>, rank: u32) -> Option<Arc<Duties>> {
-        let same = Arc::ptr_eq(table, &self.table) && rank == self.rank && table.share.is_in_place();
-        same.then(|| Arc::clone(&self.duties))
+        (Arc::ptr_eq(table, &self.table) && rank == self.rank).then(|| Arc::clone(&self.duties))
     }
 
     fn prepared(&self) -> MutexGuard<'_, Prepared> {

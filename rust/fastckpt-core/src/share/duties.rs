@@ -56,7 +56,7 @@ impl Share {
             self.check_held()?;
         }
         let deals = if load { &[] } else { self.deals()? };
-        let mut work = Work::new(self, rank, deals, self.senders(purpose)?);
+        let mut work = Work::new(self, rank, deals, self.senders()?);
         let owners = self.owners(purpose)?;
         for shard in 0..self.files.len() {
             if load { work.extents(shard, owners)? } else { work.grains(shard, owners)? }

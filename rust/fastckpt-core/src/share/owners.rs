@@ -225,14 +225,12 @@ impl<'a> Finder<'a> {
 impl Share {
     /// Who writes or reads what.
     pub(super) fn owners(&self, purpose: Purpose) -> Result<&Owners> {
-        let purpose = if purpose == Purpose::Save && self.is_in_place() { Purpose::Compare } else { purpose };
         let made = &self.owners[purpose as usize];
         if let Some(made) = made.get() {
             return Ok(made);
         }
         let load = purpose == Purpose::Load;
         let grain = match purpose {
-            Purpose::Compare => self.page,
             Purpose::Save => self.grain,
             // One rank reads an extent.
             Purpose::Load => self.grain.max(PAGE).next_multiple_of(self.block_size),
@@ -242,7 +240,7 @@ impl Share {
             deals: if load { &[] } else { self.deals()? },
             load,
             grain,
-            least: if purpose == Purpose::Compare { 1 } else { self.team_size()? },
+            least: self.team_size()?,
             domains: HashMap::new(),
             known: HashMap::new(),
             teams: Vec::new(),
@@ -254,8 +252,8 @@ impl Share {
     }
 
     /// Ranks whose bytes one block may need at the same time.
-    pub(super) fn senders(&self, purpose: Purpose) -> Result<u32> {
-        let team = if purpose == Purpose::Compare { 1 } else { self.team_size()? };
+    pub(super) fn senders(&self) -> Result<u32> {
+        let team = self.team_size()?;
         // A grain that several teams have is of few of them.
         Ok(if team == 1 { self.ranks } else { team.saturating_mul(4).min(self.ranks) })
     }

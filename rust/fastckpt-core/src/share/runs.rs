@@ -7,9 +7,6 @@ use std::ops::Range;
 pub enum Purpose {
     /// To save. Everything is written; a grain has one writer ([`Share::in_teams`]).
     Save,
-    /// To compare what a save would write with an earlier checkpoint: in place, each rank what it has. A page counts as
-    /// its writer's ([`Share::in_pages`]).
-    Compare,
     /// To load. One rank reads the part of a tensor in a block. Extents that no rank wants are not read.
     Load,
 }

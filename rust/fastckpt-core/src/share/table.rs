@@ -77,7 +77,7 @@ pub struct Share {
     first: Vec<bool>,
     deals: OnceLock<Vec<Deal>>,
     /// The owners for each purpose.
-    pub(super) owners: [OnceLock<Owners>; 3],
+    pub(super) owners: [OnceLock<Owners>; 2],
     /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
