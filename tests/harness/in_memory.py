@@ -1,20 +1,20 @@
-"""A file system in user space that keeps what is written per handle, as clients of object stores do.
+"""A file system in user space whose files lie in memory, for file systems that do one thing in another way.
 
-``python handle_buffers.py POINT FAILING`` mounts it at ``POINT``, needs root, and ends when it is unmounted. Files lie
-in memory. What a handle wrote reaches its file when that handle is synced, and is lost otherwise: when the handle is
-closed, as if power had failed then. Of files whose name ends with ``FAILING``, if that is not empty, a sync does
-nothing and says that all is well, and closing a handle that wrote fails with EIO.
+Needs root. One thread answers all requests. The answer to one may go out later, while others are answered.
 """
 
 from __future__ import annotations
 
 import ctypes
 import errno
+import heapq
 import itertools
 import os
+import select
 import stat
 import struct
 import sys
+import time
 from dataclasses import dataclass, field
 
 HEADER = struct.Struct("<IIQQIIIHH")
@@ -25,6 +25,10 @@ MOVE = struct.Struct("<QQII")
 (OPEN, READ, WRITE, STATFS, RELEASE, FSYNC, FLUSH, INIT) = (14, 15, 16, 17, 18, 20, 25, 26)
 (OPENDIR, READDIR, RELEASEDIR, FSYNCDIR, CREATE, INTERRUPT, BATCH_FORGET) = (27, 28, 29, 30, 35, 36, 42)
 UNANSWERED = (FORGET, INTERRUPT, BATCH_FORGET)
+# Direct writes of several processes to one file at a time, each of whose requests may have as many bytes.
+DIRECT, PARALLEL = 1 << 0, 1 << 6
+LONGEST = 1 << 20
+FLAGS = 1 << 0 | 1 << 5 | 1 << 15 | 1 << 22  # reads, large writes and direct I/O at the same time; the longest request
 
 
 @dataclass
@@ -60,11 +64,16 @@ class Handle:
 class Tree:
     """The files, and what is asked of them."""
 
-    def __init__(self, failing: str) -> None:
-        self.failing = failing
+    # What the kernel is told of each handle that is opened.
+    opened = 0
+
+    def __init__(self) -> None:
         self.numbers = itertools.count(1)
         self.nodes: dict[int, Node] = {}
         self.handles: dict[int, Handle] = {}
+        # The thread that made the request which is being answered, and when its answer may go, by time.monotonic.
+        self.thread = 0
+        self.ready = 0.0
         self.make(stat.S_IFDIR | 0o777, b"/")
 
     def make(self, mode: int, name: bytes) -> Node:
@@ -85,17 +94,40 @@ class Tree:
     def open(self, node: Node) -> bytes:
         number = next(self.numbers)
         self.handles[number] = Handle(node)
-        return struct.pack("<QII", number, 0, 0)
+        return struct.pack("<QII", number, self.opened, 0)
 
-    def fails(self, handle: Handle) -> bool:
-        return bool(self.failing and handle.written and handle.node.name.endswith(self.failing))
+    def write(self, handle: Handle, at: int, data: memoryview) -> None:
+        """Take what is written."""
+        place = handle.node.data
+        place.extend(bytes(max(0, at - len(place))))
+        place[at : at + len(data)] = data
 
-    def answer(self, code: int, number: int, body: bytes) -> bytes:
+    def sync(self, handle: Handle) -> None:
+        """Make durable what was written."""
+
+    def close(self, handle: Handle, *, last: bool) -> None:
+        """One of the descriptors of a handle is closed, or the ``last`` one was."""
+
+    def told(self, line: str) -> str:
+        """What whoever started this is told, who wrote a line to it."""
+        raise NotImplementedError
+
+    def forget(self, code: int, number: int, body: memoryview) -> None:
+        """Free what the kernel, which has no use for it any more, has removed."""
+        forgotten = [number] if code == FORGET else []
+        if code == BATCH_FORGET:
+            forgotten = [each for each, _ in struct.iter_unpack("<QQ", body[8:])]
+        for each in forgotten:
+            if self.nodes[each].links == 0:
+                del self.nodes[each]
+
+    def answer(self, code: int, number: int, body: memoryview) -> bytes:
         """What the kernel is told, after the header."""
         if code in (LOOKUP, UNLINK, RMDIR, MKDIR, CREATE, LINK, RENAME):
             return self.on_names(code, number, body)
         if code == INIT:
-            return struct.pack("<4I2H2I2H8I", 7, 31, 1 << 17, 0, 16, 12, 1 << 17, 1, 0, 0, *[0] * 8)
+            longest = (LONGEST, 1, LONGEST >> 12, 0)
+            return struct.pack("<4I2H2I2H8I", 7, 31, 1 << 17, FLAGS, 1024, 1024, *longest, *[0] * 8)
         if code == STATFS:
             return struct.pack("<5Q10I", 1 << 20, 1 << 20, 1 << 20, 1 << 20, 1 << 20, 4096, 255, 4096, *[0] * 7)
         node = self.nodes[number]
@@ -114,10 +146,10 @@ class Tree:
             return self.open(node)
         return self.on_handles(code, node, body)
 
-    def on_names(self, code: int, number: int, body: bytes) -> bytes:
+    def on_names(self, code: int, number: int, body: memoryview) -> bytes:
         children = self.nodes[number].children
         skipped = {MKDIR: 8, CREATE: 16, LINK: 8, RENAME: 8}.get(code, 0)
-        name, *more = body[skipped:].rstrip(b"\0").split(b"\0")
+        name, *more = bytes(body[skipped:]).rstrip(b"\0").split(b"\0")
         if code == LOOKUP:
             return self.entry(self.child(number, name))
         if code in (UNLINK, RMDIR):
@@ -131,6 +163,8 @@ class Tree:
             there = self.nodes[struct.unpack_from("<Q", body)[0]].children
             if more[0] in there and there[more[0]].children:
                 raise OSError(errno.ENOTEMPTY, "it is not empty")
+            if more[0] in there:
+                there[more[0]].links -= 1
             moved = there[more[0]] = self.child(number, name)
             del children[name]
             moved.name = more[0].decode()
@@ -147,7 +181,7 @@ class Tree:
         made = children[name] = self.make(mode, name)
         return self.entry(made) + (self.open(made) if code == CREATE else b"")
 
-    def on_handles(self, code: int, node: Node, body: bytes) -> bytes:
+    def on_handles(self, code: int, node: Node, body: memoryview) -> bytes:
         if code in (FSYNCDIR, RELEASEDIR):
             return b""
         if code not in (READ, READDIR, WRITE, FSYNC, FLUSH, RELEASE):
@@ -160,17 +194,12 @@ class Tree:
             return self.listing(node, at, size)
         if code == WRITE:
             _, at, size, _ = MOVE.unpack_from(body)
-            handle.written.append((at, body[40 : 40 + size]))
+            self.write(handle, at, body[40 : 40 + size])
             return struct.pack("<II", size, 0)
-        if code == FSYNC and not self.fails(handle):
-            for at, data in handle.written:
-                node.data.extend(bytes(max(0, at - len(node.data))))
-                node.data[at : at + len(data)] = data
-            handle.written.clear()
-        if code == FLUSH and self.fails(handle):
-            raise OSError(errno.EIO, "the store did not take it")
-        if code in (FLUSH, RELEASE):
-            handle.written.clear()
+        if code == FSYNC:
+            self.sync(handle)
+        else:
+            self.close(handle, last=code == RELEASE)
         return b""
 
     @staticmethod
@@ -185,32 +214,41 @@ class Tree:
         return found
 
 
-def main(point: str, failing: str) -> None:
-    device = os.open("/dev/fuse", os.O_RDWR)
+def serve(tree: Tree, point: str) -> None:
+    """Mount it at ``point``, say ``mounted``, answer each line of standard input, and end when it is unmounted."""
+    device = os.open("/dev/fuse", os.O_RDWR | os.O_NONBLOCK)
     libc = ctypes.CDLL(None, use_errno=True)
     options = f"fd={device},rootmode=40000,user_id=0,group_id=0,allow_other"
-    if libc.mount(b"buffers", point.encode(), b"fuse", 0, options.encode()) != 0:
+    if libc.mount(b"in-memory", point.encode(), b"fuse", 0, options.encode()) != 0:
         raise OSError(ctypes.get_errno(), "cannot mount", point)
     print("mounted", flush=True)
-    tree = Tree(failing)
+    waiting: list[tuple[float, int, bytes]] = []
     while True:
+        while waiting and waiting[0][0] <= time.monotonic():
+            os.write(device, heapq.heappop(waiting)[2])
+        left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
+        readable, _, _ = select.select([device, sys.stdin], [], [], left)
+        if sys.stdin in readable:
+            print(tree.told(sys.stdin.readline()), flush=True)
+        if device not in readable:
+            continue
         try:
-            request = os.read(device, 1 << 18)
+            request = memoryview(os.read(device, LONGEST + (1 << 13)))
         except OSError as error:
             if error.errno == errno.ENODEV:  # unmounted
                 return
-            if error.errno in (errno.EINTR, errno.ENOENT):
+            if error.errno in (errno.EINTR, errno.ENOENT, errno.EAGAIN):
                 continue
             raise
-        _, code, unique, number, *_ = HEADER.unpack_from(request)
+        _, code, unique, number, _, _, tree.thread, *_ = HEADER.unpack_from(request)
+        body = request[HEADER.size :]
         if code in UNANSWERED:
+            tree.forget(code, number, body)
             continue
+        tree.ready = 0.0
         try:
-            status, answer = 0, tree.answer(code, number, request[HEADER.size :])
+            status, answer = 0, tree.answer(code, number, body)
         except OSError as error:
             status, answer = -(error.errno or errno.EIO), b""
-        os.write(device, struct.pack("<IiQ", 16 + len(answer), status, unique) + answer)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+        answer = struct.pack("<IiQ", 16 + len(answer), status, unique) + answer
+        heapq.heappush(waiting, (tree.ready, unique, answer))

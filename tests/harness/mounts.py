@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from harness import needs
@@ -133,22 +134,47 @@ def _command(process: Path) -> bytes:
 
 
 @contextlib.contextmanager
-def handle_buffers(failing: str = "") -> Iterator[Path]:
-    """A FUSE mount of a daemon that keeps what is written per handle: see the module of that name."""
+def _in_memory(module: str, *arguments: str) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
+    """A mount of one of the file systems on top of :mod:`harness.in_memory`, and its process."""
     needs.root()
     if not Path("/dev/fuse").exists():
         needs.missing("needs /dev/fuse (modprobe fuse)")
-    program = Path(__file__).with_name("handle_buffers.py")
-    with tempfile.TemporaryDirectory(prefix="fastckpt-handles-", ignore_cleanup_errors=True) as point:
-        command = [sys.executable, str(program), point, failing]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as daemon:
+    with tempfile.TemporaryDirectory(prefix="fastckpt-memory-", ignore_cleanup_errors=True) as point:
+        command = [sys.executable, "-m", f"harness.{module}", point, *arguments]
+        above, pipe = Path(__file__).parents[1], subprocess.PIPE
+        with subprocess.Popen(command, cwd=above, stdin=pipe, stdout=pipe, text=True) as daemon:
             assert daemon.stdout is not None
             try:
                 assert daemon.stdout.readline() == "mounted\n"
-                yield Path(point)
+                yield Path(point), daemon
             finally:
                 subprocess.run(["umount", "-l", point], capture_output=True, check=False)
                 daemon.wait(60)
+
+
+@contextlib.contextmanager
+def handle_buffers(failing: str = "") -> Iterator[Path]:
+    """A FUSE mount that keeps what is written per handle: see the module of that name."""
+    with _in_memory("handle_buffers", failing) as (point, _):
+        yield point
+
+
+@contextlib.contextmanager
+def extent_locks(
+    *, extent: int = 4 << 20, grant: float = 0.01, latency: float = 0.0
+) -> Iterator[tuple[Path, Callable[[], dict[str, list[int]]]]]:
+    """A FUSE mount that locks extents for writers, and what it has counted so far: see the module of that name."""
+    with _in_memory("extent_locks", str(extent), str(grant), str(latency)) as (point, daemon):
+
+        def counted() -> dict[str, list[int]]:
+            assert daemon.stdin is not None
+            assert daemon.stdout is not None
+            daemon.stdin.write("\n")
+            daemon.stdin.flush()
+            found: dict[str, list[int]] = json.loads(daemon.stdout.readline())
+            return found
+
+        yield point, counted
 
 
 @contextlib.contextmanager

@@ -1,0 +1,82 @@
+"""A file system in user space that locks extents of files for writers, as those that several machines share do.
+
+``python -m harness.extent_locks POINT EXTENT GRANT LATENCY`` mounts it at ``POINT``, and ends when it is unmounted.
+Writes of a file are direct, and several processes write at a time. Each extent of ``EXTENT`` bytes has one owner at a
+time, a process. It changes when another one writes there, which takes ``GRANT`` seconds; writes of an extent that come
+meanwhile wait for it. Each write and sync takes ``LATENCY`` seconds more, several at a time. For a line on standard
+input it prints what it counted, as JSON: by the name of a file, the last one of that name, how often extents were
+granted, how many extents that were, and the number of writes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from harness.in_memory import DIRECT, PARALLEL, Handle, Tree, serve
+
+
+@dataclass
+class Lock:
+    """Who owns an extent, since or from when, by time.monotonic."""
+
+    owner: int = 0
+    since: float = 0.0
+
+
+@dataclass
+class Locks:
+    """Those of a file, by the number of the extent, and what was counted."""
+
+    extents: dict[int, Lock] = field(default_factory=dict)
+    grants: int = 0
+    writes: int = 0
+
+
+class ExtentLocks(Tree):
+    """Grants extents."""
+
+    opened = DIRECT | PARALLEL
+
+    def __init__(self, extent: int, grant: float, latency: float) -> None:
+        super().__init__()
+        self.extent, self.grant, self.latency = extent, grant, latency
+        self.locks: dict[int, Locks] = {}
+        self.names: dict[int, str] = {}
+
+    def write(self, handle: Handle, at: int, data: memoryview) -> None:
+        super().write(handle, at, data)
+        number, owner = handle.node.number, _process(self.thread)
+        locks = self.locks.setdefault(number, Locks())
+        self.names[number] = handle.node.name
+        locks.writes += 1
+        self.ready = time.monotonic()
+        for extent in range(at // self.extent, -(-(at + len(data)) // self.extent)):
+            lock = locks.extents.setdefault(extent, Lock())
+            if lock.owner != owner:
+                lock.owner, lock.since = owner, max(lock.since, time.monotonic()) + self.grant
+                locks.grants += 1
+            self.ready = max(self.ready, lock.since)
+        self.ready += self.latency
+
+    def sync(self, handle: Handle) -> None:
+        super().sync(handle)
+        self.ready = time.monotonic() + self.latency
+
+    def told(self, line: str) -> str:
+        del line
+        counted = [(self.names[number], each) for number, each in self.locks.items()]
+        return json.dumps({name: (each.grants, len(each.extents), each.writes) for name, each in counted})
+
+
+def _process(thread: int) -> int:
+    """The process of a thread. The kernel names the thread that wrote, and io_uring writes in threads of its own."""
+    status = Path(f"/proc/{thread}/status").read_text(encoding="ascii")
+    return int(status.partition("\nTgid:")[2].split()[0])
+
+
+if __name__ == "__main__":
+    serve(ExtentLocks(int(sys.argv[2]), *map(float, sys.argv[3:])), sys.argv[1])
