@@ -1,6 +1,7 @@
 """Several ranks save and load one checkpoint: fastckpt.distributed, torch.distributed.checkpoint, the raw device.
 
     python benchmarks/ranks.py --size 4 --rounds 5 --markdown --json ranks.json --check
+    python benchmarks/ranks.py --aggregate off,8,auto --ranks 8 --kinds short --dir /mnt/shared
     python benchmarks/ranks.py --layout          # who writes what, for 64 to 16,384 ranks; takes its own options
     python benchmarks/ranks.py --simulate        # 8 to 16,384 ranks in one process; takes its own options
     python benchmarks/ranks.py --store           # 1,000 clients on one real TCPStore; takes its own options
@@ -9,13 +10,16 @@ How it measures, and why:
 
 - **The state** is a Llama-shaped model in bfloat16, of random bytes, in a gloo group of ``--ranks`` processes: rows by
   rank as FSDP2 has them (``fsdp``), columns as tensor parallelism has them (``column``), or all of it on every rank
-  (``replicas``, a quarter of the size). ``many`` is ``--tensors`` tensors of 512 bytes, by rows.
+  (``replicas``, a quarter of the size). ``many`` is ``--tensors`` tensors of 512 bytes, by rows, and ``short`` is
+  tensors of which each rank has 32 or 64 KiB of rows.
 - **Durable**: fastckpt is when it returns. DCP's ``FileSystemWriter`` syncs its files (``sync_files``), and the
   directory is synced after; the directory of DCP's Hugging Face writer, which consolidates the files of the ranks into
   whole tensors, is synced after, with what is in it.
 - **Raw** is fio with direct io_uring, 4 MiB blocks, a sync at the end, its own seconds. The best of several settings
   (jobs, depth) is found first, and takes its turn in every round.
 - **Interleaved**: each round runs every contender once, beginning with another one; figures are medians over rounds.
+- **Teams** (``--aggregate off,4,auto``) are fastckpt alone, with each of these values of ``FASTCKPT_AGGREGATE``: how
+  many ranks collect their pieces before they write.
 - **Cold**: the page cache is dropped before each load. Loads fill tensors that exist. In the first round the result is
   compared with the state, outside the timing.
 - **CPU** is that of all ranks. **Written** and **read** are what the kernel counts for all ranks (/proc/self/io).
@@ -37,7 +41,7 @@ from typing import TYPE_CHECKING, Any
 from bench import GB, MB, device, options, report
 from bench.bars import Bar
 from bench.process import say
-from bench.ranks_contenders import LOADS, SAVES, TITLES
+from bench.ranks_contenders import LOADS, SAVES, loads, title
 from bench.ranks_fio import Fio
 from bench.ranks_world import Call, World
 from bench.rounds import MEMORY
@@ -63,10 +67,21 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--saves", type=words, default=list(SAVES), help="who saves (default: all)")
     parser.add_argument("--loads", type=words, default=list(LOADS), help="who loads (default: all)")
     parser.add_argument(
-        "--kinds", type=words, default=["fsdp", "column", "replicas", "many"], help="of which states (default: all)"
+        "--kinds",
+        type=words,
+        default=["fsdp", "column", "replicas", "many"],
+        help="of which states (default: all but short)",
+    )
+    parser.add_argument(
+        "--aggregate", type=words, metavar="TEAMS", help="measure fastckpt alone, with these teams of ranks"
     )
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")
-    return parser.parse_args()
+    chosen = parser.parse_args()
+    if chosen.aggregate:
+        chosen.saves = [f"fastckpt:{team}" for team in chosen.aggregate]
+        chosen.loads = chosen.saves if chosen.loads else []
+        chosen.kinds = [kind for kind in chosen.kinds if kind != "many"]
+    return chosen
 
 
 class Run:
@@ -85,7 +100,7 @@ class Run:
         for name in {*self.chosen.saves, *self.chosen.loads}:
             path = self.directory / f"warm-{name}"
             self.world.call("save", name, path)
-            if name in LOADS:
+            if loads(name):
                 self.world.call("load", name, path)
             device.remove(path)
 
@@ -103,11 +118,12 @@ class Run:
         """Save and load a large state in rounds."""
         chosen, size = self.chosen, self.size // SHARE.get(kind, 1)
         nbytes = self.world.make(kind, size, loads=True)
-        savers = [name for name in chosen.saves if kind == "fsdp" or name in LOADS]
-        if self.fio is None:
+        savers = [name for name in chosen.saves if kind == "fsdp" or loads(name)]
+        raw = [] if chosen.aggregate else ["fio"]
+        if raw and self.fio is None:
             self.fio = Fio.best(self.directory, nbytes, chosen.ranks)
         for number in range(chosen.rounds):
-            names = ["fio", *savers]
+            names = [*raw, *savers]
             turn = number % len(names)
             names = (names[turn:] + names[:turn])[:: 1 if number % 2 == 0 else -1]
             for name in names:
@@ -119,7 +135,7 @@ class Run:
                         say(f"{kind:<9} {action} fio       {seconds:7.3f} s  {nbytes / seconds / GB:6.2f} GB/s")
                     continue
                 self.do(kind, "save", name, path)
-                if name in chosen.loads and name in LOADS:
+                if name in chosen.loads and loads(name):
                     self.do(kind, "load", name, path)
                     if number == 0 and any(wrong := self.world.ask("compare")):
                         raise SystemExit(f"{name} did not load what was saved: {wrong}")
@@ -206,7 +222,7 @@ def table(found: dict[str, dict[str, Any]], kind: str, action: str) -> list[list
             cells += [each["cpu_seconds_per_gigabyte"], each["written_per_byte"], each["read_per_byte"]]
             cells.append(each["extra_megabytes"])
         cells += [None] * (len(rows[0]) - 1 - len(cells))
-        rows.append([TITLES[name], *(report.number(cell, 0 if cell and cell > 100 else 2) for cell in cells)])
+        rows.append([title(name), *(report.number(cell, 0 if cell and cell > 100 else 2) for cell in cells)])
     return rows
 
 
@@ -226,7 +242,7 @@ def main() -> int:
         finally:
             run.world.close()
     found = {" ".join(key): figures(calls) for key, calls in run.calls.items()}
-    demands = bars(found)
+    demands = [] if chosen.aggregate else bars(found)
     for line in report.machine_lines(about):
         print(line)
     print(f"{chosen.ranks} ranks, {chosen.rounds} rounds; fio: {run.fio}.")

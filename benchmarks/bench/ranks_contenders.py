@@ -6,6 +6,7 @@ Each function is called on all ranks at once, with a flat dict of this rank's te
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -143,6 +144,27 @@ TITLES = {
     "dcp": "torch DCP, FileSystemWriter",
     "dcp_hf": "torch DCP, Hugging Face with consolidation",
 }
+
+
+def loads(name: str) -> bool:
+    """Whether it also loads."""
+    return name.partition(":")[0] in LOADS
+
+
+def title(name: str) -> str:
+    """Return what a table calls it. After a colon is the team of fastckpt."""
+    who, _, team = name.partition(":")
+    return f"{TITLES[who]}, FASTCKPT_AGGREGATE={team}" if team else TITLES[who]
+
+
+def of(action: str, name: str) -> Callable[[State, str], dict[str, Any]]:
+    """Return what saves, loads or plans. From now on ranks collect their pieces in the teams that the name has."""
+    if action == "plan":
+        return plan_dcp
+    who, _, team = name.partition(":")
+    if team:
+        os.environ["FASTCKPT_AGGREGATE"] = team
+    return {"save": SAVES, "load": LOADS}[action][who]
 
 
 def quietly(call: Callable[[State, str], dict[str, Any]], state: State, path: str) -> dict[str, Any]:

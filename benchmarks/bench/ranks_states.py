@@ -7,8 +7,9 @@ from typing import Any
 
 from bench.states import llama_shapes, random_tensor
 
-# fsdp: rows; column: columns (norms by rows); replicas: everybody all of it; many: small tensors by rows.
-KINDS = ("fsdp", "column", "replicas", "many")
+# fsdp: rows; column: columns (norms by rows); replicas: everybody all of it; many: small tensors by rows;
+# short: tensors of which each rank has 32 or 64 KiB of rows, as of a large model on many.
+KINDS = ("fsdp", "column", "replicas", "many", "short")
 
 
 def make(kind: str, size: int, count: int = 0, *, blank: bool = False) -> dict[str, Any]:
@@ -20,7 +21,14 @@ def make(kind: str, size: int, count: int = 0, *, blank: bool = False) -> dict[s
     from torch.distributed.tensor import DTensor, Shard
 
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    shapes = [(f"parameter.{index:06d}", (16, 16)) for index in range(count)] if kind == "many" else llama_shapes(size)
+    shapes: list[tuple[str, tuple[int, ...]]]
+    if kind == "many":
+        shapes = [(f"parameter.{index:06d}", (16, 16)) for index in range(count)]
+    elif kind == "short":
+        pairs = -(-size // (mesh.size() * 3 << 15))
+        shapes = [(f"parameter.{index:06d}", (16 * mesh.size(), 1024 << index % 2)) for index in range(2 * pairs)]
+    else:
+        shapes = llama_shapes(size)
     state = {}
     for name, shape in shapes:
         cut = 1 if kind == "column" and len(shape) == 2 else 0

@@ -77,8 +77,7 @@ class _Rank:
         if action == "load":
             for tensor in self.blank.values():
                 ranks_states.local(tensor).zero_()
-        table = {"save": ranks_contenders.SAVES, "load": ranks_contenders.LOADS}
-        function = ranks_contenders.plan_dcp if action == "plan" else table[action][name]
+        function = ranks_contenders.of(action, name)
         state = self.blank if action == "load" else self.state
         times: dict[str, float] = {}
 
