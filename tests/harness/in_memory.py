@@ -16,6 +16,7 @@ import struct
 import sys
 import time
 from dataclasses import dataclass, field
+from typing import Any
 
 HEADER = struct.Struct("<IIQQIIIHH")
 SETATTR = struct.Struct("<IIQQQQQQIIIIIIII")
@@ -108,8 +109,8 @@ class Tree:
     def close(self, handle: Handle, *, last: bool) -> None:
         """One of the descriptors of a handle is closed, or the ``last`` one was."""
 
-    def told(self, line: str) -> str:
-        """What whoever started this is told, who wrote a line to it."""
+    def told(self) -> str:
+        """What whoever started this is told for a line."""
         raise NotImplementedError
 
     def forget(self, code: int, number: int, body: memoryview) -> None:
@@ -223,13 +224,17 @@ def serve(tree: Tree, point: str) -> None:
         raise OSError(ctypes.get_errno(), "cannot mount", point)
     print("mounted", flush=True)
     waiting: list[tuple[float, int, bytes]] = []
+    watched: list[Any] = [device, sys.stdin]
     while True:
         while waiting and waiting[0][0] <= time.monotonic():
             os.write(device, heapq.heappop(waiting)[2])
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
-        readable, _, _ = select.select([device, sys.stdin], [], [], left)
+        readable, _, _ = select.select(watched, [], [], left)
         if sys.stdin in readable:
-            print(tree.told(sys.stdin.readline()), flush=True)
+            if sys.stdin.readline():
+                print(tree.told(), flush=True)
+            else:  # closed
+                watched.remove(sys.stdin)
         if device not in readable:
             continue
         try:

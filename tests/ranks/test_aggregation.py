@@ -51,5 +51,5 @@ def test_an_extent_changes_its_owner_only_between_pieces_in_place(lasting, tmp_p
             assert grants >= RANKS * (extents - 1)
             assert writes >= 100 * RANKS
             continue
-        assert all(team >= RANKS and grain == EXTENT for team, grain in told)
         assert grants == extents
+        assert all(team >= RANKS and grain == EXTENT for team, grain in told)
