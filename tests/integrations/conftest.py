@@ -8,6 +8,6 @@ import trainer_kills
 
 @pytest.fixture(scope="session")
 def libraries():
-    """Makes groups of processes that have imported transformers and accelerate."""
+    """Makes groups of processes that have imported transformers, accelerate and Lightning."""
     with trainer_kills.forge() as forge:
         yield forge

@@ -9,11 +9,15 @@ import json
 import logging
 import os
 import runpy
+import signal
 import sys
 import warnings
 from pathlib import Path
 
+import peft
 import torch
+
+import fastckpt
 
 
 def begin(folder):
@@ -35,6 +39,18 @@ def digest(model):
     return weights.hexdigest(), spread
 
 
+def strike(number):
+    """Send this process a signal. Before it is killed, what it saves is durable: there is something to go on from."""
+    if number == signal.SIGKILL:
+        fastckpt.background.drain()
+    os.kill(os.getpid(), number)
+
+
+def adapted(model, *layers):
+    """A model whose layers of these names are trained by LoRA, and nothing else of it is."""
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.1, target_modules=[*layers]))
+
+
 def play(program, libraries, folder, strike=None, *, ranks=1, **arguments):
     """Run a program in a folder on so many ranks, and say how it ended on each."""
     folder.mkdir(exist_ok=True)
@@ -47,6 +63,12 @@ def ended(outcomes):
     """What it returned on the first rank, where it ended well on all."""
     assert all(one.kind == "returned" for one in outcomes), outcomes
     return outcomes[0].value
+
+
+def killed(program, libraries, folder, strike, *, ranks=1, **arguments):
+    """Run a program that is killed on each rank."""
+    outcomes = play(program, libraries, folder, strike, ranks=ranks, **arguments)
+    assert [one.kind for one in outcomes] == ["died"] * ranks, outcomes
 
 
 def undisturbed(program, libraries, make_folder):

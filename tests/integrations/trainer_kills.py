@@ -22,7 +22,10 @@ import trainers
 from harness import groups
 
 # DeepSpeed: each Trainer imports it, which takes a third of a second.
-MODULES = "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate,deepspeed"
+MODULES = (
+    "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate,deepspeed,peft,lightning,"
+    "torchdata.stateful_dataloader"
+)
 TRL = "datasets,trl.scripts.sft,trl.trainer.sft_trainer"
 #: Each layer is spread over the ranks.
 FSDP2 = {
@@ -41,28 +44,35 @@ def forge(*more: str) -> Any:
     return groups.forge(env={"FASTCKPT_TEST_IMPORT": ",".join([MODULES, *more]), **env})
 
 
-def until_it_ends(
-    libraries: groups.Forge,
-    run: Callable[..., Any],
-    folder: Path,
-    draw: random.Random,
-    longest: float,
-    ranks: int,
-    **arguments: Any,
-) -> tuple[int, Any]:
-    """Start a training again and again, each time killed within ``longest`` seconds; how often, and what it leaves."""
-    folder.mkdir(exist_ok=True)
-    kills = 0
-    while True:
-        with libraries.group(ranks, backend="") as group:
-            group.start(trainers.killed_after, draw.uniform(0, longest), run, str(folder), **arguments)
-            outcomes = group.outcomes(240)
-        if all(one.kind == "returned" for one in outcomes):
-            return kills, outcomes[0].value
-        # One that has lost another rank may say so before its own end.
-        if not any(one.kind == "died" for one in outcomes):
-            raise AssertionError([one.raised and one.raised.trace for one in outcomes])
-        kills += 1
+class Hand:
+    """Kills within a time that follows the machine's pace: a kill lets the next one come later, an end lets it sooner.
+
+    Attributes:
+        draw: what says when.
+        longest: seconds.
+    """
+
+    def __init__(self, seed: int, longest: float) -> None:
+        self.draw, self.longest = random.Random(seed), longest
+
+    def until_it_ends(
+        self, libraries: groups.Forge, run: Callable[..., Any], folder: Path, ranks: int, **arguments: Any
+    ) -> tuple[int, Any]:
+        """Start a training again and again; how often it was killed, and what it leaves."""
+        folder.mkdir(exist_ok=True)
+        kills = 0
+        while True:
+            with libraries.group(ranks, backend="") as group:
+                seconds = self.draw.uniform(0, self.longest)
+                group.start(trainers.killed_after, seconds, run, str(folder), **arguments)
+                outcomes = group.outcomes(240)
+            if all(one.kind == "returned" for one in outcomes):
+                self.longest *= 0.8
+                return kills, outcomes[0].value
+            # One that has lost another rank may say so before its own end.
+            if not any(one.kind == "died" for one in outcomes):
+                raise AssertionError([one.raised and one.raised.trace for one in outcomes])
+            kills, self.longest = kills + 1, 1.1 * self.longest
 
 
 def campaign(
@@ -81,14 +91,13 @@ def campaign(
     Raises:
         AssertionError: one left something else than the undisturbed training, or could not go on.
     """
-    draw = random.Random(seed)
     (place / "whole").mkdir()
     with libraries.group(ranks, backend="") as group:
         group.start(run, str(place / "whole"), **arguments)
         (whole, *_) = group.outcomes(240)
-    found = whole.value
+    found, hand = whole.value, Hand(seed, 1.2 * whole.seconds)
     for number in range(sys.maxsize):
-        kills, left = until_it_ends(libraries, run, place / str(number), draw, 1.2 * whole.seconds, ranks, **arguments)
+        kills, left = hand.until_it_ends(libraries, run, place / str(number), ranks, **arguments)
         assert left == found, f"training {number} of seed {seed}: {json.dumps([left, found])}"
         yield kills
 
