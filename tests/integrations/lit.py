@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import os
-import signal
 import warnings
 from functools import partial
 from pathlib import Path
@@ -19,22 +19,26 @@ STEPS, EPOCH = 36, 8
 
 
 def module():
-    """A model with dropout, which logs its loss."""
+    """A model with dropout, which logs its loss; a part of it may be an adapter."""
     import lightning
 
     class Regression(lightning.LightningModule):
-        def __init__(self, width=16):
+        def __init__(self, width=16, lora=False):
             super().__init__()
             self.save_hyperparameters()
-            self.net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1))
+            net = nn.Sequential(nn.Linear(16, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 1))
+            self.net = runs.adapted(net, "0", "3") if lora else net
 
         def training_step(self, batch, batch_idx):  # noqa: ARG002 - Lightning's interface
             loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
             self.log("loss", loss, sync_dist=True)
             return loss
 
+        def validation_step(self, batch, batch_idx):  # noqa: ARG002 - Lightning's interface
+            self.log("val_loss", nn.functional.mse_loss(self.net(batch[0]), batch[1]), sync_dist=True)
+
         def configure_optimizers(self):
-            optimizer = torch.optim.AdamW(self.parameters(), lr=1e-2)
+            optimizer = torch.optim.AdamW([one for one in self.parameters() if one.requires_grad], lr=1e-2)
             scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
@@ -51,18 +55,24 @@ def train(
     save_last=True,
     second=False,
     epochs=False,
+    evaluates=False,
+    accumulation=1,
+    lora=False,
 ):
     """Train in a folder, from the last checkpoint there.
 
     Args:
         folder: where it runs.
-        strike: a step; this process is killed after it, and before its save.
+        strike: signal, step and hook of callbacks in which this process gets it, before the step's save.
         last: the step to end at.
         installed: whether fastckpt is.
         background: of ``CheckpointIO``.
         save_last: of ``ModelCheckpoint``.
         second: whether there is another ``ModelCheckpoint``, with the same names.
         epochs: whether it saves at the ends of epochs, and the loader has no state.
+        evaluates: whether it saves after evaluations, by what they find, and when it is stopped.
+        accumulation: batches of a step.
+        lora: whether an adapter is trained.
 
     Returns:
         The step that it began with, what two equal runs have in common at their ends, and the checkpoints there.
@@ -81,22 +91,42 @@ def train(
     inputs = torch.randn(8 * EPOCH * ranks, 16)
     rows = torch.utils.data.TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = StatefulDataLoader(rows, batch_size=8, sampler=StatefulDistributedSampler(rows, ranks, rank))
-    model = module()(width=32)
+    # A generator of its own: what goes on has not evaluated yet, and would take one number less from torch's.
+    evaluated = torch.utils.data.DataLoader(rows, batch_size=32, generator=torch.Generator()) if evaluates else None
+    model = module()(width=32, lora=lora)
     lightning.seed_everything(1 + rank)
-    found = {"losses": []}
+    found = {}
 
     class Watch(lightning.Callback):
         def on_train_start(self, trainer, _module):
             found["began"] = trainer.global_step
 
         def on_train_batch_end(self, trainer, _module, outputs, _batch, _batch_idx):
-            found["losses"].append(outputs["loss"].item())
-            if trainer.global_step == strike:
-                trainer.strategy.checkpoint_io.teardown()  # there shall be something to go on from
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.note(trainer, "loss", outputs["loss"].item())
+            self.reach(trainer, "on_train_batch_end")
 
-    when = {} if epochs else {"every_n_train_steps": 5}
-    checkpoints = ModelCheckpoint(folder / "checkpoints", "{step}", "loss", save_top_k=2, save_last=save_last, **when)
+        def on_validation_end(self, trainer, _module):
+            self.note(trainer, "val_loss", trainer.callback_metrics["val_loss"].item())
+            self.reach(trainer, "on_validation_end")
+
+        def on_train_end(self, trainer, _module):
+            self.reach(trainer, "on_train_end")
+
+        def note(self, trainer, name, value):
+            # What a run that was killed has noted stays there; so each step that is taken twice is compared, too.
+            with (folder / f"noted-{rank}").open("a") as file:
+                file.write(json.dumps([trainer.fit_loop.total_batch_idx, name, value]) + "\n")
+
+        def reach(self, trainer, point):
+            if strike and [*strike[1:]] == [trainer.global_step, point]:
+                trainer.strategy.checkpoint_io.teardown()
+                runs.strike(strike[0])
+
+    when = {} if epochs or evaluates else {"every_n_train_steps": 5}
+    name = "val_loss" if evaluates else "loss"
+    checkpoints = ModelCheckpoint(
+        folder / "checkpoints", "{step}", name, save_top_k=2, save_last=save_last, save_on_exception=evaluates, **when
+    )
     more = [ModelCheckpoint(folder / "checkpoints", "{step}", **when)] if second else []
     if epochs:
         loader = torch.utils.data.DataLoader(rows, batch_size=8, shuffle=True)
@@ -104,21 +134,24 @@ def train(
         max_steps=last,
         accelerator="cpu",
         devices=ranks,
+        accumulate_grad_batches=accumulation,
         callbacks=[Watch(), door.RandomStates(), checkpoints, *more],
         plugins=[door.CheckpointIO(background=background)] if installed else [],
         use_distributed_sampler=False,
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
+        num_sanity_val_steps=0,
+        **({"val_check_interval": 5 * accumulation, "check_val_every_n_epoch": None} if evaluates else {}),
     )
     there = any((folder / "checkpoints").glob("last*.ckpt"))
-    trainer.fit(model, loader, ckpt_path="last" if there else None)
+    trainer.fit(model, loader, evaluated, ckpt_path="last" if there else None)
     weights, _ = runs.digest(model)
     return (
         found.get("began"),
         {
             "weights": weights,
-            "losses": found["losses"][-1:],
+            "noted": sorted({*(folder / f"noted-{rank}").read_text().splitlines()}),
             "best": [Path(checkpoints.best_model_path).name, float(checkpoints.best_model_score)],
         },
         sorted(path.name for path in (folder / "checkpoints").iterdir()),

@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import signal
 import weakref
 from functools import partial
 from types import SimpleNamespace
@@ -21,18 +22,10 @@ from runs import ended
 
 import fastckpt
 from fastckpt.integrations.lightning import CheckpointIO, RandomStates
-from harness import groups
 from harness.rot import rot
 
 play = partial(runs.play, lit.train)
-
-
-@pytest.fixture(scope="module")
-def libraries():
-    """Makes groups of processes that have imported Lightning."""
-    modules = "harness.member,lightning,torchdata.stateful_dataloader"
-    with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
-        yield forge
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 
 @pytest.fixture(scope="module")
@@ -41,28 +34,58 @@ def undisturbed(libraries, tmp_path_factory):
     return runs.undisturbed(lit.train, libraries, tmp_path_factory.mktemp)
 
 
-def killed(libraries, folder, strike, *, ranks=1, **arguments):
-    assert [one.kind for one in play(libraries, folder, strike, ranks=ranks, **arguments)] == ["died"] * ranks
+def killed(libraries, folder, step, point="on_train_batch_end", **arguments):
+    runs.killed(lit.train, libraries, folder, (KILL, step, point), **arguments)
+
+
+ADAPTED = {"evaluates": True, "lora": True, "accumulation": 2, "last": 18}
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("steps", "began", "arguments"),
     [
-        pytest.param({}, id="plain"),
-        pytest.param({"background": False}, id="not in the background"),
-        pytest.param({"ranks": 2}, id="two ranks"),
+        pytest.param((13, 22), 20, {}, id="plain"),
+        pytest.param((13, 22), 20, {"background": False}, id="not in the background"),
+        pytest.param((13, 22), 20, {"ranks": 2}, id="two ranks"),
+        pytest.param((7, 12), 10, ADAPTED, id="lora, accumulation"),
+        pytest.param((7, 12), 10, {"ranks": 2, **ADAPTED}, id="two ranks, lora, accumulation"),
     ],
 )
-def test_a_training_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, arguments):
-    """Weights, loss, the best model and its score; and it leaves the same checkpoints."""
-    began, *wanted = undisturbed(**arguments)
-    assert began == 0
-    for strike in (13, 22):  # in the middle of an epoch
+def test_a_training_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, steps, began, arguments):
+    """Weights, log, the best model and its score; and it leaves the same checkpoints."""
+    start, *wanted = undisturbed(**arguments)
+    assert start == 0
+    for strike in steps:  # in the middle of an epoch
         killed(libraries, tmp_path, strike, **arguments)
-    began, *found = ended(play(libraries, tmp_path, **arguments))
-    assert (began, found) == (20, wanted)
+    assert ended(play(libraries, tmp_path, **arguments)) == (began, *wanted)
     for path in (tmp_path / "checkpoints").iterdir():
         assert fastckpt.verify(path).ok
+    # Once more, after its end: it takes the steps since the last checkpoint again.
+    start = arguments.get("last", lit.STEPS) // 5 * 5
+    assert ended(play(libraries, tmp_path, **arguments)) == (start, *wanted)
+
+
+@pytest.mark.parametrize(
+    ("strike", "began"),
+    [
+        pytest.param((KILL, 25, "on_validation_end"), 20, id="between the evaluation and the save"),
+        pytest.param((KILL, 36, "on_train_batch_end"), 35, id="killed at the last step"),
+        pytest.param((KILL, 36, "on_train_end"), 35, id="killed when all is done"),
+        pytest.param((TERM, 19, "on_train_batch_end"), 19, id="stopped"),
+        pytest.param((TERM, 36, "on_train_batch_end"), None, id="stopped at the last step"),
+    ],
+)
+def test_an_end_that_comes_early(libraries, undisturbed, tmp_path, strike, began):
+    """Weights, log, the best model and its score; what ModelCheckpoint saves for a stop is there in addition."""
+    _, wanted, left = undisturbed(evaluates=True)
+    (first,) = play(libraries, tmp_path, strike, evaluates=True)
+    assert first.kind == ("died" if strike[0] == KILL else "raised")
+    # Once more, after its end: from step 35, or not at all, where Lightning has saved the end.
+    for starts in ({began}, {35, None}):
+        start, found, there = ended(play(libraries, tmp_path, evaluates=True))
+        assert start in starts
+        assert found == wanted
+        assert {*left} <= {*there}
 
 
 @pytest.mark.parametrize("arguments", [{}, {"second": True}, {"epochs": True}], ids=["plain", "two", "epochs"])
