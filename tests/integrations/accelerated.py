@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import os
 import signal
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -19,7 +20,9 @@ import fastckpt
 from fastckpt.integrations import accelerate as door
 from harness.rot import rot
 
-STEPS, ROWS, BATCH = 40, 64, 4
+STEPS, ROWS, BATCH, EVALUATED = 40, 64, 4, 12
+#: Where a run may be struck in a step, in their order: before the evaluation, the save, and the end.
+POINTS = ("step", "evaluated", "ended")
 SCHEDULES = {
     "functions": lambda optimizer, total: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda at: 1 - at / total),
     "cosine": torch.optim.lr_scheduler.CosineAnnealingLR,
@@ -27,10 +30,10 @@ SCHEDULES = {
 
 
 class Progress:
-    """Where the program is, and what it has seen."""
+    """Where the program is, what it has seen, its log, and its best model with the metric."""
 
     def __init__(self):
-        self.batches, self.step, self.losses, self.rows = 0, 0, [], []
+        self.step, self.losses, self.rows, self.log, self.best = 0, [], [], [], [float("inf")]
 
     def state_dict(self):
         return vars(self).copy()
@@ -47,25 +50,31 @@ def train(
     accumulation=1,
     schedule="functions",
     fsdp=False,
+    lora=False,
+    split=False,
     installed=True,
     background=True,
     limit=2,
     stateful=False,
+    workers=0,
     registered=1,
 ):
-    """Run the loop in a folder, from the newest checkpoint there.
+    """Run the loop in a folder, from the newest checkpoint there. SIGTERM has it save at the end of the step, and end.
 
     Args:
         folder: where it runs.
-        strike: a step; this process is killed after it, and before its save.
+        strike: signal, step and which of :data:`POINTS` this process gets it at.
         last: the step to end at.
         accumulation: batches of a step.
         schedule: which of :data:`SCHEDULES`.
         fsdp: whether the model is spread over the ranks.
+        lora: whether an adapter is trained.
+        split: whether the ranks share each batch; otherwise each has its own.
         installed: whether the door is.
         background: of ``install``.
         limit: of checkpoints that are kept.
-        stateful: whether the loader has a state; otherwise the program skips the batches that it took.
+        stateful: whether the loader has a state; otherwise the program skips the rows that it took.
+        workers: of the loader.
         registered: how many objects are.
 
     Returns:
@@ -81,7 +90,7 @@ def train(
         gradient_accumulation_steps=accumulation,
         fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2) if fsdp else None,
         dataloader_config=DataLoaderConfiguration(
-            use_seedable_sampler=True, data_seed=0, use_stateful_dataloader=stateful
+            use_seedable_sampler=True, data_seed=0, use_stateful_dataloader=stateful, split_batches=split
         ),
         project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True, total_limit=limit),
     )
@@ -89,27 +98,45 @@ def train(
     inputs = torch.randn(ROWS, 16)
     rows = torch.utils.data.TensorDataset(torch.arange(ROWS), inputs, inputs.sum(1, keepdim=True))
     # A generator of its own: a loader that goes on in the middle of an epoch would take one more number from torch's.
-    loader = torch.utils.data.DataLoader(rows, batch_size=BATCH, shuffle=True, generator=torch.Generator())
+    loader = torch.utils.data.DataLoader(rows, BATCH, shuffle=True, generator=torch.Generator(), num_workers=workers)
+    evaluated = torch.utils.data.DataLoader(torch.utils.data.Subset(rows, range(EVALUATED)), BATCH)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 1))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    scheduler = SCHEDULES[schedule](optimizer, STEPS * accelerator.num_processes)
+    model = runs.adapted(model, "0", "3") if lora else model
+    optimizer = torch.optim.AdamW([one for one in model.parameters() if one.requires_grad], lr=1e-2)
+    scheduler = SCHEDULES[schedule](optimizer, STEPS if split else STEPS * accelerator.num_processes)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+    evaluated = accelerator.prepare(evaluated)
     set_seed(1, device_specific=True)
-    progress = Progress()
+    progress, stopped = Progress(), []
+    signal.signal(signal.SIGTERM, lambda *_: stopped.append(True))
     accelerator.register_for_checkpointing(progress, *(Progress() for _ in range(registered - 1)))
     if any((folder / "checkpoints").glob("checkpoint_*")):
         accelerator.load_state()
     began = progress.step
 
     def batches():
-        epoch, skip = divmod(progress.batches, len(loader))
+        epoch, taken = divmod(len(progress.rows), ROWS)
+        skip = taken // loader.total_batch_size
         while True:
             loader.set_epoch(epoch)
             yield from accelerator.skip_first_batches(loader, skip) if skip and not stateful else loader
             epoch, skip = epoch + 1, 0
 
+    def reach(point):
+        if strike and [*strike[1:]] == [progress.step, point]:
+            runs.strike(strike[0])
+
+    def evaluate():
+        model.eval()
+        with torch.no_grad():
+            losses = [accelerator.gather_for_metrics((model(x) - y).square()).mean().item() for _, x, y in evaluated]
+        model.train()
+        progress.log.append([progress.step, scheduler.get_last_lr()[0], progress.losses[-1], *losses])
+        if sum(losses) < progress.best[0]:
+            progress.best = [sum(losses), progress.step, runs.digest(accelerator.unwrap_model(model))[0]]
+
     taken = batches()
-    while progress.step < last:
+    while progress.step < last and not stopped:
         seen, x, y = next(taken)
         with accelerator.accumulate(model):
             loss = nn.functional.mse_loss(model(x), y)
@@ -117,21 +144,21 @@ def train(
             optimizer.step()
             scheduler.step()
             optimizer.zero_grad()
-        progress.batches += 1
         progress.rows += accelerator.gather(seen).tolist()
         if not accelerator.sync_gradients:
             continue
         progress.step += 1
         progress.losses.append(accelerator.gather(loss.detach()).mean().item())
-        if progress.step == strike:
-            fastckpt.background.drain()  # there shall be something to go on from
-            os.kill(os.getpid(), signal.SIGKILL)
+        reach("step")
         if progress.step % 5 == 0:
+            evaluate()
+        reach("evaluated")
+        if progress.step % 5 == 0 or stopped:
             accelerator.save_state()
-    rate = scheduler.get_last_lr()
+    reach("ended")
     weights, spread = runs.digest(accelerator.unwrap_model(model))
     accelerator.end_training()
-    found = {"weights": weights, "spread": spread, "losses": progress.losses, "rows": progress.rows, "rate": rate}
+    found = {"weights": weights, "spread": spread, "schedule": scheduler.state_dict()["last_epoch"], **vars(progress)}
     return began, found, sorted(path.name for path in (folder / "checkpoints").iterdir())
 
 
@@ -156,6 +183,39 @@ def made(folder, *registered):
     model = accelerator.unwrap_model(accelerator.prepare(nn.Linear(4, 3)))
     accelerator.register_for_checkpointing(*registered)
     return accelerator, model
+
+
+def saved_again(folder):
+    """Load a place in each of two loaders, one of which has ended, save it and load it again, before the next batch.
+
+    Returns what comes then, with a random number; and what has come where nothing was loaded.
+    """
+    door.install(background=False)
+    warnings.simplefilter("ignore")  # torchdata's calls
+    found = []
+    for number in range(3):
+        accelerator = Accelerator(
+            cpu=True,
+            project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True),
+            dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
+        )
+        loaders = [torch.utils.data.DataLoader(range(6), generator=torch.Generator()), [*range(2)]]
+        loaders[1] = torch.utils.data.DataLoader(loaders[1])
+        loaders = [accelerator.prepare(one) for one in loaders]
+        if number == 0:
+            taken = iter(loaders[0])
+            for _ in range(3):
+                next(taken)
+            list(loaders[1])
+            accelerator.save_state()
+        else:
+            accelerator.load_state()
+            accelerator.save_state()
+            taken = iter(loaders[0])
+        if number != 1:
+            left = [int(one) for one in taken]
+            found.append([left, [int(one) for one in loaders[1]], torch.rand(1).item()])
+    return found[::-1]
 
 
 def own_values(folder):

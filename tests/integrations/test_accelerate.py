@@ -1,7 +1,11 @@
-"""accelerate with the door: a loop that is killed and started again ends as one that nothing disturbed."""
+"""accelerate with the door: a loop that is killed and started again ends as one that nothing disturbed.
+
+accelerate itself has no evaluation, log, best model or answer to SIGTERM: they are the program's, and so is its state.
+"""
 
 from __future__ import annotations
 
+import signal
 from functools import partial
 
 import accelerated
@@ -13,10 +17,11 @@ import fastckpt
 from harness.rot import rot
 
 play = partial(runs.play, accelerated.train)
+KILL, TERM = signal.SIGKILL, signal.SIGTERM
 
 
-def killed(libraries, folder, strike, *, ranks=1, **arguments):
-    assert [one.kind for one in play(libraries, folder, strike, ranks=ranks, **arguments)] == ["died"] * ranks
+def killed(libraries, folder, step, point="step", **arguments):
+    runs.killed(accelerated.train, libraries, folder, (KILL, step, point), **arguments)
 
 
 @pytest.fixture(scope="module")
@@ -33,15 +38,16 @@ def undisturbed(libraries, tmp_path_factory):
         pytest.param({"accumulation": 3}, id="accumulation"),
         pytest.param({"schedule": "cosine", "background": False}, id="cosine"),
         pytest.param({"ranks": 2}, id="two ranks"),
+        pytest.param({"ranks": 2, "lora": True, "accumulation": 2}, id="two ranks, lora, accumulation"),
         pytest.param({"ranks": 2, "fsdp": True}, id="fsdp2"),
     ],
 )
 def test_a_loop_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, tmp_path, arguments):
-    """Weights, losses, rows in their order, and the rate; and it leaves the same checkpoints."""
+    """Weights, log, losses, rows in their order, rate, best model and metric; and it leaves the same checkpoints."""
     wanted = undisturbed(**arguments)[1:]
     assert wanted[0]["spread"] == arguments.get("fsdp", False)
-    for strike in (13, 22):  # in the middle of an epoch; and one more
-        killed(libraries, tmp_path, strike, **arguments)
+    killed(libraries, tmp_path, 13, **arguments)  # in the middle of an epoch
+    killed(libraries, tmp_path, 25, "evaluated", **arguments)  # between the evaluation and the save
     began, *found = ended(play(libraries, tmp_path, **arguments))
     assert (began, found) == (20, [*wanted])
     # Once more, after its end.
@@ -49,12 +55,48 @@ def test_a_loop_that_is_killed_ends_as_one_that_is_not(libraries, undisturbed, t
     assert (began, found) == (accelerated.STEPS, [*wanted])
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2)])
-def test_another_number_of_processes_goes_on(libraries, tmp_path, before, after):
-    _, found, _ = ended(play(libraries, tmp_path, ranks=before, last=10))
-    began, again, _ = ended(play(libraries, tmp_path, ranks=after, last=10))
-    assert (began, again["weights"]) == (10, found["weights"])
-    assert "random states and loaders of processes are not restored" in (tmp_path / "log.txt").read_text()
+@pytest.mark.parametrize(
+    ("strike", "began"),
+    [
+        pytest.param((KILL, 40, "evaluated"), 35, id="killed at the last step"),
+        pytest.param((KILL, 40, "ended"), 40, id="killed when all is done"),
+        pytest.param((TERM, 19, "step"), 19, id="stopped"),
+        pytest.param((TERM, 40, "step"), 40, id="stopped at the last step"),
+    ],
+)
+def test_an_end_that_comes_early(libraries, undisturbed, tmp_path, strike, began):
+    """On two ranks, with an adapter and accumulation."""
+    arguments = {"ranks": 2, "lora": True, "accumulation": 2}
+    wanted = undisturbed(**arguments)[1]
+    first = play(libraries, tmp_path, strike, **arguments)
+    assert [one.kind for one in first] == ["died" if strike[0] == KILL else "returned"] * 2
+    for start in (began, accelerated.STEPS):
+        assert ended(play(libraries, tmp_path, **arguments))[:2] == (start, wanted)
+
+
+@pytest.mark.parametrize("ranks", [(2, 1), (1, 2)], ids=["2-1", "1-2"])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        pytest.param({}, id="the program skips"),
+        pytest.param({"stateful": True, "workers": 2}, id="a stateful loader"),
+        pytest.param({"stateful": True, "split": True}, id="split batches"),
+    ],
+)
+def test_another_number_of_processes_goes_on(libraries, undisturbed, tmp_path, ranks, arguments):
+    """No row is left out; those of a batch that was cut are seen again. The schedule is where as many rows bring it."""
+    before, after = ranks
+    first = ended(play(libraries, tmp_path, ranks=before, last=25, **arguments))[1]
+    began, found, _ = ended(play(libraries, tmp_path, ranks=after, last=30, **arguments))
+    assert (began, found["losses"][:25]) == (25, first["losses"])
+    alone = undisturbed(last=60, **arguments)[1]["rows"]
+    taken, step = (100, 4) if arguments.get("split") else (100 * before, 4 * after)
+    cut = taken % accelerated.ROWS % step
+    assert found["rows"] == alone[:taken] + alone[taken - cut :][: 5 * step]
+    assert found["schedule"] == (taken + 5 * step) / accelerated.BATCH
+    told = (tmp_path / "log.txt").read_text()
+    assert "states of processes (random numbers, samplers, data sets) are not restored" in told
+    assert ("schedules go on by rows, as accelerate counts" in told) != arguments.get("split", False)
 
 
 def test_the_newest_that_verifies_is_taken_and_the_damaged_one_replaced(libraries, undisturbed, tmp_path):
@@ -95,6 +137,12 @@ def test_checkpoints_of_accelerate_are_taken_and_stay_until_newer_ones_are_there
     began, found, left = ended(play(libraries, tmp_path, limit=3))
     assert (began, found) == (25, undisturbed()[1])
     assert left == [*(f"checkpoint_{number}" for number in (5, 6, 7)), "checkpoint_best"]
+
+
+def test_a_stateful_loader_is_where_it_was(libraries, tmp_path):
+    """Also where it is saved again before its next batch, and where it has ended."""
+    ((found, wanted),) = once(libraries, accelerated.saved_again, tmp_path)
+    assert found == wanted
 
 
 def once(libraries, function, folder, ranks=1, **options):

@@ -70,13 +70,8 @@ def on_all(operation: str, path: Any, call: Callable[[], _R], crew: Crew) -> _R:
     return first_that_loads([path], lambda _: call(), crew, operation=operation)
 
 
-def is_float(value: Any) -> bool:
-    """Whether it is a tensor of floating-point numbers."""
-    return bool(getattr(value, "is_floating_point", lambda: False)())
-
-
 def own_dtypes(states: Mapping[str, Mapping[str, Any]]) -> Callable[[Any], Any]:
     """For ``dtype`` of a load into these states: their tensors of floating-point numbers keep their dtypes."""
     named = ((f"{key}.{name}", one) for key, state in states.items() for name, one in state.items())
-    dtypes = {name: one.dtype for name, one in named if is_float(one)}
+    dtypes = {name: one.dtype for name, one in named if getattr(one, "is_floating_point", bool)()}
     return lambda tensor: dtypes.get(tensor.name)

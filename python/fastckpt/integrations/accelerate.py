@@ -14,6 +14,7 @@ from typing import Any
 from accelerate import accelerator as _accelerator
 from accelerate.utils import DistributedType
 from torch.utils import _pytree  # noqa: TID251 - accelerate's states are torch's
+from torch.utils.data import IterableDataset  # noqa: TID251 - and its loaders
 
 import fastckpt
 from fastckpt import _core, distributed
@@ -30,20 +31,19 @@ _installed = Installed()
 _LEFT = (DistributedType.DEEPSPEED, DistributedType.MEGATRON_LM, DistributedType.XLA)
 #: How directories are named automatically: below that of the project, and before their numbers.
 _FOLDER, _NAME = "checkpoints", "checkpoint_"
-#: The key of registered objects in the state, and the member of metadata that has ``accelerator.step``.
-_REGISTERED, _STEP = "registered", "accelerate.step"
+#: The key of registered objects in the state; and members of metadata: ``accelerator.step``, and loaders' places.
+_REGISTERED, _STEP, _ROWS = "registered", "accelerate.step", "accelerate.rows"
 
 
 def install(*, io: Any = "auto", background: bool = True) -> Installation:
     """Have ``Accelerator.save_state`` and ``load_state`` of this program go through fastckpt.
 
-    What accelerate saves is saved: models, optimizers, schedules, the gradient scaler, registered objects, and of each
-    process its random states and stateful loaders. Processes save together, so each of them has to call; of schedules,
-    the scaler and registered objects, the main process's are saved. Classes in the state of a registered object come
-    back as such if they are declared (:func:`fastckpt.register_type`). With ``automatic_checkpoint_naming``,
-    ``load_state()`` takes the newest checkpoint that verifies, ``save_state`` continues its numbers, and
-    ``total_limit`` removes old ones after the new one is durable. With DeepSpeed, Megatron-LM, XLA, FSDP1, hooks for
-    saving, and ``save_on_each_node``, accelerate saves itself, and a warning says so.
+    What accelerate saves is saved. Processes save together, so each of them has to call; of schedules, the scaler and
+    registered objects, the main process's are saved. Classes in the state of a registered object come back as such if
+    they are declared (:func:`fastckpt.register_type`). With ``automatic_checkpoint_naming``, ``load_state()`` takes the
+    newest checkpoint that verifies, ``save_state`` continues its numbers, and ``total_limit`` removes old ones after the
+    new one is durable. With DeepSpeed, Megatron-LM, XLA, FSDP1, hooks for saving, and ``save_on_each_node``, accelerate
+    saves itself, and a warning says so.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
@@ -103,6 +103,32 @@ def _stateful(accelerator: Any) -> list[Any]:
     return [one for one in accelerator._dataloaders if getattr(one, "use_stateful_dataloader", False)]
 
 
+def _counts(state: Any) -> Any:
+    return state.get("_snapshot", {}).get("_main_snapshot", state)  # of a stateful loader with workers, or without
+
+
+def _has_place(loader: Any) -> bool:
+    """Whether batches of a sampler are counted, and on each process: the main process may read for all."""
+    return not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "split_batches")
+
+
+def _rows(loader: Any) -> int:
+    """The rows of its epoch that a stateful loader has given to all processes; 0 at its end, too."""
+    state = loader.state_dict()
+    if state["_iterator_finished"] or not _has_place(loader):
+        return 0
+    batches = _counts(state)["_sampler_iter_yielded"] + state.get("_steps_since_snapshot", 0)
+    return int(batches * loader.total_batch_size)
+
+
+def _place(loader: Any, rows: int) -> dict[str, Any]:
+    """The state of a stateful loader after so many rows of an epoch. Those of a batch that is cut are given again."""
+    state = {**loader.state_dict(), "_steps_since_snapshot": 0}
+    if _has_place(loader):
+        _counts(state)["_sampler_iter_yielded"] = rows // loader.total_batch_size
+    return state | {"_iterator_finished": not rows or not _has_place(loader)}
+
+
 def _own_part(accelerator: Any) -> dict[str, Any]:
     """The state that this process saves: accelerate has the main process alone save what is not spread."""
 
@@ -135,7 +161,7 @@ def _save_state(options: Any, theirs: Any, accelerator: Any, output_dir: Any = N
         _own_part(accelerator),
         path,
         ranks=distributed.Ranks(on_difference="warn"),
-        metadata={_STEP: accelerator.step},
+        metadata={_STEP: accelerator.step, _ROWS: [_rows(one) for one in _stateful(accelerator)]},
         per_rank={"random": fastckpt.randomness(), "loaders": [one.state_dict() for one in _stateful(accelerator)]},
         files=fastckpt.Files(model_key="model") if accelerator._models else None,
         io=options["io"],
@@ -184,16 +210,17 @@ def _load_state(options: Any, theirs: Any, accelerator: Any, input_dir: Any = No
         naming.iteration = int(Path(loaded).name.removeprefix(_NAME)) + 1
 
 
-def _about(path: str) -> tuple[int, int | None] | None:
-    """The number of registered objects in a checkpoint, and ``accelerator.step``; None if fastckpt did not write it."""
+def _about(path: str) -> tuple[int, int | None, list[int]] | None:
+    """Of a checkpoint of fastckpt, the number of registered objects, ``accelerator.step``, and loaders' places."""
     if not is_ours(path):
         return None
     with fastckpt.open(path) as checkpoint:
         registered = sum(key.startswith(_REGISTERED) for key in checkpoint.structure)
-        return registered, (checkpoint.metadata or {}).get(_STEP)
+        metadata = checkpoint.metadata or {}
+        return registered, metadata.get(_STEP), metadata.get(_ROWS, [])
 
 
-def _load(accelerator: Any, path: str, registered: int, step: int | None, *, strict: bool, io: Any) -> None:
+def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: Any, *, strict: bool, io: Any) -> None:
     if (engine := _left_to_accelerate(accelerator, loads=True)) is not None:
         raise RuntimeError(f"load_state: {path} is a checkpoint of fastckpt, and with {engine} accelerate loads itself")
     if step is None:
@@ -214,8 +241,14 @@ def _load(accelerator: Any, path: str, registered: int, step: int | None, *, str
     try:
         own = distributed.load_per_rank(path)
     except ValueError as error:
-        LOG.warning("fastckpt: random states and loaders of processes are not restored: %s", error)
-        return
-    for loader, loaded in zip(_stateful(accelerator), own["loaders"], strict=False):
-        loader.load_state_dict(loaded)
-    fastckpt.randomness().load_state_dict(own["random"])
+        LOG.warning("fastckpt: states of processes (random numbers, samplers, data sets) are not restored: %s", error)
+        places = [_place(*one) for one in zip(_stateful(accelerator), rows, strict=False)]
+        if any(one.step_with_optimizer and not one.split_batches for one in accelerator._schedulers):
+            LOG.warning("fastckpt: schedules go on by rows, as accelerate counts: docs/guides/accelerate.md tells more")
+    else:
+        places = own["loaders"]
+        fastckpt.randomness().load_state_dict(own["random"])
+    for loader, state in zip(_stateful(accelerator), places, strict=False):
+        # One that has ended begins with one random number, as if it had not been loaded.
+        loader.load_state_dict({} if state["_iterator_finished"] else state)
+        loader.dl_state_dict = state  # what is saved before its next batch

@@ -22,7 +22,7 @@ from fastckpt._paths import is_url
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
 from ._directory import LOG, clear, is_ours, sweep
-from ._processes import first_that_loads, is_float, own_dtypes
+from ._processes import first_that_loads, own_dtypes
 
 __all__ = ["FastckptManager"]
 
@@ -246,8 +246,8 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         """The states under these keys; the model's tensors are cast if it ``exports`` them."""
         state = {key: self.states[key].state_dict() for key in keys}
         if exports:
-            model = state[MODEL].items()
-            state[MODEL] = {name: one.to(self.export_dtype) if is_float(one) else one for name, one in model}
+            floats = {name: one for name, one in state[MODEL].items() if getattr(one, "is_floating_point", bool)()}
+            state[MODEL] |= {name: one.to(self.export_dtype) for name, one in floats.items()}
         if hugging_face and MODEL in state:
             state[MODEL] = self.sd_adapter.to_hf(state[MODEL])
         return state
