@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import runpy
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -153,3 +155,28 @@ def test_the_program_of_the_guide(train):
     exec(program.replace("10_000", "300"), names)
     assert [step for step, _ in train.reported] == [*range(10, 301, 10), 300]
     assert train.known[-1].endswith("/steps/step-00000300")
+
+
+def test_the_program_of_the_examples(train, monkeypatch, capsys):
+    """It goes on where it was; again after its end, it takes no step."""
+
+    def trainer(function, *, train_loop_config, scaling_config, run_config):
+        def fit():
+            function(train_loop_config)
+            return types.SimpleNamespace(metrics={"step": train.reported[-1][0]})
+
+        assert (scaling_config.num_workers, run_config.name) == (2, "ray")
+        assert Path(run_config.storage_path) == Path("runs").absolute()
+        return types.SimpleNamespace(fit=fit)
+
+    train.torch = types.SimpleNamespace(TorchTrainer=trainer, prepare_model=lambda model: model)
+    monkeypatch.setitem(sys.modules, "ray.train.torch", train.torch)
+    program = Path(__file__).parents[2] / "examples" / "doors" / "ray_train.py"
+    for steps, reports in ((20, 21), (20, 1), (40, 21)):
+        importlib.reload(door)
+        before = len(train.reported)
+        monkeypatch.setattr(sys, "argv", [str(program), str(steps)])
+        runpy.run_path(str(program), run_name="__main__")
+        assert capsys.readouterr().out == f"ended at step {steps}\n"
+        assert len(train.reported) - before == reports
+    assert [Path(path).name for path in train.known] == [f"step-{step:08d}" for step in (10, 20, 30, 40)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+import runpy
 import sys
 import types
 from pathlib import Path
@@ -119,3 +120,26 @@ def test_what_is_damaged_or_no_model_is_refused(loader, tmp_path):
     one.secondary_weights = ["another"]
     with pytest.raises(ValueError, match="Model takes weights of several models"):
         loader.load_weights(one, config_of(tmp_path / "damaged"))
+
+
+def test_the_program_of_the_examples(loader, tmp_path, monkeypatch, capsys):
+    """With the names and arguments of vLLM's ``LLM``, ``SamplingParams`` and outputs."""
+    model, path = model_of(2), tmp_path / "c"
+    fastckpt.save(state_of(model_of(1)), path)
+
+    class LLM:
+        def __init__(self, model, *, load_format):
+            assert load_format == "fastckpt"
+            self.config = config_of(model)
+            loader.download_model(self.config)
+
+        def generate(self, prompts, sampling_params):
+            assert sampling_params.temperature == 0
+            loader.load_weights(model, self.config)
+            return [types.SimpleNamespace(outputs=[types.SimpleNamespace(text="whole.")]) for _ in prompts]
+
+    vars(sys.modules["vllm"]).update(LLM=LLM, SamplingParams=types.SimpleNamespace)
+    monkeypatch.setattr(sys, "argv", ["vllm_generate.py", str(path)])
+    runpy.run_path(str(Path(__file__).parents[2] / "examples" / "doors" / "vllm_generate.py"), run_name="__main__")
+    assert capsys.readouterr().out == "Checkpoints are whole.\n"
+    assert torch.equal(model.lm_head.weight, model_of(1).lm_head.weight)

@@ -1,0 +1,40 @@
+"""Ray Train with fastckpt's manager. Run it again after any end, and it goes on: ray_train.py [STEPS]."""
+
+import sys
+from pathlib import Path
+
+import ray.train
+import ray.train.torch
+import torch
+from torch import nn
+
+import fastckpt
+from fastckpt.integrations.ray import preempted, report
+
+
+def train(config):
+    model = ray.train.torch.prepare_model(nn.Linear(16, 1))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    state = {"model": getattr(model, "module", model), "optimizer": optimizer}
+    folder = ray.train.get_context().get_storage().experiment_fs_path
+    with fastckpt.Manager(f"{folder}/steps", save_when=10) as manager:
+        found = manager.restore(into=state)
+        step, loss = (found.step if found else 0), torch.zeros(())
+        for step in manager.remaining(config["steps"]):
+            x = torch.randn(8, 16)
+            loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            manager.save(step, state, force=preempted())
+            report({"loss": loss.item(), "step": step}, manager)
+    report({"loss": loss.item(), "step": step}, manager)  # the last one is durable
+
+
+trainer = ray.train.torch.TorchTrainer(
+    train,
+    train_loop_config={"steps": int(sys.argv[1] if len(sys.argv) > 1 else 40)},
+    scaling_config=ray.train.ScalingConfig(num_workers=2),
+    run_config=ray.train.RunConfig(name="ray", storage_path=str(Path("runs").absolute())),
+)
+print("ended at step", trainer.fit().metrics["step"])
