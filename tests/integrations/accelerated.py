@@ -185,8 +185,18 @@ def made(folder, *registered):
     return accelerator, model
 
 
+class Uneven(torch.utils.data.Sampler):
+    """Batches of several sizes."""
+
+    def __iter__(self):
+        return iter([[0, 1], [2], [3, 4, 5]])
+
+    def __len__(self):
+        return 3
+
+
 def saved_again(folder):
-    """Load a place in each of two loaders, one of which has ended, save it and load it again, before the next batch.
+    """Load a place in each of some loaders, one of which has ended, save it and load it again, before the next batch.
 
     Returns what comes then, with a random number; and what has come where nothing was loaded.
     """
@@ -199,8 +209,11 @@ def saved_again(folder):
             project_config=ProjectConfiguration(str(folder), automatic_checkpoint_naming=True),
             dataloader_config=DataLoaderConfiguration(use_stateful_dataloader=True),
         )
-        loaders = [torch.utils.data.DataLoader(range(6), generator=torch.Generator()), [*range(2)]]
-        loaders[1] = torch.utils.data.DataLoader(loaders[1])
+        loaders = [
+            torch.utils.data.DataLoader(range(6), generator=torch.Generator()),
+            torch.utils.data.DataLoader([*range(2)]),
+            torch.utils.data.DataLoader(range(6), batch_sampler=Uneven([])),  # is saved, too
+        ]
         loaders = [accelerator.prepare(one) for one in loaders]
         if number == 0:
             taken = iter(loaders[0])

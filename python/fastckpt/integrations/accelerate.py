@@ -108,8 +108,9 @@ def _counts(state: Any) -> Any:
 
 
 def _has_place(loader: Any) -> bool:
-    """Whether batches of a sampler are counted, and on each process: the main process may read for all."""
-    return not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "split_batches")
+    """Whether batches of one size are counted on each process: the main process may read for all."""
+    is_counted = isinstance(getattr(loader.batch_sampler, "batch_size", None), int)
+    return is_counted and not isinstance(loader.dataset, IterableDataset) and not hasattr(loader, "split_batches")
 
 
 def _rows(loader: Any) -> int:
