@@ -212,7 +212,7 @@ def saved_again(folder):
         loaders = [
             torch.utils.data.DataLoader(range(6), generator=torch.Generator()),
             torch.utils.data.DataLoader([*range(2)]),
-            torch.utils.data.DataLoader(range(6), batch_sampler=Uneven([])),  # is saved, too
+            torch.utils.data.DataLoader(range(6), batch_sampler=Uneven()),  # is saved, too
         ]
         loaders = [accelerator.prepare(one) for one in loaders]
         if number == 0:
