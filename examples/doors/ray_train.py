@@ -1,4 +1,4 @@
-"""Ray Train with fastckpt's manager. Run it again after any end, and it goes on: ray_train.py [STEPS]."""
+"""Ray Train with fastckpt. Again after any end, it goes on: ray_train.py [STEPS]. The tests have a stand-in for Ray."""
 
 import sys
 from pathlib import Path
