@@ -173,7 +173,8 @@ class SaveReport(Report):
         bytes_sent: bytes that this rank sent to ranks that wrote them.
         bytes_received: bytes that it received from others, and wrote.
         peers: ranks that it exchanged bytes with.
-        team: ranks that collected their pieces before they wrote (``FASTCKPT_AGGREGATE``); 1 if each wrote its own.
+        team: about how many ranks collected their pieces before they wrote (``FASTCKPT_AGGREGATE``); 1 if each wrote
+            its own.
         grain: bytes of the files, at whose multiples writers changed; 0 for a save of one process.
     """
 

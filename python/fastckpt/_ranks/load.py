@@ -130,8 +130,9 @@ def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, c
         manifest = reader.manifest()
         # On one host nothing else may have to be sent.
         name = "" if (apart and one) or session.group.size == 1 else Link.agree([True, offer[1]])
-        grain, team = (0, 1) if apart else _core.aggregation(call.path, mmap.PAGESIZE)
-        return [apart, name, grain, team, len(manifest) if name else manifest]
+        # Asked in any case: a variable that says nothing is an error in every load, or in none.
+        teams = (0, 1) if is_url(call.path) else _core.aggregation(call.path, mmap.PAGESIZE)
+        return [apart, name, *teams, len(manifest) if name else manifest]
 
     apart, name, grain, team, manifest = operation.round(
         "arrive",

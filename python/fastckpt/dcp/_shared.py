@@ -107,8 +107,7 @@ def _decide(path: str, arrived: list[Any]) -> list[Any]:
     if len(manifests) > 1:
         raise ReplacedCheckpointError(f"load: {path}: another save replaced it while the ranks opened it: load again")
     cached = may and len(hosts) == 1
-    grain, team = (0, 1) if cached else _core.aggregation(path, mmap.PAGESIZE)
-    return [cached, "" if cached else Link.agree(offer), grain, team]
+    return [cached, "" if cached else Link.agree(offer), *_core.aggregation(path, mmap.PAGESIZE)]
 
 
 def _unite(demands: list[Any]) -> str:

@@ -75,18 +75,15 @@ pub(crate) enum Sharing {
     One,
     /// Those of the clients of an NFS server.
     Nfs,
-    /// Many, as far as is known. The file system prefers transfers of `unit` bytes.
-    Many { unit: u64 },
+    /// Many, as far as is known.
+    Many,
 }
 
 /// Who may write to files in `directory`. What cannot be asked counts as this machine's own.
 pub(super) fn sharing(directory: BorrowedFd<'_>) -> Sharing {
     match magic(directory) {
         Some(NFS) => Sharing::Nfs,
-        Some(magic) if !LOCAL.contains(&magic) => {
-            let found = fs::fstat(directory).ok();
-            Sharing::Many { unit: found.and_then(|found| found.st_blksize.try_into().ok()).unwrap_or(0) }
-        }
+        Some(magic) if !LOCAL.contains(&magic) => Sharing::Many,
         _ => Sharing::One,
     }
 }

@@ -13,7 +13,7 @@ use crate::error::{Error, Result};
 const LEAST: u64 = 64 << 10;
 /// The same on NFS, which sends at most so much in one request.
 const REQUEST: u64 = 1 << 20;
-/// The same on other shared file systems, unless they name a larger unit: the usual stripes and blocks.
+/// The same on other shared file systems, which do not say their units of a directory: the usual stripes and blocks.
 const STRIPE: u64 = 4 << 20;
 /// The longest grain.
 const MOST: u64 = 64 << 20;
@@ -35,7 +35,7 @@ impl Aggregation {
             let given = environment.get(name).unwrap_or_default().to_string_lossy();
             Error::Invalid(format!("environment variable {name}: `{given}` is not {what}"))
         };
-        let team = match environment.text("FASTCKPT_AGGREGATE") {
+        let team = match environment.get("FASTCKPT_AGGREGATE").map(|text| text.to_str().unwrap_or_default()) {
             None | Some("auto") => None,
             Some("off") => Some(1),
             Some(text) => {
@@ -58,7 +58,7 @@ impl Aggregation {
         let (usual, longest) = match sharing_at(path) {
             Sharing::One => (1, LEAST),
             Sharing::Nfs => (0, REQUEST),
-            Sharing::Many { unit } => (0, unit.next_power_of_two().clamp(STRIPE, MOST)),
+            Sharing::Many => (0, STRIPE),
         };
         let team = team.unwrap_or(usual);
         // What is written in place is cut at pages, so that each writes what it has.

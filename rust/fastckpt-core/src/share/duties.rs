@@ -56,7 +56,7 @@ impl Share {
             self.check_held()?;
         }
         let deals = if load { &[] } else { self.deals()? };
-        let mut work = Work::new(self, rank, deals, self.senders()?);
+        let mut work = Work::new(self, rank, deals);
         let owners = self.owners(purpose)?;
         for shard in 0..self.files.len() {
             if load { work.extents(shard, owners)? } else { work.grains(shard, owners)? }
@@ -156,7 +156,7 @@ pub(super) struct Work<'a> {
 }
 
 impl<'a> Work<'a> {
-    pub(super) fn new(share: &'a Share, rank: u32, deals: &'a [Deal], senders: u32) -> Self {
+    pub(super) fn new(share: &'a Share, rank: u32, deals: &'a [Deal]) -> Self {
         Self {
             share,
             rank,
@@ -166,8 +166,8 @@ impl<'a> Work<'a> {
             ranges: Vec::new(),
             local: Vec::new(),
             apart: Vec::new(),
-            io: Mailbox::new(senders),
-            boxes: Mailbox::new(senders),
+            io: Mailbox::new(share.ranks),
+            boxes: Mailbox::new(share.ranks),
         }
     }
 
@@ -300,7 +300,7 @@ impl<'a> Work<'a> {
     fn extents(&mut self, shard: usize, owners: &Owners) -> Result<()> {
         let held = self.share.order[shard].iter().map(|&tensor| Held::new(self.share, tensor, None));
         let held = held.collect::<Result<Vec<_>>>()?;
-        let apart = self.share.apart && self.share.is_in_place();
+        let apart = self.share.apart && self.share.team_size()? == 1;
         let is_apart = |tensor: &Held<'_>, at| apart && tensor.is_apart(&tensor.extent(at));
         for tensor in &held {
             let own = self.own(tensor);

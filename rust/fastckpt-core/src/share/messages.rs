@@ -72,7 +72,7 @@ pub(super) struct Mailbox {
 }
 
 impl Mailbox {
-    /// No messages yet, in a job in which a block may need bytes of this many ranks.
+    /// No messages yet, in a job of this many ranks.
     pub(super) fn new(ranks: u32) -> Self {
         let full = (OF_ALL / u64::from(ranks.max(1))).clamp(LEAST, FULL);
         Self { full, messages: Vec::new(), last: HashMap::new() }

@@ -13,9 +13,9 @@ use super::held::Held;
 use super::runs::{Owners, Purpose, Run};
 use super::table::{Deal, Share};
 use crate::error::Result;
-use crate::format::geometry::{PAGE, down};
+use crate::format::geometry::down;
 
-/// A team that was not requested has at most this many ranks: each of them sends messages to all others.
+/// No more ranks are chosen for a team: each of them sends messages to all others.
 const MOST: u32 = 64;
 
 /// The runs of teams, while they are found.
@@ -58,7 +58,8 @@ impl<'a> Finder<'a> {
             if ranks == 0 {
                 firsts.push(interval);
             }
-            ranks += self.ranks(held, interval, 0).len();
+            // Copies of one piece are one piece, of a load, too.
+            ranks += held.givers(interval, 0).len();
             if ranks >= self.least as usize {
                 ranks = 0;
             }
@@ -232,8 +233,9 @@ impl Share {
         let load = purpose == Purpose::Load;
         let grain = match purpose {
             Purpose::Save => self.grain,
-            // One rank reads an extent.
-            Purpose::Load => self.grain.max(PAGE).next_multiple_of(self.block_size),
+            // One rank reads an extent, and a team as many as there are in a grain.
+            Purpose::Load if self.team_size()? == 1 => self.block_size,
+            Purpose::Load => self.grain.next_multiple_of(self.block_size),
         };
         let mut finder = Finder {
             share: self,
@@ -251,19 +253,17 @@ impl Share {
         Ok(made.get_or_init(|| finder.deal(self.block_size)))
     }
 
-    /// Ranks whose bytes one block may need at the same time.
-    pub(super) fn senders(&self) -> Result<u32> {
-        let team = self.team_size()?;
-        // A grain that several teams have is of few of them.
-        Ok(if team == 1 { self.ranks } else { team.saturating_mul(4).min(self.ranks) })
-    }
-
     /// The ranks of a team, as far as a tensor has so many: those that were requested, or the least power of two whose
     /// pieces of a typical tensor are a grain together. A tensor is typical if half of the bytes are in longer pieces.
     pub fn team_size(&self) -> Result<u32> {
-        if self.team > 0 {
-            return Ok(self.team);
+        if let Some(&size) = self.team_size.get() {
+            return Ok(size);
         }
+        let wanted = if self.team > 0 { self.team } else { self.typical()? };
+        Ok(*self.team_size.get_or_init(|| wanted.min(self.ranks)))
+    }
+
+    fn typical(&self) -> Result<u32> {
         let mut tensors: HashMap<usize, (usize, u64)> = HashMap::new();
         for tensor in self.order.iter().flatten() {
             tensors.entry(self.class[*tensor]).or_insert((*tensor, 0)).1 += 1;
@@ -274,7 +274,8 @@ impl Share {
             for interval in 0..held.cover.len() {
                 let (lines, ranks) = (held.cover.bytes(interval), held.givers(interval, 0).len() as u64);
                 let bytes = lines.end - lines.start;
-                pieces.push((bytes / ranks.max(1), bytes * count));
+                // What no rank wants of a load is no piece.
+                pieces.extend(bytes.checked_div(ranks).map(|piece| (piece, bytes * count)));
             }
         }
         pieces.sort_unstable();

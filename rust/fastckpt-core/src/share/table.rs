@@ -78,6 +78,7 @@ pub struct Share {
     deals: OnceLock<Vec<Deal>>,
     /// The owners for each purpose.
     pub(super) owners: [OnceLock<Owners>; 2],
+    pub(super) team_size: OnceLock<u32>,
     /// Tensors of one shape, size and spreads have one cover. Each is made when it is needed, from its first tensor.
     covers: Vec<(usize, OnceLock<std::result::Result<Cover, String>>)>,
 }
@@ -145,6 +146,7 @@ impl Share {
             first: Vec::new(),
             deals: OnceLock::new(),
             owners: Default::default(),
+            team_size: OnceLock::new(),
             covers: classes,
         })
     }
@@ -173,16 +175,10 @@ impl Share {
         Ok(Self { grain, team, ..self }.anew())
     }
 
-    /// Whether a save writes in place: each rank what it has.
-    #[must_use]
-    pub const fn is_in_place(&self) -> bool {
-        self.team == 1 && self.grain == self.page
-    }
-
     /// The same, with nothing derived from it yet.
     fn anew(self) -> Self {
-        let (deals, owners) = Default::default();
-        Self { deals, owners, ..self }
+        let (deals, owners, team_size) = Default::default();
+        Self { deals, owners, team_size, ..self }
     }
 
     /// The same, but a save takes every byte of these tensors from the lowest rank that has it.
