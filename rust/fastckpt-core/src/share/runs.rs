@@ -5,7 +5,7 @@ use std::ops::Range;
 /// What the duties are for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
-    /// To save. Everything is written; a grain has one writer ([`Share::in_teams`]).
+    /// To save. Everything is written; a grain has one writer ([`super::Share::in_teams`]).
     Save,
     /// To load. One rank reads the part of a tensor in a block. Extents that no rank wants are not read.
     Load,
