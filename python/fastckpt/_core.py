@@ -54,6 +54,7 @@ __all__ = [
     "StoredShard",
     "StoredTensor",
     "__version__",
+    "aggregation",
     "begin_copy",
     "check_target",
     "counters_refused",
@@ -99,6 +100,7 @@ Share = for_linux("Share")
 SingleFile = for_linux("SingleFile")
 Snapshot = for_linux("Snapshot")
 Spread = for_linux("Spread")
+aggregation = for_linux("aggregation")
 check_target = for_linux("check_target")
 leftovers = for_linux("leftovers")
 probe = for_linux("probe")

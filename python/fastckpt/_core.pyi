@@ -38,6 +38,7 @@ __all__ = [
     "StoredShard",
     "StoredTensor",
     "__version__",
+    "aggregation",
     "begin_copy",
     "check_target",
     "counters_refused",
