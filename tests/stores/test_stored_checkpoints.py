@@ -127,13 +127,16 @@ def test_small_ranges_are_read_together_and_large_ones_in_parts(url, saved, monk
 
 
 def test_no_more_than_so_much_is_on_its_way(run, tmp_path, monkeypatch):
-    """Whatever the number of threads: the memory of requests is not that of the caller."""
+    """The memory of requests is not that of the caller, unless as many were asked for."""
     monkeypatch.setenv("FASTCKPT_BLOCK_SIZE", str(64 << 20))
     state = {"large": np.zeros(64 << 20, np.uint8), **{f"{number}": np.ones(5000) for number in range(20)}}
     fastckpt.save(state, tmp_path / "c", files=fastckpt.Files(shard_size=10_000))
     harness.put(tmp_path / "c", f"{run}/c")
     assert with_report(fastckpt.load, f"{run}/c", keys="?*", exclude="large").report.threads == 16
-    assert 1 < with_report(fastckpt.load, f"{run}/c", threads=16).report.threads <= 4
+    assert 1 < with_report(fastckpt.load, f"{run}/c").report.threads <= 4
+    assert with_report(fastckpt.load, f"{run}/c", io=fastckpt.IO(threads=9)).report.threads == 9
+    with pytest.raises(ValueError, match="staging"):
+        fastckpt.load(f"{run}/c", io=fastckpt.IO(threads=9, staging="128MiB"))
 
 
 def test_verify_finds_what_is_wrong(url):

@@ -148,14 +148,14 @@ class Exchange:
     Args:
         group: the gloo group.
         mail: the messages.
-        name: the name of a rank in errors, ``rank 3 on node-b``.
+        name: the name of a rank in errors, ``rank 3 on node-b``: :meth:`fastckpt._ranks.session.Session.name`.
         limit: seconds after which a transfer that does not end is given up, regardless of the other ranks.
 
     Attributes:
         moved: how many messages have been sent and have arrived.
     """
 
-    def __init__(self, group: DataGroup, mail: _core.Mail, name: Callable[[int], str], limit: float) -> None:
+    def __init__(self, group: DataGroup, mail: _core.Mail, name: Callable[..., str], limit: float) -> None:
         self.group = group
         self.mail = mail
         self.name = name
@@ -186,9 +186,10 @@ class Exchange:
         if found is None:
             return None
         peer, why = found
+        giver, taker = self.name(peer, ask=True), self.name(self.group.rank)
         return CheckpointError(
-            f"bytes from {self.name(peer)} to {self.name(self.group.rank)} were altered on their way: {why}: look at "
-            "the network and the memory of both hosts"
+            f"bytes from {giver} to {taker} were altered on their way: {why}: look at the network and the memory of "
+            "both hosts"
         )
 
     @property

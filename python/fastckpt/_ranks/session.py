@@ -48,9 +48,9 @@ class Session:
             self._apart.remove(peers)
             peers.close()
 
-    def name(self, rank: int) -> str:
-        """The name of a rank in errors."""
-        host = self.peers.host_of(rank) or self.link.host_of_peer(rank)
+    def name(self, rank: int, *, ask: bool = False) -> str:
+        """The name of a rank in errors; with ``ask``, the store is asked for its host, which may wait for the store."""
+        host = self.peers.host_of(rank) or (self.link.host_of_peer(rank) if ask else "")
         return f"rank {rank} on {host}" if host else f"rank {rank}"
 
 
