@@ -1,8 +1,9 @@
 """Who writes what of one checkpoint, for many ranks: the core's own plan, without a byte of tensors.
 
-The model is of 70 billion parameters, in bfloat16 with a copy in float32 and two moments of Adam: 988 GB, in files of
-5 GB. Figures are those of 128 ranks, spread over all. Beside them what each rank writes in place, and what a format
-with a file for each rank writes. A run is a range of a file with one writer.
+The model has 70 billion parameters in bfloat16, a copy of them in float32 and two moments of Adam: 988 GB, in files of
+5 GB. The figures are taken from 128 ranks, spread over all of them. Up to 1,024 ranks a second row shows what each rank
+writes in place; the last line says what a format with one file per rank writes. A run is a range of a file with one
+writer.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
     Spread = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[str, int, int], ...]]
 
-#: Layers, width, width of the feed-forward part, width of keys and values, words: those of Llama 70B.
-LAYERS, WIDTH, WIDE, NARROW, WORDS = 80, 8192, 28672, 1024, 128256
+#: Layers, width, width of the feed-forward part, width of keys and values, vocabulary: those of Llama 70B.
+LAYERS, WIDTH, WIDE, NARROW, VOCABULARY = 80, 8192, 28672, 1024, 128256
 #: Copies of the parameters, by dtype: weights, the copy of the optimizer, two moments.
 COPIES = (("model", "BF16"), ("master", "F32"), ("first", "F32"), ("second", "F32"))
 SAMPLE = 128
@@ -48,7 +49,12 @@ def shapes() -> list[tuple[str, tuple[int, ...], str]]:
         ("down", (WIDTH, WIDE), "columns"),
     ]
     inner = [(f"layers.{at:02}.{name}", shape, cut) for at in range(LAYERS) for name, shape, cut in layers]
-    return [("embed", (WORDS, WIDTH), "rows"), *inner, ("norm", (WIDTH,), ""), ("head", (WORDS, WIDTH), "rows")]
+    return [
+        ("embed", (VOCABULARY, WIDTH), "rows"),
+        *inner,
+        ("norm", (WIDTH,), ""),
+        ("head", (VOCABULARY, WIDTH), "rows"),
+    ]
 
 
 def fsdp2(ranks: int) -> Callable[[str], Spread]:

@@ -224,7 +224,7 @@ def _begin(share: Any, nbytes: int) -> tuple[int, int]:
 
 
 def rounds(told: Told, pieces: Callable[[], bytes], share: Any) -> Iterator[tuple[str, Any, Any, Any]]:
-    """What a rank says in a save: the round, its value, how several are combined, and how the answer is made."""
+    """The rounds of a save: the name of each, the rank's value, how values are combined, how the answer is made."""
     yield "arrive", [*told.digests, False], combine_arrivals, None
     yield "created", None, _nothing, lambda _: "name"
     yield "joined", None, _nothing, None

@@ -3,7 +3,7 @@
     python benchmarks/ranks.py --store --clients 1000 --tensors 30000 --check
 
 Every client is a rank as the store knows it: the protocol, its connections and its threads, of the package itself. It
-has no tensors. A save says what that of an FSDP state says, with the checksums of what the rank would have written. In
+has no tensors. A save sends the messages of one with an FSDP state, with as many checksums as the rank would write. In
 a restore the newest checkpoint has one damaged block, which one rank meets, and the ranks load the one before. In a
 preemption a signal comes to one rank in the middle of a step, and all leave at one step. The server has a process of
 its own, the clients share a few; all of them share this machine, so seconds are more than a cluster's, where each
@@ -75,7 +75,7 @@ class Counted(Transport):
 
 
 class _Session:
-    """What the rank of a manager needs of a process group."""
+    """The part of a process group that a manager uses."""
 
     def __init__(self, rank: int, size: int, store: Any) -> None:
         self.group = Group(rank, size, tuple(range(size)), f"node-{rank // 8:04d}", store)
@@ -141,7 +141,7 @@ class Client:
             turn.round("done", None, combine=lambda _: None)
 
     def restore(self) -> None:
-        """What a manager's restore asks, and the loads between."""
+        """The questions of a manager's restore, and the loads between them."""
         loader: Any = Loader(SimpleNamespace(), self.crew)
         for at, path in enumerate(("step-2000", "step-1000")):
             if at == 0:
@@ -185,7 +185,7 @@ class Crowd:
         """Run a function of each client in its thread; when they began and ended.
 
         Raises:
-            Exception: that of a client.
+            Exception: a client failed.
         """
         errors: list[BaseException] = []
         ends: list[float] = []
@@ -275,7 +275,7 @@ class Crowd:
                     client.boundary._wanted = None
                 return {"step": step, "ended": now, "asked": asked}
             if now > called + 60:
-                raise RuntimeError("nobody has heard of the signal for a minute")
+                raise RuntimeError("no client has noticed the signal for a minute")
 
 
 def _crowd(index: int, crowds: int, port: int, connection: Connection, clients: int, tensors: int) -> None:

@@ -767,8 +767,8 @@ class Share:
             options: its model prefix, shard size and block size count.
             page: bytes of the largest memory page that a rank's kernel has: a rank writes whole pages of that size.
             grain: bytes at whose multiples writers change: a power of two, at least a page. 0 for a page.
-            team: ranks whose neighbouring pieces one of them writes; 1 for each its own, 0 for as many as it takes for
-                pieces of a grain.
+            team: ranks that share the writing of their neighbouring pieces; 1 if each writes its own, 0 for as many as
+                it takes until these add up to a grain.
 
         ValueError where a spread, a page or a grain does not fit. UnsupportedTypeError where the checkpoint would be
         too large.

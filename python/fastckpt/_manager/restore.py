@@ -35,8 +35,6 @@ logger = logging.getLogger("fastckpt")
 
 _NOWHERE = Lineage(0)
 
-#: Texts of failures are cut to this length, as in :mod:`fastckpt._ranks.words`.
-_LONGEST = 2000
 #: How often the directory is listed again because a checkpoint was removed while it was being read.
 _LOOKS = 20
 #: Errors of storage that concern one damaged file: an older checkpoint may be intact.
@@ -232,7 +230,7 @@ class Loader:
         if error is not None:
             gone, skips = isinstance(error, FileNotFoundError), is_damage(error) or (far and isinstance(error, OSError))
             kind = type(error).__name__
-            own = _Failure(self.ranks.rank, self.ranks.host, kind, str(error)[:_LONGEST], gone)
+            own = _Failure(self.ranks.rank, self.ranks.host, kind, str(error)[: words.LONGEST], gone)
             said[kind == RanksError.__name__] = _Failures([own], 0, [kind], skips, gone)
         found = self.ranks.outcome(said, _combine, lambda both: both[0] or both[1])
         return None if found is None else _Failures.of(found)

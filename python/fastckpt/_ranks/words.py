@@ -21,7 +21,7 @@ _BYTES = "\0bytes"
 #: How many failures an error lists; a full disk fails every rank.
 LISTED = 16
 #: Messages of failures are cut to this length: an exception may print a whole state.
-_MESSAGE = 2000
+LONGEST = 2000
 #: The outcomes of a failed operation: nothing new; one of the two; the new checkpoint.
 NOTHING, UNKNOWN, COMMITTED = "nothing", "unknown", "committed"
 #: Bytes of a checksum.
@@ -104,7 +104,7 @@ def told(error: BaseException) -> str:
     except Exception:  # noqa: BLE001 - it is the user's, and the others have to hear of it all the same
         said = ""
     text = f"{type(error).__name__}: {said}" if said else type(error).__name__
-    return f"failed: {text[:_MESSAGE]}"
+    return f"failed: {text[:LONGEST]}"
 
 
 def one_a_rank(failures: list[RankFailure]) -> list[RankFailure]:

@@ -59,33 +59,13 @@ fn magic(directory: BorrowedFd<'_>) -> Option<u64> {
 }
 
 /// Whether `directory` is on NFS.
-pub(super) fn is_nfs(directory: BorrowedFd<'_>) -> bool {
+pub(crate) fn is_nfs(directory: BorrowedFd<'_>) -> bool {
     magic(directory) == Some(NFS)
 }
 
 /// Whether a name in `directory` that is durable proves that all names that were made there before it are.
 pub(super) fn orders_names(directory: BorrowedFd<'_>) -> bool {
     magic(directory).is_some_and(|magic| ORDERED.contains(&magic))
-}
-
-/// The kernels that may write to a file at the same time.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Sharing {
-    /// Only this one.
-    One,
-    /// Those of the clients of an NFS server.
-    Nfs,
-    /// Many, as far as is known.
-    Many,
-}
-
-/// Who may write to files in `directory`. What cannot be asked counts as this machine's own.
-pub(super) fn sharing(directory: BorrowedFd<'_>) -> Sharing {
-    match magic(directory) {
-        Some(NFS) => Sharing::Nfs,
-        Some(magic) if !LOCAL.contains(&magic) => Sharing::Many,
-        _ => Sharing::One,
-    }
 }
 
 /// Which processes see a lock on a file in `directory`.

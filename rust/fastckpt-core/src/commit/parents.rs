@@ -9,7 +9,6 @@ use rustix::fs::{self, Access, AtFlags, Mode, OFlags};
 use rustix::io::{Errno, retry_on_intr};
 
 use super::directory::sync;
-use super::locks::{Sharing, sharing};
 use crate::error::{Error, OPEN_PARENT, Result};
 use crate::sys::file::open_directory;
 
@@ -48,9 +47,9 @@ pub(super) fn open_or_judge(path: &Path) -> Result<(OwnedFd, bool)> {
     }
 }
 
-/// Who may write to files at `path`, which need not be there. Where it cannot be told, the save will say why.
-pub(crate) fn sharing_at(path: &Path) -> Sharing {
-    nearest(path).map_or(Sharing::One, |(directory, _)| sharing(directory.as_fd()))
+/// The nearest directory at or above `path` that exists. Where there is none, the save will say why.
+pub(crate) fn directory_at(path: &Path) -> Option<OwnedFd> {
+    nearest(path).ok().map(|(directory, _)| directory)
 }
 
 /// The nearest directory at or above `path` that exists, and those below it that do not, the lowest first.

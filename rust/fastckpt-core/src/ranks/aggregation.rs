@@ -3,9 +3,10 @@
 //! A file system that one kernel has gives each rank its own bytes in place. One that many kernels share locks the ranges
 //! that each of them writes. There, long aligned ranges with one writer each are worth sending bytes for.
 
+use std::os::fd::AsFd as _;
 use std::path::Path;
 
-use crate::commit::{Sharing, sharing_at};
+use crate::commit::{Reach, directory_at, is_nfs, reach};
 use crate::environment::Environment;
 use crate::error::{Error, Result};
 
@@ -55,10 +56,11 @@ impl Aggregation {
                 Some(bytes.filter(fits).ok_or_else(|| wrong("FASTCKPT_GRAIN", &what))?)
             }
         };
-        let (usual, longest) = match sharing_at(path) {
-            Sharing::One => (1, LEAST),
-            Sharing::Nfs => (0, REQUEST),
-            Sharing::Many => (0, STRIPE),
+        let directory = directory_at(path);
+        let (usual, longest) = match directory.as_ref().map(|directory| directory.as_fd()) {
+            Some(directory) if is_nfs(directory) => (0, REQUEST),
+            Some(directory) if reach(directory) != Reach::Machine => (0, STRIPE),
+            _ => (1, LEAST),
         };
         let team = team.unwrap_or(usual);
         // What is written in place is cut at pages, so that each writes what it has.

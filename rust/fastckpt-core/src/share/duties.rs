@@ -178,6 +178,12 @@ impl<'a> Work<'a> {
         Rc::clone(own)
     }
 
+    /// The tensors of a file, in order.
+    fn held(&self, shard: usize) -> Result<Vec<Held<'a>>> {
+        let held = self.share.order[shard].iter();
+        held.map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor))).collect()
+    }
+
     /// Adds a range of a file to read or write.
     fn range(&mut self, shard: usize, start: u64, end: u64) {
         match self.ranges.last_mut() {
@@ -233,9 +239,7 @@ impl<'a> Work<'a> {
 
     /// The ranges that this rank writes of a file, and the items that it sends for the rest of it.
     fn grains(&mut self, shard: usize, owners: &Owners) -> Result<()> {
-        let held = self.share.order[shard].iter();
-        let held = held.map(|&tensor| Held::new(self.share, tensor, self.deals.get(tensor)));
-        let held = held.collect::<Result<Vec<_>>>()?;
+        let held = self.held(shard)?;
         for tensor in &held {
             let own = self.own(tensor);
             for &interval in &own.intervals {
@@ -279,9 +283,7 @@ impl<'a> Work<'a> {
 
     /// Adds the bytes that this rank needs to write a run.
     fn write(&mut self, held: &[Held<'_>], run: &Run) {
-        let first = held.partition_point(|tensor| tensor.range.end <= run.start);
-        for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < run.end) {
-            let (start, end) = (run.start.max(tensor.range.start), run.end.min(tensor.range.end));
+        for (tensor, Range { start, end }) in inside(held, run) {
             for interval in tensor.at(start)..=tensor.at(end - 1) {
                 let lines = tensor.interval(interval);
                 for stretch in tensor.cut(interval, start.max(lines.start)..end.min(lines.end), true) {
@@ -298,8 +300,7 @@ impl<'a> Work<'a> {
     /// The ranges that this rank reads of a file, and the items that it receives of the rest of it. A member of a team
     /// reads what others of it want, too, and perhaps only that.
     fn extents(&mut self, shard: usize, owners: &Owners) -> Result<()> {
-        let held = self.share.order[shard].iter().map(|&tensor| Held::new(self.share, tensor, None));
-        let held = held.collect::<Result<Vec<_>>>()?;
+        let held = self.held(shard)?;
         let apart = self.share.apart && self.share.team_size()? == 1;
         let is_apart = |tensor: &Held<'_>, at| apart && tensor.is_apart(&tensor.extent(at));
         for tensor in &held {
@@ -330,10 +331,8 @@ impl<'a> Work<'a> {
         }
         let rank = self.rank;
         for run in owners.of(shard).iter().filter(|run| run.rank == rank) {
-            let first = held.partition_point(|tensor| tensor.range.end <= run.start);
-            for tensor in held[first..].iter().take_while(|tensor| tensor.range.start < run.end) {
-                let mut at = run.start.max(tensor.range.start);
-                while at < run.end.min(tensor.range.end) {
+            for (tensor, Range { start: mut at, end }) in inside(&held, run) {
+                while at < end {
                     let extent = tensor.extent(at);
                     at = extent.end;
                     if !is_apart(tensor, extent.start) {
@@ -361,4 +360,12 @@ impl<'a> Work<'a> {
             self.range(held.shard, extent.start, extent.end);
         }
     }
+}
+
+/// The tensors of a file that lie in a run, each with its bytes there, counted in the file.
+fn inside<'a, 'b>(held: &'a [Held<'b>], run: &Run) -> impl Iterator<Item = (&'a Held<'b>, Range<u64>)> {
+    let Run { start, end, .. } = *run;
+    let first = held.partition_point(|tensor| tensor.range.end <= start);
+    let within = held[first..].iter().take_while(move |tensor| tensor.range.start < end);
+    within.map(move |tensor| (tensor, start.max(tensor.range.start)..end.min(tensor.range.end)))
 }

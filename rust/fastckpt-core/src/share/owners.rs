@@ -230,11 +230,11 @@ impl Share {
         if let Some(made) = made.get() {
             return Ok(made);
         }
-        let load = purpose == Purpose::Load;
+        let (load, least) = (purpose == Purpose::Load, self.team_size()?);
         let grain = match purpose {
             Purpose::Save => self.grain,
             // One rank reads an extent, and a team as many as there are in a grain.
-            Purpose::Load if self.team_size()? == 1 => self.block_size,
+            Purpose::Load if least == 1 => self.block_size,
             Purpose::Load => self.grain.next_multiple_of(self.block_size),
         };
         let mut finder = Finder {
@@ -242,7 +242,7 @@ impl Share {
             deals: if load { &[] } else { self.deals()? },
             load,
             grain,
-            least: self.team_size()?,
+            least,
             domains: HashMap::new(),
             known: HashMap::new(),
             teams: Vec::new(),
