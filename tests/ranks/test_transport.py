@@ -8,6 +8,7 @@ import contextlib
 import gc
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -24,6 +25,7 @@ from torch.distributed.tensor import Shard
 
 import fastckpt
 from fastckpt import distributed
+from fastckpt._ranks import store as store_module
 from fastckpt._ranks import torch_distributed
 from fastckpt._ranks.exchange import Exchange, Link
 from fastckpt._ranks.peers import Peers
@@ -202,6 +204,39 @@ def test_a_server_that_is_gone(server):
         for outcome, seconds in together(peers, kills):
             assert "its host, usually rank 0 or the launcher, is gone or stopped" in str(outcome)
             assert seconds < LONG / 2, "it is known at once, and not by the timeout"
+
+
+def test_a_server_that_goes_while_a_client_connects_again(monkeypatch):
+    """torch then tries for minutes: it has accepted the connection, and does not answer."""
+    monkeypatch.setattr(store_module, "_CONNECTED", 0.1)
+    ends = threading.Event()
+
+    class Broken:
+        def compare_set(self, *_arguments):
+            raise RuntimeError("Connection reset by peer")
+
+    class Store:
+        host = "127.0.0.1"
+
+        def __init__(self, listener):
+            self.listener, self.port, self.clones = listener, listener.getsockname()[1], 0
+
+        def clone(self):
+            self.clones += 1
+            if self.clones > 2:  # the transport's two first ones are made at once
+                self.listener.close()
+                ends.wait()
+            return Broken()
+
+    transport = Transport(Store(socket.create_server(("127.0.0.1", 0))))
+    try:
+        began = time.monotonic()
+        with pytest.raises(UnreachableError, match="is gone or stopped"):
+            transport.serve(Get(("key",)), LONG)
+        assert time.monotonic() - began < LONG / 2
+    finally:
+        ends.set()
+        transport.close()
 
 
 def test_waiting_leaves_the_store_to_others(server):

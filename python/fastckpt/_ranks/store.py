@@ -47,6 +47,7 @@ class _Line:
     """
 
     def __init__(self, connect: Callable[[], Any]) -> None:
+        self.connected = threading.Event()
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
         threading.Thread(target=self._run, args=(connect,), name="fastckpt-store", daemon=True).start()
 
@@ -65,6 +66,7 @@ class _Line:
             client = connect()
         except Exception as error:  # noqa: BLE001 - it is the callers'
             failed = error
+        self.connected.set()
         while (task := self._tasks.get()) is not None:
             task.error = failed
             try:
@@ -131,19 +133,26 @@ class Transport:
         return self._store.clone() if self._remote else self._store
 
     def _connect_again(self) -> Any:
-        if self._address is not None:
-            # torch retries for minutes to reach a server that has gone. Only if there is doubt: for each connection the
-            # server looks up the host name of the client, and answers no other client meanwhile.
-            socket.create_connection(self._address, _CONNECTED).close()
+        self._look_for_server()
         return self._connect()
+
+    def _look_for_server(self) -> None:
+        """Raise OSError if the server has gone: torch retries for minutes to reach it.
+
+        Only if there is doubt: for each connection the server looks up the host name of the client, and answers no
+        other client meanwhile.
+        """
+        if self._address is not None:
+            socket.create_connection(self._address, _CONNECTED).close()
 
     def _call(self, function: Callable[[Any], Any], limit: float, *, again: bool = True) -> Any:
         """Make a call; a broken connection is replaced once, if the call may be repeated."""
         while True:
             with self._lock:
+                doubt = self._line is None
                 line = self._line = self._line or _Line(self._connect_again)
             task = line.start(function)
-            ended = task.ended.wait(limit)
+            ended = self._ends(task, line, limit) if doubt else task.ended.wait(limit)
             if ended and task.error is None:
                 return task.result
             with self._lock:
@@ -157,6 +166,22 @@ class Transport:
                     f"{self._name} does not answer ({_first_line(task.error)}){_CAUSE}"
                 ) from task.error
             again = False
+
+    def _ends(self, task: _Task, line: _Line, limit: float) -> bool:
+        """Whether the first call of a line in doubt ends in time.
+
+        A server that is killed may still accept a connection after it has reset the others, and go before it answers.
+        """
+        ends = time.monotonic() + limit
+        while not line.connected.wait(min(_CONNECTED, max(ends - time.monotonic(), 0))):
+            if time.monotonic() >= ends:
+                return False
+            try:
+                self._look_for_server()
+            except OSError as error:
+                task.error = error
+                return True
+        return task.ended.wait(max(ends - time.monotonic(), 0))
 
     def _wait(self, keys: tuple[str, ...], seconds: float, limit: float) -> bool:
         ends = time.monotonic() + seconds
