@@ -20,13 +20,12 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._api import in_flight
-from fastckpt._api.build_report import build_report
-from fastckpt._api.io import give_report, refuse_mmap
+from fastckpt._api.io import give_report
 from fastckpt._api.load_settings import LoadOptions, LoadSettings
 from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.per_rank import load_state_of
 from fastckpt._api.progress import ticker
-from fastckpt._api.reports import LoadReport, SaveReport
+from fastckpt._api.reports import SaveReport
 from fastckpt._api.save import warn_of_failures
 from fastckpt._api.save_request import build_request
 from fastckpt._api.save_settings import SaveOptions, SaveSettings
@@ -37,7 +36,7 @@ from fastckpt._background.save_async import tell_unasked_but
 from fastckpt._paths import AnyPath
 from fastckpt._ranks.background import Job
 from fastckpt._ranks.calls import Call
-from fastckpt._ranks.load import load_together
+from fastckpt._ranks.load import load_on_ranks
 from fastckpt._ranks.process_group import ProcessGroup
 from fastckpt._ranks.ranks import Ranks, check_ranks
 from fastckpt._ranks.session import session
@@ -272,18 +271,7 @@ def load(
         >>> fastckpt.distributed.load("step-7", into={"w": torch.zeros(2)})  # of any sharding
         {'w': tensor([1., 1.])}
     """
-    began = time.perf_counter()
-    together = check_ranks("load", ranks)
-    call = Call("load", session("load", together.process_group), path, together.timeout)
-    with range_of("fastckpt.distributed.load"), Attempt("load", call.path), call.operation as operation:
-        call.check()
-        settings = LoadSettings.of("load", options, load)
-        refuse_mmap("load", settings.io)
-        in_flight.wait_for_paths(call.path)
-        read = load_together(call, operation, settings, into)
-    found = conclude(build_report(LoadReport, call.path, began, read.fields))
-    give_report(settings.io, found)
-    return read.state
+    return load_on_ranks(path, into, ranks, lambda: LoadSettings.of("load", options, load)).state
 
 
 def load_per_rank(

@@ -38,6 +38,8 @@ ASK = "fastckpt._manager.crew:Crew.decide"
 DCP_WRITE, PREPARED = "fastckpt.dcp._together:Together.write", "fastckpt.dcp._install:_prepared"
 #: A copy between the tiers of a run: from the local one to the remote, and back.
 DRAIN, FETCH = "fastckpt._manager.drain:copy_checkpoint", "fastckpt._manager.remote:copy_checkpoint"
+#: Seconds for which the first process waits for files that others copy.
+PATIENCE = "fastckpt._copy.shares:PATIENCE"
 #: A run: an older checkpoint is removed, all that no policy wants is, copies begin or are taken up or given up, and the
 #: end of a block is waited for.
 REMOVE, RETENTION = "fastckpt._manager.directory:remove", "fastckpt._manager.tier:Tier.clear"
@@ -46,8 +48,9 @@ LEAVE_DRAIN = "fastckpt._manager.drain:Drain.leave"
 COMPLETE = "fastckpt._manager.completion:Completion.wait"
 #: The facts about a checkpoint are read from it.
 READ_FACTS = "fastckpt._manager.catalogue:read"
-#: A checkpoint is opened and loaded for a restore.
-OPEN_TO_RESTORE, LOAD_TO_RESTORE = "fastckpt._manager.restore:Checkpoint", "fastckpt._manager.restore:load"
+#: A restore reads the metadata, loads the state, and verifies the whole checkpoint before that.
+OPEN_TO_RESTORE, LOAD_TO_RESTORE = "fastckpt._manager.restore:metadata_of", "fastckpt._manager.restore:load_alone"
+VERIFY_TO_RESTORE = "fastckpt._manager.restore:verify"
 #: The table of mounts that the machine has.
 MOUNTS = "fastckpt._manager.earlier_run:_MOUNTS"
 #: A save in the background: it is looked at where it goes, admitted among the others, given memory, and its bytes are

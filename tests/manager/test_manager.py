@@ -241,6 +241,20 @@ def test_what_a_damaged_one_has_more_than_an_older_one_leaves_no_trace(tmp_path)
     assert (into["b"] == 0).all()
 
 
+def test_a_checkpoint_with_nothing_that_an_older_one_lacks_is_read_once(tmp_path):
+    fill(tmp_path, [1, 2])
+    damage(tmp_path / "step-00000002")
+    into = {"model": {"w": np.full(1000, 5)}, "step": 5}
+
+    def refuse(*_):
+        raise AssertionError("it is verified before it is read")
+
+    with points.replaced(points.VERIFY_TO_RESTORE, lambda _: refuse), pytest.warns(RuntimeWarning, match="skipped"):
+        found = fastckpt.Manager(tmp_path).restore(into=into, strict=False)
+    assert (found.step, found.state["step"]) == (1, 1)
+    assert (into["model"]["w"] == 1).all()
+
+
 def test_a_later_step_of_an_earlier_run_is_told_and_stays(tmp_path, caplog):
     fill(tmp_path, [1, 10])
     with caplog.at_level(logging.WARNING, "fastckpt"), fastckpt.Manager(tmp_path, keep=1) as manager:

@@ -107,6 +107,45 @@ def hung_up(*_arguments, **_options):
     raise OSError(errno.ECONNRESET, "the store has hung up")
 
 
+def fetch_on_nodes(root, broken):
+    """Restore what is at the remote alone; the shares that this process has fetched, their bytes, and what it found."""
+    socket.gethostname = lambda: f"node{dist.get_rank() // 2}"
+    shares = []
+
+    def noting(copy):
+        def noted(sources, target, **more):
+            if dist.get_rank() == broken:
+                hung_up()
+            copied = copy(sources, target, **more)
+            shares.append((more["share"], copied.bytes > 0))
+            return copied
+
+        return noted
+
+    with (
+        points.replaced(points.FETCH, noting),
+        points.replaced(points.PATIENCE, lambda _: 0.2),
+        fastckpt.Manager(root / "local", remote=root / "remote", ranks=RANKS, read_only=False) as manager,
+    ):
+        found = manager.restore()
+        return shares, found.step, found.path, int(found.state["model"]["w3"].max()), manager.steps()
+
+
+@pytest.mark.parametrize("broken", [None, 2])
+def test_one_process_of_each_node_fetches_a_share(forge, tmp_path, broken):
+    files = {"files": fastckpt.Files(shard_size=40_000)}
+    with fastckpt.Manager(tmp_path / "local", remote=tmp_path / "remote", save_options=files) as manager:
+        manager.save(1, state(1))
+    shutil.rmtree(tmp_path / "local")
+    with forge.group(4) as group:
+        seen = group.run(fetch_on_nodes, tmp_path, broken)
+    second = [] if broken else [((1, 2), True)]
+    assert [shares for shares, *_ in seen] == [[((0, 2), True)], [], second, []]
+    assert [tuple(more) for _, *more in seen] == [(1, str(tmp_path / "local" / "step-00000001"), 4, [1])] * 4
+    assert fastckpt.verify(tmp_path / "local" / "step-00000001").ok
+    assert fastckpt.clean(tmp_path / "local") == []
+
+
 def fail_to_copy(root):
     with fastckpt.Manager(root / "local", remote=root / "remote", ranks=RANKS) as manager:
         with points.replaced(points.DRAIN, lambda _: hung_up):

@@ -267,16 +267,7 @@ class Checkpoint(Mapping[str, Any]):
         Values of types that this program does not know are returned in their stored form, with a warning; so are
         configurations of omegaconf, without one.
         """
-        tokens = parse(self._about)
-        check = Validator([], types=Types("open", plain=True, on_demand=False))
-        unflatten(tokens, check, operation="open: metadata")
-        if check.unknown:
-            warn_of_unknown("open: metadata", check.unknown)
-        try:
-            return unflatten(tokens, StateBuilder("auto", types=check.types), operation="open: metadata")
-        except ImportError:
-            types = Types("open", framework="numpy", plain=True, on_demand=False)
-            return unflatten(tokens, StateBuilder("numpy", types=types), operation="open: metadata")
+        return metadata_of(self._about)
 
     @property
     def structure(self) -> Any:
@@ -384,6 +375,20 @@ class Checkpoint(Mapping[str, Any]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def metadata_of(text: Any) -> Any:
+    """The value passed to ``save(metadata=...)``, from the reader's text."""
+    tokens = parse(text)
+    check = Validator([], types=Types("open", plain=True, on_demand=False))
+    unflatten(tokens, check, operation="open: metadata")
+    if check.unknown:
+        warn_of_unknown("open: metadata", check.unknown)
+    try:
+        return unflatten(tokens, StateBuilder("auto", types=check.types), operation="open: metadata")
+    except ImportError:
+        types = Types("open", framework="numpy", plain=True, on_demand=False)
+        return unflatten(tokens, StateBuilder("numpy", types=types), operation="open: metadata")
 
 
 def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Checkpoint:

@@ -134,11 +134,9 @@ def check_io(operation: str, io: Any) -> IO:
     return IO(_check_engine(operation, io, "io"))  # type: ignore[arg-type]
 
 
-def reporting(io: Any, on_report: Callable[[Any], object]) -> Any:
-    """``io=`` of a load with another ``on_report``; what it refuses stays as it is."""
-    if isinstance(io, str) and io in get_args(Engine):
-        io = IO(io)  # type: ignore[arg-type]
-    return replace(io, on_report=on_report) if isinstance(io, IO) else io
+def without_report(io: Any) -> Any:
+    """``io=`` of a load without its ``on_report``."""
+    return replace(io, on_report=None) if isinstance(io, IO) else io
 
 
 def give_report(io: IO, report: Report | CopyReport) -> None:

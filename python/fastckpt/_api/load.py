@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt._paths import AnyPath, is_url
 from fastckpt._stores.reader import open_reader
@@ -29,6 +29,20 @@ if TYPE_CHECKING:
     from fastckpt import _core
 
     from .destinations import Targets
+
+
+class Loaded(NamedTuple):
+    """What a load gives to those that want more than the state.
+
+    Attributes:
+        state: the state.
+        report: the report.
+        reader: the checkpoint: its manifest need not be read again.
+    """
+
+    state: Any
+    report: LoadReport
+    reader: _core.Reader
 
 
 @takes(LoadSettings)
@@ -88,15 +102,19 @@ def load(path: AnyPath, into: Any = None, **options: Unpack[LoadOptions]) -> Any
         >>> fastckpt.load("step-7", into=state) is state
         True
     """
-    settings = LoadSettings.of("load", options, load)
+    return load_alone(path, into, LoadSettings.of("load", options, load)).state
+
+
+def load_alone(path: AnyPath, into: Any, settings: LoadSettings) -> Loaded:
+    """:func:`load`, by one process."""
     source = place_of("load", path)
     if settings.io.mmap:
         _check_mapped(source, settings)
     with range_of("fastckpt.load"), Attempt("load", source):
         in_flight.wait_for_paths(source)
-        state, report = until_settled(lambda: _load(source, settings, into))
-    give_report(settings.io, report)
-    return state
+        loaded = until_settled(lambda: _load(source, settings, into))
+    give_report(settings.io, loaded.report)
+    return loaded
 
 
 def _check_mapped(source: str, settings: LoadSettings) -> None:
@@ -115,7 +133,7 @@ def _check_mapped(source: str, settings: LoadSettings) -> None:
         )
 
 
-def _load(source: str, settings: LoadSettings, into: Any) -> tuple[Any, LoadReport]:
+def _load(source: str, settings: LoadSettings, into: Any) -> Loaded:
     began = time.perf_counter()
     reader = open_reader("load", source)
     prepared = prepare(reader, source, settings, into)
@@ -128,7 +146,7 @@ def _load(source: str, settings: LoadSettings, into: Any) -> tuple[Any, LoadRepo
             f"fastckpt: load: {source}: no tensor of it has a place in into=, which stays as it is: give it the same "
             'keys, as in into={"model": model} with keys="model"'
         )
-    return state, conclude(made)
+    return Loaded(state, conclude(made), reader)
 
 
 def _read(

@@ -81,7 +81,11 @@ def _load(source: str, rank: int | None, own: tuple[int, int] | None, registry: 
             )
     if rank is None or not 0 <= rank < len(states):
         raise ValueError(f"{_OPERATION}: {source}: rank must be from 0 to {len(states) - 1}, not {rank}")
-    tokens = states[rank]
+    return read_state(reader, source, states[rank], registry)
+
+
+def read_state(reader: _core.Reader, source: str, tokens: list[Token], registry: Registry | None) -> Any:
+    """Read the state of one rank, whose structure is ``tokens``."""
     stored = reader.tensors()
     types = Types(_OPERATION, registry)
     check = Validator(stored, types=types)

@@ -231,8 +231,12 @@ class Crew:
         self._passed = 0
         return Agreed(tuple(signals), left, saved, due, over, plan)
 
-    def first(self, operation: str, find: Callable[[], _T]) -> _T:
+    def first(
+        self, operation: str, find: Callable[[], _T], help_it: Callable[[tuple[int, int]], None] | None = None
+    ) -> _T:
         """The result of the first rank; the others wait for as long as it takes.
+
+        One rank of each other host may ``help_it``, given its :attr:`share`.
 
         No other question has the same ``operation``: a rank that has given one up alone must not take the answer to
         another.
@@ -244,9 +248,12 @@ class Crew:
             return find()
         with self._turn(self._peers, operation) as turn:
             found = None
-            if self.leads:
-                with _beating(turn, self._given.timeout):
+            works = self.leads or self.share is not None
+            with _beating(turn, self._given.timeout) if works else contextlib.nullcontext():
+                if self.leads:
                     found = find()
+                elif help_it is not None and self.share is not None:
+                    help_it(self.share)
             agreed: _T = turn.round(LAST, found, combine=lambda values: values[0])
             return agreed
 

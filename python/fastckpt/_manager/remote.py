@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
 from fastckpt._copy.copy import copy_checkpoint
 from fastckpt._paths import AnyPath, is_url
 from fastckpt._stores.urls import place_of
-from fastckpt.exceptions import CorruptCheckpointError
+from fastckpt.exceptions import CheckpointError, CorruptCheckpointError
 
 from . import lineage
 from .arguments import keep_of
@@ -142,11 +144,12 @@ class Remote(Tier[Place]):
 
     # For a restore.
 
-    def fetch(self, step: int, *, differs: bool) -> str:
+    def fetch(self, step: int, *, differs: bool, share: tuple[int, int] = (0, 1)) -> str:
         """Have the local tier hold the remote checkpoint of a step; returns where to load it from.
 
         Good files on the local tier are not fetched. If its save of the step ``differs``, and so is nowhere else, or if
-        it has no room, or must not or cannot be written, the remote one is read instead.
+        it has no room, or must not or cannot be written, the remote one is read instead. Where processes of several
+        nodes each fetch a ``share`` of the files, this is the first; it fetches what the others do not.
 
         Raises:
             CorruptCheckpointError: this tier has it damaged, and the local one nothing of it.
@@ -157,7 +160,7 @@ class Remote(Tier[Place]):
             return there
         sources = [here, there] if os.path.lexists(here) else [there]
         try:
-            copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, step=step)
+            copied = copy_checkpoint(sources, here, operation="restore", overwrite=True, step=step, share=share)
         except CorruptCheckpointError:
             if len(sources) == 1:
                 raise
@@ -172,3 +175,8 @@ class Remote(Tier[Place]):
             return there
         logger.info("%s: fetched from %s: %.3f GB in %.2f s", here, there, copied.bytes / 1e9, copied.seconds)
         return here
+
+    def fetch_share(self, step: int, *, differs: bool, share: tuple[int, int]) -> None:
+        """Fetch a share of the files for the process that calls :meth:`fetch`, which finds out what is missing."""
+        with contextlib.suppress(CheckpointError, CancelledError, OSError, ValueError):
+            self.fetch(step, differs=differs, share=share)

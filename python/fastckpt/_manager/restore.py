@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import errno
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from fastckpt import distributed
-from fastckpt._api.checkpoint import Checkpoint
-from fastckpt._api.io import reporting
-from fastckpt._api.load import load
-from fastckpt._api.per_rank import load_state_of
-from fastckpt._api.reports import LoadReport
+from fastckpt._api.checkpoint import metadata_of
+from fastckpt._api.io import without_report
+from fastckpt._api.load import load_alone
+from fastckpt._api.load_settings import LoadSettings
+from fastckpt._api.per_rank import read_state, states_of
 from fastckpt._api.verify import verify
 from fastckpt._ranks import words
 from fastckpt._ranks.calls import marked
+from fastckpt._ranks.load import load_on_ranks
+from fastckpt._stores.reader import open_reader
 from fastckpt._warn import warn
-from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError, RankFailure, RanksError
+from fastckpt.exceptions import (
+    CheckpointError,
+    CorruptCheckpointError,
+    NotACheckpointError,
+    RankFailure,
+    RanksError,
+)
 
 from . import lineage
 from .candidates import Candidate
@@ -27,6 +34,8 @@ from .crew import is_reported
 from .lineage import Lineage
 
 if TYPE_CHECKING:
+    from fastckpt._api.reports import LoadReport
+
     from .candidates import Candidates
     from .crew import Crew
 
@@ -35,7 +44,8 @@ logger = logging.getLogger("fastckpt")
 
 _NOWHERE = Lineage(0)
 
-#: How often the directory is listed again because a checkpoint was removed while it was being read.
+#: How often the directory is listed again because a checkpoint was removed while it was being read; and how many are
+#: tried with ``strict=False``.
 _LOOKS = 20
 #: Errors of storage that concern one damaged file: an older checkpoint may be intact.
 _DAMAGE = {
@@ -114,7 +124,9 @@ class Loader:
 
         def look() -> list[Candidate]:
             listed = self.ranks.first("restore", self.candidates.look)
-            return [Candidate(*one) for one in listed if one[0] not in skipped]
+            found = [Candidate(*one) for one in listed if one[0] not in skipped]
+            # With `strict=False` each is compared with all that are older.
+            return found if how.get("strict", True) else found[:_LOOKS]
 
         tries, looks = look(), 1
         if not tries:
@@ -122,7 +134,7 @@ class Loader:
             return None
         while tries:
             one = tries.pop(0)
-            found = self._try(one, tuple(skipped.items()), how, more=True)
+            found = self._try(one, tuple(skipped.items()), how, tries)
             if not isinstance(found, _Lost):
                 return found
             failures = found.failures
@@ -154,15 +166,19 @@ class Loader:
         )
 
     def _try(
-        self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool = False
+        self,
+        one: Candidate,
+        skipped: tuple[tuple[int, str], ...],
+        how: Mapping[str, Any],
+        older: Sequence[Candidate] = (),
     ) -> Restored | _Lost:
         """Load a checkpoint on all ranks, or report why ranks cannot, and the error that this one may raise.
 
-        Before it others were ``skipped``; after it ``more`` may be tried.
+        Before it others were ``skipped``; after it ``older`` ones may be tried.
         """
         found: Restored | Exception
         try:
-            found = self._load(one, skipped, how, more=more)
+            found = self._load(one, skipped, how, older)
         except RanksError as reported:
             if not is_reported(reported):
                 raise
@@ -177,26 +193,30 @@ class Loader:
         return _Lost(failures, error or _of_others(self.candidates.local.place.path_of(one.step), failures))
 
     def _load(
-        self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], *, more: bool
+        self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], older: Sequence[Candidate]
     ) -> Restored:
         path, remote = self.candidates.local.place.path_of(one.step), self.candidates.remote
         if one.far and remote is not None:
-            path = self.ranks.first("restore: fetch", lambda: remote.fetch(one.step, differs=one.differs))
-        if more and how.get("into") is not None and not how.get("strict", True):
-            # Values that an older checkpoint lacks would keep, in `into`, what a damaged one has left.
-            self.ranks.first("restore: verify", lambda: _verify(path))
-        reports: list[LoadReport] = []
-        how = {**how, "io": reporting(how.get("io", "auto"), reports.append)}
+            path = self.ranks.first(
+                "restore: fetch",
+                lambda: remote.fetch(one.step, differs=one.differs, share=self.ranks.share or (0, 1)),
+                lambda share: remote.fetch_share(one.step, differs=one.differs, share=share),
+            )
+        if older and how.get("into") is not None and not how.get("strict", True):
+            self.ranks.first("restore: verify", lambda: self._verify_what_older_lack(path, older))
+        into, options = how["into"], {name: value for name, value in how.items() if name != "into"}
+        options["io"] = without_report(how.get("io", "auto"))  # the manager gives it, where all ranks have loaded
+        settings = partial(LoadSettings.of, "load", options)
         if self.ranks.grouped:
             with marked(self.ranks.answered):
-                state = distributed.load(path, **self.ranks.arguments, **how)
+                loaded = load_on_ranks(path, into, self.ranks.arguments["ranks"], settings)
         else:
-            state = load(path, **how)
-        with Checkpoint(path) as checkpoint:
-            about, ranks = checkpoint.metadata, checkpoint.ranks
-        # If another number of ranks has saved, none of them corresponds to this one.
-        own = self.ranks.rank, ranks
-        per_rank = load_state_of(path, None, own, how.get("registry")) if ranks == self.ranks.size else None
+            loaded = load_alone(path, into=into, settings=settings())
+        # The manifest may be large, and there may be many ranks: none of them reads it again.
+        about, states = metadata_of(loaded.reader.metadata()), states_of("restore", loaded.reader)
+        ranks, per_rank = len(states), None
+        if ranks == self.ranks.size:  # else none of them corresponds to this rank
+            per_rank = read_state(loaded.reader, path, states[self.ranks.rank], how.get("registry"))
         if ranks not in {0, self.ranks.size} and self.ranks.leads:
             logger.warning(
                 "%s: %d ranks saved states of their own, and there are %d now: "
@@ -209,7 +229,28 @@ class Loader:
         for name in ("step", lineage.KEY):
             about.pop(name, None)
         metrics = dict(metrics) if type(metrics) is dict else {}
-        return Restored(one.step, state, metrics, about, path, skipped, reports[0], per_rank, place)
+        return Restored(one.step, loaded.state, metrics, about, path, skipped, loaded.report, per_rank, place)
+
+    def _verify_what_older_lack(self, path: str, older: Sequence[Candidate]) -> None:
+        """Verify a checkpoint before it fills ``into``, if a value that an older one lacks could keep its damage.
+
+        Raises:
+            CorruptCheckpointError: it is damaged.
+        """
+        names, remote = _names_of(path), self.candidates.remote
+        for one in older:
+            place = remote.place if one.far and remote is not None else self.candidates.local.place
+            try:
+                lacks = not names <= _names_of(place.path_of(one.step))
+            except (CheckpointError, FileNotFoundError):
+                continue  # nothing of it will be loaded
+            except OSError:
+                lacks = True  # nobody knows
+            if lacks:
+                report = verify(path)
+                if not report.ok:
+                    raise CorruptCheckpointError(f"restore: {path}: {report.damage[0]}")
+                return
 
     def _warn(self, step: int, failure: _Failure, *, last: bool) -> None:
         """Warn on the first rank why the checkpoint of a step is not loaded directly."""
@@ -304,7 +345,6 @@ def _of_others(path: str, failures: _Failures) -> RanksError:
     return RanksError(f"restore: {path}: {'; '.join(map(str, listed))}{more}: nothing was restored", listed)
 
 
-def _verify(path: str) -> None:
-    report = verify(path)
-    if not report.ok:
-        raise CorruptCheckpointError(f"restore: {path}: {report.damage[0]}")
+def _names_of(path: str) -> set[str]:
+    """The names of all tensors of a checkpoint."""
+    return {tensor.name for tensor in open_reader("restore", path).tensors()}

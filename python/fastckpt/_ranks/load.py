@@ -11,27 +11,35 @@ rank that read for others would make its own network the limit of all.
 from __future__ import annotations
 
 import mmap
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fastckpt import _core
-from fastckpt._api.build_report import with_warnings
+from fastckpt._api import in_flight
+from fastckpt._api.build_report import build_report, with_warnings
 from fastckpt._api.destinations import read_targets
-from fastckpt._api.io import most_staging
+from fastckpt._api.io import give_report, most_staging, refuse_mmap
+from fastckpt._api.load import Loaded
+from fastckpt._api.outcome import Attempt, conclude
 from fastckpt._api.progress import ticker
-from fastckpt._paths import is_url
+from fastckpt._api.reports import LoadReport
+from fastckpt._paths import AnyPath, is_url
 from fastckpt._stores.reader import open_reader
 from fastckpt._tensors.ranges import range_of
 
 from .agreement import core_spread
 from .attention import Attention
 from .boxes import Boxed
+from .calls import Call
 from .demands import Wanting, combine_wanted, demands
 from .exchange import Exchange, Link, LostError, carried, first_lost, lost_by, passed_on, raise_lost
 from .offers import combine_offers
+from .ranks import check_ranks
 from .residency import is_resident
+from .session import session
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -40,7 +48,6 @@ if TYPE_CHECKING:
     from fastckpt._api.io import IO
     from fastckpt._api.load_settings import LoadSettings
 
-    from .calls import Call
     from .demands import Demands
     from .peers import Operation
     from .session import Session
@@ -48,18 +55,6 @@ if TYPE_CHECKING:
 
 #: The engines with which ranks of one host read through its page cache: where it has the checkpoint, and always.
 _CACHED = {"auto": 1, "buffered": 2}
-
-
-class Read(NamedTuple):
-    """What was done.
-
-    Attributes:
-        state: the state, with the tensors in ``into`` filled.
-        fields: the fields of :class:`fastckpt._api.reports.LoadReport`.
-    """
-
-    state: Any
-    fields: dict[str, Any]
 
 
 class Opened(NamedTuple):
@@ -81,8 +76,36 @@ class Opened(NamedTuple):
     team: int
 
 
-def load_together(call: Call, operation: Operation, settings: LoadSettings, into: Any) -> Read:
+def load_on_ranks(path: AnyPath, into: Any, ranks: Any, settings: Callable[[], LoadSettings]) -> Loaded:
+    """:func:`fastckpt.distributed.load`.
+
+    Args:
+        path: as there.
+        into: as there.
+        ranks: as there.
+        settings: makes the settings. All ranks hear of what is wrong with them.
+    """
+    began = time.perf_counter()
+    together = check_ranks("load", ranks)
+    call = Call("load", session("load", together.process_group), path, together.timeout)
+    with range_of("fastckpt.distributed.load"), Attempt("load", call.path), call.operation as operation:
+        call.check()
+        checked = settings()
+        refuse_mmap("load", checked.io)
+        in_flight.wait_for_paths(call.path)
+        state, fields, reader = _load(call, operation, checked, into)
+    report = conclude(build_report(LoadReport, call.path, began, fields))
+    give_report(checked.io, report)
+    return Loaded(state, report, reader)
+
+
+def _load(
+    call: Call, operation: Operation, settings: LoadSettings, into: Any
+) -> tuple[Any, dict[str, Any], _core.Reader]:
     """Load the request of this rank, while the others load theirs: all rounds of a load.
+
+    Returns:
+        The state, the fields of the report, and the checkpoint.
 
     Raises:
         RanksError: another rank failed, or does not answer.
@@ -106,7 +129,8 @@ def load_together(call: Call, operation: Operation, settings: LoadSettings, into
             session.link.drop()
     state = wanted.build()
     more = {"missing": wanted.missing, "unexpected": unexpected}
-    return Read(state, fields | more | {"rank": session.group.rank, "ranks": session.group.size})
+    fields |= more | {"rank": session.group.rank, "ranks": session.group.size}
+    return state, fields, opened.reader
 
 
 def open_checkpoint(call: Call, operation: Operation, attention: Attention, *, caches: int) -> Opened:
