@@ -58,10 +58,14 @@ class Situation:
 
 
 def situations() -> list[Situation]:
-    """Those of a machine with at least two processors."""
-    plain = [Situation(files) for files in ("ext4", "tmpfs", "overlay", "fuse")]
-    ranks = [Situation("ext4", ranks=8), Situation("ext4", "0", 8), Situation("fuse", ranks=8)]
-    return [*plain, *ranks, Situation("ext4", "0"), Situation("ext4", ranks=2, quota=1.5)]
+    """Each file system, with all processors and with one; with a quota; alone and as one of eight ranks."""
+    nodes = [("", None), ("0", None), ("", 1.5)]
+    return [
+        Situation(files, bound, ranks, quota)
+        for files in ("ext4", "tmpfs", "overlay", "fuse")
+        for bound, quota in nodes
+        for ranks in (1, 8)
+    ]
 
 
 @contextmanager
@@ -166,6 +170,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=positive, default=3, help="rounds (default: 3)")
     parser.add_argument("--delay", type=float, default=5.0, help="milliseconds of the slow file system (default: 5)")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
+    parser.add_argument("--only", default="", metavar="TEXT", help="situations whose name has TEXT")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -177,6 +182,8 @@ def main() -> None:
     rows = [["situation", "operation", "default", "GB/s", "best by hand", "GB/s", "of best"]]
     figures = {}
     for situation in situations():
+        if options.only not in str(situation):
+            continue
         with file_system(situation.files, int(options.size * GB * 2.5) + (128 << 20), options.delay) as point:
             figures[str(situation)] = found = measured(situation, point, options)
         for kind, rates in found["rate"].items():

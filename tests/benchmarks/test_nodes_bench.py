@@ -1,0 +1,28 @@
+"""``benchmarks/nodes.py`` measures its situations: nothing here is timed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from harness import needs
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "nodes.py"
+
+
+@pytest.mark.parametrize("only", ["tmpfs, cores 0, ranks 8", "fuse, cores all, ranks 1, quota 1.5"])
+def test_a_situation_is_measured(tmp_path, only):
+    needs.root()
+    figures = tmp_path / "figures.json"
+    words = [sys.executable, BENCHMARK, "--size", "0.008", "--rounds", "1", "--delay", "0"]
+    done = subprocess.run([*words, "--only", only, "--json", figures], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    [(name, found)] = json.loads(figures.read_text()).items()
+    assert name == only
+    assert name in done.stdout
+    assert set(found["chosen"]) == set(found["rate"]) == {"save", "load"}
+    assert all(rate > 0 for by in found["rate"].values() for rate in by.values())
