@@ -10,6 +10,7 @@ import io
 import re
 import shutil
 import struct
+import subprocess
 import sys
 import tarfile
 import zipfile
@@ -310,6 +311,25 @@ def test_a_commit_while_a_release_is_built_changes_nothing(release, monkeypatch)
     heads = iter(["aaa 1\n", "bbb 2\n"])
     monkeypatch.setattr(release, "run", lambda *_: next(heads))
     assert [release.environment()["SOURCE_DATE_EPOCH"] for _ in range(2)] == ["1", "1"]
+
+
+def test_a_release_that_is_not_built_ends_with_what_failed(release, tmp_path, monkeypatch, capsys):
+    """A command that fails is a line of its check. What would look at the packages is left out."""
+
+    def run(*command, **_):
+        raise subprocess.CalledProcessError(7, command, "", "no compiler")
+
+    for name in ("WORK", "DIST", "PAGE"):
+        monkeypatch.setattr(release, name, tmp_path / name)
+    for module, name in ((crates, "linked"), (crates, "unlicensed"), (crates, "stale"), (release, "named")):
+        monkeypatch.setattr(module, name, lambda *_: [])
+    monkeypatch.setattr(release, "run", run)
+    monkeypatch.setattr(release, "environment", dict)
+    monkeypatch.setattr(sys, "argv", ["release"])
+    assert release.main() == 1
+    said = capsys.readouterr().out
+    assert "no compiler" in said
+    assert said.endswith("\nfailed: a clean clone, everything is built\n")
 
 
 def test_the_release_script_fails_with_placeholders(release, tmp_path, monkeypatch, capsys):
