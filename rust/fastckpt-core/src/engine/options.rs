@@ -138,7 +138,7 @@ pub struct Options {
     /// For measurements: operations that a ring keeps in flight.
     pub queue_depth: usize,
     /// For measurements: whether everything that can be zero-copy is (except in short shards), or everything goes
-    /// through staging buffers. By default, a rule decides (`docs/performance.md`).
+    /// through staging buffers. By default, a rule decides (`docs/measurements.md`).
     pub zero_copy: Option<bool>,
     /// Faults to inject, for tests.
     pub faults: Option<FaultPlan>,

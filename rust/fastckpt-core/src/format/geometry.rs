@@ -8,7 +8,7 @@ compile_error!("fastckpt needs 64-bit Linux");
 pub use crate::sys::file::PAGE;
 
 /// Size of a block in bytes: the unit of I/O and of checksums (`docs/format.md`, 2.2; for the reason,
-/// `docs/performance.md`).
+/// `docs/measurements.md`).
 pub const BLOCK_SIZE: u64 = 4 << 20;
 /// Contiguous data smaller than this many bytes is one block, or nearly so.
 pub const SINGLE: u64 = BLOCK_SIZE / 2;
