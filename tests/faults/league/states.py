@@ -1,0 +1,33 @@
+"""A state that shows of which step each of its tensors is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+TENSORS, LENGTH = 8, 128 << 10
+#: The number of the run, whose states differ from those of another.
+run = 0
+#: More steps than a run has.
+RUN = 1000
+
+
+def value_of(step: int, index: int) -> float:
+    """What a tensor is full of at a step."""
+    return float((run * RUN + step) * TENSORS + index)
+
+
+def state_of(step: int) -> dict[str, torch.Tensor]:
+    """The state after a step: 4 MiB in eight tensors."""
+    return {f"w{index}": torch.full((LENGTH,), value_of(step, index)) for index in range(TENSORS)}
+
+
+def step_of(state: Mapping[str, Any]) -> int | None:
+    """The step of a state; None if it is not the state of one step, to the last element."""
+    if set(state) != {f"w{index}" for index in range(TENSORS)}:
+        return None
+    first = state["w0"][0].item()
+    whole = all(bool((state[f"w{index}"] == first + index).all()) for index in range(TENSORS))
+    return int(first) // TENSORS % RUN if whole and first % TENSORS == 0 else None
