@@ -109,7 +109,7 @@ class Tree:
     def close(self, handle: Handle, *, last: bool) -> None:
         """One of the descriptors of a handle is closed, or the ``last`` one was."""
 
-    def told(self) -> str:
+    def told(self, line: str) -> str:
         """What whoever started this is told for a line."""
         raise NotImplementedError
 
@@ -231,8 +231,8 @@ def serve(tree: Tree, point: str) -> None:
         left = max(0.0, waiting[0][0] - time.monotonic()) if waiting else None
         readable, _, _ = select.select(watched, [], [], left)
         if sys.stdin in readable:
-            if sys.stdin.readline():
-                print(tree.told(), flush=True)
+            if line := sys.stdin.readline():
+                print(tree.told(line), flush=True)
             else:  # closed
                 watched.remove(sys.stdin)
         if device not in readable:

@@ -300,7 +300,7 @@ def test_fsdp2(libraries, undisturbed, tmp_path):
 
 
 def test_killed_at_random_moments(libraries, tmp_path):
-    """``trainer_kills.py`` does it as often as one likes."""
+    """The row ``trainings`` of tests/faults does it as often as one likes."""
     kills = 0
     for more in trainer_kills.campaign(libraries, trainers.train, tmp_path, seed=5):
         kills += more

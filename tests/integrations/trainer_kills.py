@@ -1,25 +1,22 @@
 """Kills trainings at random moments and starts them again, and holds what they leave against undisturbed ones.
 
-    PYTHONPATH=tests python tests/integrations/trainer_kills.py --kills 200 --seed 1
-
-Each run goes on until it ends by itself. ``--ranks 2`` takes two ranks, with FSDP2; ``--trl`` the command ``trl sft``.
+Each run goes on until it ends by itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import sys
-import tempfile
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import fine_tuning
 import trainers
 
 from harness import groups
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from pathlib import Path
 
 # DeepSpeed: each Trainer imports it, which takes a third of a second.
 MODULES = (
@@ -100,31 +97,3 @@ def campaign(
         kills, left = hand.until_it_ends(libraries, run, place / str(number), ranks, **arguments)
         assert left == found, f"training {number} of seed {seed}: {json.dumps([left, found])}"
         yield kills
-
-
-def main() -> int:
-    """Run the campaign, and print what comes of it."""
-    parser = argparse.ArgumentParser(
-        description="Kill trainings at random moments, and see whether they end all the same."
-    )
-    parser.add_argument("--kills", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--ranks", type=int, default=1)
-    parser.add_argument("--trl", action="store_true")
-    options = parser.parse_args()
-    kills = runs = 0
-    with forge(*([TRL] if options.trl else [])) as libraries, tempfile.TemporaryDirectory() as folder:
-        place, run, arguments = Path(folder), trainers.train, FSDP2 if options.ranks > 1 else {}
-        if options.trl:
-            fine_tuning.write_material(place)
-            run, arguments = fine_tuning.tune, {"material": folder}
-        for more in campaign(libraries, run, place, options.seed, options.ranks, **arguments):
-            kills, runs = kills + more, runs + 1
-            print(f"{runs} trainings, killed {kills} times: 0 wrong", flush=True)
-            if kills >= options.kills:
-                return 0
-    return 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

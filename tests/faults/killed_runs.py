@@ -1,10 +1,5 @@
 """Kills a run within its saves, its removals and its restore, and looks after each kill at what is there.
 
-    python tests/manager/kill_campaign.py --kills 2000 DIRECTORY
-    python tests/manager/kill_campaign.py --kills 2000 --remote REMOTE DIRECTORY
-    python tests/manager/kill_campaign.py --kills 2000 --ranks 4 --remote REMOTE DIRECTORY
-    python tests/manager/kill_campaign.py --kills 300 --store DIRECTORY
-
 A child forked for each round restores, saves and removes as fast as it can, with ``keep=1`` or 4, and tells its parent
 when it begins a phase and which step is durable. The parent kills it at a random time after the beginning of a phase,
 or has it preempted: then the step that it is at must be durable. After each kill another child must be able to restore,
@@ -15,13 +10,10 @@ In some rounds the child goes back to an older step first, with or without remov
 from there, whose number is that of the round and lies in its states. Once a step of it is acknowledged, nothing of the
 branch that it has left may be restored, however high its steps are.
 
- It prints one JSON document; its exit status
-is 1 if anything was lost. What it is about to do goes to stderr.
-
-With a remote tier, a directory or with ``--store`` the bucket of a server of S3 on loopback, which is not killed and
-keeps one checkpoint, the drain is a phase, too. After each kill the remote by itself must have the newest
-step that was acknowledged as drained, or a later one. In one round out of eight the local tier is lost whole: what was
-drained is then all that was acknowledged, and the next child fetches it.
+With a remote tier, a directory or the bucket of a server of S3 on loopback, which is not killed and keeps one
+checkpoint, the drain is a phase, too. After each kill the remote by itself must have the newest step that was
+acknowledged as drained, or a later one. In one round out of eight the local tier is lost whole: what was drained is
+then all that was acknowledged, and the next child fetches it.
 
 With several ranks there is a child for each, and they do not go back. They are killed in any order: all at once, as a
 job is, or one of them well before the others, as a node fails.
@@ -29,8 +21,6 @@ job is, or one of them well before the others, as a node fails.
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import random
 import shutil
@@ -41,14 +31,11 @@ import threading
 import time
 import traceback
 import warnings
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
 import fastckpt
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where the harness is
 
 PHASES = ("restore", "rollback", "save", "retention")
 #: Those of a run with a remote tier: a drain begins, and a fetch.
@@ -372,23 +359,29 @@ def awaited(known, remote):
     return [known["acknowledged"]] if remote is None else list(known.values())
 
 
-def campaign(directory, remote, kills, seed, size):
-    """All rounds; what came of them."""
+def campaign(run, remote=None, size=1):
+    """Make the trials of a :class:`faults.row.Run`, with so many ranks.
+
+    Args:
+        run: its trials are the kills.
+        remote: of :func:`store`, or a directory.
+        size: ranks.
+    """
+    directory = str(run.place / "run")
     each = [phase for phase in PHASES if size == 1 or phase != "rollback"] + ["drain"] * (remote is not None)
-    counts, violations, preempted = dict.fromkeys(each if remote is None else [*each, "fetch"], 0), [], 0
     known = {"acknowledged": NOTHING, "drained": NOTHING}
-    draw, ranks, phases = random.Random(seed), Ranks(size), []
-    for number in range(kills):
+    draw, ranks, phases = run.draw, Ranks(size), []
+    for number in range(run.trials):
         # Each as often as the others, in any order.
         phases = phases or draw.sample(each, len(each))
         phase = phases.pop()
-        lost = remote is not None and (draw.randrange(LOST) == 0 or number == kills - 1)
+        lost = remote is not None and (draw.randrange(LOST) == 0 or number == run.trials - 1)
         if lost and known["drained"] != NOTHING:
             shutil.rmtree(directory, ignore_errors=True)
             known["acknowledged"], phase = known["drained"], "fetch"
-        print(f"kill {number} of {kills}, within {phase}, {known}", file=sys.stderr, flush=True)
-        preempted += one_round(number + 1, directory, remote, known, phase, draw, ranks, sure=number == kills - 2)
-        counts[phase] += 1
+        sure = number == run.trials - 2
+        run.count("preempted", one_round(number + 1, directory, remote, known, phase, draw, ranks, sure=sure))
+        run.count(phase)
         (pid,), pipe = in_children(
             lambda writing, _: os.write(writing, check(directory, remote, *known.values()).encode()),
         )
@@ -396,36 +389,6 @@ def campaign(directory, remote, kills, seed, size):
             wrong = file.read()
         if os.waitpid(pid, 0)[1] != 0:
             wrong = wrong or "the restore failed"
-        if wrong:
-            violations.append(f"kill {number} within {phase}: {wrong}")
-            if len(violations) >= 10:
-                break
-    return {
-        "ranks": size,
-        "kills": counts,
-        "preempted": preempted,
-        "seed": seed,
-        "newest_acknowledged": known["acknowledged"],
-        "newest_drained": known["drained"],
-        "violations": violations,
-    }
-
-
-def main():
-    """Run the command."""
-    parser = argparse.ArgumentParser(description="Kill a run within saves, removals and restores.")
-    parser.add_argument("directory")
-    parser.add_argument("--kills", type=int, default=2000)
-    parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--remote", help="a directory: the remote tier")
-    parser.add_argument("--ranks", type=int, default=1, help="processes that save together")
-    parser.add_argument("--store", action="store_true", help="the remote tier is in an object store")
-    options = parser.parse_args()
-    remote = store() if options.store else options.remote
-    done = campaign(options.directory, remote, options.kills, options.seed, options.ranks)
-    print(json.dumps(done))
-    return 1 if done["violations"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        run.done(wrong and f"seed {run.seed}, kill {number} within {phase}: {wrong}")
+    if NOTHING in awaited(known, remote):
+        raise AssertionError(f"no kill had anything to lose: {known}")

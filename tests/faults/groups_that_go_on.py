@@ -1,29 +1,19 @@
 """Groups of ranks that something happens to, and that go on: drawn events at drawn entry points.
 
-    python tests/ranks/group_campaign.py --trials 300 --seed 1 DIRECTORY
-    python tests/ranks/group_campaign.py --first 130 --trials 21 --seed 11 DIRECTORY
-
 A trial has a group of two to four processes, which make the same call five times. They meet before each, as training
 does, or come as they are. At one of the calls something happens: a rank misses it, its state cannot be saved, it stands
 still, the store of the group does, or its program leaves the manager. What that call says is free, and of ranks that do
 not meet the next one, too. All later calls must succeed on all ranks. What any rank was told is saved must be there and
-be of one call; where a rank was told that nothing was committed, nothing may be. It prints one JSON document; its exit
-status is 1 if anything went wrong.
+be of one call; where a rank was told that nothing was committed, nothing may be.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import random
 import re
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).parents[1]))  # where the harness is
 
 import torch
 import torch.distributed as dist
@@ -342,7 +332,7 @@ def drawn(draw):
     )
 
 
-def run(forge, trial, path):
+def wrong_of(forge, trial, path):
     """One trial; what is wrong, or nothing."""
     Path(path).mkdir(parents=True)
     with forge.group(trial.size, store=trial.store) as group:
@@ -364,37 +354,12 @@ def run(forge, trial, path):
     return wrong_with(trial, [each.value for each in outcomes], path)
 
 
-def campaign(directory, first, trials, seed):
-    """The trials from a number on; what came of them."""
-    draw, wrong, counts = random.Random(seed), [], {}
-    for _ in range(first):
-        drawn(draw)
-    began = time.monotonic()
+def campaign(run):
+    """Make the trials of a :class:`faults.row.Run`."""
+    draw = run.draw
     with groups.forge() as forge:
-        for number in range(first, first + trials):
+        for number in range(run.trials):
             trial = drawn(draw)
-            why = run(forge, trial, Path(directory, str(number)))
-            print(f"{number}: {trial}", *([why] if why else []), file=sys.stderr, flush=True)
-            counts[trial.event] = counts.get(trial.event, 0) + 1
-            if why:
-                wrong.append(f"{number}: {trial}: {why}")
-    return {"seed": seed, "trials": counts, "seconds": round(time.monotonic() - began), "wrong": wrong}
-
-
-def main():
-    """Run the command."""
-    parser = argparse.ArgumentParser(description="Have things happen to groups of ranks, and see whether they go on.")
-    parser.add_argument("directory")
-    parser.add_argument("--first", type=int, default=0, help="number of the first trial to run, of those drawn")
-    parser.add_argument("--trials", type=int, default=300)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    done = campaign(options.directory, options.first, options.trials, options.seed)
-    print(json.dumps(done))
-    return 1 if done["wrong"] else 0
-
-
-if __name__ == "__main__":
-    import group_campaign  # ranks look for its functions by the name of the module
-
-    sys.exit(group_campaign.main())
+            why = wrong_of(forge, trial, run.place / str(number))
+            run.count(trial.event)
+            run.done(why and f"seed {run.seed}, {number}: {trial}: {why}")

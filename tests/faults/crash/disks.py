@@ -1,0 +1,153 @@
+"""Recording what a file system sends to its device, and mounting what a device may have kept of it."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import fcntl
+import mmap
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+import time
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from harness.mounts import MKFS
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+PAGE = 4096
+#: Small, so that a state is quick to make.
+SIZES = {"ext4": 48 << 20, "xfs": 64 << 20, "btrfs": 112 << 20}
+#: What mkfs is told besides, and mount: nothing is written in the background that no program asked for.
+MORE = {"ext4": ["-E", "lazy_itable_init=0,lazy_journal_init=0"], "xfs": ["--unsupported"], "btrfs": []}
+OPTIONS = {"ext4": "", "xfs": "", "btrfs": ""}
+FLUSH_BUFFERS = 0x1261
+#: Of fallocate: the range is a hole, and the size stays.
+HOLE = 3
+LAZILY = 2
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def _run(*command: str) -> str:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise AssertionError(f"{' '.join(command)}: exit {done.returncode}: {done.stderr or done.stdout}")
+    return done.stdout.strip()
+
+
+@cache
+def formatted(kind: str) -> bytes:
+    """The image of an empty file system."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        path = Path(folder, "image")
+        with path.open("wb") as file:
+            file.truncate(SIZES[kind])
+        _run(*MKFS[kind][0], *MORE[kind], str(path))
+        return path.read_bytes()
+
+
+@contextlib.contextmanager
+def _loop(path: str, *options: str) -> Iterator[str]:
+    device = _run("losetup", "--find", "--show", *options, path)
+    try:
+        yield device
+    finally:
+        _run("losetup", "--detach", device)
+
+
+def mount(device: str, point: str, kind: str) -> None:
+    """Mount it.
+
+    Raises:
+        OSError: the file system does not accept what is there.
+    """
+    if _libc.mount(device.encode(), point.encode(), kind.encode(), 0, OPTIONS[kind].encode()) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error), point)
+
+
+def unmount(point: str) -> None:
+    """Unmount it; what is still open there goes soon."""
+    for _ in range(200):
+        if _libc.umount2(point.encode(), 0) == 0:
+            return
+        time.sleep(0.005)
+    _libc.umount2(point.encode(), LAZILY)
+
+
+@contextlib.contextmanager
+def recorded(kind: str, seed: int, folder: Path) -> Iterator[tuple[Path, Callable[[str], None], list[Any]]]:
+    """Mount an empty file system whose device logs. Yields the mount point, what marks the log, and a list that has
+    the log afterwards."""
+    image, fuse, point = folder / "image", folder / "fuse", folder / "mnt"
+    image.write_bytes(formatted(kind))
+    for each in (fuse, point):
+        each.mkdir()
+    command = [sys.executable, "-m", "faults.crash.device", str(fuse), str(image), str(seed)]
+    pipe, log = subprocess.PIPE, []
+    with (
+        subprocess.Popen(command, cwd=Path(__file__).parents[2], stdin=pipe, stdout=pipe, text=True) as daemon,
+        contextlib.ExitStack() as undo,
+    ):
+        assert daemon.stdin is not None
+        assert daemon.stdout is not None
+        undo.callback(daemon.wait, 60)
+        undo.callback(_libc.umount2, str(fuse).encode(), LAZILY)
+        assert daemon.stdout.readline() == "mounted\n"
+
+        def tell(line: str) -> None:
+            assert daemon.stdin is not None
+            assert daemon.stdout is not None
+            daemon.stdin.write(f"{line}\n")
+            daemon.stdin.flush()
+            assert daemon.stdout.readline() == "done\n"
+
+        device = undo.enter_context(_loop(str(fuse / "disk"), "--direct-io=on"))
+        mount(device, str(point), kind)
+        undo.callback(unmount, str(point))
+        tell("mounted")
+        yield point, tell, log
+        tell(f"dump {folder / 'log'}")
+        log += pickle.loads((folder / "log").read_bytes())
+
+
+class Shelf:
+    """A device in memory that takes state after state of one size. Use :func:`shelf`."""
+
+    def __init__(self, device: str, file: Any, size: int, point: Path) -> None:
+        self._device, self._file, self.point = device, file, point
+        self._pages = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8).reshape(-1, PAGE)
+        self._size = size
+
+    @contextlib.contextmanager
+    def mounted(self, kind: str, image: np.ndarray, used: np.ndarray) -> Iterator[Path]:
+        """Mount an image: its pages, and which of them are not all zeros."""
+        _libc.fallocate64(self._file.fileno(), HOLE, ctypes.c_longlong(0), ctypes.c_longlong(self._size))
+        where = np.flatnonzero(used)
+        self._pages[where] = image[where]
+        with open(self._device, "rb") as device:  # noqa: PTH123 - a device
+            fcntl.ioctl(device, FLUSH_BUFFERS)
+        mount(self._device, str(self.point), kind)
+        try:
+            yield self.point
+        finally:
+            unmount(str(self.point))
+
+
+@contextlib.contextmanager
+def shelf(kind: str, folder: Path) -> Iterator[Shelf]:
+    """A device for the states of one kind of file system."""
+    point = folder / "state"
+    point.mkdir()
+    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+        file.truncate(SIZES[kind])
+        with _loop(file.name) as device:
+            yield Shelf(device, file, SIZES[kind], point)

@@ -1,0 +1,221 @@
+"""Mutants: the product with one guard dropped. Each must be caught by the rows that name it, or the campaign fails.
+
+All of them are in one copy of the sources, built once, and a variable of the environment chooses one. The copy lies in
+``target/`` and is never shipped. A change of the product that moves a patched line fails here, loudly.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import subprocess
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+TARGET = Path(os.environ.get("CARGO_TARGET_DIR", ROOT / "target"))
+#: The variable that names the mutant.
+SWITCH = "FASTCKPT_MUTANT"
+CORE = "rust/fastckpt-core/src"
+SWITCH_OF_RUST = f"""//! Whether a mutant is wanted.
+
+/// Whether it is `name`.
+#[must_use]
+pub fn on(name: &str) -> bool {{
+    std::env::var_os("{SWITCH}").is_some_and(|wanted| wanted == name)
+}}
+
+/// The same, at each second question.
+#[must_use]
+pub fn now_and_then(name: &str) -> bool {{
+    static ASKED: std::sync::atomic::AtomicUsize = std::sync::atomic::AtomicUsize::new(0);
+    on(name) && ASKED.fetch_add(1, std::sync::atomic::Ordering::Relaxed) % 2 == 0
+}}
+"""
+
+
+class Patch(NamedTuple):
+    """A change of a file: ``old``, which is there once, becomes ``new``. In it, ``MUTANT`` is the question."""
+
+    file: str
+    old: str
+    new: str
+
+
+def _core(file: str, old: str, new: str) -> Patch:
+    return Patch(f"{CORE}/{file}", old, new)
+
+
+def _python(file: str, old: str, new: str) -> Patch:
+    return Patch(f"python/fastckpt/{file}", old, new)
+
+
+MUTANTS = {
+    "a-shards-sync": _core(
+        "sys/file.rs",
+        "        retry_on_intr(|| fs::fdatasync(&self.cached))?;\n        if !is_in",
+        '        if crate::mutant::now_and_then("a-shards-sync") {\n            return Ok(());\n        }\n'
+        "        retry_on_intr(|| fs::fdatasync(&self.cached))?;\n        if !is_in",
+    ),
+    "manifest-sync": _core(
+        "commit/workspace.rs",
+        '            sync(file.as_fd()).map_err(Error::io("sync", path))?;',
+        "            if !(MUTANT && path.ends_with(manifest::FILE)) {\n"
+        '                sync(file.as_fd()).map_err(Error::io("sync", path))?;\n            }',
+    ),
+    "directory-sync": _core(
+        "commit/content.rs",
+        "    sync(directory)\n}",
+        "    if MUTANT {\n        return Ok(true);\n    }\n    sync(directory)\n}",
+    ),
+    "parent-sync": _core(
+        "commit/takeover.rs",
+        '!sync(self.parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;',
+        '!(MUTANT || sync(self.parent.as_fd()).map_err(Error::io("sync", &self.parent_path))?);',
+    ),
+    "made-parents-sync": _core(
+        "commit/parents.rs",
+        '        sync(at.as_fd()).map_err(Error::io("sync the directory of", path))?;',
+        "        if !MUTANT {\n"
+        '            sync(at.as_fd()).map_err(Error::io("sync the directory of", path))?;\n        }',
+    ),
+    "acknowledged-early": _core(
+        "commit/takeover.rs",
+        "        self.own = None;\n        self.close_to_others(mode)?;\n",
+        "        self.own = None;\n        self.close_to_others(mode)?;\n"
+        "        if MUTANT {\n"
+        '            let later = self.parent.try_clone().expect("a descriptor");\n'
+        "            std::thread::spawn(move || {\n"
+        "                std::thread::sleep(std::time::Duration::from_millis(300));\n"
+        "                let _ = sync(later.as_fd());\n"
+        "            });\n"
+        "            let in_two_steps = done.in_two_steps;\n"
+        "            return Ok((done, Displaced { workspace: self, found: displaced, in_two_steps }));\n        }\n",
+    ),
+    "replaced-goes-first": _core(
+        "commit/takeover.rs",
+        "        self.own = None;\n",
+        "        self.own = None;\n"
+        "        if let Some((name, id)) = displaced.as_ref().filter(|_| MUTANT) {\n"
+        "            let _ = remove(self.parent.as_fd(), name, *id, None);\n        }\n",
+    ),
+    "completion-length": _core(
+        "engine/worker.rs",
+        "            Ok(moved) => {\n                transfer.advance(moved);",
+        "            Ok(moved) => {\n                let moved = if MUTANT { missing } else { moved };\n"
+        "                transfer.advance(moved);",
+    ),
+    "checksum": _core(
+        "read/job.rs",
+        "            Some(wanted) if wanted != found =>",
+        "            Some(wanted) if wanted != found && !MUTANT =>",
+    ),
+    "message-sum": _core(
+        "ranks/mail.rs",
+        "        if found.to_le_bytes() == arrived.sum {",
+        "        if MUTANT || found.to_le_bytes() == arrived.sum {",
+    ),
+    "lock": _core(
+        "commit/owner.rs",
+        "        Err(error) if lock::is_taken(&error) => return (Life::Alive, None),",
+        "        Err(error) if lock::is_taken(&error) && !MUTANT => return (Life::Alive, None),\n"
+        "        Err(error) if lock::is_taken(&error) => return (Life::Dead, None),",
+    ),
+    "word-sum": _python(
+        "_ranks/words.py",
+        '    if _crc64.of(content).to_bytes(SUM, "little") != sum_:',
+        '    if _crc64.of(content).to_bytes(SUM, "little") != sum_ and not MUTANT:',
+    ),
+    "retention-goes-first": _python(
+        "_manager/saves.py",
+        "        try:\n            if self.asynchronous:\n                self._save_async(given, base, plan)",
+        "        if MUTANT:\n"
+        "            place = self.candidates.local.place\n"
+        "            for step in place.look().steps:\n"
+        "                place.remove(step, ())\n"
+        "        try:\n            if self.asynchronous:\n                self._save_async(given, base, plan)",
+    ),
+    "replicas": _python(
+        "_ranks/replicas.py",
+        "    return [number for number, _, sums in offer if len(sums) > 1]",
+        "    return [number for number, _, sums in offer if len(sums) > 1 and not MUTANT]",
+    ),
+}
+
+
+def question(name: str, file: str) -> str:
+    """What asks in a file whether the mutant is wanted."""
+    if file.endswith(".rs"):
+        return f'crate::mutant::on("{name}")'
+    return f'(__import__("os").environ.get("{SWITCH}") == "{name}")'
+
+
+def patched() -> dict[str, str]:
+    """The files that mutants change, as they are in the copy.
+
+    Raises:
+        AssertionError: a line that is to be patched is not there, or not once.
+    """
+    found: dict[str, str] = {}
+    for name, patch in MUTANTS.items():
+        text = found.get(patch.file) or (ROOT / patch.file).read_text(encoding="utf-8")
+        if text.count(patch.old) != 1:
+            raise AssertionError(f"mutant {name}: {patch.file} has {text.count(patch.old)} times:\n{patch.old}")
+        found[patch.file] = text.replace(patch.old, patch.new.replace("MUTANT", question(name, patch.file)))
+    lib = f"{CORE}/lib.rs"
+    text = (ROOT / lib).read_text(encoding="utf-8")
+    found[lib] = text.replace("\npub mod probe;", "\n#[allow(missing_docs)]\npub mod mutant;\npub mod probe;")
+    found[f"{CORE}/mutant.rs"] = SWITCH_OF_RUST
+    return found
+
+
+def _write(path: Path, content: bytes) -> None:
+    # What is the same keeps its time, so that nothing is built twice.
+    if not path.exists() or path.read_bytes() != content:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(content)
+
+
+@cache
+def built() -> Path:
+    """Make the copy and build it, if that has not been done; the directory of its Python package.
+
+    Raises:
+        AssertionError: it cannot be built.
+    """
+    copy = TARGET / "faults" / "mutated"
+    copy.mkdir(parents=True, exist_ok=True)
+    with (copy / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        command = ["git", "-C", str(ROOT), "ls-files", "rust", "python", "Cargo.toml", "Cargo.lock"]
+        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+        changed = patched()
+        for name in {*listed, *changed}:
+            if name in changed:
+                _write(copy / name, changed[name].encode())
+            elif (ROOT / name).exists():
+                _write(copy / name, (ROOT / name).read_bytes())
+        # What the product has removed.
+        for folder in ("rust", "python"):
+            for path in (copy / folder).rglob("*"):
+                name = path.relative_to(copy).as_posix()
+                if path.suffix in {".rs", ".py"} and name not in changed and not (ROOT / name).exists():
+                    path.unlink()
+        env = os.environ | {"CARGO_TARGET_DIR": str(TARGET), "CARGO_PROFILE_DEV_DEBUG": "0"}
+        done = subprocess.run(
+            ["cargo", "build", "--quiet", "--offline", "-p", "fastckpt-py"],
+            cwd=copy,
+            env=env,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode != 0:
+            raise AssertionError(f"the mutants do not build:\n{done.stderr[-4000:]}")
+        core = copy / "python" / "fastckpt" / "_core.abi3.so"
+        new = core.with_suffix(".new")
+        shutil.copyfile(TARGET / "debug" / "lib_core.so", new)
+        new.replace(core)
+    return copy / "python"

@@ -1,0 +1,100 @@
+"""SIGKILL at random moments."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+from faults import killed_runs
+from faults.row import Row, Run
+
+#: Where what trains is.
+TRAININGS = Path(__file__).parents[2] / "integrations"
+COMMON = {"control": "each phase is met as often as the others, and a run in which nothing was acknowledged fails"}
+
+
+def _drains(run: Run) -> None:
+    killed_runs.campaign(run, str(run.place / "remote"))
+
+
+def _uploads(run: Run) -> None:
+    killed_runs.campaign(run, killed_runs.store())
+
+
+def _ranks(run: Run) -> None:
+    killed_runs.campaign(run, str(run.place / "remote"), size=3)
+
+
+def _trainings(run: Run) -> None:
+    sys.path.append(str(TRAININGS))
+    import trainer_kills  # it imports transformers
+    import trainers
+
+    with trainer_kills.forge() as libraries:
+        for kills in trainer_kills.campaign(libraries, trainers.train, run.place, run.seed):
+            run.done(trials=kills)
+            for folder in run.place.glob("[0-9]*"):
+                shutil.rmtree(folder)
+            if run.made >= run.trials:
+                return
+
+
+ROWS = [
+    Row(
+        1,
+        "kills",
+        "A killed run restores the newest step that was acknowledged, or a later one, bit for bit.",
+        "SIGKILL (and SIGTERM) within saves, removals, restores and rollbacks; overwriting, keep=1 or 4, asynchronous",
+        run=killed_runs.campaign,
+        fast=40,
+        nightly=8000,
+        part=500,
+        mutants=("retention-goes-first",),
+        tried=40,
+        **COMMON,
+    ),
+    Row(
+        1,
+        "kills of drains",
+        "The same of a run with a remote tier, whose local tier is lost now and then.",
+        "SIGKILL within drains and fetches, too",
+        run=_drains,
+        fast=20,
+        nightly=1000,
+        part=250,
+        **COMMON,
+    ),
+    Row(
+        1,
+        "kills of uploads",
+        "The same of a run whose remote tier is an object store.",
+        "SIGKILL within uploads and downloads, too",
+        run=_uploads,
+        fast=20,
+        nightly=500,
+        part=250,
+        **COMMON,
+    ),
+    Row(
+        1,
+        "kills of ranks",
+        "The same of three ranks that save together.",
+        "SIGKILL of all ranks, at once or one after the other",
+        run=_ranks,
+        fast=5,
+        nightly=300,
+        part=100,
+        **COMMON,
+    ),
+    Row(
+        1,
+        "kills of trainings",
+        "A training by transformers' Trainer that is killed and started again ends as if nothing had happened.",
+        "SIGKILL at random moments; each training goes on until it ends",
+        "what an undisturbed training leaves is what each is compared with",
+        run=_trainings,
+        fast=0,
+        nightly=200,
+    ),
+]

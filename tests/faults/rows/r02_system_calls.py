@@ -1,0 +1,25 @@
+"""SIGKILL at every system call."""
+
+from faults.of_tests import row
+from faults.row import Row
+
+ROWS = [
+    Row(
+        2,
+        "kills at system calls",
+        "What has a name is whole, old or new, and the next save leaves nothing else.",
+        "SIGKILL at the k-th call of each kind, for all k: saves, removals, base=, files=, copies",
+        "a save that outlives its k ends the count; the calls that must be among them are named",
+        **row(
+            (
+                "tests/core/test_commit.py::test_kill_during_a_first_save",
+                "tests/core/test_commit.py::test_kill_during_an_overwrite",
+                "tests/core/test_commit.py::test_kill_at_every_system_call",
+                "tests/core/test_commit.py::test_kill_during_a_removal_at_every_system_call",
+                "tests/core/test_commit.py::test_kill_with_a_base_at_every_system_call",
+                "tests/core/test_commit.py::test_kill_with_files_at_every_system_call",
+                "tests/copies/test_copy_kills.py",
+            )
+        ),
+    ),
+]

@@ -1,0 +1,32 @@
+"""Power cuts: what a device with a volatile cache may have kept."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from faults.crash import power
+from faults.row import Row
+
+
+def _row(kind: str, fast: int, mutants: tuple[str, ...]) -> Row:
+    return Row(
+        4,
+        f"power cuts on {kind}",
+        "After a power cut each acknowledged save is there, bit for bit; no other is half there; the next save works.",
+        f"{kind} on a device that completes late and out of order, flushes only what was complete, and loses or tears "
+        "any other write, data as well as metadata; direct and buffered",
+        "the mutants: with a missing sync, or a success that is told early, saves are lost",
+        run=partial(power.cut, kind=kind),
+        fast=fast,
+        nightly=2000,
+        part=250,
+        mutants=mutants,
+        tried=300,
+    )
+
+
+ROWS = [
+    _row("ext4", 60, ()),
+    _row("xfs", 40, ()),
+    _row("btrfs", 40, ()),
+]

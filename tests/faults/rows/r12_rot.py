@@ -1,0 +1,65 @@
+"""What a disk or a network does to bytes."""
+
+from faults.of_tests import row
+from faults.row import Row
+
+ROWS = [
+    Row(
+        12,
+        "damage",
+        "No load and no verify takes altered bytes for those that were saved.",
+        "bits flipped, files cut short, blocks swapped, shards of other steps, in every region",
+        "the checkpoint loads before, and again once the bit is flipped back",
+        **row(
+            (
+                "tests/api/test_errors.py::test_flipped_bits_in_data_are_all_found",
+                "tests/api/test_errors.py::test_much_damage_is_listed_whole",
+                "tests/api/test_errors.py::test_load_checks_unless_told_not_to",
+                "tests/api/test_errors.py::test_flipped_bit_in_a_header",
+                "tests/api/test_errors.py::test_flipped_bit_anywhere_in_the_manifest",
+                "tests/api/test_errors.py::test_truncated_manifest",
+                "tests/api/test_errors.py::test_truncated_shard",
+                "tests/api/test_errors.py::test_missing_shard",
+                "tests/api/test_errors.py::test_extra_bytes",
+                "tests/api/test_errors.py::test_swapped_shards_and_blocks",
+                "tests/api/test_errors.py::test_shard_of_another_step",
+            )
+        ),
+        mutants=("checksum",),
+    ),
+    Row(
+        12,
+        "altered messages",
+        "A bit that changes between ranks is an error on both sides, and nothing is committed.",
+        "one bit of a message or of a word in the store is another one, in saves and loads of ranks",
+        "the number of the message that was altered is told",
+        **row(("tests/ranks/test_altered.py",)),
+        mutants=(
+            "message-sum",
+            "word-sum",
+        ),
+    ),
+    Row(
+        12,
+        "replicas",
+        "Copies of one tensor that differ between ranks are refused by name, before a byte is committed.",
+        "one rank has other values",
+        "copies that are equal are saved",
+        **row(("tests/ranks/test_replicas.py",)),
+        mutants=("replicas",),
+    ),
+    Row(
+        14,
+        "fallback",
+        "A run goes on from the newest whole checkpoint, with a warning; retention does not count damaged ones.",
+        "the newest checkpoint of a run is damaged",
+        "the run goes on from it when it is whole",
+        **row(
+            (
+                "tests/manager/test_manager.py::test_retention_counts_neither_damaged_ones_nor_those_of_a_later_step",
+                "tests/manager/test_manager.py::test_a_damaged_step_that_is_saved_again_counts_again",
+                "tests/manager/test_manager.py::test_what_a_damaged_one_has_more_than_an_older_one_leaves_no_trace",
+            )
+        ),
+    ),
+]

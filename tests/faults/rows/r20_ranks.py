@@ -1,0 +1,27 @@
+"""Ranks that are killed, stopped, late or missing."""
+
+from faults import groups_that_go_on
+from faults.of_tests import row
+from faults.row import Row
+
+ROWS = [
+    Row(
+        20,
+        "struck ranks",
+        "A rank killed or stopped at any step is an error for the others in time; old or new; the next save works.",
+        "SIGKILL and SIGSTOP of a rank at each named step of a save or load",
+        "the rank reports the blow",
+        **row(("tests/ranks/test_faults.py",)),
+    ),
+    Row(
+        20,
+        "groups",
+        "A group to which something has happened goes on: its next calls succeed on all ranks.",
+        "a rank misses a call, fails, leaves or stands still, or the store does; at drawn entry points",
+        "the calls before it succeed; what is told as saved is there",
+        run=groups_that_go_on.campaign,
+        fast=0,
+        nightly=300,
+        part=60,
+    ),
+]

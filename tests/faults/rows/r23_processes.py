@@ -1,0 +1,58 @@
+"""Signals, forks, and saves in the background."""
+
+from faults.of_tests import row
+from faults.row import Row
+
+ROWS = [
+    Row(
+        23,
+        "preemption",
+        "A preempted run saves within its grace, or gives up cleanly, and passes the signal on.",
+        "SIGTERM and others, within saves, evaluations and waits",
+        "without a signal the run goes on",
+        **row(("tests/manager/test_preemption.py",)),
+    ),
+    Row(
+        24,
+        "failures in the background",
+        "The failure of a save in the background is raised by the next call, or told at exit.",
+        "errors of the storage in the background",
+        "the same save succeeds when repeated",
+        **row(
+            (
+                "tests/background/test_async.py::test_a_failure_comes_out_of_result_and_the_save_can_be_repeated",
+                "tests/background/test_async.py::test_a_failure_that_nobody_asked_for_is_raised_by_the_next_save",
+                "tests/background/test_async.py::test_each_failure_is_raised_once_and_no_save_is_lost",
+                "tests/background/test_async.py::test_a_failure_that_nobody_asked_for_is_told_at_exit",
+                "tests/background/test_async.py::test_a_failure_is_told_when_it_happens_and_at_the_end",
+            )
+        ),
+    ),
+    Row(
+        25,
+        "snapshots",
+        "What is saved in the background is what was there at the call.",
+        "every tensor is changed right after the call",
+        "the changed values differ",
+        **row(
+            (
+                "tests/background/test_async.py::test_what_was_there_at_the_call_is_saved",
+                "tests/background/test_async.py::test_torch_states_come_back_whole",
+            )
+        ),
+    ),
+    Row(
+        28,
+        "forks",
+        "A child that was forked hinders nobody, and saves by itself.",
+        "forks before, within and after saves",
+        "the child saves and loads",
+        **row(
+            (
+                "tests/core/test_commit.py::test_fork_after_use",
+                "tests/core/test_pressure.py::test_a_child_forked_during_a_save_keeps_none_of_its_descriptors",
+                "tests/background/test_async.py::test_a_forked_child_has_no_saves_in_flight",
+            )
+        ),
+    ),
+]

@@ -1,0 +1,25 @@
+"""The fast tier of the rows that have trials of their own: those that are tests run by themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from faults import mutants
+from faults.campaign import part_of
+from faults.rows import rows
+
+OWN = [row for row in rows().values() if row.fast and not row.tests]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("row", OWN, ids=lambda row: row.name.replace(" ", "-"))
+def test_a_row(row):
+    found = part_of(row, tier="fast", seed=10_000, trials=row.fast)
+    assert found["violations"] == []
+    assert found["trials"] == row.fast
+
+
+def test_each_mutant_is_named_by_a_row_and_its_line_is_there():
+    """Whether the rows catch them, the campaign tells: to build them takes a minute."""
+    assert {name for row in rows().values() for name in row.mutants} == mutants.MUTANTS.keys()
+    mutants.patched()
