@@ -35,6 +35,7 @@ class Row:
         part: trials of a part, which is what a campaign repeats if it was stopped.
         mutants: those that the row must catch.
         tried: trials in which a mutant must be caught.
+        root: whether only root can make the trials.
         tests: files of tests that the row is, with names after ``::``. The gate runs them by themselves.
     """
 
@@ -49,6 +50,7 @@ class Row:
     part: int = 0
     mutants: tuple[str, ...] = ()
     tried: int = 0
+    root: bool = False
     tests: tuple[str, ...] = ()
 
     def parts(self, tier: str) -> list[int]:

@@ -7,13 +7,18 @@ import pytest
 from faults import mutants
 from faults.campaign import part_of
 from faults.rows import rows
+from harness import needs
 
 OWN = [row for row in rows().values() if row.fast and not row.tests]
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("row", OWN, ids=lambda row: row.name.replace(" ", "-"))
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, marks=[pytest.mark.root] * row.root, id=row.name.replace(" ", "-")) for row in OWN]
+)
 def test_a_row(row):
+    if row.root:
+        needs.root()
     found = part_of(row, tier="fast", seed=10_000, trials=row.fast)
     assert found["violations"] == []
     assert found["trials"] == row.fast

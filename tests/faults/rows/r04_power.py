@@ -22,6 +22,7 @@ def _row(kind: str, fast: int, mutants: tuple[str, ...]) -> Row:
         part=250,
         mutants=mutants,
         tried=300,
+        root=True,
     )
 
 
