@@ -1,5 +1,79 @@
-"""docs/reliability.md."""
+"""docs/reliability.md, from docs/reliability.json: the result of a campaign."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from faults.rows import rows
+
+DATA = Path(__file__).parents[2] / "docs" / "reliability.json"
+
+_HEAD = """# What survives
+
+For those who decide: which faults were injected, how often, and what was lost. `python -m tests.faults` repeats it in a
+checkout; [CONTRIBUTING.md](../CONTRIBUTING.md) says how.
+
+A trial is one fault and the check after it. What was acknowledged is kept outside of the program that is struck. 0
+violations in N random trials mean that the true rate is below 3/N, at 95 % confidence; they do not mean never. Where a
+fault is injected at each system call in turn, the trials are all there are. A row keeps its last run.
+"""
 
 
-def write(path):
-    raise SystemExit("not yet")
+def write(source: Path, data: Path = DATA) -> None:
+    """Take over the results of a campaign, row by row, and write the page."""
+    document = json.loads(data.read_text(encoding="utf-8")) if data.exists() else {"rows": {}, "mutants": {}}
+    found = json.loads(source.read_text(encoding="utf-8"))
+    about = {name: found[name] for name in ("date", "commit", "tier", "machine")}
+    for name, parts in found["parts"].items():
+        if not parts:
+            continue
+        document["rows"][name] = {
+            **about,
+            "seeds": f"{parts[0]['seed']} to {parts[-1]['seed']}",
+            "trials": sum(part["trials"] for part in parts),
+            "violations": sum(len(part["violations"]) for part in parts),
+        }
+    for name, caught in found["mutants"].items():
+        known = document["mutants"].setdefault(name, {})
+        known |= {row: {"trials": one["trials"], "caught": bool(one["by"])} | about for row, one in caught.items()}
+    document = {kind: dict(sorted(document[kind].items())) for kind in ("rows", "mutants")}
+    data.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+    data.with_suffix(".md").write_text(page(document), encoding="utf-8")
+
+
+def page(document: dict[str, Any]) -> str:
+    """The text of the page."""
+    made = [_HEAD, "## Promises", "", "| | promise | fault | trials | violations | so the rate is |"]
+    made.append("|---:|---|---|---:|---:|---|")
+    for row in rows().values():
+        found = document["rows"].get(row.name)
+        counts = "not run | | |" if found is None else _counts(found, enumerated=bool(row.tests))
+        made.append(f"| {row.number} | {row.promise} | {row.fault} | {counts}")
+    made += ["", "## Mutants", "", _MUTANTS, "| dropped | caught by | trials until then |", "|---|---|---:|"]
+    for name, caught in document["mutants"].items():
+        made += [
+            f"| {name} | {row if one['caught'] else f'**not** by {row}'} | {one['trials']} |"
+            for row, one in sorted(caught.items())
+        ]
+    made += ["", "## Runs", "", "| row | date | commit | tier | seeds | machine |", "|---|---|---|---|---|---|"]
+    made += [
+        f"| {name} | {one['date']} | {one['commit']} | {one['tier']} | {one['seeds']} | {one['machine']} |"
+        for name, one in document["rows"].items()
+    ]
+    return "\n".join(made) + "\n"
+
+
+_MUTANTS = """A campaign that finds nothing may be blind. So the product is built with one guard dropped at a time, and
+the rows must notice.
+"""
+
+
+def _counts(found: dict[str, Any], *, enumerated: bool) -> str:
+    trials, violations = found["trials"], found["violations"]
+    if enumerated or not trials:
+        said = "all cases, each once"
+    else:
+        said = f"below {300 / trials:.2g} %" if not violations else f"about {100 * violations / trials:.2g} %"
+    return f"{trials:,} | {violations} | {said} |"

@@ -9,7 +9,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from . import disks, states
-from .scenes import ENGINES, SCENES, Scene, sweeps
+from .scenes import ENGINES, SCENES, OfRanks, Scene, sweeps
 
 if TYPE_CHECKING:
     import random
@@ -74,7 +74,10 @@ def _one(run: Run, kind: str, made: type[Scene], shelf: disks.Shelf, draw: rando
     name, seed, folder = made.__name__, draw.randrange(1 << 30), run.place / f"{run.made}"
     folder.mkdir()
     with disks.recorded(kind, seed, folder) as (point, tell, log):
-        _in_child(scene, point, tell)
+        if isinstance(scene, OfRanks):
+            scene.play_in_ranks(point, tell)
+        else:
+            _in_child(scene, point, tell)
     run.count("recordings")
     run.count("writes", sum(entry[0] == "write" for entry in log))
     places = states.cuts(log, min(STATES, run.trials - run.made), draw)

@@ -218,6 +218,31 @@ class Managed(Scene):
         return "" if acknowledged <= found <= begun else f"{acknowledged} was acknowledged, and {found} is restored"
 
 
+class OfRanks(Scene):
+    """Two ranks that save together, each over the one before."""
+
+    def play_in_ranks(self, point: Path, tell: Callable[[str], None]) -> None:
+        """Make all saves with processes of a group of torch."""
+        from faults import groups_that_go_on  # torch takes seconds
+        from harness import groups
+
+        program = groups_that_go_on.save_over
+        with groups.forge() as forge, forge.group(2) as group:
+            for number in range(1, self.count + 1):
+                tell(f"begun {number}")
+                group.run(program, str(point), number)
+                tell(f"acknowledged {number}")
+
+    def wrong(self, point: Path, begun: int, acknowledged: int) -> str:
+        from faults import groups_that_go_on
+
+        path = self.path(point, 1)
+        if not path.exists():
+            return f"{acknowledged} was acknowledged, and nothing is there" if acknowledged else ""
+        why = [groups_that_go_on.not_of(path, number) for number in range(max(1, acknowledged), begun + 1)]
+        return "" if "" in why else "; ".join(why)
+
+
 SCENES = (
     Overwrites,
     Managed,

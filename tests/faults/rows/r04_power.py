@@ -5,7 +5,13 @@ from __future__ import annotations
 from functools import partial
 
 from faults.crash import power
-from faults.row import Row
+from faults.crash.scenes import OfRanks
+from faults.row import Row, Run
+
+
+def _of_ranks(run: Run) -> None:
+    # Each kind in turn: a group takes seconds to make.
+    power.cut(run, ("ext4", "xfs", "btrfs")[run.seed % 3], (OfRanks,))
 
 
 def _row(kind: str, fast: int, mutants: tuple[str, ...]) -> Row:
@@ -30,4 +36,16 @@ ROWS = [
     _row("ext4", 60, ()),
     _row("xfs", 40, ()),
     _row("btrfs", 40, ()),
+    Row(
+        4,
+        "power cuts of ranks",
+        "The same of two ranks that save together.",
+        "the same device below ext4, XFS or btrfs",
+        "the same mutants reach ranks by the same commit",
+        run=_of_ranks,
+        fast=0,
+        nightly=300,
+        part=50,
+        root=True,
+    ),
 ]
