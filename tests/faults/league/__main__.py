@@ -16,7 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from . import libraries, rows
+sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "python")]
+
+from . import libraries, rows  # noqa: E402 - found there
 
 
 def inside(name: str, chosen: list[str], trials: int, seed: int) -> None:

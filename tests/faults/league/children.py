@@ -25,26 +25,37 @@ class End(NamedTuple):
 class Child:
     """A forked process that runs ``work``, which it gives a function to tell steps with.
 
+    With ``note``, it goes on from a step only when that has been called with it.
+
     Attributes:
         told: the steps it has told.
     """
 
-    def __init__(self, work: Callable[[Callable[[int], None]], Any]) -> None:
+    def __init__(self, work: Callable[[Callable[[int], None]], Any], note: Callable[[int], None] | None = None) -> None:
         self.told: list[int] = []
         self._end: End | None = None
         self._rest = b""
+        self._note = note
         self._out, out = os.pipe()
+        go_on, self._go_on = os.pipe()
         self.pid = os.fork()
         if self.pid:
             os.close(out)
+            os.close(go_on)
             return
+
+        def tell(step: int) -> None:
+            _tell(out, step)
+            if note is not None:
+                os.read(go_on, 1)
+
         status = 1
         with contextlib.suppress(BaseException):
             os.setsid()  # whatever it starts ends with it
             silent = os.open(os.environ.get("LEAGUE_LOG", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(silent, 1)
             os.dup2(silent, 2)
-            _tell(out, _run(work, lambda step: _tell(out, step)))
+            _tell(out, _run(work, tell))
             status = 0
         os._exit(status)
 
@@ -63,6 +74,9 @@ class Child:
                 said = json.loads(line)
                 if isinstance(said, int):
                     self.told.append(said)
+                    if self._note is not None:
+                        self._note(said)
+                        os.write(self._go_on, b".")
                 else:
                     os.waitpid(self.pid, 0)
                     self._end = End(*said)
@@ -81,6 +95,7 @@ class Child:
             self._end = End("hung")
         self.kill()
         os.close(self._out)
+        os.close(self._go_on)
         return self._end
 
 

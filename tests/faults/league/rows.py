@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
+from faults.crash import disks
+from faults.crash import states as cut
+
 from . import states
 from .children import HUNG, Child, End
 from .libraries import Library, free_port, meet
@@ -34,14 +37,14 @@ class Trial:
         self.library, self.directory, self.draw = library, directory, draw
         directory.mkdir(exist_ok=True)
 
-    def train(self, steps: Iterable[int], run: int = 0) -> Child:
+    def train(self, steps: Iterable[int], run: int = 0, note: Callable[[int], None] | None = None) -> Child:
         """Start a training."""
 
         def work(told: Callable[[int], None]) -> None:
             states.run = run
             self.library.train(self.directory, steps, told)
 
-        return Child(work)
+        return Child(work, note)
 
     def train_on_two_ranks(self, steps: Iterable[int]) -> list[Child]:
         """Start a training of two ranks."""
@@ -197,6 +200,21 @@ def full_disk(trial: Trial) -> str:
         return trial.verdict(max(child.told, default=2))
 
 
+def power_cut(trial: Trial) -> str:
+    """ext4 on a device with a volatile cache, after a power cut (:mod:`faults.crash`)."""
+    kind, home = "ext4", trial.directory
+    with disks.recorded(kind, trial.draw.randrange(1 << 30), home) as (point, mark, log):
+        trial.directory = point
+        child = trial.train([1, 2, 3], note=lambda step: mark(f"acknowledged {step}"))
+        if child.end().how != "returned":
+            raise AssertionError(f"{trial.library.title}: undisturbed, it failed")
+    (state,) = cut.after(disks.formatted(kind), log, cut.cuts(log, 1, trial.draw), trial.draw)
+    acknowledged = max((int(mark.split()[1]) for mark in state.marks if mark.startswith("ack")), default=0)
+    with disks.shelf(kind, home) as shelf, shelf.mounted(kind, state.image, state.used) as point:
+        trial.directory = point
+        return trial.verdict(acknowledged)
+
+
 def two_savers(trial: Trial) -> str:
     """Two trainings save other states to the same place at the same time."""
     both = [trial.train(range(1, 7), run) for run in (0, 1)]
@@ -245,6 +263,7 @@ ALL: dict[str, Callable[[Trial], str]] = {
     "killed in the first save": first_save,
     "killed in a save": in_a_save,
     "killed at the removal of older ones": in_retention,
+    "power cut": power_cut,
     "disk full": full_disk,
     "one bit flipped": flipped_bit,
     "4 KiB zeroed": zeroed_block,
