@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from faults.league import table as league
 from faults.rows import rows
 
 DATA = Path(__file__).parents[2] / "docs" / "reliability.json"
@@ -57,6 +58,7 @@ def page(document: dict[str, Any]) -> str:
             f"| {name} | {row if one['caught'] else f'**not** by {row}'} | {one['trials']} |"
             for row, one in sorted(caught.items())
         ]
+    made += ["", *league.table()]
     made += ["", "## Runs", "", "| row | date | commit | tier | seeds | machine |", "|---|---|---|---|---|---|"]
     made += [
         f"| {name} | {one['date']} | {one['commit']} | {one['tier']} | {one['seeds']} | {one['machine']} |"

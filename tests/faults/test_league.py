@@ -7,6 +7,17 @@ import subprocess
 import sys
 from pathlib import Path
 
+from faults.league import table
+
+
+def test_the_table_counts_what_was_not_good(tmp_path):
+    data = tmp_path / "league.json"
+    rows = {"undisturbed": {"good": 2}, "killed": {"good": 3, "stuck": 1}}
+    data.write_text(json.dumps({"one": {"title": "One", "version": "1.0", "promise": "https://one", "rows": rows}}))
+    *_, head, line, cells = table.table(data)
+    assert (head, line) == ("| | killed |", "|---|---|")
+    assert cells == "| [One](https://one) 1.0 | 3 of 4, 1 stuck |"
+
 
 def test_a_row_is_tried_over_libraries(tmp_path):
     found = tmp_path / "league.json"
