@@ -169,36 +169,51 @@ class State:
         table = Table(self.names, kinds, kind, [], None, "[]")
         return Told.of(rank, encode(table), encode_spreads([self.spread]))
 
-    def share(self) -> Any:
-        """The layout, as each rank makes it."""
+    def share(self, *grains: int) -> Any:
+        """The layout, as each rank makes it: with page, grain and team, or in place."""
         spread = _core.Spread.mesh(self.spread.ranks, self.spread.mesh, self.spread.placements)
         tensors = [(name, "BF16", self.shape, None, (0,)) for name in self.names]
         options = _core.SaveOptions(shard_size=1 << 50)
-        return _core.Share.to_save(tensors, [spread], self.ranks, options)
+        return _core.Share.to_save(tensors, [spread], self.ranks, options, *grains)
 
-    def pieces(self, share: Any) -> Any:
-        """A function that returns what a rank has written: checksums of whole pages, as its core would give them."""
+    def pieces(self, share: Any, *, in_place: bool = True) -> Any:
+        """A function that returns the checksums of what a rank has written, as its core would give them.
+
+        In place, that is whole pages of its part of each tensor, which is faster to compute here than in the core.
+        """
         base, block = _begin(share, self.nbytes)
         begins = base + np.arange(self.tensors, dtype=np.int64) * self.nbytes
 
-        def of(rank: int) -> bytes:
+        def own(rank: int) -> tuple[Any, Any]:
             first = begins + rank * self.nbytes // self.ranks
             last = begins + (rank + 1) * self.nbytes // self.ranks
             # The page in which two ranks meet belongs to the first of them.
             first = first if rank == 0 else -(-first // PAGE) * PAGE
             last = last if rank == self.ranks - 1 else np.minimum(-(-last // PAGE) * PAGE, begins + self.nbytes)
             first, last = np.minimum(first, begins + self.nbytes), np.maximum(last, first)
-            counts = np.where(last > first, (last - 1) // block - first // block + 1, 0)
-            tensor = np.repeat(np.arange(self.tensors), counts)
-            number = np.arange(len(tensor)) - np.repeat(np.cumsum(counts) - counts, counts)
-            found = np.zeros(len(tensor), PIECE)
-            start = np.maximum(first[tensor], (first[tensor] // block + number) * block)
-            found["start"] = start
-            found["len"] = np.minimum(last[tensor], (start // block + 1) * block) - start
-            found["crc"] = found["xz"] = start * 0x9E3779B1
+            return first[last > first], last[last > first]
+
+        def dealt(rank: int) -> tuple[Any, Any]:
+            ranges = np.array([found[1:] for found in share.ranges(rank)], dtype=np.int64).reshape(-1, 2)
+            return np.maximum(ranges[:, 0], base), np.minimum(ranges[:, 1], base + self.tensors * self.nbytes)
+
+        def of(rank: int) -> bytes:
+            first, last = _cut(*_cut(*(own if in_place else dealt)(rank), base, self.nbytes), 0, block)
+            found = np.zeros(len(first), PIECE)
+            found["start"], found["len"] = first, last - first
+            found["crc"] = found["xz"] = first * 0x9E3779B1
             return found.tobytes()
 
         return of
+
+
+def _cut(first: Any, last: Any, origin: int, step: int) -> tuple[Any, Any]:
+    """Ranges cut at each multiple of ``step`` behind ``origin``."""
+    begin = (first - origin) // step
+    counts = (last - 1 - origin) // step - begin + 1
+    of = np.repeat(np.arange(len(first)), counts)
+    low = origin + (begin[of] + np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * step
+    return np.maximum(first[of], low), np.minimum(last[of], low + step)
 
 
 def _begin(share: Any, nbytes: int) -> tuple[int, int]:

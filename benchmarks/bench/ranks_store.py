@@ -3,12 +3,13 @@
     python benchmarks/ranks.py --store --clients 1000 --tensors 30000 --check
 
 Every client is a rank as the store knows it: the protocol, its connections and its threads, of the package itself. It
-has no tensors. A save sends the messages of one with an FSDP state, with as many checksums as the rank would write. In
-a restore the newest checkpoint has one damaged block, which one rank meets, and the ranks load the one before. In a
-preemption a signal comes to one rank in the middle of a step, and all leave at one step. The server has a process of
-its own, the clients share a few; all of them share this machine, so seconds are more than a cluster's, where each
-client has a core. What the server did does not depend on that: its CPU seconds, bytes and memory are the kernel's count
-(the peak of the resident set, beyond what it had with all clients connected), operations are what the clients asked.
+has no tensors. A save sends the messages of one with an FSDP state to a file system that many machines share: each
+rank with the checksums of the ranges that the layout deals to it. In a restore the newest checkpoint has one damaged
+block, which one rank meets, and the ranks load the one before. In a preemption a signal comes to one rank in the
+middle of a step, and all leave at one step. The server has a process of its own, the clients share a few; all of them
+share this machine, so seconds are more than a cluster's, where each client has a core. What the server did does not
+depend on that: its CPU seconds, bytes and memory are the kernel's count (the peak of the resident set, beyond what it
+had with all clients connected), operations are what the clients asked.
 """
 
 # ruff: noqa: SLF001 - what ranks exchange is counted and played from within
@@ -18,6 +19,7 @@ from __future__ import annotations
 import argparse
 import functools
 import math
+import multiprocessing
 import os
 import signal
 import sys
@@ -25,7 +27,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import MB, options, report
 from bench.bars import Bar
@@ -40,6 +42,7 @@ from fastckpt._manager.step_boundary import StepBoundary
 from fastckpt._manager.step_timing import StepTiming
 from fastckpt._ranks import peers
 from fastckpt._ranks.called import location_of
+from fastckpt._ranks.requests import Wait
 from fastckpt._ranks.store import Transport
 from fastckpt._ranks.torch_distributed import Group, store_below
 from fastckpt.exceptions import CorruptCheckpointError, RanksError
@@ -47,12 +50,15 @@ from fastckpt.exceptions import CorruptCheckpointError, RanksError
 if TYPE_CHECKING:
     from collections.abc import Callable
     from multiprocessing.connection import Connection
+    from multiprocessing.synchronize import Barrier
 
 #: The scenes, in order.
 SCENES = ("save", "restore", "preemption")
 #: Seconds of the steps of a preemption, and of training before the signal: not a multiple of both.
 STEPS, BEFORE = (5.0, 0.01), 11.7
 TIMEOUT = 600.0
+#: Page, grain and team of a save to a file system that many machines share.
+SHARED = (4096, 4 << 20, 0)
 #: The bars: seconds of a save's rounds, and of the answer to a signal; bytes of the server's memory.
 SAVE, ANSWER, MEMORY = 10.0, 3.0, 200 * MB
 #: Threads are many and do little.
@@ -66,11 +72,15 @@ class Counted(Transport):
     def __init__(self, store: Any) -> None:
         super().__init__(store)
         self.traffic = Traffic()
+        self._waited: tuple[str, ...] = ()
 
     def serve(self, request: Any, limit: float) -> Any:
         """Serve a request, and count it."""
         reply = super().serve(request, limit)
-        self.traffic.note(request, reply)
+        # A wait goes on at the server; to look at it again asks nothing of that.
+        if not (isinstance(request, Wait) and request.keys == self._waited):
+            self.traffic.note(request, reply)
+        self._waited = request.keys if isinstance(request, Wait) and not reply else ()
         return reply
 
 
@@ -92,6 +102,17 @@ class _Session:
         apart.close()
 
 
+class Boundary(StepBoundary):
+    """One at which the ranks ask each other; :meth:`passes` is asked before."""
+
+    def _passes(self, step: int, *, needed: bool = False) -> bool:  # noqa: ARG002 - as its base has it
+        return False
+
+    def passes(self, step: int) -> bool:
+        """Whether all ranks pass the boundary without a question."""
+        return StepBoundary._passes(self, step)
+
+
 class Client:
     """One rank."""
 
@@ -109,12 +130,9 @@ class Client:
         timing = StepTiming()
         schedule = Schedule([when.Every(steps=10**9)], timing)
         preemption = Preemption(HOME, self.signals, self.saves, self.crew)
-        self.boundary = StepBoundary(self.crew, schedule, timing, self.saves, SimpleNamespace(), preemption)
+        self.boundary = Boundary(self.crew, schedule, timing, self.saves, SimpleNamespace(), preemption)
+        self.crew.listen(lambda: self.signals.came)
         self.boundary.should_save(0)
-
-    def passes(self, step: int) -> bool:
-        """Whether the boundary needs no thread, because no question is asked there."""
-        return bool(self.crew._skip) and not self.boundary.should_save(step)
 
     def operation(self, kind: str, path: str) -> peers.Operation:
         """Begin a save or load."""
@@ -157,23 +175,40 @@ class Client:
                 self.crew.first("restore: look", lambda: False)
 
 
+class Job(NamedTuple):
+    """What all clients do together.
+
+    Attributes:
+        clients: how many there are.
+        tensors: how many the state has.
+        in_place: whether each rank writes its part of each tensor, and not the runs that its team deals to it.
+        together: where their processes meet at each step.
+    """
+
+    clients: int
+    tensors: int
+    in_place: bool
+    together: Barrier
+
+
 class Crowd:
     """Some of the clients, each in a thread."""
 
-    def __init__(self, index: int, crowds: int, clients: int, tensors: int, port: int) -> None:
+    def __init__(self, index: int, crowds: int, port: int, job: Job) -> None:
         import torch.distributed as dist
 
         threading.stack_size(STACK)
         # By default each of a thousand threads that want the interpreter asks for it 200 times a second.
         sys.setswitchinterval(1.0)
-        self.size, self.tensors = clients, tensors
+        self.size, self.tensors, self.in_place, self.together = job
         peers.Transport = Counted
         store = dist.TCPStore("127.0.0.1", port)
         self.clients: list[Client] = []
         crews.session = lambda *_: self._at.session
-        for rank in range(index, clients, crowds):
-            self.clients.append(Client(rank, clients, store))
+        for rank in range(index, self.size, crowds):
+            self.clients.append(Client(rank, self.size, store))
         self._local = threading.local()
+        self._cpu = 0.0
         self.said: list[Callable[[], Any]] = []
 
     @property
@@ -208,21 +243,23 @@ class Crowd:
             raise errors[0]
         return {"began": began, "ended": max(ends)}
 
-    def traffic(self) -> list[int]:
-        """Operations of all clients since the last call, and bytes that they sent and received."""
-        total = [0, 0, 0]
+    def traffic(self) -> list[float]:
+        """Operations of all clients since the last call, bytes that they sent and received, and their CPU seconds."""
+        now = time.process_time()
+        total = [0, 0, 0, now - self._cpu]
+        self._cpu = now
         for client in self.clients:
             for one in client.session.made:
                 found = one._transport.traffic
-                total = [total[0] + found.operations, total[1] + found.sent, total[2] + found.received]
+                total[:3] = total[0] + found.operations, total[1] + found.sent, total[2] + found.received
                 one._transport.traffic = Traffic()
         return total
 
     def prepare_save(self) -> None:
         """Make what the ranks say."""
         state = State(self.size, self.tensors)
-        told, share = state.told(0), state.share()
-        of = state.pieces(share)
+        told, share = state.told(0), state.share(*(() if self.in_place else SHARED))
+        of = state.pieces(share, in_place=self.in_place)
         pieces = [of(client.rank) for client in self.clients]
         self.said = [functools.partial(rounds, told, lambda each=each: each, share) for each in pieces]
 
@@ -238,12 +275,17 @@ class Crowd:
             return {}
         return self.each(Client.manage)
 
+    def end(self) -> None:
+        """End the managers, if there are any."""
+        if hasattr(self.clients[0], "crew"):
+            self.each(lambda client: client.crew.end())
+
     def restore(self) -> dict[str, Any]:
         """Restore on all clients."""
         return self.each(Client.restore)
 
     def train(self, begins: float, seconds: float, called: float, whom: int) -> dict[str, Any]:
-        """Take steps until a signal, which comes at a time to one rank, is answered.
+        """Take steps, together as the ranks of a job do, until a signal, which comes to one rank, is answered.
 
         Args:
             begins: when the first step does, by the monotonic clock.
@@ -251,20 +293,22 @@ class Crowd:
             called: when the signal comes.
             whom: to which rank.
         """
-        asked, step = 0.0, 0
+        cost, share, step = 0.0, 0.0, 0
         for client in self.clients:
-            client.signals = client.boundary.preemption.signals
             if client.rank == whom:
                 threading.Timer(called - time.monotonic(), client.signals._handle, (signal.SIGUSR1, None)).start()
         while True:
             step += 1
+            self.together.wait(TIMEOUT)
             time.sleep(max(0.0, begins + step * seconds - time.monotonic()))
-            arrived = time.monotonic()
-            waiting = [client for client in self.clients if not client.passes(step)]
+            waiting = [client for client in self.clients if not client.boundary.passes(step)]
             if waiting:
                 self.each(lambda client, at=step: client.boundary.should_save(at), waiting)
             now = time.monotonic()
-            asked += now - arrived if arrived < called else 0.0
+            if waiting and now < called:
+                first = self.clients[0].crew
+                cost = first._cost
+                share = cost / (cost + (first._skip + 1) * max(seconds, (now - begins) / step))
             stopped = [client for client in self.clients if client.signals.called]
             if stopped:
                 if len(stopped) != len(self.clients):
@@ -273,13 +317,13 @@ class Crowd:
                     client.signals._called.clear()
                     client.signals._pending.clear()
                     client.boundary._wanted = None
-                return {"step": step, "ended": now, "asked": asked}
+                return {"step": step, "ended": now, "cost": cost, "share": share}
             if now > called + 60:
                 raise RuntimeError("no client has noticed the signal for a minute")
 
 
-def _crowd(index: int, crowds: int, port: int, connection: Connection, clients: int, tensors: int) -> None:
-    obey(Crowd(index, crowds, clients, tensors, port), connection)
+def _crowd(index: int, crowds: int, port: int, connection: Connection, job: Job) -> None:
+    obey(Crowd(index, crowds, port, job), connection)
 
 
 class Server:
@@ -319,9 +363,11 @@ class Server:
 class Scenes:
     """The scenes, over one store."""
 
-    def __init__(self, clients: int, processes: int, tensors: int) -> None:
+    def __init__(self, processes: int, clients: int, tensors: int, *, in_place: bool) -> None:
         self.clients = clients
-        self.world = World(processes, functools.partial(_crowd, clients=clients, tensors=tensors))
+        # It is kept here: it goes with the last reference, and a process that starts has none yet.
+        self.job = Job(clients, tensors, in_place, multiprocessing.get_context("spawn").Barrier(processes))
+        self.world = World(processes, functools.partial(_crowd, job=self.job))
         self.server = Server(self.world.processes[0].pid)
         self.found: list[dict[str, Any]] = []
 
@@ -341,6 +387,7 @@ class Scenes:
                 "operations": asked[0],
                 "sent": asked[1],
                 "received": asked[2],
+                "cpu": asked[3],
                 "server": server,
             }
         )
@@ -374,16 +421,17 @@ class Scenes:
             self.found[-1].update(
                 seconds=ended - boundary,
                 signal=ended - called,
-                share=max(one["asked"] for one in said) / BEFORE,
+                cost=said[0]["cost"],
+                share=said[0]["share"],
             )
 
 
 def lines(found: list[dict[str, Any]]) -> list[list[str]]:
     """The table, head first."""
-    rows = [["", "s", "operations", "MB in", "MB out", "server CPU s", "server MB"]]
+    rows = [["", "s", "operations", "MB in", "MB out", "CPU s of clients", "of the server", "server MB"]]
     for one in found:
         server = one["server"]
-        cells = [server["in"] / MB, server["out"] / MB, server["cpu"], server["memory"] / MB]
+        cells = [server["in"] / MB, server["out"] / MB, one["cpu"], server["cpu"], server["memory"] / MB]
         numbers = [report.number(one["seconds"], 2), f"{one['operations']:,}"]
         rows.append([one["scene"], *numbers, *(report.number(cell, 2 if cell < 10 else 0) for cell in cells)])
     return rows
@@ -410,17 +458,21 @@ def main() -> int:
     )
     parser.add_argument("--store", action="store_true", help="this")
     parser.add_argument("--clients", type=options.positive, default=1000, help="ranks (default: 1000)")
-    parser.add_argument("--processes", type=options.positive, default=4, help="of the clients (default: 4)")
+    parser.add_argument("--processes", type=options.positive, default=2, help="of the clients (default: 2)")
     parser.add_argument("--tensors", type=options.positive, default=30_000, help="of the state (default: 30000)")
+    parser.add_argument(
+        "--in-place", action="store_true", help="save as with FASTCKPT_AGGREGATE=off, not in teams as by default"
+    )
     parser.add_argument("--scenes", type=options.several(str), default=list(SCENES), help="which (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument("--markdown", action="store_true", help="print the table as Markdown")
     parser.add_argument("--check", action="store_true", help="exit with 1 when a bar is not met")
     chosen = parser.parse_args()
-    scenes = Scenes(chosen.clients, chosen.processes, chosen.tensors)
+    scenes = Scenes(chosen.processes, chosen.clients, chosen.tensors, in_place=chosen.in_place)
     try:
         for name in chosen.scenes:
             getattr(scenes, name)()
+        scenes.world.ask("end")
     finally:
         scenes.world.close()
     print(f"{chosen.clients:,} clients in {chosen.processes} processes, {chosen.tensors:,} tensors.")
@@ -429,7 +481,8 @@ def main() -> int:
         if "signal" in one:
             print(
                 f"{one['scene']}: answered {one['signal']:.2f} s after the signal, {one['seconds']:.2f} s after "
-                f"the first boundary behind it; questions took {one['share']:.3%} of the time before"
+                f"the first boundary behind it; the last question before took {one['cost']:.2f} s, and the pace "
+                f"agreed on then gives questions {one['share']:.3%} of the time"
             )
     demands = bars(scenes.found)
     for bar in demands:

@@ -808,6 +808,8 @@ class Share:
 
         ValueError where a part is missing.
         """
+    def ranges(self, rank: int) -> list[tuple[int, int, int]]:
+        """The ranges that a rank writes: file, first byte, and the byte after the last; errors as in ``figures``."""
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
         """The duties of a rank.
 

@@ -1,5 +1,5 @@
 """Parts of a manager, by a clock of their own: what saves of lost machines left in a run, policies with
-their reasons, the times of steps, what has changed, and what ranks say of a load that failed.
+their reasons, the times of steps, what has changed, what ranks say of a failed load, and when they ask each other.
 """
 
 from __future__ import annotations
@@ -9,9 +9,13 @@ import json
 import logging
 import os
 import random
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from torch.distributed import HashStore, TCPStore
 
 import fastckpt
 from fastckpt import keep, when
@@ -20,7 +24,10 @@ from fastckpt._manager import after_save, restore, stale
 from fastckpt._manager.directory import Directory, Names
 from fastckpt._manager.leftovers import UNCHANGED, Leftovers
 from fastckpt._manager.step_timing import StepTiming
+from fastckpt._manager.summons import Summons
 from fastckpt._manager.tier import reasons
+from fastckpt._ranks.peers import Peers
+from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
 from fastckpt.keep import Saved
 
@@ -399,3 +406,115 @@ def test_what_a_thousand_ranks_could_not_load_travels_as_the_first_failures_and_
     assert (gone.skips, gone.gone) == (True, True)
     assert [one.kind for one in Ranks([heard, heard]).ask().listed] == ["RanksError"] * 2
     assert Ranks([None] * 40).ask() is None
+
+
+#: Boundaries after which ranks that have not heard of a call will not.
+LONGEST = 50_000
+
+
+class Crowd:
+    """Some ranks in one process, each with its boundaries in a thread."""
+
+    def __init__(self, size, store=None):
+        self.came = [0] * size
+        self.peers = [Peers(rank, size, store or HashStore(), f"host-{rank}", shown=False) for rank in range(size)]
+        self.ranks = [Summons(peers, "run", 60.0, None) for peers in self.peers]
+        for rank, each in enumerate(self.ranks):
+            each.listen(lambda rank=rank: self.came[rank])
+
+    def each(self, function):
+        """The results of a function of each rank's number."""
+        with ThreadPoolExecutor(len(self.ranks)) as pool:
+            return list(pool.map(function, range(len(self.ranks))))
+
+    def until_asked(self, rank):
+        """How many boundaries a rank comes to until it asks at one."""
+        for at in range(1, LONGEST):
+            if self.ranks[rank].reach(passes=True):
+                return at
+            time.sleep(0.001)
+        return None
+
+    def end(self):
+        self.each(lambda rank: self.ranks[rank].end())
+        for peers in self.peers:
+            peers.close()
+
+
+@pytest.fixture
+def crowd():
+    """Seven ranks."""
+    store = HashStore()
+    made = Crowd(7, store)
+    yield made
+    made.end()
+
+
+@pytest.mark.parametrize("calls", [{3: 1}, {0: 40}, dict.fromkeys(range(7), 5), {2: 1, 5: 300}])
+def test_ranks_at_any_pace_ask_at_one_boundary_when_one_has_called(crowd, calls):
+    """Mutants: the last boundary reached; nobody stays at one while they agree; one that stays there passes it."""
+    draw = [random.Random(rank) for rank in range(7)]
+
+    def train(rank):
+        """The boundaries at which this rank asks for a call, until it has heard of all."""
+        asked, at = [], 0
+        while (not asked or at <= max(calls.values())) and at < LONGEST:
+            at += 1
+            crowd.came[rank] += calls.get(rank) == at
+            if crowd.ranks[rank].reach(passes=True):
+                asked.append(at)
+            if draw[rank].random() < 0.3:
+                time.sleep(draw[rank].random() / 100)
+        return asked
+
+    first, *others = crowd.each(train)
+    assert others == [first] * 6
+    assert 1 <= len(first) <= len(calls)
+
+
+def test_a_rank_may_have_all_ask_soon(crowd):
+    crowd.ranks[0].urge()
+    first, *others = crowd.each(crowd.until_asked)
+    assert first is not None
+    assert others == [first] * 6
+
+
+def test_a_rank_that_ends_is_named_at_the_next_boundary(crowd):
+    """Mutant: the thread ends without a word."""
+
+    def train(rank):
+        if rank == 4:
+            crowd.ranks[4].end("its block has ended with KeyError: 'x'")
+            return None
+        with pytest.raises(RanksError, match=r"rank 4 on host-4 .*: its block has ended with KeyError: 'x'") as caught:
+            crowd.until_asked(rank)
+        return [failure.rank for failure in caught.value.failures]
+
+    assert crowd.each(train) == [[4] if rank != 4 else None for rank in range(7)]
+
+
+def test_while_nobody_calls_the_store_is_asked_nothing(monkeypatch):
+    """Mutant: a look at the key once per slice."""
+    looks, asked = [threading.Semaphore(0) for _ in range(3)], []
+    server = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
+    woken, call = Peers.is_woken, Transport._call
+
+    def look(peers, seconds, limit):
+        found = woken(peers, seconds / 50, limit)
+        looks[peers.rank].release()
+        return found
+
+    monkeypatch.setattr(Peers, "is_woken", look)
+    crowd = Crowd(3, server)
+
+    def pass_on(rank):
+        for _ in range(20):
+            looks[rank].acquire()
+            assert not crowd.ranks[rank].reach(passes=True)
+
+    crowd.each(pass_on)
+    monkeypatch.setattr(Transport, "_call", lambda *given, **named: asked.append(given) or call(*given, **named))
+    crowd.each(pass_on)
+    monkeypatch.setattr(Transport, "_call", call)
+    crowd.end()
+    assert asked == []

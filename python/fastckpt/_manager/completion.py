@@ -76,13 +76,15 @@ class Completion:
             if error is not None or not self.shared:
                 signals.answer = self.preemption.answer_at_end
                 signals.answer_now()
-            failure = self._finish(error)
+            failure, why = self._finish(error), None
             if self.shared and not signals.exiting:
                 if failure is not None:
                     why = f"its block has ended with {type(failure).__name__}: {failure}"
                     self.ranks.leave(why)
                     self.boundary.miss(why)
+                self.ranks.end(why)
                 self.preemption.pass_on_at_end()
+            self.ranks.end()
             if failure is not error and failure is not None:
                 raise failure
         finally:

@@ -23,11 +23,16 @@ from fastckpt._ranks.session import session
 from fastckpt._ranks.torch_distributed import is_initialised
 from fastckpt.exceptions import RanksError
 
+from .summons import RankLeft, Summons
+
 if TYPE_CHECKING:
     from fastckpt._ranks.peers import Operation, Peers
+    from fastckpt._ranks.session import Session
 
 _T = TypeVar("_T")
 
+#: The share of the time that questions at boundaries may take.
+_SHARE = 0.005
 #: Seconds between two signs of life of a rank that others wait for.
 _BEAT = 1.0
 #: Seconds for which a rank that cannot take part in the first save waits for the others in order to tell them.
@@ -44,7 +49,7 @@ class Asked:
         left: seconds until a save for them must be done; None for as long as it takes.
         saved: the step that needs no further save.
         due: whether a policy wants the step; the first rank's counts.
-        apart: seconds for which the ranks may go on without asking each other; the first rank's counts.
+        apart: seconds for which the ranks may go on without asking each other, at least; the first rank's counts.
         over: whether nothing is in flight that this rank waits for.
         plan: the place in the run for the metadata of a save of the step; the first rank's counts.
         watch: called while this rank waits for the others. An error here ends the question; the ranks in it hear of it,
@@ -111,15 +116,17 @@ class Crew:
         self.share: tuple[int, int] | None = None
         self._peers: Peers | None = None
         self._place: list[Any] | None = None
+        self._summons: Summons | None = None
         if self._session is not None and self.size > 1:
             self._peers = self._session.apart()
             self._place = location_of(directory, self.host)
             # At the latest when the interpreter ends, and before the group itself goes.
             weakref.finalize(self, self._session.end, self._peers)
-        #: The number of boundaries that all ranks pass without a question, of those passed since the last one, and when
-        #: that was.
+        #: The number of boundaries that all ranks pass without a question, of those passed since the last one, when
+        #: that was, and the seconds that it took.
         self._skip = self._passed = 0
         self._asked: float | None = None
+        self._began = self._cost = 0.0
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -186,13 +193,38 @@ class Crew:
         leaders = self._round("Manager", value, combine, decide)
         self.share = (leaders.index(self.rank), len(leaders)) if self.rank in leaders else None
 
-    def skips(self) -> bool:
-        """Whether all ranks pass this boundary without a question: the first rank has said how many they pass."""
-        if not self._skip:
+    def listen(self, came: Callable[[], int]) -> None:
+        """From now on any rank may have all of them ask each other: this one when a signal has come. All ranks call it.
+
+        Args:
+            came: how many signals have come to this rank.
+        """
+        if self._session is not None and self.size > 1:
+            peers = self._session.apart()
+            self._summons = Summons(peers, self._directory, self._given.timeout, self._place)
+            weakref.finalize(self, _end, self._summons, self._session, peers)
+            self._summons.listen(came)
+
+    def passes(self, *, needed: bool) -> bool:
+        """Whether all ranks pass this boundary without a question: the first has said how many, and none has called.
+
+        Args:
+            needed: whether they ask in any case.
+
+        Raises:
+            RanksError: a rank has ended, or does not answer.
+        """
+        passes = not needed and self._skip > 0
+        if (self._summons is not None and self._summons.reach(passes=passes)) or not passes:
             return False
         self._skip -= 1
         self._passed += 1
         return True
+
+    def urge(self) -> None:
+        """Have all ranks ask each other soon."""
+        if self._summons is not None:
+            self._summons.urge()
 
     def decide(self, operation: str, asked: Asked) -> Agreed:
         """The facts that hold for all ranks at this boundary.
@@ -226,7 +258,9 @@ class Crew:
 
         value = [asked.step, asked.step, list(asked.signals), asked.left, asked.over]
         marks = {"step": str(asked.step)}
+        self._began = time.monotonic()
         said = self._round(operation, value, combine, decide, marks, asked.watch)
+        self._cost = time.monotonic() - self._began
         signals, left, saved, due, over, plan, self._skip = said
         self._passed = 0
         return Agreed(tuple(signals), left, saved, due, over, plan)
@@ -304,6 +338,11 @@ class Crew:
         with contextlib.suppress(Exception, RankLeft), call.operation:
             raise RankLeft(why) if known else RuntimeError(why)
 
+    def end(self, why: str | None = None) -> None:
+        """This rank comes to no more boundaries; the others hear ``why`` at their next one."""
+        if self._summons is not None:
+            self._summons.end(why)
+
     # How they ask.
 
     def _round(
@@ -327,24 +366,24 @@ class Crew:
         return peers.operation(operation, self._directory, self._given.timeout, place=self._place)
 
     def _pace(self, apart: float) -> int:
-        """How many boundaries come in this many seconds, judging by the last ones.
-
-        At most twice as many as there were before the last question, plus one: a few short steps mean little.
-        """
+        """How many boundaries come in this many seconds, judging by the last ones; in more if questions take long."""
         now = time.monotonic()
         before, self._asked = self._asked, now
         if before is None or apart <= 0:
             return 0
+        # The answer takes about as long to reach all as the question took to come from all.
+        apart = max(apart, max(self._cost, 2 * (now - self._began)) / _SHARE)
         each = max(now - before, 1e-6) / (self._passed + 1)
-        return min(max(0, int(apart / each) - 1), 2 * self._passed + 1)
-
-
-class RankLeft(BaseException):
-    """A rank leaves the others alone. No ``Exception``: it does so without waiting for an answer."""
+        return max(0, int(apart / each) - 1)
 
 
 class SaveFailed(RankLeft):
     """The save that a rank has waited for has failed."""
+
+
+def _end(summons: Summons, group: Session, peers: Peers) -> None:
+    summons.end()
+    group.end(peers)
 
 
 @contextlib.contextmanager

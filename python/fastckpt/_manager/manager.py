@@ -175,6 +175,8 @@ class Manager:
         self._boundary = StepBoundary(ranks, Schedule(when, timing), timing, saves, alarm, preemption)
         copies = remote is not None and not self._read_only
         shared = ranks.size > 1 and not self._read_only
+        if shared:
+            ranks.listen(lambda: signals.came)
         self._completion = Completion(path, ranks, saves, after_save, drain, preemption, self._boundary, copies, shared)
 
     # Saving.
@@ -189,8 +191,8 @@ class Manager:
             step: the number of the training step, the same on all ranks.
 
         Returns:
-            Whether to save it, the same on all ranks. They ask each other about once per second, and whenever a policy
-            wants a step for its number.
+            Whether to save it, the same on all ranks. They ask each other once per second at most, where a signal has
+            come to one of them, and whenever a policy wants a step for its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.

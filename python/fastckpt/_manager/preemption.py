@@ -58,6 +58,8 @@ class Signals:
         self._over = False
         #: Signals that have come and are not answered yet, in order.
         self._pending: list[int] = []
+        #: How many have come.
+        self.came = 0
         #: Those that are to be answered.
         self._called: list[int] = [] if shared else self._pending
         #: When a save for them must be done.
@@ -182,6 +184,7 @@ class Signals:
             self._deadline = min(self.deadline, time.monotonic() + self.grace)
         if number not in self._pending:
             self._pending.append(number)
+            self.came += 1
         self.answer_now()
 
     def _in_child(self, number: int, frame: FrameType | None) -> None:

@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from .stale import StaleAlarm
     from .step_timing import StepTiming
 
-#: The longest time in seconds for which ranks continue without asking each other; and the number of parts, at least,
-#: into which their questions divide the grace period.
+#: The seconds for which ranks continue without asking each other, at least, unless one calls.
 _APART = 1.0
-_ROUNDS = 20
+#: Seconds between two looks of the first rank whether a policy wants a step that all would pass.
+_LOOK = 0.1
 
 
 @dataclass(slots=True, eq=False)
@@ -41,12 +41,14 @@ class StepBoundary:
     _plan: dict[str, Any] = field(default_factory=dict, init=False)
     #: The step that needed no further save at the last boundary, on all ranks: the next one may take files from it.
     _base: int | None = field(default=None, init=False)
+    #: When the first rank next looks whether a policy wants a step.
+    _looks: float = field(default=0.0, init=False)
 
     def should_save(self, step: int, *, force: bool = False) -> bool:
         """Whether all ranks save the step, for a policy or for a signal."""
         self._reach(step)
         self._wanted = None
-        if not (force or self.schedule.due_by_step()) and self.ranks.skips():
+        if self._passes(step, needed=force or self.schedule.due_by_step()):
             return False
         saves = self.saves
 
@@ -122,7 +124,7 @@ class StepBoundary:
             return self.preemption.answer(step, given)
 
         def answer_together() -> None:
-            if not self.ranks.skips() and self.ask("steady", step, lambda: False, _APART).signals:
+            if not self._passes(step) and self.ask("steady", step, lambda: False, _APART).signals:
                 answer()
 
         if self.ranks.size > 1:
@@ -139,7 +141,6 @@ class StepBoundary:
         """Agree with the other ranks on the next action; the arguments are those of :class:`.ranks.Asked`."""
         signals = self.preemption.signals
         left = None if signals.deadline == math.inf else signals.deadline - time.monotonic()
-        apart = min(apart, signals.grace / _ROUNDS)
         asked = Asked(step, signals.pending, left, self.saves.step, due, apart, **more)
         agreed = self.ranks.decide(operation, asked)
         self._base = agreed.saved
@@ -148,6 +149,16 @@ class StepBoundary:
             # Ranks hear of a failure in the background at different times.
             self.saves.step = agreed.saved
         return agreed
+
+    def _passes(self, step: int, *, needed: bool = False) -> bool:
+        """Whether all ranks pass this boundary without a question, as far as none needs one or has called for it."""
+        if not self.ranks.passes(needed=needed):
+            return False
+        if self.ranks.leads and time.monotonic() >= self._looks:
+            self._looks = time.monotonic() + _LOOK
+            if step != self.saves.step and self.schedule.due(in_flight=self.saves.in_flight):
+                self.ranks.urge()
+        return True
 
     def raise_stale(self) -> None:
         """Raise on all ranks the pending error of the last save."""

@@ -18,9 +18,10 @@ from typing import Any
 
 from fastckpt import _core
 from fastckpt._api.event import Event
+from fastckpt._ranks import tree
 from fastckpt._ranks.member import Member
 from fastckpt._ranks.protocol import LAST, StopError, Turn
-from fastckpt._ranks.requests import Steps, UnreachableError, Wait, value_of
+from fastckpt._ranks.requests import Forget, Put, Remove, Request, Steps, UnreachableError, Wait, value_of
 from fastckpt._ranks.store import Transport
 from fastckpt.exceptions import RanksError
 
@@ -98,6 +99,44 @@ class Peers:
             place: where the path leads, if its directory may have another name on other ranks.
         """
         return Operation(self, kind, path, timeout, label, place)
+
+    # One thread of each rank may wait until a rank wakes all of them for the next operation.
+
+    def is_woken(self, seconds: float, limit: float) -> bool:
+        """Whether a rank has called ``wake_all``, after at most so many seconds; the wait asks a server nothing.
+
+        ``limit``, here and below, has the seconds that the store may take.
+
+        Raises:
+            UnreachableError: the store does not answer.
+        """
+        key = self._waking(self.rank)
+        if self._transport is None or self._transport.blocks:
+            return bool(self._run(_served(Wait((key,), seconds, self.rank)), limit))
+        time.sleep(seconds)
+        return self._run(value_of(key), limit) is not None
+
+    def wake_all(self, limit: float) -> None:
+        """Wake the waiting thread of each rank, which wakes those below it before the operation.
+
+        Raises:
+            UnreachableError: the store does not answer.
+        """
+        ranks = {0, *tree.below(self.rank, self.size)}
+        self._run(_served(Put({self._waking(rank): b"" for rank in ranks})), limit)
+
+    def sleep(self, limit: float) -> None:
+        """End a wait of ``is_woken``; forget that it was woken for the last operation, for which nobody wakes it again.
+
+        Raises:
+            UnreachableError: the store does not answer.
+        """
+        self._run(_served(Forget()), limit)
+        self._run(_served(Remove((self._waking(self.rank, -1),))), limit)
+
+    def _waking(self, rank: int, behind: int = 0) -> str:
+        # With the number of the turn: another rank may be about to wake this one for the next when this one sleeps.
+        return f"fastckpt/{self.session}/wake/{self._member.turn + behind}/{rank}"
 
     def close(self) -> None:
         """End the threads of the store.
@@ -192,6 +231,10 @@ class Peers:
 
     def _turns_before(self, turn: Turn) -> list[Turn]:
         return [one._turn for one in self._before(turn)]
+
+
+def _served(request: Request) -> Steps:
+    return (yield request)
 
 
 class Operation:

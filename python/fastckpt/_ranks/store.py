@@ -105,6 +105,11 @@ class Transport:
         self._waiter: _Line | None = _Line(self._connect) if self._remote else None
         self._waits: tuple[frozenset[str], _Task] | None = None
 
+    @property
+    def blocks(self) -> bool:
+        """Whether a wait blocks at a server, and costs nothing meanwhile."""
+        return self._remote
+
     def serve(self, request: Request, limit: float) -> Any:
         """Answer a request, whose calls may take ``limit`` seconds each.
 
@@ -190,7 +195,8 @@ class Transport:
                 return False
             with self._lock:
                 self._waits = None
-                if task.error is not None:
+                if task.error is not None and self._waiter is not None:
+                    self._waiter.end()
                     self._waiter = None
             if task.error is None and task.result:
                 return True

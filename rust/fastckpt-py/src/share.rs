@@ -206,6 +206,11 @@ impl Share {
         Ok(PyBytes::new(py, &mapped(merged)?))
     }
 
+    fn ranges(&self, py: Python<'_>, rank: u32) -> PyResult<Vec<(usize, u64, u64)>> {
+        let duties = mapped(py.detach(|| self.core().duties(rank, Purpose::Save)))?;
+        Ok(duties.ranges.iter().map(|range| (range.shard, range.start, range.end)).collect())
+    }
+
     #[pyo3(signature = (rank, *, load))]
     fn figures<'py>(&self, py: Python<'py>, rank: u32, load: bool) -> PyResult<Bound<'py, PyDict>> {
         let purpose = if load { Purpose::Load } else { Purpose::Save };
