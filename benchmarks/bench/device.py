@@ -43,7 +43,7 @@ def fio(path: Path, size: int, kind: str) -> dict[str, Any]:
     options += ["--fallocate=native", "--end_fsync=1"] if kind == "write" else []
     options.append("--thread")  # so that to kill it is to kill its job
     command = ["fio", *options, f"--size={size}", f"--filename={path}", "--output-format=json"]
-    # With small pages the device gets smaller requests, and some are half as fast: not what they can do.
+    # In small pages requests are smaller, and some devices are then half as fast as they can be.
     environment = {**os.environ, "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
     limit = 60 + size / SLOWEST
     run = partial(subprocess.run, command, capture_output=True, text=True, check=False, env=environment, timeout=limit)

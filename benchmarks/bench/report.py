@@ -138,7 +138,7 @@ def remarks(section: dict[str, Any]) -> list[str]:
             "a step first writes them (--touch write counts that)."
         )
     if raw := results.get("raw"):
-        # A ratio above 1 is no wonder where the device itself was so uneven.
+        # A ratio above 1 means little if the device itself varied this much.
         ranges = [f"{spread(figures)} GB/s in the {OPERATION_TITLES[key]}" for key, figures in raw.items()]
         lines.append(f"The raw device alone ranged over {', '.join(ranges)}.")
     return [line.replace("**", "") for line in lines]

@@ -3,7 +3,7 @@
 >>> fastckpt.save(state, "step-1000")        # durable and whole when it returns
 >>> state = fastckpt.load("step-1000")       # the same nested structure, tensors and all
 
-save_async saves beside training, and open reads single tensors. Manager looks after the checkpoints of a run. All ranks
+save_async saves beside training, and open reads single tensors. ``Manager`` keeps the checkpoints of a run. All ranks
 of a job call fastckpt.distributed, or fastckpt.dcp through torch.distributed.checkpoint. fastckpt.tools plans, and
 diagnoses storage. On the command line, fastckpt --help; fastckpt top shows live which rank is slow.
 """

@@ -6,7 +6,7 @@ fastckpt.distributed.load("step-1000", into=state)       # on as many ranks as t
 model.load_state_dict(state["model"]); optimizer.load_state_dict(state["optimizer"]); step = state["step"]
 
 ``into=`` is updated in place and returned: tensors are filled, and values, as the step, are replaced. A module or an
-optimizer may take the place of its state in it, and is given that.
+optimizer may stand in place of its state: it is loaded with that state.
 
 The ranks meet through the store of torch's process group, and send each other bytes through a gloo group of fastckpt's
 own; torch's collectives are not used, so training can continue meanwhile. Without a process group, one process works
@@ -68,10 +68,10 @@ def save(
     last byte of every shard: they depend neither on the number of ranks nor on how tensors are spread.
 
     Args:
-        state: as for :func:`fastckpt.save`, with DTensors, ShardedTensors and each :class:`Part` in it, whose bytes go
-            from each rank to their place. Tensors and values that several ranks have must be equal on them (see
-            :class:`Ranks`), and these ranks share the work. Mappings may have keys that only some ranks have, as the
-            stages of a pipeline do. The state must not change meanwhile.
+        state: as for :func:`fastckpt.save`. It may also hold DTensors, ShardedTensors and :class:`Part` objects, of
+            which each rank writes its own elements. Tensors and values that several ranks have must be equal on them
+            (see :class:`Ranks`), and these ranks share the work. Mappings may have keys that only some ranks have, as
+            the stages of a pipeline do. The state must not change meanwhile.
         path: the checkpoint's directory, the same on all ranks, on a file system that all of them share.
         ranks: the ranks that save together: a process group of ``torch.distributed``, None for the default one, or a
             :class:`Ranks`, with a timeout and how copies of a tensor are compared.
@@ -85,7 +85,8 @@ def save(
     process: each rank compares its own part, and no tensor data travels for that.
 
     Returns:
-        The report: ``bytes`` by this rank, ``bytes_total`` by all; ``linked_bytes`` are those of the checkpoint.
+        The report: ``bytes`` are those that this rank wrote, ``bytes_total`` those of all ranks; ``linked_bytes`` are
+        those of the checkpoint.
 
     Raises:
         RanksError: another rank failed, or made no progress for ``timeout`` seconds: ``failures`` names the ranks,
@@ -98,8 +99,8 @@ def save(
             and ``overwrite`` is false.
         OSError: the storage failed, on this rank; or ``path`` is not on a file system that all hosts share.
         TypeError: ``ranks`` is not a process group, or an argument is unknown.
-        RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
-            was forked from a rank.
+        RuntimeError: this thread is already in a save or load of the group, which a signal handler has interrupted; or
+            this process was forked from a rank.
 
     Warns:
         RuntimeWarning: as for :func:`fastckpt.save`.
@@ -164,7 +165,7 @@ def save_async(
 
     Returns:
         A handle on the save, like that of :func:`fastckpt.save_async`: ``result()`` waits until the checkpoint is
-        durable on all ranks, and returns a :class:`fastckpt.types.SaveReport`. To cancel it on one rank fails it on
+        durable on all ranks, and returns a :class:`fastckpt.types.SaveReport`. A save that one rank cancels fails on
         all.
 
     Raises:
@@ -227,9 +228,9 @@ def load(
 ) -> Any:
     """Read a checkpoint on all ranks; every rank of the group calls it, and gets its own request.
 
-    It need not have been written by as many ranks, nor by several, nor spread in the same way. The storage is read once
-    for all ranks: each reads a share, and passes on the bytes that others need. On one host, cached files are read from
-    the page cache.
+    Any number of ranks may have written it, also one process, with any sharding. The storage is read once for all
+    ranks: each reads a share, and passes on the bytes that others need. On one host, cached files are read from the
+    page cache.
 
     Args:
         path: the checkpoint's directory, the same on all ranks, or its URL in an object store (docs/stores.md), from
@@ -237,14 +238,14 @@ def load(
         into: as for :func:`fastckpt.load`, with DTensors, ShardedTensors and each :class:`Part` in it: each rank fills
             its part of them, and gets the values of all ranks. It may contain objects, too: modules, and optimizers,
             whose state is spread like their parameters; any other object gets its state with whole tensors. Ranks may
-            want different tensors, as the stages of a pipeline do. With None every rank gets the whole state, in plain
-            tensors.
+            request different tensors, as the stages of a pipeline do. With None every rank gets the whole state, in
+            plain tensors.
         ranks: the ranks that load together, as for :func:`save`.
         {options}
 
-    Ranks may choose differently. With ``strict``, a tensor of the checkpoint is unexpected where no rank has a place
-    for it. Where all ranks of the group are on one host and all have ``io="buffered"``, they read through its page
-    cache, and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
+    Ranks may choose differently. With ``strict``, a tensor of the checkpoint is unexpected if no rank has a place for
+    it. Where all ranks of the group are on one host and all have ``io="buffered"``, they read through its page cache,
+    and likewise with ``auto`` if the checkpoint is there; else they exchange messages.
 
     Returns:
         The state.
@@ -255,11 +256,11 @@ def load(
         StructureMismatchError: ``into`` does not fit on this rank, or no rank has a place for a tensor; nothing was
             changed.
         CorruptCheckpointError: the checkpoint is damaged; the message names the place.
-        Exception: whatever :func:`fastckpt.load` raises, on this rank. Where an object in ``into`` refuses its state
-            (CheckpointError), the other ranks have theirs by then, and return.
+        Exception: whatever :func:`fastckpt.load` raises, on this rank. If an object in ``into`` refuses its state
+            (CheckpointError), the other ranks have already loaded theirs, and return.
         TypeError: ``ranks`` is not a process group, or an argument is unknown.
-        RuntimeError: this thread is in a save or load of the group already, as below a signal handler; or this process
-            was forked from a rank.
+        RuntimeError: this thread is already in a save or load of the group, which a signal handler has interrupted; or
+            this process was forked from a rank.
         ValueError: an argument is out of range, or this process is not in the process group.
 
     Warns:
@@ -282,7 +283,7 @@ def load_per_rank(
     Args:
         path: the checkpoint's directory, or its URL.
         rank: the rank; None for this process's own, which takes as many ranks as have saved.
-        ranks: the ranks that load, as for :func:`save`; with ``rank`` they do not matter.
+        ranks: the ranks that load, as for :func:`save`; without effect if ``rank`` is given.
         registry: as for :func:`load`.
 
     Returns:

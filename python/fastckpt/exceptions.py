@@ -48,7 +48,7 @@ class FormatVersionError(CheckpointError):
 
 
 class UnsupportedTypeError(CheckpointError, TypeError):
-    """The state holds something that cannot be saved, or cannot be given back as asked, or is too large to be saved."""
+    """The state holds a value that cannot be saved, cannot be loaded as requested, or is too large."""
 
 
 class StructureMismatchError(CheckpointError, ValueError):

@@ -26,8 +26,8 @@ class Saved:
         step: its training step.
         created: when its save began, in seconds since 1970.
         metrics: the metrics that were saved with it.
-        changed: of the groups ``model`` and ``optimizer``, the share of the bytes that are of tensors which differ from
-            the checkpoint before; empty if unknown.
+        changed: for the groups ``model`` and ``optimizer``, the share of the bytes in tensors that differ from the
+            previous checkpoint; empty if unknown.
     """
 
     step: int
@@ -88,7 +88,7 @@ class Best:
     Args:
         count: how many.
         metric: the name of the metric, as in ``Manager.save(..., metrics={"loss": 1.5})``.
-        mode: ``min`` if less is better, or ``max``. Of equal ones the later is better.
+        mode: ``min`` if less is better, or ``max``. Of equal ones, the later wins.
 
     Raises:
         ValueError: an argument is out of range.
@@ -126,7 +126,7 @@ class Best:
 
 
 class Every:
-    """Keeps one checkpoint out of each stretch of training.
+    """Keeps one checkpoint of each interval of training.
 
     Args:
         steps: keep each whose step is a multiple of this.

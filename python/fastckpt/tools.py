@@ -1,4 +1,4 @@
-"""What a job needs of its storage, and what a directory gives: planning, diagnosis, the target of the monitor."""
+"""What a job needs from its storage, and what a directory provides: planning, diagnosis, the target of the monitor."""
 
 from __future__ import annotations
 

@@ -142,8 +142,7 @@ class Continuously:
     """Saves as soon as the last save is durable.
 
     Args:
-        apart: at least this long after the last save began: seconds, or a string with a unit; None for no least
-            distance.
+        apart: at least this long after the last save began: seconds, or a string with a unit; None for no minimum.
 
     Raises:
         ValueError: an argument is out of range.

@@ -413,7 +413,7 @@ def open(path: AnyPath, *, device: Any = None, io: Engine | IO = "auto") -> Chec
         part of it.
 
     Raises:
-        CorruptCheckpointError: the manifest is damaged. (A damaged shard fails the first read from it.)
+        CorruptCheckpointError: the manifest is damaged. (The first read from a damaged shard fails.)
         FormatVersionError: this release does not read its format version.
         FileNotFoundError: there is nothing at ``path``.
         ImportError: ``device`` is given and torch cannot be imported; or ``path`` is a URL, and the package obstore

@@ -28,7 +28,7 @@ def copy(
 
     Args:
         source: the checkpoint's directory, or its URL in an object store (docs/stores.md). An asynchronous save to it
-            in flight is waited for.
+            that is in flight is finished first.
         target: the path or the URL of the copy.
         overwrite: replace another checkpoint at ``target``.
         io: an :class:`IO` with ``bandwidth_limit``, the bytes per second that the copy may move, and ``progress``.

@@ -26,8 +26,8 @@ class Files:
             and an ``os.PathLike`` names a file to copy: ``{"config.json": json.dumps(config)}``. They appear together
             with the checkpoint. Later saves to its path carry them over, unless they give one of the same name. They
             are read into memory at each save's call; of a :class:`fastckpt.dcp.Writer`, when it is made.
-        shard_size: bytes per file, about: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is never
-            split.
+        shard_size: approximate bytes per file: an int, or a string with a unit (``"500MB"``, ``"2GiB"``). A tensor is
+            never split.
         model_key: the key of the outer dict whose mapping is the model. Its tensors go to ``model*.safetensors`` under
             the names that they have inside it, everything else to files in ``training/``, so that Hugging Face's
             readers open the directory directly (under ``adapter_model`` to ``adapter_model*.safetensors``, for PEFT's
@@ -36,7 +36,7 @@ class Files:
             start like its own (``model.ema`` beside ``model``); without one, or with None, the whole state is written
             as the model.
         frozen: a pattern, or several (as ``keys`` of :func:`fastckpt.load`), of tensors that will not change in later
-            saves: they get files of their own in the first save. Without it, they are found in the second one
+            saves: they get files of their own in the first save. Without it, the second save finds them
             (docs/unchanged.md).
 
     Raises:

@@ -170,15 +170,15 @@ def unasked_text(failure: Failure) -> str:
 
 
 def drain(timeout: float | None = None) -> None:
-    """Wait until every asynchronous save that is in flight is durable.
+    """Wait until all asynchronous saves in flight are durable.
 
-    It may be called from a signal handler, also while the thread below waits for a save, or is in ``save_async``: a
-    save that that call has not yet handed over is not waited for, nor one of ranks whose turn comes after it. (A
+    A signal handler may call it, also while the interrupted code waits for a save or is inside ``save_async``. It then
+    does not wait for the save of that call if the call has not handed it over yet, nor for later saves of the ranks. (A
     handler should not call ``save_async`` itself, because Python's threads cannot be started there reliably; it can
     call ``save``.)
 
     Args:
-        timeout: seconds; None for as long as it takes.
+        timeout: seconds; None waits for as long as it takes.
 
     Raises:
         TimeoutError: not all are done in time. They go on.

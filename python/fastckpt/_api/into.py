@@ -126,7 +126,7 @@ class Into:
         self._composed: dict[int, Any] = {}
         #: Tensors of into by their ties: the number of the stored tensor that fills them.
         self._ties: dict[Any, int] = {}
-        #: By ties, too: where their elements are in memory.
+        #: The layout in memory of the same tensors, also by their ties.
         self._layouts: dict[Any, tuple[str, np.ndarray[Any, Any]]] = {}
         #: Positions of tensors that into lacks.
         self._dropped: set[int] = set()

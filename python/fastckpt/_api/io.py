@@ -41,13 +41,13 @@ class IO:
             ``uring``. Engines do not change how a URL is read; ``direct`` is an OSError there.
         threads: worker threads of this process, at most 256; by default one per core of this rank, but at most 8 with
             ``uring``, 12 to 24 with ``threads`` and 4 to 24 with ``buffered``; one below 2 MiB. There are never more
-            than blocks (of 4 MiB), nor, from and to devices, than pinned memory for them: 32. For a URL 16 by default,
-            each with a request of up to 8 MiB. In a save in the background they copy, at most one per core by default,
-            and then write.
+            threads than blocks (of 4 MiB). With tensors on devices there are at most 32, because each needs pinned
+            memory. For a URL 16 by default, each with a request of up to 8 MiB. In a save in the background they copy,
+            at most one per core by default, and then write.
         staging: the most bytes of staging buffers that an operation takes in this process: a number, or a string such
             as ``"512MB"``. By default 96 MiB for a save, 56 MiB for a load, 256 MiB for a URL, and with ``threads`` at
-            least a block for each. Bytes on their way to or from memory in small pages lie there, so storage that
-            answers late is no faster than this divided by its latency. Without effect from and to devices.
+            least a block for each. Bytes in transit to or from memory in small pages occupy them, so slow storage
+            reaches at most this size divided by its latency. Without effect for tensors on devices.
         progress: show a progress bar of what this process moves.
         bandwidth_limit: of saves and copies: bytes per second that this process may write, so that others can use the
             same storage: a number, or a string with a unit (``"2GB"``); None for no limit.
@@ -58,11 +58,11 @@ class IO:
             mixture of old and new values: through ``tensor.data``, through a numpy array over the same memory, by a
             replayed CUDA graph. For buffers that forward changes see :func:`fastckpt.background.guard`. For tensors of
             a device the step does not wait on the host: the stream that it runs in waits for the copies, on the device.
-        pin: of saves in the background: whether the host memory is pinned for copies from devices: as fast as the link,
-            and beside training. This happens in the background, in pieces, and lasts until the memory is freed. Or the
-            most bytes that may be pinned in this process: an int, or a string such as ``"8GB"``. The rest is copied
-            unpinned, slower, and unless this is ``False``, ``warnings`` of the report mention it. Without effect where
-            no tensor is on a device.
+        pin: of saves in the background: whether the host memory is pinned, so that copies from devices run at the speed
+            of the link, and beside training. This happens in the background, in pieces, and lasts until the memory is
+            freed. Or the most bytes that may be pinned in this process: an int, or a string such as ``"8GB"``. The rest
+            is copied unpinned, slower, and unless this is ``False``, ``warnings`` of the report mention it. Without
+            effect where no tensor is on a device.
         max_in_flight: of saves in the background: wait until fewer saves than this are in flight; those of this process
             alone and of each process group are counted apart. Those of a group write one after the other.
         nice: of saves in the background: niceness of the writing threads, 0 to 19; None keeps that of the process.
@@ -77,7 +77,7 @@ class IO:
         verify: of loads: compare every byte with its checksum. With ``mmap``: the pages as they are at the call; one
             that memory pressure has evicted is read again unchecked. Without ``verify`` pages are read when they are
             touched.
-        on_report: called with the report of each operation that has ended well: a :class:`SaveReport`, a
+        on_report: called with the report of each operation that succeeded: a :class:`SaveReport`, a
             :class:`LoadReport`, or that of a copy or verification. For a save in the background that happens in the
             thread that writes, and an error of the function is logged there.
 

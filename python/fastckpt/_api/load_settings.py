@@ -59,7 +59,7 @@ class LoadSettings(Settings):
         "False allows differences, as ``load_state_dict`` does: tensors that only the checkpoint has are not read and "
         "are not in the result; tensors, values and ends of lists that only ``into`` has stay unchanged; a pattern "
         "that matches nothing is no error, nor is the state of another class of optimizer or scheduler. The report "
-        "lists them (``missing``, ``unexpected``). Shapes and dtypes must fit all the same.",
+        "lists the differences (``missing``, ``unexpected``). Shapes and dtypes must fit in any case.",
     )
     dtype: Any = option(
         None,
@@ -91,7 +91,7 @@ class LoadSettings(Settings):
         "there except tensors that were saved from the CPU and have to be there, the states of random generators and "
         'the ``step`` of optimizers. ``"saved"``: each goes to the device that it was saved from. A dict of patterns '
         'over names, such as ``{"model.*": "cuda:0"}``: the first match decides, and a tensor without a match goes to '
-        "the CPU; or a function of the :class:`TensorInfo`: these are obeyed to the letter. Tensors are read into "
+        "the CPU; or a function of the :class:`TensorInfo`: these apply to all tensors. Tensors are read into "
         "pinned staging memory and copied from there while more is read; the copies have ended when this returns, for "
         "any stream.",
     )

@@ -35,14 +35,14 @@ def remove(path: AnyPath, *, force: bool = False, files: Collection[str] = ()) -
     """Remove the checkpoint at ``path``.
 
     It loses its name in one durable step, and its files after that: half of it is never visible. If the process is
-    killed in between, files stay under a temporary name, which the next save into the same parent directory removes.
-    Readers of the checkpoint are not waited for. An old copy of it that a killed save left under a temporary name, and
+    killed in between, files stay under a temporary name, which the next save into the same parent directory removes. It
+    does not wait for readers of the checkpoint. An old copy of it that a killed save left under a temporary name, and
     that a load would restore, is removed as well. At a URL the manifest is removed first, and the checkpoint with it; a
     second call removes what a killed one has left.
 
     Args:
         path: the checkpoint's directory, not a symbolic link to it, or its URL in an object store (docs/stores.md). An
-            asynchronous save to it in flight is waited for.
+            asynchronous save to it that is in flight is finished first.
         force: also remove other plain files in it, such as a ``config.json`` beside the shards. By default, they
             raise an error that names the first one. Directories and links in it always do.
         files: names of further files that belong to it, those that ``files=`` of its save has put there.
@@ -82,8 +82,8 @@ def strange_in(path: str, files: Collection[str]) -> builtins.list[str]:
         files: the names of the files given with ``files=``.
 
     Raises:
-        NotACheckpointError: it is none.
-        OSError: it cannot be read.
+        NotACheckpointError: the path holds no checkpoint.
+        OSError: the directory cannot be read.
     """
     from fastckpt._portable.limits import TRAINING  # noqa: PLC0415 - what reads without the core is seldom needed
     from fastckpt._portable.listing import strangers  # noqa: PLC0415 - likewise
@@ -125,7 +125,7 @@ def list(directory: AnyPath) -> builtins.list[ListedCheckpoint]:
     Raises:
         FileNotFoundError: there is no such directory.
         ImportError: ``directory`` is a URL, and the package obstore cannot be imported.
-        OSError: it cannot be read.
+        OSError: the directory cannot be read.
         ValueError: ``directory`` is a URL of an unknown store.
 
     Example:
@@ -194,12 +194,12 @@ def clean(
         dry_run: change nothing.
 
     Returns:
-        All leftovers by name: which are ``due``, and which were removed. An error of the storage is in ``error`` of its
-        leftover.
+        All leftovers by name: which are due for removal, and which were removed. An error of the storage is
+        in ``error`` of its leftover.
 
     Raises:
         FileNotFoundError: there is no such directory.
-        OSError: it cannot be read.
+        OSError: the directory cannot be read.
         ValueError: ``directory`` is a URL, or ``older_than`` is not a duration.
 
     Example:

@@ -11,7 +11,7 @@ from .io import IO, Engine, check_io
 def probe(path: AnyPath = ".", *, io: Engine | IO = "auto") -> _core.Probe:
     """Try in a directory the steps of a save: the engine, direct I/O, the renames of a commit.
 
-    Takes less than a tenth of a second. Nothing stays behind. :func:`fastckpt.tools.doctor` explains the answers.
+    Takes less than a tenth of a second. It leaves nothing behind. :func:`fastckpt.tools.doctor` explains the answers.
 
     Args:
         path: the directory for checkpoints.

@@ -34,7 +34,7 @@ class Randomness:
 def randomness() -> Randomness:
     """Make what Python, numpy and torch draw next a part of a state.
 
-    Of several ranks each draws its own: give it in ``per_rank``.
+    Each of several ranks has its own random state: pass it in ``per_rank``.
 
     Returns:
         An object with ``state_dict`` and ``load_state_dict``: saved, it is the states of the global generators at that

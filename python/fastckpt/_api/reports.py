@@ -160,8 +160,8 @@ class SaveReport(Report):
 
     Attributes:
         {attributes}
-        stall: seconds that the caller was held: for an asynchronous save in the call itself and in waits for the copy
-            (``wait_staged``, a guard); for a synchronous one all of them.
+        stall: seconds for which the caller was blocked: for an asynchronous save in the call itself and in waits for
+            the copy (``wait_staged``, a guard); for a synchronous one the whole save.
         staging: seconds that the copy to the snapshot took; 0.0 for a synchronous save.
         staged: bytes copied to the snapshot; 0 for a synchronous save.
         step: the training step, where the metadata has it as ``{"step": ...}``, or None.
@@ -173,9 +173,9 @@ class SaveReport(Report):
         bytes_sent: bytes that this rank sent to ranks that wrote them.
         bytes_received: bytes that it received from others, and wrote.
         peers: ranks that it exchanged bytes with.
-        team: about how many ranks collected their pieces before they wrote (``FASTCKPT_AGGREGATE``); 1 if each wrote
-            its own.
-        grain: bytes of the files, at whose multiples writers changed; 0 for a save of one process.
+        team: approximate number of ranks that collected their pieces before they wrote them (``FASTCKPT_AGGREGATE``); 1
+            if each rank wrote its own.
+        grain: the writer of a file could change at multiples of this many bytes; 0 for a save of one process.
     """
 
     operation: ClassVar[str] = "save"
@@ -271,7 +271,7 @@ class Damage:
         file: name of the file inside the checkpoint.
         offset: first byte of the range in that file.
         length: bytes in the range.
-        tensor: the tensor whose bytes these are, or None (a header, a missing file).
+        tensor: the tensor that the range belongs to, or None (a header, a missing file).
         reason: a description of the damage.
     """
 

@@ -40,8 +40,8 @@ def save(state: Any, path: AnyPath, *, metadata: Any = None, **options: Unpack[S
             its result. Tensors come back on the CPU, contiguous; those that share memory, dtype, shape and strides are
             stored once and come back tied. Attributes that a program sets on a Parameter are not stored. docs/states.md
             has a table of all kinds of values.
-        path: the checkpoint's directory, not a URL. Missing directories above it are made, durably as well; a save
-            that fails leaves them. An asynchronous save to it in flight is waited for.
+        path: the checkpoint's directory, not a URL. Missing directories above it are made, durably as well; a save that
+            fails leaves them. An asynchronous save to it that is in flight is finished first.
         metadata: a state without tensors, which can be read alone: ``{"step": 1000}``.
         {options}
 

@@ -142,7 +142,7 @@ def build_request(
     Raises:
         KeyError: a pattern matches nothing, and this process is alone.
         RuntimeError: the caller's current stream of a device that takes part is being captured into a graph.
-        TypeError, ValueError: ``dtype`` is none; or nothing of the state is left.
+        TypeError, ValueError: ``dtype`` is no dtype; or nothing of the state is left.
         UnsupportedTypeError: something cannot be saved; the message names its place.
     """
     types = Types(operation, settings.registry)

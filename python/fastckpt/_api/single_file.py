@@ -44,15 +44,15 @@ _AHEAD = 64 << 20
 def open_write(path: AnyPath, *, io: Engine | IO = "auto") -> WritableFile:
     """Open a file for writing that appears at its path whole and durable, or not at all.
 
-    It takes bytes in any format, front to back. Anything that writes to a file object, such as ``torch.save``, can
-    write to it. Threads write large blocks past the page cache. When the file is closed, it is made durable and
-    replaces what is at ``path`` in one step. If the ``with`` block fails, or the process is killed, ``path`` stays as
-    it was. A checksum of the file is kept beside its bytes, in an extended attribute, where the file system has those:
-    see :func:`fastckpt.open_read`.
+    It takes bytes in any format, from the beginning to the end. Anything that writes to a file object, such as
+    ``torch.save``, can write to it. Threads write large blocks past the page cache. When the file is closed, it is made
+    durable and replaces what is at ``path`` in one step. If the ``with`` block fails, or the process is killed,
+    ``path`` stays as it was. A checksum of the file is kept beside its bytes, in an extended attribute, where the file
+    system has those: see :func:`fastckpt.open_read`.
 
     Args:
-        path: the path of the file. Directories above it are made. A symbolic link is followed. A file that is there
-            passes its mode on.
+        path: the path of the file. Directories above it are made. A symbolic link is followed. A file that it replaces
+            passes on its mode.
         io: how bytes are written: an engine, or an :class:`IO` with ``threads``, by default 12, and
             ``bandwidth_limit``, with which they are fewer. ``uring`` is as ``threads`` here.
 
@@ -90,7 +90,7 @@ def open_read(path: AnyPath, *, verify: bool = True) -> io.BufferedReader:
 
     Args:
         path: the path of the file.
-        verify: compare; without it, this is ``open(path, "rb")``.
+        verify: whether to compare; if not, this is ``open(path, "rb")``.
 
     Returns:
         The file, as Python's own :func:`open` returns it.

@@ -80,7 +80,7 @@ class Tailor:
 
         Raises:
             KeyError: a pattern matches nothing, and ``strict`` is set.
-            TypeError, ValueError: ``dtype`` is none; or nothing of the state is left.
+            TypeError, ValueError: ``dtype`` is no dtype; or nothing of the state is left.
             UnsupportedTypeError: a tensor cannot be cast, or something that is left cannot be saved.
         """
         if self._selection is None and self._dtype is None:

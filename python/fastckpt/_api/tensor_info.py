@@ -27,7 +27,7 @@ class TensorInfo:
         bytes: bytes of its data.
         shard: the file that holds it.
         kind: ``tensor`` for torch's, ``array`` for numpy's, ``bytes`` or ``bytearray``.
-        device: where it was when it was saved, as ``cuda:0``.
+        device: the device that it was saved from, as ``cuda:0``.
     """
 
     name: str

@@ -121,7 +121,7 @@ class BackgroundSave:
         return True
 
     def run(self) -> None:
-        """The life of the thread."""
+        """The body of the thread."""
         if not self.claim.take():
             return
         pending = self.pending

@@ -85,15 +85,15 @@ class Guard:
 
 
 def guard(module: Any) -> Guard:
-    """Have calls of ``save_async`` with ``IO(lazy=True)`` copy the buffers of ``module`` before they return.
+    """Make ``save_async`` with ``IO(lazy=True)`` copy the buffers of ``module`` before it returns.
 
     For modules whose forward changes large buffers: a queue of keys, a codebook, a memory bank. Nothing else needs a
     guard: every step of an optimizer waits for the copy by itself, and tensors under 64 KiB (BatchNorm's statistics)
     are copied at the call anyway. Code that changes larger tensors by other means calls ``wait_staged()`` of the save
     first.
 
-    It is not a hook, for code that ``torch.compile`` made earlier would not look for one. It holds until the module is
-    gone or the guard is removed. A save whose copy is not done when this is called is waited for.
+    It is not a hook, because code that ``torch.compile`` made earlier would not call one. It holds until the module is
+    gone or the guard is removed. This call waits for saves whose copy is still running.
 
     Args:
         module: a ``torch.nn.Module``.

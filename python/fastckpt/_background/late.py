@@ -28,7 +28,7 @@ class Late:
         self._versions = versions
         #: Only the first call counts.
         self._verdicts: list[list[str]] = []
-        #: Copies requested from streams; complete before the first step may come.
+        #: Copies requested from streams; the list is complete before the first step.
         self.copies: list[Copies] = []
 
     def changed(self) -> list[str]:

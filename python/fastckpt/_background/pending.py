@@ -95,7 +95,7 @@ class PendingSave(in_flight.SaveInFlight):
         At once where :func:`fastckpt.save_async` was called without ``IO(lazy=True)``. The time counts as stall.
 
         Args:
-            timeout: seconds; None for as long as it takes.
+            timeout: seconds; None waits for as long as it takes.
 
         Raises:
             TimeoutError: the copy has not finished in time; it continues.
@@ -112,7 +112,7 @@ class PendingSave(in_flight.SaveInFlight):
         """Wait until the checkpoint is durable and return the report.
 
         Args:
-            timeout: seconds; None for as long as it takes.
+            timeout: seconds; None waits for as long as it takes.
 
         Returns:
             The report of the save.
@@ -137,7 +137,7 @@ class PendingSave(in_flight.SaveInFlight):
         """Wait until it has ended and return why it failed, or None.
 
         Args:
-            timeout: seconds; None for as long as it takes.
+            timeout: seconds; None waits for as long as it takes.
 
         Returns:
             The error that :meth:`result` would raise, or None.
@@ -170,10 +170,11 @@ class PendingSave(in_flight.SaveInFlight):
         return SaveProgress(self._phase(), staged, self._written, self._total)
 
     def cancel(self) -> bool:
-        """Stop it, and wait until nothing is left of it: no new checkpoint, no temporary file, the old one untouched.
+        """Stop the save, and wait until nothing is left of it: no new checkpoint, no temporary file, the old one
+        untouched.
 
         Returns:
-            Whether that came in time; False if it is durable, or has failed. The answer stays the same.
+            Whether the save was stopped; False if it is already durable, or has failed. The answer stays the same.
         """
         if not self.finished.is_set():
             self._same_process()

@@ -56,7 +56,7 @@ def save_async(state: Any, path: AnyPath, *, metadata: Any = None, **options: Un
 
     Args:
         state: as for :func:`fastckpt.save`.
-        path: as for :func:`fastckpt.save`. A save to the same path that is in flight is waited for.
+        path: as for :func:`fastckpt.save`. It waits for a save to the same path that is in flight.
         metadata: as for :func:`fastckpt.save`.
         {options}
 

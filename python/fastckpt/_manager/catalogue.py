@@ -191,8 +191,8 @@ def read(path: str, step: int) -> Entry:
     """The facts that a checkpoint holds.
 
     Raises:
-        CheckpointError: it is damaged, or none.
-        OSError: it cannot be read.
+        CheckpointError: it is damaged, or no checkpoint.
+        OSError: the directory cannot be read.
     """
     with Checkpoint(path) as checkpoint:
         created, metadata = checkpoint.origin.created, checkpoint.metadata

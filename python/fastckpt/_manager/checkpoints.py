@@ -27,8 +27,8 @@ class ManagedCheckpoint:
         path: its directory; where only the remote tier has it, its place there.
         created: when its save began, in seconds since 1970; None if it cannot be opened.
         metrics: the metrics that were saved with it.
-        changed: of the groups ``model`` and ``optimizer``, the share of the bytes that are of tensors which differ from
-            the checkpoint before; empty if unknown.
+        changed: for the groups ``model`` and ``optimizer``, the share of the bytes in tensors that differ from the
+            previous checkpoint; empty if unknown.
         kept_for: for each tier that has it, ``local`` or ``remote``, why it stays there: the policies that keep it,
             ``pinned``, or another reason in words. Where there is none, that tier removes it after the next save.
         pinned: whether it is pinned.

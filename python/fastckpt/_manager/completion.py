@@ -149,8 +149,7 @@ class Completion:
             return
         if not self.shared:
             if drain is not None:
-                # If a signal has come, the step boundary is more urgent; once it is answered, the end of the process
-                # is.
+                # A signal that comes is answered first, at the step boundary; then the process has to end in time.
                 drain.wait(end, lambda: bool(signals.pending) or time.monotonic() >= signals.end)
             return
         # The first rank commits, so its work is done.

@@ -140,7 +140,7 @@ class Directory:
             The files that were moved, and to where, in words; empty if none were.
 
         Raises:
-            NotACheckpointError: it is none.
+            NotACheckpointError: the path holds no checkpoint.
             OSError: it cannot be removed, or something was put into it at this moment; FileNotFoundError: it is gone.
         """
         path = self.path_of(step)

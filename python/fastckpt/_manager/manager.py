@@ -41,7 +41,7 @@ from .tier import Tier
 
 
 class Manager:
-    """The checkpoints of one run, in one directory.
+    """The checkpoints of one run, which share one directory.
 
     Each checkpoint is a directory of its own, ``step-00001000``, which :func:`fastckpt.load` reads without a manager.
     Only the directories count. The file ``latest`` names the checkpoint that became durable last, and is a hint for
@@ -191,8 +191,8 @@ class Manager:
             step: the number of the training step, the same on all ranks.
 
         Returns:
-            Whether to save it, the same on all ranks. They ask each other once per second at most, where a signal has
-            come to one of them, and whenever a policy wants a step for its number.
+            Whether to save it, the same on all ranks. They ask each other at most once per second, after a signal has
+            come to one of them, and at each step that a policy wants for its number.
 
         Raises:
             SystemExit: a signal has come, the step is durable, and the signal's default is to end the process.
@@ -254,11 +254,11 @@ class Manager:
         """Wait until the last save is durable, and copied to the remote tier, and unneeded checkpoints are removed.
 
         For a signal of ``save_on_signal`` it waits no longer than the grace period allows, and gives the save up; then
-        it does not wait for copies, which continue. Among several ranks all of them call it, and it returns when that
-        holds on all.
+        it does not wait for copies, which continue. In a job of several ranks all of them call it, and it returns when
+        this is true on all.
 
         Args:
-            timeout: seconds; None for as long as it takes.
+            timeout: seconds; None waits for as long as it takes.
 
         Returns:
             The report of the last save that became durable, or None.
@@ -282,8 +282,8 @@ class Manager:
         earlier effect, except for SIGUSR1 and similar ones, which do not end a child. Call it in the main thread, after
         others have installed their handlers.
 
-        Among several ranks, all answer a signal to one of them and save the same step; each then does what it would
-        have done if the signal had come to itself.
+        In a job of several ranks, all respond to a signal that reaches one of them, and save the same step. Each then
+        does what it would do if it had received the signal itself.
 
         Args:
             signals: numbers; SIGTERM without any.
@@ -293,7 +293,7 @@ class Manager:
 
         Raises:
             RuntimeError: not the main thread, or the manager is read-only.
-            ValueError: a number is of no signal that Python has a name for.
+            ValueError: a number belongs to no signal that Python knows.
         """
         self._check("save_on_signal")
         from signal import SIGTERM  # noqa: PLC0415 - beside the argument of that name
@@ -325,8 +325,8 @@ class Manager:
         checkpoint of ``step``, unless it is saved already. Elsewhere a handler cannot know whether a step is half done.
         Pass the state as :meth:`save` gets it, made at its beginning.
 
-        Among several ranks no handler can act alone: there all of them answer a signal together, at the beginning or
-        the end of the stretch.
+        In a job of several ranks no handler can act alone: all ranks respond to a signal together, at the beginning or
+        the end of the block.
 
         Args:
             step: as for :meth:`save`.
@@ -385,7 +385,7 @@ class Manager:
             RanksError: another rank could not load it.
             RuntimeError: ``discard_newer``, and the manager is read-only.
             ValueError: ``discard_newer`` without ``step``.
-            Exception: any other error of :func:`fastckpt.load`. Tensors of ``into`` may have changed.
+            Exception: any other error of :func:`fastckpt.load`. Tensors of ``into`` may have been filled already.
 
         Warns:
             RuntimeWarning: a checkpoint was skipped, or fetched because it is damaged; or the remote tier does not
@@ -438,7 +438,7 @@ class Manager:
         return self._local.place.path
 
     def path(self, step: int) -> str:
-        """The path of the checkpoint of a step, whether there is one or not.
+        """The path of the checkpoint of a step, whether it exists or not.
 
         Args:
             step: the training step.
@@ -449,13 +449,13 @@ class Manager:
         return self._local.place.path_of(step)
 
     def remaining(self, last: int) -> range:
-        """The steps that are left of a run: those after the one that was restored, up to ``last`` itself.
+        """The remaining steps of a run: those after the restored one, up to and including ``last``.
 
         Args:
             last: the step at which the run ends.
 
         Returns:
-            Steps, rising. All from 1 on where nothing was restored, none where the run had ended.
+            Steps, rising. All steps from 1 on if nothing was restored; none if the run had ended.
 
         Raises:
             ValueError: ``last`` is no non-negative integer.

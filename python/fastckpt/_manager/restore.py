@@ -162,7 +162,7 @@ class Loader:
             )
         raise CorruptCheckpointError(
             f"restore: {path}: none of {len(skipped)} checkpoints can be loaded; {newest} "
-            "(to start anew, move them away, or give the manager another directory)"
+            "(to start anew, move them all away, or give the manager another directory)"
         )
 
     def _try(

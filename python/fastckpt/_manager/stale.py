@@ -48,8 +48,8 @@ def sums_of(path: str, operation: str = "save", frozen: Sequence[str] | str = ()
         frozen: patterns of tensors that are not trained.
 
     Raises:
-        CheckpointError: it is damaged, or none.
-        OSError: it cannot be read.
+        CheckpointError: it is damaged, or no checkpoint.
+        OSError: the directory cannot be read.
     """
     # The command line imports this file before it knows whether the package is whole.
     from fastckpt._api.selection import patterns_of  # noqa: PLC0415

@@ -16,7 +16,7 @@ bell is a key that appears after the verdict, to wake waiting ranks; it may also
 
 **Out of step.** A rank that missed a call, or gave one up alone, is in an earlier turn than the others: it brings its
 call to a turn that has failed without it, or to which others have brought another call. A verdict lists the calls that
-it applies to (``called.py``). A rank whose call is not among them moves on to the next turn with it, until it is with
+it applies to (``called.py``). A rank whose call is not among them brings it to the next turn, and so on until it meets
 the others. A rank whose call is among them takes the verdict: it may be late, and must not meet a later call of theirs.
 Of calls that met in one turn all fail, except those of ranks that have given up the others' call already: these wait in
 the next turn. So ranks meet again. A rank takes one old verdict of calls like its own other than saves, because it may

@@ -33,8 +33,8 @@ class Ranks:
         replicas: of saves: how the copies of several ranks are compared before anything is written, DTensors and plain
             tensors alike: ``sample`` compares begin, middle, end, and a drawn place in every 4 MiB of each part, and
             parts of up to 64 KiB whole; ``full`` compares all bytes; ``first`` takes every part from the lowest rank
-            that has it, and compares none. Tensors of one name over groups of ranks that are apart are compared whole
-            in any case. docs/distributed.md says what each costs, and what it promises.
+            that has it, and compares none. Tensors with one name on separate groups of ranks are always compared whole.
+            docs/distributed.md says what each costs, and what it promises.
         on_difference: of saves: how to react to a difference: ``raise``, or ``warn``, which saves the tensors that
             differ as the lowest rank has them, whole, and names them in ``warnings`` of the report.
 

@@ -66,7 +66,7 @@ class _Frame:
         #: With ``observe``: this many frames lead to the key under which the children are values, 0 if there is none;
         #: None in keys and inside a value that counts as a whole.
         self.depth = depth
-        #: Whether that key has been noted, or is not to be.
+        #: Whether that key has been noted, or must not be.
         self.noted = not depth
         #: Whether this is, or is in, a tensor made of several.
         self.made = made

@@ -68,7 +68,7 @@ def remove(url: str, *, force: bool, files: Collection[str] = (), leave: bool = 
         leave: let other objects stay, instead of refusing.
 
     Returns:
-        The names of what stays.
+        The names of the objects that remain.
 
     Raises:
         FileNotFoundError: there is nothing.

@@ -106,7 +106,7 @@ def _kind(value: Any) -> str:
 
 
 def refuse_part(_: Part) -> Stored:
-    """Describe a part where no ranks save or load it."""
+    """Refuse a part in a save or load that is not of ranks."""
     raise Unsupported(
         "a Part belongs into the state of fastckpt.distributed.save, or into= of its load, which all ranks call"
     )

@@ -565,7 +565,7 @@ def changed(tensors: Sequence[Tensor]) -> None:
                 bump(tensor)
 
 
-# In a file: tokens to values.
+# Values from the tokens of a file.
 
 
 def dtype_of(dtype: str, logical: str | None) -> torch.dtype | None:

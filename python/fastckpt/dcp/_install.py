@@ -75,7 +75,7 @@ class InstalledReader(Reader):
 
 
 def install(**options: Any) -> Installation:
-    """Have programs use fastckpt that name torch's ``FileSystemWriter`` and ``FileSystemReader`` themselves.
+    """Make programs that name torch's ``FileSystemWriter`` and ``FileSystemReader`` use fastckpt.
 
     For accelerate, Lightning and others, and for ``dcp.save(state, checkpoint_id=path)`` without a writer. From now on
     a call of these classes makes a :class:`fastckpt.dcp.Writer` or :class:`fastckpt.dcp.Reader`, wherever and by

@@ -102,7 +102,7 @@ class Reader(_torch.StorageReader):
         return self._path
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """A new load begins, of the checkpoint ``checkpoint_id`` where one is given."""
+        """Begin a new load, from ``checkpoint_id`` if one is given."""
         if checkpoint_id is not None:
             self._path = path_of("load", checkpoint_id)
         self._load_id = str(uuid.uuid4())
@@ -131,7 +131,7 @@ class Reader(_torch.StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: _torch.Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
-        """A load begins on this rank. The opened checkpoint is kept."""
+        """Begin the load on this rank. The opened checkpoint is kept."""
         forget()
 
     def prepare_local_plan(self, plan: _torch.LoadPlan) -> _torch.LoadPlan:
@@ -139,7 +139,7 @@ class Reader(_torch.StorageReader):
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.LoadPlan]) -> list[_torch.LoadPlan]:
-        """The plans, with a label if all ranks of the process group are there, which then read together."""
+        """The plans; if all ranks of the process group take part, they have a label, and the ranks read together."""
         return (
             labelled(plans) if len(plans) > 1 and _torch.group_size(self._ranks.process_group) == len(plans) else plans
         )

@@ -24,10 +24,9 @@ _ATOMS = frozenset({int, float, bool, str, bytes, complex, type(None)})
 class Stager:
     """An AsyncStager for ``dcp.async_save`` that copies states into memory that fastckpt keeps for the next save.
 
-    All tensors of a state are in one stretch of huge pages, which is pinned if they come from a GPU. Ties between
-    tensors are kept. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon as
-    nothing refers to the tensors of the copy any more. :func:`fastckpt.background.release_buffers` frees the kept
-    memory.
+    All tensors of a state share one range of huge pages, which is pinned if they come from a GPU. Ties between tensors
+    are kept. The copy is done when :meth:`stage` returns; its memory is free for the next one as soon as nothing refers
+    to the tensors of the copy any more. :func:`fastckpt.background.release_buffers` frees the kept memory.
     """
 
     _synchronize_after_execute = False

@@ -134,7 +134,7 @@ def _about(tokens: list[Any], tensors: Sequence[Any]) -> About | None:
 
 
 def _restore_numbers(root: dict[Any, Any]) -> None:
-    """Give optimizer states the numbers of parameters back that torch made strings, and the empty state that it lost.
+    """Turn parameter numbers that torch made strings into numbers again, and restore the empty state that it dropped.
 
     Else ``load_state_dict`` of an optimizer would silently find no state for its parameters.
     """

@@ -66,10 +66,10 @@ class Writer(_torch.StorageWriter):
     they refer to different parameters on different ranks, the save is refused: pass the result of
     ``get_optimizer_state_dict``.
 
-    Values that several ranks have under one key are compared, unless ``Ranks(replicas="first")`` says otherwise.
-    Tensors and arrays in them that differ in any byte are a difference as ``Ranks(on_difference=)`` has it. Where
-    numbers, texts or bytes differ, that is a warning. ``warnings`` of the report names the keys and the ranks: what
-    belongs to one rank needs a key of its own.
+    Values that several ranks have under one key are compared, unless ``Ranks(replicas="first")`` says otherwise. If
+    tensors or arrays in them differ in any byte, ``Ranks(on_difference=)`` decides. If numbers, texts or bytes differ,
+    that is a warning. ``warnings`` of the report names the keys and the ranks: what belongs to one rank needs a key of
+    its own.
 
     Args:
         path: the checkpoint's directory; may be left out where ``dcp.save`` is given a ``checkpoint_id``.
@@ -121,7 +121,7 @@ class Writer(_torch.StorageWriter):
         return self._now.path or self._path
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """A new save begins, to ``checkpoint_id`` where one is given."""
+        """Begin a new save, to ``checkpoint_id`` if one is given."""
         if checkpoint_id is not None:
             self._path = self._now.path = path_of("dcp.save", checkpoint_id)
 
@@ -130,7 +130,7 @@ class Writer(_torch.StorageWriter):
         return _torch.StorageMeta(checkpoint_id=self.checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:  # noqa: ARG002, FBT001 - torch's interface
-        """A save begins on this rank.
+        """Begin the save on this rank.
 
         Raises:
             CheckpointError: no path was given.
@@ -170,7 +170,7 @@ class Writer(_torch.StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[_torch.SavePlan]) -> list[_torch.SavePlan]:
-        """The plans, with a label where several ranks save.
+        """The plans; if several ranks save, they have the label of this save.
 
         Raises:
             ValueError: the process group of this writer has another size.

@@ -36,7 +36,7 @@ _REGISTERED, _STEP, _ROWS = "registered", "accelerate.step", "accelerate.rows"
 
 
 def install(*, io: Any = "auto", background: bool = True) -> Installation:
-    """Have ``Accelerator.save_state`` and ``load_state`` of this program go through fastckpt.
+    """Make ``Accelerator.save_state`` and ``load_state`` of this program use fastckpt.
 
     What accelerate saves is saved. Processes save together, so each of them has to call; of schedules, the scaler and
     registered objects, the main process's are saved. Classes in the state of a registered object come back as such if

@@ -31,7 +31,7 @@ from ._processes import crew_of, on_all
 __all__ = ["install"]
 
 _installed = Installed()
-#: The key of what is no tensor of a parameter; among those that are, the key of the weights that are updated.
+#: The key of everything but the tensors of parameters; among these, the key of the weights that are updated.
 _ABOUT, _MASTER = "deepspeed", "fp32"
 #: Where each of ZeRO's optimizers has the parameters by group, and of each group what it updates in this process.
 _PLACES = {
@@ -44,12 +44,12 @@ _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def install(*, io: Any = "auto") -> Installation:
-    """Have ``save_checkpoint`` and ``load_checkpoint`` of DeepSpeed's engines go through fastckpt.
+    """Make ``save_checkpoint`` and ``load_checkpoint`` of DeepSpeed's engines use fastckpt.
 
     All processes write one checkpoint, of whole tensors under the names of the parameters: the weights, and what the
     optimizer has of them, to the last bit. Any number of processes resumes from it, with ZeRO 1, 2 or 3. ``latest`` is
-    written once it is durable. Each process gets its own ``client_state`` back, or else the first one's. Checkpoints of
-    DeepSpeed itself are loaded by it.
+    written once it is durable. Each process gets its own ``client_state`` back; if it saved none, that of the first
+    process. Checkpoints of DeepSpeed itself are loaded by it.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.

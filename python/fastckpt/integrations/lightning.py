@@ -34,7 +34,7 @@ _MODEL, _RANDOM = "state_dict", "fastckpt.random"
 
 
 def install() -> Installation:
-    """Have ``load_from_checkpoint`` read checkpoints of fastckpt, in programs that have no :class:`CheckpointIO`.
+    """Make ``load_from_checkpoint`` read checkpoints of fastckpt, in programs without a :class:`CheckpointIO`.
 
     Returns:
         A context manager, which ends it; so does its ``uninstall``. Without either it lasts as long as the process.
@@ -295,6 +295,6 @@ class RandomStates(Callback):
             self._own = None
 
     def on_train_start(self, *_: Any) -> None:
-        """Restore it after that, where the epoch has begun already."""
+        """Restore it after that, if the epoch has already begun."""
         self.on_fit_start()
         self._own = None

@@ -59,7 +59,7 @@ def _is_new(path: Path) -> bool:
 
 
 def preempted() -> bool:
-    """Whether Ray says, for the first time, that nodes of this run are about to go; all workers call it.
+    """Whether Ray reports, for the first time, that nodes of this run are about to stop; all workers call it.
 
     Returns:
         The same on all workers: ``manager.save(step, state, force=preempted())``.

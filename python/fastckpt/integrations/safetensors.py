@@ -38,7 +38,7 @@ _installed = Installed()
 
 
 def install(*, io: Any = "auto", verify: bool = True) -> Installation:
-    """Have the package safetensors save and open by the functions of this module.
+    """Make the package safetensors use the functions of this module.
 
     That goes for its ``save_file`` and ``load_file``, wherever a program has them from (``save_pretrained``), and for
     what imports ``safetensors.safe_open`` from now on; that name is a function then, not a class.
@@ -109,7 +109,7 @@ def save_file(tensors: Any, filename: Any, metadata: dict[str, str] | None = Non
         RuntimeError: tensors share memory.
         safetensors.SafetensorError: the format has no such dtype or name.
         TypeError: ``metadata`` holds something else.
-        ValueError: a tensor is sparse or not contiguous, or this is no dict of tensors.
+        ValueError: a tensor is sparse or not contiguous, or ``tensors`` is not a dict of tensors.
 
     Example:
         >>> import numpy
@@ -168,7 +168,7 @@ class _File(AbstractContextManager["_File"]):
             self._check(*plan)
             return theirs.prefetch(plan, device=target, threads=threads)
         if self._framework not in ("pt", "torch", "pytorch"):
-            raise SafetensorError('prefetch: it gives torch tensors: open the file with framework="pt"')
+            raise SafetensorError('prefetch returns torch tensors: open the file with framework="pt"')
 
         def read(name: str) -> Any:
             self._check(name, threads=1)

@@ -29,7 +29,7 @@ _installed = Installed()
 
 
 def install(*, io: Any = "auto", verify: bool = True) -> Installation:
-    """Have ``torch.save`` and ``torch.load`` of a path go through :func:`fastckpt.open_write` and ``open_read``.
+    """Make ``torch.save`` and ``torch.load`` of a path use :func:`fastckpt.open_write` and ``open_read``.
 
     A saved file is in torch's format, and appears at its path whole and durable, or not at all. Threads write it past
     the page cache. torch's CRC-32, which slows it down and which ``torch.load`` never looks at, is left out; fastckpt's
@@ -63,7 +63,7 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
 def _may_replace(f: Any) -> bool:
     """Whether a call names a file that may be replaced by a new one, or nothing yet, where one may be made.
 
-    torch writes into the file that is there. With other names, or another owner, that is not the same.
+    torch writes into an existing file. If that has other names, or another owner, a new file would not be the same.
     """
     if not isinstance(f, (str, os.PathLike)) or is_url(os.fspath(f)):
         return False

@@ -210,7 +210,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         seed = [(0, True, marks[0][_HUGGING_FACE])] if 0 in marks and not theirs else []
         if not found and not seed and any(is_ours(manager.path(number)) for number in steps):
             raise CorruptCheckpointError(
-                f"load: {manager.directory}: no checkpoint can be loaded (to start anew, move them away)"
+                f"load: {manager.directory}: no checkpoint can be loaded (to start anew, move them all away)"
             )
         return sorted(found, reverse=True) + seed
 

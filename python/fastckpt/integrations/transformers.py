@@ -45,7 +45,7 @@ _RANKS = distributed.Ranks(on_difference="warn")
 
 
 def install(*, io: Any = "auto", background: bool = True) -> Installation:
-    """Have every Trainer of this program save and resume through fastckpt.
+    """Make every ``Trainer`` of this program save and resume through fastckpt.
 
     The Trainer's own settings still apply (``save_strategy``, ``load_best_model_at_end``, ``save_total_limit``,
     ``enable_jit_checkpoint``, ``push_to_hub``). ``train(resume_from_checkpoint=True)`` resumes from the newest
@@ -84,7 +84,7 @@ class _Run:
     ended = False
     #: Whether the random states and the sums of losses were taken from that.
     restored = False
-    #: What lies beside the weights, the same in each of its checkpoints.
+    #: The files beside the weights, which are the same in each of its checkpoints.
     files: dict[str, bytes] | None = None
     #: The step that was logged last, and the one that was saved last; whether the save of an epoch's last step is due.
     logged: int | None = None

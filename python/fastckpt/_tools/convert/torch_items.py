@@ -219,7 +219,7 @@ class Archive:
         content: the bytes of it, as an array over the mapping.
 
     Raises:
-        zipfile.BadZipFile: it is none.
+        zipfile.BadZipFile: it is not a zip file.
     """
 
     def __init__(self, torch: Any, content: np.ndarray[Any, np.dtype[np.uint8]]) -> None:

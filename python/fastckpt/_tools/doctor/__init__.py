@@ -18,7 +18,7 @@ __all__ = ["Diagnosis", "Finding", "doctor"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """One thing that is not as it could be.
+    """One problem, or one thing that could be better.
 
     Attributes:
         code: a stable name, as ``io_uring-seccomp``; ``docs/doctor.md`` lists them.
@@ -64,14 +64,14 @@ class Diagnosis:
 
 
 def doctor(path: AnyPath = ".", *, probe: bool = True) -> Diagnosis:
-    """Report how checkpoints in a directory will be written and read, what slows them down, and the remedies.
+    """Report how checkpoints in a directory are written and read, what slows them down, and how to change that.
 
-    Takes about three seconds with the measurement, a fraction of one without. Everything is tried in temporary
-    files in the directory, of at most a tenth of its free space and 256 MiB, which are removed also when the call is
-    interrupted. torch is not imported.
+    Takes about three seconds with the measurement, a fraction of one without. It uses temporary files in the directory,
+    of at most a tenth of its free space and 256 MiB, and removes them also when it is interrupted. torch is not
+    imported.
 
     Args:
-        path: the directory that holds the checkpoints. If it does not exist, that is the finding.
+        path: the directory that holds the checkpoints. If it does not exist, the finding says so.
         probe: measure as well: write and read for about two seconds, plainly and through
             :func:`fastckpt.save` and :func:`fastckpt.load`.
 

@@ -84,20 +84,20 @@ def plan(  # noqa: PLR0913 - each is one thing to know about a job
         gpus_per_node: GPUs of a node, and so its ranks.
         max_in_flight: saves in the background at a time, as of ``IO(max_in_flight=)``: each has its memory.
         mttf_gpu: mean time to failure of a GPU, seconds or a string with a unit; ``"50000h"`` by default.
-        mttf_cluster: of the whole cluster instead.
+        mttf_cluster: mean time to failure of the whole cluster instead.
         goodput: the share of time wanted for training: the interval is ``(1 - goodput) * mttf``.
         overhead: the share of time that checkpoints may stop training for: the interval is ``stall / overhead``.
         interval: seconds from the start of one checkpoint to the start of the next. Without any of the three, the best.
         write: bytes per second that the storage writes in all.
-        read: bytes per second that it reads; as ``write`` by default.
+        read: bytes per second that it reads; the same as ``write`` by default.
         node_write: bytes per second that one node writes, as measured there; the slower of the two counts.
-        node_read: bytes per second that one node reads; as ``node_write`` by default.
+        node_read: bytes per second that one node reads; the same as ``node_write`` by default.
         tier: ``light``, ``medium`` or ``high``: a rate for each GPU instead. ``light`` if no speed is given.
         target_seconds: how long a checkpoint may take: sets the necessary speed if no speed is given, else the limit
             for the verdicts.
-        stall: seconds for which training stops, where checkpoints are written in the background; all of it by
-            default.
-        restart: seconds to notice a failure and start again, without the reading; 0 by default.
+        stall: seconds for which a checkpoint stops training, if it is written in the background; by default as long as
+            it takes.
+        restart: seconds to notice a failure and start again, without the time for reading; 0 by default.
 
     Returns:
         The plan; printed, it is the table of ``fastckpt plan``.

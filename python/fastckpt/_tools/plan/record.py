@@ -59,22 +59,22 @@ class Plan:
         gpus_per_node: GPUs of a node.
         max_in_flight: saves in the background at a time.
         shares: the bytes of each rank, the busiest first.
-        write: bytes per second written in all during a checkpoint.
-        read: bytes per second read in all during a restore.
-        speed: where the two come from, in words.
+        write: total rate of writing during a checkpoint, bytes per second.
+        read: total rate of reading during a restore, bytes per second.
+        speed: the source of these two rates, in words.
         seconds: how long a checkpoint takes until it is durable.
         stall: seconds of that for which training stops.
         mttf: mean time between failures of the cluster.
-        goodput_wanted: the requested share of time, or the usual 0.95.
+        goodput_wanted: the requested share of time, or 0.95.
         interval: seconds from checkpoint to checkpoint.
-        interval_rule: where it comes from, in words.
+        interval_rule: the source of the interval, in words.
         interval_goodput: the interval for the wanted goodput: ``(1 - goodput) * mttf``.
         interval_young: Young's, and the stall.
         interval_daly: Daly's, and the stall.
         interval_best: the exact minimum of Daly's model.
         restore_bytes: the bytes that all GPUs together read to restore.
         restore_seconds: how long that takes.
-        restart: seconds of a failure beside that: noticing it, and starting again.
+        restart: further seconds that a failure costs: to notice it, and to start again.
         verdicts: the results with storage of each tier.
         notes: assumptions and omissions.
     """
@@ -127,7 +127,7 @@ class Plan:
 
     @property
     def memory_per_node(self) -> float:
-        """Bytes of host memory that saves in the background take of a node at most, as docs/sizing.md derives it."""
+        """The most host memory that saves in the background take on a node, in bytes, as docs/sizing.md derives it."""
         return min(self.gpus_per_node, self.layout.gpus) * (self.max_in_flight * self.rank_bytes + BUFFERS)
 
     @property
@@ -182,7 +182,7 @@ class Plan:
 
     @property
     def lost_gpu_hours_per_day(self) -> float:
-        """GPU hours per day of training lost with failures, and of restarting."""
+        """GPU hours per day that failures cost: lost training, and restarts."""
         return (
             self.layout.gpus * self.failures_per_day * (self.lost_seconds + self.restart + self.restore_seconds) / 3600
         )

@@ -120,7 +120,7 @@ impl Workspace {
         }
     }
 
-    /// Gives a shard that was taken over its name among the shards.
+    /// Gives a shard that was linked from the base its name in this checkpoint.
     pub(crate) fn settle(&self, name: &str, shard: &str) -> Result<()> {
         if !is_shard_name(shard) {
             return Err(self.refused("link a shard into", &format!("`{shard}` is not the name of a shard")));

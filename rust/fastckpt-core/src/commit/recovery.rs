@@ -86,7 +86,7 @@ pub(super) fn taken_aside(parent: BorrowedFd<'_>, name: &OsStr) -> Free {
         let Some(written) = written(directory.as_fd()) else { continue };
         let Ok(workspace) = open_child(parent, &old.workspace()) else { continue };
         let verdict = old.owner().map(|owner| judge(owner, workspace.as_fd()));
-        // Checked after the verdict. If the workspace is gone, the successor has had the name. The name is free again
+        // Checked after the verdict. If the workspace is gone, the successor has taken the name. The name is free again
         // because the successor was removed.
         if id_of(parent, &old.workspace()).is_none() {
             continue;
@@ -296,7 +296,7 @@ mod tests {
         let mut times = [Duration::ZERO, COMMIT_WAIT * 2].into_iter();
         let opened = open_by(&path, &mut || times.next().unwrap()).unwrap();
         assert_eq!(fs::fstat(opened).unwrap().st_ino, fs::stat(&aside).unwrap().st_ino);
-        // One that never comes to rest is no proof of anything.
+        // A directory that never stops changing proves nothing.
         let error = open_by(&path, &mut || PATIENCE * 2).unwrap_err();
         assert!(error.to_string().contains("busy"), "{error}");
     }

@@ -54,7 +54,7 @@ impl SingleFile {
             },
         };
         if old.is_some() {
-            // A rename asks only the directory.
+            // A rename checks the permissions of the directory alone.
             fs::accessat(&parent, &name, Access::WRITE_OK, AtFlags::EACCESS)
                 .map_err(Error::io("replace the write-protected file", target))?;
         }
