@@ -170,8 +170,7 @@ class PendingSave(in_flight.SaveInFlight):
         return SaveProgress(self._phase(), staged, self._written, self._total)
 
     def cancel(self) -> bool:
-        """Stop the save, and wait until nothing is left of it: no new checkpoint, no temporary file, the old one
-        untouched.
+        """Stop the save and wait until nothing is left of it: no checkpoint, no temporary file, the old one untouched.
 
         Returns:
             Whether the save was stopped; False if it is already durable, or has failed. The answer stays the same.
