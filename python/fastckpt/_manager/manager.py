@@ -305,7 +305,7 @@ class Manager:
     def preempted(self) -> int | None:
         """The first signal of :meth:`save_on_signal` that was answered, or None: now the loop may end.
 
-        Not before the checkpoint is durable, or given up: a loop that ends when it is set has saved.
+        It is None until the checkpoint is durable, or given up, so a loop that ends when it is set has saved.
         """
         return self._signals.first
 
@@ -458,7 +458,7 @@ class Manager:
             Steps, rising. All steps from 1 on if nothing was restored; none if the run had ended.
 
         Raises:
-            ValueError: ``last`` is no non-negative integer.
+            ValueError: ``last`` is not a non-negative integer.
 
         Example:
             >>> import fastckpt

@@ -25,7 +25,7 @@ class Box:
     """A box of a tensor, given as :class:`ReadRequest` has it; one that takes nothing has no ``nbytes``.
 
     Raises:
-        ValueError: it is no box of the tensor.
+        ValueError: it is not a box of the tensor.
     """
 
     def __init__(

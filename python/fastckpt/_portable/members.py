@@ -94,7 +94,7 @@ def members(text: memoryview) -> list[tuple[str, memoryview]]:
     A value may be nested to any depth: what is deeper than a parser should go is checked, and replaced by 0.
 
     Raises:
-        ValueError: it is no object.
+        ValueError: it is not an object.
     """
     colons: list[int] = []
     commas = [-1]

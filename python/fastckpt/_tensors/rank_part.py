@@ -41,7 +41,7 @@ class Part:
             follow each other in ``tensor``, each in row-major order.
 
     Raises:
-        TypeError: ``of`` or ``at`` holds something other than integers, or ``tensor`` is no tensor.
+        TypeError: ``of`` or ``at`` holds something other than integers, or ``tensor`` is not a tensor.
         ValueError: the tensor is not inside the whole one.
 
     Example:
@@ -84,7 +84,7 @@ class Part:
             The part.
 
         Raises:
-            TypeError: ``of`` or ``start`` holds something other than integers, or ``tensor`` is no tensor.
+            TypeError: ``of`` or ``start`` holds something other than integers, or ``tensor`` is not a tensor.
             ValueError: the tensor is not one-dimensional and contiguous, or not inside the whole one.
 
         Example:

@@ -35,7 +35,7 @@ def register(command: Callable[..., argparse.ArgumentParser]) -> None:
         "could not be removed.",
     )
     parser.add_argument("path", metavar="DIR", type=place, help="the directory that holds the checkpoints")
-    parser.add_argument("--yes", action="store_true", help="remove the leftovers that nobody needs")
+    parser.add_argument("--yes", action="store_true", help="remove the leftovers that are not needed any more")
     parser.add_argument(
         "--older-than",
         metavar="TIME",

@@ -164,7 +164,7 @@ class Fill:
         return False
 
     def _read(self, asked: Asked, number: int) -> None:
-        """Request a box, into memory of its own where the target is no plain tensor or others share its memory."""
+        """Request a box; it has its own memory if the target is not a plain tensor, or shares its memory."""
         target, dtype = asked.target, self.targets.tensor_dtype(number)
         _, layout = layout_of(target) if type(target) is _tensors.Tensor else ("", None)
         if layout is None or asked.others or not _memory.is_nested(layout):

@@ -82,7 +82,7 @@ def newest_that_verifies(paths: Iterable[str]) -> str | None:
     for path in paths:
         if not is_ours(path) or is_sound(path):
             return path
-        LOG.warning("fastckpt: %s is damaged, and the checkpoint before it is taken: fastckpt verify tells more", path)
+        LOG.warning("fastckpt: %s is damaged, and the one before it is used: run fastckpt verify for details", path)
     return None
 
 

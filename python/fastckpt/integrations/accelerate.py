@@ -245,7 +245,7 @@ def _load(accelerator: Any, path: str, registered: int, step: int | None, rows: 
         LOG.warning("fastckpt: states of processes (random numbers, samplers, data sets) are not restored: %s", error)
         places = [_place(*one) for one in zip(_stateful(accelerator), rows, strict=False)]
         if any(one.step_with_optimizer and not one.split_batches for one in accelerator._schedulers):
-            LOG.warning("fastckpt: schedules go on by rows, as accelerate counts: docs/guides/accelerate.md tells more")
+            LOG.warning("fastckpt: schedules count rows, as accelerate does: see docs/guides/accelerate.md")
     else:
         places = own["loaders"]
         fastckpt.randomness().load_state_dict(own["random"])

@@ -95,7 +95,7 @@ def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
         "Muon": "muon" in type(getattr(optimizer, "optimizer", None)).__name__.lower(),
         "custom_load_fn": custom_load_fn,
         "deepspeed.linear": any(hasattr(one, "ds_optim_param") for one in model.parameters()),
-        f"state_dict() with what is no parameter or buffer of the model, such as a copy ({strangers})": strangers,
+        f"state_dict() with other tensors than the model's parameters and buffers, such as a copy ({strangers})": strangers,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: end install(), and DeepSpeed may")
@@ -184,7 +184,7 @@ def _restore(optimizer: Any, states: dict[Any, dict[str, Any]], options: list[di
 
 
 def _state(engine: Any, *, frozen: bool) -> dict[str, Any]:
-    """What this process saves; of what is no tensor, the first one's counts."""
+    """What this process saves; of values that are not tensors, those of the first process count."""
     optimizer, tensors = engine.optimizer, defaultdict[str, dict[str, Any]](dict)
     groups: list[dict[str, Any]] = [{"params": [], "options": {**one, "params": 0}} for one in optimizer.param_groups]
     for name, number, weight, flat, part in _pieces(engine):

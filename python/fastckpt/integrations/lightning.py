@@ -150,7 +150,7 @@ class CheckpointIO(TorchCheckpointIO):
         Raises:
             OSError: the storage failed, at an earlier save, too.
             TypeError: there are ``storage_options``.
-            UnsupportedTypeError: the state holds an object that is no tensor and no plain value.
+            UnsupportedTypeError: the state holds an object that is neither a tensor nor a plain value.
         """
         # Before Slurm requeues a job, Lightning takes digits of hidden names for versions.
         if storage_options is not None or is_url(str(path)) or Path(path).name.startswith("hpc_ckpt_"):

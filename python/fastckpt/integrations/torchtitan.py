@@ -88,7 +88,7 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         self._ranks = self._manager._ranks
 
     def __del__(self) -> None:
-        """Nothing: the end of an object is no place to wait for other ranks."""
+        """Nothing: a finalizer must not wait for other ranks."""
 
     def _close(self) -> None:
         # torchtitan closes it in a handler, too: then the others may not come.

@@ -212,7 +212,7 @@ def _place(facts: Mapping[str, Any]) -> Iterator[Finding]:
         yield Finding(
             code="overlay",
             level="warning" if container else "note",
-            text="this is overlayfs: a container's own layer goes with the container",
+            text="this is overlayfs: a container's own layer is removed with the container",
             evidence=(f"{where['mount']} is overlay",),
             remedies={
                 "docker": "docker run -v /data/checkpoints:/checkpoints ..., and save there",
