@@ -96,7 +96,7 @@ def test_another_number_of_processes_goes_on(libraries, undisturbed, tmp_path, r
     assert found["schedule"] == (taken + 5 * step) / accelerated.BATCH
     told = (tmp_path / "log.txt").read_text()
     assert "states of processes (random numbers, samplers, data sets) are not restored" in told
-    assert ("schedules go on by rows, as accelerate counts" in told) != arguments.get("split", False)
+    assert ("schedules count rows, as accelerate does" in told) != arguments.get("split", False)
 
 
 def test_the_newest_that_verifies_is_taken_and_the_damaged_one_replaced(libraries, undisturbed, tmp_path):
