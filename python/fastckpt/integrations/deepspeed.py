@@ -95,7 +95,7 @@ def _check(operation: str, engine: Any, custom_load_fn: Any = None) -> None:
         "Muon": "muon" in type(getattr(optimizer, "optimizer", None)).__name__.lower(),
         "custom_load_fn": custom_load_fn,
         "deepspeed.linear": any(hasattr(one, "ds_optim_param") for one in model.parameters()),
-        f"state_dict() with tensors beside the model's parameters and buffers, as a copy ({strangers})": strangers,
+        f"state_dict() with tensors beside the model's parameters and buffers, such as a copy ({strangers})": strangers,
     }
     if reason := next((reason for reason, holds in reasons.items() if holds), None):
         raise NotImplementedError(f"{operation}: fastckpt does not support {reason}: end install(), and DeepSpeed may")
