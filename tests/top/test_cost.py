@@ -17,6 +17,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+from by_hand import Rank, look
 from fastckpt_top.app import TopApp
 from fastckpt_top.demo import DemoSource
 from fastckpt_top.feed import ShmFeed
@@ -105,6 +106,20 @@ def test_reading_8_segments_takes_few_calls(place):
         assert len(shm.poll().procs) == 8
     shm.close()
     assert calls[0] < 8000  # 4010 where this was measured
+
+
+def test_a_first_look_at_many_operations_takes_calls_in_proportion():
+    """As ``--all-users`` finds on a node that keeps the pages of the dead: each has saved at a path of its own."""
+
+    def calls_of(count):
+        ranks = [Rank().op(end=0.5).named(f"step-{each}").of(job=f"job-{each}", pid=each) for each in range(count)]
+        for rank in ranks:
+            rank.proc = replace(rank.proc, alive=False)
+        with counting() as calls:
+            look(Model(), 1.0, *ranks)
+        return calls[0]
+
+    assert calls_of(240) < 5 * calls_of(60)
 
 
 def seconds_of_a_core(pid):

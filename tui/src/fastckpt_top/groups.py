@@ -66,10 +66,7 @@ class Group:
     """
 
     def __init__(self, track: OpTrack) -> None:
-        self.team = track.proc.team
-        self.kind = track.op.kind
-        self.label = track.op.label
-        self.step = track.op.step
+        self.shared = self.team, self.kind, self.label, self.step = track.shared
         self.copies = track.copies
         self.members: dict[str, OpTrack] = {track.proc.key: track}
         self.peak = 0.0
@@ -126,16 +123,15 @@ class Group:
         return tuple(sorted({*range(first, first + local)} - {proc.header.rank for proc in procs}))
 
     def takes(self, track: OpTrack) -> bool:
-        """Whether another rank's operation is part of this one.
+        """Whether another rank's operation, of the same team, kind, label and step, is part of this one.
 
         Operations of a new process of the same rank belong to another attempt, and so do those that processes without a
         rank begin after one has failed. The death of a rank is only known to be between two looks: an operation that
         another rank began in that time is still part of it.
         """
-        op, rank = track.op, track.proc.rank
-        same = (track.proc.team, op.kind, op.label, op.step) == (self.team, self.kind, self.label, self.step)
+        rank = track.proc.rank
         ranks = {member.proc.rank for member in self.members.values()}
-        if not same or track.proc.key in self.members or (rank >= 0 and rank in ranks):
+        if track.proc.key in self.members or (rank >= 0 and rank in ranks):
             return False
         last = track.end if track.end is not None else float("inf")
         first_end = float("inf") if self.running else self.end

@@ -110,6 +110,7 @@ class Model:
         self._ops: dict[tuple[str, int], OpTrack] = {}
         self._groups: list[Group] = []
         self._living: list[Proc] = []
+        self._alike: defaultdict[tuple[int, int, str], list[Proc]] = defaultdict(list)
         self._at_work: set[str] = set()
         self._dead_jobs: set[str] = set()
         self._over: set[str] = set()
@@ -121,6 +122,9 @@ class Model:
         self.snapshot, self.mono, self.real = snapshot, snapshot.mono, snapshot.real
         self.problems, self.places = snapshot.problems, snapshot.places
         self._living = [proc for proc in snapshot.procs if proc.alive]
+        self._alike = defaultdict(list)
+        for proc in snapshot.procs:
+            self._alike[proc.rank, proc.header.uid, proc.header.job].append(proc)
         self._track(snapshot)
         self._forget(snapshot)
         self.past.add(snapshot.procs, self._groups, derive.name)
@@ -206,10 +210,12 @@ class Model:
                     new.append(known)
                 elif proc.alive or known.running or known.proc is not proc:  # the dead do not change
                     known.update(proc, op, mono, before)
-        # By their starts, and when it is known which have ended: a monitor that attaches late meets many operations at
-        # once.
+        # By their starts, and when it is known which have ended: a monitor that comes late meets many at once.
+        alike: defaultdict[tuple[str, int, str, int], list[Group]] = defaultdict(list)
+        for group in self._groups if new else ():
+            alike[group.shared].append(group)
         for known in sorted(new, key=lambda one: one.start):
-            self._join(known)
+            self._join(known, alike[known.shared])
 
     def _forget(self, snapshot: Snapshot) -> None:
         """Let go of processes whose segments are gone, and of operations that theirs no longer show."""
@@ -223,14 +229,12 @@ class Model:
         for name in [name for name in self._procs if name not in keys]:
             del self._procs[name]
 
-    def _join(self, track: OpTrack) -> None:
-        nearest = min(
-            (group for group in self._groups if group.takes(track)),
-            key=lambda group: abs(group.start - track.start),
-            default=None,
-        )
+    def _join(self, track: OpTrack, alike: list[Group]) -> None:
+        takers = (group for group in alike if group.takes(track))
+        nearest = min(takers, key=lambda group: abs(group.start - track.start), default=None)
         if nearest is None:
             self._groups.append(Group(track))
+            alike.append(self._groups[-1])
         else:
             nearest.members[track.proc.key] = track
 
@@ -329,13 +333,9 @@ class Model:
         Without a rank: whether a process of the same name has begun since it last did something. Such a one may have
         ended by now, unless this one died.
         """
-        header, procs = dead.header, self.snapshot.procs if self.snapshot is not None else ()
-        alike = [
-            proc
-            for proc in procs
-            if (proc.rank, proc.header.uid, proc.header.job) == (dead.rank, header.uid, header.job)
-            and (proc.alive or (proc.header.real0_ns / 1e9 > dead.touched and not dead.died))
-        ]
+        header = dead.header
+        same = self._alike[dead.rank, header.uid, header.job]
+        alike = [one for one in same if one.alive or (one.header.real0_ns / 1e9 > dead.touched and not dead.died)]
         if dead.rank < 0:
             ops = (self._ops.get((dead.key, op.op_id)) for op in dead.operations)
             ends = [self.real - self.mono + op.end for op in ops if op is not None and op.end is not None]

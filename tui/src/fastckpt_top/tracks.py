@@ -178,6 +178,11 @@ class OpTrack:
         return self.proc.key, self.op.op_id
 
     @property
+    def shared(self) -> tuple[str, int, str, int]:
+        """What the ranks of one operation have in common: their team, its kind, label and step."""
+        return self.proc.team, self.op.kind, self.op.label, self.op.step
+
+    @property
     def running(self) -> bool:
         """Whether it continues."""
         return self.op.running and not self.died
