@@ -53,7 +53,7 @@ class Candidates:
         return max(tier.order for tier in (self.local, self.remote) if tier is not None)
 
     def look(self, *, needed: bool | None = None) -> list[Candidate]:
-        """The checkpoints to try of the branch that saved last: by step, the highest first; the local tier's first.
+        """The checkpoints of the branch that saved last, in the order to try: highest step first, local tier first.
 
         Raises:
             OSError: the remote tier does not answer, and is ``needed``: None if there is none in the directory.

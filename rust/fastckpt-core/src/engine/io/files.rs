@@ -128,7 +128,7 @@ impl OpenFiles {
             None => return Ok(None),
             Some(Err(error)) if error.wants_descriptors() => {
                 let _alone = self.opening.write().unwrap_or_else(PoisonError::into_inner);
-                // No other thread opens a file now. If none of ours is open either, none of ours will be closed.
+                // No other thread opens a file now. If none of this job is open either, none will be closed.
                 let Some(counted) = self.count(1) else { return Ok(None) };
                 OpenFile { file: open()?, _counted: counted }
             }
