@@ -264,6 +264,6 @@ def sweeps(point: Path) -> str:
             fastckpt.save(numbered(99, 4096), folder / "after")
             if which(fastckpt.load(folder / "after", io="buffered"), 4096) != 99:
                 return "the next save is not there"
-            if left := [one.path for one in fastckpt.clean(folder) if ".copy-" not in one.path]:
+            if left := [one.name for one in fastckpt.clean(folder) if one.state == "dead"]:
                 return f"the next save has left {left}"
     return ""

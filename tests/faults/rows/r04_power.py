@@ -25,7 +25,7 @@ def _row(kind: str, fast: int, mutants: tuple[str, ...]) -> Row:
         run=partial(power.cut, kind=kind),
         fast=fast,
         nightly=2000,
-        part=250,
+        part=100,
         mutants=mutants,
         tried=300,
         root=True,

@@ -1,8 +1,14 @@
 """Ranks that are killed, stopped, late or missing."""
 
-from faults import groups_that_go_on
 from faults.of_tests import row
-from faults.row import Row
+from faults.row import Row, Run
+
+
+def _groups(run: Run) -> None:
+    from faults import groups_that_go_on  # torch takes seconds
+
+    groups_that_go_on.campaign(run)
+
 
 ROWS = [
     Row(
@@ -19,7 +25,7 @@ ROWS = [
         "A group to which something has happened goes on: its next calls succeed on all ranks.",
         "a rank misses a call, fails, leaves or stands still, or the store does; at drawn entry points",
         "the calls before it succeed; what is told as saved is there",
-        run=groups_that_go_on.campaign,
+        run=_groups,
         fast=0,
         nightly=300,
         part=60,
