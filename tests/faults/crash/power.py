@@ -32,10 +32,14 @@ def _in_child(scene: Scene, point: Path, tell: Callable[[str], None]) -> None:
     if pid == 0:
         status = 1
         try:
+            # So that it ends with its parent.
+            os.close(told)
+            os.close(go_on)
 
             def say(kind: bytes, number: int) -> None:
                 os.write(telling, MESSAGE.pack(kind, number))
-                os.read(going, 1)
+                if not os.read(going, 1):
+                    os._exit(1)
 
             scene.play(point, lambda number: say(b"b", number), lambda number: say(b"a", number))
             status = 0
@@ -44,12 +48,13 @@ def _in_child(scene: Scene, point: Path, tell: Callable[[str], None]) -> None:
         finally:
             sys.stderr.flush()
             os._exit(status)
-    os.close(telling)
+    for each in (telling, going):
+        os.close(each)
     while len(message := os.read(told, MESSAGE.size)) == MESSAGE.size:
         kind, number = MESSAGE.unpack(message)
         tell(f"{'begun' if kind == b'b' else 'acknowledged'} {number}")
         os.write(go_on, b".")
-    for each in (told, going, go_on):
+    for each in (told, go_on):
         os.close(each)
     if os.waitpid(pid, 0)[1] != 0:
         raise AssertionError(f"{type(scene).__name__}: the program failed")
