@@ -7,6 +7,7 @@ All of them are in one copy of the sources, built once, and a variable of the en
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -178,6 +179,43 @@ def _write(path: Path, content: bytes) -> None:
         path.write_bytes(content)
 
 
+def _bring(copy: Path) -> None:
+    """Copy the sources, and patch them."""
+    command = ["git", "-C", str(ROOT), "ls-files", "rust", "python", "Cargo.toml", "Cargo.lock"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    changed = patched()
+    for name in {*listed, *changed}:
+        if name in changed:
+            _write(copy / name, changed[name].encode())
+        elif (ROOT / name).exists():
+            _write(copy / name, (ROOT / name).read_bytes())
+    # What the product has removed.
+    for folder in ("rust", "python"):
+        for path in (copy / folder).rglob("*"):
+            name = path.relative_to(copy).as_posix()
+            if path.suffix in {".rs", ".py"} and name not in changed and not (ROOT / name).exists():
+                path.unlink()
+
+
+def _build(copy: Path, core: Path) -> None:
+    # Quick to build, and quick enough to run.
+    quick = {"LTO": "off", "CODEGEN_UNITS": "16", "OPT_LEVEL": "2"}
+    env = os.environ | {f"CARGO_PROFILE_RELEASE_{name}": value for name, value in quick.items()}
+    done = subprocess.run(
+        ["cargo", "build", "--release", "--quiet", "--offline", "-p", "fastckpt-py"],
+        cwd=copy,
+        env=env | {"CARGO_TARGET_DIR": str(TARGET)},
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        raise AssertionError(f"the mutants do not build:\n{done.stderr[-4000:]}")
+    new = core.with_suffix(".new")
+    shutil.copyfile(TARGET / "release" / "lib_core.so", new)
+    new.replace(core)
+
+
 @cache
 def built() -> Path:
     """Make the copy and build it, if that has not been done; the directory of its Python package.
@@ -189,36 +227,12 @@ def built() -> Path:
     copy.mkdir(parents=True, exist_ok=True)
     with (copy / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        command = ["git", "-C", str(ROOT), "ls-files", "rust", "python", "Cargo.toml", "Cargo.lock"]
-        listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-        changed = patched()
-        for name in {*listed, *changed}:
-            if name in changed:
-                _write(copy / name, changed[name].encode())
-            elif (ROOT / name).exists():
-                _write(copy / name, (ROOT / name).read_bytes())
-        # What the product has removed.
-        for folder in ("rust", "python"):
-            for path in (copy / folder).rglob("*"):
-                name = path.relative_to(copy).as_posix()
-                if path.suffix in {".rs", ".py"} and name not in changed and not (ROOT / name).exists():
-                    path.unlink()
-        # Quick to build, and quick enough to run.
-        quick = {"LTO": "off", "CODEGEN_UNITS": "16", "OPT_LEVEL": "2"}
-        env = os.environ | {f"CARGO_PROFILE_RELEASE_{name}": value for name, value in quick.items()}
-        env["CARGO_TARGET_DIR"] = str(TARGET)
-        done = subprocess.run(
-            ["cargo", "build", "--release", "--quiet", "--offline", "-p", "fastckpt-py"],
-            cwd=copy,
-            env=env,
-            stderr=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        if done.returncode != 0:
-            raise AssertionError(f"the mutants do not build:\n{done.stderr[-4000:]}")
-        core = copy / "python" / "fastckpt" / "_core.abi3.so"
-        new = core.with_suffix(".new")
-        shutil.copyfile(TARGET / "release" / "lib_core.so", new)
-        new.replace(core)
+        _bring(copy)
+        core, stamp = copy / "python" / "fastckpt" / "_core.abi3.so", copy / ".built"
+        sources = sorted([*copy.glob("rust/**/*.rs"), *copy.glob("**/Cargo.*")])
+        now = hashlib.sha256(b"\0".join(path.read_bytes() for path in sources)).hexdigest()
+        # Cargo would build anew where only its environment is another one.
+        if not core.exists() or not stamp.exists() or stamp.read_text(encoding="ascii") != now:
+            _build(copy, core)
+            stamp.write_text(now, encoding="ascii")
     return copy / "python"

@@ -49,7 +49,7 @@ ROWS = [
         run=killed_runs.campaign,
         fast=40,
         nightly=8000,
-        part=500,
+        part=100,
         mutants=("retention-goes-first",),
         tried=40,
         **COMMON,
@@ -62,7 +62,7 @@ ROWS = [
         run=_drains,
         fast=20,
         nightly=1000,
-        part=250,
+        part=50,
         **COMMON,
     ),
     Row(
@@ -73,7 +73,7 @@ ROWS = [
         run=_uploads,
         fast=20,
         nightly=500,
-        part=250,
+        part=50,
         **COMMON,
     ),
     Row(
@@ -84,7 +84,7 @@ ROWS = [
         run=_ranks,
         fast=5,
         nightly=300,
-        part=100,
+        part=50,
         **COMMON,
     ),
     Row(
