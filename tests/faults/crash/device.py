@@ -17,8 +17,9 @@ from typing import Any
 
 from harness.in_memory import Handle, Tree, serve
 
-#: One of so many writes completes at once, one soon, and one late: within so many seconds.
-SOON, LATE = 0.003, 0.03
+#: Half of the writes complete at once, a quarter soon, and a quarter late: within so many seconds. A program that waits
+#: for none of them has told of its success by then.
+SOON, LATE = 0.003, (0.02, 0.1, 0.4)
 NAME = b"disk"
 
 
@@ -29,6 +30,7 @@ class Disk(Tree):
     def __init__(self, image: Path, seed: int) -> None:
         super().__init__()
         self.draw = random.Random(seed)
+        self.late = self.draw.choice(LATE)
         disk = self.make(0o100666, NAME)
         disk.data = bytearray(image.read_bytes())
         self.nodes[1].children[NAME] = disk
@@ -38,7 +40,7 @@ class Disk(Tree):
 
     def write(self, handle: Handle, at: int, data: memoryview) -> None:
         handle.node.data[at : at + len(data)] = data
-        longest = self.draw.choice((0.0, SOON, LATE))
+        longest = self.draw.choice((0.0, 0.0, SOON, self.late))
         self.ready = time.monotonic() + self.draw.uniform(0, longest)
         self.uncovered.append((len(self.log), self.ready))
         self.log.append(("write", at, bytes(data)))
