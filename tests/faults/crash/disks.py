@@ -33,6 +33,8 @@ FLUSH_BUFFERS = 0x1261
 #: Of fallocate: the range is a hole, and the size stays.
 HOLE = 3
 LAZILY = 2
+#: Of unshare; and of mount, recursively.
+NEW_MOUNTS, PRIVATELY = 0x20000, 1 << 14 | 1 << 18
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -63,6 +65,22 @@ def _loop(path: str, *options: str) -> Iterator[str]:
         _run("losetup", "--detach", device)
 
 
+def alone() -> None:
+    """Have this process see mounts of its own. A copy of them in the namespace of another program would keep a file
+    system alive that is unmounted here, and so would ours keep theirs.
+
+    Raises:
+        OSError: it may not.
+    """
+    if _libc.unshare(NEW_MOUNTS) != 0 or _libc.mount(b"none", b"/", None, PRIVATELY, None) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))
+    below = tempfile.gettempdir() + os.sep
+    for line in reversed(Path("/proc/self/mounts").read_text(encoding="utf-8").splitlines()):
+        if (point := line.split()[1]).startswith(below):
+            _libc.umount2(point.encode(), LAZILY)
+
+
 def mount(device: str, point: str, kind: str) -> None:
     """Mount it.
 
@@ -75,12 +93,17 @@ def mount(device: str, point: str, kind: str) -> None:
 
 
 def unmount(point: str) -> None:
-    """Unmount it; what is still open there goes soon."""
-    for _ in range(200):
+    """Unmount it; what is still open there goes soon.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    for _ in range(2000):
         if _libc.umount2(point.encode(), 0) == 0:
             return
         time.sleep(0.005)
     _libc.umount2(point.encode(), LAZILY)
+    raise AssertionError(f"{point} stays busy")
 
 
 @contextlib.contextmanager
@@ -133,8 +156,10 @@ class Shelf:
         _libc.fallocate64(self._file.fileno(), HOLE, ctypes.c_longlong(0), ctypes.c_longlong(self._size))
         where = np.flatnonzero(used)
         self._pages[where] = image[where]
-        with open(self._device, "rb") as device:  # noqa: PTH123 - a device
-            fcntl.ioctl(device, FLUSH_BUFFERS)
+        # Exclusively: where the state before is still mounted somewhere, this mount would show that one.
+        device = os.open(self._device, os.O_RDONLY | os.O_EXCL)
+        fcntl.ioctl(device, FLUSH_BUFFERS)
+        os.close(device)
         mount(self._device, str(self.point), kind)
         try:
             yield self.point
@@ -147,7 +172,7 @@ def shelf(kind: str, folder: Path) -> Iterator[Shelf]:
     """A device for the states of one kind of file system."""
     point = folder / "state"
     point.mkdir()
-    with tempfile.NamedTemporaryFile(dir="/dev/shm") as file:
+    with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="fastckpt-faults-") as file:
         file.truncate(SIZES[kind])
         with _loop(file.name) as device:
             yield Shelf(device, file, SIZES[kind], point)

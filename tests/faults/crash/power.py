@@ -96,6 +96,7 @@ def cut(run: Run, kind: str, scenes: tuple[type[Scene], ...] = SCENES) -> None:
     """Make the trials of a run on one kind of file system, with each scene in turn."""
     draw = run.draw
     at = draw.randrange(len(scenes))
+    disks.alone()
     with disks.shelf(kind, run.place) as shelf:
         while run.made < run.trials:
             _one(run, kind, scenes[at % len(scenes)], shelf, draw)
