@@ -64,14 +64,22 @@ def _newest(marks: list[str], word: str) -> int:
     return max((int(mark.partition(" ")[2]) for mark in marks if mark.startswith(word)), default=0)
 
 
+def _found(scene: Scene, marks: list[str], point: Path, *, swept: bool) -> str:
+    try:
+        begun, acknowledged = _newest(marks, "begun"), _newest(marks, "acknowledged")
+        return scene.wrong(point, begun, acknowledged) or (sweeps(point) if swept else "")
+    except Exception as error:  # noqa: BLE001 - whatever is raised was not promised
+        # Only its words: its traceback has what is open there.
+        return f"{type(error).__name__}: {error}"
+
+
 def _look(scene: Scene, state: states.State, shelf: disks.Shelf, kind: str, *, swept: bool) -> str:
     """What is wrong with a state, or nothing."""
     try:
         with shelf.mounted(kind, state.image, state.used) as point:
-            begun, acknowledged = _newest(state.marks, "begun"), _newest(state.marks, "acknowledged")
-            return scene.wrong(point, begun, acknowledged) or (sweeps(point) if swept else "")
-    except Exception as error:  # noqa: BLE001 - whatever is raised was not promised
-        return f"{type(error).__name__}: {error}"
+            return _found(scene, state.marks, point, swept=swept)
+    except OSError as error:
+        return f"it cannot be mounted: {error}"
 
 
 def _one(run: Run, kind: str, made: type[Scene], shelf: disks.Shelf, draw: random.Random) -> None:
