@@ -33,9 +33,9 @@ def _row(kind: str, fast: int, mutants: tuple[str, ...]) -> Row:
 
 
 ROWS = [
-    _row("ext4", 60, ()),
-    _row("xfs", 40, ()),
-    _row("btrfs", 40, ()),
+    _row("ext4", 60, ("a-shards-sync", "parent-sync", "acknowledged-early")),
+    _row("xfs", 40, ("parent-sync", "acknowledged-early")),
+    _row("btrfs", 40, ("a-shards-sync", "manifest-sync", "parent-sync", "acknowledged-early")),
     Row(
         4,
         "power cuts of ranks",
