@@ -41,10 +41,10 @@ def part_of(row: Row, *, tier: str, seed: int, trials: int, most: int = 10, muta
 
 
 def commit() -> str:
-    """The commit of the sources, with a plus sign if they differ from it."""
-    git = ["git", "-C", str(ROOT)]
-    name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
-    dirty = subprocess.run([*git, "status", "--short", "-uno"], capture_output=True, text=True, check=False)
+    """The last commit that changed the product, with a plus sign if its sources differ from it."""
+    git, product = ["git", "-C", str(ROOT)], ["--", "python", "rust"]
+    name = subprocess.run([*git, "log", "-1", "--format=%h", *product], capture_output=True, text=True, check=False)
+    dirty = subprocess.run([*git, "status", "--short", "-uno", *product], capture_output=True, text=True, check=False)
     return (name.stdout.strip() or "unknown") + ("+" if dirty.stdout.strip() else "")
 
 
@@ -68,7 +68,8 @@ class Campaign:
         if self.path.exists():
             self.document = json.loads(self.path.read_text(encoding="utf-8"))
         if any(self.document.get(name) != value for name, value in about.items()):
-            machine = f"{platform.system()} {platform.release()}, {platform.machine()}, {os.cpu_count()} cores"
+            kernel = ".".join(platform.release().split(".")[:2])
+            machine = f"{platform.system()} {kernel}, {platform.machine()}, {os.cpu_count()} cores"
             self.document = {**about, "machine": machine, "parts": {}, "mutants": {}}
 
     def _keep(self) -> None:
