@@ -69,9 +69,9 @@ def page(document: dict[str, Any]) -> str:
 
 
 _UNCOUNTED = {True: "at each change, by the gate", False: "not run"}
-_MUTANTS = """A campaign that finds nothing may be blind. So the product is built with one guard dropped at a time, and the
-rows must notice. Each is caught at least once. Where a missing sync shows depends on the file system: that of a shard, with its
-blocks allocated, on btrfs at once, on ext4 only where the device completes late.
+_MUTANTS = """A campaign that finds nothing may be blind. So the product is built with one guard dropped at a time, and
+the rows must notice. Each mutant is caught. Where a missing sync shows depends on the file system: that of a shard,
+whose blocks are allocated before, at once on btrfs; on ext4 and XFS only where the device completes late.
 """
 
 
