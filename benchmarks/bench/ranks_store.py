@@ -36,7 +36,7 @@ from bench.ranks_world import World, obey
 from fastckpt import when
 from fastckpt._manager import crew as crews
 from fastckpt._manager.preemption import Preemption, Signals
-from fastckpt._manager.restore import Loader
+from fastckpt._manager.restore import failures_of
 from fastckpt._manager.schedule import Schedule
 from fastckpt._manager.step_boundary import StepBoundary
 from fastckpt._manager.step_timing import StepTiming
@@ -160,7 +160,6 @@ class Client:
 
     def restore(self) -> None:
         """The questions of a manager's restore, and the loads between them."""
-        loader: Any = Loader(SimpleNamespace(), self.crew)
         for at, path in enumerate(("step-2000", "step-1000")):
             if at == 0:
                 self.crew.first("restore", lambda: [[2000, False], [1000, False]])
@@ -169,7 +168,7 @@ class Client:
                 self.load(path, damaged=at == 0)
             except (RanksError, CorruptCheckpointError) as failed:
                 error = failed
-            if bool(loader._failures(error, far=False)) != (at == 0):
+            if bool(failures_of(self.crew, error)) != (at == 0):
                 raise RuntimeError(f"rank {self.rank}: {path}: {error}")
             if at == 0:
                 self.crew.first("restore: look", lambda: False)

@@ -384,7 +384,7 @@ class Ranks:
         """The answer to all of them."""
         for rank, error in enumerate(self.errors):
             self.rank = rank
-            answer = restore.Loader(None, self)._failures(error, far=False)
+            answer = restore.failures_of(self, error)
         return answer
 
 

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fastckpt._api.checkpoint import metadata_of
 from fastckpt._api.io import without_report
@@ -34,11 +34,14 @@ from .crew import is_reported
 from .lineage import Lineage
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from fastckpt._api.reports import LoadReport
 
     from .candidates import Candidates
     from .crew import Crew
 
+_T = TypeVar("_T")
 
 logger = logging.getLogger("fastckpt")
 
@@ -100,12 +103,12 @@ class Loader:
         listed = self.ranks.first("restore: step", partial(self.candidates.candidates_of, step, needed=needed))
         one, *others = (Candidate(*one) for one in listed)
         found = self._try(one, (), how)
-        if isinstance(found, _Lost) and others and found.failures.skips:
+        if isinstance(found, Lost) and others and found.failures.skips:
             if not found.failures.listed[0].gone:
                 self._warn(step, found.failures.listed[0], last=False)
             late = self._try(others[0], (), how)
-            found = found if isinstance(late, _Lost) and late.failures.gone else late
-        if isinstance(found, _Lost):
+            found = found if isinstance(late, Lost) and late.failures.gone else late
+        if isinstance(found, Lost):
             raise found.error
         return found
 
@@ -135,7 +138,7 @@ class Loader:
         while tries:
             one = tries.pop(0)
             found = self._try(one, tuple(skipped.items()), how, tries)
-            if not isinstance(found, _Lost):
+            if not isinstance(found, Lost):
                 return found
             failures = found.failures
             # Where another writes and removes, the first rank's view counts.
@@ -171,26 +174,13 @@ class Loader:
         skipped: tuple[tuple[int, str], ...],
         how: Mapping[str, Any],
         older: Sequence[Candidate] = (),
-    ) -> Restored | _Lost:
-        """Load a checkpoint on all ranks, or report why ranks cannot, and the error that this one may raise.
+    ) -> Restored | Lost:
+        """Load a checkpoint on all ranks or on none. Before it others were ``skipped``; ``older`` ones may come after.
 
-        Before it others were ``skipped``; after it ``older`` ones may be tried.
+        Whatever prevents one from being fetched from the remote tier, an older checkpoint may be loaded instead.
         """
-        found: Restored | Exception
-        try:
-            found = self._load(one, skipped, how, older)
-        except RanksError as reported:
-            if not is_reported(reported):
-                raise
-            found = reported
-        except Exception as failed:  # noqa: BLE001 - the ranks decide what it means
-            found = failed
-        error = found if isinstance(found, Exception) else None
-        failures = self._failures(error, far=one.far)
-        if failures is None:
-            assert isinstance(found, Restored)  # noqa: S101 - this rank has reported none
-            return found
-        return _Lost(failures, error or _of_others(self.candidates.local.place.path_of(one.step), failures))
+        what = f"restore: {self.candidates.local.place.path_of(one.step)}"
+        return attempt(self.ranks, what, partial(self._load, one, skipped, how, older), OSError if one.far else ())
 
     def _load(
         self, one: Candidate, skipped: tuple[tuple[int, str], ...], how: Mapping[str, Any], older: Sequence[Candidate]
@@ -261,20 +251,34 @@ class Loader:
             text = f"fastckpt: restore: {local.path_of(step)} {what} and is {then}: {failure.why}"
             warn(text)
 
-    def _failures(self, error: Exception | None, *, far: bool) -> _Failures | None:
-        """Why ranks could not load it; a rank that has only heard of another's failure does not count.
 
-        Whatever prevents one from being fetched from the remote tier, an older checkpoint may be loaded instead.
-        """
-        #: Those that failed themselves, and those that heard of it.
-        said: list[_Failures | None] = [None, None]
-        if error is not None:
-            gone, skips = isinstance(error, FileNotFoundError), is_damage(error) or (far and isinstance(error, OSError))
-            kind = type(error).__name__
-            own = _Failure(self.ranks.rank, self.ranks.host, kind, str(error)[: words.LONGEST], gone)
-            said[kind == RanksError.__name__] = _Failures([own], 0, [kind], skips, gone)
-        found = self.ranks.outcome(said, _combine, lambda both: both[0] or both[1])
-        return None if found is None else _Failures.of(found)
+def attempt(ranks: Crew, what: str, call: Callable[[], _T], skips: Any = ()) -> _T | Lost:
+    """The result of ``call`` if it succeeds on all ranks, which make it together; ``what`` it is, for errors.
+
+    Exceptions that are ``skips`` count as damage does: an older checkpoint may be loaded instead.
+    """
+    error: Exception | None = None
+    try:
+        result = call()
+    except Exception as failed:
+        if isinstance(failed, RanksError) and not is_reported(failed):
+            raise
+        error = failed
+    failures = failures_of(ranks, error, skips)
+    return result if failures is None else Lost(failures, error or _of_others(what, failures))
+
+
+def failures_of(ranks: Crew, error: Exception | None, skips: Any = ()) -> _Failures | None:
+    """Why ranks have failed; a rank that has only heard of another's failure does not count."""
+    #: Those that failed themselves, and those that heard of it.
+    said: list[_Failures | None] = [None, None]
+    if error is not None:
+        gone, kind = isinstance(error, FileNotFoundError), type(error).__name__
+        own = _Failure(ranks.rank, ranks.host, kind, str(error)[: words.LONGEST], gone)
+        is_skipped = _is_damage(error) or isinstance(error, skips)
+        said[kind == RanksError.__name__] = _Failures([own], 0, [kind], is_skipped, gone)
+    found = ranks.outcome(said, _combine, lambda both: both[0] or both[1])
+    return None if found is None else _Failures.of(found)
 
 
 def _combine(values: list[list[Any]]) -> list[_Failures | None]:
@@ -282,14 +286,14 @@ def _combine(values: list[list[Any]]) -> list[_Failures | None]:
     return [_Failures.joined([_Failures.of(one) for one in each if one]) for each in zip(*values, strict=True)]
 
 
-def is_damage(error: Exception) -> bool:
+def _is_damage(error: Exception) -> bool:
     """Whether an older checkpoint may be intact where this one cannot be loaded."""
     damaged = isinstance(error, (CorruptCheckpointError, NotACheckpointError, FileNotFoundError))
     return damaged or (isinstance(error, OSError) and error.errno in _DAMAGE)
 
 
 class _Failure(NamedTuple):
-    """Why a rank could not load a checkpoint: the name of the exception, and its text.
+    """Why a rank has failed: the name of the exception, and its text.
 
     If the checkpoint is ``gone``, there is nothing any more.
     """
@@ -302,7 +306,7 @@ class _Failure(NamedTuple):
 
 
 class _Failures(NamedTuple):
-    """Why ranks could not load a checkpoint: the first of them, how many more, and the names of all exceptions.
+    """Why ranks have failed: the first of them, how many more, and the names of all exceptions.
 
     An older checkpoint may be loaded instead where each rank ``skips`` this one; ``gone`` where it is on each.
     """
@@ -331,18 +335,18 @@ class _Failures(NamedTuple):
         return cls(listed[: words.LISTED], more, kinds, skips, gone)
 
 
-class _Lost(NamedTuple):
-    """A checkpoint that no rank has loaded: why, and the error that this rank may raise."""
+class Lost(NamedTuple):
+    """What no rank has: why, and the error that this rank may raise."""
 
     failures: _Failures
     error: Exception
 
 
-def _of_others(path: str, failures: _Failures) -> RanksError:
+def _of_others(what: str, failures: _Failures) -> RanksError:
     """The error of a rank that has not failed itself."""
     listed = tuple(RankFailure(one.rank, one.host, f"failed: {one.kind}: {one.why}") for one in failures.listed)
     more = f"; and {failures.more:,} more" if failures.more else ""
-    return RanksError(f"restore: {path}: {'; '.join(map(str, listed))}{more}: nothing was restored", listed)
+    return RanksError(f"{what}: {'; '.join(map(str, listed))}{more}: so it has failed on all ranks", listed)
 
 
 def _names_of(path: str) -> set[str]:

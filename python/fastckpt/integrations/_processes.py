@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakKeyDictionary
 
 from fastckpt._manager.crew import Crew
-from fastckpt._manager.restore import is_damage
-from fastckpt.exceptions import RankFailure, RanksError
+from fastckpt._manager.restore import Lost, attempt
 
 from ._directory import LOG
 
@@ -42,27 +42,14 @@ def first_that_loads(
     It raises what ``load`` raised for the last one, or not for damage; and RanksError where that was on other ranks.
     """
     for candidate in candidates:
-        error, loaded = None, None
-        try:
-            loaded = load(candidate)
-        except Exception as caught:  # noqa: BLE001 - raised below; the other ranks have to hear of it
-            error = caught
-        # A rank that is well may have heard of another's failure.
-        skips = "heard" if isinstance(error, RanksError) else error is not None and is_damage(error)
-        said = crew.each(None if error is None else [crew.host, f"{type(error).__name__}: {error}", skips])
-        failed = {rank: one for rank, one in enumerate(said) if one is not None}
-        if not failed:
-            return loaded  # type: ignore[return-value]
-        verdicts = {skips for _, _, skips in failed.values()}
-        if candidate is candidates[-1] or not all(verdicts) or True not in verdicts:
-            if error is not None:
-                raise error
-            failures = tuple(RankFailure(rank, host, f"failed: {why}") for rank, (host, why, _) in failed.items())
-            raise RanksError(f"{operation}: {path_of(candidate)}: {'; '.join(map(str, failures))}", failures)
+        found = attempt(crew, f"{operation}: {path_of(candidate)}", partial(load, candidate))
+        if not isinstance(found, Lost):
+            return found
+        if candidate is candidates[-1] or not found.failures.skips:
+            raise found.error
         if crew.leads:
-            why = min(failed.items())[1][1]
-            LOG.warning("fastckpt: %s cannot be loaded and is skipped: %s", path_of(candidate), why)
-    raise ValueError("load: no candidates")
+            LOG.warning("fastckpt: %s cannot be loaded and is skipped: %s", path_of(candidate), found.error)
+    raise ValueError(f"{operation}: no candidates")
 
 
 def on_all(operation: str, path: Any, call: Callable[[], _R], crew: Crew) -> _R:

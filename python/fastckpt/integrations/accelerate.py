@@ -41,9 +41,8 @@ def install(*, io: Any = "auto", background: bool = True) -> Installation:
     What accelerate saves is saved. Processes save together, so each of them has to call; of schedules, the scaler and
     registered objects, the main process's are saved. Classes in the state of a registered object come back as such if
     they are declared (:func:`fastckpt.register_type`). With ``automatic_checkpoint_naming``, ``load_state()`` takes the
-    newest checkpoint that verifies, ``save_state`` continues its numbers, and ``total_limit`` removes old ones once
-    the new one is durable. With DeepSpeed, Megatron-LM, XLA, FSDP1, hooks for saving, and ``save_on_each_node``,
-    accelerate saves itself, and a warning says so.
+    newest checkpoint that verifies, ``save_state`` continues its numbers, and ``total_limit`` removes old ones once the
+    new one is durable. What it leaves to accelerate, with a warning, is in docs/guides/accelerate.md.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.

@@ -55,8 +55,7 @@ def install(*, io: Any = "auto", verify: bool = True) -> Installation:
         ...     torch.load("state.pt")
         {'step': 7}
     """
-    places = ((owner, name) for owner in (torch.serialization, torch) for name in ("save", "load"))
-    ours = [(owner, name, _save if name == "save" else _load) for owner, name in places]
+    ours = [(owner, one.__name__[1:], one) for owner in (torch.serialization, torch) for one in (_save, _load)]
     return _installed.begin({"io": check_io("install", io), "verify": bool(verify)}, ours)
 
 

@@ -18,6 +18,7 @@ from torchtitan.components.checkpointer.dcp import CheckpointManager
 import fastckpt
 from fastckpt import distributed
 from fastckpt._files import TORCH_METADATA
+from fastckpt._manager.restore import Lost, attempt
 from fastckpt._paths import is_url
 from fastckpt.exceptions import CorruptCheckpointError, NotACheckpointError
 
@@ -142,20 +143,21 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         candidates = self._ranks.first("load", partial(self._candidates, step))
         if not candidates:
             return self._load_theirs(step)
-        return first_that_loads(candidates, self._load_one, self._ranks, lambda one: self._manager.path(one[0]))
+        return first_that_loads(candidates, self._load_one, self._ranks, self._manager.path)
 
     def _load_theirs(self, step: int) -> bool:
         """Load what torchtitan's own manager wrote, perhaps while fastckpt was installed below it."""
         with fastckpt.dcp.install():
             return bool(super()._load(step))
 
-    def _load_one(self, candidate: tuple[int, bool, bool]) -> bool:
-        step, ours, hugging_face = candidate
-        if not ours:
+    def _load_one(self, step: int) -> bool:
+        path = self._manager.path(step)
+        mark = self._ranks.first("load: kind", partial(_mark_of, path))
+        if mark is None:
             return self._load_theirs(step)
         model_only, restore = step == 0, partial(self._manager.restore, step=step)
         wanted = self._states_to_load(model_only)
-        found = self._fill(wanted, self._manager.path(step), restore, hugging_face=hugging_face, casts=model_only)
+        found = self._fill(wanted, path, restore, hugging_face=mark[_HUGGING_FACE], casts=model_only)
         if found.per_rank is not None and not model_only:
             fastckpt.randomness().load_state_dict(found.per_rank["random"])
         return True
@@ -165,17 +167,10 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         return -1
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:  # noqa: FBT001 - torchtitan's interface
-        """Load what a run begins with, as torchtitan's own manager does, or what this one wrote.
-
-        Args:
-            state_dict: the states that are to be loaded, those of the model among them under its own names.
-            checkpoint_id: the directory.
-            from_hf: whether it has Hugging Face's files and is read as such.
-            from_quantized: whether those are quantised.
+        """Load what a run begins with, as torchtitan's own manager does, or what this one wrote; torchtitan calls it.
 
         Raises:
             CheckpointError: it is damaged, or lacks a tensor.
-            Exception: what torch raises for its own checkpoints, and for Hugging Face's.
         """
         is_torchs = from_hf or is_url(checkpoint_id)
         mark = None if is_torchs else self._ranks.first("load: mark", partial(_mark_of, checkpoint_id))
@@ -185,29 +180,26 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         load = partial(distributed.load, checkpoint_id)
         self._fill(state_dict, checkpoint_id, load, hugging_face=mark[_HUGGING_FACE], casts=True)
 
-    def _candidates(self, step: int) -> list[tuple[int, bool, bool]]:
-        """What may be loaded, the best first: steps, whether this manager wrote them, and with Hugging Face's names.
+    def _candidates(self, step: int) -> list[int]:
+        """The steps that may be loaded, the best first.
 
         Of this manager's those of the branch that saved last, as everywhere; torchtitan's own; and a seed if there is
         nothing else.
         """
+        if step != -1:
+            return [step]
         manager, steps = self._manager, self._manager.steps()
         marks = {number: mark for number in steps if (mark := _mark_of(manager.path(number))) is not None}
-        if step != -1:
-            return [(step, step in marks, step in marks and marks[step][_HUGGING_FACE])]
         branch = manager._catalogue.own(manager._catalogue.entries(marks))
         whole = [number for number in branch if number > 0 and not marks[number][_MODEL_ONLY]]
-        theirs = [
-            number for number in steps if number not in marks and Path(manager.path(number), TORCH_METADATA).is_file()
-        ]
-        found = [(number, True, marks[number][_HUGGING_FACE]) for number in whole]
-        found += [(number, False, False) for number in theirs]
+        theirs = [one for one in steps if one not in marks and Path(manager.path(one), TORCH_METADATA).is_file()]
+        found = whole + theirs
         if not found and marks.keys() - {0}:
             raise ValueError(
                 f"load: {manager.path(max(marks))} is the end of a run, and has the model alone: give it as "
                 "initial_load_path of a run with another folder"
             )
-        seed = [(0, True, marks[0][_HUGGING_FACE])] if 0 in marks and not theirs else []
+        seed = [0] if 0 in marks and not theirs else []
         if not found and not seed and any(is_ours(manager.path(number)) for number in steps):
             raise CorruptCheckpointError(
                 f"load: {manager.directory}: no checkpoint can be loaded (to start anew, move them all away)"
@@ -221,22 +213,19 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         """Whether tensors have Hugging Face's names and layout: if the adapter keeps all of them on all ranks."""
         if self.sd_adapter is None or not self._wants_hugging_face:
             return False
-        reasons = [reason for reason in self._ranks.each(self._lost()) if reason is not None]
-        if reasons and self._ranks.leads:
-            LOG.warning(
-                "fastckpt: checkpoints have torchtitan's names of tensors: Hugging Face's adapter %s", reasons[0]
-            )
-        return not reasons
+        tried = attempt(self._ranks, "sd_adapter", self._try_adapter)
+        if isinstance(tried, Lost) and self._ranks.leads:
+            text = "fastckpt: checkpoints have torchtitan's names of tensors: Hugging Face's adapter fails: %s: %s"
+            first = tried.failures.listed[0]
+            LOG.warning(text, first.kind, first.why)
+        return not isinstance(tried, Lost)
 
-    def _lost(self) -> str | None:
-        """Why this rank cannot do with the adapter: some know a part of the names, or not each way to shard."""
+    def _try_adapter(self) -> None:
+        """Convert to and fro: some adapters know a part of the names, or not each way to shard."""
         state = self.states[MODEL].state_dict()
-        try:
-            back = self.sd_adapter.from_hf(self.sd_adapter.to_hf(state))
-        except Exception as error:  # noqa: BLE001 - each has errors of its own
-            return f"fails: {error!r}"
-        lost = sorted(state.keys() - back.keys())
-        return f"drops {len(lost)} of them, among them {lost[0]}" if lost else None
+        back = self.sd_adapter.from_hf(self.sd_adapter.to_hf(state))
+        if lost := sorted(state.keys() - back.keys()):
+            raise ValueError(f"it drops {len(lost)} of them, among them {lost[0]}")
 
     def _parts(self) -> list[str]:
         """The keys of what is saved."""

@@ -47,13 +47,10 @@ _RANKS = distributed.Ranks(on_difference="warn")
 def install(*, io: Any = "auto", background: bool = True) -> Installation:
     """Make every ``Trainer`` of this program save and resume through fastckpt.
 
-    The Trainer's own settings still apply (``save_strategy``, ``load_best_model_at_end``, ``save_total_limit``,
-    ``enable_jit_checkpoint``, ``push_to_hub``). ``train(resume_from_checkpoint=True)`` resumes from the newest
-    checkpoint that verifies, and begins where there is none. States of callbacks (``ExportableState``) come back, too,
-    whatever ``restore_callback_states_from_checkpoint`` says. Ranks save together, with DDP and FSDP2. Of a PEFT model
-    the adapter is saved. With DeepSpeed, FSDP1, XLA, SageMaker, adapters that are not called default,
-    ``save_on_each_node``, and subclasses that load in a way of their own, the Trainer saves itself, and a warning says
-    so.
+    The Trainer's own settings still apply. ``train(resume_from_checkpoint=True)`` resumes from the newest checkpoint
+    that verifies, and begins where there is none. States of callbacks (``ExportableState``) come back, too, whatever
+    ``restore_callback_states_from_checkpoint`` says. Ranks save together, with DDP and FSDP2. Of a PEFT model the
+    adapter is saved. What it leaves to the Trainer, with a warning, is in docs/guides/trainer.md.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
