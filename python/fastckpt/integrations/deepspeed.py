@@ -47,9 +47,8 @@ def install(*, io: Any = "auto") -> Installation:
     """Make ``save_checkpoint`` and ``load_checkpoint`` of DeepSpeed's engines use fastckpt.
 
     All processes write one checkpoint, of whole tensors under the names of the parameters: the weights, and what the
-    optimizer has of them, to the last bit. Any number of processes resumes from it, with ZeRO 1, 2 or 3. ``latest`` is
-    written once it is durable. Each process gets its own ``client_state`` back; if it saved none, that of the first
-    process. Checkpoints of DeepSpeed itself are loaded by it.
+    optimizer has of them. Any number of processes resumes from it, with ZeRO 1, 2 or 3. ``latest`` is written once it
+    is durable. Each process gets its own ``client_state`` back; if it saved none, that of the first process.
 
     Args:
         io: how bytes move: a :class:`fastckpt.IO`, or the name of an engine.
@@ -123,8 +122,7 @@ def _part(at: int, start: int, size: int, shape: Any, flat: Any) -> Any:
 def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], Any]]]:
     """Of each parameter that the optimizer has, in the order of its groups, what this process has, if only nothing.
 
-    The name, the number of the group, the weights, the optimizer's flat tensor, and a function that makes the part of
-    the whole which is in that, or in another one like it.
+    The name, the group's number, the weights, the optimizer's flat tensor, and what makes the part in a tensor like it.
     """
     optimizer = engine.optimizer
     groups, flats = (getattr(optimizer, name) for name in _PLACES[type(optimizer)])
@@ -145,8 +143,10 @@ def _pieces(engine: Any) -> Iterator[tuple[str, int, Any, Any, Callable[[Any], A
 
 
 def _module(engine: Any, *, frozen: bool = True, buffers: bool = True) -> dict[str, Any]:
-    """The model's state, with the parts of tensors that this process has."""
+    """The model's state, and what else is trained, with the parts of tensors that this process has."""
     found = engine.module.state_dict(keep_vars=True)
+    has = {*found, *map(id, found.values())}
+    found |= {name: one for one, name in engine.param_names.items() if one.requires_grad and not has & {name, id(one)}}
     # One for each, so that tied weights are seen to be tied.
     parts = {id(one): _part(0, *_own(one), one.ds_tensor) for one in found.values() if hasattr(one, "ds_id")}
     return {
