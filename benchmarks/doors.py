@@ -14,12 +14,15 @@ Each framework saves the same Llama with Adam's moments, in single precision, wi
 
 Every tensor changes before each save. torchtitan has no adapter, so that tensors have its own names. Medians; the first
 round is left out; the page cache finds memory that is backed (benchmarks/README.md). GB is 10^9 bytes. It needs what
-``scripts/setup`` installs.
+``scripts/setup`` installs. Ray Train has no row: it starts processes of its own, and is not among that.
 """
 
 from __future__ import annotations
 
 import json
+import logging
+import os
+import shutil
 import statistics
 import sys
 import time
@@ -248,6 +251,58 @@ class Torchtitan(Contender):
         self.manager.load(self.number)
 
 
+class DeepSpeed(Contender):
+    """An engine of DeepSpeed with ZeRO 1. The last but one is removed, which DeepSpeed leaves to others."""
+
+    def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
+        # What it asks for, partly when it is imported.
+        os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"})
+        import deepspeed
+
+        deepspeed.ops.__compatible_ops__ = {}  # it would compile one
+        logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
+        model = llama(size)
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 1},
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,
+        }
+        optimizer = torch.optim.AdamW(model.parameters())
+        self.engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config)[0]
+        super().__init__(folder, model, optimizer)
+        self.ours = ours
+
+    def _door(self) -> Any:
+        return fastckpt.integrations.deepspeed.install() if self.ours else nullcontext()
+
+    def _path(self) -> Path:
+        return self.folder / str(self.number)
+
+    def train(self) -> None:
+        """Take a step of the engine's own: ZeRO collects gradients in it."""
+        rows = torch.randint(8192, (1, 8))
+        self.engine.backward(self.engine(input_ids=rows, labels=rows).loss)
+        self.engine.step()
+
+    def save(self) -> Callable[[], None]:
+        self.number += 1
+        with self._door():
+            self.engine.save_checkpoint(str(self.folder), str(self.number))
+
+        def wait() -> None:
+            if not self.ours:
+                fsync_tree(self.folder)
+            if self.number > 1:
+                shutil.rmtree(self.folder / str(self.number - 1))
+
+        return wait
+
+    def load(self) -> None:
+        with self._door():
+            self.engine.load_checkpoint(str(self.folder), str(self.number))
+
+
 #: Frameworks, and how each is made; behind the bar what saves.
 CONTENDERS: dict[str, Callable[[Path, int], Contender]] = {
     "transformers' Trainer": lambda place, size: Transformers(place, size, ours=False),
@@ -260,6 +315,8 @@ CONTENDERS: dict[str, Callable[[Path, int], Contender]] = {
     "torchtitan, disabled | fastckpt": lambda place, size: Torchtitan(
         place, size, manager=FastckptManager, mode="disabled"
     ),
+    "DeepSpeed": lambda place, size: DeepSpeed(place, size, ours=False),
+    "DeepSpeed | fastckpt": lambda place, size: DeepSpeed(place, size, ours=True),
     "torchtitan, async": lambda place, size: Torchtitan(place, size, manager=CheckpointManager, mode="async"),
     "torchtitan, async | fastckpt": lambda place, size: Torchtitan(place, size, manager=FastckptManager, mode="async"),
 }
