@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+from functools import partial
 from pathlib import Path
 
 from faults import killed_runs
@@ -26,13 +27,18 @@ def _ranks(run: Run) -> None:
     killed_runs.campaign(run, str(run.place / "remote"), size=3)
 
 
-def _trainings(run: Run) -> None:
+def _trainings(run: Run, *, ranks: int = 1, tunes: bool = False) -> None:
     sys.path.append(str(TRAININGS))
+    import fine_tuning
     import trainer_kills  # it imports transformers
     import trainers
 
-    with trainer_kills.forge() as libraries:
-        for kills in trainer_kills.campaign(libraries, trainers.train, run.place, run.seed):
+    program, arguments = trainers.train, trainer_kills.FSDP2 if ranks > 1 else {}
+    if tunes:
+        fine_tuning.write_material(run.place)
+        program, arguments = fine_tuning.tune, {"material": str(run.place)}
+    with trainer_kills.forge(*([trainer_kills.TRL] if tunes else [])) as libraries:
+        for kills in trainer_kills.campaign(libraries, program, run.place, run.seed, ranks, **arguments):
             run.done(trials=kills)
             for folder in run.place.glob("[0-9]*"):
                 shutil.rmtree(folder)
@@ -94,6 +100,26 @@ ROWS = [
         "SIGKILL at random moments; each training goes on until it ends",
         "what an undisturbed training leaves is what each is compared with",
         run=_trainings,
+        fast=0,
+        nightly=200,
+    ),
+    Row(
+        1,
+        "kills of trainings on two ranks",
+        "The same on two ranks with FSDP2.",
+        "SIGKILL of both at random moments; each training goes on until it ends",
+        "what an undisturbed training leaves is what each is compared with",
+        run=partial(_trainings, ranks=2),
+        fast=0,
+        nightly=200,
+    ),
+    Row(
+        1,
+        "kills of trl sft",
+        "The same of the command `trl sft`, which knows nothing of fastckpt.",
+        "SIGKILL at random moments; each training goes on until it ends",
+        "what an undisturbed training leaves is what each is compared with",
+        run=partial(_trainings, tunes=True),
         fast=0,
         nightly=200,
     ),
