@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import fastckpt
-from harness import groups, zygote
+from harness import groups, sharing, zygote
 from harness.options import grouped
 from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 
@@ -34,6 +34,21 @@ with contextlib.suppress(ImportError):  # scripts/gpu takes a machine as it is
 for number, usual in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
     if signal.getsignal(number) is signal.SIG_IGN:
         signal.signal(number, usual)
+
+
+def pytest_configure(config):
+    """Workers share zygotes."""
+    if hasattr(config, "workerinput"):
+        zygote.broker = config.workerinput["zygotes"]
+    elif config.getoption("numprocesses", 0):
+        lasting = contextlib.ExitStack()
+        zygote.broker = lasting.enter_context(sharing.broker())
+        config.add_cleanup(lasting.close)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["zygotes"] = zygote.broker
 
 
 @pytest.hookimpl(wrapper=True)

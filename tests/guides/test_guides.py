@@ -18,7 +18,9 @@ from harness.same import same
 @pytest.fixture(scope="module")
 def libraries():
     """Makes groups of processes that have imported what the guides are about."""
-    modules = "harness.member,torchdata.stateful_dataloader,lightning,transformers.trainer,accelerate"
+    modules = (
+        "harness.member,torchdata.stateful_dataloader,lightning,transformers.trainer,accelerate,harness.conversions"
+    )
     with groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"}) as forge:
         yield forge
 

@@ -36,6 +36,11 @@ PR_SET_PTRACER_ANY = (1 << 64) - 1
 HUGE_PAGE = 2 << 20
 MADV_COLLAPSE = 25
 TESTS = Path(__file__).resolve().parents[1]
+#: Where the broker of :mod:`harness.sharing` listens, which gives zygotes whose modules are imported once for all
+#: workers; None: there is none.
+broker: str | None = None
+# A request to it is one message, with its descriptors: a stream could split it, and lose them.
+LARGEST_REQUEST = 1 << 20
 
 
 def environment() -> dict[str, str]:
@@ -179,29 +184,53 @@ class Child:
         return self.status
 
 
+class Forked:
+    """A process that another one has forked for this one, as far as it is like a ``Popen``."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._ended = os.pidfd_open(pid)
+
+    def wait(self, timeout: float) -> None:
+        over = select.select([self._ended], [], [], timeout)[0]
+        os.close(self._ended)
+        if not over:
+            raise AssertionError(f"zygote {self.pid} does not end")
+
+
+def _shared(kind: dict[str, str], variables: dict[str, str]) -> socket.socket:
+    """A socket to a new zygote whose modules were imported with ``kind`` in the environment, and that has
+    ``variables`` in its own."""
+    ours, theirs = socket.socketpair()
+    request = {"kind": kind, "variables": variables, "folder": str(Path.cwd())}
+    with theirs, socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as asking:
+        asking.connect(broker)
+        socket.send_fds(asking, [json.dumps(request).encode()], [theirs.fileno(), 0, 1, 2])
+    return ours
+
+
 class Zygote:
     """The process that forks; several threads may ask it. Use :func:`running`."""
 
-    def __init__(self, *prefix: str, env: dict[str, str] | None = None) -> None:
-        ours, theirs = socket.socketpair()
-        variables = {
-            **environment(),
-            # A BLAS pool would be threads in a process that forks.
-            "OPENBLAS_NUM_THREADS": "1",
-            "PYTHONWARNINGS": "error",
-            **(env or {}),
-        }
-        self.process = subprocess.Popen(
-            [*prefix, sys.executable, "-m", "harness.zygote", str(theirs.fileno())],
-            pass_fds=[theirs.fileno()],
-            env=variables,
-        )
-        theirs.close()
-        self.control = Channel(ours)
+    def __init__(self, *prefix: str, env: dict[str, str] | None = None, own: dict[str, str] | None = None) -> None:
+        """``own``: what is set in its environment after all is imported."""
+        # A BLAS pool would be threads in a process that forks.
+        kind = {"OPENBLAS_NUM_THREADS": "1", "PYTHONWARNINGS": "error", **(env or {})}
+        variables = {**environment(), **kind, **(own or {})}
+        shared = broker is not None and not prefix
+        if shared:
+            self.control = Channel(_shared(kind, variables))
+        else:
+            ours, theirs = socket.socketpair()
+            command = [*prefix, sys.executable, "-m", "harness.zygote", str(theirs.fileno())]
+            self.process: Any = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=variables)
+            theirs.close()
+            self.control = Channel(ours)
         self._lock = threading.Lock()
         # It imports torch, and more: a second alone, minutes on a busy machine.
-        if self.control.receive(300) != "ready":
-            raise AssertionError("the zygote did not start")
+        pid = self.control.receive(300)
+        if shared:
+            self.process = Forked(pid)
 
     def start(self, job: str, *, hold: bool = False, **arguments: Any) -> Child:
         """Fork a child that runs ``harness.jobs.<job>(channel, **arguments)``, or the function that a job names."""
@@ -243,7 +272,7 @@ def running(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Zygote]
     """A zygote for as long as the block lasts; ``prefix`` is a command to run it under."""
     # The counters' pages of children that are killed would pile up where a real monitor looks.
     with tempfile.TemporaryDirectory(prefix="fastckpt-top-", dir="/dev/shm") as counters:
-        zygote = Zygote(*prefix, env={"FASTCKPT_TOP_DIR": counters, **(env or {})})
+        zygote = Zygote(*prefix, env=env, own={"FASTCKPT_TOP_DIR": counters})
         try:
             yield zygote
         finally:
@@ -299,8 +328,8 @@ def _gather_memory() -> None:
             collapse(ctypes.c_void_p(start), ctypes.c_size_t(end - start), MADV_COLLAPSE)
 
 
-def serve(descriptor: int) -> NoReturn:
-    """The zygote's loop: fork or reap, as asked, until the other side closes."""
+def prepare() -> None:
+    """Import what the environment names, as one that is to fork."""
     # Nothing of what is imported is garbage, and looking for some takes a fifth of the time.
     gc.disable()
     importlib.import_module("harness.jobs")
@@ -312,8 +341,12 @@ def serve(descriptor: int) -> NoReturn:
     gc.enable()
     if os.environ.get("FASTCKPT_TEST_HUGE") == "1":
         _gather_memory()
+
+
+def serve(descriptor: int) -> NoReturn:
+    """The zygote's loop: fork or reap, as asked, until the other side closes."""
     control = Channel(socket.socket(fileno=descriptor))
-    control.send("ready")
+    control.send(os.getpid())
     while True:
         try:
             request = control.receive()
@@ -333,4 +366,5 @@ def serve(descriptor: int) -> NoReturn:
 
 
 if __name__ == "__main__":
+    prepare()
     serve(int(sys.argv[1]))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # DeepSpeed: each Trainer imports it, which takes a third of a second.
 MODULES = (
     "harness.member,transformers.trainer,transformers.models.llama.modeling_llama,accelerate,deepspeed,peft,lightning,"
-    "torchdata.stateful_dataloader"
+    "torchdata.stateful_dataloader,harness.conversions"
 )
 TRL = "datasets,trl.scripts.sft,trl.trainer.sft_trainer"
 #: Each layer is spread over the ranks.

@@ -1,0 +1,53 @@
+"""Zygotes of one kind share what is imported, and nothing else."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import fastckpt
+from harness import sharing, zygote
+
+
+def seen(_channel, path):
+    """What a child finds of what its zygote was given; it prints a line, too."""
+    print("printed", flush=True)
+    fastckpt.save({"a": 1}, path)
+    pages = [page.name.partition("-")[0] for page in Path(os.environ["FASTCKPT_TOP_DIR"]).iterdir()]
+    return {"mine": os.environ.get("MINE"), "folder": str(Path.cwd()), "counted": str(os.getpid()) in pages}
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()[1])
+
+
+def test_who_asks_has_a_zygote_of_its_own_with_what_is_imported_once(tmp_path, monkeypatch, capfd):
+    zygotes = []
+    with sharing.broker() as address:
+        monkeypatch.setattr(zygote, "broker", address)
+        for name, kind in (("one", {}), ("two", {}), ("three", {"FASTCKPT_TEST_IMPORT": "this"})):
+            (tmp_path / name).mkdir()
+            monkeypatch.chdir(tmp_path / name)
+            monkeypatch.setenv("MINE", name)
+            with zygote.running(env=kind) as running:
+                zygotes.append((running.process.pid, parent_of(running.process.pid)))
+                found = running.run("harness.test_sharing:seen", path=str(tmp_path / name / "c"))
+            assert found == {"mine": name, "folder": str(tmp_path / name), "counted": True}
+            told = capfd.readouterr().out
+            assert "printed" in told
+            # What a trunk says as it imports goes to who asked first.
+            assert ("Zen of Python" in told) == (name == "three")
+    assert len({pid for pid, _ in zygotes}) == 3
+    (first, second, third) = (trunk for _, trunk in zygotes)
+    assert first == second != third
+    for ended in {*zygotes[0], *zygotes[1], *zygotes[2]}:
+        with pytest.raises(ProcessLookupError):
+            os.kill(ended, 0)
+
+
+def test_a_zygote_under_a_command_of_its_own_is_not_shared(monkeypatch):
+    monkeypatch.setattr(zygote, "broker", "/nowhere")
+    with zygote.running("env", "MINE=1") as running:
+        assert parent_of(running.process.pid) == os.getpid()
