@@ -216,6 +216,8 @@ impl Workspace {
         let (parent, name) = (&self.parent, &self.name);
         let aside = aside_name(&self.temporary, attempt);
         done.in_two_steps = true;
+        // After a power cut the old checkpoint counts only beside the workspace, whose name may not be durable yet.
+        sync(parent.as_fd()).map_err(Error::io("sync the directory", &self.parent_path))?;
         fs::renameat(parent, &old.name, parent, &aside).map_err(self.renaming())?;
         let put_back = |error: Error| {
             let _ = fs::renameat(parent, &aside, parent, name);

@@ -1,0 +1,45 @@
+"""Power cuts on a simulated disk."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from faults import simulated
+from faults.row import Row, Run
+from faults.simulated_reader import Reader
+
+#: Power cuts of one program.
+EACH = 600
+
+
+def _cut(run: Run) -> None:
+    with simulated.stage(ranks=True) as stage:
+        reader = Reader(stage.place)
+        for number in count():
+            seed = f"{run.seed}-{number}"
+            program, _, found = simulated.attempt(stage, reader, seed, min(EACH, run.trials - run.made))
+            for at, mode, why in found.wrong:
+                run.done(f"program {seed} ({program['kind']}), after operation {at}, {mode}: {why}", trials=0)
+            run.done(trials=found.drawn)
+            run.count("states that differ", found.states)
+            run.count("states that were saved over", found.over)
+            if run.made >= run.trials:
+                return
+
+
+ROWS = [
+    Row(
+        4,
+        "power cuts on a simulated disk",
+        "After a power cut all that was acknowledged is there, bit for bit; nothing half counts as whole; one can "
+        "go on.",
+        "a disk that promises no more than POSIX: what is not synced is lost or stays, each page and name by itself",
+        "each missing or late sync, deleted from a record, is found (tests/faults/simulated_mutants.py)",
+        run=_cut,
+        fast=2_000,
+        nightly=200_000,
+        part=20_000,
+        root=True,
+        tests=("tests/faults/test_simulated.py",),
+    ),
+]

@@ -1,0 +1,232 @@
+"""The whole stack on a simulated disk: programs and power cuts drawn by seeds, a hundred thousand states an hour.
+
+    python -m tests.faults.simulated_command --states 1000000 --seed 1 --results target/faults/simulated.json
+
+The product itself runs, from the Manager and the commit of ranks down to io_uring, on a mount that records each
+operation in its order (``simulated_mount.py``). The record is replayed into a model of a disk that promises no more
+than POSIX (``simulated_disk.py``), and at each point of it power cuts are drawn; what they leave is read by the product
+again, and saved over (``simulated_reader.py``). So no code is replaced by code for tests, no seam could differ from the
+kernel, and a sync that is missing is one that is deleted from a record (``simulated_mutants.py``). Time plays no part:
+no promise that is tried depends on it.
+
+A program, its record up to the schedule of its threads, and its states are functions of the seed. The record of one
+that broke a promise is kept beside the results, and ``--record`` tries it again. A command that was stopped goes on
+where it was.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pickle
+import random
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from faults.simulated_disk import MODES, Disk, Mark, Names, Reboot
+from faults.simulated_oracle import Oracle
+from faults.simulated_programs import draw_program
+from harness import groups, zygote
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from faults.simulated_reader import Reader
+
+TESTS = Path(__file__).parents[1]
+#: One out of so many states is not only read but saved over.
+GO_ON = 8
+#: One out of so many programs has several ranks.
+RANKS = 8
+#: The rules under which names last in the order in which they were made: nothing may stay behind then.
+IN_ORDER = ("ordered", "all", "none")
+
+
+class Mount:
+    """The mount, for many programs."""
+
+    def __init__(self, point: str) -> None:
+        self.point = point
+        command = [sys.executable, "-m", "faults.simulated_mount", point]
+        self.process = subprocess.Popen(
+            command, cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=zygote.environment()
+        )
+        assert self.process.stdout is not None
+        if self.process.stdout.readline() != "mounted\n":
+            raise AssertionError("cannot mount: this needs root and /dev/fuse")
+
+    def ask(self, **request: Any) -> Any:
+        """See :mod:`faults.simulated_mount`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(request) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def close(self) -> None:
+        """Unmount it. Containers that were made meanwhile may still have it, and would keep the process."""
+        subprocess.run(["umount", "-l", self.point], capture_output=True, check=False)
+        with self.process:
+            self.process.kill()
+
+
+class Stage:
+    """Where programs run: a mount, and processes to fork from."""
+
+    def __init__(self, mount: Mount, alone: zygote.Zygote, place: Path) -> None:
+        self.mount, self.alone, self.place = mount, alone, place
+        self.forge: groups.Forge | None = None
+
+    def record(self, program: dict[str, Any], seed: str) -> list[Any]:
+        """Run a program to its end, or to the ends that befall it, and give what it did."""
+        draw = random.Random(f"{seed} ends")
+        self.mount.ask(reset=True, exchange=program["exchange"])
+        for number, phase in enumerate(program["phases"]):
+            if program["ranks"] > 1:
+                self._by_ranks(program, number, draw)
+            else:
+                child = self.alone.start("faults.simulated_programs:run", hold=True, **self._given(program, number))
+                if phase["kill"]:
+                    self.mount.ask(kill=[child.pid], at=phase["kill"])
+                child.go()
+                with contextlib.suppress(zygote.DiedError):
+                    outcome = child.outcome(60)
+                    if isinstance(outcome, zygote.Raised):
+                        raise AssertionError(outcome.trace)  # noqa: TRY004 - of the program
+                self.mount.ask(kill=[], at=0)
+            if phase["reboot"] is not None:
+                self.mount.ask(reboot=phase["reboot"])
+        path = self.place / "record"
+        self.mount.ask(record=str(path))
+        found: list[Any] = pickle.loads(path.read_bytes())
+        return found
+
+    def _given(self, program: dict[str, Any], number: int) -> dict[str, Any]:
+        return {"point": self.mount.point, "program": program, "phase": number}
+
+    def _by_ranks(self, program: dict[str, Any], number: int, draw: random.Random) -> None:
+        from faults import simulated_programs
+
+        assert self.forge is not None
+        kill = program["phases"][number]["kill"]
+        with self.forge.group(program["ranks"]) as group:
+            doomed = [child.pid for child in group.children]
+            if draw.random() < 0.3:
+                doomed = draw.sample(doomed, 1)
+            if kill:
+                self.mount.ask(kill=doomed, at=kill)
+            group.start(simulated_programs.perform, self.mount.point, program, number)
+            for outcome in group.outcomes(60):
+                if outcome.raised is not None and not kill:
+                    raise AssertionError(outcome.raised.trace)
+            self.mount.ask(kill=[], at=0)
+
+
+@contextlib.contextmanager
+def stage(*, ranks: bool = False) -> Iterator[Stage]:
+    """A place for programs, and for what is read of them, which lies in memory."""
+    with (
+        tempfile.TemporaryDirectory(prefix="fastckpt-simulated-", dir="/dev/shm") as name,
+        contextlib.ExitStack() as all_,
+    ):
+        place = Path(name)
+        (place / "point").mkdir()
+        alone = all_.enter_context(zygote.running(env={"FASTCKPT_TEST_IMPORT": "faults.simulated_programs"}))
+        mount = Mount(str(place / "point"))
+        all_.callback(mount.close)
+        made = Stage(mount, alone, place)
+        if ranks:
+            made.forge = all_.enter_context(groups.forge(env={"FASTCKPT_TEST_HUGE": "1"}))
+        yield made
+
+
+@dataclass
+class Tally:
+    """What was found in the states of a program.
+
+    Attributes:
+        drawn: power cuts.
+        states: states that differ from one another.
+        over: how many of them were saved over.
+        wrong: what broke a promise: the operation before the cut, the rule, and what.
+    """
+
+    drawn: int = 0
+    states: int = 0
+    over: int = 0
+    wrong: list[tuple[int, str, str]] = field(default_factory=list)
+
+
+def explore(
+    record: list[Any], program: dict[str, Any], reader: Reader, seed: str, wanted: int, *, most: int = 3
+) -> Tally:
+    """Cut the power so often at drawn points of a record, and judge what is left."""
+    tally, draw = Tally(), random.Random(f"{seed} states")
+    points = _points(record, wanted, draw)
+    disk, oracle = Disk(), Oracle()
+    seen: dict[int, Any] = {}
+    trees: set[int] = set()
+    in_order = True
+    for at, operation in enumerate(record):
+        if isinstance(operation, Mark):
+            oracle.hear(operation.said)
+        else:
+            disk.apply(operation)
+            in_order = in_order and not isinstance(operation, Reboot)
+        for _ in range(points[at]):
+            mode = draw.choices(list(MODES), list(MODES.values()))[0]
+            found = disk.crash(draw, mode)
+            tally.drawn += 1
+            # What is asked depends on what was said by then.
+            tree = reader.key(found)
+            trees.add(tree)
+            key = hash((tree, len(oracle.places), len(oracle.runs)))
+            if key not in seen:
+                go_on = draw.random() < 1 / GO_ON
+                seen[key] = reader.look(found, program, oracle, go_on=go_on)
+                tally.over += go_on
+            what = dict(seen[key])
+            litter = what.pop("litter", None)
+            wrong = oracle.judge(what)
+            if litter and in_order and mode in IN_ORDER:
+                wrong.append(f"a save has left {litter}")
+            tally.wrong += [(at, mode, why) for why in wrong]
+            if len(tally.wrong) >= most:
+                break
+        if len(tally.wrong) >= most:
+            break
+    tally.states = len(trees)
+    reader.clear()
+    return tally
+
+
+def _points(record: list[Any], wanted: int, draw: random.Random) -> Counter[int]:
+    """How often to cut after each operation: oftener where more may be lost, and around renames and marks."""
+    disk, weights = Disk(), []
+    for operation in record:
+        if not isinstance(operation, Mark):
+            disk.apply(operation)
+        turns = isinstance(operation, Mark) or (isinstance(operation, Names) and len(operation.changes) > 1)
+        weights.append(min(1 + disk.unsynced, 5) + 6 * turns)
+    return Counter(draw.choices(range(len(record)), weights, k=wanted)) if record else Counter()
+
+
+def program_of(seed: str) -> dict[str, Any]:
+    """The program of a seed; some have several ranks."""
+    number = int(seed.rpartition("-")[2])
+    return draw_program(seed, ranks=number % RANKS == RANKS - 1)
+
+
+def attempt(stage: Stage, reader: Reader, seed: str, wanted: int) -> tuple[dict[str, Any], list[Any], Tally]:
+    """The program of a seed, what it did, and what was found in so many power cuts."""
+    program, record = program_of(seed), []
+    try:
+        record = stage.record(program, seed)
+        return program, record, explore(record, program, reader, seed, wanted)
+    except AssertionError as error:
+        return program, record, Tally(wrong=[(0, "without one", f"the program failed: {error}")])

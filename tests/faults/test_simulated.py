@@ -1,0 +1,138 @@
+"""The simulation itself: the disk forgets what it may and nothing else, no promise is broken in a few thousand states,
+and each mistake in a record is found. ``python -m tests.faults.simulated_command`` draws states by the million."""
+
+from __future__ import annotations
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+
+from faults import simulated
+from faults.simulated_disk import ROOT, Disk, Make, Names, Reboot, Size, Sync, Write
+from faults.simulated_mutants import MUTANTS, Catcher
+from faults.simulated_programs import KINDS, draw_program
+from faults.simulated_reader import Reader
+from harness import needs
+
+#: Power cuts of each program here, and how often a state of the small disks below is drawn.
+CUTS, DRAWN = 120, 300
+FILE, FOLDER, OTHER = 2, 3, 4
+
+
+@pytest.fixture(scope="module")
+def stage():
+    needs.root()
+    if not Path("/dev/fuse").exists():
+        needs.missing("needs /dev/fuse (modprobe fuse)")
+    with simulated.stage() as made:
+        yield made
+
+
+def trees(*operations):
+    """All that a power cut was seen to leave."""
+    disk, draw = Disk(), random.Random(1)
+    for operation in operations:
+        disk.apply(operation)
+    return [dict(each) for each in {tuple(sorted(disk.crash(draw).tree.items())) for _ in range(DRAWN)}]
+
+
+MADE = (Make(FILE, False), Names(((ROOT, "a", FILE),)), Write(FILE, 0, b"x"))
+
+
+def test_bytes_and_names_are_lost_apart():
+    assert sorted(map(str, trees(*MADE))) == ["{'a': b''}", "{'a': b'x'}", "{}"]
+    assert sorted(map(str, trees(*MADE, Sync(FILE)))) == ["{'a': b'x'}", "{}"]
+    assert sorted(map(str, trees(*MADE, Sync(ROOT)))) == ["{'a': b''}", "{'a': b'x'}"]
+    assert trees(*MADE, Sync(FILE), Sync(ROOT)) == [{"a": b"x"}]
+
+
+def test_pages_are_lost_one_by_one_and_a_page_as_a_whole():
+    long = Write(FILE, 0, b"1" * 5000)
+    found = {each["a"] for each in trees(*MADE, Sync(FILE), Sync(ROOT), Size(FILE, 5000), Sync(FILE), long)}
+    first, second, zeros = b"1" * 4096, b"1" * 904, bytes(904)
+    assert found == {first + second, first + zeros, b"x" + bytes(4095) + second, b"x" + bytes(4999)}
+
+
+def test_a_rename_is_whole_or_lost_and_stands_on_the_one_before():
+    there = (*MADE, Sync(FILE), Sync(ROOT))
+    moved, again = Names(((ROOT, "a", 0), (ROOT, "b", FILE))), Names(((ROOT, "b", 0), (ROOT, "c", FILE)))
+    assert sorted(next(iter(each)) for each in trees(*there, moved, again)) == ["a", "b", "c"]
+    # A sync of a directory takes along what the names in it stand on elsewhere.
+    folders = [Make(FOLDER, True), Names(((ROOT, "d", FOLDER),)), Sync(ROOT)]
+    across = Names(((ROOT, "a", 0), (FOLDER, "a", FILE)))
+    assert trees(*there, *folders, across, Sync(FOLDER)) == [{"d": None, "d/a": b"x"}]
+    exchanged = [Make(OTHER, True), Names(((ROOT, "e", OTHER),)), Sync(ROOT)]
+    both = Names(((ROOT, "d", OTHER), (ROOT, "e", FOLDER)))
+    disk = Disk()
+    for operation in (*folders, *exchanged, both):
+        disk.apply(operation)
+    for seed in range(20):
+        assert sorted(disk.crash(random.Random(seed)).folders[ROOT].values()) == [FOLDER, OTHER]
+
+
+def test_a_power_cut_makes_all_that_is_left_durable():
+    left = Reboot({FILE: b"y"}, {ROOT: {"a": FILE}})
+    assert trees(*MADE, left) == [{"a": b"y"}]
+
+
+def test_a_seed_gives_one_program_one_record_and_the_same_states(stage):
+    seed = "7-1"
+    program = draw_program(seed, kind="saves")
+    assert program == draw_program(seed, kind="saves")
+    for phase in program["phases"]:
+        # Where threads run beside one another, or are killed, they may take turns in another order.
+        phase |= {"kill": None, "reboot": None}
+        for act in phase["acts"]:
+            if act[0] == "save":
+                act[3]["background"] = False
+    records = [stage.record(program, seed) for _ in range(2)]
+    one, other = [[told(each) for each in record] for record in records]
+    assert one == other
+    reader = Reader(stage.place)
+    first, second = [simulated.explore(records[0], program, reader, seed, 50) for _ in range(2)]
+    assert first == second
+    assert first.drawn == 50
+    assert first.states > 10
+
+
+def told(operation):
+    """What is the same each time: nodes are numbered, workspaces named, and times noted in the manifest as it comes."""
+    names = re.findall(r"'(\.?[a-z][^'-]*)", str(operation)) if isinstance(operation, Names) else []
+    return type(operation).__name__, names, getattr(operation, "at", 0)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_promise_is_broken(stage, kind):
+    reader = Reader(stage.place)
+    for number in range(2):
+        seed = f"2-{number}"
+        program = draw_program(seed, kind=kind)
+        found = simulated.explore(stage.record(program, seed), program, reader, seed, CUTS)
+        assert found.wrong == []
+        assert found.drawn == CUTS
+
+
+@pytest.mark.root
+def test_a_run_that_has_gone_back_stays_there(stage):
+    """Also where the newer checkpoint is pinned: nothing is removed then, and no removal syncs the directory."""
+    act = {"keep": 2, "background": False, "each": True, "remote": False}
+    saves = act | {"first": 0, "saves": 2, "back": None, "pin": 2}
+    back = act | {"first": 100, "saves": 0, "back": [2, True], "pin": None}
+    phases = [{"acts": [["manager", "run", each]], "kill": None, "reboot": None} for each in (saves, back)]
+    program = draw_program("1-1", kind="manager") | {"phases": phases}
+    found = simulated.explore(stage.record(program, "1-1"), program, Reader(stage.place), "1-1", CUTS)
+    assert found.wrong == []
+
+
+@pytest.fixture(scope="module")
+def catcher(stage):
+    return Catcher(stage, 1)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("name", MUTANTS)
+def test_each_mistake_is_found(catcher, name):
+    assert catcher.caught(name)
