@@ -151,6 +151,7 @@ class Catalogue:
             self.last, self._changed = place, True
             try:
                 self.write(durable=True)
+                self._place.settle()
             except OSError as error:
                 if needed:
                     raise

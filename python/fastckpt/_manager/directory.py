@@ -192,6 +192,10 @@ class Directory:
                 raise
             return
 
+    def settle(self) -> None:
+        """Make the last :meth:`replace` durable."""
+        sync(self.path)
+
     def identity(self, name: str) -> Identity | None:
         """A value that another checkpoint of the same name would not have; None if there is none.
 

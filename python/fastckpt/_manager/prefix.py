@@ -132,6 +132,9 @@ class Prefix:
         """Give an object of the run a new content in one step."""
         self._objects.write(name, [content], len(content), None)
 
+    def settle(self) -> None:
+        """What a store has taken is durable."""
+
     def identity(self, name: str) -> Identity | None:
         """A value that another checkpoint of the same name would not have; None if there is none."""
         return self._looked.pop(name, None) or self._identity(name)
