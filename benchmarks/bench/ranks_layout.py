@@ -1,9 +1,10 @@
-"""Who writes what of one checkpoint, for many ranks: the core's own plan, without a byte of tensors.
+"""Who writes and reads what of one checkpoint, for many ranks: the core's own plan, without a byte of tensors.
 
 The model has 70 billion parameters in bfloat16, a copy of them in float32 and two moments of Adam: 988 GB, in files of
-5 GB. The figures are taken from 128 ranks, spread over all of them. Up to 1,024 ranks a second row shows what each rank
-writes in place; the last line says what a format with one file per rank writes. A run is a range of a file with one
-writer.
+5 GB. The figures are taken from ``--sample`` ranks, spread over all of them. A save and a load by the ranks that saved
+have a row with teams. Up to 1,024 ranks they have another one without, and at last there is what a format with one file
+for each rank does. A run is a range of a file with one writer or reader. What travels is a multiple of the state, and
+the busiest rank writes or reads a multiple of the mean.
 """
 
 from __future__ import annotations
@@ -28,9 +29,11 @@ if TYPE_CHECKING:
 LAYERS, WIDTH, WIDE, NARROW, VOCABULARY = 80, 8192, 28672, 1024, 128256
 #: Copies of the parameters, by dtype: weights, the copy of the optimizer, two moments.
 COPIES = (("model", "BF16"), ("master", "F32"), ("first", "F32"), ("second", "F32"))
+#: The parts of a layer that are experts where there are some, and how many.
+PARTS, EXPERTS = ("gate", "up", "down"), 64
 SAMPLE = 128
 GRAIN = 4 << 20
-#: Kinds of jobs, and how many ranks they are looked at with.
+#: With how many ranks they are looked at.
 RANKS = (64, 512, 1024, 8192, 16384)
 MIB = 1 << 20
 
@@ -57,20 +60,20 @@ def shapes() -> list[tuple[str, tuple[int, ...], str]]:
     ]
 
 
-def fsdp2(ranks: int) -> Callable[[str], Spread]:
+def fsdp2(ranks: int) -> Callable[[str, str], Spread]:
     """Rows over all ranks."""
-    return lambda _: (tuple(range(ranks)), (ranks,), (("shard", 0, 0),))
+    return lambda _, __: (tuple(range(ranks)), (ranks,), (("shard", 0, 0),))
 
 
-def hsdp(ranks: int) -> Callable[[str], Spread]:
+def hsdp(ranks: int) -> Callable[[str, str], Spread]:
     """Eight copies, each by rows."""
-    return lambda _: (tuple(range(ranks)), (8, ranks // 8), (("replicate", 0, 0), ("shard", 0, 0)))
+    return lambda _, __: (tuple(range(ranks)), (8, ranks // 8), (("replicate", 0, 0), ("shard", 0, 0)))
 
 
-def tp_fsdp(ranks: int) -> Callable[[str], Spread]:
+def tp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
     """Tensor parallelism over 8 ranks, and rows of what each has over the others."""
 
-    def spread(cut: str) -> Spread:
+    def spread(_: str, cut: str) -> Spread:
         placements: tuple[tuple[str, int, int], ...] = (("shard", 0, 0), ("replicate", 0, 0))
         if cut == "rows":
             placements = (("strided", 0, 8), ("shard", 0, 0))
@@ -81,34 +84,84 @@ def tp_fsdp(ranks: int) -> Callable[[str], Spread]:
     return spread
 
 
-KINDS = {"FSDP2": fsdp2, "HSDP 8 x N/8": hsdp, "TP8 x FSDP": tp_fsdp}
+def ep_fsdp(ranks: int) -> Callable[[str, str], Spread]:
+    """One of 64 experts a rank, by the rows of each over the others; all else by rows over all ranks."""
+    whole = fsdp2(ranks)
+
+    def spread(name: str, cut: str) -> Spread:
+        if name.rpartition(".")[2] not in PARTS:
+            return whole(name, cut)
+        return tuple(range(ranks)), (ranks // EXPERTS, EXPERTS), (("shard", 1, 0), ("shard", 0, 0))
+
+    return spread
 
 
-def point(kind: str, ranks: int, team: int) -> dict[str, Any]:
-    """Figures of one job with teams of so many ranks: 0 for as many as the pieces need, 1 for none."""
+def pp_fsdp(ranks: int) -> Callable[[str, str], Spread]:
+    """Eight stages of ten layers; a stage has its tensors by rows."""
+
+    def spread(name: str, _: str) -> Spread:
+        layer = name.split(".")[1] if name.startswith("layers.") else "0" if name == "embed" else str(LAYERS - 1)
+        first = int(layer) * 8 // LAYERS * (ranks // 8)
+        return tuple(range(first, first + ranks // 8)), (ranks // 8,), (("shard", 0, 0),)
+
+    return spread
+
+
+#: Kinds of jobs.
+KINDS = {
+    "FSDP2": fsdp2,
+    "HSDP 8 x N/8": hsdp,
+    "TP8 x FSDP": tp_fsdp,
+    "EP64 x FSDP": ep_fsdp,
+    "PP8 x FSDP": pp_fsdp,
+}
+
+
+def layout(kind: str, ranks: int, team: int) -> tuple[_core.Share, int]:
+    """The layout of a job with teams of so many ranks: 0 for as many as the pieces need, 1 for none; and its bytes."""
     spread_of = KINDS[kind](ranks)
     numbers: dict[Spread, int] = {}
     tensors = []
     total = 0
     for copy, dtype in COPIES:
         for name, shape, cut in shapes():
-            number = numbers.setdefault(spread_of(cut), len(numbers))
-            tensors.append((f"{copy}.{name}", dtype, shape, None, (number,)))
+            number = numbers.setdefault(spread_of(name, cut), len(numbers))
             total += math.prod(shape) * (2 if dtype == "BF16" else 4)
-    began = time.process_time()
+            sizes = shape
+            if kind.startswith("EP") and name.rpartition(".")[2] in PARTS:
+                # Each expert has its part of the inner width.
+                sizes = (EXPERTS, *(size // EXPERTS if size == WIDE else size for size in shape))
+            tensors.append((f"{copy}.{name}", dtype, sizes, None, (number,)))
     spreads = [_core.Spread.mesh(*spread) for spread in numbers]
     options = _core.SaveOptions(shard_size=5_000_000_000)
-    share = _core.Share.to_save(tensors, spreads, ranks, options, 4096, 0 if team == 1 else GRAIN, team)
-    share.figures(0, load=False)
+    return _core.Share.to_save(tensors, spreads, ranks, options, 4096, 0 if team == 1 else GRAIN, team), total
+
+
+def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]]:
+    """Figures of the save and the load of a job, with teams as :func:`layout` has them."""
+    began = time.process_time()
+    share, total = layout(kind, ranks, team)
     seconds = time.process_time() - began
-    chosen = sorted({int(rank) for rank in np.linspace(0, ranks - 1, min(ranks, SAMPLE))})
-    found = [share.figures(rank, load=False) for rank in chosen]
+    chosen = sorted({int(rank) for rank in np.linspace(0, ranks - 1, min(ranks, sample))})
+    points = []
+    for load in (False, True):
+        began = time.process_time()
+        share.figures(0, load=load)
+        planned = seconds + time.process_time() - began
+        found = [share.figures(rank, load=load) for rank in chosen]
+        point = of(found, ranks, total)
+        how = "teams" if team == 0 else "in place"
+        points.append({"kind": kind, "what": "load" if load else "save", "how": how, **point, "plan_cpu": planned})
+    return points
+
+
+def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
+    """Figures of a job of ``total`` bytes, by those of some of its ranks."""
 
     def every(name: str) -> Any:
         return np.array([one[name] for one in found], dtype=float)
 
     return {
-        "kind": kind,
         "ranks": ranks,
         "team": found[0]["team"],
         "runs": every("ranges").mean(),
@@ -120,16 +173,22 @@ def point(kind: str, ranks: int, team: int) -> dict[str, Any]:
         "peers_p95": float(np.quantile(every("peers"), 0.95)),
         "peers_max": every("peers").max(),
         "travels": every("bytes_received").mean() * ranks / total,
-        "busiest": every("bytes").max() / (total / ranks),
-        "plan_cpu": seconds,
+        "busiest": every("bytes").max() / every("bytes").mean(),
         "state_bytes": total,
     }
+
+
+def alone(kind: str, ranks: int, total: int) -> dict[str, Any]:
+    """What a format with a file for each rank does: one run, and no other rank is asked."""
+    duties = {"ranges": 1, "files": 1, "bytes": total // ranks, "peers": 0, "bytes_received": 0, "team": "a file each"}
+    return {"kind": kind, "what": "either", "how": "a file each", **of([duties], ranks, total), "plan_cpu": 0.0}
 
 
 def line(one: dict[str, Any]) -> str:
     """One point as a row of a table."""
     cells = [
         one["kind"],
+        one["what"],
         f"{one['ranks']:,}",
         one["team"],
         f"{one['runs']:,.0f}",
@@ -145,8 +204,8 @@ def line(one: dict[str, Any]) -> str:
 
 
 HEAD = (
-    "| job | ranks | team | runs a rank | MiB a run | files: mean / most | opens | peers: mean / p95 / most | "
-    "travels | busiest | plan, CPU s |\n|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
+    "| job | | ranks | team | runs a rank | MiB a run | files: mean / most | opens | peers: mean / p95 / most | "
+    "travels | busiest | plan, CPU s |\n|---|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|---:|"
 )
 
 
@@ -158,23 +217,55 @@ def main() -> int:
     parser.add_argument(
         "--kinds", type=lambda text: text.split(","), default=list(KINDS), help="of jobs (default: all)"
     )
+    parser.add_argument("--sample", type=int, default=SAMPLE, help=f"ranks that are asked (default: {SAMPLE})")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures into FILE, SVG or PNG (matplotlib)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     chosen = parser.parse_args()
     print(HEAD)
     found = []
     for kind in chosen.kinds:
         for ranks in chosen.ranks:
-            for team in (0, 1):
-                # In place there is a run for each rank and tensor: too many to lay out, and each alike.
-                if team and ranks > 1024:
-                    continue
-                found.append(point(kind, ranks, team))
-                print(line(found[-1]), flush=True)
-    state = found[0]["state_bytes"]
-    alone = ", ".join(f"{ranks:,}: {state / ranks / MIB:,.0f} MiB" for ranks in chosen.ranks)
-    print(f"A file for each rank: one run and one file a rank, nothing travels; by ranks, {alone}.")
+            rows = points(kind, ranks, 0, chosen.sample)
+            # In place there is a run for each rank and tensor: too many to lay out, and each alike.
+            if ranks <= 1024:
+                alike = rows[1]["team"] == 1
+                rows += points(kind, ranks, 1, chosen.sample)[: 1 if alike else 2]
+            rows.append(alone(kind, ranks, rows[0]["state_bytes"]))
+            found += rows
+            print("\n".join(map(line, rows)), flush=True)
+    if chosen.plot:
+        draw(chosen.plot, found)
     report.write_json(chosen.json, {"points": found})
     return 0
+
+
+def draw(path: Path, found: list[dict[str, Any]]) -> None:
+    """Draw runs, opens, peers and what travels in a save, by ranks."""
+    from bench import plot
+
+    first = found[0]["kind"]
+
+    def curves(name: str, scale: float = 1) -> dict[tuple[str, str], list[tuple[float, float]]]:
+        lines: dict[tuple[str, str], list[tuple[float, float]]] = {}
+        for one in found:
+            # Without teams, one kind of job stands for all.
+            if one["what"] != "load" and (one["how"] == "teams" or one["kind"] == first) and one[name]:
+                lines.setdefault((one["kind"], one["how"]), []).append((one["ranks"], one[name] / scale))
+        return lines
+
+    plot.curves(
+        path,
+        [
+            {"title": title, "x": "ranks", "y": y, "log": "xy", "lines": curves(name, scale)}
+            for title, y, name, scale in (
+                ("mean run", "MiB", "run_bytes", MIB),
+                ("opens of files, all ranks", "opens", "opens", 1),
+                ("peers of a rank, mean", "ranks", "peers", 1),
+                ("bytes that travel", "states", "travels", 1),
+            )
+        ],
+        "Who writes a model of 70 billion parameters with Adam, 988 GB",
+    )
 
 
 def _numbers(text: str) -> list[int]:

@@ -811,7 +811,7 @@ class Share:
     def ranges(self, rank: int) -> list[tuple[int, int, int]]:
         """The ranges that a rank writes: file, first byte, and the byte after the last; errors as in ``figures``."""
     def figures(self, rank: int, *, load: bool) -> dict[str, int]:
-        """The duties of a rank.
+        """The duties of a rank. Of a share that was made to save, ``load`` gives those of a load ``apart``.
 
         ``ranges`` of ``files`` and their ``bytes``, ``messages_sent``, ``bytes_sent``, ``messages_received``,
         ``bytes_received``, the ``peers`` that it exchanges them with, and the ranks of a ``team``. ValueError if no

@@ -80,10 +80,18 @@ def test_the_layout_of_many_ranks_is_planned(tmp_path):
     options = ("--layout", "--ranks", "512", "--kinds", "FSDP2", "--json", out)
     done = subprocess.run([sys.executable, SCRIPT, *options], capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
-    teams, alone = json.loads(out.read_text(encoding="ascii"))["points"]
+    points = json.loads(out.read_text(encoding="ascii"))["points"]
+    teams, load, alone, parts, own = points
+    assert [point["what"] for point in points] == ["save", "load", "save", "load", "either"]
     assert (teams["team"], alone["team"]) == (4, 1)
     # In place each rank writes a short piece of each tensor into each file.
     assert alone["run_bytes"] < 1 << 20 < 4 << 20 <= teams["run_bytes"]
     assert teams["files_max"] <= 216 / 4 + 3 < alone["files"] <= alone["files_max"] == 216
     assert 0.75 < teams["travels"] <= 1 > alone["travels"]
     assert teams["busiest"] <= 1.15
+    assert (own["runs"], own["opens"], own["travels"]) == (1, 512, 0)
+    for point in (teams, load):
+        assert point["peers_p95"] <= 3 * 4 + 128
+        assert point["peers_max"] <= 400 + 512 / 4
+    # Without teams, as many ranks as there are have pieces of a norm.
+    assert parts["peers_max"] == 511

@@ -123,7 +123,7 @@ impl Share {
         let layout = (&*options.groups, sizes, &*options.frozen);
         let table = py.detach(|| {
             let mut table = Table::new(specs, spread, spreads, ranks, layout)?;
-            table.share = table.share.in_pages(page)?.in_teams(grain.max(page), team)?;
+            table.share = table.share.in_pages(page)?.in_teams(grain.max(page), team)?.read_apart();
             Ok(table)
         });
         Ok(Self(Kind::Save(Arc::new(mapped(table)?))))
@@ -215,23 +215,23 @@ impl Share {
     fn figures<'py>(&self, py: Python<'py>, rank: u32, load: bool) -> PyResult<Bound<'py, PyDict>> {
         let purpose = if load { Purpose::Load } else { Purpose::Save };
         let duties = mapped(py.detach(|| self.core().duties(rank, purpose)))?;
-        let (sent, received) = if load { (&duties.io, &duties.boxes) } else { (&duties.boxes, &duties.io) };
-        let bytes = |messages: &[Message]| messages.iter().map(|message| message.bytes).sum::<u64>();
+        let (sent, received) = duties.lanes(purpose);
+        let bytes = |messages: &[&Message]| messages.iter().map(|message| message.bytes).sum::<u64>();
         let count = |all: &mut dyn Iterator<Item = u64>| {
             let mut all: Vec<u64> = all.collect();
             all.sort_unstable();
             all.dedup();
             all.len()
         };
-        let peers = || sent.iter().chain(received).map(|message| u64::from(message.peer));
+        let peers = || sent.iter().chain(&received).map(|message| u64::from(message.peer));
         let dict = PyDict::new(py);
         dict.set_item("ranges", duties.ranges.len())?;
         dict.set_item("files", count(&mut duties.ranges.iter().map(|range| range.shard as u64)))?;
         dict.set_item("bytes", duties.ranges.iter().map(|range| range.end - range.start).sum::<u64>())?;
         dict.set_item("messages_sent", sent.len())?;
-        dict.set_item("bytes_sent", bytes(sent))?;
+        dict.set_item("bytes_sent", bytes(&sent))?;
         dict.set_item("messages_received", received.len())?;
-        dict.set_item("bytes_received", bytes(received))?;
+        dict.set_item("bytes_received", bytes(&received))?;
         dict.set_item("peers", count(&mut peers()))?;
         dict.set_item("team", mapped(self.core().team_size())?)?;
         Ok(dict)

@@ -55,9 +55,8 @@ pub(super) fn sums(
     for (tensor, index) in counterparts(&table.tensors, base) {
         number[tensor] = Some(index);
     }
-    let items = duties.local.iter().chain(duties.boxes.iter().flat_map(|message| &message.items));
     let mut stretches = Vec::new();
-    for item in items {
+    for item in duties.own() {
         let Some(entry) = number[item.tensor].map(|index: usize| &base.tensors[index]) else { continue };
         let extents = geometry::extents(entry.placement(item.tensor), item.bytes.clone(), base.block_size);
         for (extent, range) in extents {

@@ -16,7 +16,7 @@ struct Span {
 /// Describes the range of each of `messages`. `file` and `tensor` map a number to a name.
 pub(super) fn of(
     share: &Share,
-    messages: &[Message],
+    messages: &[&Message],
     file: impl Fn(usize) -> String + Send + Sync + 'static,
     tensor: impl Fn(usize) -> String + Send + Sync + 'static,
 ) -> Contents {
@@ -26,7 +26,7 @@ pub(super) fn of(
         let bytes = tensor(first).offset + first.bytes.start..tensor(last).offset + last.bytes.end;
         Some(Span { shard: tensor(first).shard, bytes, first: first.tensor, last: last.tensor })
     };
-    let spans: Vec<_> = messages.iter().map(span).collect();
+    let spans: Vec<_> = messages.iter().copied().map(span).collect();
     Box::new(move |message| {
         let Some(Some(Span { shard, bytes, first, last })) = spans.get(message) else {
             return "no bytes".to_owned();

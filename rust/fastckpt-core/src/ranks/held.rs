@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::ops::Range;
 
+use super::mail::Mail;
 use crate::engine::content::{self, Content, Pull};
 use crate::error::{Error, Result};
 use crate::format::checksum::{self, Pair};
@@ -25,8 +26,7 @@ impl Held {
 
     /// Whether the parts that these duties read are here.
     pub(super) fn check(&self, duties: &Duties) -> Result<()> {
-        let messages = duties.boxes.iter().flat_map(|message| &message.items);
-        duties.local.iter().chain(messages).try_for_each(|item| self.content(item).map(drop))
+        duties.own().try_for_each(|item| self.content(item).map(drop))
     }
 
     fn content(&self, &Item { tensor, part, .. }: &Item) -> Result<&Content> {
@@ -70,18 +70,29 @@ impl Held {
         }
     }
 
-    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Callbacks copy their parts
-    /// in one call, at the end. Before that, `filled` is called with how far `to` is filled.
+    /// Packs the bytes of a message's items, one after another, each in its tensor's order. Those that this rank relays
+    /// come from `mail`. Callbacks copy their parts in one call, at the end. Before that, `filled` is called with how far
+    /// `to` is filled.
     pub(super) fn pack_all(
         &self,
         items: &[Item],
+        mail: Option<&Mail>,
         mut to: &mut [u8],
         mut filled: impl FnMut(&[u8]),
     ) -> Result<()> {
         let (mut at, mut wanted) = (0, Vec::new());
         for item in items {
             let misfit = || misfit("a message", &item.bytes);
-            let (content, end) = (self.content(item)?, at + item.len as usize);
+            let end = at + item.len as usize;
+            if let (Some((message, start)), Some(mail)) = (item.relayed, mail) {
+                mail.copy(message, start, to.get_mut(at..end).ok_or_else(misfit)?)?;
+                at = end;
+                if wanted.is_empty() {
+                    filled(&to[..at]);
+                }
+                continue;
+            }
+            let content = self.content(item)?;
             for run in runs(item, &item.bytes) {
                 let place = at..at + (run.end - run.start) as usize;
                 at = place.end;
@@ -126,7 +137,7 @@ impl Held {
             lying.push(source);
         }
         let mut fetched = vec![0; bytes];
-        self.pack_all(&packed, &mut fetched, |_| ())?;
+        self.pack_all(&packed, None, &mut fetched, |_| ())?;
         let mut rest = &fetched[..];
         let sum = |(&source, item): (&Option<Source>, &&Item)| {
             if let Some(source) = source {

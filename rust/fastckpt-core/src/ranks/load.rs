@@ -31,7 +31,7 @@ pub struct Loaded {
     pub storage: u64,
     /// Bytes that others read for it.
     pub peers: u64,
-    /// Bytes that it read for others.
+    /// Bytes that it sent to others, who want them or relay them.
     pub sent: u64,
     /// Checksums of extents that it read in part ([`Share::read_apart`]), to be put together and compared ([`compare`]).
     pub pieces: Vec<Piece>,
@@ -68,11 +68,19 @@ pub struct RankLoad {
 struct Work {
     wanted: Vec<Wanted>,
     /// The items of each incoming message, and where they go.
-    incoming: Vec<Vec<(Item, Slot)>>,
-    /// Bytes of this rank's own boxes that it reads itself.
-    own: u64,
+    incoming: Vec<Vec<(Item, To)>>,
+    /// Bytes of this rank's own boxes that it reads itself, and that others read for it.
+    own: (u64, u64),
     /// Tensors of which this rank wants bytes.
     tensors: usize,
+}
+
+/// Where an item of an incoming message goes.
+enum To {
+    /// To its part.
+    Own(Slot),
+    /// Into an outgoing message, from this byte on: this rank relays it.
+    Other(usize, u64),
 }
 
 impl RankLoad {
@@ -89,22 +97,26 @@ impl RankLoad {
         budget: u64,
     ) -> Result<Self> {
         let duties = share.duties(rank, Purpose::Load)?;
-        let envelopes = |messages: &[Message]| -> Vec<Envelope> {
+        let envelopes = |messages: &[&Message]| -> Vec<Envelope> {
             messages.iter().map(|message| (message.peer, message.bytes)).collect()
         };
-        let (outgoing, incoming) = (envelopes(&duties.io), envelopes(&duties.boxes));
+        let (outgoing, incoming) = duties.lanes(Purpose::Load);
         let (files, tensors) = (Arc::clone(&checkpoint), Arc::clone(&checkpoint));
         let contents = contents::of(
             share,
-            &duties.boxes,
+            &incoming,
             move |shard| files.body().shards[shard].file.clone(),
             move |tensor| tensors.body().tensors[tensor].name.clone(),
         );
-        let mail = Arc::new(Mail::with_budget(outgoing, incoming, contents, None, budget));
+        let (outgoing, incoming) = (envelopes(&outgoing), envelopes(&incoming));
+        let mail = Mail::with_budget(outgoing, incoming, contents, None, budget).relaying(duties.io.len(), 0);
+        let mail = Arc::new(mail);
 
         let read = || duties.local.iter().chain(&duties.apart);
-        let own = read().map(|item| item.len).sum();
         let received = duties.boxes.iter().flat_map(|message| &message.items);
+        let received = received.filter(|item| item.relayed.is_none());
+        let bytes = |items: &mut dyn Iterator<Item = &Item>| items.map(|item| item.len).sum();
+        let own = (bytes(&mut read()), bytes(&mut received.clone()));
         let tensors: HashSet<usize> = read().chain(received.clone()).map(|item| item.tensor).collect();
         let mut slots = places::slots(places, read().chain(received))?.into_iter();
         let whole = duties.local.len();
@@ -116,9 +128,15 @@ impl RankLoad {
                 Wanted { tensor: item.tensor, range, destination, apart: index >= whole }
             })
             .collect();
-        let incoming =
-            duties.boxes.into_iter().map(|message| message.items.into_iter().zip(slots.by_ref()).collect());
-        let incoming = incoming.collect();
+        let relays = duties.io.len();
+        let mut to = |item: Item| {
+            let other = item.relayed.map(|(message, at)| To::Other(relays + message, at));
+            Some((other.or_else(|| slots.next().map(To::Own))?, item))
+        };
+        let to = |message: Message| {
+            message.items.into_iter().filter_map(&mut to).map(|(to, item)| (item, to)).collect()
+        };
+        let incoming = duties.boxes.into_iter().map(to).collect();
         for (number, message) in duties.io.into_iter().enumerate() {
             let mut at = 0;
             for item in message.items {
@@ -167,14 +185,15 @@ impl RankLoad {
     ) -> Result<Loaded> {
         let begin = Instant::now();
         let bytes = |messages: &mut dyn Iterator<Item = Envelope>| messages.map(|message| message.1).sum();
-        let (sent, peers): (u64, u64) = (bytes(&mut self.mail.outgoing()), bytes(&mut self.mail.incoming()));
+        let (sent, coming): (u64, u64) = (bytes(&mut self.mail.outgoing()), bytes(&mut self.mail.incoming()));
+        let (own, peers) = own;
         let (taken, caller) = (AtomicU64::new(0), thread::current());
         let stop = || self.mail.stop("this rank cannot read what it reads for the others");
-        let alone = sent + peers == 0;
+        let alone = sent + coming == 0;
         // Until it has begun: another failure is the cause then.
         let mut read = Err(Error::Stopped("it was not begun".to_owned()));
         let outcome = thread::scope(|scope| {
-            let unpacker = (peers > 0).then(|| {
+            let unpacker = (coming > 0).then(|| {
                 let body = || {
                     let outcome = self.take(incoming, &taken);
                     if let Err(error) = &outcome {
@@ -190,7 +209,7 @@ impl RankLoad {
                 Error::io("start a thread to load", self.checkpoint.path())(error)
             })?;
             let mut progress =
-                |done: u64, total: u64| progress(done + taken.load(Ordering::Relaxed), total + peers);
+                |done: u64, total: u64| progress(done + taken.load(Ordering::Relaxed), total + coming);
             let stop: Option<Stop<'_>> = if alone { None } else { Some(&stop) };
             read = self.checkpoint.read_ranges(wanted, verify, options, (operation, stop), &mut progress);
             if let (Err(error), false) = (&read, alone) {
@@ -241,16 +260,21 @@ impl RankLoad {
     }
 
     /// Takes all messages and gives their items to their places. Returns the number of bytes copied.
-    fn take(&self, incoming: Vec<Vec<(Item, Slot)>>, taken: &AtomicU64) -> Result<u64> {
+    fn take(&self, incoming: Vec<Vec<(Item, To)>>, taken: &AtomicU64) -> Result<u64> {
         let mut copied = 0;
         for (number, items) in incoming.into_iter().enumerate() {
             let bytes = items.iter().map(|(item, _)| item.len).sum();
             let message = self.mail.take(number, 0..bytes)?;
             let (mut rest, mut due) = (&message[..], Vec::new());
-            for (item, slot) in items {
+            for (item, to) in items {
                 let (front, after) = rest.split_at(item.len as usize);
-                copied += slot.unpack(item.bytes, front, &mut due);
                 rest = after;
+                match to {
+                    To::Own(slot) => copied += slot.unpack(item.bytes, front, &mut due),
+                    To::Other(message, at) => {
+                        self.mail.put(message, at, item.len, |to| to.copy_from_slice(front))?;
+                    }
+                }
             }
             content::hand_over(due.iter().map(|(to, first, bytes)| (to, *first, *bytes)))?;
             taken.fetch_add(bytes, Ordering::Relaxed);

@@ -14,6 +14,9 @@
 //! Both sides sum a message where its bytes are in the processor's cache, which costs a quarter of a pass of its own. The
 //! giver does so when the last of them is in, the taker when the first of them is about to be taken out.
 //!
+//! Messages of a relay are outside of the budget: those that it is to pass on, of a save, all arrive before it sends any,
+//! and those that it passes on, of a load, wait until all others have gone. There are few bytes of them.
+//!
 //! No wait is longer than its cause: every change wakes all waiting threads, and [`Mail::stop`] ends every wait.
 
 use std::ops::{Deref, Range};
@@ -29,8 +32,9 @@ pub const BUDGET: u64 = 64 << 20;
 /// Bytes of free buffers that are kept for the next messages. The first touch of memory costs as much as sending it.
 const KEPT: usize = 16 << 20;
 
-/// Fills the buffer of an outgoing message, given by number, and returns its checksum. The sending thread calls it.
-pub type Fill = Box<dyn Fn(usize, &mut [u8]) -> Result<u64> + Send + Sync>;
+/// Fills the buffer of an outgoing message, given by number, and returns its checksum. The sending thread calls it with
+/// the mail, of which it may copy what has arrived ([`Mail::copy`]).
+pub type Fill = Box<dyn Fn(&Mail, usize, &mut [u8]) -> Result<u64> + Send + Sync>;
 
 /// A message in the list of its direction: the other rank, and the number of bytes without their checksum.
 pub type Envelope = (u32, u64);
@@ -52,6 +56,8 @@ pub struct Mail {
     /// Without it, [`Mail::put`] fills the outgoing messages.
     fill: Option<Fill>,
     budget: u64,
+    /// The outgoing messages from this one on are outside of the budget, and the incoming ones before this one.
+    beyond: (usize, usize),
     state: Mutex<State>,
     changed: Condvar,
     free: Mutex<Vec<Vec<u8>>>,
@@ -159,6 +165,7 @@ impl Mail {
         };
         let outgoing = outgoing.into_iter().map(|envelope| Outgoing { envelope, buffer: Mutex::default() });
         Self {
+            beyond: (outgoing.len(), 0),
             outgoing: outgoing.collect(),
             incoming,
             contents,
@@ -168,6 +175,23 @@ impl Mail {
             changed: Condvar::new(),
             free: Mutex::default(),
         }
+    }
+
+    /// The same of a rank that relays messages: the outgoing ones from number `last` on, and the incoming ones before number
+    /// `first`.
+    #[must_use]
+    pub(super) fn relaying(self, last: usize, first: usize) -> Self {
+        Self { beyond: (last, first), ..self }
+    }
+
+    /// Bytes of the budget that an outgoing message takes.
+    fn going(&self, message: usize) -> u64 {
+        if message < self.beyond.0 { self.outgoing[message].envelope.1 } else { 0 }
+    }
+
+    /// Bytes of the budget that an incoming message takes.
+    fn coming(&self, message: usize) -> u64 {
+        if message < self.beyond.1 { 0 } else { self.incoming[message].1 }
     }
 
     /// The outgoing messages, in the order in which to send them.
@@ -225,18 +249,19 @@ impl Mail {
             }
             return Ok(buffer.as_mut_ptr().addr());
         };
-        let mut state = self.wait(|state| fits(state.outgoing_held, bytes, self.budget))?;
+        let held = self.going(message);
+        let mut state = self.wait(|state| fits(state.outgoing_held, held, self.budget))?;
         if state.outgoing[message] != Out::Away {
             return Err(Error::Misused("this message was packed before"));
         }
         state.outgoing[message] = Out::Filling(0);
-        state.outgoing_held += bytes;
+        state.outgoing_held += held;
         state.filling += 1;
         drop(state);
         let _filling = Filling(self);
         let mut buffer = lock(&outgoing.buffer);
         *buffer = self.buffer(bytes);
-        let sum = fill(message, &mut buffer)?;
+        let sum = fill(self, message, &mut buffer)?;
         let address = sealed(&mut buffer, sum);
         drop(buffer);
         lock(&self.state).outgoing[message] = Out::Full;
@@ -254,11 +279,12 @@ impl Mail {
         if len == 0 {
             return Ok(());
         }
-        let mut state = self.wait(|state| state.may_put(message, bytes, self.budget))?;
+        let held = self.going(message);
+        let mut state = self.wait(|state| held == 0 || state.may_put(message, held, self.budget))?;
         match state.outgoing[message] {
             Out::Away => {
                 state.outgoing[message] = Out::Filling(0);
-                state.outgoing_held += bytes;
+                state.outgoing_held += held;
             }
             Out::Filling(_) => {}
             Out::Full | Out::Sent => return Err(Error::Misused(TWICE)),
@@ -302,7 +328,7 @@ impl Mail {
         let buffer = std::mem::take(&mut *lock(&outgoing.buffer));
         self.give(buffer);
         let mut state = lock(&self.state);
-        state.outgoing_held -= bytes;
+        state.outgoing_held -= self.going(message);
         state.sent += bytes;
         while state.outgoing.get(state.next) == Some(&Out::Sent) {
             state.next += 1;
@@ -315,7 +341,8 @@ impl Mail {
     /// the address of the memory for its bytes.
     pub fn admit(&self, message: usize) -> Result<usize> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
-        let mut state = self.wait(|state| state.may_admit(message, bytes, self.budget))?;
+        let held = self.coming(message);
+        let mut state = self.wait(|state| held == 0 || state.may_admit(message, held, self.budget))?;
         if !matches!(state.incoming[message], In::Away) {
             return Err(Error::Misused("this message was admitted before"));
         }
@@ -323,7 +350,7 @@ impl Mail {
         buffer.resize(bytes as usize + SUM, 0);
         let address = buffer.as_mut_ptr().addr();
         state.incoming[message] = In::Admitted(buffer);
-        state.incoming_held += bytes;
+        state.incoming_held += held;
         Ok(address)
     }
 
@@ -386,6 +413,22 @@ impl Mail {
     /// Waits for bytes of an incoming message, and compares it with its checksum. The message and those before it are
     /// admitted meanwhile. Each byte can be taken once, and all must be.
     pub fn take(self: &Arc<Self>, message: usize, range: Range<u64>) -> Result<Received> {
+        let buffer = Some(self.here(message, &range)?);
+        let range = range.start as usize..range.end as usize;
+        Ok(Received { mail: Arc::clone(self), message, buffer, range })
+    }
+
+    /// Takes bytes of an incoming message, from `start` on, as [`Self::take`] does, into `to`.
+    pub fn copy(&self, message: usize, start: u64, to: &mut [u8]) -> Result<()> {
+        let arrived = self.here(message, &(start..start + to.len() as u64))?;
+        to.copy_from_slice(&arrived.bytes[start as usize..][..to.len()]);
+        drop(arrived);
+        self.took(message, to.len() as u64);
+        Ok(())
+    }
+
+    /// Waits for bytes of an incoming message.
+    fn here(&self, message: usize, range: &Range<u64>) -> Result<Arc<Arrived>> {
         let &(_, bytes) = self.incoming.get(message).ok_or(Error::Misused(NO_SUCH))?;
         if range.start >= range.end || range.end > bytes {
             return Err(Error::Misused("these bytes do not belong to this message"));
@@ -404,8 +447,27 @@ impl Mail {
         let arrived = Arc::clone(buffer);
         drop(state);
         self.compare(message, &arrived)?;
-        let range = range.start as usize..range.end as usize;
-        Ok(Received { mail: Arc::clone(self), message, buffer: Some(arrived), range })
+        Ok(arrived)
+    }
+
+    /// Notes that bytes of an incoming message were taken. Nobody reads them any more.
+    fn took(&self, message: usize, bytes: u64) {
+        let mut state = lock(&self.state);
+        let slot = &mut state.incoming[message];
+        let In::Here(_, left) = slot else { return };
+        *left = left.saturating_sub(bytes);
+        if *left > 0 {
+            return;
+        }
+        let taken = std::mem::replace(slot, In::Taken);
+        state.incoming_held -= self.coming(message);
+        self.changed.notify_all();
+        drop(state);
+        if let In::Here(buffer, _) = taken
+            && let Some(arrived) = Arc::into_inner(buffer)
+        {
+            self.give(arrived.bytes);
+        }
     }
 
     /// Waits until `ready`, or until the mail is stopped.
@@ -522,22 +584,7 @@ impl Drop for Received {
     fn drop(&mut self) {
         // Before it counts as taken, so that the last one to be counted is the last one to have the buffer.
         self.buffer = None;
-        let mut state = lock(&self.mail.state);
-        let slot = &mut state.incoming[self.message];
-        let In::Here(_, left) = slot else { return };
-        *left = left.saturating_sub(self.range.len() as u64);
-        if *left > 0 {
-            return;
-        }
-        let taken = std::mem::replace(slot, In::Taken);
-        state.incoming_held -= self.mail.incoming[self.message].1;
-        self.mail.changed.notify_all();
-        drop(state);
-        if let In::Here(buffer, _) = taken
-            && let Some(arrived) = Arc::into_inner(buffer)
-        {
-            self.mail.give(arrived.bytes);
-        }
+        self.mail.took(self.message, self.range.len() as u64);
     }
 }
 

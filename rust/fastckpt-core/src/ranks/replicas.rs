@@ -139,7 +139,7 @@ impl Replicas {
         for item in one.items.iter().step_by(all.div_ceil(most).max(1) as usize) {
             let first = bytes.len();
             bytes.resize(first + item.len as usize, 0);
-            held.pack_all(std::slice::from_ref(item), &mut bytes[first..], |_| ())?;
+            held.pack_all(std::slice::from_ref(item), None, &mut bytes[first..], |_| ())?;
             if bytes.len() as u64 >= most {
                 break;
             }

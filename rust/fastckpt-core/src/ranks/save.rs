@@ -100,23 +100,25 @@ fn in_flight(options: &Options, reach: Reach) -> Option<u64> {
 
 /// The messages of a rank, which are packed from its parts.
 fn mail(table: &Arc<Table>, duties: &Arc<Duties>, held: &Arc<Held>) -> Mail {
-    let envelopes = |messages: &[Message]| messages.iter().map(|m| (m.peer, m.bytes)).collect();
+    let envelopes = |messages: &[&Message]| messages.iter().map(|m| (m.peer, m.bytes)).collect();
     let fill: Fill = {
         let (duties, held) = (Arc::clone(duties), Arc::clone(held));
-        Box::new(move |message, to| {
+        Box::new(move |mail, message, to| {
             let mut sum = Filled::default();
-            held.pack_all(&duties.boxes[message].items, to, |filled| sum.reached(filled))?;
+            held.pack_all(&duties.boxes[message].items, Some(mail), to, |filled| sum.reached(filled))?;
             Ok(sum.all(to))
         })
     };
     let (files, tensors) = (Arc::clone(table), Arc::clone(table));
+    let (outgoing, incoming) = duties.lanes(Purpose::Save);
     let contents = contents::of(
         &table.share,
-        &duties.io,
+        &incoming,
         move |shard| files.plan.shards[shard].file.clone(),
         move |tensor| tensors.tensors[tensor].name.clone(),
     );
-    Mail::new(envelopes(&duties.boxes), envelopes(&duties.io), contents, Some(fill))
+    Mail::new(envelopes(&outgoing), envelopes(&incoming), contents, Some(fill))
+        .relaying(outgoing.len(), duties.relays.len())
 }
 
 const IN_USE: &str = "the save of this rank is in use";
@@ -277,14 +279,15 @@ impl RankSave {
     /// Bytes that this rank sends to others, and that it receives.
     #[must_use]
     pub fn exchanged(&self) -> (u64, u64) {
-        let sum = |messages: &[Message]| messages.iter().map(|message| message.bytes).sum();
-        (sum(&self.duties.boxes), sum(&self.duties.io))
+        let sum = |messages: &[&Message]| messages.iter().map(|message| message.bytes).sum();
+        let (outgoing, incoming) = self.duties.lanes(Purpose::Save);
+        (sum(&outgoing), sum(&incoming))
     }
 
     /// The ranks that this one exchanges bytes with, the ranks of a team, and the bytes of a grain.
     pub fn teams(&self) -> Result<(usize, u32, u64)> {
-        let messages = self.duties.boxes.iter().chain(&self.duties.io);
-        let peers: HashSet<u32> = messages.map(|message| message.peer).collect();
+        let (outgoing, incoming) = self.duties.lanes(Purpose::Save);
+        let peers: HashSet<u32> = outgoing.iter().chain(&incoming).map(|message| message.peer).collect();
         Ok((peers.len(), self.table.share.team_size()?, self.table.share.grain()))
     }
 

@@ -29,7 +29,7 @@ enum From {
     Message(Place),
 }
 
-/// The bytes of an item in a message.
+/// The bytes of an item in an incoming message, given by number. What this rank relays comes first.
 #[derive(Debug)]
 struct Place {
     message: usize,
@@ -46,7 +46,7 @@ struct Supply {
 impl Supply {
     fn item<'a>(&self, duties: &'a Duties) -> &'a Item {
         match &self.from {
-            From::Message(place) => &duties.io[place.message].items[self.item],
+            From::Message(place) => &duties.io[place.message - duties.relays.len()].items[self.item],
             From::Run(_) | From::Rows => &duties.local[self.item],
         }
     }
@@ -243,7 +243,7 @@ fn supplies(duties: &Duties) -> Vec<Supply> {
         Supply { item, from }
     };
     let mut all: Vec<_> = duties.local.iter().enumerate().map(own).collect();
-    for (message, letter) in duties.io.iter().enumerate() {
+    for (message, letter) in (duties.relays.len()..).zip(&duties.io) {
         let mut at = 0;
         for (item, of) in letter.items.iter().enumerate() {
             all.push(Supply { item, from: From::Message(Place { message, at }) });

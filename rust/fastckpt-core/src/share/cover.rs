@@ -14,7 +14,7 @@ use super::tiles::Tiles;
 
 /// Boxes whose runs have this many bytes on average are written by the ranks that have them. It is worth more
 /// operations not to exchange them.
-const LONG: u128 = 64 << 10;
+pub(super) const LONG: u128 = 64 << 10;
 
 /// By section and copy: the ranks that give some of it, ascending.
 type Givers = HashMap<(u32, u32), Arc<[u32]>>;

@@ -15,6 +15,7 @@ use super::place::Places;
 use super::runs::{Owners, Purpose, Run};
 use super::spread::Groups;
 use super::table::{Deal, Share};
+use super::teams::Teams;
 use super::tiles::Whose;
 use crate::error::{Error, Result};
 
@@ -40,8 +41,28 @@ pub struct Duties {
     pub apart: Vec<Item>,
     /// Messages with bytes in `ranges` that others have or want.
     pub io: Vec<Message>,
-    /// Messages with bytes that it has or wants itself, and that others read or write.
+    /// Messages with bytes that it has or wants itself, or relays, and that others read or write.
     pub boxes: Vec<Message>,
+    /// Messages with bytes that it relays, from or to those who have or want them.
+    pub relays: Vec<Message>,
+}
+
+impl Duties {
+    /// Bytes that it has or wants itself, and reads or writes, gives or gets.
+    pub(crate) fn own(&self) -> impl Iterator<Item = &Item> {
+        let given = self.boxes.iter().flat_map(|message| &message.items);
+        self.local.iter().chain(given.filter(|item| item.relayed.is_none()))
+    }
+
+    /// The messages that the rank sends, and those that it receives, each in its order.
+    #[must_use]
+    pub fn lanes(&self, purpose: Purpose) -> (Vec<&Message>, Vec<&Message>) {
+        let own = self.boxes.iter().collect();
+        match purpose {
+            Purpose::Save => (own, self.relays.iter().chain(&self.io).collect()),
+            Purpose::Load => (self.io.iter().chain(&self.relays).collect(), own),
+        }
+    }
 }
 
 impl Share {
@@ -56,7 +77,7 @@ impl Share {
             self.check_held()?;
         }
         let deals = if load { &[] } else { self.deals()? };
-        let mut work = Work::new(self, rank, deals);
+        let mut work = Work::new(self, rank, deals, load)?;
         let owners = self.owners(purpose)?;
         for shard in 0..self.files.len() {
             if load { work.extents(shard, owners)? } else { work.grains(shard, owners)? }
@@ -66,13 +87,12 @@ impl Share {
         for FileRange { shard, start, end } in std::mem::take(&mut work.ranges) {
             work.range(shard, start, end);
         }
-        Ok(Duties {
-            ranges: work.ranges,
-            local: work.local,
-            apart: work.apart,
-            io: work.io.finish(load),
-            boxes: work.boxes.finish(load),
-        })
+        let (io, (mut boxes, _), (relays, places)) =
+            (work.io.finish(load).0, work.boxes.finish(load), work.relays.finish(load));
+        let relayed =
+            boxes.iter_mut().flat_map(|message| &mut message.items).filter_map(|item| item.relayed.as_mut());
+        relayed.for_each(|(message, _)| *message = places[*message]);
+        Ok(Duties { ranges: work.ranges, local: work.local, apart: work.apart, io, boxes, relays })
     }
 
     /// Fails if no rank has some of the bytes, or if a file has bytes that belong to no tensor.
@@ -153,11 +173,13 @@ pub(super) struct Work<'a> {
     apart: Vec<Item>,
     io: Mailbox,
     boxes: Mailbox,
+    relays: Mailbox,
+    teams: Teams<'a>,
 }
 
 impl<'a> Work<'a> {
-    pub(super) fn new(share: &'a Share, rank: u32, deals: &'a [Deal]) -> Self {
-        Self {
+    pub(super) fn new(share: &'a Share, rank: u32, deals: &'a [Deal], load: bool) -> Result<Self> {
+        Ok(Self {
             share,
             rank,
             deals,
@@ -168,7 +190,9 @@ impl<'a> Work<'a> {
             apart: Vec::new(),
             io: Mailbox::new(share.ranks),
             boxes: Mailbox::new(share.ranks),
-        }
+            relays: Mailbox::new(share.ranks),
+            teams: Teams::new(share, load)?,
+        })
     }
 
     pub(super) fn own(&mut self, held: &Held<'_>) -> Rc<Own> {
@@ -204,23 +228,66 @@ impl<'a> Work<'a> {
         let bytes = stretch.start - held.range.start..stretch.end - held.range.start;
         let len = place.rows.bytes_in(&bytes);
         let (rows, base) = (Arc::clone(&place.rows), place.base);
-        (len > 0).then_some(Item { tensor: held.tensor, bytes, part, rows, base, len })
+        (len > 0).then_some(Item { tensor: held.tensor, bytes, part, rows, base, len, relayed: None })
     }
 
-    /// The spot of a stretch of a tensor, which is part of `run`, for a message from or to `other`, the rank that does not
-    /// read or write it.
-    fn spot(&self, held: &Held<'_>, start: u64, run: &Run, other: u32) -> Spot {
-        let away = (run.rank + self.share.ranks - other) % self.share.ranks;
+    /// The spot of a stretch of a tensor, which is part of `run`, for a message between two ranks: `near` reads or writes
+    /// it, or relays it for `far`.
+    fn spot(&self, held: &Held<'_>, start: u64, run: &Run, (near, far): (u32, u32)) -> Spot {
+        let away = (near + self.share.ranks - far) % self.share.ranks;
         let turn = (run.unit(start, self.share.block_size), away);
-        Spot { shard: held.shard, offset: start, turn }
+        Spot { shard: held.shard, offset: start, turn, hop: near != run.rank }
+    }
+
+    /// The rank that relays what `rank` has or wants of a stretch of a tensor, which is part of `run`, if it is `thin`.
+    fn relay(&mut self, held: &Held<'_>, start: u64, run: &Run, rank: u32, thin: bool) -> Option<u32> {
+        if thin { self.teams.relay(held, start, run, rank) } else { None }
+    }
+
+    /// Adds an item of this rank that another reads or writes, as part of a run, for it or for the relay.
+    fn hand(&mut self, held: &Held<'_>, start: u64, run: &Run, relay: Option<u32>, item: Item) {
+        let near = relay.filter(|&relay| relay != self.rank).unwrap_or(run.rank);
+        self.boxes.add(near, self.spot(held, start, run, (near, self.rank)), item);
+    }
+
+    /// Adds an item of `peer`, which this rank relays.
+    fn pass(&mut self, held: &Held<'_>, start: u64, run: &Run, peer: u32, item: Item) {
+        let spot = self.spot(held, start, run, (self.rank, peer));
+        let relayed = Some(self.relays.add(peer, spot, item.clone()));
+        self.boxes.add(
+            run.rank,
+            self.spot(held, start, run, (run.rank, self.rank)),
+            Item { relayed, ..item },
+        );
+    }
+
+    /// The intervals of which this rank sends or receives something: its own, and those that it may relay.
+    fn near(&mut self, held: &Held<'_>, own: &Own, thin: bool) -> Vec<usize> {
+        if !thin {
+            return own.intervals.clone();
+        }
+        let mut all: Vec<usize> =
+            own.intervals.iter().flat_map(|&interval| self.teams.around(held, interval).1).collect();
+        all.dedup();
+        all.sort_unstable();
+        all.dedup();
+        all
     }
 
     /// Adds this rank's work on `tile` of rank `peer` in a stretch that it reads or writes, as part of a run.
-    fn serve(&mut self, held: &Held<'_>, stretch: &Range<u64>, run: &Run, (tile, peer): (u32, u32)) -> bool {
+    fn serve(
+        &mut self,
+        held: &Held<'_>,
+        stretch: &Range<u64>,
+        run: &Run,
+        (tile, peer): (u32, u32),
+        thin: bool,
+    ) -> bool {
         let part = part(held.cover, &held.spreads, tile, peer).unwrap_or(0);
         let Some(item) = self.item(held, stretch, tile, part) else { return false };
         if peer != self.rank {
-            self.io.add(peer, self.spot(held, stretch.start, run, peer), item);
+            let far = self.relay(held, stretch.start, run, peer, thin).unwrap_or(peer);
+            self.io.add(far, self.spot(held, stretch.start, run, (run.rank, far)), item);
             return true;
         }
         match self.local.last_mut() {
@@ -241,40 +308,52 @@ impl<'a> Work<'a> {
     fn grains(&mut self, shard: usize, owners: &Owners) -> Result<()> {
         let held = self.held(shard)?;
         for tensor in &held {
-            let own = self.own(tensor);
-            for &interval in &own.intervals {
+            let (own, thin) = (self.own(tensor), self.is_thin(tensor, owners));
+            for interval in self.near(tensor, &own, thin) {
                 self.send(tensor, interval, &own, owners);
             }
         }
         let rank = self.rank;
         for run in owners.of(shard).iter().filter(|run| run.rank == rank) {
             self.range(shard, run.start, run.end);
-            self.write(&held, run);
+            self.write(&held, run, owners);
         }
         Ok(())
     }
 
-    /// Adds the parts of an interval of this rank that others write.
+    fn is_thin(&self, tensor: &Held<'_>, owners: &Owners) -> bool {
+        owners.thin.contains(&self.share.class[tensor.tensor])
+    }
+
+    /// Adds the parts of an interval that others write: those of this rank, and those that it relays.
     fn send(&mut self, tensor: &Held<'_>, interval: usize, own: &Own, owners: &Owners) {
-        let section = tensor.cover.section(interval);
+        let (section, thin) = (tensor.cover.section(interval), self.is_thin(tensor, owners));
         for (run, range) in owners.within(tensor.shard, tensor.interval(interval)) {
             if run.rank == self.rank {
                 continue;
             }
             for stretch in tensor.cut(interval, range, true) {
-                let mut own = own.tiles[&section].as_slice();
+                let relay = self.relay(tensor, stretch.start, run, self.rank, thin);
+                let relays = relay == Some(self.rank);
+                let mut own = own.tiles.get(&section).map_or(&[][..], Vec::as_slice);
                 for (number, cell) in tensor.cover.cells(section).enumerate() {
                     let (here, rest) = own.split_at(own.partition_point(|own| own.0 <= number));
                     own = rest;
-                    let Some(&(_, _, part)) = here.first() else { continue };
-                    let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, run.rank) else {
+                    if here.is_empty() && !relays {
+                        continue;
+                    }
+                    let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, run.rank, thin) else {
                         continue;
                     };
+                    if giver != self.rank && !relays {
+                        continue;
+                    }
+                    let part = part(tensor.cover, &tensor.spreads, tile, giver).unwrap_or(0);
+                    let Some(item) = self.item(tensor, &stretch, tile, part) else { continue };
                     if giver == self.rank {
-                        let part = here.iter().find(|own| own.1 == tile).map_or(part, |own| own.2);
-                        if let Some(item) = self.item(tensor, &stretch, tile, part) {
-                            self.boxes.add(run.rank, self.spot(tensor, stretch.start, run, self.rank), item);
-                        }
+                        self.hand(tensor, stretch.start, run, relay, item);
+                    } else if self.relay(tensor, stretch.start, run, giver, thin) == relay {
+                        self.pass(tensor, stretch.start, run, giver, item);
                     }
                 }
             }
@@ -282,14 +361,15 @@ impl<'a> Work<'a> {
     }
 
     /// Adds the bytes that this rank needs to write a run.
-    fn write(&mut self, held: &[Held<'_>], run: &Run) {
+    fn write(&mut self, held: &[Held<'_>], run: &Run, owners: &Owners) {
         for (tensor, Range { start, end }) in inside(held, run) {
+            let thin = self.is_thin(tensor, owners);
             for interval in tensor.at(start)..=tensor.at(end - 1) {
                 let lines = tensor.interval(interval);
                 for stretch in tensor.cut(interval, start.max(lines.start)..end.min(lines.end), true) {
                     for cell in tensor.cover.cells(tensor.cover.section(interval)) {
-                        if let Some((giver, tile)) = tensor.giver(cell, interval, &stretch, self.rank) {
-                            self.serve(tensor, &stretch, run, (tile, giver));
+                        if let Some(from) = tensor.giver(cell, interval, &stretch, self.rank, thin) {
+                            self.serve(tensor, &stretch, run, (from.1, from.0), thin);
                         }
                     }
                 }
@@ -304,26 +384,14 @@ impl<'a> Work<'a> {
         let apart = self.share.apart && self.share.team_size()? == 1;
         let is_apart = |tensor: &Held<'_>, at| apart && tensor.is_apart(&tensor.extent(at));
         for tensor in &held {
-            let own = self.own(tensor);
-            for &interval in &own.intervals {
+            let (own, thin) = (self.own(tensor), self.is_thin(tensor, owners));
+            for interval in self.near(tensor, &own, thin) {
                 for (run, range) in owners.within(shard, tensor.interval(interval)) {
                     for stretch in tensor.cut(interval, range, false) {
-                        let apart = is_apart(tensor, stretch.start);
-                        if !apart && run.rank == self.rank {
-                            continue;
-                        }
-                        for &(_, tile, part) in &own.tiles[&tensor.cover.section(interval)] {
-                            let Some(item) = self.item(tensor, &stretch, tile, part) else { continue };
-                            if apart {
-                                self.range(shard, stretch.start, stretch.end);
-                                self.apart.push(item);
-                            } else {
-                                self.boxes.add(
-                                    run.rank,
-                                    self.spot(tensor, stretch.start, run, self.rank),
-                                    item,
-                                );
-                            }
+                        if is_apart(tensor, stretch.start) {
+                            self.read_apart(tensor, interval, &own, &stretch);
+                        } else if run.rank != self.rank {
+                            self.receive(tensor, interval, &own, (&stretch, run, thin));
                         }
                     }
                 }
@@ -332,11 +400,12 @@ impl<'a> Work<'a> {
         let rank = self.rank;
         for run in owners.of(shard).iter().filter(|run| run.rank == rank) {
             for (tensor, Range { start: mut at, end }) in inside(&held, run) {
+                let thin = self.is_thin(tensor, owners);
                 while at < end {
                     let extent = tensor.extent(at);
                     at = extent.end;
                     if !is_apart(tensor, extent.start) {
-                        self.read(tensor, &extent, run);
+                        self.read(tensor, &extent, run, thin);
                     }
                 }
             }
@@ -344,15 +413,56 @@ impl<'a> Work<'a> {
         Ok(())
     }
 
+    /// Adds this rank's part of an extent that is read apart.
+    fn read_apart(&mut self, tensor: &Held<'_>, interval: usize, own: &Own, stretch: &Range<u64>) {
+        for &(_, tile, part) in &own.tiles[&tensor.cover.section(interval)] {
+            if let Some(item) = self.item(tensor, stretch, tile, part) {
+                self.range(tensor.shard, stretch.start, stretch.end);
+                self.apart.push(item);
+            }
+        }
+    }
+
+    /// Adds the parts of a stretch that another rank reads: those that this rank wants, and those that it relays.
+    fn receive(
+        &mut self,
+        tensor: &Held<'_>,
+        interval: usize,
+        own: &Own,
+        (stretch, run, thin): (&Range<u64>, &Run, bool),
+    ) {
+        let section = tensor.cover.section(interval);
+        let relay = self.relay(tensor, stretch.start, run, self.rank, thin);
+        if relay != Some(self.rank) {
+            for &(_, tile, part) in own.tiles.get(&section).into_iter().flatten() {
+                if let Some(item) = self.item(tensor, stretch, tile, part) {
+                    self.hand(tensor, stretch.start, run, relay, item);
+                }
+            }
+            return;
+        }
+        for &tile in tensor.cover.cells(section).flatten() {
+            for &peer in tensor.ranks(tile) {
+                let part = part(tensor.cover, &tensor.spreads, tile, peer).unwrap_or(0);
+                let Some(item) = self.item(tensor, stretch, tile, part) else { continue };
+                if peer == self.rank {
+                    self.hand(tensor, stretch.start, run, relay, item);
+                } else if self.relay(tensor, stretch.start, run, peer, thin) == relay {
+                    self.pass(tensor, stretch.start, run, peer, item);
+                }
+            }
+        }
+    }
+
     /// Adds an extent that this rank reads, as part of a run, unless no rank wants any of it.
-    fn read(&mut self, held: &Held<'_>, extent: &Range<u64>, run: &Run) {
+    fn read(&mut self, held: &Held<'_>, extent: &Range<u64>, run: &Run, thin: bool) {
         let mut wanted = false;
         for interval in held.at(extent.start)..=held.at(extent.end - 1) {
             let lines = held.interval(interval);
             let stretch = extent.start.max(lines.start)..extent.end.min(lines.end);
             for &tile in held.cover.cells(held.cover.section(interval)).flatten() {
                 for &peer in held.ranks(tile) {
-                    wanted |= self.serve(held, &stretch, run, (tile, peer));
+                    wanted |= self.serve(held, &stretch, run, (tile, peer), thin);
                 }
             }
         }

@@ -93,17 +93,19 @@ impl<'a> Held<'a> {
     /// The rank that gives a cell of a stretch of an interval to its `writer`, and its tile of it.
     ///
     /// It is the one that has the copy. If the bytes are always compared, it may be the writer itself if that has the
-    /// cell, or else the nearest rank: a page in which a part begins, and boxes of several groups that overlap.
+    /// cell, or else the nearest rank: a page in which a part begins, and boxes of several groups that overlap. Of a thin
+    /// tensor, all comes from one copy, which has relays.
     pub(super) fn giver(
         &self,
         cell: &[u32],
         interval: usize,
         stretch: &Range<u64>,
         writer: u32,
+        thin: bool,
     ) -> Option<(u32, u32)> {
         let begins = stretch.start < self.interval(interval).start.next_multiple_of(self.page);
         let strict = self.deal.is_some_and(|deal| deal.strict);
-        if strict || !(begins || self.cover.overlaps()) {
+        if strict || thin || !(begins || self.cover.overlaps()) {
             return self.cover.source(cell, self.copy(stretch.start).0, &self.spreads);
         }
         let near = cell.iter().filter_map(|&tile| Some((nearest(self.ranks(tile), writer)?, tile)));

@@ -31,6 +31,8 @@ pub struct Item {
     pub base: i64,
     /// The number of bytes, never zero.
     pub len: u64,
+    /// This rank relays it: they are in this message of [`super::Duties::relays`] instead, from this byte on.
+    pub relayed: Option<(usize, u64)>,
 }
 
 /// Bytes that travel together from one rank to another: those of its items, one after another.
@@ -51,6 +53,8 @@ pub(super) struct Spot {
     /// Its first byte in that file.
     pub(super) offset: u64,
     pub(super) turn: Turn,
+    /// It travels between a relay and a member of its team.
+    pub(super) hop: bool,
 }
 
 /// The place of an item among those of all ranks: the number of its block at the rank that reads or writes it, and then
@@ -58,6 +62,9 @@ pub(super) struct Spot {
 ///
 /// Every rank sends and receives in this order, so that none waits in a circle. In each block, a rank serves first its
 /// neighbour, then the next one: if all went in the order of files, all would serve one rank after another.
+///
+/// Before all other messages of a save, and after those of a load, come those between relays and their teams. So what a
+/// relay passes on never waits for a message that waits for it.
 pub(super) type Turn = (u64, u32);
 
 /// The messages of one rank in one direction, while items are added.
@@ -67,8 +74,8 @@ pub(super) struct Mailbox {
     full: u64,
     /// The spot of the first item of each message, and the turn of its last one.
     messages: Vec<(Spot, Turn, Message)>,
-    /// The last message of each peer.
-    last: HashMap<u32, usize>,
+    /// The last message of each peer, by whether one of the two relays it for the other.
+    last: HashMap<(u32, bool), usize>,
 }
 
 impl Mailbox {
@@ -79,32 +86,34 @@ impl Mailbox {
     }
 
     /// Adds an item at `spot`. Items come in the order of files and offsets. Items of one pair of ranks must come in the
-    /// same order on both sides.
-    pub(super) fn add(&mut self, peer: u32, spot: Spot, item: Item) {
-        let len = item.len;
-        let last = self.last.get(&peer).map(|&last| &mut self.messages[last]);
-        match last {
-            Some((first, turn, message))
-                if message.bytes < self.full
-                    && first.shard == spot.shard
-                    && spot.offset - first.offset < SPAN =>
-            {
-                message.bytes += len;
+    /// same order on both sides. Returns the number of its message, as they were begun, and its place there.
+    pub(super) fn add(&mut self, peer: u32, spot: Spot, item: Item) -> (usize, u64) {
+        let key = (peer, spot.hop);
+        if let Some(&last) = self.last.get(&key) {
+            let (first, turn, message) = &mut self.messages[last];
+            let near = first.shard == spot.shard && spot.offset - first.offset < SPAN;
+            // A relay has all of its messages at the same time.
+            if message.bytes < self.full && (near || spot.hop) {
+                let at = message.bytes;
+                message.bytes += item.len;
                 message.items.push(item);
                 *turn = spot.turn;
-            }
-            _ => {
-                self.last.insert(peer, self.messages.len());
-                self.messages.push((spot, spot.turn, Message { peer, bytes: len, items: vec![item] }));
+                return (last, at);
             }
         }
+        self.last.insert(key, self.messages.len());
+        self.messages.push((spot, spot.turn, Message { peer, bytes: item.len, items: vec![item] }));
+        (self.messages.len() - 1, 0)
     }
 
     /// The messages, in the order in which they are needed: that of their first items. A message of a load is sent when
-    /// all of it was read: `complete` is in the order of their last items.
-    pub(super) fn finish(mut self, complete: bool) -> Vec<Message> {
-        self.messages.sort_by_key(|(first, last, _)| if complete { *last } else { first.turn });
-        self.messages.into_iter().map(|(_, _, message)| message).collect()
+    /// all of it was read: then it is the order of their last items. Also returns the place of each in this order.
+    pub(super) fn finish(self, load: bool) -> (Vec<Message>, Vec<usize>) {
+        let mut order: Vec<_> = self.messages.into_iter().enumerate().collect();
+        order.sort_by_key(|(_, (first, last, _))| (first.hop == load, if load { *last } else { first.turn }));
+        let mut places = vec![0; order.len()];
+        order.iter().enumerate().for_each(|(place, (number, _))| places[*number] = place);
+        (order.into_iter().map(|(_, (_, _, message))| message).collect(), places)
     }
 }
 
@@ -118,8 +127,8 @@ mod tests {
         let mut mailbox = Mailbox::new(64);
         let mut add = |peer, shard, offset: u64, len| {
             let (bytes, rows) = (offset..offset + len, Arc::clone(&rows));
-            let spot = Spot { shard, offset, turn: (0, 0) };
-            mailbox.add(peer, spot, Item { tensor: 0, bytes, part: 0, rows, base: 0, len });
+            let spot = Spot { shard, offset, turn: (0, 0), hop: false };
+            mailbox.add(peer, spot, Item { tensor: 0, bytes, part: 0, rows, base: 0, len, relayed: None });
         };
         add(1, 0, 0, FULL - 1);
         add(2, 0, FULL, 1);
@@ -129,7 +138,7 @@ mod tests {
         add(2, 0, FULL + SPAN, 1);
         add(1, 0, 3 * FULL + SPAN, 1);
         add(1, 1, 3 * FULL + SPAN + 1, 1);
-        let messages = mailbox.finish(false);
+        let messages = mailbox.finish(false).0;
         let found: Vec<_> =
             messages.iter().map(|m| (m.peer, m.items[0].bytes.start, m.bytes, m.items.len())).collect();
         let expected = [
@@ -150,10 +159,14 @@ mod tests {
             let mut mailbox = Mailbox::new(ranks);
             for at in (0..4 * FULL).step_by(4096) {
                 let (bytes, rows) = (at..at + 4096, Arc::clone(&rows));
-                let spot = Spot { shard: 0, offset: at, turn: (0, 0) };
-                mailbox.add(0, spot, Item { tensor: 0, bytes, part: 0, rows, base: 0, len: 4096 });
+                let spot = Spot { shard: 0, offset: at, turn: (0, 0), hop: false };
+                mailbox.add(
+                    0,
+                    spot,
+                    Item { tensor: 0, bytes, part: 0, rows, base: 0, len: 4096, relayed: None },
+                );
             }
-            let messages = mailbox.finish(false);
+            let messages = mailbox.finish(false).0;
             assert!(messages.iter().all(|message| message.bytes == most), "{ranks} ranks");
         }
     }

@@ -19,6 +19,7 @@ mod replicas;
 mod runs;
 mod spread;
 mod table;
+mod teams;
 #[cfg(test)]
 mod tests;
 mod tiles;

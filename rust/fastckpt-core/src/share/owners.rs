@@ -1,22 +1,22 @@
 //! Which rank writes, or reads, which run of a file. Pure.
 //!
-//! The ranks whose pieces of a tensor are neighbours in its file are a **team**. What a team has, or wants, of a tensor
-//! is its **domain**. Files are cut into **grains**, and each grain has one owner: a member of the team in whose domain
+//! The ranks whose pieces of a tensor are neighbours in its file are a team ([`super::teams`]). Files are cut into **grains**, and each grain has one owner: a member of the team in whose domain
 //! the grain's deciding byte is. What a team owns in all files, one run after another, is dealt to its members, to each
 //! about as many bytes. So a member writes whole domains in a few files, instead of its own short piece of each tensor,
 //! and the others send it their parts. A team of one writes in place what it has.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::ops::Range;
 
 use super::held::Held;
 use super::runs::{Owners, Purpose, Run};
 use super::table::{Deal, Share};
+use super::teams::Teams;
 use crate::error::Result;
 use crate::format::geometry::down;
 
 /// No more ranks are chosen for a team: each of them sends messages to all others.
-const MOST: u32 = 64;
+const MOST: u32 = 128;
 
 /// The runs of teams, while they are found.
 struct Finder<'a> {
@@ -25,73 +25,12 @@ struct Finder<'a> {
     deals: &'a [Deal],
     load: bool,
     grain: u64,
-    /// Ranks of a team, if there are as many.
-    least: u32,
-    /// By class: the first interval of each domain, and the number of intervals.
-    domains: HashMap<usize, Vec<usize>>,
-    /// The team by class, domain and copy.
-    known: HashMap<(usize, usize, u32), usize>,
-    /// The ranks of each team, ascending, and the number of each.
-    teams: Vec<Vec<u32>>,
-    numbers: HashMap<Vec<u32>, usize>,
+    teams: Teams<'a>,
     /// Of each file: the ranges, and the team that owns each.
     runs: Vec<Vec<(Range<u64>, usize)>>,
 }
 
 impl<'a> Finder<'a> {
-    fn team(&mut self, ranks: Vec<u32>) -> usize {
-        *self.numbers.entry(ranks).or_insert_with_key(|ranks| {
-            self.teams.push(ranks.clone());
-            self.teams.len() - 1
-        })
-    }
-
-    /// The ranks of an interval: those that give a copy of it to a save, or all that want something of it.
-    fn ranks(&self, held: &Held<'_>, interval: usize, copy: u32) -> Vec<u32> {
-        if self.load { held.everyone(interval).to_vec() } else { held.givers(interval, copy) }
-    }
-
-    /// The first interval of each domain of a tensor, and the number of intervals: neighbours with enough ranks.
-    fn domains(&self, held: &Held<'_>) -> Vec<usize> {
-        let (mut firsts, mut ranks) = (Vec::new(), 0);
-        for interval in 0..held.cover.len() {
-            if ranks == 0 {
-                firsts.push(interval);
-            }
-            // Copies of one piece are one piece, of a load, too.
-            ranks += held.givers(interval, 0).len();
-            if ranks >= self.least as usize {
-                ranks = 0;
-            }
-        }
-        firsts.push(held.cover.len());
-        firsts
-    }
-
-    /// The domain with the byte at `offset` of the file, and its team.
-    fn domain(&mut self, held: &Held<'_>, offset: u64) -> (Range<u64>, usize) {
-        let class = self.share.class[held.tensor];
-        if !self.domains.contains_key(&class) {
-            let found = self.domains(held);
-            self.domains.insert(class, found);
-        }
-        let domains = &self.domains[&class];
-        let number = domains.partition_point(|&first| first <= held.at(offset)) - 1;
-        let intervals = domains[number]..domains[number + 1];
-        let (copy, dealt) = held.copy(offset);
-        let bytes = held.interval(intervals.start).start.max(dealt.start)
-            ..held.interval(intervals.end - 1).end.min(dealt.end);
-        if let Some(&team) = self.known.get(&(class, number, copy)) {
-            return (bytes, team);
-        }
-        let mut ranks: Vec<u32> = intervals.flat_map(|interval| self.ranks(held, interval, copy)).collect();
-        ranks.sort_unstable();
-        ranks.dedup();
-        let team = self.team(ranks);
-        self.known.insert((class, number, copy), team);
-        (bytes, team)
-    }
-
     /// The byte that decides who owns the grain at `start`, or the part of it in `region` of a file. In pages it is the
     /// first one, so that whoever has the begin of a part need not send it; in longer grains another one in each, else
     /// the same ranks would have them all. The header goes with what follows it.
@@ -111,19 +50,23 @@ impl<'a> Finder<'a> {
         Held::new(self.share, tensor, self.deals.get(tensor))
     }
 
-    /// Finds the runs of a file. A load cuts it at tensors: it takes extents, and often some of the tensors alone.
+    /// Finds the runs of a file. A load cuts it where no rank wants some bytes: it often takes some of the tensors alone.
     fn file(&mut self, shard: usize) -> Result<()> {
         let (order, mut runs) = (&self.share.order[shard], Vec::new());
         if self.load {
-            for &tensor in order {
-                let held = self.held(tensor)?;
-                self.region(shard, held.range.clone(), held, &mut runs)?;
+            let held: Vec<_> = order.iter().map(|&tensor| self.held(tensor)).collect::<Result<_>>()?;
+            let whole = |one: &Held<'_>, next: &Held<'_>| {
+                one.range.end == next.range.start && one.cover.gap.is_none() && next.cover.gap.is_none()
+            };
+            for together in held.chunk_by(whole) {
+                let region = together[0].range.start..together[together.len() - 1].range.end;
+                self.region(shard, region, together[0].clone(), &mut runs)?;
             }
         } else if let Some(&first) = order.first() {
             self.region(shard, 0..self.share.files[shard].1, self.held(first)?, &mut runs)?;
         } else if self.share.files[shard].1 > 0 {
             // It has a header alone.
-            runs.push((0..self.share.files[shard].1, self.team(vec![0])));
+            runs.push((0..self.share.files[shard].1, self.teams.of(vec![0])));
         }
         self.runs.push(runs);
         Ok(())
@@ -148,9 +91,9 @@ impl<'a> Finder<'a> {
                 // Nothing follows the last tensor of a file.
                 held = self.held(order[order.partition_point(|tensor| end(tensor) <= byte)])?;
             }
-            let (domain, team) = self.domain(&held, byte);
+            let (domain, team) = self.teams.domain(&held, byte);
             let next = down(at, grain) + grain;
-            if self.teams[team].is_empty() {
+            if self.teams.ranks(team).is_empty() {
                 // Of a load, which may want another part of the extent.
                 let end = next.min(region.end);
                 runs.extend(self.wanted(&held, at..end).map(|team| (at..end, team)));
@@ -175,8 +118,8 @@ impl<'a> Finder<'a> {
     /// The first team that wants something of an extent of a tensor.
     fn wanted(&mut self, held: &Held<'_>, mut extent: Range<u64>) -> Option<usize> {
         while extent.start < extent.end {
-            let (domain, team) = self.domain(held, extent.start);
-            if !self.teams[team].is_empty() {
+            let (domain, team) = self.teams.domain(held, extent.start);
+            if !self.teams.ranks(team).is_empty() {
                 return Some(team);
             }
             extent.start = domain.end;
@@ -185,7 +128,8 @@ impl<'a> Finder<'a> {
     }
 
     /// Deals the runs of each team to its members.
-    fn deal(&self, block_size: u64) -> Owners {
+    fn deal(&self, thin: HashSet<usize>) -> Owners {
+        let block_size = self.share.block_size;
         let mut totals = vec![0; self.teams.len()];
         self.runs.iter().flatten().for_each(|(range, team)| totals[*team] += range.end - range.start);
         let mut dealt = vec![0; totals.len()];
@@ -193,7 +137,7 @@ impl<'a> Finder<'a> {
         let files = self.runs.iter().map(|runs| {
             let mut file: Vec<Run> = Vec::with_capacity(runs.len());
             for (range, team) in runs {
-                let members = &self.teams[*team];
+                let members = self.teams.ranks(*team);
                 let (share, last) = (totals[*team].div_ceil(members.len() as u64), members.len() - 1);
                 let mut start = range.start;
                 while start < range.end {
@@ -207,7 +151,7 @@ impl<'a> Finder<'a> {
                     let rank = members[member];
                     match file.last_mut() {
                         Some(before) if before.rank == rank && before.end == start => before.end = end,
-                        _ => file.push(Run { start, end, rank, unit: 0 }),
+                        _ => file.push(Run { start, end, rank, seat: member as u32, unit: 0 }),
                     }
                     start = end;
                 }
@@ -219,7 +163,7 @@ impl<'a> Finder<'a> {
             }
             file
         });
-        Owners::new(files.collect())
+        Owners::new(files.collect(), thin)
     }
 }
 
@@ -242,15 +186,12 @@ impl Share {
             deals: if load { &[] } else { self.deals()? },
             load,
             grain,
-            least,
-            domains: HashMap::new(),
-            known: HashMap::new(),
-            teams: Vec::new(),
-            numbers: HashMap::new(),
+            teams: Teams::new(self, load)?,
             runs: Vec::with_capacity(self.files.len()),
         };
         (0..self.files.len()).try_for_each(|shard| finder.file(shard))?;
-        Ok(made.get_or_init(|| finder.deal(self.block_size)))
+        let thin = finder.teams.thin()?;
+        Ok(made.get_or_init(|| finder.deal(thin)))
     }
 
     /// The ranks of a team, as far as a tensor has so many: those that were requested, or the least power of two whose

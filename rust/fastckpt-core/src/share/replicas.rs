@@ -58,7 +58,7 @@ impl Share {
     pub fn copied(&self, rank: u32, depth: Depth) -> Result<(Vec<Copied>, Vec<Vec<u32>>)> {
         let (mut found, mut sets) = (Vec::new(), Vec::<Vec<u32>>::new());
         let mut known = HashMap::<Vec<u32>, usize>::new();
-        let mut work = Work::new(self, rank, &[]);
+        let mut work = Work::new(self, rank, &[], false)?;
         // Also of files that no rank writes: they are linked because of one copy.
         for tensor in self.with_bytes() {
             let cover = self.cover(tensor)?;

@@ -1,5 +1,6 @@
 //! Runs of files: ranges that one rank writes or reads. Pure.
 
+use std::collections::HashSet;
 use std::ops::Range;
 
 /// What the duties are for.
@@ -17,6 +18,8 @@ pub(super) struct Run {
     pub(super) start: u64,
     pub(super) end: u64,
     pub(super) rank: u32,
+    /// The place of the rank among those of the team that owns its first byte.
+    pub(super) seat: u32,
     /// The number of its first block among all that its rank writes or reads, in order.
     pub(super) unit: u64,
 }
@@ -28,24 +31,29 @@ impl Run {
     }
 }
 
-/// The runs of every file, in order. Only a load leaves gaps: what no rank wants.
+/// Who writes, or reads, what.
 #[derive(Debug)]
-pub(super) struct Owners(Vec<Vec<Run>>);
+pub(super) struct Owners {
+    /// The runs of every file, in order. Only a load leaves gaps: what no rank wants.
+    runs: Vec<Vec<Run>>,
+    /// The classes of tensors whose pieces are relayed ([`super::teams`]).
+    pub(super) thin: HashSet<usize>,
+}
 
 impl Owners {
     /// The owners with these runs of each file.
-    pub(super) const fn new(runs: Vec<Vec<Run>>) -> Self {
-        Self(runs)
+    pub(super) const fn new(runs: Vec<Vec<Run>>, thin: HashSet<usize>) -> Self {
+        Self { runs, thin }
     }
 
     /// The runs of a file.
     pub(super) fn of(&self, shard: usize) -> &[Run] {
-        &self.0[shard]
+        &self.runs[shard]
     }
 
     /// The parts of the runs of a file that lie in a range of it.
     pub(super) fn within(&self, shard: usize, range: Range<u64>) -> impl Iterator<Item = (&Run, Range<u64>)> {
-        let runs = &self.0[shard];
+        let runs = &self.runs[shard];
         let first = runs.partition_point(|run| run.end <= range.start);
         let inside = runs[first..].iter().take_while(move |run| run.start < range.end);
         inside.map(move |run| (run, run.start.max(range.start)..run.end.min(range.end)))

@@ -149,35 +149,83 @@ impl Job {
         self.bytes(rank, item)
     }
 
-    /// Compares what both sides know of each message. Calls `each` with the ranks on the I/O side and the box side.
-    fn messages(&self, all: &[Duties], mut each: impl FnMut(u32, u32, &Item)) {
+    /// Compares what both sides know of each message. Calls `each` with the ranks that read or write an item, and that have
+    /// or want it, whoever relays it.
+    fn messages(&self, all: &[Duties], purpose: Purpose, mut each: impl FnMut(u32, u32, &Item)) {
         let mut sides: [BTreeMap<(u32, u32), Vec<&Message>>; 2] = Default::default();
         for (rank, duties) in (0..).zip(all) {
-            duties
-                .io
-                .iter()
-                .for_each(|message| sides[0].entry((rank, message.peer)).or_default().push(message));
-            duties
-                .boxes
-                .iter()
-                .for_each(|message| sides[1].entry((message.peer, rank)).or_default().push(message));
+            let (sent, received) = duties.lanes(purpose);
+            for message in sent {
+                sides[0].entry((rank, message.peer)).or_default().push(message);
+            }
+            for message in received {
+                sides[1].entry((message.peer, rank)).or_default().push(message);
+            }
         }
-        in_one_order(all);
+        in_one_order(all, purpose);
         let content = |side: &BTreeMap<(u32, u32), Vec<&Message>>| {
             let items = |messages: &Vec<&Message>| {
-                messages.iter().map(|message| (message.bytes, message.items.clone())).collect::<Vec<_>>()
+                messages.iter().map(|message| (message.bytes, plain(message))).collect::<Vec<_>>()
             };
             side.iter().map(|(pair, messages)| (*pair, items(messages))).collect::<Vec<_>>()
         };
         assert_eq!(content(&sides[0]), content(&sides[1]));
-        for ((io, boxes), messages) in &sides[0] {
-            assert_ne!(io, boxes);
+        for ((from, to), messages) in &sides[0] {
+            assert_ne!(from, to);
             for message in messages {
                 assert_eq!(message.bytes, message.items.iter().map(|item| item.len).sum::<u64>());
                 assert!(message.items.is_sorted_by_key(|item| self.place(item)));
-                message.items.iter().for_each(|item| each(*io, *boxes, item));
             }
         }
+        for (rank, duties) in (0..).zip(all) {
+            let mut passed = Vec::new();
+            for message in self.of_owners(all, rank, purpose) {
+                for (item, plain) in message.items.iter().zip(plain(message)) {
+                    let whose = item.relayed.map_or(rank, |place| {
+                        passed.push((place, item.len));
+                        let (hop, mut at) = (&duties.relays[place.0], 0);
+                        let there = hop.items.iter().find(|item| {
+                            at += item.len;
+                            at > place.1
+                        });
+                        assert_eq!(
+                            (there, at),
+                            (Some(&plain), place.1 + item.len),
+                            "what comes is what goes"
+                        );
+                        hop.peer
+                    });
+                    each(message.peer, whose, &plain);
+                }
+            }
+            passed.sort_unstable();
+            let mut relayed = Vec::new();
+            for (number, hop) in duties.relays.iter().enumerate() {
+                let mut at = 0;
+                for item in &hop.items {
+                    relayed.push(((number, at), item.len));
+                    at += item.len;
+                }
+            }
+            assert_eq!(passed, relayed, "a relay passes on all that comes, once");
+        }
+    }
+
+    /// The messages of a rank with those who read or write: not with relays.
+    fn of_owners<'a>(&self, all: &'a [Duties], rank: u32, purpose: Purpose) -> Vec<&'a Message> {
+        let mut found = Vec::new();
+        for peer in 0..self.share.ranks() {
+            let to = |messages: &'a [Message], peer: u32| {
+                messages.iter().filter(move |message| message.peer == peer)
+            };
+            let both = to(&all[rank as usize].boxes, peer).collect::<Vec<_>>();
+            let relayed = to(&all[peer as usize].relays, rank).count();
+            assert_eq!(both.len() - relayed, to(&all[peer as usize].io, rank).count());
+            // Those of relays are first in a save, and last in a load.
+            let own = if purpose == Purpose::Save { relayed..both.len() } else { 0..both.len() - relayed };
+            found.extend(&both[own]);
+        }
+        found
     }
 
     fn place(&self, item: &Item) -> (usize, u64) {
@@ -230,7 +278,7 @@ impl Job {
         for (rank, duties) in (0..).zip(&all) {
             duties.local.iter().for_each(|item| give(rank, rank, item));
         }
-        self.messages(&all, give);
+        self.messages(&all, Purpose::Save, give);
         for (given, &(data, _)) in given.iter().zip(self.share.files()) {
             assert!(!given[data as usize..].contains(&NOBODY), "nobody gives a byte to its writer");
         }
@@ -260,7 +308,7 @@ impl Job {
         for (rank, duties) in (0..).zip(&first) {
             duties.local.iter().for_each(|item| lowest(rank, rank, item));
         }
-        self.messages(&first, lowest);
+        self.messages(&first, Purpose::Save, lowest);
     }
 
     /// The same job, with all tensors taken from their lowest ranks.
@@ -388,7 +436,7 @@ impl Job {
         for (rank, duties) in (0..).zip(&all) {
             duties.local.iter().for_each(|item| fill(rank, rank, item));
         }
-        self.messages(&all, fill);
+        self.messages(&all, Purpose::Load, fill);
         assert!(
             filled.iter().flat_map(BTreeMap::values).flatten().all(|&times| times == 1),
             "each byte comes once"
@@ -408,24 +456,40 @@ impl Job {
     }
 }
 
-/// Every rank sends and receives its messages in one order of all, so that no ranks wait for each other in a circle.
-fn in_one_order(all: &[Duties]) {
-    // The rank that reads or writes, the other one, and the number among their messages.
+/// The items of a message without what the rank knows of them that relays them.
+fn plain(message: &Message) -> Vec<Item> {
+    message.items.iter().map(|item| Item { relayed: None, ..item.clone() }).collect()
+}
+
+/// Every rank sends and receives its messages in one order of all, so that no ranks wait for each other in a circle. What
+/// a relay passes on comes after the message that brings it.
+fn in_one_order(all: &[Duties], purpose: Purpose) {
+    // The sender, the receiver, and the number among their messages.
     type Key = (u32, u32, usize);
     let mut follows: HashMap<Key, Vec<Key>> = HashMap::new();
     let mut before: HashMap<Key, usize> = HashMap::new();
+    let mut comes = |last: Key, this: Key| {
+        follows.entry(last).or_default().push(this);
+        *before.entry(this).or_default() += 1;
+        before.entry(last).or_default();
+    };
     for (rank, duties) in (0..).zip(all) {
-        for (messages, receives) in [(&duties.io, true), (&duties.boxes, false)] {
-            let (mut counts, mut last) = (HashMap::<u32, usize>::new(), None);
-            for message in messages {
+        let (sent, received) = duties.lanes(purpose);
+        let keys = [(sent, false), (received, true)].map(|(messages, receives)| {
+            let mut counts = HashMap::<u32, usize>::new();
+            let key = |message: &&Message| {
                 let number = counts.entry(message.peer).or_default();
-                let pair = if receives { (rank, message.peer) } else { (message.peer, rank) };
-                let this = (pair.0, pair.1, *number);
                 *number += 1;
-                before.entry(this).or_default();
-                if let Some(last) = last.replace(this) {
-                    follows.entry(last).or_default().push(this);
-                    *before.entry(this).or_default() += 1;
+                if receives { (message.peer, rank, *number) } else { (rank, message.peer, *number) }
+            };
+            messages.iter().map(key).collect::<Vec<Key>>()
+        });
+        keys.iter().flat_map(|keys| keys.windows(2)).for_each(|pair| comes(pair[0], pair[1]));
+        for (number, message) in duties.boxes.iter().enumerate() {
+            for (hop, _) in message.items.iter().filter_map(|item| item.relayed) {
+                match purpose {
+                    Purpose::Save => comes(keys[1][hop], keys[0][number]),
+                    Purpose::Load => comes(keys[1][number], keys[0][duties.io.len() + hop]),
                 }
             }
         }
@@ -666,6 +730,41 @@ fn short_runs_are_exchanged_within_their_copy_of_the_model() {
         assert!(received.abs_diff(own / 8 * 7) <= PAGE, "{own} {received}");
         // Full messages: what eight ranks have of a block goes to one of them.
         assert!(duties.io.iter().all(|message| message.bytes <= 4 << 20));
+    }
+}
+
+#[test]
+fn thin_tensors_come_from_one_rank_of_each_team() {
+    // A weight of long pieces, and many norms with a few bytes of each of 64 ranks, in teams of 8.
+    let shapes = [vec![&[1 << 12, 1 << 14][..]], vec![&[1 << 12][..]; 40]].concat();
+    let Job { share, parts } = large_job(&shapes, vec![mesh(&[64], &[Placement::Shard(0)])], 64);
+    for (team, all) in [(8, 8 + 8 + 16), (1, 63)] {
+        let share = Share::new(
+            share.files().to_vec(),
+            share.block_size(),
+            share.tensors().to_vec(),
+            vec![mesh(&[64], &[Placement::Shard(0)])],
+            64,
+        );
+        let job = Job { share: share.unwrap().in_teams(1 << 20, team).unwrap(), parts: parts.clone() };
+        for purpose in [Purpose::Save, Purpose::Load] {
+            let duties = job.duties(purpose).unwrap();
+            let peers = |duties: &Duties| {
+                let (sent, received) = duties.lanes(purpose);
+                let mut peers: Vec<u32> = sent.iter().chain(&received).map(|message| message.peer).collect();
+                peers.sort_unstable();
+                peers.dedup();
+                peers.len()
+            };
+            let most = duties.iter().map(peers).max().unwrap();
+            assert!(if team == 1 { most == all } else { most <= all }, "{most} peers");
+            let relayed: u64 = duties.iter().flat_map(|duties| &duties.relays).map(|hop| hop.bytes).sum();
+            // Of 320 KiB of norms those that neither the owner's team nor a relay has.
+            assert!(
+                if team == 1 { relayed == 0 } else { (200 << 10..280 << 10).contains(&relayed) },
+                "{relayed}"
+            );
+        }
     }
 }
 

@@ -27,6 +27,8 @@ struct Saved {
     _parent: tempfile::TempDir,
     checkpoint: Arc<Checkpoint>,
     bytes: Vec<Vec<u8>>,
+    /// Ranks of a team.
+    team: u32,
 }
 
 fn options() -> Options {
@@ -69,7 +71,7 @@ fn saved() -> Saved {
         overwrite: true,
     };
     save(&request, &options(), &mut |_, _| true).unwrap();
-    Saved { _parent: parent, checkpoint: Arc::new(Checkpoint::open(&path).unwrap()), bytes }
+    Saved { _parent: parent, checkpoint: Arc::new(Checkpoint::open(&path).unwrap()), bytes, team: 1 }
 }
 
 /// The dimension that ranks have chunks of; without one, they have everything.
@@ -100,7 +102,8 @@ impl Saved {
         });
         let files = body.shards.iter().map(|shard| (shard.data_offset, shard.bytes)).collect();
         let tensors = body.tensors.iter().map(tensor).collect();
-        Share::new(files, body.block_size, tensors, vec![spread], RANKS).unwrap()
+        let share = Share::new(files, body.block_size, tensors, vec![spread], RANKS).unwrap();
+        share.in_teams(PAGE, self.team).unwrap()
     }
 
     fn expected(&self, rank: u32, layout: Layout, tensor: usize) -> Vec<u8> {
@@ -148,16 +151,19 @@ fn read(ranks: &[RankLoad], options: impl Fn(usize) -> Options + Sync) -> Vec<Re
 
 #[test]
 fn all_parts_are_filled_in_any_budget() {
-    let saved = saved();
+    let mut saved = saved();
     let total: u64 = saved.bytes.iter().map(|bytes| bytes.len() as u64).sum();
-    for layout in [Some(0), Some(1), None] {
+    for (layout, team) in [(Some(0), 1), (Some(1), 1), (None, 1), (Some(0), 2)] {
+        saved.team = team;
         for budget in [1, 100_000, BUDGET] {
             let (ranks, memories) = saved.ranks(layout, budget);
             let loaded = read(&ranks, |_| options());
             let loaded = loaded.into_iter().collect::<Result<Vec<_>>>().unwrap();
             let sum = |figure: fn(&Loaded) -> u64| loaded.iter().map(figure).sum::<u64>();
             assert_eq!(sum(|loaded| loaded.storage), total, "each byte is read once");
-            assert_eq!(sum(|loaded| loaded.sent), sum(|loaded| loaded.peers));
+            // A relay sends bytes once more.
+            let relayed = sum(|loaded| loaded.sent) - sum(|loaded| loaded.peers);
+            assert_eq!(relayed > 0, team > 1);
             assert!(sum(|loaded| loaded.peers) > 0);
             let copies = if layout.is_none() { u64::from(RANKS) } else { 1 };
             assert_eq!(sum(|loaded| loaded.report.bytes), copies * total);

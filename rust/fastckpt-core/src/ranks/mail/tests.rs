@@ -171,7 +171,7 @@ fn an_altered_message_is_given_to_nobody() {
 
 #[test]
 fn a_function_fills_a_message_when_it_is_packed() {
-    let fill: Fill = Box::new(|message, to| {
+    let fill: Fill = Box::new(|_, message, to| {
         to.fill(message as u8);
         if message == 1 { Err(Error::Callback("no".to_owned())) } else { Ok(checksum::of(to)) }
     });
@@ -192,7 +192,7 @@ fn it_ends_when_nothing_is_being_filled() {
     let done = Arc::new(AtomicBool::new(false));
     let out = Arc::new_cyclic(|mail: &Weak<Mail>| {
         let (mail, done) = (Weak::clone(mail), Arc::clone(&done));
-        let fill: Fill = Box::new(move |_, _| {
+        let fill: Fill = Box::new(move |_, _, _| {
             inside.send(()).unwrap();
             // It goes on for a while after the mail was stopped.
             let mail = mail.upgrade().unwrap();
@@ -253,7 +253,7 @@ fn the_budget_holds_unless_all_would_wait_for_each_other() {
 
 #[test]
 fn stopping_ends_every_wait_with_the_first_reason() {
-    let fill: Fill = Box::new(|_, _| Ok(0));
+    let fill: Fill = Box::new(|_, _, _| Ok(0));
     let [pieces, filled] =
         [None, Some(fill)].map(|fill| Arc::new(new(vec![(1, 8); 3], vec![(1, 8); 3], fill, 8)));
     put(&pieces, 0, 0).unwrap();
@@ -437,7 +437,7 @@ fn three_ranks_move_everything_in_little_memory() {
         let pieces = seed % 2 == 0;
         let fill = || -> Option<Fill> {
             (!pieces).then(|| {
-                Box::new(|message: usize, to: &mut [u8]| {
+                Box::new(|_: &Mail, message: usize, to: &mut [u8]| {
                     to.fill(message as u8);
                     Ok(checksum::of(to))
                 }) as Fill

@@ -30,9 +30,12 @@ pub(in crate::ranks) enum Layout {
     Rows,
     Columns,
     Copies,
+    /// Rows, in teams of two.
+    Teams,
 }
 
-pub(in crate::ranks) const LAYOUTS: [Layout; 3] = [Layout::Rows, Layout::Columns, Layout::Copies];
+pub(in crate::ranks) const LAYOUTS: [Layout; 4] =
+    [Layout::Rows, Layout::Columns, Layout::Copies, Layout::Teams];
 
 /// A state of a job, and where it is saved.
 pub(in crate::ranks) struct Job {
@@ -81,14 +84,17 @@ impl Job {
             placements: vec![Placement::Shard(dim)],
         };
         let spread = match layout {
-            Layout::Rows => mesh(0),
+            Layout::Rows | Layout::Teams => mesh(0),
             Layout::Columns => mesh(1),
             Layout::Copies => Spread::All,
         };
         let groups = groups::of("");
         let files = (&*groups, Sizes { shard: SHARD, block: BLOCK }, &[][..]);
         let spreads = vec![vec![0]; tensors.len()];
-        let table = Table::new(tensors.clone(), spreads, vec![spread], RANKS, files).unwrap();
+        let mut table = Table::new(tensors.clone(), spreads, vec![spread], RANKS, files).unwrap();
+        if let Layout::Teams = layout {
+            table.share = table.share.in_teams(4 * PAGE, 2).unwrap();
+        }
         let (parent, table) = (tempfile::tempdir().unwrap(), Arc::new(table));
         Self { parent, bytes: bytes.collect(), tensors, layout, table }
     }
@@ -101,7 +107,7 @@ impl Job {
         let [rows, columns] = *self.tensors[tensor].shape else { unreachable!() };
         let (mut of_rows, mut of_columns) = (0..rows as usize, 0..columns as usize);
         match self.layout {
-            Layout::Rows => of_rows = chunk(rows, rank),
+            Layout::Rows | Layout::Teams => of_rows = chunk(rows, rank),
             Layout::Columns => of_columns = chunk(columns, rank),
             Layout::Copies => {}
         }
@@ -240,6 +246,8 @@ fn ranks_write_what_one_process_writes() {
         let exchanged =
             ranks.iter().map(RankSave::exchanged).fold((0, 0), |all, one| (all.0 + one.0, all.1 + one.1));
         assert!(exchanged.0 == exchanged.1 && (exchanged.0 == 0) == matches!(layout, Layout::Copies));
+        let relays = ranks.iter().any(|rank| !rank.duties.relays.is_empty());
+        assert_eq!(relays, matches!(layout, Layout::Teams));
 
         let (one, many) = (job.one(), Checkpoint::open(&job.path()).unwrap());
         let whole = Checkpoint::open(&one).unwrap();
