@@ -268,7 +268,6 @@ impl<'a> Work<'a> {
         }
         let mut all: Vec<usize> =
             own.intervals.iter().flat_map(|&interval| self.teams.around(held, interval).1).collect();
-        all.dedup();
         all.sort_unstable();
         all.dedup();
         all
