@@ -33,9 +33,14 @@ def part_of(row: Row, *, tier: str, seed: int, trials: int, most: int = 10, muta
         paths = [str(mutants.built() if mutant else ROOT / "python"), str(ROOT / "tests"), str(ROOT / "tui" / "src")]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), mutants.SWITCH: mutant}
         command = [sys.executable, "-m", "faults.inside", row.name, json.dumps(given | {"to": str(path)})]
-        done = subprocess.run(command, cwd=ROOT, env=env, timeout=LONGEST, check=False)
+        try:
+            ended = (
+                f"it ended with {subprocess.run(command, cwd=ROOT, env=env, timeout=LONGEST, check=False).returncode}"
+            )
+        except subprocess.TimeoutExpired:
+            ended = f"it did not end within {LONGEST} s"
         if not path.exists():
-            return {"seed": seed, "trials": 0, "violations": [f"it ended with {done.returncode}"], "details": {}}
+            return {"seed": seed, "trials": 0, "violations": [ended], "details": {}}
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         return found
 
