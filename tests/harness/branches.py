@@ -55,3 +55,13 @@ def silence(patch, manager):
 
 def place(tmp_path, kind):
     return {"none": None, "path": str(tmp_path / "far"), "memory": f"memory://{tmp_path.name}/far"}[kind]
+
+
+def take_aside(checkpoint):
+    """Leave a checkpoint as a save that is killed between two renames does, where names cannot be exchanged."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
+    writer = f"node7-{boot}-{Path('/proc/self/ns/pid').stat().st_ino}-4194303-7-0123abcd"
+    workspace = checkpoint.with_name(f".{checkpoint.name}.tmp-{writer}")
+    workspace.mkdir()
+    (workspace / "fastckpt.json").touch()
+    checkpoint.rename(checkpoint.with_name(f".{checkpoint.name}.old-{writer}00"))

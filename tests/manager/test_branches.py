@@ -12,7 +12,7 @@ import pytest
 import fastckpt
 from fastckpt import keep
 from harness import points
-from harness.branches import CACHE, FORM, damage, place, restored, save, silence, state
+from harness.branches import CACHE, FORM, damage, place, restored, save, silence, state, take_aside
 from harness.tiers import at_remote, kept
 
 
@@ -67,6 +67,12 @@ def test_a_step_saved_again_belongs_to_the_new_branch(rolled):
     damage(rolled / "step-00002500")
     with pytest.warns(RuntimeWarning, match="step-00002500"):
         assert restored(rolled) == (2000, "a")
+
+
+def test_what_a_killed_save_took_aside_stays_on_its_branch(rolled):
+    # The run was saving 3000 again, which the branch that it left has.
+    take_aside(rolled / "step-00003000")
+    assert restored(rolled) == (2100, "b")
 
 
 def test_what_a_branch_left_below_its_highest_step_is_not_its_own(tmp_path):

@@ -19,6 +19,7 @@ import pytest
 import fastckpt
 from fastckpt import keep, when
 from harness import limits, points
+from harness.branches import take_aside
 from harness.internals import join_saves
 from harness.tiers import kept, pinned
 
@@ -190,13 +191,7 @@ def test_storage_that_refuses_is_an_error_and_not_a_reason_to_skip(tmp_path):
 
 def test_one_that_a_killed_save_took_aside_is_found(tmp_path):
     fill(tmp_path, [1, 2])
-    # Without the exchange of names a save renames the old one away first, and then its own workspace into its place.
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
-    space = Path("/proc/self/ns/pid").stat().st_ino
-    writer = f"node7-{boot}-{space}-4194303-7-0123abcd"
-    (tmp_path / f".step-00000002.tmp-{writer}").mkdir()
-    (tmp_path / f".step-00000002.tmp-{writer}" / "fastckpt.json").touch()
-    (tmp_path / "step-00000002").rename(tmp_path / f".step-00000002.old-{writer}00")
+    take_aside(tmp_path / "step-00000002")
     manager = fastckpt.Manager(tmp_path)
     assert manager.steps() == [1]
     assert manager.restore().step == 2

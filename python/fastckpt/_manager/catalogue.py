@@ -74,13 +74,14 @@ class Catalogue:
         """The facts about these checkpoints, in the same order; those that cannot be opened are left out."""
         with self._lock:
             found: dict[int, Entry | None] = {}
-            unknown: list[tuple[int, str, Identity]] = []
+            unknown: list[tuple[int, str, Identity | None]] = []
             for step in steps:
                 name = self._place.names.name_of(step)
                 identity = self._place.identity(name)
                 known = self._known.get(name)
                 found[step] = known[1] if known is not None and known[0] == identity else None
-                if found[step] is None and identity is not None:
+                if found[step] is None:
+                    # One that a killed save took aside has no identity. To read it puts it back.
                     unknown.append((step, name, identity))
             if len(unknown) > _AT_A_TIME:
                 with ThreadPoolExecutor(_AT_A_TIME, "fastckpt-look") as threads:
@@ -88,9 +89,10 @@ class Catalogue:
             else:
                 fresh = [self._read_one(one) for one in unknown]
             for (step, name, identity), entry in zip(unknown, fresh, strict=True):
-                if entry is not None:
-                    found[step] = entry
+                identity = identity or self._place.identity(name)
+                if entry is not None and identity is not None:
                     self._note(name, identity, entry)
+                found[step] = entry
             return {step: entry for step, entry in found.items() if entry is not None}
 
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
@@ -162,7 +164,7 @@ class Catalogue:
         self.last = lineage.last([self.last, entry.lineage])
         self._changed = True
 
-    def _read_one(self, one: tuple[int, str, Identity]) -> Entry | None:
+    def _read_one(self, one: tuple[int, str, Identity | None]) -> Entry | None:
         step, _, _ = one
         try:
             return read(self._place.path_of(step), step)
