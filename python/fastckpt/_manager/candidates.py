@@ -58,9 +58,9 @@ class Candidates:
         Raises:
             OSError: the remote tier does not answer, and is ``needed``: None if there is none in the directory.
         """
-        here = self._here()
+        here, aside = self._here()
         there, far = self._there(needed=not here if needed is None else needed)
-        near = self.local.catalogue.entries(here)
+        near = self.local.catalogue.entries(here, aside)
         tip = self.local.catalogue.tip(near)
         if self.remote is not None and far:
             tip = lineage.last([tip, self.remote.catalogue.tip(far)])
@@ -140,8 +140,8 @@ class Candidates:
             return [], {}
         return steps, entries
 
-    def _here(self) -> list[int]:
-        """The steps of the local tier, and those whose directory a killed save took aside to replace it.
+    def _here(self) -> tuple[list[int], list[int]]:
+        """The steps of the local tier, and those among them whose directory a killed save took aside to replace it.
 
         A load puts the latter back, where the compiled core is.
         """
@@ -154,5 +154,5 @@ class Candidates:
             aside = [one.name for one in listed(directory.path) if one.aside] if left else []
         except (FileNotFoundError, NotImplementedError):
             aside = []
-        steps.update(step for step in map(step_of, aside) if step is not None)
-        return sorted(steps, reverse=True)
+        gone = [step for step in map(step_of, aside) if step is not None]
+        return sorted({*steps, *gone}, reverse=True), gone

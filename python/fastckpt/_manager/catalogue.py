@@ -13,7 +13,7 @@ import contextlib
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -70,8 +70,11 @@ class Catalogue:
         """The highest order of all saves that were ever seen here, on any branch."""
         return max([self.last.order, *(entry.lineage.order for _, entry in [*self._known.values()])])
 
-    def entries(self, steps: Iterable[int]) -> dict[int, Entry]:
-        """The facts about these checkpoints, in the same order; those that cannot be opened are left out."""
+    def entries(self, steps: Iterable[int], aside: Container[int] = ()) -> dict[int, Entry]:
+        """The facts about these checkpoints, in the same order; those that cannot be opened are left out.
+
+        Those that a killed save took ``aside`` have no identity. To read one puts it back.
+        """
         with self._lock:
             found: dict[int, Entry | None] = {}
             unknown: list[tuple[int, str, Identity | None]] = []
@@ -80,8 +83,7 @@ class Catalogue:
                 identity = self._place.identity(name)
                 known = self._known.get(name)
                 found[step] = known[1] if known is not None and known[0] == identity else None
-                if found[step] is None:
-                    # One that a killed save took aside has no identity. To read it puts it back.
+                if found[step] is None and (identity is not None or step in aside):
                     unknown.append((step, name, identity))
             if len(unknown) > _AT_A_TIME:
                 with ThreadPoolExecutor(_AT_A_TIME, "fastckpt-look") as threads:
@@ -89,10 +91,9 @@ class Catalogue:
             else:
                 fresh = [self._read_one(one) for one in unknown]
             for (step, name, identity), entry in zip(unknown, fresh, strict=True):
-                identity = identity or self._place.identity(name)
+                found[step] = entry
                 if entry is not None and identity is not None:
                     self._note(name, identity, entry)
-                found[step] = entry
             return {step: entry for step, entry in found.items() if entry is not None}
 
     def tip(self, entries: Mapping[int, Entry]) -> Lineage:
