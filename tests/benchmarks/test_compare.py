@@ -166,7 +166,7 @@ def test_doors_stand_beside_their_frameworks(script):
         needs.missing("torchtitan (scripts/setup)")
     document, printed = script("doors.py", "--size", "0.04", "--markdown", spawns=True)
     assert all(seconds > 0 for (sample,) in document.values() for seconds in sample.values())
-    assert printed.count("| with fastckpt | ") == len(document) / 2 == 5
+    assert printed.count("| with fastckpt | ") == len(document) / 2 == 6
 
 
 @pytest.mark.root

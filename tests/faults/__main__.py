@@ -3,9 +3,9 @@
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2] / "python")]
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from faults import command  # noqa: E402 - found there
+from faults import command
 
 if __name__ == "__main__":
     sys.exit(command.main())

@@ -30,7 +30,9 @@ def part_of(row: Row, *, tier: str, seed: int, trials: int, most: int = 10, muta
     given = {"tier": tier, "seed": seed, "trials": trials, "most": most}
     with tempfile.TemporaryDirectory(prefix="fastckpt-part-") as folder:
         path = Path(folder, "result")
-        paths = [str(mutants.built() if mutant else ROOT / "python"), str(ROOT / "tests"), str(ROOT / "tui" / "src")]
+        # What is tried is the package of this process, but for a mutant.
+        given_paths = [os.environ.get("PYTHONPATH", "")]
+        paths = [*([str(mutants.built())] if mutant else []), str(ROOT / "tests"), *filter(None, given_paths)]
         env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), mutants.SWITCH: mutant}
         command = [sys.executable, "-m", "faults.inside", row.name, json.dumps(given | {"to": str(path)})]
         try:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).parents[1]
-sys.path[:0] = [str(TESTS), str(TESTS.parent / "python")]
+sys.path.insert(0, str(TESTS))
 
 from faults import simulated  # noqa: E402 - the paths come first
 from faults.simulated_mutants import MUTANTS, Catcher  # noqa: E402

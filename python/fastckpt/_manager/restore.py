@@ -14,6 +14,7 @@ from fastckpt._api.io import without_report
 from fastckpt._api.load import load_alone
 from fastckpt._api.load_settings import LoadSettings
 from fastckpt._api.per_rank import read_state, states_of
+from fastckpt._api.reports import LoadReport
 from fastckpt._api.verify import verify
 from fastckpt._ranks import words
 from fastckpt._ranks.calls import marked
@@ -35,8 +36,6 @@ from .lineage import Lineage
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from fastckpt._api.reports import LoadReport
 
     from .candidates import Candidates
     from .crew import Crew

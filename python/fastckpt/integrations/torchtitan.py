@@ -141,9 +141,8 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
 
     def _load(self, step: int = -1) -> bool:
         candidates = self._ranks.first("load", partial(self._candidates, step))
-        if not candidates:
-            return self._load_theirs(step)
-        return first_that_loads(candidates, self._load_one, self._ranks, self._manager.path)
+        load = partial(first_that_loads, candidates, self._load_one, self._ranks, self._manager.path)
+        return load() if candidates else self._load_theirs(step)
 
     def _load_theirs(self, step: int) -> bool:
         """Load what torchtitan's own manager wrote, perhaps while fastckpt was installed below it."""
@@ -163,17 +162,18 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
         return True
 
     def _find_load_step(self, folder: str = "") -> int:  # noqa: ARG002 - torchtitan's interface
-        """None: :meth:`_candidates` has found all that there are."""
-        return -1
+        return -1  # none: `_candidates` has found all that there are
 
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:  # noqa: FBT001 - torchtitan's interface
         """Load what a run begins with, as torchtitan's own manager does, or what this one wrote; torchtitan calls it.
 
+        Args: state_dict: to be loaded; checkpoint_id: the directory; from_hf: its format; from_quantized: likewise.
+
         Raises:
             CheckpointError: it is damaged, or lacks a tensor.
         """
-        is_torchs = from_hf or is_url(checkpoint_id)
-        mark = None if is_torchs else self._ranks.first("load: mark", partial(_mark_of, checkpoint_id))
+        find = partial(_mark_of, checkpoint_id)
+        mark = None if from_hf or is_url(checkpoint_id) else self._ranks.first("load: mark", find)
         if mark is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return

@@ -16,9 +16,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-sys.path[:0] = [str(Path(__file__).parents[2]), str(Path(__file__).parents[3] / "python")]
+sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from . import libraries, rows  # noqa: E402 - found there
+from . import libraries, rows
 
 
 def inside(name: str, chosen: list[str], trials: int, seed: int) -> None:
