@@ -255,7 +255,7 @@ class DeepSpeed(Contender):
     """An engine of DeepSpeed with ZeRO 1. The last but one is removed, which DeepSpeed leaves to others."""
 
     def __init__(self, folder: Path, size: int, *, ours: bool) -> None:
-        # What it asks for, partly when it is imported.
+        # DeepSpeed reads these variables, some of them when it is imported.
         os.environ.update({"DS_ACCELERATOR": "cpu", "LOCAL_SIZE": "1", "LOCAL_RANK": "0"})
         import deepspeed
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     Spread = tuple[tuple[int, ...], tuple[int, ...], tuple[tuple[str, int, int], ...]]
 
-#: Layers, width, width of the feed-forward part, width of keys and values, vocabulary: those of Llama 70B.
+#: Llama 70B: layers, width, width of the feed-forward part, width of keys and values, vocabulary.
 LAYERS, WIDTH, WIDE, NARROW, VOCABULARY = 80, 8192, 28672, 1024, 128256
 #: Copies of the parameters, by dtype: weights, the copy of the optimizer, two moments.
 COPIES = (("model", "BF16"), ("master", "F32"), ("first", "F32"), ("second", "F32"))
@@ -156,7 +156,7 @@ def points(kind: str, ranks: int, team: int, sample: int) -> list[dict[str, Any]
 
 
 def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
-    """Figures of a job of ``total`` bytes, by those of some of its ranks."""
+    """Figures of a job of ``total`` bytes, estimated from a sample of its ranks."""
 
     def every(name: str) -> Any:
         return np.array([one[name] for one in found], dtype=float)
@@ -179,7 +179,7 @@ def of(found: list[dict[str, int]], ranks: int, total: int) -> dict[str, Any]:
 
 
 def alone(kind: str, ranks: int, total: int) -> dict[str, Any]:
-    """What a format with a file for each rank does: one run, and no other rank is asked."""
+    """Figures of a format with a file for each rank: one run, and no exchange with other ranks."""
     duties = {"ranges": 1, "files": 1, "bytes": total // ranks, "peers": 0, "bytes_received": 0, "team": "a file each"}
     return {"kind": kind, "what": "either", "how": "a file each", **of([duties], ranks, total), "plan_cpu": 0.0}
 

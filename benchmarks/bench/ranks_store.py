@@ -364,7 +364,7 @@ class Scenes:
 
     def __init__(self, processes: int, clients: int, tensors: int, *, in_place: bool) -> None:
         self.clients = clients
-        # It is kept here: it goes with the last reference, and a process that starts has none yet.
+        # The barrier ends with its last reference, and processes that start have none yet: this one stays.
         self.job = Job(clients, tensors, in_place, multiprocessing.get_context("spawn").Barrier(processes))
         self.world = World(processes, functools.partial(_crowd, job=self.job))
         self.server = Server(self.world.processes[0].pid)

@@ -282,8 +282,8 @@ class Crew:
             return find()
         with self._turn(self._peers, operation) as turn:
             found = None
-            works = self.leads or self.share is not None
-            with _beating(turn, self._given.timeout) if works else contextlib.nullcontext():
+            helps = help_it is not None and self.share is not None
+            with _beating(turn, self._given.timeout) if self.leads or helps else contextlib.nullcontext():
                 if self.leads:
                     found = find()
                 elif help_it is not None and self.share is not None:

@@ -167,14 +167,14 @@ class FastckptManager(CheckpointManager):  # type: ignore[misc]
     def dcp_load(self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool) -> None:  # noqa: FBT001 - torchtitan's interface
         """Load what a run begins with, as torchtitan's own manager does, or what this one wrote; torchtitan calls it.
 
-        Args: state_dict: to be loaded; checkpoint_id: the directory; from_hf: its format; from_quantized: likewise.
+        Args: state_dict: the states to load; checkpoint_id: the directory; from_hf: whether its files are Hugging
+        Face's; from_quantized: whether these are quantised.
 
         Raises:
             CheckpointError: it is damaged, or lacks a tensor.
         """
-        find = partial(_mark_of, checkpoint_id)
-        mark = None if from_hf or is_url(checkpoint_id) else self._ranks.first("load: mark", find)
-        if mark is None:
+        is_theirs, find = from_hf or is_url(checkpoint_id), partial(_mark_of, checkpoint_id)
+        if is_theirs or (mark := self._ranks.first("load: mark", find)) is None:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         load = partial(distributed.load, checkpoint_id)

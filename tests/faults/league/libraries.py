@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from importlib import metadata
@@ -45,7 +46,7 @@ def meet(rank: int, size: int, port: int) -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
 
 
-class Library:
+class Library(ABC):
     """A library of the table.
 
     Attributes:
@@ -71,11 +72,13 @@ class Library:
         for name in self.modules:
             importlib.import_module(name)
 
+    @abstractmethod
     def train(self, directory: Path, steps: Iterable[int], told: Told) -> None:
-        raise NotImplementedError
+        """Go on with the run in a directory, and tell each step that the library has reported as saved."""
 
+    @abstractmethod
     def resume(self, directory: Path) -> dict[str, Any] | None:
-        raise NotImplementedError
+        """The state of the newest checkpoint; None if there is none."""
 
 
 def newest(directory: Path, pattern: str) -> Path | None:

@@ -189,7 +189,7 @@ def full_disk(trial: Trial) -> str:
         size = states.TENSORS * states.LENGTH * 4
         about = os.statvfs(trial.directory)
         free = about.f_bavail * about.f_frsize
-        ballast = trial.directory.parent / trial.directory.name / ".ballast"
+        ballast = trial.directory / ".ballast"
         with ballast.open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, free - int(size * trial.draw.uniform(0.05, 0.95)))
         child = trial.train([3])
