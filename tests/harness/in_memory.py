@@ -187,7 +187,8 @@ class Tree:
             return b""
         if code not in (READ, READDIR, WRITE, FSYNC, FLUSH, RELEASE):
             raise OSError(errno.ENOSYS, "not known here")
-        handle = self.handles[struct.unpack_from("<Q", body)[0]]
+        which = struct.unpack_from("<Q", body)[0]
+        handle = self.handles[which] if code != RELEASE else self.handles.pop(which)
         if code in (READ, READDIR):
             _, at, size, _ = MOVE.unpack_from(body)
             if code == READ:

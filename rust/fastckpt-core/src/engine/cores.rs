@@ -2,7 +2,6 @@
 
 use std::fs::read_to_string;
 use std::path::Path;
-use std::thread;
 
 /// A rank has so many, if it may run on them, however small its share is: ranks rarely copy at the same time, and one
 /// core copies and sums no more than some GB/s.
@@ -10,20 +9,21 @@ const LEAST: usize = 4;
 /// The unit below: thousandths of a core, as a quota may have a fraction.
 const CORE: u64 = 1000;
 
-/// The cores of one of `ranks` processes on this node. The query costs 0.1 ms.
+/// The cores of one of `ranks` processes on this node; 0 where nobody says how many. The query costs 0.1 ms.
 pub(super) fn of(ranks: usize) -> usize {
-    let own = thread::available_parallelism().map_or(1, usize::from);
-    if ranks > 1 { share(Path::new("/"), own, ranks) } else { own }
+    let own = rustix::thread::sched_getaffinity(None).map_or(1, |set| set.count() as usize);
+    share(Path::new("/"), own, ranks.max(1))
 }
 
-/// At most `own`, those that the affinity of the process and the quota of its control group allow. An affinity may be
-/// the rank's own (`torchrun --numa-binding`, `srun --cpus-per-task`), so it is not divided: the processors and the quotas
-/// of the control groups are, and those that are online. They are the same for all ranks.
+/// At most `own`, those that the affinity of the process allows. An affinity may be the rank's own (`torchrun
+/// --numa-binding`, `srun --cpus-per-task`), so it is not divided: the processors online, and those and the quotas of the
+/// control groups are, the same for all ranks. The fraction of a quota is a core: a worker waits more than it computes.
 fn share(root: &Path, own: usize, ranks: usize) -> usize {
     let groups = read_to_string(root.join("proc/self/cgroup")).unwrap_or_default();
     let online = count(root, "sys/devices/system/cpu/online").unwrap_or(own as u64 * CORE);
     let all = groups.lines().filter_map(|line| together(&root.join("sys/fs/cgroup"), line));
-    own.min(((all.fold(online, u64::min) / CORE) as usize / ranks).max(LEAST))
+    let cores = all.fold(online, u64::min).div_ceil(CORE) as usize;
+    own.min(cores).min((cores / ranks).max(LEAST)).max(1)
 }
 
 /// What the control groups of one line of `/proc/self/cgroup` allow, from the process's own to the root's (cgroups(7)).
@@ -118,5 +118,22 @@ mod tests {
         assert_eq!(cores(&[online, one, quota, period], 14, 8), 5, "the container's group is the root");
         let none = ("sys/fs/cgroup/cpu/cpu.cfs_quota_us", "-1\n");
         assert_eq!(cores(&[online, one, none, period], 14, 8), 14);
+    }
+
+    #[test]
+    fn a_quota_binds_each_rank_and_its_fraction_is_a_core() {
+        let two = ("proc/self/cgroup", "0::/\n");
+        for (quota, wanted) in
+            [("150000 100000\n", 2), ("200000 100000\n", 2), ("20000 100000\n", 1), ("0 1\n", 1)]
+        {
+            for ranks in [1, 8] {
+                assert_eq!(
+                    cores(&[two, ("sys/fs/cgroup/cpu.max", quota)], 64, ranks),
+                    wanted,
+                    "{quota} {ranks}"
+                );
+            }
+        }
+        assert_eq!(cores(&[two, ("sys/fs/cgroup/cpu.max", "6400000 100000\n")], 64, 1), 64);
     }
 }
