@@ -36,7 +36,10 @@ from typing import NamedTuple
 import numpy as np
 
 import fastckpt
+from harness import points
 
+#: What is imported at its first use is imported before any fork: else each child spends a fifth of a second on it.
+Manager = fastckpt.Manager
 PHASES = ("restore", "rollback", "save", "retention")
 #: Those of a run with a remote tier: a drain begins, and a fetch.
 FAR = ("drain", "fetch")
@@ -74,8 +77,6 @@ def tell_of_copies(where, tell, before, after=None, *, branches=False):
 
         return told
 
-    from harness import points
-
     points.replace(where, telling)
 
 
@@ -109,8 +110,6 @@ class Plan(NamedTuple):
 
 def train(directory, remote, tell, plan):
     """Restore, perhaps go back, and save and remove for ever, or until it is preempted."""
-    from harness import points
-
     def telling(clear):
         return lambda tier, durable: (tell("retention", NOTHING), clear(tier, durable))[1]
 
@@ -129,7 +128,7 @@ def train(directory, remote, tell, plan):
     how = {"keep": plan.keep, "async_save": plan.asynchronous, "save_options": options}
     if remote is not None:
         how |= {"remote": remote, "remote_keep": 1 if "://" in remote else 2}
-    run = fastckpt.Manager(directory, **how)
+    run = Manager(directory, **how)
     if plan.preempted:
         run.save_on_signal(signal.SIGTERM, grace="60s")
     tell("restore", NOTHING)
@@ -177,7 +176,7 @@ def check(directory, remote, acknowledged, drained):
 
 def wrong_with(directory, least, far):
     """Restore from a run that must have ``least``, a step of a branch, or something later."""
-    found = fastckpt.Manager(directory, read_only=True, **far).restore(fresh=least == NOTHING)
+    found = Manager(directory, read_only=True, **far).restore(fresh=least == NOTHING)
     if found is None:
         return "" if least == NOTHING else f"step {least} was acknowledged, and nothing is there"
     place = place_of(found)

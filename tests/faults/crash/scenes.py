@@ -219,7 +219,9 @@ class Managed(Scene):
 
 
 class OfRanks(Scene):
-    """Two ranks that save together, each over the one before."""
+    """Ranks that save together, each save over the one before."""
+
+    size = 2
 
     def play_in_ranks(self, point: Path, tell: Callable[[str], None]) -> None:
         """Make all saves with processes of a group of torch."""
@@ -227,7 +229,7 @@ class OfRanks(Scene):
         from harness import groups
 
         program = groups_that_go_on.save_over
-        with groups.forge() as forge, forge.group(2) as group:
+        with groups.forge() as forge, forge.group(self.size) as group:
             for number in range(1, self.count + 1):
                 tell(f"begun {number}")
                 group.run(program, str(point), number)
@@ -241,6 +243,12 @@ class OfRanks(Scene):
             return f"{acknowledged} was acknowledged, and nothing is there" if acknowledged else ""
         why = [groups_that_go_on.not_of(path, number) for number in range(max(1, acknowledged), begun + 1)]
         return "" if "" in why else "; ".join(why)
+
+
+class OfFourRanks(OfRanks):
+    """More than one rank sends to the first."""
+
+    size = 4
 
 
 SCENES = (

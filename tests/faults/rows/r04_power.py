@@ -5,13 +5,28 @@ from __future__ import annotations
 from functools import partial
 
 from faults.crash import power
-from faults.crash.scenes import OfRanks
+from faults.crash.scenes import OfFourRanks, OfRanks
 from faults.row import Row, Run
 
 
-def _of_ranks(run: Run) -> None:
+def _of_ranks(run: Run, scene: type[OfRanks]) -> None:
     # Each kind in turn: a group takes seconds to make.
-    power.cut(run, ("ext4", "xfs", "btrfs")[run.seed % 3], (OfRanks,))
+    power.cut(run, ("ext4", "xfs", "btrfs")[run.seed % 3], (scene,))
+
+
+def _row_of_ranks(scene: type[OfRanks], number: str, nightly: int) -> Row:
+    return Row(
+        4,
+        f"power cuts of {number}ranks",
+        f"The same of {number or 'two '}ranks that save together.",
+        "the same device below ext4, XFS or btrfs",
+        "the same mutants reach ranks by the same commit",
+        run=partial(_of_ranks, scene=scene),
+        fast=0,
+        nightly=nightly,
+        part=50,
+        root=True,
+    )
 
 
 def _row(kind: str, fast: int, mutants: tuple[str, ...]) -> Row:
@@ -36,16 +51,6 @@ ROWS = [
     _row("ext4", 60, ("parent-sync", "acknowledged-early")),
     _row("xfs", 40, ("parent-sync", "acknowledged-early")),
     _row("btrfs", 40, ("a-shards-sync", "manifest-sync", "parent-sync", "acknowledged-early")),
-    Row(
-        4,
-        "power cuts of ranks",
-        "The same of two ranks that save together.",
-        "the same device below ext4, XFS or btrfs",
-        "the same mutants reach ranks by the same commit",
-        run=_of_ranks,
-        fast=0,
-        nightly=300,
-        part=50,
-        root=True,
-    ),
+    _row_of_ranks(OfRanks, "", 300),
+    _row_of_ranks(OfFourRanks, "four ", 150),
 ]
