@@ -110,6 +110,7 @@ class Plan(NamedTuple):
 
 def train(directory, remote, tell, plan):
     """Restore, perhaps go back, and save and remove for ever, or until it is preempted."""
+
     def telling(clear):
         return lambda tier, durable: (tell("retention", NOTHING), clear(tier, durable))[1]
 

@@ -108,6 +108,18 @@ MUTANTS = {
         "            Ok(moved) => {\n                let moved = if MUTANT { missing } else { moved };\n"
         "                transfer.advance(moved);",
     ),
+    "failed-write": _core(
+        "engine/worker.rs",
+        "                _ => Err(error),\n            },\n        }\n    }\n\n    /// Hands a block",
+        "                _ if MUTANT => {\n                    transfer.advance(missing);\n"
+        "                    Ok(true)\n                }\n"
+        "                _ => Err(error),\n            },\n        }\n    }\n\n    /// Hands a block",
+    ),
+    "failed-sync": _core(
+        "sys/file.rs",
+        "    retry_on_intr(|| fs::fsync(fd))?;\n    if is_in",
+        "    retry_on_intr(|| fs::fsync(fd)).or_else(|error| if MUTANT { Ok(()) } else { Err(error) })?;\n    if is_in",
+    ),
     "checksum": _core(
         "read/job.rs",
         "            Some(wanted) if wanted != found =>",

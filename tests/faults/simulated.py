@@ -17,17 +17,15 @@ where it was.
 from __future__ import annotations
 
 import contextlib
-import json
 import pickle
 import random
-import subprocess
-import sys
 import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from faults.served import Mount
 from faults.simulated_disk import MODES, Disk, Mark, Names, Reboot
 from faults.simulated_oracle import Oracle
 from faults.simulated_programs import draw_program
@@ -38,41 +36,12 @@ if TYPE_CHECKING:
 
     from faults.simulated_reader import Reader
 
-TESTS = Path(__file__).parents[1]
 #: One out of so many states is not only read but saved over.
 GO_ON = 8
 #: One out of so many programs has several ranks.
 RANKS = 8
 #: The rules under which names last in the order in which they were made: nothing may stay behind then.
 IN_ORDER = ("ordered", "all", "none")
-
-
-class Mount:
-    """The mount, for many programs."""
-
-    def __init__(self, point: str) -> None:
-        self.point = point
-        command = [sys.executable, "-m", "faults.simulated_mount", point]
-        self.process = subprocess.Popen(
-            command, cwd=TESTS, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=zygote.environment()
-        )
-        assert self.process.stdout is not None
-        if self.process.stdout.readline() != "mounted\n":
-            raise AssertionError("cannot mount: this needs root and /dev/fuse")
-
-    def ask(self, **request: Any) -> Any:
-        """See :mod:`faults.simulated_mount`."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(request) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-    def close(self) -> None:
-        """Unmount it. Containers that were made meanwhile may still have it, and would keep the process."""
-        subprocess.run(["umount", "-l", self.point], capture_output=True, check=False)
-        with self.process:
-            self.process.kill()
 
 
 class Stage:
@@ -137,7 +106,7 @@ def stage(*, ranks: bool = False) -> Iterator[Stage]:
         place = Path(name)
         (place / "point").mkdir()
         alone = all_.enter_context(zygote.running(env={"FASTCKPT_TEST_IMPORT": "faults.simulated_programs"}))
-        mount = Mount(str(place / "point"))
+        mount = Mount(str(place / "point"), "faults.simulated_mount")
         all_.callback(mount.close)
         made = Stage(mount, alone, place)
         if ranks:

@@ -57,7 +57,8 @@ def formatted(kind: str) -> bytes:
 
 
 @contextlib.contextmanager
-def _loop(path: str, *options: str) -> Iterator[str]:
+def loop(path: str, *options: str) -> Iterator[str]:
+    """A block device for a file."""
     device = _run("losetup", "--find", "--show", *options, path)
     try:
         yield device
@@ -107,6 +108,24 @@ def unmount(point: str) -> None:
 
 
 @contextlib.contextmanager
+def mounted(device: str, point: Path, kind: str) -> Iterator[None]:
+    """Mount what a device holds, and nothing that the kernel knows of what it held before.
+
+    Raises:
+        OSError: the file system does not accept it.
+    """
+    # Exclusively: where the state before is still mounted somewhere, this mount would show that one.
+    file = os.open(device, os.O_RDONLY | os.O_EXCL)
+    fcntl.ioctl(file, FLUSH_BUFFERS)
+    os.close(file)
+    mount(device, str(point), kind)
+    try:
+        yield
+    finally:
+        unmount(str(point))
+
+
+@contextlib.contextmanager
 def recorded(kind: str, seed: int, folder: Path) -> Iterator[tuple[Path, Callable[[str], None], list[Any]]]:
     """Mount an empty file system whose device logs. Yields the mount point, what marks the log, and a list that has
     the log afterwards."""
@@ -133,7 +152,7 @@ def recorded(kind: str, seed: int, folder: Path) -> Iterator[tuple[Path, Callabl
             daemon.stdin.flush()
             assert daemon.stdout.readline() == "done\n"
 
-        device = undo.enter_context(_loop(str(fuse / "disk"), "--direct-io=on"))
+        device = undo.enter_context(loop(str(fuse / "disk"), "--direct-io=on"))
         mount(device, str(point), kind)
         undo.callback(unmount, str(point))
         tell("mounted")
@@ -150,21 +169,17 @@ class Shelf:
         self._pages = np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8).reshape(-1, PAGE)
         self._size = size
 
-    @contextlib.contextmanager
-    def mounted(self, kind: str, image: np.ndarray, used: np.ndarray) -> Iterator[Path]:
-        """Mount an image: its pages, and which of them are not all zeros."""
+    def put(self, image: np.ndarray, used: np.ndarray) -> None:
+        """Have it hold an image: its pages, and which of them are not all zeros."""
         _libc.fallocate64(self._file.fileno(), HOLE, ctypes.c_longlong(0), ctypes.c_longlong(self._size))
         where = np.flatnonzero(used)
         self._pages[where] = image[where]
-        # Exclusively: where the state before is still mounted somewhere, this mount would show that one.
-        device = os.open(self._device, os.O_RDONLY | os.O_EXCL)
-        fcntl.ioctl(device, FLUSH_BUFFERS)
-        os.close(device)
-        mount(self._device, str(self.point), kind)
-        try:
+
+    @contextlib.contextmanager
+    def mounted(self, kind: str) -> Iterator[Path]:
+        """Mount what it holds."""
+        with mounted(self._device, self.point, kind):
             yield self.point
-        finally:
-            unmount(str(self.point))
 
 
 @contextlib.contextmanager
@@ -174,5 +189,5 @@ def shelf(kind: str, folder: Path) -> Iterator[Shelf]:
     point.mkdir()
     with tempfile.NamedTemporaryFile(dir="/dev/shm", prefix="fastckpt-faults-") as file:
         file.truncate(SIZES[kind])
-        with _loop(file.name) as device:
+        with loop(file.name) as device:
             yield Shelf(device, file, SIZES[kind], point)

@@ -29,6 +29,8 @@ class Scene:
 
     #: How many saves.
     count = 3
+    #: How it is read.
+    reader = "buffered"
 
     def __init__(self, nbytes: int, engine: str) -> None:
         self.nbytes, self.engine = nbytes, engine
@@ -59,7 +61,7 @@ class Scene:
             Exception: it is damaged or mixed.
         """
         try:
-            state = fastckpt.load(path, io="buffered")
+            state = fastckpt.load(path, io=self.reader)
         except FileNotFoundError:
             return 0
         return which(state, self.nbytes)
@@ -102,7 +104,7 @@ class Shards(Overwrites):
 
     def found(self, path: Path) -> int:
         try:
-            state = fastckpt.load(path, io="buffered")
+            state = fastckpt.load(path, io=self.reader)
         except FileNotFoundError:
             return 0
         if not same(state.pop("constant"), CONSTANT):

@@ -1,7 +1,59 @@
 """The file system goes."""
 
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import struct
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from faults.crash import disks
 from faults.of_tests import row
-from faults.row import Row
+from faults.played import play
+from faults.row import Row, Run
+from faults.trouble import trials
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+#: The request, and how: the log is written before it goes, or not.
+GOING_DOWN, WITH_LOG, WITHOUT_LOG = 0x8004587D, 1, 2
+ERRORS = (errno.EIO, errno.EROFS, errno.EUCLEAN)
+
+
+def _shut(point: Path, how: int) -> None:
+    directory = os.open(point, os.O_RDONLY)
+    fcntl.ioctl(directory, GOING_DOWN, struct.pack("<I", how))
+    os.close(directory)
+
+
+def _shutdowns(run: Run) -> None:
+    draw = run.draw
+    disks.alone()
+    kind = draw.choice(("ext4", "xfs"))
+    pages = np.frombuffer(disks.formatted(kind), np.uint8).reshape(-1, disks.PAGE)
+    used = pages.any(axis=1)
+    with disks.shelf(kind, run.place) as shelf:
+        while run.made < run.trials:
+            scene = trials.drawn(draw)
+            shelf.put(pages, used)
+            with shelf.mounted(kind) as point:
+                longest = trials.undisturbed(scene, point)
+            for _ in range(min(trials.EACH, run.trials - run.made)):
+                how, after = draw.choice((WITH_LOG, WITHOUT_LOG)), draw.uniform(0, longest)
+                shelf.put(pages, used)
+                with shelf.mounted(kind) as point:
+                    came = play(scene, point, strike=partial(_shut, point, how), after=after)
+                    ended = trials.badly(came, point, ERRORS)
+                run.count("failed" if came.failure else "had ended")
+                with shelf.mounted(kind) as point:
+                    wrong = ended or trials.looked_at(scene, came, point, ERRORS)
+                run.done(wrong and f"{trials.about(run, scene)}, {kind} gone after {after:.4f} s ({how}): {wrong}")
+
 
 ROWS = [
     Row(
@@ -16,5 +68,19 @@ ROWS = [
                 "tests/core/test_commit_protocol.py::test_power_cut_between_two_shards_on_btrfs",
             )
         ),
+    ),
+    Row(
+        5,
+        "shutdowns at any moment",
+        "What was acknowledged before a file system went is there when it is mounted again; the next save works.",
+        "GOINGDOWN of ext4 or XFS at a random moment, with or without writing its log",
+        "each scene is played without a fault first; the mutants",
+        run=_shutdowns,
+        fast=16,
+        nightly=2000,
+        part=200,
+        mutants=("parent-sync", "acknowledged-early"),
+        tried=200,
+        root=True,
     ),
 ]

@@ -1,0 +1,76 @@
+"""What the rows of failing storage share: a scene is drawn, played, and what came of it is judged."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from typing import TYPE_CHECKING
+
+from faults.crash.scenes import ENGINES, SCENES, Scene
+from faults.played import Played, play, there
+from faults.served import Mount
+
+if TYPE_CHECKING:
+    import random
+    from collections.abc import Collection, Iterator
+    from pathlib import Path
+
+    from faults.row import Run
+
+#: Trials of one scene after it was played without a fault, which tells how many calls there are.
+EACH = 8
+SIZES = (5_000, 60_000, 300_001)
+
+
+def drawn(draw: random.Random, scenes: tuple[type[Scene], ...] = SCENES) -> Scene:
+    """One of the scenes."""
+    return draw.choice(scenes)(draw.choice(SIZES), draw.choice(ENGINES))
+
+
+def about(run: Run, scene: Scene) -> str:
+    """Which trial it is."""
+    return f"seed {run.seed}, {type(scene).__name__} of {scene.nbytes} by {scene.engine}"
+
+
+def badly(came: Played, point: Path, errors: Collection[int]) -> str:
+    """What is wrong with how a program ended, or nothing: it may raise these errors of the system, with a path."""
+    failure = came.failure
+    if came.ended or not failure:
+        return came.ended
+    if not {"OSError", "CheckpointError"} & set(failure["kinds"]):
+        return f"it raised {failure['trace']}"
+    if failure["errno"] is not None and failure["errno"] not in errors:
+        return f"it raised errno {failure['errno']}: {failure['trace']}"
+    named = failure["filename"] or failure["text"]
+    return "" if str(point) in named else f"it names no path: {failure['trace']}"
+
+
+def looked_at(scene: Scene, came: Played, point: Path, errors: Collection[int], *, swept: bool = True) -> str:
+    """What is wrong with how it ended, or with what is there now that nothing fails any more."""
+    return badly(came, point, errors) or there(scene, point, came.begun, came.acknowledged, swept=swept)
+
+
+def undisturbed(scene: Scene, point: Path) -> float:
+    """Play it where nothing fails: the control. Returns how long it takes, in seconds.
+
+    Raises:
+        AssertionError: it fails.
+    """
+    began = time.monotonic()
+    came = play(scene, point)
+    took = time.monotonic() - began
+    if came.failure or (wrong := looked_at(scene, came, point, (), swept=False)):
+        raise AssertionError(f"{type(scene).__name__} without a fault: {came.failure or wrong}")
+    return took
+
+
+@contextlib.contextmanager
+def served(place: Path) -> Iterator[Mount]:
+    """The mount that fails."""
+    point = place / "troubled"
+    point.mkdir()
+    mount = Mount(str(point), "faults.trouble.mount")
+    try:
+        yield mount
+    finally:
+        mount.close()
