@@ -63,7 +63,7 @@ ROWS = [
         run=partial(_devices, kind=kind),
         fast=8,
         nightly=500,
-        part=100,
+        part=50,
         mutants=("failed-sync",) if kind == "ext4" else (),
         tried=100,
         root=True,

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal
 import fastckpt
 from fastckpt.exceptions import CheckpointError
 from faults.row import Row, Run
-from faults.trouble.proxy import FAULTS, Proxy
+from faults.trouble.proxy import FAULTS, NEVER, Proxy
 from harness.s3 import BUCKET, Server, environment
 from harness.states import numbered, which
 
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     import random
     from collections.abc import Iterator
 
-#: With the last one nothing succeeds.
-CHANCES = (0.05, 0.2, 0.5, 1.0)
+CHANCES = (0.05, 0.2, 0.5)
+#: In every third trial nothing comes through any more after at most so many requests.
+OUTAGE, LATEST = 3, 30
 #: Bytes of a state: in one request, or in parts.
 SIZES = (5_000, 300_001, 12_000_000)
 SAVES = 3
@@ -105,10 +106,10 @@ def failing() -> Iterator[None]:
 
 def _one(run: Run, proxy: Proxy, draw: random.Random) -> None:
     nbytes, chance, seed = draw.choice(SIZES), draw.choice(CHANCES), draw.random()
-    name = draw.choice(("copies", "runs"))
+    name, outage = draw.choice(("copies", "runs")), draw.randrange(LATEST) if draw.randrange(OUTAGE) == 0 else NEVER
     with tempfile.TemporaryDirectory(dir=run.place) as place:
         store = Store(Path(place), f"s3://{BUCKET}/{run.made}", nbytes)
-        proxy.fail(chance, seed)
+        proxy.fail(chance, seed, outage)
         try:
             wrong = getattr(store, name)(proxy)
         except Exception as error:  # noqa: BLE001 - whatever is raised was not promised
@@ -146,6 +147,6 @@ ROWS = [
         run=_stores,
         fast=3,
         nightly=150,
-        part=50,
+        part=15,
     ),
 ]

@@ -16,6 +16,8 @@ from urllib.parse import urlsplit
 #: What may befall a request. Where an answer is lost, the server has done what it was asked, and is asked again.
 FAULTS = ("lost", "answer lost", "twice", "throttled", "failed", "cut", "late")
 REFUSALS = {"throttled": (503, "SlowDown"), "failed": (500, "InternalError")}
+#: More requests than there are.
+NEVER = 1 << 60
 #: The longest delay, in seconds.
 LATEST = 0.5
 #: What belongs to a connection, and not to what is sent over it.
@@ -30,29 +32,34 @@ class Proxy:
 
     Attributes:
         url: of the network.
-        chance: that something befalls a request.
         came: how often each fault came.
     """
 
     def __init__(self, url: str) -> None:
         self.target = urlsplit(url).netloc
-        self.chance, self.came = 0.0, Counter[str]()
+        self.came = Counter[str]()
+        self._chance, self._left = 0.0, NEVER
         self._draw, self._lock = random.Random(0), threading.Lock()
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"proxy": self}))
         self._server.daemon_threads = True
         self.url = f"http://127.0.0.1:{self._server.server_port}"
         threading.Thread(target=self._server.serve_forever, name="proxy", daemon=True).start()
 
-    def fail(self, chance: float, seed: float) -> None:
-        """From now on each request is struck with this probability, as the seed says."""
+    def fail(self, chance: float, seed: float, outage: int = NEVER) -> None:
+        """From now on each request is struck with this probability, as the seed says; after so many, nothing comes
+        through any more."""
         with self._lock:
-            self.chance = chance
+            self._chance, self._left = chance, outage
             self._draw.seed(seed)
 
     def fault(self) -> tuple[str, float]:
         """What befalls the next request, if anything; and a number from 0 to 1."""
         with self._lock:
-            found = self._draw.choice(FAULTS) if self._draw.random() < self.chance else ""
+            self._left -= 1
+            if self._left < 0:
+                found = self._draw.choice(FAULTS[:2])
+            else:
+                found = self._draw.choice(FAULTS) if self._draw.random() < self._chance else ""
             self.came[found] += 1
             return found, self._draw.random()
 
