@@ -55,6 +55,12 @@ def commit() -> str:
     return (name.stdout.strip() or "unknown") + ("+" if dirty.stdout.strip() else "")
 
 
+def machine() -> str:
+    """The kind of this one."""
+    kernel = ".".join(platform.release().split(".")[:2])
+    return f"{platform.system()} {kernel}, {platform.machine()}, {os.cpu_count()} cores"
+
+
 @dataclass
 class Campaign:
     """What is run, and the file with what came of it: parts that are in it are not run again.
@@ -75,9 +81,7 @@ class Campaign:
         if self.path.exists():
             self.document = json.loads(self.path.read_text(encoding="utf-8"))
         if any(self.document.get(name) != value for name, value in about.items()):
-            kernel = ".".join(platform.release().split(".")[:2])
-            machine = f"{platform.system()} {kernel}, {platform.machine()}, {os.cpu_count()} cores"
-            self.document = {**about, "machine": machine, "parts": {}, "mutants": {}}
+            self.document = {**about, "machine": machine(), "parts": {}, "mutants": {}}
 
     def _keep(self) -> None:
         self.document["date"] = datetime.now(timezone.utc).strftime("%Y-%m-%d")

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from faults.league import table as league
+from faults.row import DISTINCT
 from faults.rows import rows
 
 DATA = Path(__file__).parents[2] / "docs" / "reliability.json"
@@ -37,6 +38,8 @@ def write(source: Path, data: Path = DATA) -> None:
             "trials": sum(part["trials"] for part in parts),
             "violations": sum(len(part["violations"]) for part in parts),
         }
+        if distinct := sum(part.get("details", {}).get(DISTINCT, 0) for part in parts):
+            document["rows"][name]["distinct"] = distinct
     for name, caught in found["mutants"].items():
         known = document["mutants"].setdefault(name, {})
         known |= {row: {"trials": one["trials"], "caught": bool(one["by"])} | about for row, one in caught.items()}
@@ -81,4 +84,5 @@ def _counts(found: dict[str, Any], *, enumerated: bool) -> str:
         said = "all cases, each once"
     else:
         said = f"below {300 / trials:.2g} %" if not violations else f"about {100 * violations / trials:.2g} %"
-    return f"{trials:,} | {violations} | {said} |"
+    distinct = f" ({found['distinct']:,} distinct states)" if "distinct" in found else ""
+    return f"{trials:,}{distinct} | {violations} | {said} |"

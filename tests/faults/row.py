@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 TIERS = ("fast", "nightly")
+#: The detail of a run that counts the states, among those that its trials have drawn, that were not there before.
+DISTINCT = "states that differ"
 
 
 class EnoughError(Exception):

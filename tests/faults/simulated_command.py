@@ -23,6 +23,9 @@ TESTS = Path(__file__).parents[1]
 sys.path.insert(0, str(TESTS))
 
 from faults import simulated  # noqa: E402 - the paths come first
+from faults.campaign import commit, machine  # noqa: E402
+from faults.row import DISTINCT  # noqa: E402
+from faults.rows.r04_simulated import NAME  # noqa: E402
 from faults.simulated_mutants import MUTANTS, Catcher  # noqa: E402
 from faults.simulated_reader import Reader  # noqa: E402
 
@@ -78,10 +81,26 @@ class Campaign:
         """Write the file."""
         violations = [each for block in self.found["blocks"].values() for each in block["violations"]]
         sums = {what: self.total(what) for what in ("programs", "operations", "drawn", "states", "saved over")}
-        head = {"date": datetime.now(timezone.utc).date().isoformat(), "commit": _commit(), **sums}
+        part = {
+            "seed": self.found["seed"],
+            "trials": sums["drawn"],
+            "violations": violations,
+            "details": {DISTINCT: sums["states"]},
+        }
+        head = {
+            "date": datetime.now(timezone.utc).date().isoformat(),
+            "commit": commit(),
+            "machine": machine(),
+            # As a campaign of all rows has it, for the page.
+            "tier": "nightly",
+            "parts": {NAME: [part]},
+            "mutants": {},
+            **sums,
+            "violations": violations,
+        }
         new = self.path.with_suffix(".new")
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        new.write_text(json.dumps({**head, "violations": violations, **self.found}, indent=1), encoding="utf-8")
+        new.write_text(json.dumps({**self.found, **head}, indent=1), encoding="utf-8")
         new.replace(self.path)
 
     def run(self, states: int, workers: int, seconds: float) -> int:
@@ -123,13 +142,6 @@ def _answering(processes: list[Any]) -> list[Any]:
 
     ready = select.select([process.stdout for process in processes], [], [])[0]
     return [process for process in processes if process.stdout in ready]
-
-
-def _commit() -> str:
-    git = ["git", "-C", str(TESTS.parent)]
-    name = subprocess.run([*git, "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=False)
-    dirty = subprocess.run([*git, "status", "--short", "-uno"], capture_output=True, text=True, check=False)
-    return (name.stdout.strip() or "unknown") + ("+" if dirty.stdout.strip() else "")
 
 
 def mutants(seed: int) -> int:

@@ -54,7 +54,7 @@ ROWS = [
         "SIGKILL (and SIGTERM) within saves, removals, restores and rollbacks; overwriting, keep=1 or 4, asynchronous",
         run=killed_runs.campaign,
         fast=40,
-        nightly=8000,
+        nightly=10_000,
         part=100,
         mutants=("retention-goes-first",),
         tried=40,
@@ -101,7 +101,7 @@ ROWS = [
         "what an undisturbed training leaves is what each is compared with",
         run=_trainings,
         fast=0,
-        nightly=200,
+        nightly=100,
     ),
     Row(
         1,
@@ -111,7 +111,7 @@ ROWS = [
         "what an undisturbed training leaves is what each is compared with",
         run=partial(_trainings, ranks=2),
         fast=0,
-        nightly=200,
+        nightly=100,
     ),
     Row(
         1,
@@ -121,6 +121,6 @@ ROWS = [
         "what an undisturbed training leaves is what each is compared with",
         run=partial(_trainings, tunes=True),
         fast=0,
-        nightly=200,
+        nightly=100,
     ),
 ]

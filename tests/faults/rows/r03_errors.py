@@ -16,6 +16,7 @@ ROWS = [
                 "tests/core/test_commit.py::test_parent_that_cannot_be_made_or_synced",
             )
         ),
+        mutants=("failed-write", "failed-sync"),
     ),
     Row(
         10,

@@ -51,6 +51,6 @@ ROWS = [
     _row("ext4", 60, ("parent-sync", "acknowledged-early")),
     _row("xfs", 40, ("parent-sync", "acknowledged-early")),
     _row("btrfs", 40, ("a-shards-sync", "manifest-sync", "parent-sync", "acknowledged-early")),
-    _row_of_ranks(OfRanks, "", 300),
-    _row_of_ranks(OfFourRanks, "four ", 150),
+    _row_of_ranks(OfRanks, "", 200),
+    _row_of_ranks(OfFourRanks, "four ", 100),
 ]

@@ -5,9 +5,10 @@ from __future__ import annotations
 from itertools import count
 
 from faults import simulated
-from faults.row import Row, Run
+from faults.row import DISTINCT, Row, Run
 from faults.simulated_reader import Reader
 
+NAME = "power cuts on a simulated disk"
 #: Power cuts of one program.
 EACH = {"fast": 200, "nightly": 600}
 
@@ -21,7 +22,7 @@ def _cut(run: Run) -> None:
             for at, mode, why in found.wrong:
                 run.done(f"program {seed} ({program['kind']}), after operation {at}, {mode}: {why}", trials=0)
             run.done(trials=found.drawn)
-            run.count("states that differ", found.states)
+            run.count(DISTINCT, found.states)
             run.count("states that were saved over", found.over)
             if run.made >= run.trials:
                 return
@@ -30,7 +31,7 @@ def _cut(run: Run) -> None:
 ROWS = [
     Row(
         4,
-        "power cuts on a simulated disk",
+        NAME,
         "After a power cut all that was acknowledged is there, bit for bit; nothing half counts as whole; one can "
         "go on.",
         "a disk that promises no more than POSIX: what is not synced is lost or stays, each page and name by itself",

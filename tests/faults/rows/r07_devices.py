@@ -61,7 +61,7 @@ ROWS = [
         "(FUSE below a loop device: this kernel has no dm-error)",
         "each scene is played without a fault first; the device counts what it has failed",
         run=partial(_devices, kind=kind),
-        fast=8,
+        fast=4,
         nightly=500,
         part=50,
         mutants=("failed-sync",) if kind == "ext4" else (),

@@ -27,7 +27,7 @@ ROWS = [
         "the calls before it succeed; what is told as saved is there",
         run=_groups,
         fast=0,
-        nightly=300,
+        nightly=120,
         part=60,
     ),
 ]

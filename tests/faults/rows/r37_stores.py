@@ -145,8 +145,8 @@ ROWS = [
         "a proxy that loses requests or answers, repeats, delays and refuses them (500, 503), and cuts answers short",
         "each fault is counted; without faults the same calls succeed",
         run=_stores,
-        fast=3,
-        nightly=150,
+        fast=2,
+        nightly=90,
         part=15,
     ),
 ]
