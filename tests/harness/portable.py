@@ -31,6 +31,16 @@ OTHERS = {
         "test_a_lazy_save_notices_a_change_of_what_it_casts",
         "test_a_look_at_a_target_makes_no_parents",
     ),
+    "is what an interpreter of its own imports, and was tried with it": (
+        "test_framework_numpy_needs_no_torch",
+        "test_without_a_descriptor_to_spare_a_checkpoint_opens_all_the_same",
+        "test_when_the_interpreter_ends",
+        "test_an_option_is_added_in_one_file",
+        "test_a_load_in_a_tight_group_is_an_error_and_no_kill",
+        "test_debug_build_warns_once",
+        "test_text_of_a_file_does_not_reach_the_terminal_raw",
+        "test_a_locale_without_the_characters_is_no_traceback",
+    ),
 }
 
 
