@@ -29,6 +29,8 @@ from harness import needs
 # FSDP of torch 2.6 refuses to cut what tensor parallelism has cut unequally.
 VOCABULARY = 61 if needs.torch_at_least(2, 7) else 64
 WIDTH, INNER, BLOCKS = 24, 52, 2
+#: Of Adam.
+MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class Block(nn.Module):
@@ -192,15 +194,11 @@ def build(topology: str, *, tied: bool = True, scale: int = 1, trained: bool = T
 
     model = spread(values) if trained else spread({})
     optimizer = adam(model)
-    # As in training, the state of the optimizer is made by a step; its values come after.
-    rate = optimizer.param_groups[0]["lr"]
-    optimizer.param_groups[0]["lr"] = 0.0
+    # What a step would make of no gradient; torch works out anew in each process how it spreads each operation of one.
     for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    optimizer.zero_grad()
-    optimizer.param_groups[0]["lr"] = rate
-    for moment in ("exp_avg", "exp_avg_sq") if trained else ():
+        moments_of = {name: torch.zeros_like(parameter) for name in MOMENTS}
+        optimizer.state[parameter] = {"step": torch.tensor(1.0), **moments_of}
+    for moment in MOMENTS if trained else ():
         source = spread({key: each[moment] for key, each in moments["state"].items()})
         for parameter, wanted in zip(model.parameters(), source.parameters(), strict=True):
             optimizer.state[parameter][moment].copy_(wanted.detach())
