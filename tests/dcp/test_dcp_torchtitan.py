@@ -12,11 +12,22 @@ from harness import titan
 pytestmark = [pytest.mark.slow, titan.needed]
 
 
-@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
-def test_save_restart_resume_and_keep_the_latest(forge, tmp_path, mode):
-    config = {"async_mode": mode, "keep_latest_k": 2}
+@pytest.fixture(scope="module")
+def forge():
+    with titan.forge() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def straight(forge, tmp_path_factory):
+    """How a run of torchtitan's own manager ends, which nothing disturbs."""
     with forge.group(2) as group:
-        straight = group.run(titan.train, tmp_path / "straight", 7, "stock", timeout=240)
+        return group.run(titan.train, tmp_path_factory.mktemp("straight"), 7, "stock", timeout=240)
+
+
+@pytest.mark.parametrize("mode", ["disabled", "async", "async_with_pinned_mem"])
+def test_save_restart_resume_and_keep_the_latest(forge, straight, tmp_path, mode):
+    config = {"async_mode": mode, "keep_latest_k": 2}
     with forge.group(2) as group:
         begun = group.run(titan.train, tmp_path, 4, timeout=240, **config)
     assert [result[:2] for result in begun] == [(0, 0)] * 2

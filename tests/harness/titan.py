@@ -6,6 +6,7 @@ import os
 import pickle
 import signal
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -16,9 +17,19 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 
 import fastckpt
 from fastckpt.distributed import Ranks
-from harness import logged, parallel
+from harness import groups, logged, parallel
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
 
 needed = pytest.mark.skipif(find_spec("torchtitan") is None, reason="NOT TESTED HERE: needs torchtitan (scripts/setup)")
+
+
+def forge() -> AbstractContextManager[groups.Forge]:
+    """Makes groups of processes that have imported the managers: else each rank takes a tenth of a second for them."""
+    managers = "torchtitan.components.checkpointer,fastckpt.integrations.torchtitan"
+    modules = f"harness.member,harness.titan,{managers}"
+    return groups.forge(env={"FASTCKPT_TEST_IMPORT": modules, "PYTHONWARNINGS": "ignore"})
 
 
 class Optimizers:

@@ -17,6 +17,12 @@ pytestmark = [pytest.mark.slow, titan.needed]
 STEPS = 7
 
 
+@pytest.fixture(scope="module")
+def forge():
+    with titan.forge() as made:
+        yield made
+
+
 def play(forge, folder, last=STEPS, kind="ours", *, ranks=2, **config):
     """What each rank of a run found, and how it ended."""
     with forge.group(ranks) as group:
