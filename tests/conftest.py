@@ -95,7 +95,7 @@ def _memory_goes_back():
 @pytest.fixture(scope="session")
 def forge():
     """Makes groups of real processes with a gloo process group: see :mod:`harness.groups`."""
-    with groups.forge(env={"FASTCKPT_TEST_HUGE": "1"}) as made:
+    with groups.forge() as made:
         yield made
 
 
@@ -127,7 +127,7 @@ def children():
 @pytest.fixture(scope="session")
 def children_with_torch():
     """Forks the jobs of :mod:`harness.jobs` with torch imported, which takes seconds."""
-    with zygote.running(env={"FASTCKPT_TEST_TORCH": "1"}) as running:
+    with zygote.running(env={"FASTCKPT_TEST_TORCH": "1", "FASTCKPT_TEST_HUGE": "1"}) as running:
         yield running
 
 

@@ -110,7 +110,7 @@ def stage(*, ranks: bool = False) -> Iterator[Stage]:
         all_.callback(mount.close)
         made = Stage(mount, alone, place)
         if ranks:
-            made.forge = all_.enter_context(groups.forge(env={"FASTCKPT_TEST_HUGE": "1"}))
+            made.forge = all_.enter_context(groups.forge())
         yield made
 
 

@@ -37,6 +37,7 @@ ENVIRONMENT = {
     "TORCH_CPP_LOG_LEVEL": "ERROR",
     # The server of a TCPStore asks the name server for the name of each client, and answers no other meanwhile.
     "RES_OPTIONS": "timeout:1 attempts:1",
+    "FASTCKPT_TEST_HUGE": "1",
 }
 # Nothing of torch's own that a rank warns of is the test's business.
 NOISE: tuple[str, ...] = ("DTensor random operators may not have complete support on cpu",)  # torch 2.6, of any mesh
@@ -286,7 +287,7 @@ class Forge:
 @contextlib.contextmanager
 def forge(*prefix: str, env: dict[str, str] | None = None) -> Iterator[Forge]:
     """A torch-warm zygote for as long as the block lasts; ``prefix`` is a command to run it under, and ``env`` what it
-    has in its environment (``FASTCKPT_TEST_HUGE`` where it forks by the hundred)."""
+    has in its environment."""
     variables = {**ENVIRONMENT, "FASTCKPT_TEST_IMPORT": "harness.member", **(env or {})}
     with zygote.running(*prefix, env=variables) as parent:
         yield Forge(parent)

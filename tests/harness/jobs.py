@@ -29,7 +29,7 @@ from harness.states import numbered, same, which
 from harness.zygote import Channel
 
 if os.environ.get("FASTCKPT_TEST_TORCH"):
-    importlib.import_module("torch")
+    importlib.import_module("fastckpt._tensors.torch")
 
 # A child that has given up its privileges cannot read /root's interpreter any more: what is imported late is
 # imported here.
@@ -37,6 +37,7 @@ for late in (
     "tqdm",
     "gzip",
     "fastckpt.tools",
+    "fastckpt._manager.manager",
     "fastckpt._api.single_file",
     "fastckpt._tools.doctor.facts",
     "fastckpt._tools.doctor.findings",

@@ -37,7 +37,7 @@ FSDP2 = {
 
 def forge(*more: str) -> Any:
     """Makes groups of processes that have imported transformers, and more."""
-    env = {"FASTCKPT_TEST_HUGE": "1", "PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
+    env = {"PYTHONWARNINGS": "ignore", "HF_HUB_OFFLINE": "1"}
     return groups.forge(env={"FASTCKPT_TEST_IMPORT": ",".join([MODULES, *more]), **env})
 
 
