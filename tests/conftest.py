@@ -13,7 +13,7 @@ import sys
 import pytest
 
 import fastckpt
-from harness import groups, sharing, zygote
+from harness import dealing, groups, sharing, zygote
 from harness.options import grouped
 from harness.s3 import s3, s3_server  # noqa: F401 - fixtures
 
@@ -61,6 +61,16 @@ def pytest_collection():
     finally:
         gc.freeze()
         gc.enable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config, items):
+    """Workers begin with long tests."""
+    if hasattr(config, "workerinput"):
+        workers = config.workerinput["workercount"]
+        items[:] = dealing.dealt(
+            items, workers, file=lambda item: item.path, slow=lambda item: item.get_closest_marker("slow") is not None
+        )
 
 
 @pytest.hookimpl(trylast=True)

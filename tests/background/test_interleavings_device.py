@@ -210,6 +210,7 @@ def turn_of(training, path, rng, *, let_go):
     return pending.exception(60) is None and same(fastckpt.load(path, io=fastckpt.IO(verify=False)), expected)
 
 
+@pytest.mark.slow
 def test_what_is_saved_is_what_was_there_at_the_call(directory):
     rng = random.Random(0)
     trainings = {name: make() for name, make in KINDS.items()}

@@ -161,6 +161,7 @@ def test_unchanged_writes_what_has_changed(script):
     assert "| same |" in printed
 
 
+@pytest.mark.slow
 def test_doors_stand_beside_their_frameworks(script):
     if importlib.util.find_spec("torchtitan") is None:
         needs.missing("torchtitan (scripts/setup)")

@@ -29,7 +29,7 @@ ROOT = os.environ.get("FASTCKPT_TEST_ROOT", "jammy")
 GLIBC = {"jammy": "2.35", "oldest": "2.27"}
 MB = 10**6
 
-pytestmark = [pytest.mark.root]
+pytestmark = [pytest.mark.root, pytest.mark.slow]
 
 # Saves a state that a slow storage would take days for, and says when the first of it lies there.
 ENDLESS = """

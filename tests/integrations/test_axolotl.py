@@ -34,6 +34,7 @@ def libraries():
         yield forge
 
 
+@pytest.mark.slow
 def test_the_plugin(libraries, tmp_path):
     def play(**config):
         with libraries.group(1, backend="") as group:

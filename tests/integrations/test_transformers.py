@@ -281,6 +281,7 @@ def test_a_save_that_fails_ends_the_training(libraries, tmp_path):
     assert steps_of(tmp_path) == [5, 10]
 
 
+@pytest.mark.slow
 def test_fsdp2(libraries, undisturbed, tmp_path):
     wanted = undisturbed(ranks=2, **trainer_kills.FSDP2)
     assert wanted[0]["spread"]

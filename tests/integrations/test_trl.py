@@ -11,6 +11,8 @@ from test_run import run
 
 import fastckpt
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def material(tmp_path_factory):
