@@ -7,6 +7,7 @@ import importlib.util
 import inspect
 import itertools
 import random
+import re
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from fastckpt._portable import checksum, files, hashes, listing, reader, records
 from fastckpt._portable.boxes import MERGE
 from fastckpt._portable.members import check_tokens, members
 from fastckpt._portable.records import ReadRequest
-from harness import manifest
+from harness import draws, manifest
 
 OPTIONS = {"io": "auto", "drain": None, "tick": None}
 
@@ -292,6 +293,16 @@ FORGED = {
 }
 
 
+def verdict(kind, path):
+    """What a reader says of a checkpoint: its error, or what it has read."""
+    try:
+        opened = kind(str(path))
+    except fastckpt.CheckpointError as error:
+        return type(error)
+    options = opened.info()["saved"]["options"]
+    return opened.structure(), opened.metadata(), len(opened.tensors()), options
+
+
 @pytest.mark.parametrize("forged", FORGED)
 def test_forged_manifests_have_the_verdict_of_the_core(tmp_path, forged):
     fastckpt.save({"a": np.arange(10)}, tmp_path / "c")
@@ -301,16 +312,53 @@ def test_forged_manifests_have_the_verdict_of_the_core(tmp_path, forged):
     assert changed != text
     manifest.forge(tmp_path / "c", changed)
 
-    def verdict(kind):
-        try:
-            opened = kind(str(tmp_path / "c"))
-        except fastckpt.CheckpointError as error:
-            return type(error)
-        options = opened.info()["saved"]["options"]
-        return opened.structure(), opened.metadata(), len(opened.tensors()), options
+    verdicts = [verdict(kind, tmp_path / "c") for kind in (_core.Reader, reader.Reader)]
+    assert verdicts[0] == verdicts[1]
+    assert (verdicts[0] is CorruptCheckpointError) is not readable
 
-    assert verdict(_core.Reader) == verdict(reader.Reader)
-    assert (verdict(reader.Reader) is CorruptCheckpointError) is not readable
+
+def mutations(text, dice, how_many):
+    """A manifest's text with some of its values, brackets and names changed."""
+    at = [found.span() for found in re.finditer(rb'"[^"]*"|-?[0-9.]+|[][{},:]', text)]
+    words = [text[begin:end] for begin, end in at]
+    words += [b"null", b"1e400", b"-0", b"18446744073709551615", b"9223372036854775808", b'"\\ud800"', b"[[", b"NaN"]
+    for _ in range(how_many):
+        changed = bytearray(text)
+        for begin, end in sorted(dice.sample(at, dice.choice((1, 1, 2, 3))), reverse=True):
+            match dice.randrange(4):
+                case 0:
+                    changed[begin:end] = dice.choice(words)
+                case 1:
+                    del changed[begin:end]
+                case 2:
+                    changed[begin:begin] = dice.choice(words)
+                case _:
+                    changed[dice.randrange(begin, end)] ^= 1 << dice.randrange(8)
+        yield bytes(changed)
+
+
+def test_mutated_manifests_have_the_verdict_of_the_core(tmp_path, record_property):
+    """The gate tries some. ``FASTCKPT_TEST_RUNS=all`` tries many, and those that ``scripts/fuzz`` has kept."""
+    path = tmp_path / "c"
+    state = {
+        "a": np.arange(10),
+        "b": [np.zeros((2, 0), np.int8), {"c": (1, "x", None)}],
+        "d": np.ones(3, np.complex128),
+    }
+    fastckpt.save(state, path, metadata={"step": 1})
+    text = (path / "fastckpt.json").read_bytes().split(b"\n", 1)[1]
+    everything = draws.each(2) == 1
+    kept = sorted(Path("target/fuzz/corpus/manifest").glob("*")) if everything else []
+    tried = [*mutations(text, random.Random(1), 100_000 if everything else 1000), *(one.read_bytes() for one in kept)]
+    taken = 0
+    for changed in tried:
+        manifest.forge(path, changed)
+        core, portable = verdict(_core.Reader, path), verdict(reader.Reader, path)
+        assert core == portable, changed
+        taken += core is not CorruptCheckpointError
+    # Both sides were met.
+    assert len(tried) // 50 < taken < len(tried)
+    record_property("trials", len(tried))
 
 
 def test_replaced_while_it_is_read(tmp_path):
