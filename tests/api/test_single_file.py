@@ -21,7 +21,7 @@ import numpy as np
 import pytest
 
 import fastckpt
-from harness import mounts, strace, zygote
+from harness import mounts, needs, strace, zygote
 from harness.rot import rot
 
 ENGINES = ["auto", "uring", "threads", "direct", "buffered"]
@@ -168,6 +168,7 @@ def test_nobody_sees_more_of_a_file_while_it_is_replaced(parent):
 @pytest.mark.root
 def test_the_group_stays(parent):
     """That of a directory which passes its own on, and that of the file that is replaced."""
+    needs.root()
     os.chown(parent, -1, 1234)
     parent.chmod(0o2775)
     for number in range(2):
@@ -180,6 +181,7 @@ def test_the_group_stays(parent):
 
 @pytest.mark.root
 def test_a_write_protected_file_stays(children):
+    needs.root()
     with mounts.public_directory() as directory:
         path = directory / "file"
         path.write_text("old")

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from harness import seccomp
+
 CAP_NET_ADMIN = 12
 CAP_IPC_LOCK = 14
 CAP_SYS_ADMIN = 21
@@ -45,6 +47,13 @@ def locked_memory() -> None:
     """Require that a process may lock all its memory."""
     if resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] != resource.RLIM_INFINITY and not _capable(CAP_IPC_LOCK):
         missing("needs locked memory without a limit (ulimit -l unlimited, or CAP_IPC_LOCK)")
+
+
+def ring() -> None:
+    """Require a kernel that gives this process an io_uring."""
+    refused = seccomp.setup_errno()
+    if refused:
+        missing(f"needs io_uring ({os.strerror(refused)}: seccomp, a sysctl, or `ulimit -l`)")
 
 
 def linux(version: tuple[int, int], what: str) -> None:

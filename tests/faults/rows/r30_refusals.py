@@ -1,9 +1,55 @@
 """A machine that refuses."""
 
+import sys
+from functools import partial
+
+from faults import of_tests
 from faults.of_tests import row
 from faults.row import Row
 
+#: Tests in which the backend, who one is, or the home directory has a say, but for those that are this row already, run
+#: on several ranks, or take a file system of their own.
+SUITE = (
+    *(f"tests/core/test_{name}.py" for name in ("border", "commit_protocol", "from_device", "layers", "rank_engines")),
+    "tests/api",
+    "tests/stores/test_stored_checkpoints.py",
+    *(f"tests/background/test_{name}.py" for name in ("async", "background_unit", "lazy")),
+    *(
+        f"tests/manager/test_{name}.py"
+        for name in (
+            "branches",
+            "checkpoints",
+            "discard_newer",
+            "links",
+            "manager",
+            "manager_unit",
+            "policies",
+            "preemption",
+        )
+    ),
+)
+
+
+def suite(kind: str, fault: str) -> Row:
+    """The tests on such a machine. Those that need what it refuses are skipped, and counted."""
+    under = (sys.executable, "-m", "harness.refused", kind, "--")
+    options = ("-n", "2", "--dist", "worksteal")
+    return Row(
+        30,
+        f"the tests: {kind}",
+        "The tests of saves, loads, managers and saves in the background pass where the machine refuses.",
+        fault,
+        "the same tests pass where nothing is refused",
+        run=partial(of_tests.run, SUITE, options, under=under),
+        fast=0,
+        nightly=1,
+    )
+
+
 ROWS = [
+    suite("EPERM", "io_uring_setup answers EPERM, by seccomp"),
+    suite("ENOSYS", "io_uring_setup answers ENOSYS, by seccomp"),
+    suite("user", "an ordinary user without capabilities, RLIMIT_MEMLOCK 0, a read-only home"),
     Row(
         30,
         "no io_uring",
