@@ -3,9 +3,7 @@
 use std::io;
 use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
-use std::thread;
+use std::sync::PoisonError;
 use std::time::Instant;
 
 use super::job::TICK;
@@ -13,6 +11,7 @@ use super::options::{BLOCK_SIZE, Options};
 use crate::error::{Error, Result, panic_text};
 use crate::format::geometry::SINGLE;
 use crate::sys::nice;
+use crate::sys::sync::{AtomicUsize, Mutex, Ordering, current, park_timeout, scope};
 use crate::sys::thread::builder;
 
 /// More threads than this were never faster: what they share is memory.
@@ -103,9 +102,9 @@ pub(super) fn in_threads(
     progress: &mut dyn FnMut(),
 ) -> (usize, Option<io::Error>) {
     let running = AtomicUsize::new(threads);
-    let caller = thread::current();
+    let caller = current();
     let (mut started, mut refused) = (0, None);
-    thread::scope(|scope| {
+    scope(|scope| {
         for number in 0..threads {
             let (running, caller) = (&running, &caller);
             let body = move || {
@@ -121,7 +120,7 @@ pub(super) fn in_threads(
             }
         }
         while running.load(Ordering::Acquire) > 0 {
-            thread::park_timeout(TICK);
+            park_timeout(TICK);
             progress();
         }
     });
@@ -150,6 +149,8 @@ pub(crate) fn batches(parts: impl IntoIterator<Item = (u64, bool)>) -> (Vec<Rang
 
 #[cfg(test)]
 mod tests {
+    use std::thread;
+
     use super::*;
 
     fn pool(threads: usize) -> Pool {

@@ -20,10 +20,11 @@
 //! No wait is longer than its cause: every change wakes all waiting threads, and [`Mail::stop`] ends every wait.
 
 use std::ops::{Deref, Range};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, OnceLock, PoisonError};
 
 use crate::error::{Error, Result};
 use crate::format::checksum;
+use crate::sys::sync::{Condvar, Mutex, MutexGuard};
 
 /// Bytes of the checksum after those of a message.
 const SUM: usize = 8;

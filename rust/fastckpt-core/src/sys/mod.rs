@@ -21,4 +21,5 @@ pub mod ring;
 pub mod shm;
 pub mod slabs;
 pub mod strided;
+pub(crate) mod sync;
 pub mod thread;

@@ -2,13 +2,13 @@
 
 use std::cell::Cell;
 use std::sync::atomic::Ordering::{Relaxed, Release};
-use std::sync::atomic::{AtomicU32, AtomicU64, fence};
+use std::sync::atomic::{AtomicU32, AtomicU64};
 
 use super::clock::now;
 use super::codes::State;
 use super::layout::{BUCKETS, ThreadSlot, UNSEEN};
 use super::operation::{Operation, bucket_of, clamp};
-use super::process;
+use super::{process, seqlock};
 
 /// The counters of one worker. They have one writer, which uses plain loads and stores.
 #[derive(Debug)]
@@ -41,17 +41,16 @@ impl<'a> Lane<'a> {
     pub fn new(operation: &'a Operation) -> Self {
         let number = process::take_thread(operation.segment);
         let slot = number.map_or(&UNSEEN.threads[0], |number| &operation.segment.threads[number]);
-        slot.op_id.store(0, Release);
-        fence(Release);
-        for zero in [&slot.in_flight, &slot.state, &slot.file] {
-            zero.store(0, Relaxed);
-        }
-        slot.op_slot.store(operation.number, Relaxed);
-        slot.latency_max_ns.store(0, Relaxed);
-        slot.bytes_op.store(0, Relaxed);
-        slot.tid.store(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs(), Relaxed);
-        slot.cpu.store(rustix::thread::sched_getcpu() as u32, Relaxed);
-        slot.op_id.store(operation.id, Release);
+        seqlock::hand_over(&slot.op_id, operation.id, || {
+            for zero in [&slot.in_flight, &slot.state, &slot.file] {
+                zero.store(0, Relaxed);
+            }
+            slot.op_slot.store(operation.number, Relaxed);
+            slot.latency_max_ns.store(0, Relaxed);
+            slot.bytes_op.store(0, Relaxed);
+            slot.tid.store(rustix::thread::gettid().as_raw_nonzero().get().unsigned_abs(), Relaxed);
+            slot.cpu.store(rustix::thread::sched_getcpu() as u32, Relaxed);
+        });
         let rest = [const { Cell::new(0) }; 3];
         Self { operation, slot, number, bytes: Cell::new(0), rest, histogram: [0; BUCKETS] }
     }

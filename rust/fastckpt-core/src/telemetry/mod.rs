@@ -9,6 +9,7 @@ mod lane;
 pub mod layout;
 mod operation;
 mod process;
+mod seqlock;
 mod target;
 #[cfg(test)]
 mod tests;

@@ -1,15 +1,15 @@
 //! One save, load or verification, as the live counters show it.
 
 use std::path::Path;
-use std::sync::atomic::Ordering::{Relaxed, Release};
-use std::sync::atomic::{AtomicU32, AtomicU64, fence};
+use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicU32, AtomicU64};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use super::clock::{now, time_of_day};
 use super::codes::{DONE, FAILED, Kind, Phase, WHOLE};
 use super::layout::{BUCKETS, OperationSlot, Record, Segment, UNSEEN};
-use super::{process, target};
+use super::{process, seqlock, target};
 use crate::environment::Environment;
 
 /// The width of the time window in which an operation's peak throughput is measured.
@@ -157,12 +157,7 @@ impl Operation {
 
     /// Makes a consistent change to the slot (`docs/telemetry.md`, 6). Only the coordinating thread calls this.
     fn write(&self, change: impl FnOnce(&OperationSlot)) {
-        // `take_operation` left the number odd.
-        let odd = self.slot.seq.load(Relaxed) | 1;
-        self.slot.seq.store(odd, Relaxed);
-        fence(Release); // the odd number is stored before the fields
-        change(self.slot);
-        self.slot.seq.store(odd.wrapping_add(1), Release); // and the even one after them
+        seqlock::write(&self.slot.seq, || change(self.slot));
     }
 
     /// The plan is complete, and work begins.
@@ -345,9 +340,8 @@ impl Operation {
             record.fallback_errno.store(self.slot.fallback_errno.load(Relaxed), Relaxed);
             record.label.copy(&self.slot.label);
             record.path.set_tail(&closing.path);
-            record.op_id.store(self.id, Release);
         };
-        process::finish(self.segment, self.number, self.kind, outcome.is_ok(), bytes, fill, close);
+        process::finish(self.segment, (self.number, self.id), self.kind, outcome.is_ok(), bytes, fill, close);
     }
 
     fn closing(&self) -> std::sync::MutexGuard<'_, Closing> {

@@ -5,7 +5,6 @@
 use std::hash::{DefaultHasher, Hash, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
-use std::sync::atomic::fence;
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use rustix::fs::stat;
@@ -17,7 +16,7 @@ use super::layout::{
     HISTORY, Header, MAGIC, MAJOR, MINOR, NO_SLOT, OPERATIONS, OperationSlot, Record, Segment, THREADS,
     ThreadSlot, UNSEEN, empty,
 };
-use super::target;
+use super::{seqlock, target};
 use crate::environment::Environment;
 use crate::sys::mounts::{local, mounts};
 use crate::sys::shm::{self, Shared};
@@ -63,10 +62,10 @@ pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
     });
     with_segment(|segment| {
         // A reader that finds shares also finds the step that they belong to.
-        segment.process.changed.store(0, Relaxed);
-        fence(Release);
-        segment.process.changed_step.store(step, Relaxed);
-        segment.process.changed.store(optimizer << 32 | model, Release);
+        let Segment { process, .. } = segment;
+        seqlock::hand_over(&process.changed, optimizer << 32 | model, || {
+            process.changed_step.store(step, Relaxed);
+        });
     });
 }
 
@@ -74,12 +73,8 @@ pub fn set_changed(step: i64, model: Option<f64>, optimizer: Option<f64>) {
 pub fn warn(text: &str) {
     with_segment(|segment| {
         let process = &segment.process;
-        let number = process.warned.load(Relaxed);
         // A reader that finds the number also finds its text.
-        process.warned.store(0, Relaxed);
-        fence(Release);
-        process.warning.set(text);
-        process.warned.store(number + 1, Release);
+        seqlock::hand_over(&process.warned, process.warned.load(Relaxed) + 1, || process.warning.set(text));
     });
 }
 
@@ -232,8 +227,7 @@ pub(super) fn take_operation(environment: &Environment) -> (&'static Segment, u3
     // From here on the slot is taken: neither unused nor ended.
     let slot = &segment.operations[number];
     // Odd until the operation first writes its slot. Until then, the slot holds the values of another operation.
-    slot.seq.store(slot.seq.load(Relaxed) | 1, Relaxed);
-    fence(Release);
+    seqlock::open(&slot.seq);
     slot.t_end_mono_ns.store(0, Relaxed);
     slot.op_id.store(process.operations, Release);
     (segment, number as u32, process.operations)
@@ -270,7 +264,7 @@ pub(super) fn is_locked() -> bool {
 /// shows that its operation has ended, so all reads and writes of it come before the lock is released.
 pub(super) fn finish(
     segment: &'static Segment,
-    number: u32,
+    (number, id): (u32, u64),
     kind: Kind,
     ok: bool,
     bytes: u64,
@@ -287,9 +281,7 @@ pub(super) fn finish(
     if number != NO_SLOT {
         let head = totals.hist_head.load(Relaxed);
         let record = &segment.history[(head % HISTORY as u64) as usize];
-        record.op_id.store(0, Release);
-        fence(Release);
-        fill(record);
+        seqlock::hand_over(&record.op_id, id, || fill(record));
         totals.hist_head.store(head + 1, Release);
     }
     close();

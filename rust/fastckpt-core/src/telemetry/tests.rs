@@ -253,7 +253,7 @@ fn a_slot_is_closed_after_its_record_and_while_nobody_can_take_it() {
         assert!(process::is_locked(), "another operation may take the slot as soon as it is closed");
         closed.set(true);
     };
-    process::finish(operation.segment, operation.number, Kind::Save, true, 0, fill, close);
+    process::finish(operation.segment, (operation.number, operation.id), Kind::Save, true, 0, fill, close);
     assert!(closed.get());
     assert_eq!(filled.get(), operation.number != layout::NO_SLOT);
 }

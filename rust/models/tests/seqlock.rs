@@ -1,0 +1,98 @@
+//! The fields that readers copy twice, under every order of threads and every delay of a store that the memory model of
+//! C allows: loom tries all of them in which a
+//! thread is interrupted three times at most.
+
+mod sys {
+    pub(crate) mod sync {
+        pub(crate) use loom::sync::atomic::{AtomicU64, Ordering, fence};
+    }
+}
+
+#[path = "../../fastckpt-core/src/telemetry"]
+mod telemetry {
+    mod seqlock;
+
+    // As the core uses them.
+    pub(crate) fn open(number: &super::AtomicU64) {
+        seqlock::open(number);
+    }
+
+    pub(crate) fn write(number: &super::AtomicU64, change: impl FnOnce()) {
+        seqlock::write(number, change);
+    }
+
+    pub(crate) fn hand_over(mark: &super::AtomicU64, to: u64, change: impl FnOnce()) {
+        seqlock::hand_over(mark, to, change);
+    }
+}
+
+use std::sync::Arc;
+
+use loom::thread;
+use sys::sync::Ordering::{Relaxed, SeqCst};
+use sys::sync::{AtomicU64, fence};
+
+/// A number or a mark, and two fields that belong together.
+type Slot = [AtomicU64; 3];
+
+fn set(slot: &Slot, value: u64) {
+    slot[1].store(value, Relaxed);
+    slot[2].store(value, Relaxed);
+}
+
+/// The monitor: two copies, each in any order, with the barriers of a `pread` between them. Nothing if they differ.
+fn copied(slot: &Slot) -> Option<[u64; 3]> {
+    let copy = || [slot[2].load(Relaxed), slot[1].load(Relaxed), slot[0].load(Relaxed)];
+    let first = copy();
+    fence(SeqCst);
+    (first == copy()).then_some(first)
+}
+
+fn tried(writer: fn(&Slot), sound: fn([u64; 3])) {
+    let mut model = loom::model::Builder::new();
+    model.preemption_bound = Some(3);
+    model.check(move || {
+        let slot = Arc::new([0, 0, 0].map(AtomicU64::new));
+        let shared = Arc::clone(&slot);
+        let thread = thread::spawn(move || writer(&shared));
+        if let Some(copy) = copied(&slot) {
+            sound(copy);
+        }
+        thread.join().unwrap();
+        sound(copied(&slot).unwrap());
+    });
+}
+
+#[test]
+fn fields_of_one_write_are_seen_together() {
+    let writer = |slot: &Slot| {
+        telemetry::write(&slot[0], || set(slot, 1));
+        telemetry::write(&slot[0], || set(slot, 2));
+    };
+    tried(writer, |[second, first, number]| {
+        assert!(number % 2 == 1 || (first == second && number == 2 * first), "{first} {second} {number}");
+    });
+}
+
+#[test]
+fn fields_that_are_open_are_nobodys() {
+    let writer = |slot: &Slot| {
+        telemetry::open(&slot[0]);
+        slot[1].store(7, Relaxed);
+        telemetry::write(&slot[0], || set(slot, 1));
+    };
+    tried(writer, |[second, first, number]| {
+        assert!(number % 2 == 1 || first == second, "{first} {second} {number}");
+    });
+}
+
+#[test]
+fn fields_that_are_handed_over_belong_to_their_mark() {
+    let writer = |slot: &Slot| {
+        telemetry::hand_over(&slot[0], 1, || set(slot, 1));
+        telemetry::hand_over(&slot[0], 2, || set(slot, 2));
+    };
+    tried(writer, |[second, first, mark]| {
+        assert!(mark == 0 || (first == mark && second == mark), "{first} {second} {mark}");
+    });
+}

@@ -1,0 +1,63 @@
+"""Memory and threads of the core."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+
+from faults.campaign import ROOT
+from faults.row import Row, Run
+
+
+def _passed(run: Run, command: list[str], **more: str) -> list[int]:
+    """How many tests of each program of Rust have passed that a script runs. A failure is a violation."""
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env=os.environ | more,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    passed = [int(each) for each in re.findall(r"(\d+) passed", done.stdout)]
+    if done.returncode != 0 or not passed:
+        run.done(done.stdout[-3000:], 0)
+    return passed
+
+
+def sanitized(run: Run) -> None:
+    """The tests of the core."""
+    run.done(trials=sum(_passed(run, ["scripts/sanitize"])))
+
+
+def orders(run: Run) -> None:
+    """The scenes, each in so many drawn orders, and what is tried in full."""
+    passed = _passed(run, ["scripts/interleavings"], FASTCKPT_ORDERS=str(run.trials))
+    run.done(trials=sum(passed[:1]) * run.trials)
+    run.count("tried in full", sum(passed[1:]))
+
+
+ROWS = [
+    Row(
+        35,
+        "sanitizers",
+        "The core uses no memory that is not its own.",
+        "none: its Rust tests run with AddressSanitizer",
+        "a read beyond a buffer is reported",
+        sanitized,
+        fast=0,
+        nightly=1,
+    ),
+    Row(
+        35,
+        "orders of threads",
+        "Nobody waits for ever, and nobody sees halves: the mail of ranks, the pool of workers, the counters.",
+        "shuttle draws orders of threads; loom tries all that interrupt one three times, and all delays of stores",
+        "a wake-up, a fence or a condition that is left out is found",
+        orders,
+        fast=0,
+        nightly=10_000,
+    ),
+]
