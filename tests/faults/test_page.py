@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 from faults import mutants, page
+from faults.row import DISTINCT
 from faults.rows import rows
 
 
@@ -18,7 +19,8 @@ def test_the_page_is_what_the_data_say():
 
 def test_a_campaign_replaces_its_rows_and_leaves_the_others(tmp_path):
     about = {"date": "2026-01-31", "commit": "0", "tier": "fast", "machine": "m"}
-    parts = [{"seed": 1, "trials": 250, "violations": []}, {"seed": 2, "trials": 50, "violations": []}]
+    first = {"seed": 1, "trials": 250, "violations": [], "details": {DISTINCT: 40}}
+    parts = [first, {"seed": 2, "trials": 50, "violations": []}]
     for name, number in (("kills", 2), ("groups", 1)):
         caught = {name: {"trials": number, "by": "lost"}}
         found = {**about, "parts": {name: parts[:number]}, "mutants": {"checksum": caught}}
@@ -28,5 +30,5 @@ def test_a_campaign_replaces_its_rows_and_leaves_the_others(tmp_path):
     assert {name: row["trials"] for name, row in document["rows"].items()} == {"kills": 300, "groups": 250}
     assert document["mutants"]["checksum"].keys() == {"kills", "groups"}
     text = (tmp_path / "reliability.md").read_text("utf-8")
-    assert "| 300 | 0 | below 1 % |" in text
+    assert "| 300 (40 distinct states) | 0 | below 1 % |" in text
     assert text.count("not run") + text.count("by the gate |") == len(rows()) - 2

@@ -3,6 +3,7 @@ are drawn by a row of the campaign (``rows/r04_simulated.py``), and by ``python 
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from pathlib import Path
@@ -10,6 +11,9 @@ from pathlib import Path
 import pytest
 
 from faults import simulated
+from faults.row import DISTINCT
+from faults.rows.r04_simulated import NAME
+from faults.simulated_command import Campaign
 from faults.simulated_disk import ROOT, Disk, Make, Names, Reboot, Size, Sync, Write
 from faults.simulated_mutants import MUTANTS, Catcher
 from faults.simulated_programs import draw_program
@@ -113,6 +117,17 @@ def test_a_run_that_has_gone_back_stays_there(stage):
     program = draw_program("1-1", kind="manager") | {"phases": phases}
     found = simulated.explore(stage.record(program, "1-1"), program, Reader(stage.place), "1-1", CUTS)
     assert found.wrong == []
+
+
+def test_a_campaign_that_goes_on_writes_what_it_has_now(tmp_path):
+    block = {"programs": 1, "operations": 2, "drawn": 3, "states": 2, "saved over": 1, "violations": []}
+    for number in range(2):
+        campaign = Campaign(tmp_path / "found.json", seed=1, each=600)
+        campaign.found["blocks"][str(number)] = block
+        campaign.write()
+    found = json.loads((tmp_path / "found.json").read_text("utf-8"))
+    (part,) = found["parts"][NAME]
+    assert (found["drawn"], part["trials"], part["details"]) == (6, 6, {DISTINCT: 4})
 
 
 @pytest.fixture(scope="module")
