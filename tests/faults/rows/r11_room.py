@@ -25,6 +25,8 @@ PAGE = 4096
 #: What writes here alone, so that the limit is met here.
 HERE = tuple(each for each in SCENES if each is not Copies)
 STEP = 64 * PAGE
+#: Pages without which btrfs cannot even take the limit away.
+SPARE = 16
 BALLAST = "ballast"
 
 
@@ -33,7 +35,7 @@ class Room(NamedTuple):
 
     Attributes:
         point: where.
-        most: so much is enough for each scene.
+        most: so much is enough for each scene; 0 where that depends on the bytes of a state.
         take: leaves so much.
         give: gives all back.
     """
@@ -51,14 +53,14 @@ def _pages(kind: str, size: int, options: str = "") -> Iterator[Room]:
 
         def take(left: int) -> None:
             about = os.statvfs(point)
-            taken = about.f_bavail * about.f_frsize - left * PAGE
+            taken = about.f_bfree * about.f_frsize - left * PAGE
             # A file system that has less than it says has it all taken as far as it goes.
             for less in range(0, taken, STEP):
                 with path.open("wb") as file, contextlib.suppress(OSError):
                     os.posix_fallocate(file.fileno(), 0, taken - less)
                     break
 
-        yield Room(point, 300, take, path.unlink)
+        yield Room(point, 0, take, path.unlink)
 
 
 @contextlib.contextmanager
@@ -89,11 +91,11 @@ def _quota(kind: str, size: int) -> Iterator[Room]:
                 ["btrfs", "qgroup", "show", "--raw", "-f", str(point)], check=True, capture_output=True, text=True
             ).stdout
             used = int(shown.splitlines()[-1].split()[1])
-            limit(str(used + left * PAGE))
+            limit(str(used + (left + SPARE) * PAGE))
 
         subprocess.run(["btrfs", "quota", "enable", str(point)], check=True, capture_output=True)
         subprocess.run(["btrfs", "quota", "rescan", "-w", str(point)], check=True, capture_output=True)
-        yield Room(point, 300, take, lambda: limit("none"))
+        yield Room(point, 0, take, lambda: limit("none"))
 
 
 ROOMS: dict[str, Callable[[], contextlib.AbstractContextManager[Room]]] = {
@@ -124,7 +126,8 @@ def _room(run: Run) -> None:
             if name not in rooms:
                 rooms[name] = stack.enter_context(ROOMS[name]())
             room, scene = rooms[name], trials.drawn(draw)
-            left = int(room.most * draw.random() ** 2)
+            most = room.most or 3 * scene.nbytes // PAGE + 10
+            left = int(most * draw.random() ** 2)
             room.take(left)
             came = play(scene, room.point)
             room.give()
@@ -132,7 +135,7 @@ def _room(run: Run) -> None:
             wrong = trials.looked_at(scene, came, room.point, (errno.ENOSPC, errno.EDQUOT))
             run.done(wrong and f"{trials.about(run, scene)}, {name}, {left} left: {wrong}")
             _emptied(room.point)
-    if run.trials >= 50 and not all(run.details.get(f"{name}: refused") for name in ROOMS):
+    if run.trials >= 100 and not all(run.details.get(f"{name}: refused") for name in ROOMS):
         raise AssertionError(f"some were never full: {run.details}")
 
 
